@@ -1,0 +1,63 @@
+# Everything happens inside this directory: the virtual environment in .venv, the demo's files in demo/.
+# PYTHON=python3.12 make test      another interpreter (3.10 or newer)
+# TEST_ARGS="-k arena" make test   some of the tests
+# Pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) choose where packages, and which build of torch, come from.
+
+PYTHON ?= python3
+TEST_WORKERS ?= auto
+TEST_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# One thread per process: the tests start many processes, and torch takes every core in each unless told.
+RUN_ENV := OMP_NUM_THREADS=1
+PYTEST := $(RUN_ENV) $(BIN)/pytest -n $(TEST_WORKERS) --maxprocesses=4 --dist=worksteal
+EVERYDAY := not chaos and not soak and not elastic
+
+.PHONY: help demo test chaos soak bench clean
+
+help:
+	@echo "make demo    four nodes, five failures, every claim checked (under 5 minutes on 2 cores)"
+	@echo "make test    ruff, mypy --strict, pytest (under 10 minutes on 2 cores)"
+	@echo "make chaos   the longer runs under faults"
+	@echo "make soak    hours"
+	@echo "make bench   speed beside the machine's own limits; results in bench/results/"
+	@echo "make clean   remove what was made here"
+
+# Installed once; again only when what is to be installed has changed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("ckptd needs Python 3.10 or newer: PYTHON=python3.x make ..." if sys.version_info < (3, 10) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+	@echo "== installing into .venv (once, some minutes)"
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+		$(BIN)/python -m pip install --no-cache-dir -c constraints.txt -e '.[demo,test]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(RUN_ENV) $(BIN)/ckptd demo
+
+# Every part runs, pytest last (its closing line is the end); the status is nonzero if any part failed.
+test: $(STAMP)
+	@failed=""; \
+	echo "== ruff"; $(BIN)/ruff check . || failed="$$failed ruff"; \
+	echo "== mypy --strict"; $(BIN)/mypy || failed="$$failed mypy"; \
+	[ -z "$$failed" ] || echo "== FAILED so far:$$failed"; \
+	echo "== pytest (tests that need root and are skipped are listed with their reason at the end)"; \
+	$(PYTEST) -m '$(EVERYDAY)' $(TEST_ARGS) || failed="$$failed pytest"; \
+	test -z "$$failed"
+
+chaos: $(STAMP)
+	@$(RUN_ENV) $(BIN)/pytest -v -m 'chaos or elastic' --timeout=1800 $(TEST_ARGS)
+
+soak: $(STAMP)
+	@$(RUN_ENV) $(BIN)/pytest -v -m soak --timeout=14400 $(TEST_ARGS)
+
+bench: $(STAMP)
+	@mkdir -p bench/results
+	@missed=""; for name in stall protect persist restore; do \
+		echo "== $$name"; $(BIN)/python -m bench.$$name --json bench/results/$$name.json || missed="$$missed $$name"; done; \
+	test -z "$$missed" || { echo "floors missed or benchmark failed:$$missed"; exit 1; }
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

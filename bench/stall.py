@@ -1,0 +1,266 @@
+"""How long a snapshot holds training, next to a warm memcpy of the same state and to DCP's async_save in the same run.
+
+    python -m bench.stall --json out.json
+    python -m bench.stall --device cuda --bytes 12e9
+
+The state is a model and its AdamW moments. Training computes on all cores but one (--threads).
+Blocking is the time inside snapshot() plus the time the next optimizer step waits for the fence.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ckptd_client import Client
+from torch import nn
+
+from bench.common import Report, Row, arguments, interleave
+from bench.rig import Daemon, daemon
+
+LAYER = 4096  # square weights of 64 MiB in float32
+COMPUTE_RATIO = 3.0  # forward and backward take this many times the memcpy
+STEPS_AFTER = 10
+BLOCKING_FLOOR, ADDED_FLOOR, BARE_FLOOR = 0.10, 0.25, 1.25
+QUEUED_MS, D2H_FLOOR = 200, 0.9
+DAEMON_BEYOND_ARENA_MAX = 200e6
+GRANT_WAIT_S = 30.0
+
+
+class Training:
+    """A state of about ``nbytes``: weights and two AdamW moments; ``compute`` stands for forward and backward."""
+
+    def __init__(self, nbytes: float, device: str) -> None:
+        layers = max(1, round(nbytes / 3 / (LAYER * LAYER * 4)))
+        self.model = nn.ParameterList(
+            [nn.Parameter(torch.randn(LAYER, LAYER, device=device)) for _ in range(layers)]
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        for weight in self.model:
+            weight.grad = torch.zeros_like(weight)
+        self.optimizer.step()
+        self.device, self.step = device, 0
+        self._left, self._right = (torch.randn(512, 512, device=device) for _ in range(2))
+        self.compute_s = 0.0
+
+    def tensors(self) -> list[torch.Tensor]:
+        moments = [
+            v
+            for s in self.optimizer.state.values()
+            for v in s.values()
+            if torch.is_tensor(v) and v.numel() > 1
+        ]
+        return [*(weight.data for weight in self.model), *moments]
+
+    def compute(self) -> None:
+        end = time.perf_counter() + self.compute_s
+        while time.perf_counter() < end:
+            self._left @ self._right
+
+    def optimize(self) -> None:
+        self.optimizer.step()
+        self.step += 1
+
+
+class Stall:
+    def __init__(self, training: Training, client: Client, directory: Path) -> None:
+        self.training, self.client, self.directory = training, client, directory
+        self._sources = training.tensors()
+        self._targets = [torch.empty_like(t, device="cpu").fill_(0) for t in self._sources]
+        self.nbytes = sum(t.numel() * t.element_size() for t in self._sources)
+        self.loops: dict[str, list[float]] = {"plain": [], "snapshot": []}
+
+    def memcpy(self) -> None:
+        for source, target in zip(self._sources, self._targets, strict=True):
+            target.copy_(source)
+
+    def snapshot(self) -> float:
+        """Seconds inside snapshot(); tries again at the next step while nothing is granted (not timed)."""
+        deadline = time.monotonic() + GRANT_WAIT_S
+        while time.monotonic() < deadline:
+            self.training.optimize()
+            started = time.perf_counter()
+            handle = self.client.snapshot(self.training.step)
+            seconds = time.perf_counter() - started
+            if not handle.status.startswith("skipped"):
+                return seconds
+            time.sleep(0.01)
+        raise RuntimeError(f"no snapshot was granted: {self.client.health()}")
+
+    def fence(self) -> float:
+        started = time.perf_counter()
+        self.client.fence()
+        return time.perf_counter() - started
+
+    def hidden(self) -> float:
+        """Blocking with forward and backward longer than the copy."""
+        blocked = self.snapshot()
+        self.training.compute()
+        blocked += self.fence()
+        self._settle()
+        return blocked
+
+    def bare(self) -> float:
+        """Nothing to hide behind."""
+        blocked = self.snapshot() + self.fence()
+        self._settle()
+        return blocked
+
+    def dcp(self) -> float:
+        state = {"model": dict(self.training.model.named_parameters()), "optim": self._optim_state()}
+        started = time.perf_counter()
+        future: Any = dcp.async_save(state, checkpoint_id=str(self.directory / "dcp"))
+        blocked = time.perf_counter() - started
+        future.result()
+        shutil.rmtree(self.directory / "dcp", ignore_errors=True)
+        return blocked
+
+    def _optim_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.training.optimizer.state_dict()["state"]
+        return {str(index): values for index, values in state.items()}
+
+    def loop(self, with_snapshot: bool) -> float:
+        """A step and the ten after it."""
+        first = self.snapshot_of_loop() if with_snapshot else self._plain_first()
+        started = time.perf_counter()
+        for _ in range(STEPS_AFTER + 1):
+            self.training.compute()
+            self.training.optimize()
+        seconds = first + time.perf_counter() - started
+        self._settle()
+        return seconds
+
+    def snapshot_of_loop(self) -> float:
+        return self.snapshot()
+
+    def _plain_first(self) -> float:
+        self.training.optimize()
+        return 0.0
+
+    def _settle(self) -> None:
+        self.client.wait(level="sealed", timeout=GRANT_WAIT_S)
+
+
+def run(training: Training, client: Client, node: Daemon, directory: Path, args: Any) -> Report:
+    stall = Stall(training, client, directory)
+    report = Report("stall: how long a snapshot holds training")
+    for _ in range(3):
+        stall.memcpy()
+    started = time.perf_counter()
+    stall.memcpy()
+    training.compute_s = COMPUTE_RATIO * (time.perf_counter() - started)
+    taken = interleave(
+        {"memcpy": stall.memcpy, "hidden": stall.hidden, "bare": stall.bare, "dcp": stall.dcp},
+        args.repeats,
+        warm=2,
+    )
+    loops = interleave(
+        {"plain": lambda: stall.loop(False), "snapshot": lambda: stall.loop(True)}, args.repeats
+    )
+    limit = report.add(Row("memcpy, warm", taken["memcpy"], stall.nbytes))
+    hidden = Row("snapshot() + fence, behind compute", taken["hidden"], floor=BLOCKING_FLOOR, kind="time")
+    report.add(hidden, limit)
+    report.add(
+        Row("snapshot() + fence, nothing to hide behind", taken["bare"], floor=BARE_FLOOR, kind="time"), limit
+    )
+    report.add(Row("DCP async_save, blocking", taken["dcp"], kind="time"), limit)
+    added = [max(0.0, b - a - limit.median) for a, b in zip(loops["plain"], loops["snapshot"], strict=True)]
+    name = f"added over {STEPS_AFTER + 1} steps beyond the copy's CPU time"
+    report.add(
+        Row(name, added, floor=ADDED_FLOOR, kind="time"), Row("memcpy, warm", [limit.median] * len(added))
+    )
+    beyond = node.beyond_arena_bytes()
+    report.facts["daemon memory beyond its arena"] = (
+        f"{beyond / 1e6:.0f} MB (at most {DAEMON_BEYOND_ARENA_MAX / 1e6:.0f})"
+    )
+    report.facts["state"] = f"{stall.nbytes / 1e9:.2f} GB in {len(stall._sources)} tensors"
+    report.facts["compute per step"] = f"{training.compute_s:.3f} s on {torch.get_num_threads()} threads"
+    report.facts["11 steps without / with a snapshot"] = (
+        f"{sorted(loops['plain'])[len(loops['plain']) // 2]:.3f} / "
+        + (f"{sorted(loops['snapshot'])[len(loops['snapshot']) // 2]:.3f} s")
+    )
+    return report
+
+
+def run_cuda(training: Training, client: Client, args: Any) -> Report:
+    """Blocking with QUEUED_MS of kernels queued, D2H against pinned copies of the same run, step time over ten steps."""
+    sources = training.tensors()
+    nbytes = sum(t.numel() * t.element_size() for t in sources)
+    pinned = [torch.empty_like(t, device="cpu", pin_memory=True) for t in sources]
+    report = Report(f"stall on {torch.cuda.get_device_name()}")
+
+    def d2h() -> None:
+        for source, target in zip(sources, pinned, strict=True):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    def take() -> float:
+        while True:
+            training.optimize()
+            torch.cuda.synchronize()
+            torch.cuda._sleep(int(QUEUED_MS * 1e-3 * 1.7e9))
+            started = time.perf_counter()
+            handle = client.snapshot(training.step)
+            seconds = time.perf_counter() - started
+            if not handle.status.startswith("skipped"):
+                return seconds
+            time.sleep(0.01)
+
+    def blocked() -> float:
+        seconds = take()
+        client.wait(level="sealed", timeout=GRANT_WAIT_S)
+        return seconds
+
+    def drained() -> float:
+        take()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        client.fence()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        client.wait(level="sealed", timeout=GRANT_WAIT_S)
+        return seconds
+
+    taken = interleave({"d2h": d2h, "blocked": blocked, "drained": drained}, args.repeats, warm=2)
+    limit = report.add(Row("D2H into pinned memory", taken["d2h"], nbytes))
+    report.add(Row("ckptd D2H into its slots", taken["drained"], nbytes, floor=D2H_FLOOR), limit)
+    report.add(Row(f"snapshot() with {QUEUED_MS} ms of kernels queued", taken["blocked"], kind="time"), limit)
+    return report
+
+
+def main() -> int:
+    args = arguments(
+        __doc__ or "",
+        device={"default": "cpu", "choices": ["cpu", "cuda"]},
+        threads={"type": int, "default": max(1, (os.cpu_count() or 2) - 1)},
+        directory={"type": Path, "default": None},
+    )
+    torch.set_num_threads(args.threads)
+    directory = Path(tempfile.mkdtemp(prefix="ckptd-bench-", dir=args.directory))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with daemon(memory_budget=int(2 * args.bytes * 1.1 + 256e6)) as node:
+            training = Training(args.bytes, args.device)
+            client = Client.connect(job="bench", socket=str(node.socket), required=True)
+            client.register(model=training.model, optimizer=training.optimizer)
+            assert client.restore() is None
+            if args.device == "cuda":
+                report = run_cuda(training, client, args)
+            else:
+                report = run(training, client, node, directory, args)
+            client.close()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        dist.destroy_process_group()
+    return report.finish(args.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

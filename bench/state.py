@@ -1,0 +1,47 @@
+"""A sealed slot of real size in a real arena, as the daemon holds it after a capture."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
+from ckptd.arena.fdstore import NullKeeper
+from ckptd.arena.sums import block_sums, digests
+from ckptd.core.box import Box
+from ckptd.core.ids import SnapshotId
+from ckptd.core.layout_build import LayoutItem, build_layout
+
+JOB = "0/bench"
+TENSOR_BYTES = 64 << 20  # of one tensor: about what a layer of a billion-parameter model has
+META_BYTES = 16 << 20
+OBJECTS_BYTES = 64 << 10
+
+
+def make_arena(budget: int) -> Arena:
+    return Arena(budget, NullKeeper(), incarnation="bench", reserve_bytes=64 << 20)
+
+
+def sealed_slot(arena: Arena, nbytes: int, step: int = 1) -> Slot:
+    """``nbytes`` of random float32 tensors, sums made. The memory is warm afterwards."""
+    count = max(1, round(nbytes / TENSOR_BYTES))
+    shape = (TENSOR_BYTES // 4096 // 4, 4096)
+    items = [
+        LayoutItem(f"layer.{i}.weight", "F32", shape, Box.whole(shape), "param", "unique", 1)
+        for i in range(count)
+    ]
+    layout = build_layout(0, 1, items, OBJECTS_BYTES, "bench", ())
+    slot = arena.allocate(Tenant(JOB, 0, "own", 0), layout.payload_bytes, META_BYTES)
+    flat = np.frombuffer(slot.payload, dtype=np.uint8, count=layout.payload_bytes)
+    piece = np.random.default_rng(step).integers(0, 255, 8 << 20, dtype=np.uint8)
+    for at in range(0, len(flat), len(piece)):
+        end = min(len(flat), at + len(piece))
+        flat[at:end] = piece[: end - at]
+        flat[at] = at % 251  # no two blocks alike
+    flat[:OBJECTS_BYTES] = 0
+    flat[0] = 0x80  # an empty msgpack map
+    sums = block_sums(slot.payload, layout)
+    slot.fill(1)
+    slot.seal(
+        SlotRecord(JOB, SnapshotId(1, step), 0, 0, layout, 1, sums, digests(layout, sums, slot.payload, 1))
+    )
+    return slot

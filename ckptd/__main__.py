@@ -1,0 +1,5 @@
+"""``python -m ckptd`` is ``ckptd``."""
+
+from ckptd.cli import main
+
+main()

@@ -1,0 +1,223 @@
+"""The arena: all memory that this daemon holds for others, within one budget (design D1, P7, P8)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from ckptd.arena.budget import NoMemory
+from ckptd.arena.ledger import EXTENTS_AT, LedgerCorrupt, is_segment_name
+from ckptd.arena.record import SlotRecord
+from ckptd.arena.segment import Segment, pages
+from ckptd.arena.slot import MetaTooLarge, Slot, SlotMisuse
+from ckptd.arena.stock import SEGMENTS_MAX, FdKeeper, Stock
+from ckptd.arena.tenant import Tenant
+from ckptd.process import Process
+
+__all__ = ["SEGMENTS_MAX", "Arena", "MetaTooLarge", "NoMemory", "Slot", "SlotMisuse", "SlotRecord", "Tenant"]
+
+log = logging.getLogger("ckptd.arena")
+
+SEGMENT_BYTES = 64 << 20  # a segment for several small replicas; larger ones get their own
+SEGMENT_BUDGET_SHARE = 16  # but no more than this part of the budget
+SEGMENT_BYTES_MIN = 1 << 20
+META_BYTES = 1 << 20  # for layout, sums and digests where the caller does not say
+RESERVE_BYTES = 256 << 20  # left free on the machine and in each cgroup
+DEDICATED_USE_SHARE = 2  # a single-slot segment is used again only for at least 1/2 of itself
+
+
+class Arena:
+    """``keeper`` outlives us with the descriptors. ``uid_budget_bytes`` bounds each user's part, ``segment_bytes`` is
+    the size of shared segments. Thread-safe; ``allocate`` blocks for the kernel, everything else returns at once."""
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        keeper: FdKeeper,
+        *,
+        segment_bytes: int | None = None,
+        incarnation: str,
+        uid_budget_bytes: int | None = None,
+        reserve_bytes: int = RESERVE_BYTES,
+        prefault: bool = True,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.segment_bytes = pages(segment_bytes or _shared_size(budget_bytes))
+        self.refused: list[tuple[str, str]] = []  # segments that were not trusted: (name, reason)
+        self._stock = Stock(
+            keeper, budget_bytes, uid_budget_bytes, reserve_bytes, incarnation, touch=prefault
+        )
+        self._lock = self._stock.lock
+        self._slots: dict[int, Slot] = {}
+
+    # --- what there is ------------------------------------------------------------------------------
+    @property
+    def slots(self) -> dict[int, Slot]:
+        with self._lock:
+            return dict(self._slots)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory taken from the machine, whether slots lie in it or not."""
+        with self._lock:
+            return self._stock.committed() + self._stock.dying_bytes()
+
+    def used_by(self, uid: int) -> int:
+        with self._lock:
+            return self._stock.committed(uid)
+
+    # --- allocate -----------------------------------------------------------------------------------
+    def allocate(
+        self,
+        tenant: Tenant,
+        payload_bytes: int,
+        meta_bytes: int = META_BYTES,
+        *,
+        mapper: Process | None = None,
+    ) -> Slot:
+        """A FREE slot of at least these sizes. Blocks, for up to seconds per GiB. ``mapper``: the process that will map
+        it; memory that another living process may write into is not used (D1). Raises NoMemory."""
+        capacity, meta = pages(max(payload_bytes, 1)), pages(max(meta_bytes, 1))
+        with self._lock:
+            slot = self._place(tenant, capacity, meta, mapper)
+        return slot or self._in_new_segment(tenant, capacity, meta)
+
+    def _place(self, tenant: Tenant, capacity: int, meta: int, mapper: Process | None) -> Slot | None:
+        need, group = capacity + meta, tenant.group
+        for segment in self._stock.segments.values():
+            if segment.tenant != group or segment.retired or self._foreign(segment, mapper):
+                continue
+            dedicated = segment.size > self.segment_bytes
+            if dedicated and need * DEDICATED_USE_SHARE < segment.size - EXTENTS_AT:
+                continue
+            at = segment.gap(need)
+            if at is not None:
+                return self._add(segment, at, capacity, meta)
+        return None
+
+    def _add(self, segment: Segment, offset: int, capacity: int, meta: int) -> Slot:
+        number = self._stock.number()
+        slot = self._slots[number] = segment.place(number, offset, capacity, meta)
+        return slot
+
+    def _in_new_segment(self, tenant: Tenant, capacity: int, meta: int) -> Slot:
+        def use(segment: Segment) -> Slot:
+            return self._add(segment, EXTENTS_AT, capacity, meta)
+
+        exact = EXTENTS_AT + capacity + meta
+        if tenant.kind != "own" and exact < self.segment_bytes:
+            try:
+                return self._stock.make(tenant, self.segment_bytes, use)
+            except NoMemory:
+                log.info("no room for a shared segment, trying %d bytes", exact)
+        return self._stock.make(tenant, exact, use)
+
+    # --- let go -------------------------------------------------------------------------------------
+    def release(self, slot: Slot) -> None:
+        """The extent is free for another slot of the same group. Wholly unused segments stay, for reuse, until ``trim``
+        or until their room is needed. A slot that is gone already is nothing to do."""
+        with self._lock:
+            if self._slots.pop(slot.id, None) is None:
+                return
+            slot.segment.remove(slot)
+            if slot.segment.retired and not slot.segment.slots:
+                self._stock.drop(slot.segment)
+
+    def retire(self, slot: Slot) -> None:
+        """Nobody gets this memory again: whoever maps it cannot be made to let go. Its pages return to the machine once
+        the segment's last slot is gone."""
+        with self._lock:
+            slot.segment.retired = True
+            self.release(slot)
+
+    def trim(self) -> int:
+        """Give wholly unused segments back. Returns their bytes."""
+        return self._stock.trim()
+
+    # --- who maps what ------------------------------------------------------------------------------
+    def lend(self, slot: Slot, process: Process) -> bool:
+        """``process`` is about to be told of this slot's segment. False: another living process may map it, the slot
+        must be retired instead. Remembered in the ledger, so that it holds over a restart of the daemon too."""
+        with self._lock:
+            return not self._foreign(slot.segment, process) and slot.segment.lend(process)
+
+    def foreign_mapper(self, slot: Slot, process: Process | None = None) -> bool:
+        """May a living process other than this one write into the slot's segment?"""
+        with self._lock:
+            return self._foreign(slot.segment, process)
+
+    @staticmethod
+    def _foreign(segment: Segment, process: Process | None) -> bool:
+        return any(process is None or not process.same(mapper) for mapper in segment.living_mappers())
+
+    # --- take back ----------------------------------------------------------------------------------
+    def adopt(self, fds: Mapping[str, int]) -> list[Slot]:
+        """The segments that an earlier life left with the keeper: every slot with its old id, SEALED ones with their
+        record, the rest FREE. Takes the descriptors. What cannot be trusted is listed in ``refused``, closed and
+        forgotten."""
+        found: list[Slot] = []
+        for name, fd in sorted(fds.items()):
+            if not is_segment_name(name):
+                os.close(fd)
+                continue
+            try:
+                found += self._take(Segment.adopt(name, fd, self._stock.incarnation))
+            except (LedgerCorrupt, OSError) as error:
+                self._refuse(name, fd, error)
+                self._stock.keeper.remove(name)
+        return found
+
+    def take_offer(self, fds: Mapping[str, int], *, job: str, uid: int, process: Process) -> list[Slot]:
+        """Memory that a trainer still maps and we may have lost (no keeper). Only its own job's own slots, within the
+        budget; the descriptors stay the caller's. What we have already is returned as it is."""
+        found: list[Slot] = []
+        for name, fd in fds.items():
+            known = self._stock.segments.get(name)
+            if known is not None:
+                same = os.path.sameopenfile(known.fd, fd) and (known.tenant.job, known.tenant.uid) == (
+                    job,
+                    uid,
+                )
+                found += known.slots.values() if same else []
+                continue
+            copy = os.dup(fd)
+            try:
+                segment = Segment.adopt(name, copy, self._stock.incarnation)
+                found += self._take_offered(segment, job, uid, process)
+            except (LedgerCorrupt, NoMemory, OSError) as error:
+                self._refuse(name, copy, error)
+        return found
+
+    def _take_offered(self, segment: Segment, job: str, uid: int, process: Process) -> list[Slot]:
+        tenant = segment.tenant
+        if (tenant.kind, tenant.job, tenant.uid) != ("own", job, uid):
+            raise LedgerCorrupt("offered by a process that it does not belong to", segment.name)
+        with self._lock:
+            self._stock.make_room(segment.size, uid)
+            slots = self._take(segment)
+        segment.lend(process)
+        self._stock.keep(segment)
+        return slots
+
+    def _take(self, segment: Segment) -> list[Slot]:
+        with self._lock:
+            if segment.name in self._stock.segments or segment.slots.keys() & self._slots.keys():
+                raise LedgerCorrupt("its name or a slot of it exists already", segment.name)
+            self._stock.add(segment)
+            self._slots.update(segment.slots)
+            segment.write_ledger()
+            return list(segment.slots.values())
+
+    def _refuse(self, name: str, fd: int, error: Exception) -> None:
+        log.error("segment %s is refused: %s", name, error)
+        self.refused.append((name, str(error)))
+        os.close(fd)
+
+    def close(self) -> None:
+        """Stop the helper thread. The memory stays with the keeper; without one it goes with this process."""
+        self._stock.close()
+
+
+def _shared_size(budget_bytes: int) -> int:
+    return max(SEGMENT_BYTES_MIN, min(SEGMENT_BYTES, budget_bytes // SEGMENT_BUDGET_SHARE))

@@ -1,0 +1,115 @@
+"""A slot: an extent that holds one rank's snapshot, FREE, FILLING or SEALED (design D9, P6)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptd.arena.ledger import FILLING, FREE, SEALED, SlotRow
+from ckptd.arena.record import SlotRecord, check_record, encode_record
+from ckptd.arena.tenant import Tenant
+from ckptd.core.errors import CkptdError
+
+if TYPE_CHECKING:
+    from ckptd.arena.segment import Segment
+
+GONE = "gone"  # released or retired: this object is of no more use
+
+
+class SlotMisuse(CkptdError):
+    """A transition that the slot's state does not allow, or a record that does not belong in it."""
+
+
+class MetaTooLarge(SlotMisuse):
+    """The record needs ``needed`` bytes and the slot was allocated with less: allocate anew with more."""
+
+    def __init__(self, needed: int, capacity: int, where: str) -> None:
+        super().__init__(
+            f"slot record of {needed} bytes, room for {capacity}",
+            where=where,
+            hint="allocate with meta_bytes",
+        )
+        self.needed = needed
+
+
+class Slot:
+    """``payload``: writable, ``capacity`` bytes. ``record`` is set while SEALED. Its id stays the same over
+    re-adoption."""
+
+    def __init__(self, segment: Segment, row: SlotRow) -> None:
+        self.segment, self.row = segment, replace(row, state=FREE, meta_bytes=0, meta_sum=b"")
+        self.payload = segment.view[row.offset : row.offset + row.capacity]
+        self.record: SlotRecord | None = None
+        self.grant = 0  # of the capture under way
+        self.tenant: Tenant = segment.tenant
+
+    @property
+    def id(self) -> int:
+        return self.row.id
+
+    @property
+    def offset(self) -> int:
+        return self.row.offset
+
+    @property
+    def capacity(self) -> int:
+        return self.row.capacity
+
+    @property
+    def state(self) -> str:
+        return self.row.state
+
+    def __repr__(self) -> str:
+        return f"<Slot {self.id} {self.state} {self.capacity} bytes in {self.segment.name}>"
+
+    def fill(self, grant: int = 0) -> None:
+        """FREE -> FILLING. A daemon that dies now finds it FREE again (P6)."""
+        with self.segment.lock:
+            self._require(FREE)
+            self.grant = grant
+            self._become(replace(self.row, state=FILLING))
+
+    def seal(self, record: SlotRecord) -> None:
+        """-> SEALED: from the last byte of the ledger's write on, the record survives the daemon. Raises
+        SlotMisuse, MetaTooLarge, ValueError (the record contradicts its layout)."""
+        check_record(record)
+        self._check_place(record)
+        meta = encode_record(record)
+        with self.segment.lock:
+            self._require(FREE, FILLING)
+            if len(meta) > self.row.meta_capacity:
+                raise MetaTooLarge(len(meta), self.row.meta_capacity, repr(self))
+            row = self.segment.write_meta(self.row, meta)
+            self.record = record
+            self._become(replace(row, state=SEALED))
+
+    def free(self) -> None:
+        """-> FREE; the extent stays allocated, its content means nothing any more."""
+        with self.segment.lock:
+            self._require(FREE, FILLING, SEALED)
+            self.record, self.grant = None, 0
+            self._become(replace(self.row, state=FREE, meta_bytes=0, meta_sum=b""))
+
+    def restore(self, row: SlotRow, record: SlotRecord) -> None:
+        """A sealed slot found in a re-adopted segment."""
+        self.row, self.record = row, record
+
+    def gone(self) -> None:
+        self.record = None
+        self.payload = memoryview(b"")
+        self.row = replace(self.row, state=GONE)
+
+    def _become(self, row: SlotRow) -> None:
+        self.row = row
+        self.segment.write_ledger()
+
+    def _check_place(self, record: SlotRecord) -> None:
+        tenant = self.tenant
+        if record.job != tenant.job or (tenant.kind == "own" and record.rank != tenant.rank):
+            raise SlotMisuse(f"record of {record.job} rank {record.rank} in another's slot", where=repr(self))
+        if record.layout.tier_bytes(record.tier) > self.capacity:
+            raise SlotMisuse("record whose layout is larger than its slot", where=repr(self))
+
+    def _require(self, *states: str) -> None:
+        if self.row.state not in states:
+            raise SlotMisuse(f"the slot is {self.row.state}, not {' or '.join(states)}", where=repr(self))

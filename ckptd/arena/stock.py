@@ -1,0 +1,186 @@
+"""The stock: every segment that exists, how they come and go, and that they stay within the budget (design D1, P8)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Protocol
+
+from ckptd.arena.budget import NoMemory, gibibytes, headroom
+from ckptd.arena.segment import Segment
+from ckptd.arena.slot import Slot
+from ckptd.arena.tenant import Tenant
+
+log = logging.getLogger("ckptd.arena")
+
+SEGMENTS_MAX = 4096  # the fd store of the unit file holds as many
+REAP_TIMEOUT_S = 60.0
+
+
+class FdKeeper(Protocol):
+    def store(self, name: str, fd: int) -> bool: ...
+    def remove(self, name: str) -> bool: ...
+
+
+class Stock:
+    """``lock`` is the arena's too. ``reserve_bytes`` stay free on the machine and in each cgroup."""
+
+    def __init__(
+        self,
+        keeper: FdKeeper,
+        budget_bytes: int,
+        uid_budget_bytes: int | None,
+        reserve_bytes: int,
+        incarnation: str,
+        *,
+        touch: bool,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.keeper, self.incarnation = keeper, incarnation
+        self.segments: dict[str, Segment] = {}  # oldest first
+        self._budget_bytes, self._uid_budget_bytes = budget_bytes, uid_budget_bytes
+        self._reserve_bytes, self._touch = reserve_bytes, touch
+        self._pending: dict[int, tuple[int, int]] = {}  # allocation -> (uid, bytes) not there yet
+        self._dying: dict[Future[None], int] = {}  # bytes whose pages are being given back
+        self._reaper = ThreadPoolExecutor(1, thread_name_prefix="arena-reaper")
+        self._number = int(time.time()) << 16  # above all of an earlier life, should its ledger come late
+
+    def number(self) -> int:
+        """Never given twice, over re-adoption too: ids of slots and segments."""
+        with self.lock:
+            self._number += 1
+            return self._number
+
+    def committed(self, uid: int | None = None) -> int:
+        """Bytes of segments that exist or are being made, of one user or of all."""
+        segments = sum(s.size for s in self.segments.values() if uid in (None, s.tenant.uid))
+        return segments + sum(size for owner, size in self._pending.values() if uid in (None, owner))
+
+    def dying_bytes(self) -> int:
+        return sum(self._dying.values())
+
+    # --- coming -------------------------------------------------------------------------------------
+    def make(self, tenant: Tenant, size: int, use: Callable[[Segment], Slot]) -> Slot:
+        """A new segment, with its pages, and its first slot: ``use`` places it before anybody else sees the segment. Blocks.
+        Raises NoMemory."""
+        with self._reserved(tenant, size) as number:
+            wait(list(self._dying), REAP_TIMEOUT_S)
+            self._admit(size)
+            name = f"{tenant.kind}-{number:x}-{tenant.tag}"
+            try:
+                segment = Segment.create(name, tenant, size, self.incarnation, touch=self._touch)
+            except OSError as error:
+                raise NoMemory(f"allocation failed: {error}", where=gibibytes(size)) from error
+            self.keep(segment)
+            with self.lock:
+                self.segments[name] = segment
+                del self._pending[number]
+                return use(segment)
+
+    def add(self, segment: Segment) -> None:
+        """One that exists already. ``make_room`` first, if it is not from an earlier life of ours."""
+        with self.lock:
+            self.segments[segment.name] = segment
+            self._number = max(self._number, number_of(segment.name), *segment.slots)
+
+    def keep(self, segment: Segment) -> None:
+        if not self.keeper.store(segment.name, segment.fd):
+            log.warning("segment %s is not in the keeper: a crash of the daemon loses it", segment.name)
+
+    @contextmanager
+    def _reserved(self, tenant: Tenant, size: int) -> Iterator[int]:
+        """Counted before it exists, so that two allocations cannot both fit into the last gap."""
+        with self.lock:
+            self.make_room(size, tenant.uid)
+            if len(self.segments) + len(self._pending) >= SEGMENTS_MAX:
+                raise NoMemory(f"{SEGMENTS_MAX} segments exist", hint="raise segment_bytes")
+            number = self.number()
+            self._pending[number] = (tenant.uid, size)
+        try:
+            yield number
+        finally:
+            with self.lock:
+                self._pending.pop(number, None)
+
+    def make_room(self, size: int, uid: int) -> None:
+        """Idle segments give way. Raises NoMemory when that is not enough for the budget or the user's part of it."""
+        with self.lock:
+            self._make_room(size, self._budget_bytes, None)
+            if self._uid_budget_bytes is not None:
+                self._make_room(size, self._uid_budget_bytes, uid)
+
+    def _make_room(self, size: int, limit: int, uid: int | None) -> None:
+        over = self.committed(uid) + size - limit
+        idle = self._idle(uid)
+        if over > sum(s.size for s in idle):
+            whose = "memory budget" if uid is None else f"memory budget of uid {uid}"
+            raise NoMemory(
+                f"{whose} of {gibibytes(limit)} has no room for {gibibytes(size)}",
+                where=f"{gibibytes(self.committed(uid))} used",
+                hint="raise memory_budget, or use fewer copies or own slots",
+            )
+        for segment in idle:
+            if over <= 0:
+                break
+            over -= segment.size
+            self.drop(segment)
+
+    def _admit(self, size: int) -> None:
+        """The machine and our cgroups must have room besides what other threads are touching right now."""
+        room = self._room(size)
+        if room < size and self.trim():
+            wait(list(self._dying), REAP_TIMEOUT_S)
+            room = self._room(size)
+        if room < size:
+            now, reserve = headroom(), gibibytes(self._reserve_bytes)
+            raise NoMemory(
+                f"the machine has no room for {gibibytes(size)}",
+                where=f"{now.limited_by} leaves {gibibytes(now.nbytes)}, of which {reserve} stay free",
+                hint="raise the cgroup's limit or lower memory_budget",
+            )
+
+    def _room(self, size: int) -> int:
+        now = headroom()
+        reserve = self._reserve_bytes * (2 if now.kills_group else 1)  # there the OOM killer takes us along
+        with self.lock:
+            others = sum(nbytes for _, nbytes in self._pending.values()) - size
+        return now.nbytes - reserve - others
+
+    # --- going --------------------------------------------------------------------------------------
+    def trim(self) -> int:
+        """Give segments without a slot back. Returns their bytes."""
+        with self.lock:
+            idle = self._idle(None)
+            for segment in idle:
+                self.drop(segment)
+            return sum(segment.size for segment in idle)
+
+    def _idle(self, uid: int | None) -> list[Segment]:
+        return [s for s in self.segments.values() if not s.slots and uid in (None, s.tenant.uid)]
+
+    def drop(self, segment: Segment) -> None:
+        """The keeper forgets it and its pages go back to the machine, in a thread: that takes a second per 10 GiB."""
+        with self.lock:
+            if self.segments.pop(segment.name, None) is None:
+                return
+            self.keeper.remove(segment.name)
+            future = self._reaper.submit(segment.destroy)
+            self._dying[future] = segment.size
+        future.add_done_callback(self._reaped)
+
+    def _reaped(self, future: Future[None]) -> None:
+        with self.lock:
+            self._dying.pop(future, None)
+        if (error := future.exception()) is not None:
+            log.error("a retired segment's pages stay until its mappers are gone: %s", error)
+
+    def close(self) -> None:
+        self._reaper.shutdown(wait=True)
+
+
+def number_of(name: str) -> int:
+    return int(name.split("-")[1], 16)

@@ -1,0 +1,182 @@
+"""Each check of `ckptd preflight` about this node alone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import stat
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ckptd.config import Config
+from ckptd.core.errors import CkptdError
+from ckptd.units import format_bytes
+
+FILES_SPARE = 256  # descriptors beside connections: segments, files being written, the library's own
+CONNECT_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """``ok`` None: worth knowing, not wrong."""
+
+    name: str
+    ok: bool | None
+    text: str
+    hint: str = ""
+
+    def report(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def identity(config: Config) -> Check:
+    node = config.node_id or "made at the first start"
+    return Check("identity", True, f"node {node}, failure domain {config.domain or 'the node itself'}")
+
+
+def key(config: Config) -> Check:
+    from ckptd.wire.keys import ClusterKey
+
+    if config.key_file is not None:
+        found = ClusterKey.load(config.key_file)
+        return Check(
+            "key", True, f"{config.key_file}, fingerprint {found.fingerprint}: compare it on every node"
+        )
+    if config.plain_loopback:
+        return Check("key", True, "none: plain connections on loopback, by plain_loopback")
+    hint = "`ckptd keygen FILE`, copy it to every node, set key_file; or plain_loopback on a single machine"
+    return Check("key", False, "neither key_file nor plain_loopback is set", hint)
+
+
+def addresses(config: Config) -> Check:
+    """Binds each port for a moment."""
+    wanted = {
+        "control": (config.bind_address, config.control_port),
+        "bulk": (config.bind_address, config.bulk_port),
+        "page": (config.http_address, config.http_port),
+    }
+    for name, address in wanted.items():
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                running = "a daemon already runs here; " if _answers(config.socket) else ""
+                return Check("addresses", False, f"{name} cannot bind {address[0]}:{address[1]}: {running}{error.strerror}",
+                             "stop what holds the port, set it to 0 (any), or name an address of this machine")  # fmt: skip
+    told = f"others reach this node at {config.advertise()}, bulk mode {config.bulk_mode_in_force()}"
+    return Check("addresses", True, f"{config.bind_address} can be bound; {told}")
+
+
+def rank_socket(config: Config) -> Check:
+    if _answers(config.socket):
+        return Check("socket", None, f"a daemon already answers at {config.socket}")
+    place = _nearest(config.socket.parent)
+    if not os.access(place, os.W_OK | os.X_OK):
+        return Check(
+            "socket", False, f"{place} is not writable", "set socket, and CKPTD_SOCKET for the ranks"
+        )
+    return Check("socket", True, f"{config.socket} can be made")
+
+
+def state(config: Config) -> Check:
+    place = _nearest(config.state_dir)
+    if not os.access(place, os.W_OK | os.X_OK):
+        return Check(
+            "state_dir",
+            False,
+            f"{place} is not writable",
+            "set state_dir to a directory of the daemon's user",
+        )
+    if config.state_dir.exists() and config.state_dir.stat().st_mode & stat.S_IWOTH:
+        return Check(
+            "state_dir", False, f"{config.state_dir} is writable by everyone", f"chmod 700 {config.state_dir}"
+        )
+    return Check("state_dir", True, str(config.state_dir))
+
+
+def memory(config: Config) -> Check:
+    from ckptd.arena.budget import headroom
+
+    budget, room = config.memory_budget_bytes(), headroom()
+    text = f"budget {format_bytes(budget)} ({config.memory_budget}), "
+    text += f"available now {format_bytes(room.nbytes)} ({room.limited_by})"
+    if budget > room.nbytes and not _answers(config.socket):
+        return Check("memory", False, text, "lower memory_budget, or raise the limit named here")
+    if room.kills_group:
+        return Check("memory", None, f"{text}; memory.oom.group is set: an OOM kill takes the daemon along")
+    return Check("memory", True, text)
+
+
+def storage(config: Config) -> Check:
+    """Rights, link() and rename(), tried out. Whether all nodes see one storage, the daemons find out."""
+    if config.storage_root is None:
+        return Check(
+            "storage",
+            None,
+            "no storage_root: snapshots live in memory only",
+            "set storage_root to a shared directory",
+        )
+    from ckptd.persist.preflight import probe
+    from ckptd.persist.storage.posix import PosixStorage
+
+    if not config.storage_root.is_dir():
+        where, hint = str(config.storage_root), "make or mount it, on every node alike"
+        raise CkptdError("no such directory", where=where, hint=hint)
+    free = probe(PosixStorage(str(config.storage_root)))
+    text = f"{config.storage_root}: rights, link() and rename() are fine, {format_bytes(free)} free"
+    return Check("storage", True, text)
+
+
+def files(config: Config) -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 3 * config.connections_max + FILES_SPARE
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return Check(
+            "files",
+            False,
+            f"at most {hard} open files, {needed} may be needed",
+            "raise LimitNOFILE or lower connections_max",
+        )
+    return Check("files", True, f"{soft} open files now, {hard} at most, {needed} may be needed")
+
+
+def memlock(config: Config) -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Check("memlock", True, "unlimited")
+    return Check("memlock", None, f"{format_bytes(soft)}: enough for CPU and for CUDA's own pinning, not for RDMA",
+                 "ulimit -l unlimited (LimitMEMLOCK=infinity) for ranks that register memory")  # fmt: skip
+
+
+def _answers(path: Path) -> bool:
+    """Does a process listen at this socket?"""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.settimeout(CONNECT_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the nearest directory above it that is there: what must be writable for it to be made."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+ALL: dict[str, Callable[[Config], Check]] = {
+    "identity": identity,
+    "key": key,
+    "addresses": addresses,
+    "socket": rank_socket,
+    "state_dir": state,
+    "memory": memory,
+    "storage": storage,
+    "files": files,
+    "memlock": memlock,
+}

@@ -1,0 +1,112 @@
+"""`ckptd ls`: what could be restored; of the running daemon, or of a storage directory without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptd.cli.flags import Loaded, with_settings
+from ckptd.core.errors import CkptdError
+
+if TYPE_CHECKING:
+    from ckptd.observe.report import ListReport, SnapshotReport
+    from ckptd.persist.storage.base import Storage
+
+
+@with_settings
+def ls(
+    loaded: Loaded,
+    path: Annotated[Path | None, typer.Argument(help="a storage root; none: ask this node's daemon")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> None:
+    """List snapshots in memory and on storage, newest first. Exit status 1 when a part could not be read."""
+    from ckptd.cli.page import fetch
+    from ckptd.cli.show import console, print_json
+
+    report: ListReport = fetch(loaded, "/ls") if path is None else of_storage(path)  # type: ignore[assignment]
+    if as_json:
+        print_json(report)
+    else:
+        console().print(_table(report))
+        for error in report.get("errors", []):
+            print(f"error: {error}")
+    if report.get("errors"):
+        raise typer.Exit(1)
+
+
+def of_storage(path: Path) -> ListReport:
+    """Every committed checkpoint below a storage root. Raises CkptdError when there is no such directory."""
+    from ckptd.persist.storage.posix import PosixStorage
+
+    if not path.is_dir():
+        raise CkptdError("no such directory", where=str(path), hint="name a storage root")
+    storage = PosixStorage(str(path), create=False)
+    rows: list[SnapshotReport] = []
+    errors: list[str] = []
+    for job in _jobs(storage):
+        try:
+            rows += _of_job(storage, job)
+        except CkptdError as error:
+            errors.append(f"{job}: {error}")
+    return {"rows": rows, "errors": errors}
+
+
+def _jobs(storage: Storage) -> list[str]:
+    """Jobs lie at ``{uid}/{name}``; whatever else is there is not ours."""
+    uids = [entry.name for entry in storage.list("") if entry.is_dir and entry.name.isdigit()]
+    names = [f"{uid}/{entry.name}" for uid in uids for entry in storage.list(uid) if entry.is_dir]
+    return sorted(name for name in names if _is_job(name))
+
+
+def _is_job(name: str) -> bool:
+    from ckptd.persist.names import check_job
+
+    try:
+        return check_job(name) == name
+    except CkptdError:
+        return False
+
+
+def _of_job(storage: Storage, job: str) -> list[SnapshotReport]:
+    from ckptd.persist.commits import list_commits
+
+    return [
+        {
+            "job": job,
+            "epoch": commit.snapshot.epoch,
+            "step": commit.snapshot.step,
+            "durable": True,
+            "keep": commit.keep,
+            "where": ["storage"],
+        }
+        for commit in reversed(list_commits(storage, job))
+    ]
+
+
+def _table(report: ListReport) -> object:
+    from ckptd.cli.show import table
+
+    rows = [
+        [row.get("job", ""), row.get("epoch", ""), row.get("step", ""), _level(row), " + ".join(row.get("where", [])),
+         "keep" if row.get("keep") else "", ", ".join(row.get("per_rank", []))]
+        for row in report.get("rows", [])
+    ]  # fmt: skip
+    if not rows:
+        return "nothing here" if report.get("errors") else "nothing yet: no snapshot that you may see"
+    return table("", ("job", ">epoch", ">step", "level", "where", "", "per rank"), rows)
+
+
+def _level(row: SnapshotReport) -> str:
+    level, wanted = row.get("level"), row.get("wanted", 0)
+    words = []
+    if level is not None and level >= 0:
+        words.append(
+            f"protected({level})" + (" degraded" if level < wanted else "") if level or wanted else "sealed"
+        )
+    elif level is not None and not row.get("durable"):
+        words.append("incomplete")
+    if row.get("durable"):
+        words.append("durable")
+    return ", ".join(words)

@@ -1,0 +1,115 @@
+"""`ckptd status`: this node and, through it, its jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptd.cli.flags import Loaded, with_settings
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ckptd.observe.report import HealthReport, JobReport, StatusReport
+
+LEVELS = ("sealed", "protected", "durable")
+
+
+@with_settings
+def status(
+    loaded: Loaded,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> None:
+    """Show this node and its jobs: nodes, ranks, newest step at each level, memory, lag, problems.
+
+    Exit status 0 when the daemon answered; whether all is well is said by health.ok in --json, and by GET /healthz.
+    """
+    from ckptd.cli.page import fetch
+    from ckptd.cli.show import console, print_json
+
+    report: StatusReport = fetch(loaded, "/status")  # type: ignore[assignment]
+    if as_json:
+        print_json(report)
+    else:
+        screen = console()
+        for part in tables(report):
+            screen.print(part)
+
+
+def tables(report: StatusReport) -> Iterator[RenderableType]:
+    yield _node(report)
+    yield from _problems(report.get("health", {}))
+    jobs = report.get("jobs", [])
+    if not jobs:
+        yield "no job of yours is known here"
+    for job in jobs:
+        yield from _job(job)
+
+
+def _node(report: StatusReport) -> RenderableType:
+    from ckptd.cli.show import NONE, good, size, table
+
+    node, storage = report.get("node", {}), report.get("storage", {})
+    memory: dict[str, Any] = {**report.get("memory", {})}
+    used = f"{size(memory.get('used_bytes'))} of {size(memory.get('budget_bytes'))}"
+    kinds = ("own", "peer", "scratch")
+    parts = [f"{kind} {size(memory.get(kind + '_bytes'))}" for kind in kinds]
+    in_slots = sum(memory.get(kind + "_bytes") or 0 for kind in kinds)
+    parts.append(f"kept ready {size(max(0, (memory.get('used_bytes') or 0) - in_slots))}")
+    root = storage.get("root") or "none: memory only"
+    cells: list[list[object]] = [
+        ["node", f"{node.get('id', NONE)}  domain {node.get('domain') or NONE}  pid {node.get('pid', NONE)}"],
+        ["links", f"control {node.get('control', NONE)}  bulk {node.get('bulk', NONE)}"],
+        ["memory", f"{used}  ({', '.join(parts)})"],
+        ["storage", root if storage.get("ok", True) else f"{root}: {storage.get('reason') or 'not usable'}"],
+        ["health", good(report.get("health", {}).get("ok", True), "ok", "see the problems")],
+    ]
+    return table("", ("", f"ckptd {node.get('version', '')}"), cells)
+
+
+def _problems(health: HealthReport) -> Iterator[RenderableType]:
+    from ckptd.cli.show import table, when
+
+    cells = [
+        [p.get("kind", ""), p.get("job", ""), when(p.get("first")), p.get("count", 1), p.get("text", "")]
+        for p in health.get("problems", [])
+    ]
+    if cells:
+        yield ""
+        yield table("problems", ("kind", "job", "since", ">times", "what"), cells)
+
+
+def _job(job: JobReport) -> Iterator[RenderableType]:
+    from ckptd.cli.show import NONE, good, step, table
+
+    yield ""
+    newest, lag = job.get("newest", {}), job.get("lag", {})
+    levels = [[level, step(newest.get(level)), lag.get(level, NONE)] for level in LEVELS]
+    held = f"{job.get('level', NONE)} of {job.get('wanted', NONE)} wanted copies elsewhere"
+    title = f"job {job.get('job', '')}: epoch {job.get('epoch', NONE)}, {job.get('phase', '')}, "
+    title += f"{job.get('world', NONE)} ranks, steward {job.get('steward') or NONE}"
+    yield title
+    yield good(not job.get("degraded", False), f"protection: {held}", f"DEGRADED: {held}")
+    yield table("", ("level", ">newest step", ">steps behind"), levels)
+    yield from _members(job)
+
+
+def _members(job: JobReport) -> Iterator[RenderableType]:
+    from ckptd.cli.show import good, size, step, table
+
+    nodes = [
+        [n.get("node", ""), n.get("domain", ""), good(n.get("up", False), "up", "DOWN"),
+         size(n.get("memory", {}).get("used_bytes")), size(n.get("memory", {}).get("budget_bytes"))]
+        for n in job.get("nodes", [])
+    ]  # fmt: skip
+    if nodes:
+        yield table("", ("node", "domain", "link", ">memory used", ">budget"), nodes)
+    ranks = [
+        [r.get("rank"), r.get("node", ""), good(r.get("up", False), "here", "GONE"), step(r.get("step")),
+         r.get("free_slots", "")]
+        for r in job.get("ranks", [])
+    ]  # fmt: skip
+    if ranks:
+        yield table("", (">rank", "node", "process", ">step", ">free slots"), ranks)

@@ -1,0 +1,246 @@
+"""N-d boxes: a slice of a logical tensor as (offsets, sizes) in elements (design D7).
+
+Shapes and boxes count elements, C order. A 0-d tensor is the box with empty tuples and volume 1; a box with a zero size has
+volume 0, intersects nothing and is always covered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """``offsets[d] <= index[d] < offsets[d] + sizes[d]`` for each dimension; a 0-d tensor has empty tuples."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def volume(self) -> int:
+        """Elements; 1 for 0-d, 0 when any size is 0."""
+        return math.prod(self.sizes)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The box of elements in both; None when there is none. ValueError: the boxes have different ranks."""
+    if len(a.sizes) != len(b.sizes):
+        raise ValueError(f"boxes of {len(a.sizes)} and {len(b.sizes)} dimensions")
+    offsets, sizes = [], []
+    for a_from, a_size, b_from, b_size in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        start = a_from if a_from > b_from else b_from
+        size = min(a_from + a_size, b_from + b_size) - start
+        if size <= 0:
+            return None
+        offsets.append(start)
+        sizes.append(size)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """Does ``inner`` lie wholly inside ``outer``? An empty inner box must still have its corner inside."""
+    if len(outer.sizes) != len(inner.sizes):
+        return False
+    bounds = zip(outer.offsets, outer.sizes, inner.offsets, inner.sizes, strict=True)
+    return all(
+        o_from <= i_from and i_from + i_size <= o_from + o_size for o_from, o_size, i_from, i_size in bounds
+    )
+
+
+def covers(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
+    """Do the boxes (overlapping or not) hold every element of a tensor of this shape?"""
+    return not uncovered(Box.whole(shape), boxes)
+
+
+def uncovered(box: Box, boxes: Iterable[Box]) -> list[Box]:
+    """The part of ``box`` outside all ``boxes``, as disjoint boxes in C order.
+
+    Sweeps one dimension after the other: n boxes of a grid cost O(n log n), not O(n²).
+    """
+    if box.volume == 0:
+        return []
+    inside = list(dict.fromkeys(part for other in boxes if (part := intersect(box, other)) is not None))
+    if box in inside:
+        return []
+    return [Box(offsets, sizes) for offsets, sizes in _gaps(box, inside, 0)]
+
+
+def without(box: Box, part: Box) -> list[Box]:
+    """``box`` less ``part``, which lies inside it: at most two boxes per dimension."""
+    rest: list[Box] = []
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    for dim, (start, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+        low, high = offsets[dim], offsets[dim] + sizes[dim]
+        for cut, end in ((low, start), (start + size, high)):
+            if cut < end:
+                around = (
+                    (*offsets[:dim], cut, *offsets[dim + 1 :]),
+                    (*sizes[:dim], end - cut, *sizes[dim + 1 :]),
+                )
+                rest.append(Box(*around))
+        offsets[dim], sizes[dim] = start, size
+    return rest
+
+
+def disjoint(boxes: Sequence[Box]) -> bool:
+    """No element lies in two of the boxes. Empty boxes are disjoint from everything."""
+    solid = [box for box in boxes if box.volume]
+    if len(solid) < 2:
+        return True
+    if len(solid) == 2:
+        return intersect(solid[0], solid[1]) is None
+    first = solid[0]
+    along = [d for d in range(len(first.sizes)) if any(_extent(box, d) != _extent(first, d) for box in solid)]
+    if len(along) < 2:  # the usual shards: cut along one dimension, or (no dimension) all the same box
+        ends = sorted(_extent(box, d) for d in along for box in solid)
+        return bool(ends) and all(a[0] + a[1] <= b[0] for a, b in pairwise(ends))
+    frame = _frame(solid)
+    union = frame.volume - sum(gap.volume for gap in uncovered(frame, solid))
+    return union == sum(box.volume for box in solid)
+
+
+def _extent(box: Box, dim: int) -> tuple[int, int]:
+    return box.offsets[dim], box.sizes[dim]
+
+
+_Part = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of the dimensions not yet swept
+
+
+def _gaps(box: Box, inside: Sequence[Box], dim: int) -> list[_Part]:
+    """Sweep dimension ``dim``: cut where a box begins or ends, ask the next dimension about each slab."""
+    if not inside:
+        return [(box.offsets[dim:], box.sizes[dim:])]
+    if dim == len(box.sizes):
+        return []
+    begins: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for index, other in enumerate(inside):
+        begins.setdefault(other.offsets[dim], []).append(index)
+        ends.setdefault(other.offsets[dim] + other.sizes[dim], []).append(index)
+    low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    cuts = sorted({low, high, *begins, *ends})
+    slabs: list[tuple[int, int, list[_Part]]] = []
+    active: dict[int, None] = {}
+    for start, stop in pairwise(cuts):
+        for index in ends.get(start, ()):
+            del active[index]
+        active.update(dict.fromkeys(begins.get(start, ())))
+        below = _gaps(box, [inside[index] for index in active], dim + 1)
+        if slabs and slabs[-1][2] == below:
+            slabs[-1] = (slabs[-1][0], stop, below)
+        else:
+            slabs.append((start, stop, below))
+    return [
+        ((start, *offsets), (stop - start, *sizes))
+        for start, stop, below in slabs
+        for offsets, sizes in below
+    ]
+
+
+def _frame(boxes: Sequence[Box]) -> Box:
+    """The smallest box around all of them."""
+    low = tuple(min(at) for at in zip(*(box.offsets for box in boxes), strict=True))
+    stops = (tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for box in boxes)
+    high = tuple(max(at) for at in zip(*stops, strict=True))
+    return Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
+
+
+def merge(boxes: Iterable[Box]) -> list[Box]:
+    """Join disjoint boxes until no two of them together form a box; sorted by offsets.
+
+    Every result is the exact union of some of the given boxes. Repeats and empty boxes are dropped.
+    """
+    joined = sorted({box for box in boxes if box.volume}, key=_order)
+    dims = len(joined[0].sizes) if joined else 0
+    before = 0
+    while len(joined) != before:
+        before = len(joined)
+        for dim in reversed(range(dims)):  # the last dimension first: it makes runs longer
+            joined = _merge_along(joined, dim)
+    return joined
+
+
+def _merge_along(boxes: list[Box], dim: int) -> list[Box]:
+    rows: dict[_Part, list[Box]] = {}
+    for box in boxes:
+        others = box.offsets[:dim] + box.offsets[dim + 1 :], box.sizes[:dim] + box.sizes[dim + 1 :]
+        rows.setdefault(others, []).append(box)
+    result: list[Box] = []
+    for row in rows.values():
+        row.sort(key=lambda box: box.offsets[dim])
+        last = row[0]
+        for box in row[1:]:
+            if last.offsets[dim] + last.sizes[dim] == box.offsets[dim]:
+                size = last.sizes[dim] + box.sizes[dim]
+                last = Box(last.offsets, (*last.sizes[:dim], size, *last.sizes[dim + 1 :]))
+            else:
+                result.append(last)
+                last = box
+        result.append(last)
+    return sorted(result, key=_order)
+
+
+def _order(box: Box) -> _Part:
+    return box.offsets, box.sizes
+
+
+def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The elements ``[start, stop)`` of the C-order flattened tensor as at most ``max(1, 2*ndim - 1)`` boxes, in C order.
+
+    FSDP1, ZeRO and Megatron's distributed optimizer cut flat buffers. ValueError: the range leaves the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"flat range [{start}, {stop}) outside a tensor of shape {shape}")
+    return [Box(offsets, sizes) for offsets, sizes in _flat(shape, start, stop)]
+
+
+def _flat(shape: tuple[int, ...], start: int, stop: int) -> list[_Part]:
+    if start == stop:
+        return []
+    if not shape:
+        return [((), ())]
+    inner = shape[1:]
+    row = math.prod(inner)
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:  # inside one row
+        return [((first, *offsets), (1, *sizes)) for offsets, sizes in _flat(inner, head, tail)]
+    parts: list[_Part] = []
+    if head:
+        parts += [((first, *offsets), (1, *sizes)) for offsets, sizes in _flat(inner, head, row)]
+        first += 1
+    if last > first:
+        parts.append(((first, *(0,) * len(inner)), (last - first, *inner)))
+    parts += [((last, *offsets), (1, *sizes)) for offsets, sizes in _flat(inner, 0, tail)]
+    return parts
+
+
+def runs(outer: Box, inner: Box, itemsize: int) -> list[tuple[int, int]]:
+    """(byte offset, bytes) of each contiguous piece of ``inner`` inside ``outer``, stored C-contiguously from byte 0.
+
+    In ascending order, neighbours joined: their concatenation is ``inner`` in C order. ValueError: not inside.
+    """
+    if not contains(outer, inner):
+        raise ValueError(f"{inner} does not lie inside {outer}")
+    if inner.volume == 0:
+        return []
+    strides = [itemsize] * len(outer.sizes)
+    for dim in reversed(range(len(strides) - 1)):
+        strides[dim] = strides[dim + 1] * outer.sizes[dim + 1]
+    split = len(strides)  # dimensions from here on are whole, so they lie in one piece
+    while split and inner.sizes[split - 1] == outer.sizes[split - 1]:
+        split -= 1
+    split = max(split - 1, 0)  # the dimension before them may be partial and is contiguous all the same
+    length = math.prod(inner.sizes[split:]) * itemsize
+    corner = zip(inner.offsets, outer.offsets, strides, strict=True)
+    starts = [sum((at - base) * stride for at, base, stride in corner)]
+    for size, stride in zip(inner.sizes[:split], strides[:split], strict=True):
+        starts = [start + step * stride for start in starts for step in range(size)]
+    return [(start, length) for start in starts]

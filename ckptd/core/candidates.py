@@ -1,0 +1,196 @@
+"""Which snapshots could be restored from what was found, the newest first, and why others could not (design D9, D11)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptd.core.agreement import agree
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.layout import Layout
+from ckptd.core.messages import HoldingFact, RestoreAsk, Source
+from ckptd.core.protection import level, slice_classes
+
+REASONS_MAX = 8  # missing ranks or slices named per snapshot; the rest is counted
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One restorable snapshot.
+
+    memory: the sources alone hold all of it. durable: a commit may fill gaps. layouts: of the ranks in ``sources``.
+    per_rank is decided here only when ``memory``; otherwise the manifest says it.
+    """
+
+    snapshot: SnapshotId
+    memory: bool
+    durable: bool
+    sources: tuple[Source, ...] = ()
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    per_rank: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """certified: the level someone was told of, -1: none. At 0 or more the snapshot did exist and is lost by now."""
+
+    snapshot: SnapshotId
+    reason: str
+    certified: int = -1
+
+
+@dataclass(frozen=True)
+class Candidates:
+    restorable: tuple[Candidate, ...]  # newest first
+    passed_over: tuple[PassedOver, ...]  # newest first
+
+
+def find_candidates(
+    record: EpochRecord | None,
+    holdings: Mapping[str, Sequence[HoldingFact]],
+    layouts: Mapping[str, Layout],
+    commits: Iterable[SnapshotId] = (),
+    certified: Iterable[tuple[SnapshotId, int, bool]] = (),
+    ask: RestoreAsk | None = None,
+) -> Candidates:
+    """record: the newest epoch known (None: then only the newest epoch found counts); holdings: node -> what its memory
+    holds; layouts: by layout id, decoded; commits: durable ones (none when storage did not answer).
+
+    A snapshot is whole in memory when every rank of its world has a holding of any tier (layout and objects) and every
+    fragment is in a full enough holding of its rank or, for copies by contract, of another rank. One that damaged copies
+    or differing plans make doubtful is not used. ``ask`` narrows by step and source.
+    """
+    ask = ask or RestoreAsk()
+    durable = {commit for commit in commits if _related(record, commit)}
+    found = _by_snapshot(holdings, layouts, record)
+    levels = _certified(certified)
+    everything = {*durable, *found, *(snapshot for snapshot in levels if _related(record, snapshot))}
+    if record is None and everything:
+        newest = max(snapshot.epoch for snapshot in everything)
+        everything = {snapshot for snapshot in everything if snapshot.epoch == newest}
+    if ask.step is not None:
+        everything = {snapshot for snapshot in everything if snapshot.step == ask.step}
+    restorable: list[Candidate] = []
+    passed: list[PassedOver] = []
+    for snapshot in sorted(everything, reverse=True):
+        outcome = _judge(snapshot, found.get(snapshot, {}), layouts, snapshot in durable, ask.source)
+        if isinstance(outcome, Candidate):
+            restorable.append(outcome)
+        else:
+            passed.append(PassedOver(snapshot, outcome, levels.get(snapshot, -1)))
+    return Candidates(tuple(restorable), tuple(passed))
+
+
+_Held = dict[int, list[tuple[str, HoldingFact]]]  # rank -> (node, holding)
+
+
+def _related(record: EpochRecord | None, snapshot: SnapshotId) -> bool:
+    return record is None or record.is_candidate(snapshot)
+
+
+def _certified(facts: Iterable[tuple[SnapshotId, int, bool]]) -> dict[SnapshotId, int]:
+    """The highest level anyone was told; durable counts as at least sealed. Level -1 (incomplete) proves nothing."""
+    best: dict[SnapshotId, int] = {}
+    for snapshot, told, durable in facts:
+        told = max(told, 0) if durable else told
+        if told >= 0:
+            best[snapshot] = max(told, best.get(snapshot, 0))
+    return best
+
+
+def _by_snapshot(
+    holdings: Mapping[str, Sequence[HoldingFact]], layouts: Mapping[str, Layout], record: EpochRecord | None
+) -> dict[SnapshotId, _Held]:
+    found: dict[SnapshotId, _Held] = {}
+    for node, facts in sorted(holdings.items()):
+        for fact in facts:
+            known = layouts.get(fact.layout_id)
+            if known is not None and known.rank == fact.rank and _related(record, fact.snapshot):
+                found.setdefault(fact.snapshot, {}).setdefault(fact.rank, []).append((node, fact))
+    return found
+
+
+def _judge(
+    snapshot: SnapshotId, held: _Held, layouts: Mapping[str, Layout], durable: bool, source: str | None
+) -> Candidate | str:
+    """A candidate, or why not."""
+    if source == "durable":
+        return Candidate(snapshot, False, True) if durable else "not on durable storage"
+    durable = durable and source != "memory"
+    doubt = _doubt(held, layouts)
+    if doubt:
+        return Candidate(snapshot, False, True) if durable else doubt
+    own = {rank: layouts[found[0][1].layout_id] for rank, found in sorted(held.items())}
+    sources = tuple(
+        Source(node, rank, fact.tier, fact.layout_id)
+        for rank, found in sorted(held.items())
+        for node, fact in sorted(found, key=lambda entry: (entry[1].tier, entry[0]))
+    )
+    per_rank: tuple[str, ...] = ()
+    lacking = _lacking(own, held)
+    if not lacking:
+        verdict = agree(own, {rank: _digests(found) for rank, found in held.items()})
+        if verdict.errors:
+            lacking = "; ".join(verdict.errors[:REASONS_MAX])
+            own, sources = {}, ()
+        else:
+            per_rank = verdict.per_rank
+    if lacking and not durable:
+        return lacking
+    return Candidate(snapshot, not lacking, durable, sources, own, per_rank)
+
+
+def _doubt(held: _Held, layouts: Mapping[str, Layout]) -> str:
+    """Holders must not contradict each other about the same rank, nor ranks about the world and the plan."""
+    first: dict[tuple[int, str], int] = {}
+    for rank, found in sorted(held.items()):
+        if len({fact.layout_id for _, fact in found}) > 1:
+            return f"rank {rank} is held with different layouts"
+        sums: dict[str, bytes] = {}
+        for node, fact in found:
+            if any(sums.setdefault(name, value) != value for name, value in fact.digests):
+                return f"holders of rank {rank} differ in content ({node})"
+        layout = layouts[found[0][1].layout_id]
+        first.setdefault((layout.world, layout.plan_id), rank)
+    if len(first) > 1:
+        return f"ranks {', '.join(map(str, first.values()))} differ in world or capture plan"
+    return ""
+
+
+def _lacking(own: Mapping[int, Layout], held: _Held) -> str:
+    """What memory lacks of this snapshot, in words; "" when it is whole."""
+    if not own:
+        return "memory holds nothing of it"
+    world = next(iter(own.values())).world
+    missing = [rank for rank in range(world) if rank not in own]
+    if missing:
+        return f"memory of those who answered holds nothing of {_some('rank', missing)}"
+    holders = {rank: [(node, fact.tier) for node, fact in found] for rank, found in held.items()}
+    if level(slice_classes(own), holders) >= 0:
+        return ""
+    return f"memory of those who answered lacks {_some('slice', _missing_slices(own, held))}"
+
+
+def _missing_slices(own: Mapping[int, Layout], held: _Held) -> list[str]:
+    """The slow look that names them; level() has said that there are some."""
+    here: set[tuple[str, object]] = set()
+    wanted: dict[tuple[str, object], str] = {}
+    for rank, layout in own.items():
+        tier = min(fact.tier for _, fact in held[rank])
+        for fragment in layout.fragments:
+            alone = rank if fragment.sharing != "replica" else -1
+            name = (fragment.key, (fragment.box, alone))
+            wanted.setdefault(name, f"{fragment.key} of rank {rank}")
+            if tier <= fragment.tier:
+                here.add(name)
+    return [text for name, text in wanted.items() if name not in here]
+
+
+def _digests(found: Sequence[tuple[str, HoldingFact]]) -> list[tuple[str, bytes]]:
+    return list({name: value for _, fact in found for name, value in fact.digests}.items())
+
+
+def _some(noun: str, what: Sequence[object]) -> str:
+    named = ", ".join(map(str, what[:REASONS_MAX]))
+    more = f" and {len(what) - REASONS_MAX} more" if len(what) > REASONS_MAX else ""
+    return f"{noun}{'s' if len(what) > 1 else ''} {named}{more}"

@@ -1,0 +1,225 @@
+"""What happened on this node, told to the job's machine by its shell (design D5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.layout import Layout
+from ckptd.core.messages import Message, RestoreAsk
+
+
+@dataclass(frozen=True, slots=True)
+class RankJoined:
+    """A local rank stands at restore() or its first snapshot(). A new attempt supersedes what the machine was doing.
+
+    ``attempt`` becomes the epoch's nonce. The same attempt again, when the known epoch's nonce equals it, is a rank that
+    comes back to its restarted daemon: it is attached to the running epoch, nothing is opened or restored.
+    """
+
+    rank: int
+    attempt: str
+    ranks: tuple[str, ...]
+    nodes: tuple[NodeInfo, ...]
+    ask: RestoreAsk | None
+    running: bool = True  # with the known epoch's attempt: False says that the rank still waits inside restore()
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeft:
+    rank: int
+    clean: bool  # said goodbye; False: its pidfd fired
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsReady:
+    """Memory for this rank's own slots is there: these slot ids exist, FREE, in addition to what the machine knows."""
+
+    rank: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsGone:
+    """The shell retired these (FREE) slots, for re-sizing."""
+
+    rank: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """snapshot(step) was called on a local rank; nothing is known yet of its outcome. asks: must=True waits."""
+
+    rank: int
+    step: int
+    asks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankMissed:
+    rank: int
+    grant: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSealed:
+    """The rank finished its capture into this slot and the daemon made its sums."""
+
+    rank: int
+    slot: int
+    grant: int
+    step: int
+    layout: Layout
+    digests: tuple[tuple[str, bytes], ...]
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDamaged:
+    """A held slot (own or replica) no longer matches its sums: quarantined."""
+
+    slot: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingFound:
+    """At start: the ledger of a re-adopted memfd names a sealed slot (own or replica)."""
+
+    slot: int
+    snapshot: SnapshotId
+    rank: int
+    tier: int
+    own: bool
+    layout: Layout
+    digests: tuple[tuple[str, bytes], ...]
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaArrived:
+    """A peer's slot was received into our memory and verified."""
+
+    snapshot: SnapshotId
+    rank: int
+    tier: int
+    slot: int
+    layout: Layout
+    digests: tuple[tuple[str, bytes], ...]
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSent:
+    """Result of a Replicate instruction. ok=False: peer refused, vanished, or found damage."""
+
+    snapshot: SnapshotId
+    rank: int
+    tier: int
+    to: str
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUp:
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDown:
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    sender: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class EpochClaimed:
+    """Answer to ClaimEpoch. ok=False with taken > 0: that number exists already, the highest is ``taken``."""
+
+    attempt: str
+    number: int
+    ok: bool
+    taken: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DurableRead:
+    """Answer to ReadDurable: what storage knows of this job. ok=False: storage did not answer."""
+
+    attempt: str
+    ok: bool
+    newest: EpochRecord | None = None
+    commits: tuple[SnapshotId, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FilesWritten:
+    """Answer to WriteFiles."""
+
+    snapshot: SnapshotId
+    attempt: str
+    ok: bool
+    reason: str = ""
+    report: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitDone:
+    """Answer to Commit. ok also when another attempt of the same snapshot had committed first."""
+
+    snapshot: SnapshotId
+    attempt: str
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFetched:
+    """Answer to PrepareRestore for one rank: all its slices are verified in local memory, or why not."""
+
+    rank: int
+    round: int
+    ok: bool
+    code: str = ""  # "damage" | "mismatch" | "timeout"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoaded:
+    rank: int
+    round: int
+    ok: bool = True
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FlushAsked:
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """First event of a machine whose daemon came back: the newest epoch it had persisted."""
+
+    known: EpochRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; the shell sends one about every 100 ms."""
+
+
+Event = (
+    RankJoined | RankLeft | SlotsReady | SlotsGone | RankProgress | RankMissed | SlotSealed | SlotDamaged | HoldingFound
+    | ReplicaArrived | ReplicaSent | NodeUp | NodeDown | Received | EpochClaimed | DurableRead | FilesWritten
+    | CommitDone | RankFetched | RankLoaded | FlushAsked | Restarted | Tick
+)  # fmt: skip

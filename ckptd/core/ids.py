@@ -1,0 +1,56 @@
+"""Who and when: snapshots, nodes, epochs and their lineage (design D9, D10). Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SnapshotId:
+    """One training step of one epoch of a job. Orders by (epoch, step)."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A daemon as others reach it. ``domain`` is its failure domain (rack, switch, PDU)."""
+
+    node: str
+    control: str  # "tcp://ip:port", the ROUTER of the control link
+    bulk: str  # "ip:port", the bulk listener
+    domain: str
+    incarnation: str = ""  # changes with every start of the process
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """One start of the job: which rank lives on which node, and what it continued from.
+
+    ``ancestry`` holds the forks, newest first: the snapshot this epoch restored, then the snapshot that
+    epoch had restored, and so on. Empty: a proven fresh start.
+    """
+
+    number: int
+    nonce: str
+    ranks: tuple[str, ...]  # node id of rank i
+    nodes: tuple[NodeInfo, ...]  # the members, in the order of succession of the steward
+    ancestry: tuple[SnapshotId, ...] = ()
+    holders: tuple[NodeInfo, ...] = ()  # other daemons that may still hold memory of an ancestor
+    # Number and ancestry that count if this epoch never ran. 0: not known; -1: proven that there was nothing before.
+    before: tuple[int, tuple[SnapshotId, ...]] = (0, ())
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def parent(self) -> SnapshotId | None:
+        return self.ancestry[0] if self.ancestry else None
+
+    def is_candidate(self, snapshot: SnapshotId) -> bool:
+        """May ``snapshot`` be restored after this epoch? Its own steps, and ancestors up to each fork."""
+        if snapshot.epoch == self.number:
+            return True
+        return any(snapshot.epoch == fork.epoch and snapshot.step <= fork.step for fork in self.ancestry)

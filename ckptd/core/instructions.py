@@ -1,0 +1,194 @@
+"""What the job's machine wants done; its shell does it and answers with events (design D5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.messages import Message, Source, WritePiece
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """To another node, or to this one (the shell loops it back as Received)."""
+
+    to: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """These nodes matter to the job: keep links to them (NodeUp/NodeDown follow)."""
+
+    nodes: tuple[NodeInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PersistEpoch:
+    """Write it down (state directory, fsync) before anything that follows in the same batch leaves the node."""
+
+    record: EpochRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDurable:
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimEpoch:
+    """Exclusively, on durable storage; without storage the shell answers ok at once."""
+
+    attempt: str
+    record: EpochRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareRestore:
+    """For each local rank: tell it what the snapshot holds, take its wants, fetch, verify -> RankFetched per rank.
+
+    snapshot None: tell the ranks that there is nothing to restore (no RankFetched follows).
+    A PrepareRestore of a later round replaces an earlier one.
+    """
+
+    record: EpochRecord
+    round: int
+    ranks: tuple[int, ...]
+    snapshot: SnapshotId | None
+    durable: bool
+    sources: tuple[Source, ...]
+    layouts: dict[str, bytes] = field(default_factory=dict)
+    per_rank: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadNow:
+    """The vote passed: local ranks write their tensors -> RankLoaded."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailJoin:
+    """Tell the local ranks of this attempt that restore()/join failed; they raise."""
+
+    attempt: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailRestore:
+    round: int
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRestore:
+    """All ranks loaded: drop scratch and pins of the restore, snapshots may begin."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveSlot:
+    """Tell the rank it may capture into this slot at its first snapshot() with step >= from_step."""
+
+    rank: int
+    slot: int
+    grant: int
+    from_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """Tell the rank that the grant is void; the machine frees the slot once the rank has answered RankMissed
+    or sealed it (the rank may be in the middle of its copy)."""
+
+    rank: int
+    grant: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Supersede:
+    """Tell this local rank that a newer epoch exists: it takes no more snapshots."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellLevel:
+    """To local ranks and to the metrics: what holds for this snapshot. void: its reason."""
+
+    snapshot: SnapshotId
+    level: int
+    wanted: int
+    durable: bool
+    void: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSlot:
+    """The slot's content is not needed any more: own slots stay allocated (FREE), replica extents are released."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Send the tier prefix of this held slot to that node -> ReplicaSent here, ReplicaArrived there."""
+
+    snapshot: SnapshotId
+    rank: int
+    slot: int
+    tier: int
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFiles:
+    """Write these pieces of held slots under this attempt -> FilesWritten. The slots are pinned until then."""
+
+    snapshot: SnapshotId
+    attempt: str
+    record: EpochRecord
+    pieces: tuple[tuple[int, WritePiece], ...]  # (slot, piece)
+    per_rank: tuple[str, ...] = ()  # "t:key"/"o:name" that differ between ranks in this snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class CancelWrite:
+    snapshot: SnapshotId
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All reports are in: check them through our own mount, publish the manifest -> CommitDone, then retention."""
+
+    snapshot: SnapshotId
+    attempt: str
+    record: EpochRecord
+    reports: tuple[bytes, ...]
+    layouts: dict[str, bytes]
+    per_rank: tuple[str, ...]
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """For health, metrics and the log. kind: "silent_corruption", "degraded", "no_memory", "breakpoint", ..."""
+
+    kind: str
+    text: str
+
+
+Instruction = (
+    Send | Connect | PersistEpoch | ReadDurable | ClaimEpoch | PrepareRestore | LoadNow | FailJoin | FailRestore
+    | FinishRestore | GiveSlot | TakeBack | Supersede | TellLevel | FreeSlot | Replicate | WriteFiles
+    | CancelWrite | Commit | Alarm
+)  # fmt: skip

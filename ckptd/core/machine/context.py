@@ -1,0 +1,94 @@
+"""What all parts of one job's machine share on a node: who we are, which epoch it is, who is up, what is to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.instructions import Connect, Instruction, Send
+from ckptd.core.layout import Layout
+from ckptd.core.messages import Message
+from ckptd.core.policy import Policy
+
+RESEND_S = 0.5  # what was not answered is said again after this
+LAYOUTS_CACHED_MAX = 512
+
+
+@lru_cache(maxsize=LAYOUTS_CACHED_MAX)
+def decode_layout(data: bytes) -> Layout:
+    """Raises ValueError: not a well-formed layout."""
+    return Layout.decode(data)
+
+
+@dataclass
+class Context:
+    job: str
+    me: NodeInfo
+    policy: Policy
+    now: float = 0.0
+    out: list[Instruction] = field(default_factory=list)
+    record: EpochRecord | None = None
+    done: bool = False  # all ranks of ``record`` have restored: its steps count
+    never: bool = False  # they certainly have not
+    down: dict[str, float] = field(default_factory=dict)  # node -> since
+    heard_at: dict[str, float] = field(default_factory=dict)  # node -> when it said something
+    nodes: dict[str, NodeInfo] = field(default_factory=dict)
+
+    def emit(self, *instructions: Instruction) -> None:
+        self.out += instructions
+
+    def send(self, to: str, message: Message) -> None:
+        self.out.append(Send(to, message))
+
+    def learn(self, nodes: Iterable[NodeInfo]) -> None:
+        """Keep links to these nodes; their domains count."""
+        new = tuple(node for node in nodes if self.nodes.get(node.node) != node)
+        if new:
+            self.nodes.update((node.node, node) for node in new)
+            self.emit(Connect(new))
+
+    def is_up(self, node: str) -> bool:
+        """Nobody has told us that it is gone. Our own daemon is always up."""
+        return node not in self.down or node == self.me.node
+
+    def lost(self, node: str) -> bool:
+        """Gone for so long that others take its place."""
+        since = self.down.get(node)
+        return since is not None and self.now - since >= self.policy.steward_timeout_s
+
+    def domain(self, node: str) -> str:
+        known = self.nodes.get(node)
+        return known.domain if known is not None else node
+
+    def local_ranks(self) -> tuple[int, ...]:
+        """Ranks of the newest epoch that live here."""
+        return local_ranks(self.record, self.me.node)
+
+    @property
+    def number(self) -> int:
+        return self.record.number if self.record is not None else 0
+
+    def is_candidate(self, snapshot: SnapshotId) -> bool:
+        return self.record is not None and self.record.is_candidate(snapshot)
+
+
+@lru_cache(maxsize=64)
+def local_ranks(record: EpochRecord | None, node: str) -> tuple[int, ...]:
+    if record is None:
+        return ()
+    return tuple(rank for rank, where in enumerate(record.ranks) if where == node)
+
+
+@lru_cache(maxsize=64)
+def audience(record: EpochRecord) -> tuple[str, ...]:
+    """Whom an epoch concerns: its members and daemons outside that hold memory of an ancestor."""
+    return tuple(dict.fromkeys([*(node.node for node in record.nodes), *(node.node for node in record.holders)]))
+
+
+@lru_cache(maxsize=64)
+def place_in_order(record: EpochRecord, node: str) -> int:
+    """Place in the succession of the steward; outsiders come last."""
+    names = [member.node for member in record.nodes]
+    return names.index(node) if node in names else len(names)

@@ -1,0 +1,300 @@
+"""The job state machine of one node: every event goes to the part that owns it, every part adds instructions (design D5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckptd.core import events as ev
+from ckptd.core import messages as msg
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.instructions import Instruction, Supersede
+from ckptd.core.machine import view
+from ckptd.core.machine.capture import Capture
+from ckptd.core.machine.context import Context
+from ckptd.core.machine.flush_asks import FlushAsks
+from ckptd.core.machine.holdings import Holdings
+from ckptd.core.machine.joining import Joining
+from ckptd.core.machine.levels import Levels
+from ckptd.core.machine.opening import Opening
+from ckptd.core.machine.ranks import Ranks
+from ckptd.core.machine.replicate import Replication
+from ckptd.core.machine.slots import Slots
+from ckptd.core.machine.steward.steward import Steward
+from ckptd.core.machine.uplink import Uplink
+from ckptd.core.machine.writing import Writing
+from ckptd.core.policy import Policy
+
+FREEZE_PATIENCE_S = 5.0  # beyond inventory_timeout_s: what an inventory named stays until the decision can be known
+
+
+class JobMachine:
+    """``now`` must never go backwards within one process; nothing else is asked of it."""
+
+    def __init__(self, job: str, node: NodeInfo, policy: Policy) -> None:
+        self.ctx = ctx = Context(job, node, policy)
+        ctx.nodes[node.node] = node
+        self.ranks = Ranks()
+        self.slots = Slots(ctx)
+        self.levels = Levels(ctx, self.slots)
+        self.joining = Joining(ctx)
+        self.opening = Opening(ctx, self.joining, self.ranks, self.slots)
+        self.uplink = Uplink(ctx, self.ranks, self.slots, self._session_opened)
+        self.uplink.certified = self.levels.certified
+        self.capture = Capture(ctx, self.ranks, self.slots, self.uplink)
+        self.replication = Replication(ctx, self.slots)
+        self.holdings = Holdings(ctx, self.slots, self.uplink, self.replication)
+        self.writing = Writing(ctx, self.slots)
+        self.asks = FlushAsks(ctx, self.uplink, self.levels)
+        self.steward = Steward(ctx)
+        self._events: dict[type, Callable[[Any], None]] = {
+            ev.RankJoined: self._rank_joined,
+            ev.RankLeft: self._rank_left,
+            ev.SlotsReady: lambda e: self.slots.add(e.rank, e.slots),
+            ev.SlotsGone: lambda e: self.capture.on_slots_gone(self.slots.remove(e.slots)),
+            ev.RankProgress: self._rank_progress,
+            ev.RankMissed: self.capture.on_missed,
+            ev.SlotSealed: self._slot_sealed,
+            ev.SlotDamaged: self.holdings.on_damaged,
+            ev.HoldingFound: self.holdings.on_found,
+            ev.ReplicaArrived: self.holdings.on_arrived,
+            ev.ReplicaSent: self.replication.on_sent,
+            ev.NodeUp: self._node_up,
+            ev.NodeDown: self._node_down,
+            ev.Received: self._received,
+            ev.EpochClaimed: self.steward.restoring.on_claimed,
+            ev.DurableRead: self._durable_read,
+            ev.FilesWritten: self.writing.on_written,
+            ev.CommitDone: self.steward.on_committed,
+            ev.RankFetched: self.opening.on_fetched,
+            ev.RankLoaded: self.opening.on_loaded,
+            ev.FlushAsked: self.asks.on_asked,
+            ev.Restarted: self._restarted,
+            ev.Tick: self._tick,
+        }
+        of_session = self.uplink.is_from_steward
+        self._messages: dict[type, Callable[[str, Any], None]] = {
+            msg.JoinReport: self.steward.on_report,
+            msg.InventoryRequest: self._inventory_request,
+            msg.Inventory: self._inventory,
+            msg.EpochOpen: self._epoch_open,
+            msg.JoinRefused: lambda s, m: self.joining.on_refused(m),
+            msg.Vote: lambda s, m: self.steward.restoring.on_vote(m),
+            msg.RestoreGo: self.opening.on_go,
+            msg.RestoreAbort: lambda s, m: self.opening.on_abort(m),
+            msg.RestoreDone: lambda s, m: self._restore_done(m),
+            msg.RankState: self.steward.on_fact,
+            msg.Sealed: self.steward.on_fact,
+            msg.Missed: self.steward.on_fact,
+            msg.Held: self._held,
+            msg.Grant: lambda s, m: self.capture.on_grant(m) if of_session(s, m.session) else None,
+            msg.Void: lambda s, m: self.capture.on_void(m) if of_session(s, m.session) else None,
+            msg.Certificate: self._certificate,
+            msg.Holders: lambda s, m: self.replication.on_holders(m) if of_session(s, m.session) else None,
+            msg.LayoutRequest: self.uplink.on_layout_request,
+            msg.LayoutReply: lambda s, m: self.steward.on_layouts(m),
+            msg.WriteOrder: self.writing.on_order,
+            msg.Wrote: self.steward.on_wrote,
+            msg.WriteCancel: lambda s, m: self.writing.on_cancel(m),
+            msg.FlushAsk: lambda s, m: self.steward.on_ask(m),
+            msg.StewardHello: self._hello,
+            msg.Heard: self.uplink.on_heard,
+            msg.Stale: lambda s, m: self._stale(m),
+        }
+
+    # --- the contract -------------------------------------------------------------------------------------------
+    def handle(self, event: ev.Event, now: float) -> list[Instruction]:
+        """What to do about it, in this order. Never raises for what other nodes say; broken invariants assert."""
+        stood_still = now - self.ctx.now > self.ctx.policy.steward_timeout_s / 2
+        self.ctx.now = now
+        self.ctx.out = []
+        if stood_still:
+            self.steward.stood_still()
+        self._events[type(event)](event)
+        self.uplink.tell_ranks()
+        return self.ctx.out
+
+    def validate(self) -> None:
+        """AssertionError when an invariant is broken."""
+        view.validate(self)
+
+    def view(self) -> dict[str, Any]:
+        """For status and metrics: plain values."""
+        return view.view(self)
+
+    def admits_replica(self, snapshot: SnapshotId, rank: int) -> str:
+        """May a peer send us this rank's slot? "" or the reason it may not."""
+        return self.holdings.refusal(snapshot, rank)
+
+    # --- life ---------------------------------------------------------------------------------------------------
+    def _restarted(self, event: ev.Restarted) -> None:
+        if event.known is not None and self.ctx.record is None:
+            self.ctx.record = event.known
+            self.ctx.learn((*event.known.nodes, *event.known.holders))
+
+    def _tick(self, event: ev.Tick) -> None:
+        self.slots.on_tick()
+        self.joining.on_tick()
+        self.opening.on_tick()
+        self.uplink.on_tick()
+        self.replication.act()
+        self.asks.on_tick()
+        self.steward.on_tick()
+
+    def _node_up(self, event: ev.NodeUp) -> None:
+        self.ctx.down.pop(event.node, None)
+        self.replication.act()
+        self.steward.on_link(event.node)
+
+    def _node_down(self, event: ev.NodeDown) -> None:
+        self.ctx.down.setdefault(event.node, self.ctx.now)
+        self.replication.on_down(event.node)
+        self.steward.on_link(event.node)
+
+    def _received(self, event: ev.Received) -> None:
+        """An older epoch is told so; a newer one that we have not been let into is not ours to judge."""
+        message, sender = event.message, event.sender
+        epoch = getattr(message, "epoch", None)
+        if sender != self.ctx.me.node and sender in self.ctx.down:
+            del self.ctx.down[sender]  # it speaks
+            self.steward.on_link(sender)
+        if epoch is not None and epoch != self.ctx.number:
+            self._other_epoch(sender, epoch)
+        else:
+            self._messages[type(message)](sender, message)
+
+    def _other_epoch(self, sender: str, epoch: int) -> None:
+        if self.ctx.record is not None and epoch < self.ctx.number:
+            self.ctx.send(sender, msg.Stale(self.ctx.record))
+        else:
+            self.uplink.knock(sender)
+
+    def _stale(self, message: msg.Stale) -> None:
+        """The job has moved on without us."""
+        self.steward.restoring.on_higher(message.known)
+        if message.known.number > self.ctx.number:
+            self._enter(message.known)
+
+    # --- local ranks --------------------------------------------------------------------------------------------
+    def _rank_joined(self, event: ev.RankJoined) -> None:
+        record = self.ctx.record
+        of_this_epoch = record is not None and record.nonce == event.attempt and self.opening.open is None
+        if of_this_epoch and (event.running or self.ctx.done) and event.rank in self.ctx.local_ranks():
+            self._learn_done(msg.RestoreDone(self.ctx.number, self.ctx.number))
+            self.ranks.attach(event.rank)
+            return
+        if record is not None and self.joining.is_past(event.attempt):
+            self.ctx.emit(Supersede(event.rank, record.number))
+        self.joining.on_joined(event)
+        self.opening.on_joined()
+
+    def _rank_left(self, event: ev.RankLeft) -> None:
+        rank = self.ranks.here.get(event.rank)
+        if rank is not None:
+            rank.left = "clean" if event.clean else "died"
+            rank.asks = None
+        self.opening.on_left(event.rank)
+        self.joining.on_left(event.rank)
+        self.capture.on_left(event.rank)
+
+    def _rank_progress(self, event: ev.RankProgress) -> None:
+        self.capture.on_progress(event)
+
+    def _slot_sealed(self, event: ev.SlotSealed) -> None:
+        slot = self.capture.on_sealed(event)
+        if slot is not None:
+            self.replication.on_held(slot)
+
+    # --- epochs -------------------------------------------------------------------------------------------------
+    def _inventory_request(self, sender: str, message: msg.InventoryRequest) -> None:
+        self.ctx.learn(node for node in message.nodes if node.node not in self.ctx.nodes)
+        freeze = self.ctx.policy.inventory_timeout_s + FREEZE_PATIENCE_S
+        self.slots.frozen_until = max(self.slots.frozen_until, self.ctx.now + freeze)
+        self.slots.frozen_for = message.attempt
+        facts = self.slots.facts()
+        layouts = {s.layout.layout_id: s.layout.encoded for s in self.slots.holdings() if s.layout is not None}
+        self.ctx.send(
+            sender,
+            msg.Inventory(message.attempt, self.ctx.record, facts, layouts, self.levels.certified(),
+                          done=self.ctx.done, never=self.ctx.never, incarnation=self.ctx.me.incarnation),
+        )  # fmt: skip
+
+    def _inventory(self, sender: str, message: msg.Inventory) -> None:
+        """An answer for a gathering, a fact of a session, or a knock."""
+        if message.attempt:
+            self.steward.restoring.on_inventory(sender, message)
+            return
+        number = message.known.number if message.known is not None else 0
+        if number > self.ctx.number and message.known is not None:
+            self._stale(msg.Stale(message.known))
+        elif message.session and number == self.ctx.number:
+            self.steward.on_fact(sender, message)
+        else:
+            if number < self.ctx.number and self.ctx.record is not None:
+                self.ctx.send(sender, msg.Stale(self.ctx.record))
+            self.steward.on_knock(sender)
+
+    def _durable_read(self, event: ev.DurableRead) -> None:
+        self.steward.restoring.on_durable(event)
+        self.steward.ledger.mark_durable(event.commits)
+
+    def _epoch_open(self, sender: str, message: msg.EpochOpen) -> None:
+        if not self.opening.refuses(message.record) and message.record != self.ctx.record:
+            self._leave(message.record.nonce)
+        self.opening.on_open(sender, message)
+
+    def _enter(self, record: EpochRecord) -> None:
+        """A newer epoch that we heard of from the side."""
+        self._leave(record.nonce)
+        self.opening.enter(record)
+
+    def _leave(self, nonce: str) -> None:
+        """Everything of the epoch so far ends here."""
+        if self.ctx.record is not None and self.ctx.record.nonce != nonce:
+            self.joining.retire(self.ctx.record.nonce)
+        self.capture.forget_grants("a newer epoch opened")
+        self.replication.forget_flights()
+        self.writing.cancel_all()
+        self.uplink.close()
+        self.uplink.grant_seen = 0
+        self.asks.clear()
+        self.steward.leave_epoch()
+
+    def _restore_done(self, message: msg.RestoreDone) -> None:
+        self._learn_done(message)
+
+    def _learn_done(self, message: msg.RestoreDone) -> None:
+        """Pins fall, and what lies beyond the fork goes at once."""
+        waiting = self.joining.join
+        if not self.opening.on_done(message):
+            return
+        record = self.ctx.record
+        assert record is not None, "an epoch that is done is known"
+        if waiting is not None and waiting.attempt == record.nonce:
+            for rank in waiting.asks:
+                self.ranks.here.setdefault(rank, self.ranks.attach(rank))
+        self.holdings.drop_beyond_fork()
+        if self.slots.frozen_for == record.nonce:
+            self.slots.thaw()  # the decision that it was frozen for is carried out
+        if self.uplink.session:
+            self.uplink.tell_inventory()
+
+    def _session_opened(self) -> None:
+        self.capture.forget_grants("the steward began anew")
+
+    def _hello(self, sender: str, message: msg.StewardHello) -> None:
+        if self.opening.open is not None:
+            self.joining.answer(self.opening.open.record.nonce, answered=False)
+        self.steward.yields_to(sender)
+        self.uplink.on_hello(sender, message)
+
+    def _held(self, sender: str, message: msg.Held) -> None:
+        if message.session:
+            self.steward.on_fact(sender, message)
+        else:
+            self.replication.on_peer_lost(sender, message)
+
+    def _certificate(self, sender: str, message: msg.Certificate) -> None:
+        if self.uplink.is_from_steward(sender, message.session):
+            self.levels.on_certificate(message)
+            self.replication.act()

@@ -1,0 +1,156 @@
+"""The slots this daemon holds for one job: own ones of local ranks and replicas for others (design D1, D9).
+
+FREE -> FILLING (given to a rank under a grant) -> SEALED -> FREE. A FILLING slot whose grant died is *doomed*: the rank
+may be in the middle of its copy, so the slot is FREE only when the rank has answered. What is pinned (by a restore, a
+write) stays until the pin falls, even when its release came meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ckptd.core.ids import SnapshotId
+from ckptd.core.instructions import FreeSlot
+from ckptd.core.layout import Layout
+from ckptd.core.machine.context import Context
+from ckptd.core.messages import HoldingFact
+
+FREE, FILLING, SEALED = "free", "filling", "sealed"
+VOIDS_KEPT_MAX = 512  # snapshots remembered as void, so that a copy under way is dropped when it arrives
+
+
+@dataclass
+class Slot:
+    id: int
+    rank: int
+    own: bool
+    state: str = FREE
+    grant: int = 0  # of a FILLING slot, or what a SEALED one was captured under (0: nobody's business any more)
+    doomed: bool = False
+    fact: HoldingFact | None = None
+    layout: Layout | None = None
+    released: bool = False  # goes as soon as no pin holds it
+    damaged: bool = False  # not used any more
+
+
+class Slots:
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self.by_id: dict[int, Slot] = {}
+        self.sealed: dict[SnapshotId, list[Slot]] = {}
+        self.void: dict[SnapshotId, str] = {}
+        self.frozen_for = ""  # the attempt that asked
+        self.frozen_until = 0.0  # an inventory was answered: what it named stays for a while
+        self._pins: dict[str, frozenset[SnapshotId]] = {}
+
+    # --- own slots ----------------------------------------------------------------------------------------------
+    def add(self, rank: int, ids: Iterable[int]) -> None:
+        for slot_id in ids:
+            if slot_id not in self.by_id:
+                self.by_id[slot_id] = Slot(slot_id, rank, own=True)
+
+    def remove(self, ids: Iterable[int]) -> list[Slot]:
+        """The shell retired them. Returns those that were not FREE: their grant or holding is gone."""
+        gone = [self.by_id.pop(slot_id) for slot_id in ids if slot_id in self.by_id]
+        for slot in gone:
+            self._forget(slot)
+        return [slot for slot in gone if slot.state != FREE]
+
+    def first_free(self, rank: int) -> Slot | None:
+        return next((s for s in self.by_id.values() if s.state == FREE and s.own and s.rank == rank), None)
+
+    def capacity(self, rank: int) -> int:
+        """Slots a steward may grant: FREE, or FILLING under a grant that stands."""
+        return sum(
+            1
+            for slot in self.by_id.values()
+            if slot.own and slot.rank == rank and (slot.state == FREE or (slot.state == FILLING and not slot.doomed))
+        )
+
+    def filling(self, rank: int | None = None, grant: int | None = None) -> list[Slot]:
+        return [
+            slot
+            for slot in self.by_id.values()
+            if slot.state == FILLING and rank in (None, slot.rank) and grant in (None, slot.grant)
+        ]
+
+    # --- holdings -----------------------------------------------------------------------------------------------
+    def hold(self, slot: Slot, fact: HoldingFact, layout: Layout) -> None:
+        slot.state, slot.fact, slot.layout, slot.released, slot.damaged = SEALED, fact, layout, False, False
+        self.by_id[slot.id] = slot
+        self.sealed.setdefault(fact.snapshot, []).append(slot)
+
+    def best(self, snapshot: SnapshotId, rank: int) -> Slot | None:
+        """The holding of this rank with the most in it (the lowest tier)."""
+        found = [s for s in self.sealed.get(snapshot, ()) if s.rank == rank and s.fact is not None and not s.damaged]
+        return min(found, key=lambda slot: slot.fact.tier if slot.fact else 0, default=None)
+
+    def holdings(self) -> Iterator[Slot]:
+        for held in self.sealed.values():
+            yield from held
+
+    def facts(self) -> tuple[HoldingFact, ...]:
+        return tuple(slot.fact for slot in self.holdings() if slot.fact is not None and not slot.released)
+
+    def free(self, slot: Slot) -> None:
+        """Its content is gone, whatever it was."""
+        self._forget(slot)
+        slot.state, slot.grant, slot.doomed, slot.released = FREE, 0, False, False
+        slot.fact = slot.layout = None
+        if not slot.own:
+            self.by_id.pop(slot.id, None)
+        self._ctx.emit(FreeSlot(slot.id))
+
+    def release(self, snapshot: SnapshotId) -> None:
+        """Nothing needs this snapshot's memory any more; pinned slots follow when the pin falls."""
+        for slot in list(self.sealed.get(snapshot, ())):
+            slot.released = True
+        self._free_released(snapshot)
+
+    def quarantine(self, slot: Slot) -> None:
+        """Damaged. While somebody reads it, nobody else may write into it."""
+        slot.damaged = True
+        self.retire(slot)
+
+    def retire(self, slot: Slot) -> None:
+        """Not needed any more; it goes when no pin holds it."""
+        slot.released = True
+        if slot.fact is not None:
+            self._free_released(slot.fact.snapshot)
+
+    def pin(self, why: str, *snapshots: SnapshotId) -> None:
+        self._pins[why] = frozenset(snapshots)
+
+    def unpin(self, why: str) -> None:
+        for snapshot in self._pins.pop(why, frozenset()):
+            self._free_released(snapshot)
+
+    def pinned(self, snapshot: SnapshotId) -> bool:
+        return self._ctx.now < self.frozen_until or any(snapshot in pin for pin in self._pins.values())
+
+    def on_tick(self) -> None:
+        if 0 < self.frozen_until <= self._ctx.now:
+            self.thaw()
+
+    def thaw(self) -> None:
+        self.frozen_until = 0.0
+        for snapshot in list(self.sealed):
+            self._free_released(snapshot)
+
+    def mark_void(self, snapshot: SnapshotId, reason: str) -> None:
+        self.void[snapshot] = reason
+        while len(self.void) > VOIDS_KEPT_MAX:
+            del self.void[min(self.void)]
+
+    def _free_released(self, snapshot: SnapshotId) -> None:
+        if not self.pinned(snapshot):
+            for slot in [slot for slot in self.sealed.get(snapshot, ()) if slot.released]:
+                self.free(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        held = self.sealed.get(slot.fact.snapshot) if slot.fact is not None else None
+        if slot.fact is not None and held is not None and slot in held:
+            held.remove(slot)
+            if not held:
+                del self.sealed[slot.fact.snapshot]

@@ -1,0 +1,242 @@
+"""Certificates: what holds now of each snapshot, and which older memory may go (design D9, P2, P3).
+
+An older snapshot is released only by a newer one whose current level is not below its own, both bounded by what the policy
+can ask of this epoch's nodes. Nothing is certified before everyone has told what it holds, or is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptd.core.ids import SnapshotId
+from ckptd.core.instructions import Alarm
+from ckptd.core.machine.context import Context
+from ckptd.core.machine.steward.grants import Grants
+from ckptd.core.machine.steward.ledger import Facts, Ledger
+from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.messages import Certificate, Holders, Void
+
+REPEAT_S = 2.0
+REPEATS_LIVELY = 10  # rounds after the last change; then every IDLE_S
+IDLE_S = 30.0
+KEEP_FAILURES_MAX = 3  # failed flushes, before a snapshot that was to be kept gives its memory to newer ones
+RELEASES_NAMED_MAX = 32  # in one certificate
+
+
+class Certify:
+    def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger, grants: Grants) -> None:
+        self._ctx, self._sessions, self._ledger, self._grants = ctx, sessions, ledger, grants
+        self.pinned: set[SnapshotId] = set()  # a flush needs them
+        self._serial = 0
+        self._repeated_at = -1e9
+        self._rounds = 0
+        self._degraded = False
+
+    def wanted(self) -> int:
+        """The most that the policy asks for and this epoch's nodes could give."""
+        record = self._ctx.record
+        domains = {node.domain for node in record.nodes} if record is not None else set()
+        return max(0, min(self._ctx.policy.replicas, len(domains) - 1))
+
+    # --- after every change -------------------------------------------------------------------------------------
+    def review(self) -> None:
+        if not self._ledger.dirty or not self._sessions.settled():
+            return
+        dirty, self._ledger.dirty = sorted(self._ledger.dirty), set()
+        for snapshot in dirty:
+            facts = self._ledger.facts.get(snapshot)
+            if facts is not None:
+                self._look_at(facts)
+        self._release()
+
+    def _look_at(self, facts: Facts) -> None:
+        self._ledger.weigh(facts)
+        if not facts.void:
+            self._find_void(facts)
+        level = -1 if facts.void else min(facts.level, self.wanted())
+        said = facts.certificate
+        if said is None and not facts.void and self._ledger.unread(facts):
+            return  # a steward that has just begun: not known is not fallen (P2)
+        if said is None and self._grants.serves(facts.snapshot.step) and facts.snapshot.epoch == self._ctx.number:
+            return  # copies may be faster than the last rank's own word, which may still be that it missed it
+        now = (level, self.wanted(), facts.durable)
+        before = self._ledger.heard.get(facts.snapshot, -1)
+        if max(level, before) >= 0 if said is None else (said.level, said.wanted, said.durable) != now:
+            self._issue(facts, level)
+        if facts.void:
+            self._say_void(facts)
+            if not facts.holders:
+                del self._ledger.facts[facts.snapshot]
+
+    def _find_void(self, facts: Facts) -> None:
+        """Copies that must be equal differ; or a rank is missing and no grant that stands could bring it."""
+        if facts.agreement is not None and facts.agreement.errors:
+            facts.void = "; ".join(facts.agreement.errors)
+            self._ctx.emit(Alarm("silent_corruption", f"step {facts.snapshot.step}: {facts.void}"))
+        elif (
+            facts.level < 0
+            and facts.snapshot.epoch == self._ctx.number
+            and not facts.durable
+            and not self._grants.serves(facts.snapshot.step)
+            and self._sessions.members_live()
+            and all(name in self._ledger.layouts for name in facts.layout_ids.values())
+        ):
+            facts.void = "a rank's part of it is nowhere any more"
+        elif self._useless(facts):
+            facts.void = "of an earlier epoch, not whole any more or left behind"
+
+    # --- certificates -------------------------------------------------------------------------------------------
+    def _issue(self, facts: Facts, level: int) -> None:
+        self._serial += 1
+        facts.certificate = Certificate(
+            self._ctx.number, self._serial, facts.snapshot, level, self.wanted(), facts.durable
+        )
+        self._rounds = 0
+        self._broadcast(facts)
+        self._watch_degradation(facts)
+
+    def _watch_degradation(self, facts: Facts) -> None:
+        """An alarm when the newest snapshot's level falls below what the policy wants, not while it is still rising."""
+        certificate, record = facts.certificate, self._ctx.record
+        newest = max((f.snapshot for f in self._ledger.facts.values() if f.certificate), default=None)
+        if certificate is None or record is None or facts.snapshot != newest:
+            return
+        # Members of earlier epochs that are gone say nothing about this one.
+        gone = sorted(node.node for node in record.nodes if not self._ctx.is_up(node.node))
+        if certificate.level < certificate.wanted and gone and not self._degraded:
+            self._degraded = True
+            level = certificate.level
+            survives = f"survives the loss of {level} domains" if level >= 0 else "is not whole in memory"
+            where = f"step {facts.snapshot.step} {survives}"
+            self._ctx.emit(Alarm("degraded", f"{where}, {certificate.wanted} are wanted; gone: {', '.join(gone)}"))
+        elif certificate.level >= certificate.wanted:
+            self._degraded = False
+
+    def _broadcast(self, facts: Facts) -> None:
+        for node in self._sessions.seats:
+            self.tell(node, facts)
+
+    def tell(self, node: str, facts: Facts) -> None:
+        if facts.certificate is not None and self._sessions.live(node):
+            self._ctx.send(node, replace(facts.certificate, session=self._sessions.session(node)))
+
+    def tell_all(self, node: str) -> None:
+        """A node that has just told what it holds hears what holds."""
+        for snapshot in sorted(self._ledger.facts):
+            self.tell(node, self._ledger.facts[snapshot])
+
+    # --- releases -----------------------------------------------------------------------------------------------
+    def _release(self) -> None:
+        """Find what the newest certificates make unneeded, and name it in them."""
+        wanted = self.wanted()
+        best = -1
+        for snapshot in sorted(self._ledger.facts, reverse=True):
+            facts = self._ledger.facts[snapshot]
+            if facts.void:
+                continue
+            level = min(facts.level, wanted)
+            if best >= 0 and level <= best and not self._needed(facts):
+                self._ledger.release(snapshot)
+                self._rounds = 0
+            elif self._certified_now(facts):
+                best = max(best, level)
+        self._name_releases()
+
+    def _useless(self, facts: Facts) -> bool:
+        """Of an older epoch and not whole any more, everyone having told; or older than another one of a lineage that a
+        declared fresh start left behind. It would only keep slots from what is to come."""
+        if facts.snapshot.epoch == self._ctx.number or not self._ctx.done or self._needed(facts):
+            return False
+        if facts.level < 0:
+            return all(name in self._ledger.layouts for name in facts.layout_ids.values())
+        if self._ctx.is_candidate(facts.snapshot):
+            return False
+        others = [f for f in self._ledger.facts.values() if f.level >= 0 and f.snapshot.epoch < self._ctx.number]
+        return any((f.level, f.snapshot) > (facts.level, facts.snapshot) for f in others)
+
+    def _certified_now(self, facts: Facts) -> bool:
+        return facts.certificate is not None and facts.certificate.level >= 0 and facts.level >= 0
+
+    def _needed(self, facts: Facts) -> bool:
+        if facts.snapshot in self.pinned or self._kept(facts) or self._ledger.unread(facts):
+            return True
+        return facts.level < 0 and facts.snapshot.epoch == self._ctx.number and self._grants.serves(facts.snapshot.step)
+
+    def _kept(self, facts: Facts) -> bool:
+        """keep=True: it waits for its flush, unless storage does not work."""
+        unflushed = facts.keep and not facts.durable and facts.level >= 0 and self._ctx.is_candidate(facts.snapshot)
+        return unflushed and self._ctx.policy.durable and facts.failures < KEEP_FAILURES_MAX
+
+    def _name_releases(self) -> None:
+        newest = self._newest_certified()
+        if newest is None or newest.certificate is None:
+            return
+        last = [snapshot for snapshot in self._ledger.released if snapshot < newest.snapshot]  # in order of release
+        gone = tuple(sorted(last[-RELEASES_NAMED_MAX:]))
+        if gone != newest.certificate.releases:
+            self._serial += 1
+            newest.certificate = replace(newest.certificate, serial=self._serial, releases=gone)
+            self._broadcast(newest)
+
+    def _newest_certified(self) -> Facts | None:
+        certified = [f for f in self._ledger.facts.values() if not f.void and self._certified_now(f)]
+        return max(certified, key=lambda facts: facts.snapshot, default=None)
+
+    def repeat_soon(self) -> None:
+        """Somebody asks for what may have been certified already."""
+        self._rounds = 0
+
+    # --- again and again ----------------------------------------------------------------------------------------
+    def on_tick(self) -> None:
+        pause = REPEAT_S if self._rounds < REPEATS_LIVELY else IDLE_S
+        if self._ctx.now - self._repeated_at < pause or not self._sessions.settled():
+            return
+        self._repeated_at = self._ctx.now
+        self._rounds += 1
+        for snapshot in sorted(self._ledger.facts):
+            facts = self._ledger.facts[snapshot]
+            if facts.void:
+                self._say_void(facts)
+            else:
+                self._broadcast(facts)
+                self._ask_for_copies(facts)
+
+    def _say_void(self, facts: Facts) -> None:
+        nodes = {node for held in facts.holders.values() for node in held}
+        for node in sorted(nodes):
+            if self._sessions.live(node):
+                self._ctx.send(
+                    node, Void(self._ctx.number, 0, facts.void, facts.snapshot, self._sessions.session(node))
+                )
+
+    def _ask_for_copies(self, facts: Facts) -> None:
+        """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""
+        if facts.level < 0 or facts.level >= self.wanted() or not self._ctx.is_candidate(facts.snapshot):
+            return
+        asked = False
+        for rank, nodes in facts.holders.items():
+            live = sorted((tier, node) for node, tier in nodes.items() if self._sessions.live(node))
+            if live and len({self._ctx.domain(node) for _, node in live}) <= self.wanted():
+                known = tuple((node, tier) for tier, node in live)
+                to = live[0][1]
+                message = Holders(self._ctx.number, self._sessions.session(to), facts.snapshot, rank, known)
+                self._ctx.send(to, message)
+                asked = True
+        if not asked:
+            self._ask_for_shared(facts)
+
+    def _ask_for_shared(self, facts: Facts) -> None:
+        """Every rank has its copies, but a slice that several ranks captured has lost one of these captures."""
+        assert facts.classes is not None, "a complete snapshot has classes"
+        for copies in facts.classes.shared:
+            holders = [
+                (tier, node, rank, needed)
+                for rank, needed in copies
+                for node, tier in facts.holders.get(rank, {}).items()
+                if tier <= needed and self._sessions.live(node)
+            ]
+            if holders and len({self._ctx.domain(node) for _, node, _, _ in holders}) <= self.wanted():
+                _, to, rank, needed = min(holders)
+                known = tuple(sorted({(node, tier) for tier, node, _, _ in holders}))
+                session = self._sessions.session(to)
+                self._ctx.send(to, Holders(self._ctx.number, session, facts.snapshot, rank, known, needed))

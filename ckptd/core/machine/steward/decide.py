@@ -1,0 +1,163 @@
+"""The one decision of a restore: which snapshot, from where, or why none (design D11). Pure."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ckptd.core.candidates import Candidate, Candidates, find_candidates
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.machine.steward.gather import Gather
+from ckptd.core.messages import RestoreAsk
+
+CLAIM_GAP = 8  # numbers left out when storage could not tell which ones are claimed ...
+CLAIM_SPREAD = 997  # ... and then by chance up to this: two starts that know nothing of each other take different ones
+ERRORS_MAX = 16  # reasons told to the ranks
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Either a refusal (code, reason) or a record to open with its candidate (None: nothing to restore)."""
+
+    record: EpochRecord | None = None
+    candidate: Candidate | None = None
+    code: str = ""
+    reason: str = ""
+    errors: tuple[str, ...] = ()
+
+
+def may_decide(gather: Gather, down: set[str]) -> bool:
+    """Is there nobody left worth waiting for? Down: nodes that are known not to answer."""
+    if gather.durable is None:
+        return False
+    missing = set(gather.missing())
+    if not missing:
+        return True
+    if not missing <= down or any(node.node in missing for node in gather.nodes):
+        return False
+    found = _find(gather, _ask(gather))
+    if not found.restorable:
+        return False
+    lost = [passed.snapshot for passed in found.passed_over if passed.certified >= 0]
+    return found.restorable[0].snapshot > max(lost, default=SnapshotId(-1, -1))
+
+
+def decide(
+    gather: Gather, floor: int, excluded: Collection[SnapshotId], damaged: Mapping[SnapshotId, str]
+) -> Decision:
+    """floor: the record's number lies above it. excluded: not to be tried again. damaged: what was found when a snapshot was
+    tried (some are worth another try, without the damaged copies)."""
+    ask = next(iter(gather.joined.values()), None)
+    if ask is None:  # restore() was never called: a new lineage
+        return Decision(_record(gather, None, floor))
+    found = _find(gather, ask)
+    errors = _errors(gather, found, excluded, damaged)
+    usable = [candidate for candidate in found.restorable if candidate.snapshot not in excluded]
+    if usable:
+        return Decision(_record(gather, usable[0], floor), usable[0], errors=errors)
+    if ask.allow_fresh or _proven_fresh(gather):
+        return Decision(_record(gather, None, floor), errors=errors)
+    complete = not gather.missing() and gather.durable is not None and gather.durable.ok
+    code = "unrecoverable" if complete or excluded else "unreachable"
+    return Decision(code=code, reason="; ".join(errors) or _nothing(ask))
+
+
+def _nothing(ask: RestoreAsk) -> str:
+    wanted = [f"of step {ask.step}"] if ask.step is not None else []
+    wanted += ["on storage" if ask.source == "durable" else "in memory"] if ask.source else []
+    if wanted:
+        return f"there is no checkpoint {' '.join(wanted)}"
+    return "this job has run before, and nobody can say that it has no checkpoint"
+
+
+def spread(attempt: str) -> int:
+    """How far an epoch's number goes up when nobody can vouch that it is free."""
+    return CLAIM_GAP + zlib.crc32(attempt.encode()) % CLAIM_SPREAD
+
+
+def _ask(gather: Gather) -> RestoreAsk:
+    return next(iter(gather.joined.values()), None) or RestoreAsk()
+
+
+def _find(gather: Gather, ask: RestoreAsk) -> Candidates:
+    holdings = {node: answer.holdings for node, answer in gather.answers.items()}
+    certified = [fact for answer in gather.answers.values() for fact in answer.certified]
+    commits = gather.durable.commits if gather.durable is not None else ()
+    return find_candidates(gather.lineage(), holdings, gather.layouts(), commits, certified, ask)
+
+
+def _proven_fresh(gather: Gather) -> bool:
+    """Everyone answered, storage too, nobody ever heard of a snapshot. When there was an earlier start of the job,
+    one of its members with ranks must still know that it took none: it has not been restarted since."""
+    durable = gather.durable
+    if gather.missing() or durable is None or not durable.ok or gather.heard_of():
+        return False
+    last = gather.lineage()
+    if last is None:
+        return all(record.before[0] < 0 for record in gather.records)
+    return not last.ancestry and _remembers_nothing(gather, last)
+
+
+def _remembers_nothing(gather: Gather, record: EpochRecord) -> bool:
+    witnesses = [node for node in record.nodes if node.node in record.ranks and node.incarnation]
+    return any(
+        node.node in gather.answers and gather.answers[node.node].incarnation == node.incarnation for node in witnesses
+    )
+
+
+def _errors(
+    gather: Gather, found: Candidates, excluded: Collection[SnapshotId], damaged: Mapping[SnapshotId, str]
+) -> tuple[str, ...]:
+    errors = [f"no answer from {', '.join(sorted(gather.missing()))}"] if gather.missing() else []
+    if gather.durable is None or not gather.durable.ok:
+        errors.append(f"storage did not answer: {gather.durable.reason if gather.durable is not None else 'timeout'}")
+    usable = [candidate.snapshot for candidate in found.restorable if candidate.snapshot not in excluded]
+    newest = usable[0] if usable else SnapshotId(-1, -1)
+    passed = {over.snapshot: over.reason for over in found.passed_over} | dict(damaged)
+    errors += [
+        f"step {snapshot.step} of epoch {snapshot.epoch}: {passed[snapshot]}"
+        for snapshot in sorted(passed, reverse=True)
+        if snapshot > newest
+    ]
+    return tuple(errors[:ERRORS_MAX])
+
+
+def _record(gather: Gather, candidate: Candidate | None, floor: int) -> EpochRecord:
+    last = gather.newest()
+    number = 1 + max(floor, last.number if last is not None else 0)
+    if gather.durable is None or not gather.durable.ok or (gather.missing() and not gather.claims):
+        number += spread(gather.attempt)
+    first = gather.ranks[0]
+    nodes = tuple(sorted(gather.nodes, key=lambda node: node.node != first))  # stable: only rank 0's moves to the front
+    ancestry: tuple[SnapshotId, ...] = ()
+    lineage = gather.lineage()
+    if candidate is not None:
+        ancestry = _ancestry(lineage, candidate.snapshot)
+    before = (lineage.number, lineage.ancestry) if lineage is not None else (0, ())
+    if lineage is None and candidate is None and _proven_fresh(gather):
+        before = (-1, ())
+    return EpochRecord(number, gather.attempt, gather.ranks, nodes, ancestry, _holders(gather), before)
+
+
+def _ancestry(lineage: EpochRecord | None, snapshot: SnapshotId) -> tuple[SnapshotId, ...]:
+    """The forks, newest first, as seen from an epoch that begins with ``snapshot``."""
+    if lineage is None or snapshot.epoch == lineage.number:
+        return (snapshot, *(lineage.ancestry if lineage is not None else ()))
+    for at, fork in enumerate(lineage.ancestry):
+        if snapshot.epoch == fork.epoch and snapshot.step <= fork.step:
+            return (snapshot, *lineage.ancestry[at + 1 :])
+    return (snapshot,)
+
+
+def _holders(gather: Gather) -> tuple[NodeInfo, ...]:
+    """Outsiders that hold something, or did not answer although they were members of the last epoch."""
+    members = {node.node for node in gather.nodes}
+    last = gather.newest()
+    recent = {node.node for node in last.nodes} if last is not None else set()
+    return tuple(
+        info
+        for node, info in sorted(gather.asked.items())
+        if node not in members
+        and (gather.answers[node].holdings if node in gather.answers else node in recent)
+    )

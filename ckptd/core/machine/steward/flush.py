@@ -1,0 +1,234 @@
+"""What becomes durable and when: orders to the nodes that hold it, their reports, one commit (design D11-D13).
+
+One flush at a time. It pins its snapshot; whatever goes wrong, the next try has another attempt id and begins anew, so
+files of two tries never mix. First commit wins, so a second steward doing the same is mere waste.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from ckptd.core.events import CommitDone
+from ckptd.core.ids import SnapshotId
+from ckptd.core.instructions import Alarm, Commit
+from ckptd.core.machine.context import RESEND_S, Context
+from ckptd.core.machine.steward.certify import Certify
+from ckptd.core.machine.steward.grants import Grants
+from ckptd.core.machine.steward.ledger import Facts, Ledger
+from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.messages import FlushAsk, WriteCancel, WriteOrder, WritePiece, Wrote
+from ckptd.core.writes import assign_writes
+
+BACKOFF_FIRST_S = 1.0  # after a failed flush, doubled up to
+BACKOFF_MAX_S = 60.0
+ASKS_KEPT_MAX = 64
+ATTEMPT_BYTES = 12
+
+
+@dataclass
+class Flush:
+    snapshot: SnapshotId
+    attempt: str
+    since: float
+    said_at: float
+    orders: dict[str, tuple[WritePiece, ...]]
+    per_rank: tuple[str, ...]
+    reports: dict[str, bytes] = field(default_factory=dict)
+    committing: bool = False
+
+
+class Flushing:
+    def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger, grants: Grants, certify: Certify) -> None:
+        self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
+        self._grants, self._certify = grants, certify
+        self.flush: Flush | None = None
+        self.asked: set[int] = set()  # steps of this epoch
+        self._count = 0
+        self._failures = 0
+        self._not_before = 0.0
+        self._alone_since: float | None = None
+        self._breakpoint_told = False
+        self._last_at = 0.0
+
+    def stop(self) -> None:
+        """Out of office: whoever follows decides anew."""
+        self.flush = None
+        self._certify.pinned = set()
+
+    def clear(self) -> None:
+        self.stop()
+        self.asked.clear()
+        self._failures, self._not_before, self._alone_since = 0, 0.0, None
+        self._breakpoint_told, self._last_at = False, self._ctx.now
+
+    # --- what to flush ------------------------------------------------------------------------------------------
+    def on_ask(self, message: FlushAsk) -> None:
+        if message.step is not None and len(self.asked) < ASKS_KEPT_MAX:
+            self.asked.add(message.step)
+
+    def on_tick(self) -> None:
+        self._watch_ranks()
+        if self.flush is not None:
+            self._look_after(self.flush)
+        elif self._ctx.policy.durable and self._ctx.now >= self._not_before and self._sessions.settled():
+            target = self._target()
+            if target is not None:
+                self._begin(target)
+
+    def _target(self) -> Facts | None:
+        usable = [
+            facts
+            for facts in self._ledger.facts.values()
+            if facts.level >= 0 and not facts.void and not facts.durable and facts.agreement is not None
+            and self._ctx.is_candidate(facts.snapshot)
+        ]  # fmt: skip
+        usable.sort(key=lambda facts: facts.snapshot)
+        if not usable:
+            return None
+        kept = next((facts for facts in usable if facts.keep), None)
+        newest = usable[-1]
+        if kept is not None:
+            return kept
+        return self._asked_for(usable) or (newest if self._due(newest) else None)
+
+    def _asked_for(self, usable: list[Facts]) -> Facts | None:
+        """The oldest complete snapshot that is not before the step somebody waits for."""
+        done = max((s.step for s in self._ledger.durable if s.epoch == self._ctx.number), default=-1)
+        self.asked = {step for step in self.asked if step > done}
+        if not self.asked:
+            return None
+        step = min(self.asked)
+        return next((f for f in usable if f.snapshot.epoch == self._ctx.number and f.snapshot.step >= step), None)
+
+    def _due(self, newest: Facts) -> bool:
+        known = [snapshot for snapshot in self._ledger.durable if self._ctx.is_candidate(snapshot)]
+        if newest.snapshot < max(known, default=newest.snapshot):
+            return False
+        if self._nobody_trains():
+            return True
+        policy = self._ctx.policy
+        durable = max((snapshot.step for snapshot in known), default=0)
+        by_steps = policy.flush_every_steps and newest.snapshot.step - durable >= policy.flush_every_steps
+        by_time = policy.flush_every_s and self._ctx.now - self._last_at >= policy.flush_every_s
+        return bool(by_steps or by_time)
+
+    # --- when ranks die and nobody comes back -------------------------------------------------------------------
+    def _watch_ranks(self) -> None:
+        if self._everyone_trains():
+            self._alone_since = None
+            self._breakpoint_told = False
+        elif self._alone_since is None:
+            self._alone_since = self._ctx.now
+
+    def _everyone_trains(self) -> bool:
+        record, ranks = self._ctx.record, self._grants.ranks
+        if record is None or not self._ctx.done or len(ranks) < record.world:
+            return False
+        return not any(state.left for state in ranks.values()) and all(map(self._ctx.is_up, record.ranks))
+
+    def _nobody_trains(self) -> bool:
+        """All said goodbye; or some are dead and no new start of the job came within the grace time."""
+        ranks, record = self._grants.ranks, self._ctx.record
+        if record is not None and len(ranks) == record.world and all(s.left == "clean" for s in ranks.values()):
+            return True
+        grace = self._ctx.policy.breakpoint_grace_s
+        return self._alone_since is not None and self._ctx.now - self._alone_since >= grace
+
+    # --- one flush ----------------------------------------------------------------------------------------------
+    def _begin(self, facts: Facts) -> None:
+        assert facts.agreement is not None, "a complete snapshot has been agreed upon"
+        layouts = self._ledger.layouts_of(facts)
+        per_rank = facts.agreement.per_rank
+        try:
+            orders = assign_writes(layouts, self._ledger.live_holdings(facts), per_rank)
+        except ValueError:
+            self._ledger.dirty.add(facts.snapshot)  # a holder went while we looked
+            return
+        self._count += 1
+        me, now = self._ctx.me, self._ctx.now
+        text = f"{self._ctx.number}|{facts.snapshot.step}|{me.node}|{me.incarnation}|{self._count}"
+        attempt = hashlib.blake2b(text.encode(), digest_size=ATTEMPT_BYTES).hexdigest()  # it becomes part of file names
+        self.flush = Flush(facts.snapshot, attempt, now, now, orders, per_rank)
+        self._certify.pinned = {facts.snapshot}
+        if self._nobody_trains() and not self._breakpoint_told and not self._all_clean():
+            self._breakpoint_told = True
+            self._ctx.emit(Alarm("breakpoint", f"ranks are gone: step {facts.snapshot.step} is written from memory"))
+        self._order(self.flush)
+
+    def _all_clean(self) -> bool:
+        return all(state.left == "clean" for state in self._grants.ranks.values()) and bool(self._grants.ranks)
+
+    def _order(self, flush: Flush) -> None:
+        flush.said_at = self._ctx.now
+        for node, pieces in flush.orders.items():
+            if node not in flush.reports:
+                order = WriteOrder(self._ctx.number, flush.snapshot, flush.attempt, pieces, flush.per_rank)
+                self._ctx.send(node, order)
+
+    def _look_after(self, flush: Flush) -> None:
+        gone = [node for node in flush.orders if node not in flush.reports and not self._ctx.is_up(node)]
+        if gone and not flush.committing:
+            self._fail(f"{', '.join(gone)} went while writing", count=False)
+        elif self._ctx.now - flush.since > self._ctx.policy.write_timeout_s:
+            self._fail("it took longer than write_timeout_s")
+        elif self._ctx.now - flush.said_at >= 2 * RESEND_S and not flush.committing:
+            self._order(flush)
+
+    def on_wrote(self, sender: str, message: Wrote) -> None:
+        flush = self.flush
+        if flush is None or message.attempt != flush.attempt or sender not in flush.orders or flush.committing:
+            return
+        if not message.ok:
+            self._fail(f"{sender}: {message.reason}")
+            return
+        flush.reports[sender] = message.report
+        if len(flush.reports) == len(flush.orders):
+            self._commit(flush)
+
+    def _commit(self, flush: Flush) -> None:
+        facts = self._ledger.facts.get(flush.snapshot)
+        assert self._ctx.record is not None, "a steward has an epoch"
+        if facts is None or facts.void:
+            self._fail("the snapshot is gone")
+            return
+        flush.committing = True
+        layouts = {layout.layout_id: layout.encoded for layout in self._ledger.layouts_of(facts).values()}
+        reports = tuple(flush.reports[node] for node in sorted(flush.reports))
+        self._ctx.emit(
+            Commit(flush.snapshot, flush.attempt, self._ctx.record, reports, layouts, flush.per_rank, facts.keep)
+        )
+
+    def on_committed(self, event: CommitDone) -> None:
+        flush = self.flush
+        if event.ok:
+            self._ledger.mark_durable([event.snapshot])
+        if flush is None or event.attempt != flush.attempt:
+            return
+        if not event.ok:
+            self._fail(event.reason)
+            return
+        self._failures, self._last_at = 0, self._ctx.now
+        self._drop()
+
+    def _fail(self, reason: str, *, count: bool = True) -> None:
+        """The next try begins anew, from what is held then."""
+        flush = self.flush
+        assert flush is not None, "only a flush can fail"
+        for node in flush.orders:
+            self._ctx.send(node, WriteCancel(self._ctx.number, flush.snapshot, flush.attempt))
+        if count:
+            self._failures += 1
+            facts = self._ledger.facts.get(flush.snapshot)
+            if facts is not None:
+                facts.failures += 1
+            pause = min(BACKOFF_FIRST_S * 2 ** min(self._failures - 1, 16), BACKOFF_MAX_S)
+            self._not_before = self._ctx.now + pause
+            self._ctx.emit(Alarm("flush", f"step {flush.snapshot.step}: {reason}"))
+        self._drop()
+
+    def _drop(self) -> None:
+        if self.flush is not None:
+            self._ledger.dirty.add(self.flush.snapshot)
+        self.flush = None
+        self._certify.pinned = set()

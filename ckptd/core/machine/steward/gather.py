@@ -1,0 +1,166 @@
+"""Before an epoch opens: wait for all ranks, ask everyone who may hold memory, read what is durable (design D10, D11)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckptd.core.events import DurableRead
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.instructions import ReadDurable
+from ckptd.core.layout import Layout
+from ckptd.core.machine.context import RESEND_S, Context, decode_layout
+from ckptd.core.messages import Inventory, InventoryRequest, JoinReport, RestoreAsk
+
+FRESH_S = 3.0  # a rank's last report; they come every RESEND_S
+
+
+@dataclass
+class Gather:
+    """One attempt, from its first report until its epoch opens or is refused."""
+
+    attempt: str
+    ranks: tuple[str, ...]
+    nodes: tuple[NodeInfo, ...]
+    since: float
+    claims: bool = True  # there is storage on which numbers are claimed
+    joined: dict[int, RestoreAsk | None] = field(default_factory=dict)
+    heard_at: dict[int, float] = field(default_factory=dict)  # rank -> its last report
+    wrong: str = ""  # why these ranks cannot start together
+    asking_since: float | None = None
+    asked: dict[str, NodeInfo] = field(default_factory=dict)
+    answers: dict[str, Inventory] = field(default_factory=dict)
+    durable: DurableRead | None = None
+    records: list[EpochRecord] = field(default_factory=list)
+    said_at: float = -1e9
+
+    def missing(self) -> list[str]:
+        return [node for node in self.asked if node not in self.answers]
+
+    def newest(self) -> EpochRecord | None:
+        return max(self.records, key=lambda record: record.number, default=None)
+
+    def lineage(self) -> EpochRecord | None:
+        """The newest epoch that took effect. One that certainly never completed its restore left nothing behind; what
+        was decided upon before it counts."""
+        known = {record.number: record for record in self.records}
+        record = self.newest()
+        while record is not None and self._never_ran(record):
+            number, ancestry = record.before
+            if number <= 0:
+                return None
+            record = known.get(number) or EpochRecord(number, "", (), (), ancestry)
+        return record
+
+    def _never_ran(self, record: EpochRecord) -> bool:
+        """A member with ranks knows that they did not load, or never entered it: then nobody can have completed it."""
+        if any(snapshot.epoch == record.number for snapshot in self.heard_of()):
+            return False
+        return any(_did_not_load(self.answers[node], record) for node in set(record.ranks) if node in self.answers)
+
+    def heard_of(self) -> set[SnapshotId]:
+        """Every snapshot that anyone holds, was told of (also one that has fallen since), or reads on storage."""
+        found = {fact.snapshot for answer in self.answers.values() for fact in answer.holdings}
+        found |= {snapshot for answer in self.answers.values() for snapshot, _, _ in answer.certified}
+        return found | set(self.durable.commits if self.durable is not None else ())
+
+    def layouts(self) -> dict[str, Layout]:
+        found: dict[str, Layout] = {}
+        for answer in self.answers.values():
+            for name, data in answer.layouts.items():
+                try:
+                    found[name] = decode_layout(data)
+                except ValueError:
+                    continue  # its holdings stay without a layout and are not used
+        return found
+
+
+def _did_not_load(answer: Inventory, record: EpochRecord) -> bool:
+    if answer.known is None:
+        return False  # it has forgotten everything
+    return answer.known.number < record.number or (answer.never and answer.known == record)
+
+
+class Gathering:
+    """Collects; ``Decision`` (decide.py) judges when it is enough."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self.gather: Gather | None = None
+
+    def on_report(self, sender: str, message: JoinReport) -> None:
+        gather = self.gather
+        if gather is None or gather.attempt != message.attempt:
+            gather = self.gather = Gather(
+                message.attempt, message.ranks, message.nodes, self._ctx.now, self._ctx.policy.durable
+            )
+            self._ctx.learn(message.nodes)
+            self._learn(gather, self._ctx.record)
+        self._learn(gather, message.known)
+        if (gather.ranks, gather.nodes) != (message.ranks, message.nodes):
+            gather.wrong = f"ranks {list(message.here)} on {sender} name another world than the others"
+        for rank in message.here:
+            if 0 <= rank < len(gather.ranks) and gather.ranks[rank] == sender:
+                gather.joined[rank] = message.ask
+                gather.heard_at[rank] = self._ctx.now
+        if len({repr(ask) for ask in gather.joined.values()}) > 1:
+            gather.wrong = "ranks ask for different restores"
+
+    def complete(self) -> bool:
+        """Every rank stands there, and did so a moment ago: a dead attempt must not supersede a living one."""
+        gather, now = self.gather, self._ctx.now
+        return (
+            gather is not None
+            and len(gather.heard_at) == len(gather.ranks)
+            and all(now - heard < FRESH_S for heard in gather.heard_at.values())
+        )
+
+    def ask(self) -> None:
+        """All ranks are here: ask for inventories. Also to ask once more, after a restore met damage."""
+        gather = self.gather
+        assert gather is not None, "only a gathering asks"
+        gather.asking_since, gather.said_at = self._ctx.now, -1e9
+        gather.answers, gather.durable = {}, None
+        for node in gather.nodes:
+            gather.asked[node.node] = node
+        if not self._ctx.policy.durable:
+            gather.durable = DurableRead(gather.attempt, True)
+        self._say(gather)
+
+    def on_inventory(self, sender: str, message: Inventory) -> None:
+        gather = self.gather
+        if gather is None or gather.asking_since is None or message.attempt != gather.attempt:
+            return
+        gather.answers[sender] = message
+        self._learn(gather, message.known)
+
+    def on_durable(self, event: DurableRead) -> None:
+        gather = self.gather
+        if gather is not None and gather.asking_since is not None and event.attempt == gather.attempt:
+            gather.durable = event
+            self._learn(gather, event.newest)
+
+    def learn(self, record: EpochRecord) -> None:
+        if self.gather is not None:
+            self._learn(self.gather, record)
+
+    def on_tick(self) -> None:
+        gather = self.gather
+        if gather is not None and gather.asking_since is not None and self._ctx.now - gather.said_at >= RESEND_S:
+            self._say(gather)
+
+    def _learn(self, gather: Gather, record: EpochRecord | None) -> None:
+        """Members of every epoch somebody knows may hold memory."""
+        if record is None or record in gather.records:
+            return
+        gather.records.append(record)
+        for node in (*record.nodes, *record.holders):
+            gather.asked.setdefault(node.node, node)
+        self._ctx.learn(n for n in (*record.nodes, *record.holders) if n.node not in self._ctx.nodes)
+
+    def _say(self, gather: Gather) -> None:
+        gather.said_at = self._ctx.now
+        everyone = tuple(gather.asked.values())
+        for node in gather.missing():
+            self._ctx.send(node, InventoryRequest(gather.attempt, everyone))
+        if gather.durable is None:
+            self._ctx.emit(ReadDurable(gather.attempt))

@@ -1,0 +1,248 @@
+"""Which steps are captured is one decision per job (design D9): granted ahead of every rank's progress, when all have room.
+
+Skipping locally would livelock: 64 ranks that each skip when they are busy completed 2 steps of 500 in a toy model, granting
+for the whole job completed half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckptd.core.ids import SnapshotId
+from ckptd.core.machine.capture import LATE
+from ckptd.core.machine.context import Context
+from ckptd.core.machine.steward.ledger import Ledger
+from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.messages import Grant, Missed, RankState, Sealed, Void
+
+REPEAT_S = 1.0  # an unanswered grant or void is said again after this
+CALM_GRANTS = 16  # completed in a row, before the margin shrinks by one step
+STUCK_S = 60.0  # a rank that neither seals nor misses, long after the step went by
+
+
+@dataclass
+class Granted:
+    number: int
+    from_step: int
+    said_at: float
+    step: int | None = None  # what it became
+    plan_id: str = ""
+    sealed: set[int] = field(default_factory=set)
+    missed: set[int] = field(default_factory=set)
+    void: str = ""
+    passed_at: float | None = None
+
+
+class Grants:
+    def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger) -> None:
+        self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
+        self.open: dict[int, Granted] = {}
+        self.ranks: dict[int, RankState] = {}
+        self.margin = 0
+        self.newest = 0  # grant
+        self._last_from = -1
+        self._calm = 0
+        self._exact, self._exact_at = -1, 0.0  # newest grant for a rank that waits, and when
+
+    def clear(self) -> None:
+        self.open.clear()
+        self.ranks.clear()
+        self.margin, self._last_from, self._calm = 0, -1, 0
+
+    # --- what the nodes say -------------------------------------------------------------------------------------
+    def on_state(self, state: RankState) -> None:
+        self.ranks[state.rank] = state
+
+    def on_sealed(self, sender: str, message: Sealed) -> None:
+        self._ledger.learn_layouts(message.layouts)
+        self._ledger.add(sender, message.fact)
+        grant = self.open.get(message.grant)
+        if grant is None:
+            return
+        step, rank = message.fact.snapshot.step, message.fact.rank
+        grant.sealed.add(rank)
+        if grant.step is None:
+            grant.step, grant.plan_id = step, message.plan_id
+        if grant.void:
+            self._void_step(step, grant.void)
+            self._drop_settled(grant)
+        elif grant.step != step:
+            self.void(grant, f"captured at step {grant.step} and, on rank {rank}, at {step}")
+            self._void_step(step, grant.void)
+        elif grant.plan_id != message.plan_id:
+            self.void(grant, f"rank {rank} captured by another plan")
+        elif len(grant.sealed) == self._world():
+            self._completed(grant)
+
+    def on_missed(self, message: Missed) -> None:
+        grant = self.open.get(message.grant)
+        if grant is None:
+            return
+        grant.missed.add(message.rank)
+        if not grant.void:
+            if message.reason.startswith(LATE) and grant.from_step != self._exact:
+                self._calm = 0
+                self.margin = min(max(1, 2 * self.margin), self._ctx.policy.grant_margin_max_steps)
+            self.void(grant, f"rank {message.rank} missed it: {message.reason}")
+        self._drop_settled(grant)
+
+    def on_reset(self, node: str) -> None:
+        """A node's session begins anew: it has doomed every slot it was filling."""
+        ranks = self._ranks_of(node)
+        for rank in ranks:
+            self.ranks.pop(rank, None)
+        for grant in list(self.open.values()):
+            lacking = ranks - grant.sealed - grant.missed
+            if lacking:
+                grant.missed |= lacking
+                self.void(grant, f"the daemon {node} began anew")
+                self._drop_settled(grant)
+
+    # --- voids --------------------------------------------------------------------------------------------------
+    def void(self, grant: Granted, reason: str) -> None:
+        """The grants after it go too: a rank that left this one out would take the next where the others take this one, and
+        so on, one step apart for ever."""
+        for number in sorted(self.open):
+            if number >= grant.number and not self.open[number].void:
+                self._void_one(self.open[number], reason)
+
+    def _void_one(self, grant: Granted, reason: str) -> None:
+        grant.void = reason
+        self._say_void(grant)
+        if grant.step is not None:
+            self._void_step(grant.step, reason)
+        self._drop_settled(grant)
+
+    def _void_step(self, step: int, reason: str) -> None:
+        for facts in self._ledger.facts.values():
+            certified = facts.certificate is not None and facts.certificate.level >= 0
+            of_step = facts.snapshot.epoch == self._ctx.number and facts.snapshot.step == step
+            if of_step and not facts.void and not certified:  # what was certified stays, whatever one grant became
+                facts.void = reason
+                self._ledger.dirty.add(facts.snapshot)
+
+    def _say_void(self, grant: Granted) -> None:
+        grant.said_at = self._ctx.now
+        for node in self._member_nodes():
+            unsettled = self._ranks_of(node) - grant.missed - grant.sealed
+            if unsettled and self._sessions.live(node):
+                self._ctx.send(
+                    node,
+                    Void(self._ctx.number, grant.number, grant.void, None, self._sessions.session(node)),
+                )
+
+    def _drop_settled(self, grant: Granted) -> None:
+        if grant.void and len(grant.missed | grant.sealed) >= self._world():
+            self.open.pop(grant.number, None)
+
+    def _completed(self, grant: Granted) -> None:
+        self.open.pop(grant.number, None)
+        if grant.step is not None:
+            self._ledger.dirty.add(SnapshotId(self._ctx.number, grant.step))
+        self._calm += 1
+        if self._calm >= CALM_GRANTS and self.margin > 0:
+            self.margin, self._calm = self.margin - 1, 0
+
+    # --- granting -----------------------------------------------------------------------------------------------
+    def act(self) -> None:
+        """Grant as many steps as every rank has room for.
+
+        Not while a void grant is still with some ranks: they would take it where the others take the next one, and so on,
+        one step apart for ever.
+        """
+        if not self._everyone_is_here() or any(grant.void for grant in self.open.values()):
+            return
+        asked = self._asked()
+        if asked is not None:
+            self._grant_exactly(asked)
+        progress = max(state.step for state in self.ranks.values())
+        while self._room() > 0:
+            self._grant(max(progress + 1 + self.margin, self._last_from + 1))
+
+    def on_tick(self) -> None:
+        for grant in list(self.open.values()):
+            if self._ctx.now - grant.said_at >= REPEAT_S:
+                if grant.void:
+                    self._say_void(grant)
+                else:
+                    self._say(grant)
+            self._look_for_stuck(grant)
+
+    def serves(self, step: int) -> bool:
+        """Could a grant that stands still complete this step?"""
+        return any(grant.step == step and not grant.void for grant in self.open.values())
+
+    def _look_for_stuck(self, grant: Granted) -> None:
+        lacking = set(range(self._world())) - grant.sealed - grant.missed
+        states = [self.ranks[rank] for rank in lacking if rank in self.ranks]
+        if any(state.step > grant.from_step for state in states):
+            grant.passed_at = grant.passed_at or self._ctx.now
+            if not grant.void and self._ctx.now - grant.passed_at > STUCK_S:
+                self.void(grant, "a rank neither sealed nor gave it up")
+        else:
+            grant.passed_at = None
+
+    def _grant_exactly(self, step: int) -> None:
+        """must=True: ranks wait for this very step, so nothing granted beyond it may keep their slots."""
+        if any(grant.from_step == step and not grant.void for grant in self.open.values()):
+            return
+        if self._exact == step and self._ctx.now - self._exact_at < REPEAT_S:
+            return  # somebody could not take it: at once again would only spin
+        gone = self._ledger.facts.get(SnapshotId(self._ctx.number, step))
+        if gone is not None and gone.void:
+            return  # captured once and void: not again while somebody still holds a part of that
+        if self._room() > 0:
+            self._exact, self._exact_at = step, self._ctx.now
+            self._grant(step)
+            return
+        for grant in list(self.open.values()):
+            if grant.from_step > step and not grant.sealed and not grant.void:
+                self.void(grant, f"its slots are needed for step {step}")
+
+    def _asked(self) -> int | None:
+        """A step that some rank waits for and that all can still deliver."""
+        asks = [state.asks for state in self.ranks.values() if state.asks is not None]
+        if not asks:
+            return None
+        step = max(asks)
+        fits = all(state.step < step or state.asks == step for state in self.ranks.values())
+        return step if fits else None
+
+    def _grant(self, from_step: int) -> None:
+        self.newest += 1
+        self._last_from = max(self._last_from, from_step)
+        grant = self.open[self.newest] = Granted(self.newest, from_step, self._ctx.now)
+        self._say(grant)
+
+    def _say(self, grant: Granted) -> None:
+        grant.said_at = self._ctx.now
+        for node in self._member_nodes():
+            if self._ranks_of(node) - grant.sealed - grant.missed and self._sessions.live(node):
+                session = self._sessions.session(node)
+                self._ctx.send(node, Grant(self._ctx.number, grant.number, grant.from_step, session))
+
+    def _everyone_is_here(self) -> bool:
+        return (
+            len(self.ranks) == self._world() > 0
+            and all(not state.left for state in self.ranks.values())
+            and self._sessions.members_live()
+        )
+
+    def _room(self) -> int:
+        """Grants that every rank could take now. What it was already granted and has not settled is spoken for."""
+        waiting = dict.fromkeys(self.ranks, 0)
+        for grant in self.open.values():
+            for rank in waiting:
+                if rank not in grant.sealed and rank not in grant.missed:
+                    waiting[rank] += 1
+        return min(state.free_slots - waiting[rank] for rank, state in self.ranks.items())
+
+    def _world(self) -> int:
+        return self._ctx.record.world if self._ctx.record is not None else 0
+
+    def _member_nodes(self) -> list[str]:
+        return [node.node for node in self._ctx.record.nodes] if self._ctx.record is not None else []
+
+    def _ranks_of(self, node: str) -> set[int]:
+        record = self._ctx.record
+        return {rank for rank, where in enumerate(record.ranks) if where == node} if record is not None else set()

@@ -1,0 +1,316 @@
+"""Opening an epoch: decide, claim its number, tell everyone, two votes, done (design D10, D11). All ranks or none.
+
+Damage found while fetching leads to a new decision under a new number, with fresh inventories; nothing is changed under
+ranks that have the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ckptd.core.events import DurableRead, EpochClaimed
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.instructions import ClaimEpoch
+from ckptd.core.machine.context import RESEND_S, Context
+from ckptd.core.machine.steward.decide import Decision, decide, may_decide, spread
+from ckptd.core.machine.steward.gather import Gather, Gathering
+from ckptd.core.messages import (
+    EpochOpen,
+    Inventory,
+    JoinRefused,
+    JoinReport,
+    RestoreAbort,
+    RestoreDone,
+    RestoreGo,
+    Vote,
+)
+
+NEWER = "a newer start of the job joined"
+REFUSALS_KEPT_MAX = 16
+CLAIM_TIMEOUT_S = 10.0  # storage that does not answer: the epoch opens without its claim, made up for before a commit
+STRAGGLERS_S = 0.5  # after a bad vote, until the next decision
+DECISIONS_MAX = 16  # per attempt
+
+
+@dataclass
+class Restore:
+    message: EpochOpen
+    since: float
+    said_at: float
+    fetched: set[int] = field(default_factory=set)
+    loaded: set[int] = field(default_factory=set)
+    damaged_at: float | None = None
+    reason: str = ""
+
+    @property
+    def record(self) -> EpochRecord:
+        return self.message.record
+
+
+class Restoring:
+    def __init__(self, ctx: Context, finished: Callable[[EpochRecord | None], None]) -> None:
+        """finished: the record whose restore is complete, or None when it was called off."""
+        self._ctx, self._finished = ctx, finished
+        self.gathering = Gathering(ctx)
+        self.restore: Restore | None = None
+        self._refused: dict[str, JoinRefused] = {}
+        self._seen: dict[str, None] = {}  # attempts in the order they were first heard of
+        self._claiming: Decision | None = None
+        self._claimed_at = 0.0
+        self._floor = 0
+        self._decisions = 0
+        self._tried: dict[SnapshotId, tuple[int, str]] = {}  # damaged: how many sources it had, what was found
+
+    @property
+    def busy(self) -> bool:
+        return self.gathering.gather is not None
+
+    # --- gathering ----------------------------------------------------------------------------------------------
+    def on_report(self, sender: str, message: JoinReport) -> None:
+        refused = self._refused.get(message.attempt)
+        if refused is not None:
+            self._ctx.send(sender, refused)
+            return
+        if not message.ranks or message.ranks[0] != self._ctx.me.node:
+            return
+        gather = self.gathering.gather
+        if gather is not None and gather.attempt != message.attempt:
+            if message.attempt in self._seen:
+                self._ctx.send(sender, JoinRefused(message.attempt, "superseded", NEWER))
+                return
+            self._refuse("superseded", NEWER)
+        self._seen[message.attempt] = None
+        if self.gathering.gather is None:
+            self._decisions, self._tried = 0, {}
+        self.gathering.on_report(sender, message)
+        gather = self.gathering.gather
+        assert gather is not None, "the report began it"
+        if gather.wrong:
+            self._refuse("mismatch", gather.wrong)
+        elif self.restore is not None and not message.opened:
+            self._say_open(self.restore, sender)
+        elif self.gathering.complete() and gather.asking_since is None:
+            self.gathering.ask()
+
+    def on_inventory(self, sender: str, message: Inventory) -> None:
+        self.gathering.on_inventory(sender, message)
+        self._decide_if_ready()
+
+    def on_durable(self, event: DurableRead) -> None:
+        self.gathering.on_durable(event)
+        self._decide_if_ready()
+
+    def _decide_if_ready(self) -> None:
+        gather = self.gathering.gather
+        if gather is None or gather.asking_since is None or self._claiming is not None or self.restore is not None:
+            return
+        late = self._ctx.now - gather.asking_since >= self._ctx.policy.inventory_timeout_s
+        if self.gathering.complete() and (late or may_decide(gather, set(self._ctx.down))):
+            self._decide()
+
+    def _decide(self) -> None:
+        gather = self.gathering.gather
+        assert gather is not None, "only a gathering decides"
+        self._decisions += 1
+        excluded = [s for s, (sources, _) in self._tried.items() if self._sources_now(s) >= sources]
+        damaged = {s: reason for s, (_, reason) in self._tried.items()}
+        decision = decide(gather, max(self._floor, self._ctx.number), excluded, damaged)
+        if decision.record is None or self._decisions > DECISIONS_MAX:
+            self._refuse(decision.code or "unrecoverable", decision.reason or "every snapshot found is damaged")
+            return
+        self._claim(decision)
+
+    def _sources_now(self, snapshot: SnapshotId) -> int:
+        """A damaged snapshot is tried again when damaged holdings were dropped since."""
+        gather = self.gathering.gather
+        assert gather is not None, "only a gathering decides"
+        return sum(fact.snapshot == snapshot for answer in gather.answers.values() for fact in answer.holdings)
+
+    # --- the claim ----------------------------------------------------------------------------------------------
+    def _claim(self, decision: Decision) -> None:
+        assert decision.record is not None, "refusals claim nothing"
+        self._claiming, self._claimed_at = decision, self._ctx.now
+        self._ctx.emit(ClaimEpoch(decision.record.nonce, decision.record))
+
+    def on_claimed(self, event: EpochClaimed) -> None:
+        """A number that is taken is tried again above; storage that does not answer is made up for before a commit."""
+        decision = self._claiming
+        if decision is None or decision.record is None or event.number != decision.record.number:
+            return
+        if not self.gathering.complete():
+            self._claiming = None  # the ranks went meanwhile; if they are back, it is decided anew
+        elif not event.ok and event.taken >= event.number:
+            self._claim(replace(decision, record=replace(decision.record, number=event.taken + 1)))
+        elif event.reason and self._ctx.policy.durable:
+            self._open_unclaimed(decision)
+        else:
+            self._open(decision)
+
+    def _open_unclaimed(self, decision: Decision) -> None:
+        """Storage did not answer: nobody can say that the number is free, so it is one that nobody else will take."""
+        record = decision.record
+        assert record is not None, "refusals open nothing"
+        self._open(replace(decision, record=replace(record, number=record.number + spread(record.nonce))))
+
+    # --- the epoch ----------------------------------------------------------------------------------------------
+    def _open(self, decision: Decision) -> None:
+        self._claiming = None
+        record, found = decision.record, decision.candidate
+        assert record is not None, "refusals open nothing"
+        self._floor = record.number
+        layouts = {layout.layout_id: layout.encoded for layout in found.layouts.values()} if found is not None else {}
+        message = EpochOpen(
+            record.nonce,
+            record,
+            record.number,  # rounds never repeat in a job: every decision has a number of its own
+            found.snapshot if found is not None else None,
+            found.durable if found is not None else False,
+            found.sources if found is not None else (),
+            layouts,
+            found.per_rank if found is not None else (),
+            decision.errors,
+        )
+        self.restore = Restore(message, self._ctx.now, self._ctx.now)
+        self._ctx.learn((*record.nodes, *record.holders))
+        for node in self._everyone():
+            self._say_open(self.restore, node)
+
+    def _everyone(self) -> list[str]:
+        """Members, holders, and whoever else may be at work on an older epoch: it ends now."""
+        gather = self.gathering.gather
+        return list(gather.asked) if gather is not None else []
+
+    def _say_open(self, restore: Restore, node: str) -> None:
+        message = restore.message
+        if node not in restore.record.ranks:  # it has nothing to fetch
+            message = replace(message, sources=(), layouts={})
+        self._ctx.send(node, message)
+
+    def on_vote(self, vote: Vote) -> None:
+        restore = self.restore
+        if restore is None or (vote.epoch, vote.round) != (restore.record.number, restore.message.round):
+            return
+        if not vote.ok:
+            self._against(restore, vote)
+            return
+        votes = restore.loaded if vote.phase == "loaded" else restore.fetched
+        if vote.rank in votes:
+            return  # repeated; answers to repetitions would go round in circles
+        votes.add(vote.rank)
+        if len(restore.loaded) == restore.record.world:
+            self._complete(restore)
+        elif len(restore.fetched) == restore.record.world and not restore.loaded:
+            self._say_go(restore)
+
+    def _against(self, restore: Restore, vote: Vote) -> None:
+        if vote.phase == "fetched" and vote.code == "damage":
+            if restore.damaged_at is None:
+                restore.damaged_at, restore.reason = self._ctx.now, vote.reason
+        else:
+            self._abort(vote.code or "unrecoverable", f"rank {vote.rank}: {vote.reason}")
+
+    def _complete(self, restore: Restore) -> None:
+        self.gathering.gather = self.restore = None
+        self._finished(restore.record)
+
+    def _decide_anew(self, restore: Restore) -> None:
+        snapshot = restore.message.snapshot
+        if snapshot is not None:
+            self._tried[snapshot] = (len(restore.message.sources), restore.reason)
+        self.restore = None
+        self.gathering.ask()
+
+    # --- refusing and giving up ---------------------------------------------------------------------------------
+    def _refuse(self, code: str, reason: str) -> None:
+        """No epoch (or none any more): every rank of the attempt raises."""
+        gather = self.gathering.gather
+        assert gather is not None, "only an attempt can be refused"
+        refused = self._refused[gather.attempt] = JoinRefused(gather.attempt, code, reason)
+        for kept in (self._refused, self._seen):
+            while len(kept) > REFUSALS_KEPT_MAX:
+                del kept[next(iter(kept))]
+        for node in gather.nodes:
+            self._ctx.send(node.node, refused)
+        self._stop(code, reason)
+
+    def _abort(self, code: str, reason: str) -> None:
+        self._refuse(code, reason)
+
+    def _stop(self, code: str, reason: str) -> None:
+        restore = self.restore
+        if restore is not None:
+            for node in restore.record.nodes:
+                self._ctx.send(node.node, RestoreAbort(restore.record.number, restore.message.round, code, reason))
+        self.gathering.gather = self.restore = self._claiming = None
+        self._finished(None)
+
+    def on_higher(self, record: EpochRecord) -> None:
+        """Somebody knows a newer epoch than the one that is being opened here: decide again, above it."""
+        self._floor = max(self._floor, record.number)
+        self.gathering.learn(record)
+        if self.restore is not None and record.number >= self.restore.record.number:
+            self.restore = None
+            self.gathering.ask()
+
+    def stood_still(self) -> None:
+        """This process was stopped: whether the ranks still stand there must be heard anew."""
+        if self.gathering.gather is not None:
+            self.gathering.gather.heard_at.clear()
+
+    def already_done(self) -> None:
+        """Somebody saw the epoch completed that these reports ask about: there is nothing to decide."""
+        self.gathering.gather = self.restore = self._claiming = None
+
+    # --- time ---------------------------------------------------------------------------------------------------
+    def on_tick(self) -> None:
+        gather, now = self.gathering.gather, self._ctx.now
+        if gather is None:
+            return
+        self.gathering.on_tick()
+        if gather.asking_since is None:
+            self._watch_joins(gather)
+        elif self._claiming is not None:
+            if now - self._claimed_at > CLAIM_TIMEOUT_S:
+                self._open_unclaimed(self._claiming)
+        elif self.restore is not None:
+            self._look_after(self.restore)
+        else:
+            self._watch_joins(gather)
+            self._decide_if_ready()
+
+    def _watch_joins(self, gather: Gather) -> None:
+        if self.gathering.complete():
+            gather.since = self._ctx.now
+        elif self._ctx.now - gather.since > self._ctx.policy.join_timeout_s:
+            missing = [str(rank) for rank in range(len(gather.ranks)) if rank not in gather.heard_at]
+            self._refuse("timeout", f"ranks {', '.join(missing)} did not join, or left again")
+
+    def _look_after(self, restore: Restore) -> None:
+        now = self._ctx.now
+        if restore.damaged_at is not None and now - restore.damaged_at >= STRAGGLERS_S:
+            self._decide_anew(restore)
+        elif now - restore.since > self._ctx.policy.restore_timeout_s:
+            lacking = sorted(set(range(restore.record.world)) - restore.loaded)
+            self._abort("timeout", f"ranks {', '.join(map(str, lacking))} did not restore in time")
+        elif now - restore.said_at >= RESEND_S:
+            restore.said_at = now
+            self._repeat(restore)
+
+    def _repeat(self, restore: Restore) -> None:
+        record = restore.record
+        if restore.message.snapshot is not None and len(restore.fetched) == record.world:
+            self._say_go(restore)
+        lacking = {record.ranks[rank] for rank in range(record.world) if rank not in restore.fetched | restore.loaded}
+        members = {node.node for node in record.nodes}
+        for node in (*sorted(lacking), *(other for other in self._everyone() if other not in members)):
+            self._say_open(restore, node)
+
+    def _say_go(self, restore: Restore) -> None:
+        record = restore.record
+        lacking = {record.ranks[rank] for rank in range(record.world) if rank not in restore.loaded}
+        for node in sorted(lacking):
+            self._ctx.send(node, RestoreGo(record.number, restore.message.round))
+
+    def say_done(self, record: EpochRecord, node: str) -> None:
+        self._ctx.send(node, RestoreDone(record.number, record.number))

@@ -1,0 +1,112 @@
+"""The steward's ends of all sessions: invite, bring what nodes say into order, acknowledge (messages.StewardHello)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckptd.core.machine.context import Context, audience
+from ckptd.core.machine.uplink import KNOCK_S, Fact
+from ckptd.core.messages import Heard, Inventory, StewardHello
+
+KEEPALIVE_S = 2.0  # a daemon that came back and knows of no session is found out by its answer to this
+BUFFERED_MAX = 256  # messages of one node that came before their turn
+
+
+@dataclass
+class Seat:
+    session: str
+    created_at: float
+    opened_at: float  # since when it should have answered
+    invited_at: float
+    expected: int = 0
+    early: dict[int, Fact] = field(default_factory=dict)
+    established: bool = False  # the inventory is in the books
+    done: bool = False
+    owes: bool = False  # an acknowledgement
+    heard_at: float = 0.0  # when the last one was sent
+
+
+class Sessions:
+    """``deliver`` gets each message once, in order; ``reset`` says that a node's part of the books begins anew."""
+
+    def __init__(self, ctx: Context, deliver: Callable[[str, Fact], None], reset: Callable[[str], None]) -> None:
+        self._ctx, self._deliver, self._reset = ctx, deliver, reset
+        self.seats: dict[str, Seat] = {}
+        self._count = 0
+
+    def start(self) -> None:
+        assert self._ctx.record is not None, "a steward has an epoch"
+        for node in audience(self._ctx.record):
+            self.invite(node)
+
+    def stop(self) -> None:
+        self.seats.clear()
+
+    def invite(self, node: str) -> None:
+        """Open a new session with this node, at most one per KNOCK_S."""
+        seat, now = self.seats.get(node), self._ctx.now
+        if seat is not None and now - seat.created_at < KNOCK_S:
+            return
+        self._count += 1
+        me = self._ctx.me
+        self.seats[node] = Seat(f"{me.node}.{me.incarnation}.{self._count}", now, now, now)
+        self._reset(node)
+        self._hello(node)
+
+    def on_fact(self, sender: str, fact: Fact) -> None:
+        seat = self.seats.get(sender)
+        if seat is None or seat.session != fact.session or fact.serial - seat.expected > BUFFERED_MAX:
+            return
+        seat.owes = True
+        if fact.serial < seat.expected:
+            return
+        seat.early[fact.serial] = fact
+        while seat.expected in seat.early:
+            ready = seat.early.pop(seat.expected)
+            seat.expected += 1
+            if isinstance(ready, Inventory):
+                seat.established, seat.done = True, ready.done
+            self._deliver(sender, ready)
+            if self.seats.get(sender) is not seat:  # what it said ended this session
+                return
+
+    def on_tick(self) -> None:
+        for node, seat in self.seats.items():
+            quiet = seat.established and self._ctx.now - seat.heard_at >= KEEPALIVE_S
+            if (seat.owes or quiet) and self._ctx.is_up(node):
+                seat.owes, seat.heard_at = False, self._ctx.now
+                self._ctx.send(node, Heard(self._ctx.number, seat.session, seat.expected - 1))
+            if not seat.established and self._ctx.is_up(node) and self._ctx.now - seat.invited_at >= KNOCK_S:
+                seat.invited_at = self._ctx.now
+                self._hello(node)
+
+    def on_link(self, node: str) -> None:
+        """It went, or came back: perhaps as another process. It counts again when it has answered in this session."""
+        seat = self.seats.get(node)
+        if seat is not None:
+            seat.established = False
+            seat.opened_at, seat.invited_at = self._ctx.now, -1e9
+
+    def session(self, node: str) -> str:
+        seat = self.seats.get(node)
+        return seat.session if seat is not None else ""
+
+    def live(self, node: str) -> bool:
+        seat = self.seats.get(node)
+        return seat is not None and seat.established and self._ctx.is_up(node)
+
+    def settled(self) -> bool:
+        """Everyone told what it holds, or is gone, or has been silent for long: the books can be relied upon."""
+        patience = self._ctx.policy.steward_timeout_s
+        return all(
+            seat.established or not self._ctx.is_up(node) or self._ctx.now - seat.opened_at > patience
+            for node, seat in self.seats.items()
+        )
+
+    def members_live(self) -> bool:
+        record = self._ctx.record
+        return record is not None and all(self.live(node.node) for node in record.nodes)
+
+    def _hello(self, node: str) -> None:
+        self._ctx.send(node, StewardHello(self._ctx.number, self.seats[node].session))

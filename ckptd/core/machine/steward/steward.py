@@ -1,0 +1,210 @@
+"""The steward of one job: speaks where rank 0 lives, or where the succession says (design D9, D11).
+
+It states facts that it can rebuild from holdings at any time: it keeps nothing that a successor would miss.
+"""
+
+from __future__ import annotations
+
+from ckptd.core.events import CommitDone
+from ckptd.core.ids import EpochRecord
+from ckptd.core.machine.context import Context, audience, place_in_order
+from ckptd.core.machine.steward.certify import Certify
+from ckptd.core.machine.steward.flush import Flushing
+from ckptd.core.machine.steward.grants import Grants
+from ckptd.core.machine.steward.ledger import Ledger
+from ckptd.core.machine.steward.restore import Restoring
+from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.machine.uplink import KNOCK_S, Fact
+from ckptd.core.messages import (
+    FlushAsk,
+    Held,
+    Inventory,
+    JoinReport,
+    LayoutReply,
+    Missed,
+    RankState,
+    Sealed,
+    Wrote,
+)
+
+
+class Steward:
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self.active = False
+        self.sessions = Sessions(ctx, self._deliver, self._reset)
+        self.ledger = Ledger(ctx, self.sessions.live)
+        self.grants = Grants(ctx, self.sessions, self.ledger)
+        self.certify = Certify(ctx, self.sessions, self.ledger, self.grants)
+        self.flushing = Flushing(ctx, self.sessions, self.ledger, self.grants, self.certify)
+        self.restoring = Restoring(ctx, self._restored)
+        self._done = False  # of the epoch it speaks for
+        self._told_done_at = -1e9
+
+    # --- in and out of office -----------------------------------------------------------------------------------
+    def on_tick(self) -> None:
+        self.restoring.on_tick()
+        if not self.active and self._should_speak():
+            self.start()
+        if self.active:
+            self.sessions.on_tick()
+            self._tell_done()
+            self.ledger.ask_layouts(self._ctx.number)
+            self.grants.on_tick()
+            self.certify.on_tick()
+            self.flushing.on_tick()
+            self._act()
+
+    def _should_speak(self) -> bool:
+        """First in the succession among those that are not lost."""
+        record, me = self._ctx.record, self._ctx.me.node
+        if record is None or self.restoring.busy or place_in_order(record, me) >= len(record.nodes):
+            return False
+        before = [node.node for node in record.nodes][: place_in_order(record, me)]
+        return all(map(self._ctx.lost, before))
+
+    def start(self) -> None:
+        self.active = True
+        self._done = self._ctx.done
+        self.ledger.clear()
+        self.grants.clear()
+        self.flushing.clear()
+        self.sessions.stop()
+        self.sessions.start()
+
+    def stop(self) -> None:
+        self.active = False
+        self.sessions.stop()
+        self.flushing.stop()
+
+    def stood_still(self) -> None:
+        """This process was stopped so long that a successor may speak by now: what the books say is no longer true."""
+        self.restoring.stood_still()
+        if self.active:
+            self.start()
+
+    def yields_to(self, sender: str) -> None:
+        """Another one said hello. An earlier one is obeyed; a later one hears from us again."""
+        record = self._ctx.record
+        if not self.active or record is None or sender == self._ctx.me.node:
+            return
+        if place_in_order(record, sender) < place_in_order(record, self._ctx.me.node):
+            self.stop()
+        else:
+            self.sessions.invite(sender)
+
+    def leave_epoch(self) -> None:
+        """A newer epoch opened."""
+        self.stop()
+        self._done = False
+
+    # --- an epoch begins ----------------------------------------------------------------------------------------
+    def on_report(self, sender: str, message: JoinReport) -> None:
+        """Also asked by a daemon that came back in the middle and does not know how far its epoch is."""
+        record = self._ctx.record
+        if self._done and record is not None and record.nonce == message.attempt:
+            self.restoring.say_done(record, sender)
+        else:
+            self.restoring.on_report(sender, message)
+
+    def _restored(self, record: EpochRecord | None) -> None:
+        """The restore ended: completed (record), or called off. Either way somebody has to look after what memory holds."""
+        if record is None or self._ctx.record != record:
+            return
+        self._done = True
+        self._say_done()
+        if not self.active:
+            self.start()
+            self._done = True
+
+    def _tell_done(self) -> None:
+        if self._done and self._ctx.now - self._told_done_at >= KNOCK_S:
+            self._say_done()
+
+    def _say_done(self) -> None:
+        """To everyone who has not confirmed it with an inventory that says so."""
+        self._told_done_at = self._ctx.now
+        record = self._ctx.record
+        assert record is not None, "a steward has an epoch"
+        for node in audience(record):
+            seat = self.sessions.seats.get(node)
+            if (seat is None or not seat.done) and self._ctx.is_up(node):
+                self.restoring.say_done(record, node)
+
+    # --- facts --------------------------------------------------------------------------------------------------
+    def on_fact(self, sender: str, fact: Fact) -> None:
+        if self.active:
+            self.sessions.on_fact(sender, fact)
+            self._act()
+
+    def on_knock(self, sender: str) -> None:
+        """It knows of no session with us, whatever we thought."""
+        if self.active:
+            self.sessions.invite(sender)
+            self._act()
+
+    def _deliver(self, sender: str, fact: Fact) -> None:
+        if isinstance(fact, Inventory):
+            self._on_inventory(sender, fact)
+        elif isinstance(fact, RankState):
+            self.grants.on_state(fact)
+        elif isinstance(fact, Sealed):
+            self.grants.on_sealed(sender, fact)
+        elif isinstance(fact, Missed):
+            self.grants.on_missed(fact)
+        elif isinstance(fact, Held):
+            self._on_held(sender, fact)
+
+    def _on_inventory(self, sender: str, message: Inventory) -> None:
+        self.ledger.forget_node(sender)
+        self.ledger.mark_durable(snapshot for snapshot, _, durable in message.certified if durable)
+        self.ledger.heard.update((snapshot, level) for snapshot, level, _ in message.certified)
+        for fact in message.holdings:
+            self.ledger.add(sender, fact)
+        self.grants.newest = max(self.grants.newest, message.grant)
+        if message.done and not self._done:
+            self._done = True
+            self.restoring.already_done()
+            self._say_done()
+        self.ledger.all_dirty()
+        self.certify.tell_all(sender)
+
+    def _on_held(self, sender: str, message: Held) -> None:
+        if message.lost:
+            self.ledger.remove(sender, message.fact.snapshot, message.fact.rank)
+        else:
+            self.ledger.add(sender, message.fact)
+
+    def on_layouts(self, message: LayoutReply) -> None:
+        self.ledger.learn_layouts(message.layouts)
+        self._act()
+
+    def on_wrote(self, sender: str, message: Wrote) -> None:
+        self.flushing.on_wrote(sender, message)
+        self._act()
+
+    def on_committed(self, event: CommitDone) -> None:
+        self.flushing.on_committed(event)
+        self._act()
+
+    def on_ask(self, message: FlushAsk) -> None:
+        if self.active:
+            self.flushing.on_ask(message)
+            self.certify.repeat_soon()
+
+    def on_link(self, node: str) -> None:
+        """A node came or went: whatever it holds counts anew."""
+        if self.active and node in self.sessions.seats:
+            self.sessions.on_link(node)
+            self.ledger.all_dirty()
+            self._act()
+
+    def _reset(self, node: str) -> None:
+        self.ledger.forget_node(node)
+        self.grants.on_reset(node)
+
+    def _act(self) -> None:
+        if self.active:
+            self.certify.review()
+            if self._done and self._ctx.done:
+                self.grants.act()

@@ -1,0 +1,190 @@
+"""The session with the steward: every fact of this node, in order, repeated until it is heard (messages.StewardHello).
+
+A node has one session at a time. Whoever says hello last and stands first in the succession has it; what it does not obey
+any more, it tells nobody. So two stewards do no harm, and what a steward knows about a node is true up to a moment.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+from ckptd.core.ids import SnapshotId
+from ckptd.core.machine.context import RESEND_S, Context, place_in_order
+from ckptd.core.machine.ranks import Rank, Ranks
+from ckptd.core.machine.slots import Slots
+from ckptd.core.messages import (
+    Heard,
+    Held,
+    HoldingFact,
+    Inventory,
+    LayoutReply,
+    LayoutRequest,
+    Missed,
+    RankState,
+    Sealed,
+    StewardHello,
+)
+
+OUTBOX_MAX = 8192  # messages nobody heard; beyond, the session is given up and begun anew
+RESENT_MAX = 64  # messages repeated at once
+SESSIONS_LEFT_MAX = 256  # remembered, so that a late hello does not open one of them again
+KNOCK_S = 1.0  # between attempts to find the steward
+
+Fact: TypeAlias = "RankState | Sealed | Missed | Held | Inventory"
+Certified = tuple[tuple[SnapshotId, int, bool], ...]
+
+
+class Uplink:
+    """``opened`` is called when a session begins, before the first message: grants of an older one are nobody's business."""
+
+    def __init__(self, ctx: Context, ranks: Ranks, slots: Slots, opened: Callable[[], None]) -> None:
+        self._ctx, self._ranks, self._slots, self._opened = ctx, ranks, slots, opened
+        self.steward = ""
+        self.session = ""
+        self.certified: Callable[[], Certified] = tuple
+        self.grant_seen = 0
+        self._serial = 0
+        self._outbox: deque[Fact] = deque()
+        self._known_layouts: set[str] = set()
+        self._told: dict[int, RankState] = {}
+        self._left: dict[str, None] = {}
+        self._waiting_since = 0.0
+        self._sent_at = 0.0
+        self._knocked_at = -1e9
+
+    # --- the session --------------------------------------------------------------------------------------------
+    def on_hello(self, sender: str, hello: StewardHello) -> None:
+        """Answered with an inventory, unless a steward earlier in the succession is up."""
+        if hello.nonce == self.session and sender == self.steward:
+            self.tell_inventory()  # it was not sure whether we are still the same
+            return
+        if not self._gives_way_to(sender):
+            return
+        if hello.nonce in self._left:  # we told another steward since: this one must begin anew with us
+            self.knock(sender)
+            return
+        self._leave()
+        self._opened()
+        self.steward, self.session, self._serial = sender, hello.nonce, 0
+        self._outbox.clear()
+        self._known_layouts.clear()
+        self._told.clear()
+        self.tell_inventory()
+        self.tell_ranks()
+
+    def close(self) -> None:
+        self._leave()
+        self.steward, self.session = "", ""
+        self._outbox.clear()
+
+    def _leave(self) -> None:
+        self._left[self.session] = None
+        while len(self._left) > SESSIONS_LEFT_MAX:
+            del self._left[next(iter(self._left))]
+
+    def on_heard(self, sender: str, message: Heard) -> None:
+        if not self.is_from_steward(sender, message.session):
+            return
+        before = len(self._outbox)
+        while self._outbox and self._outbox[0].serial <= message.serial:
+            self._outbox.popleft()
+        if len(self._outbox) != before:
+            self._waiting_since = self._ctx.now
+
+    def on_tick(self) -> None:
+        ctx = self._ctx
+        if self._outbox and ctx.now - self._sent_at >= RESEND_S:
+            self._sent_at = ctx.now
+            for message in list(self._outbox)[:RESENT_MAX]:
+                ctx.send(self.steward, message)
+        if self.stalled() and ctx.now - self._knocked_at >= KNOCK_S:
+            self.knock()
+
+    def stalled(self) -> bool:
+        """Nobody hears us although we have something to say."""
+        if not self.session:
+            return bool(self._ranks.here or self._slots.sealed)
+        patience = self._ctx.policy.steward_timeout_s / 2
+        if len(self._outbox) > OUTBOX_MAX:
+            self.close()
+            return True
+        return bool(self._outbox) and self._ctx.now - self._waiting_since > patience
+
+    def knock(self, at: str = "") -> None:
+        """Ask for a session: ``at`` one node, else at all that may be the steward, up to ourselves."""
+        record = self._ctx.record
+        self._knocked_at = self._ctx.now
+        names = [node.node for node in record.nodes] if record is not None else []
+        me = self._ctx.me.node
+        before = names[: names.index(me) + 1] if me in names else names
+        for name in [at] if at else before:
+            self._ctx.send(name, Inventory("", record, ()))
+
+    def is_from_steward(self, sender: str, session: str) -> bool:
+        """Is this order to be obeyed? One of an earlier steward that we left makes us ask it for a new session."""
+        if session == self.session and sender == self.steward:
+            return True
+        if self._gives_way_to(sender) and self._ctx.now - self._knocked_at >= KNOCK_S:
+            self.knock(sender)
+        return False
+
+    def _gives_way_to(self, sender: str) -> bool:
+        record = self._ctx.record
+        assert record is not None, "orders of an unknown epoch are turned away before"
+        if not self.session or sender == self.steward or not self._ctx.is_up(self.steward):
+            return True
+        return place_in_order(record, sender) < place_in_order(record, self.steward)
+
+    # --- facts --------------------------------------------------------------------------------------------------
+    def tell_inventory(self) -> None:
+        ctx = self._ctx
+        self._say(
+            Inventory("", ctx.record, self._slots.facts(), {}, self.certified(), done=ctx.done,
+                      incarnation=ctx.me.incarnation, grant=self.grant_seen)
+        )  # fmt: skip
+
+    def tell_ranks(self) -> None:
+        """Whatever changed since it was last told."""
+        for rank in self._ranks.here.values():
+            self.tell_rank(rank)
+
+    def tell_rank(self, rank: Rank) -> None:
+        if not self._ctx.done or not self.session:
+            return
+        state = RankState(
+            self._ctx.number, rank.rank, rank.step, self._slots.capacity(rank.rank), rank.asks, rank.left
+        )
+        if self._told.get(rank.rank) != state:
+            self._told[rank.rank] = state
+            self._say(state)
+
+    def tell_sealed(self, grant: int, fact: HoldingFact, plan_id: str, layout: bytes) -> None:
+        layouts = {} if fact.layout_id in self._known_layouts else {fact.layout_id: layout}
+        self._known_layouts.add(fact.layout_id)
+        self._say(Sealed(self._ctx.number, grant, fact, plan_id, layouts))
+
+    def tell_missed(self, grant: int, rank: int, reason: str) -> None:
+        self._say(Missed(self._ctx.number, grant, rank, reason))
+
+    def tell_held(self, fact: HoldingFact, *, lost: bool = False) -> None:
+        self._say(Held(self._ctx.number, fact, lost))
+
+    def on_layout_request(self, sender: str, message: LayoutRequest) -> None:
+        for slot in self._slots.holdings():
+            if slot.layout is not None and slot.layout.layout_id == message.layout_id:
+                reply = LayoutReply(self._ctx.number, {message.layout_id: slot.layout.encoded})
+                self._ctx.send(sender, reply)
+                return
+
+    def _say(self, fact: Fact) -> None:
+        if not self.session:
+            return
+        if not self._outbox:
+            self._waiting_since = self._sent_at = self._ctx.now
+        stamped = replace(fact, session=self.session, serial=self._serial)
+        self._serial += 1
+        self._outbox.append(stamped)
+        self._ctx.send(self.steward, stamped)

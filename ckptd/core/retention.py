@@ -1,0 +1,49 @@
+"""Which durable checkpoints stay: the last few, every n-th step, the marked ones, and never fewer than one (P12)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class CommitInfo:
+    """A committed checkpoint. verified: it was read back whole; only then does it count as restorable."""
+
+    snapshot: SnapshotId
+    keep: bool = False
+    verified: bool = False
+
+
+def keep(
+    commits: Sequence[CommitInfo], policy: Policy, record: EpochRecord | None
+) -> tuple[list[CommitInfo], list[CommitInfo]]:
+    """(kept, doomed), both oldest first.
+
+    record: the newest epoch. Only what may be restored after it (its own steps, ancestors up to each fork) counts as one of
+    the last; a commit of an abandoned branch goes, however new. None: every commit counts. Nothing goes while no restorable
+    commit is verified, nor when there is a commit of a later epoch than ``record``: then we are the stale ones.
+    """
+    ordered = sorted(commits, key=lambda commit: commit.snapshot)
+    restorable = [commit for commit in ordered if record is None or record.is_candidate(commit.snapshot)]
+    good = [commit.snapshot for commit in restorable if commit.verified]
+    stale = record is not None and any(commit.snapshot.epoch > record.number for commit in commits)
+    if not good or stale:
+        return ordered, []
+    last = set(good[-max(policy.keep_last, 1) :])
+    branch = {commit.snapshot for commit in restorable}
+    kept: list[CommitInfo] = []
+    doomed: list[CommitInfo] = []
+    for commit in ordered:
+        own = commit.snapshot in branch
+        unproven = own and not commit.verified and commit.snapshot > good[-1]
+        stays = commit.keep or commit.snapshot in last or unproven or (own and _nth(commit, policy))
+        (kept if stays else doomed).append(commit)
+    return kept, doomed
+
+
+def _nth(commit: CommitInfo, policy: Policy) -> bool:
+    return policy.keep_every_steps > 0 and commit.snapshot.step % policy.keep_every_steps == 0

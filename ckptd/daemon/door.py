@@ -1,0 +1,88 @@
+"""The door for training ranks: sessions of the unix socket find their job (design D2)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckptd.core.errors import CkptdError
+from ckptd.daemon.job import JobShell
+from ckptd.daemon.services import Services, log
+from ckptd.wire import rank as wire
+from ckptd.wire.names import job_key
+from ckptd.wire.rank_link import RankLink, RankSession
+
+
+class Door:
+    def __init__(self, services: Services, job: Callable[[str], JobShell]) -> None:
+        self._services, self._job = services, job
+        self._jobs: dict[RankSession, str] = {}  # by name: a job that was forgotten meanwhile begins anew
+
+    def start(self, path: Path) -> None:
+        self._link = RankLink(
+            path, self._on_open, self._on_message, self._on_close, mode=self._services.config.socket_mode,
+            connections_max=self._services.config.connections_max,
+        )  # fmt: skip
+        self._link.start()
+
+    def stop(self) -> None:
+        self._link.stop()
+
+    def _on_open(self, session: RankSession) -> None:
+        log.debug("connection from pid %d uid %d", session.pid, session.uid)
+
+    def _on_message(self, session: RankSession, message: Any, fds: list[int]) -> None:
+        """Raises ValueError for garbage: the link closes that one connection."""
+        job = self._jobs.get(session)
+        if job is not None:
+            self._to_job(session, job, message, fds)
+        elif isinstance(message, wire.Hello):
+            self._hello(session, message)
+        else:
+            raise ValueError("the first frame must be Hello")
+
+    def _to_job(self, session: RankSession, job: str, message: Any, fds: list[int]) -> None:
+        try:
+            self._job(job).ranks.on_message(session, message, fds)
+        except ValueError:
+            raise
+        except Exception as error:
+            self._services.went_wrong(f"{type(message).__name__} of a rank of {job}", error)
+            raise ValueError(f"{type(message).__name__} could not be handled") from error
+
+    def _hello(self, session: RankSession, message: wire.Hello) -> None:
+        if message.version != wire.PROTOCOL_VERSION:
+            hint = "install the same ckptd version on both sides"
+            session.send(
+                wire.Refused(f"protocol version {message.version}, ours is {wire.PROTOCOL_VERSION}", "", hint)
+            )
+            return
+        try:
+            key = job_key(session.uid, message.job)
+        except CkptdError as error:
+            session.send(wire.Refused(error.what, error.where, error.hint))
+            return
+        self._jobs[session] = key
+        session.send(
+            wire.Welcome(wire.PROTOCOL_VERSION, dataclasses.asdict(self._services.node), self._policy())
+        )
+
+    def _policy(self) -> dict[str, Any]:
+        config = self._services.config
+        return {
+            "replicas": config.replicas,
+            "own_slots": config.own_slots,
+            "fence_timeout_s": config.fence_timeout_s,
+            "audit_every": config.audit_every,
+            "restore_timeout_s": config.restore_timeout_s,
+            "durable": bool(config.storage_root),
+        }
+
+    def _on_close(self, session: RankSession, reason: str) -> None:
+        job = self._jobs.pop(session, None)
+        if job is not None:
+            self._job(job).ranks.on_close(session, reason)
+            if job not in self._jobs.values():
+                self._services.forget_if_empty(job)

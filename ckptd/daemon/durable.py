@@ -1,0 +1,238 @@
+"""The durable side of one job: epoch claims, flushes, commits, retention. Everything that may hang on storage runs in the
+disk threads; a vanished or full storage never stops the event loop or training (P5)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
+from ckptd.core.layout import Layout
+from ckptd.daemon.services import Services, log
+from ckptd.persist.commit import commit
+from ckptd.persist.commits import list_commits
+from ckptd.persist.lineage import claim_epoch, newest_record
+from ckptd.persist.pieces import HeldPiece
+from ckptd.persist.retention import retain
+from ckptd.persist.sums import SlotDamage
+from ckptd.persist.writer import write_pieces
+
+if TYPE_CHECKING:
+    from ckptd.daemon.job import JobShell
+
+
+CANCEL_PATIENCE_S = 5.0  # for a write that was called off: it notices within a few MiB, unless storage hangs
+LIST_TIMEOUT_S = 5.0  # storage that does not answer by then: what memory holds is listed without it
+
+
+@dataclass
+class Write:
+    """``cancelled``: the threads should stop. ``given_up``: they did not, so nobody waits for them any more."""
+
+    cancelled: threading.Event
+    given_up: asyncio.Future[bytes]
+
+    def give_up(self) -> None:
+        if not self.given_up.done():
+            self.given_up.set_result(b"")
+
+
+class Durable:
+    def __init__(self, services: Services, job: JobShell) -> None:
+        self._services, self._job = services, job
+        self._writing: dict[str, Write] = {}  # by attempt
+
+    # --- lineage ------------------------------------------------------------------------------------------------
+    def read(self, do: ins.ReadDurable) -> None:
+        self._services.spawn(self._read(do.attempt), f"read durable {self._job.job}")
+
+    async def _read(self, attempt: str) -> None:
+        storage, job = self._services.storage, self._job.job
+        if storage is None:
+            self._job.feed(ev.DurableRead(attempt, True))
+            return
+        try:
+            record = await self._services.on_disk(newest_record, storage, job)
+            commits = await self._services.on_disk(list_commits, storage, job)
+        except (CkptdError, OSError) as error:
+            self._services.health.report("storage", str(error))
+            self._job.feed(ev.DurableRead(attempt, False, reason=str(error)))
+            return
+        self._services.health.clear("storage")
+        found = tuple(sorted(info.snapshot for info in commits))
+        self._job.feed(ev.DurableRead(attempt, True, record, found))
+
+    def claim(self, do: ins.ClaimEpoch) -> None:
+        self._services.spawn(self._claim(do), f"claim epoch {self._job.job} {do.record.number}")
+
+    async def _claim(self, do: ins.ClaimEpoch) -> None:
+        storage = self._services.storage
+        ok, taken, reason = True, 0, ""
+        if storage is not None:
+            try:
+                ok, taken = await self._services.on_disk(claim_epoch, storage, self._job.job, do.record)
+            except (CkptdError, OSError) as error:
+                # Without storage the job may protect, not commit (D10): the claim is made up for before a commit.
+                ok, reason = True, str(error)
+                self._services.health.report("storage", reason)
+        self._job.feed(ev.EpochClaimed(do.attempt, do.record.number, ok, taken, reason))
+
+    # --- flush --------------------------------------------------------------------------------------------------
+    def write(self, do: ins.WriteFiles) -> None:
+        write = Write(threading.Event(), asyncio.get_running_loop().create_future())
+        self._writing[do.attempt] = write
+        self._services.spawn(self._write(do, write), f"write {self._job.job} {do.snapshot}")
+
+    async def _write(self, do: ins.WriteFiles, write: Write) -> None:
+        storage, started = self._services.storage, self._services.now()
+        ok, reason, report = False, "no storage", b""
+        try:
+            pieces, moved = self._held(do)
+            if storage is not None:
+                call = partial(
+                    write_pieces, storage, self._job.job, do.snapshot, do.attempt, self._services.node.node,
+                    pieces, write.cancelled, per_rank=do.per_rank,
+                )  # fmt: skip
+                work = asyncio.ensure_future(self._services.in_flush(call))
+                report = await self._unless_given_up(work, write)
+                ok, reason = True, ""
+                self._services.metrics.flushed(self._job.job, self._services.now() - started, moved)
+                self._services.health.clear("flush", job=self._job.job)
+                self._services.health.clear("storage")
+        except SlotDamage as error:
+            reason = str(error)
+            slot = self._job.slot(error.slot)
+            if slot is not None:  # pinned: it still is what was to be written
+                self._job.damaged(slot, slot.record, reason)
+        except (CkptdError, OSError) as error:
+            reason = str(error)
+            if not write.cancelled.is_set():
+                self._services.health.report("flush", reason, job=self._job.job)
+                log.warning("job=%s flush of %s failed: %s", self._job.job, do.snapshot, reason)
+        except Exception as error:  # the machine waits for an answer, and keeps the slots until it has one
+            reason = f"internal: {error!r}"
+            self._services.went_wrong(f"write {self._job.job} {do.snapshot}", error)
+        finally:
+            write.cancelled.set()  # the daemon stops: so do the threads
+            self._writing.pop(do.attempt, None)
+        self._job.feed(ev.FilesWritten(do.snapshot, do.attempt, ok, reason, report))
+
+    def _held(self, do: ins.WriteFiles) -> tuple[list[HeldPiece], int]:
+        pieces: list[HeldPiece] = []
+        moved = 0
+        for slot_id, piece in do.pieces:
+            slot = self._job.slot(slot_id)
+            if slot is None or slot.record is None or slot.record.snapshot != do.snapshot:
+                raise CkptdError("the slot to write is gone", where=f"slot {slot_id}")
+            record = slot.record
+            pieces.append(HeldPiece(piece, slot.payload, record, slot_id))
+            chosen = range(len(record.layout.fragments)) if piece.fragments is None else piece.fragments
+            moved += sum(record.layout.fragments[i].nbytes for i in chosen)
+        return pieces, moved
+
+    def cancel(self, do: ins.CancelWrite) -> None:
+        write = self._writing.get(do.attempt)
+        if write is not None and not write.cancelled.is_set():
+            write.cancelled.set()
+            asyncio.get_running_loop().call_later(CANCEL_PATIENCE_S, write.give_up)
+
+    def cancel_all(self) -> None:
+        for write in self._writing.values():
+            write.cancelled.set()
+
+    async def _unless_given_up(self, work: asyncio.Future[bytes], write: Write) -> bytes:
+        """A thread that hangs in storage must not keep its slots for ever: no snapshot would find a free one. Should it go
+        on later, it finds that it was cancelled, and what it wrote counts for nothing."""
+        await asyncio.wait({work, write.given_up}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        work.cancel()  # where it has not begun
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        raise CkptdError("called off, and storage does not let go of it", where=self._services.node.node)
+
+    def commit(self, do: ins.Commit) -> None:
+        self._services.spawn(self._commit(do), f"commit {self._job.job} {do.snapshot}")
+
+    async def _commit(self, do: ins.Commit) -> None:
+        ok, reason = False, "no storage"
+        storage = self._services.storage
+        try:
+            if storage is not None:
+                await self._services.in_flush(self._claim_and_commit, do)
+                ok, reason = True, ""
+        except (CkptdError, OSError) as error:
+            reason = str(error)
+            self._services.health.report("flush", reason, job=self._job.job)
+        except Exception as error:  # the steward waits for an answer
+            reason = f"internal: {error!r}"
+            self._services.went_wrong(f"commit {self._job.job} {do.snapshot}", error)
+        self._job.feed(ev.CommitDone(do.snapshot, do.attempt, ok, reason))
+        if ok:
+            log.info("job=%s epoch=%d step=%d is durable", self._job.job, do.snapshot.epoch, do.snapshot.step)
+            await self._retain()
+
+    def _claim_and_commit(self, do: ins.Commit) -> None:
+        storage = self._services.storage
+        assert storage is not None
+        ok, taken = claim_epoch(storage, self._job.job, do.record)  # idempotent for our own nonce
+        if not ok and taken >= do.record.number:
+            raise CkptdError(
+                f"epoch {do.record.number} was claimed by another start of this job", where=self._job.job,
+                hint="the same job name runs twice, or this daemon missed a restart while storage was away",
+            )  # fmt: skip
+        layouts = {layout.rank: layout for layout in map(Layout.decode, do.layouts.values())}
+        commit(
+            storage, self._job.job, do.snapshot, do.attempt, do.record, do.reports, layouts, do.per_rank, do.keep
+        )  # fmt: skip
+
+    async def _retain(self) -> None:
+        storage = self._services.storage
+        if storage is None:
+            return
+        try:
+            await self._services.in_flush(retain, storage, self._job.job, self._services.policy)
+        except (CkptdError, OSError) as error:
+            self._services.health.event("retention", str(error), job=self._job.job)
+
+    # --- lists --------------------------------------------------------------------------------------------------
+    async def steps(self) -> list[dict[str, Any]]:
+        """Snapshots in memory and on storage, newest first."""
+        rows: dict[SnapshotId, dict[str, Any]] = {}
+        released = self._job.machine.levels.released
+        for snapshot, told in self._job.levels.items():
+            if (
+                told.level >= 0
+                and not told.void
+                and snapshot not in released
+                and self._job.record
+                and self._job.record.is_candidate(snapshot)
+            ):
+                rows[snapshot] = _row(snapshot, told.level, told.wanted, told.durable, "memory")
+        storage = self._services.storage
+        if storage is not None:
+            try:
+                listing = self._services.on_disk(list_commits, storage, self._job.job)
+                commits = await asyncio.wait_for(listing, LIST_TIMEOUT_S)
+                self._services.health.clear("storage")
+                for info in commits:
+                    row = rows.setdefault(info.snapshot, _row(info.snapshot, -1, 0, True, "storage"))
+                    row["durable"] = True
+                    row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"
+            except (asyncio.TimeoutError, CkptdError, OSError) as error:
+                self._services.health.report(
+                    "storage", str(error) or f"no answer within {LIST_TIMEOUT_S:.0f} s"
+                )
+        return [rows[snapshot] for snapshot in sorted(rows, reverse=True)]
+
+
+def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: str) -> dict[str, Any]:
+    return {
+        "epoch": snapshot.epoch, "step": snapshot.step, "level": level, "wanted": wanted, "durable": durable,
+        "where": where,
+    }  # fmt: skip

@@ -1,0 +1,301 @@
+"""One job on this node: feeds what happens to the job's machine and carries out what it decides (design D5).
+
+Everything here runs on the daemon's event loop; bytes move in threads (restore.py, durable.py, protect/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ckptd.arena.arena import Slot, SlotRecord
+from ckptd.arena.ledger import FILLING
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.machine.machine import JobMachine
+from ckptd.core.machine.view import progress
+from ckptd.daemon.behind import Behind
+from ckptd.daemon.durable import Durable
+from ckptd.daemon.mail import Mail
+from ckptd.daemon.ranks import Ranks
+from ckptd.daemon.restore import Restore
+from ckptd.daemon.revival import Revival
+from ckptd.daemon.seats import Seats
+from ckptd.daemon.services import Services, log
+from ckptd.daemon.summary import summary
+from ckptd.observe.report import JobReport
+
+TRACE_CHARS_MAX = 300  # of one event or instruction in the debug log
+WRITE_RETRY_S = 5.0  # an epoch that could not be written down
+LEVELS_KEPT_MAX = 256  # snapshots whose level is remembered for status
+
+
+class JobShell:
+    """``job`` is "uid/name". ``known``: the newest epoch this daemon had persisted before it restarted."""
+
+    def __init__(self, services: Services, job: str, known: EpochRecord | None) -> None:
+        self.services, self.job = services, job
+        self.uid = int(job.split("/", 1)[0])
+        self.machine = JobMachine(job, services.node, services.policy)
+        self.record = known
+        self.slots: dict[int, Slot] = {}  # replicas held for others
+        self._unwritten_at: float | None = None  # the newest epoch could not be written down, tried last then
+        self._damaged: set[int] = set()  # slots that are kept only until their last reader has ended
+        self.levels: dict[SnapshotId, ins.TellLevel] = {}
+        self.safe_point = SnapshotId(0, -1)
+        self.seats = Seats(services, job, self.uid, self.feed)
+        self.ranks = Ranks(services, self)
+        self.restore = Restore(services, self)
+        self.durable = Durable(services, self)
+        self.mail = Mail(services, job, self.feed)
+        self._behind = Behind(services, job)
+        self._revival = Revival(services, self)
+        self._queue: deque[ev.Event] = deque()
+        self._running = False
+        self._actions: dict[type, Callable[[Any], None]] = {
+            ins.Send: self._send,
+            ins.Connect: self._connect,
+            ins.PersistEpoch: self._persist_epoch,
+            ins.ReadDurable: self.durable.read,
+            ins.ClaimEpoch: self.durable.claim,
+            ins.PrepareRestore: self.restore.prepare,
+            ins.LoadNow: self.restore.load_now,
+            ins.FailJoin: self.restore.fail_join,
+            ins.FailRestore: self.restore.fail,
+            ins.FinishRestore: self.restore.finish,
+            ins.GiveSlot: self.ranks.give_slot,
+            ins.TakeBack: self.ranks.take_back,
+            ins.Supersede: self.ranks.supersede,
+            ins.TellLevel: self._tell_level,
+            ins.FreeSlot: self._free_slot,
+            ins.Replicate: self._replicate,
+            ins.WriteFiles: self.durable.write,
+            ins.CancelWrite: self.durable.cancel,
+            ins.Commit: self.durable.commit,
+            ins.Alarm: self._alarm,
+        }
+        self.feed(ev.Restarted(known))
+
+    def feed(self, event: ev.Event) -> None:
+        """Hand an event to the machine and do what it says. Events that arise meanwhile wait their turn."""
+        self._queue.append(event)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._queue:
+                event = self._queue.popleft()
+                instructions = self._revival.handle(event)
+                if log.isEnabledFor(logging.DEBUG):
+                    self._trace(event, instructions)
+                for instruction in instructions:
+                    self._carry_out(instruction)
+        finally:
+            self._running = False
+
+    def tick(self) -> None:
+        self.feed(ev.Tick())
+        self._behind.look(progress(self.machine))
+        if self._unwritten_at is not None and self.services.now() - self._unwritten_at >= WRITE_RETRY_S:
+            self._write_epoch()
+
+    def let_go(self) -> None:
+        """The machine is gone: whoever waits for its word comes back by himself."""
+        self._queue.clear()
+        self.restore.abandon()
+        self.durable.cancel_all()
+        for seat in self.seats.by_rank.values():
+            if seat.session is not None:
+                seat.session.close()
+
+    def freed_for_revival(self) -> list[Slot]:
+        """What memory holds, for a new machine: nothing half-written, damaged or lent to a restore."""
+        kept = [slot for slot in self.all_slots() if slot.id not in self.seats.lent]
+        for slot in kept:
+            if slot.state == FILLING or slot.id in self._damaged:
+                slot.free()
+        self._damaged.clear()
+        return kept
+
+    def _carry_out(self, instruction: ins.Instruction) -> None:
+        """One that fails does not take the rest of its batch along."""
+        try:
+            self._actions[type(instruction)](instruction)
+        except Exception as error:
+            self.services.went_wrong(f"{type(instruction).__name__} of {self.job}", error)
+
+    def _trace(self, event: ev.Event, instructions: list[ins.Instruction]) -> None:
+        """One line per event, for --log-level debug: what happened and what was decided."""
+        if instructions or not isinstance(event, ev.Tick):
+            said = "; ".join(repr(instruction)[:TRACE_CHARS_MAX] for instruction in instructions)
+            log.debug("job=%s %s -> %s", self.job, repr(event)[:TRACE_CHARS_MAX], said or "nothing")
+
+    def slot(self, slot_id: int) -> Slot | None:
+        return self.slots.get(slot_id) or self.seats.slots.get(slot_id)
+
+    def all_slots(self) -> list[Slot]:
+        return [*self.seats.slots.values(), *self.slots.values()]
+
+    def held(self, snapshot: SnapshotId, rank: int) -> Slot | None:
+        """The sealed slot, own or replica, that holds most of this rank's snapshot here."""
+        held = [
+            slot
+            for slot in self.all_slots()
+            if slot.id not in self._damaged and slot.record is not None
+            and slot.record.snapshot == snapshot and slot.record.rank == rank
+        ]  # fmt: skip
+        return min(held, key=lambda slot: (slot.record.tier if slot.record else 0, slot.id), default=None)
+
+    def adopt(self, slot: Slot) -> None:
+        """A slot of re-adopted memory (P7): nothing is copied, the machine only hears that it is there."""
+        own = slot.tenant.kind == "own"
+        if own:
+            self.seats.adopt(slot, free=slot.record is None)
+        elif slot.record is not None:
+            self.slots[slot.id] = slot
+        if slot.record is None:
+            if not own:
+                self.slots.pop(slot.id, None)
+                self.services.arena.release(slot)
+            return
+        r = slot.record
+        self.feed(ev.HoldingFound(slot.id, r.snapshot, r.rank, r.tier, own, r.layout, r.digests, r.keep))
+
+    def arrived(self, slot: Slot) -> None:
+        """A replica was received, verified and sealed here."""
+        self.slots[slot.id] = slot
+        r = slot.record
+        assert r is not None, "a replica arrives sealed"
+        self.feed(ev.ReplicaArrived(r.snapshot, r.rank, r.tier, slot.id, r.layout, r.digests, r.keep))
+
+    def damaged(self, slot: Slot, record: SlotRecord | None, reason: str) -> None:
+        """P10: this copy is not used again. ``record``: what was looked at; the slot may hold something else by now."""
+        if record is None or slot.record is not record or slot.id in self._damaged:
+            return
+        self._damaged.add(slot.id)
+        self.services.metrics.quarantined(self.job, "memory")
+        self.services.health.event("damage", f"slot {slot.id}: {reason}", job=self.job)
+        self.feed(ev.SlotDamaged(slot.id, reason))
+
+    def busy(self) -> bool:
+        """Somebody sits here, or stands at restore()."""
+        seats = self.seats.by_rank.values()
+        return any(seat.session is not None for seat in seats) or self.machine.joining.join is not None
+
+    def drop(self) -> None:
+        """The job is over: all its memory goes."""
+        self.seats.drop_all()
+        for slot in self.slots.values():
+            self.services.arena.retire(slot)
+        self.slots.clear()
+        self.services.state.forget(self.job)
+
+    def _send(self, do: ins.Send) -> None:
+        if do.to == self.services.node.node:
+            asyncio.get_running_loop().call_soon(self.feed, ev.Received(do.to, do.message))
+        else:
+            self.services.send(do.to, self.job, do.message)
+
+    def _connect(self, do: ins.Connect) -> None:
+        for node in do.nodes:
+            if node.node != self.services.node.node:
+                self.services.connect(node)
+
+    def _persist_epoch(self, do: ins.PersistEpoch) -> None:
+        self.record = do.record
+        self._write_epoch()
+        self.ranks.begin()
+        parent = do.record.parent
+        log.info(
+            "job=%s epoch=%d opened: %d ranks on %s, %s", self.job, do.record.number, do.record.world,
+            " ".join(node.node for node in do.record.nodes),
+            f"from step {parent.step} of epoch {parent.epoch}" if parent is not None else "from the beginning",
+        )  # fmt: skip
+        here = frozenset(rank for rank, node in enumerate(do.record.ranks) if node == self.services.node.node)
+        asyncio.get_running_loop().call_soon(self.seats.release_unused, here)
+
+    def _write_epoch(self) -> None:
+        """A state directory that cannot be written does not stop training: a restart of this daemon might then take an older
+        epoch for the newest, so health says it until a later try succeeds."""
+        assert self.record is not None, "there is one to write down"
+        try:
+            self.services.state.persist_epoch(self.job, self.record)
+            self._unwritten_at = None
+            self.services.health.clear("state", job=self.job)
+        except OSError as error:
+            self._unwritten_at = self.services.now()
+            text = f"epoch {self.record.number} is not written down: {error} [{self.services.state.path}]"
+            self.services.health.report("state", text, job=self.job)
+
+    def _tell_level(self, do: ins.TellLevel) -> None:
+        before = self.levels.get(do.snapshot)
+        self.levels[do.snapshot] = do
+        while len(self.levels) > LEVELS_KEPT_MAX:
+            del self.levels[min(self.levels)]
+        self._count_level(before, do)
+        if not do.void and do.level >= do.wanted and do.snapshot == max(self.levels):
+            for kind in ("degraded", "breakpoint"):
+                self.services.health.clear(kind, job=self.job)
+        self.ranks.tell_level(do)
+
+    def _count_level(self, before: ins.TellLevel | None, now: ins.TellLevel) -> None:
+        metrics = self.services.metrics
+        if now.void:
+            if before is None or not before.void:
+                metrics.voided(self.job, now.void)
+            return
+        old_level = before.level if before else -1
+        if old_level < 0 <= now.level:
+            metrics.reached(self.job, "sealed")
+        if old_level < max(now.wanted, 1) <= now.level:
+            metrics.reached(self.job, "protected")
+        if now.durable and not (before and before.durable):
+            metrics.reached(self.job, "durable")
+        safe = now.durable or now.level >= max(now.wanted, 0)
+        if safe and now.snapshot > self.safe_point:
+            self.safe_point = now.snapshot
+            metrics.recovery_point(
+                self.job, self.ranks.captured_at.get(now.snapshot.step, self.services.wall())
+            )
+
+    def _free_slot(self, do: ins.FreeSlot) -> None:
+        self._damaged.discard(do.slot)
+        if do.slot in self.seats.slots:
+            self.seats.freed(do.slot)
+            return
+        slot = self.slots.pop(do.slot, None)
+        if slot is not None:
+            self.services.arena.release(slot)
+            asyncio.get_running_loop().call_soon(self.seats.grow)
+
+    def _replicate(self, do: ins.Replicate) -> None:
+        self.services.spawn(self._replicate_task(do), f"replicate {self.job} {do.snapshot} to {do.to}")
+
+    async def _replicate_task(self, do: ins.Replicate) -> None:
+        slot = self.slot(do.slot)
+        record = slot.record if slot is not None else None
+        ok, reason = False, "slot is gone"
+        if slot is not None and record is not None and record.snapshot == do.snapshot:
+            started, count = self.services.now(), record.layout.tier_bytes(do.tier)
+            try:
+                ok, reason = await self.services.replicator.replicate(self.job, slot, do.tier, do.to)
+            except Exception as error:  # the machine waits for an answer before it sends it again
+                reason = f"internal: {error!r}"
+                self.services.went_wrong(f"replicate {self.job} {do.snapshot}", error)
+            if ok:
+                self.services.metrics.replicated(self.job, self.services.now() - started, count)
+            elif reason == "damage":
+                self.damaged(slot, record, "found while sending it to a peer")
+        self.feed(ev.ReplicaSent(do.snapshot, do.rank, do.tier, do.to, ok, reason))
+
+    def _alarm(self, do: ins.Alarm) -> None:
+        log.warning("job=%s alarm=%s %s", self.job, do.kind, do.text)
+        self.services.metrics.alarm(self.job, do.kind)
+        self.services.health.event(do.kind, do.text, job=self.job, serious=do.kind != "breakpoint")
+
+    def summary(self) -> JobReport:
+        return summary(self)

@@ -1,0 +1,67 @@
+"""The ports of both links, kept over restarts. Peers know a daemon by the address of its last life; when several restart at
+once (an upgrade, a power cut of a rack), nobody is left who could tell one the new address of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from ckptd.core.errors import CkptdError
+from ckptd.daemon.services import log
+from ckptd.daemon.state import StateDir
+from ckptd.wire.control import ControlLink
+
+FILE = "ports.json"
+T = TypeVar("T")
+
+
+class Ports(msgspec.Struct, frozen=True):
+    """0: none was kept."""
+
+    control: int = 0
+    bulk: int = 0
+
+
+def kept(state: StateDir) -> Ports:
+    """What does not parse counts as nothing: any port will do then."""
+    try:
+        return msgspec.json.decode((state.path / FILE).read_bytes(), type=Ports)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return Ports()
+
+
+def keep(state: StateDir, control: str, bulk: str) -> None:
+    """``control``, ``bulk``: the addresses in use."""
+    state.write(FILE, msgspec.json.encode(Ports(_port(control), _port(bulk))))
+
+
+def listen(make: Callable[[int], T], wanted: int, last: int) -> T:
+    """``make`` binds a port. ``wanted`` 0: the last one if it is still free, else any."""
+    if wanted or not last:
+        return make(wanted)
+    try:
+        return make(last)
+    except CkptdError as error:
+        log.info("port %d of the last start is not free (%s): taking another", last, error.what)
+        return make(0)
+
+
+async def start(make: Callable[[int], ControlLink], wanted: int, last: int) -> ControlLink:
+    """The same for the control link, which binds when it starts."""
+    if not wanted and last:
+        link = make(last)
+        try:
+            await link.start()
+            return link
+        except CkptdError as error:
+            log.info("port %d of the last start is not free (%s): taking another", last, error.what)
+            await link.stop()
+    link = make(wanted)
+    await link.start()
+    return link
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,283 @@
+"""The local ranks of one job: their messages become events, the machine's words to them become messages."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckptd.arena.arena import Slot, SlotRecord
+from ckptd.arena.sums import block_sums, digests
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.layout import Layout
+from ckptd.core.messages import RestoreAsk
+from ckptd.daemon.seats import Seat
+from ckptd.daemon.services import Services, log
+from ckptd.observe.sight import Sight
+from ckptd.wire import rank as wire
+from ckptd.wire.rank_link import RankSession
+from ckptd.wire.seqpacket import read_memfd_object
+
+if TYPE_CHECKING:
+    from ckptd.daemon.job import JobShell
+
+CAPTURES_KEPT_MAX = 256
+LINGER_LOOK_S = 1.0  # how often a finished job is looked at, until it is durable
+GRANTS_PER_SEAT_MAX = 256  # remembered with the session they went to
+HEALTH_PROBLEMS_MAX = 64  # of one answer, so that it fits a frame
+LAYOUTS_PER_SEAT_MAX = (
+    16  # layouts remembered per connection; a trainer whose layout changes each step sends it each time
+)
+
+
+class Ranks:
+    def __init__(self, services: Services, job: JobShell) -> None:
+        self._services, self._job = services, job
+        self._finished: set[int] = set()
+        self.progress: dict[int, int] = {}  # rank -> newest step called
+        self.captured_at: dict[int, float] = {}  # step -> unix time at which a local rank handed it over
+        self.sealing: set[int] = set()  # slots whose sums are being made
+
+    def begin(self) -> None:
+        """A new epoch: how far ranks were in the one before says nothing."""
+        self.progress.clear()
+
+    def on_message(self, session: RankSession, message: Any, fds: list[int]) -> None:
+        """One frame of a rank. Raises ValueError for what a well-meaning client never sends; the link then closes it."""
+        if isinstance(message, wire.Join):
+            self._join(session, message)
+            return
+        seat = self._job.seats.seat_of(session)
+        if isinstance(message, wire.ListSteps):
+            self._services.spawn(self._list_steps(session, message.request), f"steps {self._job.job}")
+        elif isinstance(message, wire.AskHealth):
+            self._tell_health(session, message.request)
+        elif isinstance(message, wire.Offer):
+            self._take_offer(session, dict(zip(message.segments, fds, strict=False)))
+        elif isinstance(message, wire.Goodbye) or seat is not None:
+            self._from_seat(session, seat, message, fds)
+
+    def _from_seat(self, session: RankSession, seat: Seat | None, message: Any, fds: list[int]) -> None:
+        feed = self._job.feed
+        if isinstance(message, wire.Goodbye):
+            self._goodbye(session, message)
+        elif seat is None:
+            return
+        elif isinstance(message, wire.Called):
+            self.progress[seat.rank] = message.step
+            feed(ev.RankProgress(seat.rank, message.step, message.asks))
+        elif isinstance(message, wire.SealedSlot):
+            self._sealed(session, seat, message, fds)
+        elif isinstance(message, wire.GaveUp):
+            self._services.metrics.skipped(self._job.job, message.reason)
+            feed(ev.RankMissed(seat.rank, message.grant, message.reason))
+        elif isinstance(message, wire.Resize):
+            self._job.seats.resize(seat, message.state_bytes)
+        elif isinstance(message, wire.Skipped):
+            self._services.metrics.skipped(self._job.job, message.reason)
+        elif isinstance(message, wire.WaitFor):
+            if message.level == "durable":
+                feed(ev.FlushAsked(message.step))
+        else:
+            self._job.restore.on_message(session, seat, message, fds)
+
+    def _take_offer(self, session: RankSession, fds: dict[str, int]) -> None:
+        """A daemon without a keeper lost its memory; the trainer still maps it and gives it back (D1, P7)."""
+        arena = self._services.arena
+        for slot in arena.take_offer(fds, job=self._job.job, uid=self._job.uid, process=session.process):
+            if slot.id not in self._job.seats.slots:
+                self._job.adopt(slot)
+
+    # --- joining and leaving ------------------------------------------------------------------------------------
+    def _join(self, session: RankSession, message: wire.Join) -> None:
+        try:
+            nodes = tuple(msgspec.convert(node, NodeInfo) for node in message.nodes)
+            ask = None if message.ask is None else msgspec.convert(message.ask, RestoreAsk)
+        except msgspec.ValidationError as error:  # which is no ValueError
+            raise ValueError(f"join: {error}") from error
+        ranks = tuple(message.ranks)
+        if not 0 <= message.rank < len(ranks) or ranks[message.rank] != self._services.node.node:
+            raise ValueError(f"rank {message.rank} does not live on this node")
+        if {node.node for node in nodes} != set(ranks):
+            raise ValueError("nodes and ranks of the join do not name the same daemons")
+        record = self._job.record
+        running = record is not None and record.nonce == message.attempt
+        if running and record is not None and record.ranks != ranks:
+            raise ValueError("the same attempt with another world")
+        self._finished.discard(message.rank)
+        old = self._job.seats.by_rank.get(message.rank)
+        if old is not None and old.session is not None and old.session is not session:
+            # It loses its seat now, before the next epoch is open and can be named.
+            old.session.send(wire.Superseded(1 + (record.number if record is not None else 0)))
+        self._job.seats.attach(message.rank, session, message.state_bytes)
+        if running and record is not None:
+            self._job.feed(ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask))
+            session.send(wire.Ready(record.number))
+            return
+        self._job.restore.joining(message.rank, message.attempt)
+        self._job.feed(ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask))
+
+    def _goodbye(self, session: RankSession, message: wire.Goodbye) -> None:
+        seat = self._job.seats.detach(session)
+        if seat is None:
+            return
+        if message.finished:
+            self._finished.add(seat.rank)
+        self._job.feed(ev.RankLeft(seat.rank, True))
+        if message.finished and not any(s.session for s in self._job.seats.by_rank.values()):
+            self._services.spawn(self._linger(), f"linger {self._job.job}")
+
+    async def _linger(self) -> None:
+        """A finished job's memory goes after job_linger, and only once its newest snapshot is durable (section 5)."""
+        await asyncio.sleep(self._services.config.job_linger_s)
+        while self._finished and not self._job.busy():
+            levels = self._job.levels
+            newest = max((s for s, told in levels.items() if not told.void and told.level >= 0), default=None)
+            if newest is None or levels[newest].durable:
+                log.info("job=%s finished: memory is released", self._job.job)
+                self._services.forget_job(self._job.job)
+                return
+            await asyncio.sleep(LINGER_LOOK_S)
+
+    def on_close(self, session: RankSession, reason: str) -> None:
+        """``dead``: the process is gone (pidfd). Anything else may come back, its memory stays as it is."""
+        seat = self._job.seats.detach(session)
+        if seat is None:
+            return
+        if reason == "dead" or not session.alive:
+            self._job.feed(ev.RankLeft(seat.rank, False))
+            return
+        self._job.seats.watch(seat, session.process, lambda: self._job.feed(ev.RankLeft(seat.rank, False)))
+
+    # --- snapshots ----------------------------------------------------------------------------------------------
+    def _sealed(self, session: RankSession, seat: Seat, message: wire.SealedSlot, fds: list[int]) -> None:
+        slot = seat.slots.get(message.slot)
+        if slot is None or slot.id in self.sealing:
+            self._job.feed(ev.RankMissed(seat.rank, message.grant, "its slot is gone"))
+            return
+        if fds:
+            data = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX)
+            while len(seat.layouts) >= LAYOUTS_PER_SEAT_MAX:
+                seat.layouts.pop(next(iter(seat.layouts)))
+            seat.layouts[message.layout_id] = self._services.decode(data)
+        self.captured_at[message.step] = self._services.wall()
+        while len(self.captured_at) > CAPTURES_KEPT_MAX:
+            del self.captured_at[next(iter(self.captured_at))]
+        self.sealing.add(slot.id)
+        self._services.metrics.captured(self._job.job, message.capture_s, message.blocked_s)
+        name = f"seal {self._job.job} step {message.step}"
+        self._services.spawn(self._seal(seat, slot, message, self._job.record), name)
+
+    async def _seal(
+        self, seat: Seat, slot: Slot, message: wire.SealedSlot, record: EpochRecord | None
+    ) -> None:
+        """``record``: the epoch it was captured in."""
+        started = self._services.now()
+        try:
+            layout = await self._layout_of(seat, slot, message)
+            number = record.number if record is not None else 0
+            sealed = await self._services.in_work(self._make_record, slot, layout, message, number)
+        except (CkptdError, ValueError) as error:
+            seat.layouts.pop(message.layout_id, None)
+            self._missed(seat, slot, message, f"seal failed: {error}")
+        except Exception as error:  # the machine keeps the slot until it has an answer
+            self._services.went_wrong(f"seal {self._job.job} step {message.step}", error)
+            self._missed(seat, slot, message, "seal failed: internal")
+        else:
+            if self._job.record is not record:
+                self._missed(seat, slot, message, "a newer epoch opened")
+                return
+            self.sealing.discard(slot.id)
+            self._services.metrics.sealed(self._job.job, self._services.now() - started, layout.payload_bytes)
+            facts = layout, sealed.digests, message.keep
+            self._job.feed(ev.SlotSealed(seat.rank, slot.id, message.grant, message.step, *facts))
+
+    def _missed(self, seat: Seat, slot: Slot, message: wire.SealedSlot, reason: str) -> None:
+        self.sealing.discard(slot.id)
+        self._job.feed(ev.RankMissed(seat.rank, message.grant, reason))
+
+    async def _layout_of(self, seat: Seat, slot: Slot, message: wire.SealedSlot) -> Layout:
+        """Raises ValueError: this cannot be what lies in the slot."""
+        decoding = seat.layouts.get(message.layout_id)
+        if decoding is None:
+            raise ValueError("layout unknown")
+        layout = await asyncio.shield(decoding)
+        if layout.layout_id != message.layout_id or layout.rank != seat.rank:
+            raise ValueError("layout does not match its id or rank")
+        if layout.payload_bytes > slot.capacity or message.objects_bytes > layout.objects_capacity:
+            raise ValueError("layout larger than its slot")
+        return layout
+
+    def _make_record(self, slot: Slot, layout: Layout, message: wire.SealedSlot, epoch: int) -> SlotRecord:
+        sums = block_sums(slot.payload, layout)
+        record = SlotRecord(
+            job=self._job.job,
+            snapshot=SnapshotId(epoch, message.step),
+            rank=layout.rank,
+            tier=0,
+            layout=layout,
+            objects_bytes=message.objects_bytes,
+            sums=sums,
+            digests=digests(layout, sums, slot.payload, message.objects_bytes),
+            keep=message.keep,
+        )
+        slot.seal(record)
+        return record
+
+    # --- words to the ranks -------------------------------------------------------------------------------------
+    def give_slot(self, do: ins.GiveSlot) -> None:
+        seat = self._job.seats.by_rank.get(do.rank)
+        slot = seat.slots.get(do.slot) if seat else None
+        if seat is None or slot is None or seat.session is None:
+            self._job.feed(ev.RankMissed(do.rank, do.grant, "the rank is not here"))
+            return
+        if not self._job.seats.usable(do.slot, seat.session):  # it goes after this batch
+            self._job.feed(ev.RankMissed(do.rank, do.grant, "another process maps its slot"))
+            return
+        if do.slot in self.sealing:  # of a capture given up: its sums must not see a new one's bytes
+            self._job.feed(ev.RankMissed(do.rank, do.grant, "its slot is still being read"))
+            return
+        seat.free.discard(do.slot)
+        if slot.record is not None:  # sealed after the machine had given it up
+            slot.free()
+        slot.fill(do.grant)
+        seat.granted[do.grant] = seat.session
+        while len(seat.granted) > GRANTS_PER_SEAT_MAX:
+            seat.granted.pop(next(iter(seat.granted)))
+        seat.session.send(wire.GrantSlot(do.slot, do.grant, do.from_step))
+
+    def take_back(self, do: ins.TakeBack) -> None:
+        """Only who was given the slot can say that it is not being filled any more. When another process sits in the
+        seat now, nothing of the grant comes back: the slot is retired, its old mapper cannot reach anybody's data."""
+        seat = self._job.seats.by_rank.get(do.rank)
+        if seat is None or seat.session is None:
+            self._job.feed(ev.RankMissed(do.rank, do.grant, "the rank is not here"))
+        elif seat.granted.get(do.grant) is not seat.session:
+            self._job.feed(ev.RankMissed(do.rank, do.grant, "another process has the rank's place"))
+        else:
+            seat.session.send(wire.TakeBack(do.grant, do.reason))
+
+    def supersede(self, do: ins.Supersede) -> None:
+        seat = self._job.seats.by_rank.get(do.rank)
+        if seat is not None and seat.session is not None:
+            seat.session.send(wire.Superseded(do.epoch))
+
+    def tell_level(self, do: ins.TellLevel) -> None:
+        note = wire.Level(do.snapshot.epoch, do.snapshot.step, do.level, do.wanted, do.durable, do.void)
+        for seat in self._job.seats.by_rank.values():
+            if seat.session is not None:
+                seat.session.send(note)
+
+    async def _list_steps(self, session: RankSession, request: int) -> None:
+        rows = await self._job.durable.steps()
+        session.send(wire.Steps(request, rows))
+
+    def _tell_health(self, session: RankSession, request: int) -> None:
+        sight = Sight(uid=session.uid)
+        problems = [problem.text for problem in self._services.health.problems(sight)]
+        ok = self._services.health.seems_ok(sight)
+        session.send(wire.Health(request, ok, problems[:HEALTH_PROBLEMS_MAX], dict(self._job.summary())))

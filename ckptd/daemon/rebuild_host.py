@@ -1,0 +1,106 @@
+"""What the daemon lends to a rebuild: its slots, its peers, its storage, and room to fetch into."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+from ckptd.arena.arena import NoMemory, Slot, SlotRecord, Tenant
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
+from ckptd.daemon.seats import meta_bytes, settle
+from ckptd.daemon.services import Services
+from ckptd.persist.reader import Checkpoint
+from ckptd.persist.sums import FileDamage
+from ckptd.recover.host import Unrecoverable
+
+if TYPE_CHECKING:
+    from ckptd.daemon.job import JobShell
+
+SEAT_WAIT_S = 60.0  # the rank's own slots are being allocated (first touch is slow)
+
+
+class RebuildHost:
+    """``release()`` gives all room back, once all ranks have loaded or the round failed and its threads have ended."""
+
+    def __init__(self, services: Services, job: JobShell) -> None:
+        self._services, self._job = services, job
+        self._lent: list[Slot] = []
+        self._making: set[asyncio.Task[Slot]] = set()
+        self._loop = asyncio.get_running_loop()
+        self.node = services.node.node
+        self.executor: Executor = services.work
+
+    def held(self, snapshot: SnapshotId, rank: int) -> Slot | None:
+        return self._job.held(snapshot, rank)
+
+    def damaged(self, slot: Slot, record: SlotRecord, reason: str) -> None:
+        """Called from worker threads."""
+        self._loop.call_soon_threadsafe(self._job.damaged, slot, record, reason)
+
+    def unreadable(self, snapshot: SnapshotId, error: Exception) -> None:
+        """A durable checkpoint cannot be used. What is damaged there is counted; storage that is away is not damage."""
+        if isinstance(error, FileDamage):
+            self._services.metrics.quarantined(self._job.job, "disk")
+        text = f"checkpoint of step {snapshot.step}, epoch {snapshot.epoch}: {error}"
+        self._services.health.event("damage", text, job=self._job.job)
+
+    def open_checkpoint(self, snapshot: SnapshotId) -> Checkpoint:
+        if self._services.storage is None:
+            raise CkptdError(
+                "this daemon has no storage", where=str(snapshot), hint="set storage_root on every node"
+            )
+        return Checkpoint.open(self._services.storage, self._job.job, snapshot)
+
+    async def fetch(
+        self, node: str, snapshot: SnapshotId, rank: int, spans: Sequence[tuple[int, int]], into: memoryview
+    ) -> tuple[bool, str]:
+        ok, reason = await self._services.fetcher.fetch(
+            self._job.job, node, snapshot, rank, tuple(spans), into
+        )
+        return ok, reason
+
+    async def room(self, rank: int, nbytes: int) -> Slot:
+        """A FREE own slot of the rank when it is large enough (warm, and costs nothing), else scratch memory."""
+        seat = self._job.seats.by_rank.get(rank)
+        if seat is not None:
+            await settle(lambda: bool(seat.free) or not seat.sizing, SEAT_WAIT_S)
+        slot = self._job.seats.lend(rank, nbytes)
+        if slot is not None:
+            self._lent.append(slot)
+            return slot
+        making = asyncio.ensure_future(self._scratch(rank, nbytes))
+        self._making.add(making)
+        making.add_done_callback(self._made)
+        return await asyncio.shield(making)  # whoever waits may be called off, the memory comes all the same
+
+    async def _scratch(self, rank: int, nbytes: int) -> Slot:
+        tenant = Tenant(self._job.job, self._job.uid, "scratch", rank)
+        try:
+            slot = await self._services.in_work(self._services.arena.allocate, tenant, nbytes, meta_bytes(0))
+        except NoMemory as error:
+            hint = "raise memory_budget, or restore into more nodes"
+            raise Unrecoverable("memory", f"no room to fetch {nbytes} bytes: {error}", hint=hint) from error
+        self._lent.append(slot)
+        return slot
+
+    def _made(self, making: asyncio.Task[Slot]) -> None:
+        self._making.discard(making)
+        if not making.cancelled():
+            making.exception()  # looked at: whoever needed it has it, or was called off
+
+    def give_back(self, slot: Slot) -> None:
+        """Nothing writes into it any more."""
+        self._lent.remove(slot)
+        if slot.tenant.kind == "scratch":
+            self._services.arena.retire(slot)
+        else:
+            self._job.seats.returned(slot)
+
+    async def release(self) -> None:
+        while self._making:
+            await asyncio.wait(self._making)
+        for slot in list(self._lent):
+            self.give_back(slot)

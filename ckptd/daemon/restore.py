@@ -1,0 +1,246 @@
+"""The restore phases of one job on this node (design D11): tell the ranks what the snapshot holds, take their wants, bring
+every slice into local memory and verify it, vote, let them load, clean up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core.errors import CkptdError
+from ckptd.daemon.rebuild_host import RebuildHost
+from ckptd.daemon.seats import Seat
+from ckptd.daemon.services import Services, log
+from ckptd.recover.assembly import Assembly
+from ckptd.recover.host import Unrecoverable
+from ckptd.recover.rebuild import Rebuild
+from ckptd.recover.wants import Wants
+from ckptd.wire import rank as wire
+from ckptd.wire.rank_link import RankSession
+from ckptd.wire.seqpacket import memfd_object, read_memfd_object
+
+if TYPE_CHECKING:
+    from ckptd.daemon.job import JobShell
+
+HINTS = {
+    "unreachable": "bring the missing daemons or the storage back, or pass allow_fresh=True to start anew",
+    "unrecoverable": "`ckptd ls` shows what exists; allow_fresh=True starts anew",
+    "mismatch": "register the same objects as when the snapshot was taken, or use only=/strict=False/key_map",
+    "timeout": "look at the daemons' logs for the rank that did not answer; restore_timeout_s bounds the wait",
+    "memory": "raise memory_budget, or restore into more nodes",
+    "superseded": "another start of this job took over; stop this one",
+    "left": "a rank died during the restore: start the job again",
+    "internal": "the daemon's log has the trace; please report it",
+    "damage": "`ckptd status` names the damaged copies; an older step may be asked for with restore(step=...)",
+}
+
+
+@dataclass
+class Round:
+    """One offer of one snapshot to the local ranks. ``waiting``: they owe their wants, or their slices are being fetched."""
+
+    do: ins.PrepareRestore
+    host: RebuildHost
+    started: float
+    waiting: set[int]
+    rebuild: Rebuild | None = None
+    asked: set[int] = field(default_factory=set)
+    ready: dict[int, tuple[Assembly, bytes]] = field(default_factory=dict)  # and its plan, packed
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+
+
+class Restore:
+    def __init__(self, services: Services, job: JobShell) -> None:
+        self._services, self._job = services, job
+        self._round: Round | None = None
+        self._attempts: dict[int, str] = {}  # rank -> attempt it waits in
+        self._joined_at: dict[str, float] = {}
+
+    def joining(self, rank: int, attempt: str) -> None:
+        self._attempts[rank] = attempt
+        self._joined_at.setdefault(attempt, self._services.now())
+
+    # --- the machine's instructions -----------------------------------------------------------------------------
+    def prepare(self, do: ins.PrepareRestore) -> None:
+        self._drop_round()
+        host = RebuildHost(self._services, self._job)
+        self._round = Round(do, host, self._services.now(), set(do.ranks))
+        if do.snapshot is None:
+            for rank in do.ranks:
+                self._tell(rank, wire.Opened(do.record.number, do.round, None, list(do.errors)))
+            return  # Ready follows with FinishRestore, when every node is in the epoch
+        self._spawn(self._offer(self._round), "offer")
+
+    def load_now(self, do: ins.LoadNow) -> None:
+        current = self._current(do.round)
+        if current is None:
+            return
+        for rank, (assembly, plan) in sorted(current.ready.items()):
+            self._send_plan(rank, do.round, assembly, plan)
+
+    def fail_join(self, do: ins.FailJoin) -> None:
+        self._joined_at.pop(do.attempt, None)
+        for rank, attempt in list(self._attempts.items()):
+            if attempt == do.attempt:
+                del self._attempts[rank]
+                self._tell(rank, wire.Failed(do.code, do.reason, HINTS.get(do.code, "")))
+
+    def fail(self, do: ins.FailRestore) -> None:
+        current = self._current(do.round)
+        if current is not None:
+            for rank in current.do.ranks:
+                self._tell(rank, wire.Failed(do.code, do.reason, HINTS.get(do.code, "")))
+            self._joined_at.pop(current.do.record.nonce, None)
+        self._drop_round()
+
+    def finish(self, do: ins.FinishRestore) -> None:
+        current = self._current(do.round)
+        if current is not None:
+            for rank in current.do.ranks:
+                self._tell(rank, wire.Ready(current.do.record.number))
+            self._joined_at.pop(current.do.record.nonce, None)
+        self._drop_round()
+
+    def abandon(self) -> None:
+        """The ranks come back by themselves."""
+        self._attempts.clear()
+        self._drop_round()
+
+    # --- the ranks' answers -------------------------------------------------------------------------------------
+    def on_message(self, session: RankSession, seat: Seat, message: Any, fds: list[int]) -> None:
+        current = self._current(getattr(message, "round", -1))
+        if current is None or seat.rank not in current.waiting | set(current.ready):
+            return
+        if isinstance(message, wire.Wants) and fds:
+            if seat.rank in current.asked:
+                return  # once per round: its first answer is being looked for, or there
+            current.asked.add(seat.rank)
+            body = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX)
+            self._spawn(self._assemble(current, seat.rank, body), f"restore rank {seat.rank}")
+        elif isinstance(message, wire.WantsRefused):
+            current.waiting.discard(seat.rank)
+            self._job.feed(ev.RankFetched(seat.rank, current.do.round, False, message.code, message.reason))
+        elif isinstance(message, wire.Loaded):
+            if seat.rank in current.ready:
+                assembly, _ = current.ready[seat.rank]
+                seconds = {**assembly.seconds, "load": message.seconds}
+                outcome = "ok" if message.ok else "failed"
+                self._services.metrics.restored(self._job.job, outcome, assembly.bytes_by_source, seconds)
+            self._job.feed(ev.RankLoaded(seat.rank, current.do.round, message.ok, message.reason))
+
+    async def _offer(self, current: Round) -> None:
+        do = current.do
+        try:
+            current.rebuild = await self._services.in_work(Rebuild, current.host, do)
+            catalogue = await current.rebuild.catalogue()
+        except Exception as error:  # whatever it is, all ranks of the job wait for this vote
+            for rank in do.ranks:
+                self._failed(current, rank, error)
+            return
+        assert do.snapshot is not None, "nothing to offer otherwise"
+        opened = wire.Opened(
+            do.record.number, do.round, [do.snapshot.epoch, do.snapshot.step], list(do.errors)
+        )
+        fd = memfd_object(catalogue)
+        for rank in do.ranks:
+            self._tell(rank, opened, [fd])
+        os.close(fd)
+
+    async def _assemble(self, current: Round, rank: int, body: bytes) -> None:
+        started = self._services.now()
+        try:
+            assert current.rebuild is not None, "wants come after the offer"
+            wants = await self._services.in_work(Wants.decode, body)
+            assembly = await current.rebuild.assemble(rank, wants)
+        except Exception as error:  # whatever it is, all ranks of the job wait for this vote
+            self._failed(current, rank, error)
+            return
+        decide = current.started - self._joined_at.get(current.do.record.nonce, current.started)
+        assembly.seconds = {"decide": decide, "transfer": self._services.now() - started}
+        try:
+            plan = await self._services.in_work(_packed, assembly)
+        except BaseException:
+            assembly.release()
+            raise
+        if self._round is current:
+            current.ready[rank] = assembly, plan
+            self._fetched(current, rank, True)
+        else:
+            assembly.release()
+
+    def _failed(self, current: Round, rank: int, error: Exception) -> None:
+        code = "internal"
+        if isinstance(error, Unrecoverable):
+            code = error.code
+        elif isinstance(error, CkptdError | OSError | ValueError):
+            code = "damage"
+            log.error("job=%s restore of rank %d", self._job.job, rank, exc_info=error)
+        else:
+            self._services.went_wrong(f"restore of rank {rank} of {self._job.job}", error)
+        what = error.what if isinstance(error, Unrecoverable) else str(error) or repr(error)
+        self._fetched(current, rank, False, code, what)
+
+    def _fetched(self, current: Round, rank: int, ok: bool, code: str = "", reason: str = "") -> None:
+        if self._round is current:
+            current.waiting.discard(rank)
+            self._job.feed(ev.RankFetched(rank, current.do.round, ok, code, reason))
+
+    def _send_plan(self, rank: int, number: int, assembly: Assembly, plan: bytes) -> None:
+        fds = [memfd_object(plan), *assembly.open_segments()]
+        try:
+            self._tell(rank, wire.LoadPlan(number, assembly.segment_bytes), fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _tell(self, rank: int, message: object, fds: list[int] | None = None) -> None:
+        seat = self._job.seats.by_rank.get(rank)
+        if seat is not None and seat.session is not None:
+            seat.session.send(message, fds or [])
+
+    def _current(self, number: int) -> Round | None:
+        return self._round if self._round is not None and self._round.do.round == number else None
+
+    def _spawn(self, coroutine: Any, what: str) -> None:
+        task = self._services.spawn(coroutine, f"{what} {self._job.job}")
+        if self._round is not None:
+            self._round.tasks.append(task)
+
+    def _drop_round(self) -> None:
+        over, self._round = self._round, None
+        if over is not None:
+            for task in over.tasks:
+                task.cancel()
+            self._services.spawn(self._clear(over), f"end of a restore of {self._job.job}")
+
+    async def _clear(self, over: Round) -> None:
+        """Its memory is lent to nobody else before the last thread that may write into it has ended."""
+        if over.tasks:
+            await asyncio.wait(over.tasks)
+        if over.rebuild is not None:
+            await over.rebuild.ended()
+        for assembly, _ in over.ready.values():
+            assembly.release()
+        await over.host.release()
+        if over.rebuild is not None:
+            try:
+                await over.rebuild.close()
+            except (CkptdError, OSError) as error:
+                self._services.health.event("storage", str(error))
+
+
+def _packed(assembly: Assembly) -> bytes:
+    plan = {
+        "pieces": assembly.pieces,
+        "objects": assembly.objects,
+        "objects_all": assembly.objects_all,
+        "bytes": assembly.bytes_by_source,
+        "seconds": assembly.seconds,
+    }
+    packed: bytes = msgpack.packb(plan)
+    return packed

@@ -1,0 +1,265 @@
+"""The memory of the local ranks: a *seat* per rank, with its own slots, sized to its layout (design D1, D9, section 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from ckptd.arena.arena import Arena, NoMemory, Slot, Tenant
+from ckptd.core.events import Event, SlotsGone, SlotsReady
+from ckptd.core.layout import Layout
+from ckptd.daemon.services import Services
+from ckptd.process import Process
+from ckptd.wire.rank import Mapped, Retire
+from ckptd.wire.rank_link import RankSession
+
+SLOT_GRAIN_BYTES = 2 << 20  # slots grow in these, so that small changes of a layout need no new memory
+META_BYTES_MIN = 1 << 20  # layout, sums and digests of a slot
+META_SHIFT = 7  # and one 128th of a large payload
+
+
+def meta_bytes(payload_bytes: int) -> int:
+    return max(META_BYTES_MIN, payload_bytes >> META_SHIFT)
+
+
+@dataclass
+class Seat:
+    rank: int
+    session: RankSession | None = None
+    state_bytes: int = 0
+    slots: dict[int, Slot] = field(default_factory=dict)
+    free: set[int] = field(default_factory=set)
+    layouts: dict[str, asyncio.Future[Layout]] = field(default_factory=dict)
+    sizing: bool = False
+    resize_again: bool = False
+    granted: dict[int, RankSession] = field(default_factory=dict)  # grant -> who may be filling its slot
+    watched: int = -1  # pidfd of the process whose connection ended: its death is still to be told
+    left: bool = False  # the rank lives on another node in the newest epoch
+
+
+class Seats:
+    """Own slots of one job on this node. Tells the machine what exists (SlotsReady, SlotsGone)."""
+
+    def __init__(self, services: Services, job: str, uid: int, feed: Callable[[Event], None]) -> None:
+        self._services, self._job, self._uid, self._feed = services, job, uid, feed
+        self.by_rank: dict[int, Seat] = {}
+        self.slots: dict[int, Slot] = {}  # every own slot of the job, local rank or not
+        self.lent: set[int] = set()  # FREE slots that a restore fetches into
+        self._told: dict[int, set[RankSession]] = {}  # sessions that were told of a slot
+
+    def seat_of(self, session: RankSession) -> Seat | None:
+        return next((seat for seat in self.by_rank.values() if seat.session is session), None)
+
+    def adopt(self, slot: Slot, *, free: bool) -> None:
+        """A slot that came back with the daemon's memory; its seat is taken when the rank's trainer returns."""
+        seat = self.by_rank.setdefault(slot.tenant.rank, Seat(slot.tenant.rank))
+        seat.slots[slot.id] = self.slots[slot.id] = slot
+        if free:
+            seat.free.add(slot.id)
+            self._feed(SlotsReady(seat.rank, (slot.id,)))
+
+    def attach(self, rank: int, session: RankSession, state_bytes: int) -> Seat:
+        seat = self.by_rank.setdefault(rank, Seat(rank))
+        if seat.session is not session:
+            seat.layouts.clear()
+        self.unwatch(seat)
+        seat.session = session
+        seat.state_bytes = max(state_bytes, 1)
+        for slot_id in sorted(seat.free):
+            if self._foreign_mapper(slot_id, session):
+                self._retire(seat, slot_id)
+        for slot in seat.slots.values():
+            self._map(seat, slot)
+        self.resize(seat, seat.state_bytes)
+        return seat
+
+    def detach(self, session: RankSession) -> Seat | None:
+        for told in self._told.values():
+            told.discard(session)
+        seat = self.seat_of(session)
+        if seat is not None:
+            seat.session = None
+            # The memory of a rank that lives elsewhere now goes.
+            asyncio.get_running_loop().call_soon(self.tidy)
+        return seat
+
+    def watch(self, seat: Seat, process: Process, died: Callable[[], None]) -> None:
+        """The connection ended and the process lives. ``died`` unless the seat is taken again before."""
+        self.unwatch(seat)
+        seat.watched = os.dup(process.fileno())  # the session's own goes with the session
+
+        def gone() -> None:
+            self.unwatch(seat)
+            died()
+
+        asyncio.get_running_loop().add_reader(seat.watched, gone)
+
+    def unwatch(self, seat: Seat) -> None:
+        if seat.watched >= 0:
+            asyncio.get_running_loop().remove_reader(seat.watched)
+            os.close(seat.watched)
+            seat.watched = -1
+
+    def resize(self, seat: Seat, state_bytes: int) -> None:
+        seat.state_bytes = state_bytes
+        seat.resize_again = True
+        if not seat.sizing:
+            seat.sizing = True
+            self._services.spawn(self._size(seat), f"size {self._job} rank {seat.rank}")
+
+    def sizing(self) -> bool:
+        return any(seat.sizing for seat in self.by_rank.values())
+
+    def freed(self, slot_id: int) -> None:
+        """The machine let go of an own slot. Whether it may stay is looked at after the machine's batch (``tidy``): the
+        same batch may grant it again."""
+        slot = self.slots[slot_id]
+        slot.free()
+        self.by_rank[slot.tenant.rank].free.add(slot_id)
+        asyncio.get_running_loop().call_soon(self.tidy)
+
+    def tidy(self) -> None:
+        """Give back FREE slots that fit nobody here, and use what that freed."""
+        retired = False
+        for seat in list(self.by_rank.values()):
+            for slot_id in sorted(seat.free):
+                if not self._useful(seat, slot_id):
+                    self._retire(seat, slot_id)
+                    retired = True
+        if retired:
+            self.grow()
+
+    def grow(self) -> None:
+        """Memory came free: seats that are short of slots try again."""
+        for seat in list(self.by_rank.values()):
+            if seat.session is not None and self._fitting(seat) < self._services.policy.own_slots:
+                self.resize(seat, seat.state_bytes)
+
+    def _useful(self, seat: Seat, slot_id: int) -> bool:
+        if seat.session is None:
+            return not seat.left
+        return (
+            seat.slots[slot_id].capacity >= seat.state_bytes
+            and not self._foreign_mapper(slot_id, seat.session)
+            and len(seat.slots) <= self._services.policy.own_slots
+        )
+
+    def usable(self, slot_id: int, session: RankSession) -> bool:
+        """May this session fill the slot? Not while another living process could write into it (D1)."""
+        return not self._foreign_mapper(slot_id, session)
+
+    def lend(self, rank: int, nbytes: int) -> Slot | None:
+        """A FREE slot of the rank for a restore to fetch into. Nobody else knows of it until it is ``returned``."""
+        seat = self.by_rank.get(rank)
+        fitting = [i for i in sorted(seat.free) if seat.slots[i].capacity >= nbytes] if seat else []
+        if seat is None or not fitting:
+            return None
+        seat.free.discard(fitting[0])
+        self.lent.add(fitting[0])
+        self._feed(SlotsGone(rank, (fitting[0],)))
+        return seat.slots[fitting[0]]
+
+    def returned(self, slot: Slot) -> None:
+        self.lent.discard(slot.id)
+        if slot.id not in self.slots:
+            return  # the job was dropped meanwhile
+        self.by_rank[slot.tenant.rank].free.add(slot.id)
+        self._feed(SlotsReady(slot.tenant.rank, (slot.id,)))
+        self.tidy()
+
+    def release_unused(self, ranks_here: frozenset[int]) -> None:
+        """After a new epoch: FREE slots of ranks that live elsewhere now make room for those that live here."""
+        for seat in self.by_rank.values():
+            seat.left = seat.rank not in ranks_here
+        self.tidy()
+
+    def drop_all(self) -> None:
+        for seat in self.by_rank.values():
+            self.unwatch(seat)
+            for slot in seat.slots.values():
+                self._services.arena.retire(slot)
+        self.by_rank.clear()
+        self.slots.clear()
+
+    async def _size(self, seat: Seat) -> None:
+        try:
+            while seat.resize_again and seat.session is not None:
+                seat.resize_again = False
+                await self._size_once(seat)
+        finally:
+            seat.sizing = False
+
+    async def _size_once(self, seat: Seat) -> None:
+        for slot_id in sorted(seat.free):
+            if seat.slots[slot_id].capacity < seat.state_bytes:
+                self._retire(seat, slot_id)
+        while seat.session is not None and self._fitting(seat) < self._services.policy.own_slots:
+            slot = await self._allocate(seat)
+            if slot is None:
+                return
+            if seat.session is None or slot.capacity < seat.state_bytes:
+                self._services.arena.retire(slot)
+                continue
+            seat.slots[slot.id] = self.slots[slot.id] = slot
+            seat.free.add(slot.id)
+            self._map(seat, slot)
+            self._feed(SlotsReady(seat.rank, (slot.id,)))
+
+    def _fitting(self, seat: Seat) -> int:
+        return sum(1 for slot in seat.slots.values() if slot.capacity >= seat.state_bytes)
+
+    async def _allocate(self, seat: Seat) -> Slot | None:
+        payload = -(-seat.state_bytes // SLOT_GRAIN_BYTES) * SLOT_GRAIN_BYTES
+        tenant = Tenant(self._job, self._uid, "own", seat.rank)
+        arena: Arena = self._services.arena
+        try:
+            process = seat.session.process if seat.session else None
+            slot = await self._services.in_work(
+                partial(arena.allocate, tenant, payload, meta_bytes(payload), mapper=process)
+            )
+        except NoMemory as error:
+            have = self._fitting(seat)
+            text = f"rank {seat.rank} has {have} of {self._services.policy.own_slots} slots: {error}"
+            self._services.health.report("no_memory", text, job=self._job, which=str(seat.rank))
+            return None
+        self._services.health.clear("no_memory", job=self._job, which=str(seat.rank))
+        return slot
+
+    def _map(self, seat: Seat, slot: Slot) -> None:
+        session = seat.session
+        told = self._told.setdefault(slot.id, set())
+        if session is None or session in told or not self._services.arena.lend(slot, session.process):
+            return
+        segment = slot.segment
+        told.add(session)
+        note = Mapped(slot.id, segment.name, segment.size, slot.offset, slot.capacity)
+        session.send_segment(note, segment.name, segment.fd)
+
+    def _foreign_mapper(self, slot_id: int, session: RankSession) -> bool:
+        """A mapping cannot be revoked: while another process may write into the slot, nobody else gets it (D1)."""
+        return self._services.arena.foreign_mapper(self.slots[slot_id], session.process)
+
+    def _retire(self, seat: Seat, slot_id: int) -> None:
+        slot = seat.slots.pop(slot_id)
+        self.slots.pop(slot_id)
+        seat.free.discard(slot_id)
+        for session in self._told.pop(slot_id, set()):
+            session.send(Retire(slot_id))
+        self._feed(SlotsGone(seat.rank, (slot_id,)))
+        self._services.arena.retire(slot)
+
+
+async def settle(predicate: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait for a condition of this loop without a busy wait; False at the timeout."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not predicate():
+        if asyncio.get_running_loop().time() >= deadline:
+            return False
+        await asyncio.sleep(SETTLE_POLL_S)
+    return True
+
+
+SETTLE_POLL_S = 0.01

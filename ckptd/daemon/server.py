@@ -1,0 +1,262 @@
+"""The daemon: wires the rooms together, lives, and stops. Reads top-down: start, run, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ckptd.arena.arena import Arena
+from ckptd.arena.fdstore import Keeper
+from ckptd.config import Config
+from ckptd.core import events as ev
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import NodeInfo, SnapshotId
+from ckptd.core.messages import Message
+from ckptd.daemon import ports
+from ckptd.daemon.door import Door
+from ckptd.daemon.job import JobShell
+from ckptd.daemon.services import Services, log
+from ckptd.daemon.state import StateDir
+from ckptd.daemon.status import Status
+from ckptd.daemon.storage import SharedCheck, open_storage
+from ckptd.observe.health import Health
+from ckptd.observe.http import HttpServer
+from ckptd.observe.metrics import Metrics
+from ckptd.protect.fetch import Fetcher
+from ckptd.protect.replicate import Replicator
+from ckptd.wire.control import ControlLink
+from ckptd.wire.keys import ClusterKey
+from ckptd.wire.tcp import TcpTransport
+
+TICK_S = 0.1
+WORK_THREADS_MAX = 4
+DISK_THREADS_MAX = 4  # short words with storage; a restore reads with threads of its own
+FLUSH_THREADS_MAX = 4  # flushes and commits at once, over all jobs
+STOP_TIMEOUT_S = 5.0
+
+
+class Daemon:
+    """One node's daemon. ``run()`` returns the exit status."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.jobs: dict[str, JobShell] = {}
+        self.peers_up: dict[str, bool] = {}
+        self.state = StateDir(Path(config.state_dir))
+        self.health = Health()
+        self.metrics = Metrics(config.node_id, version("ckptd"))
+        self.keeper = Keeper.from_env()
+        self.incarnation = secrets.token_hex(8)
+        self.secret = _load_key(config)
+        if self.secret is None and not config.plain_loopback:
+            raise CkptdError(
+                "no cluster key and plain connections are not allowed", where="key_file",
+                hint="make one with `ckptd keygen`, or pass --plain-loopback on a single machine",
+            )  # fmt: skip
+        self.arena = Arena(
+            config.memory_budget_bytes(),
+            self.keeper,
+            incarnation=self.incarnation,
+            uid_budget_bytes=config.user_budget_bytes(),
+        )
+        self._stopping = asyncio.Event()
+        self._open = False
+
+    async def run(self) -> int:
+        os.nice(self.config.nice)
+        for number in (signal.SIGTERM, signal.SIGINT):  # before anybody can know that we are up
+            asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
+        await self._start()
+        try:
+            await self._live()
+        finally:
+            await self._stop()
+        return 0
+
+    # --- start --------------------------------------------------------------------------------------------------
+    async def _start(self) -> None:
+        config = self.config
+        adopted = self.arena.adopt(self.keeper.taken())
+        last = ports.kept(self.state)
+        self.transport = ports.listen(self._make_transport, config.bulk_port, last.bulk)
+        self.control = await ports.start(self._make_control, config.control_port, last.control)
+        ports.keep(self.state, self.control.address, self.transport.address)
+        node = NodeInfo(
+            config.node_id, self.control.address, self.transport.address, config.domain or config.node_id,
+            self.incarnation,
+        )  # fmt: skip
+        root = str(config.storage_root or "")
+        storage, token = open_storage(root, config.node_id, self.health, fresh=not adopted)
+        work = ThreadPoolExecutor(WORK_THREADS_MAX, thread_name_prefix="work")
+        disk = ThreadPoolExecutor(DISK_THREADS_MAX, thread_name_prefix="disk")
+        flush = ThreadPoolExecutor(FLUSH_THREADS_MAX, thread_name_prefix="flush")
+        self.services = Services(
+            config=config,
+            node=node,
+            policy=config.policy(),
+            state=self.state,
+            arena=self.arena,
+            replicator=Replicator(self.transport, self.arena, self._send, work, config.bulk_streams),
+            fetcher=Fetcher(self.transport, self._send, work, config.bulk_streams),
+            storage=storage,
+            health=self.health,
+            metrics=self.metrics,
+            send=self._send,
+            connect=self.control.connect,
+            work=work,
+            disk=disk,
+            flush=flush,
+            forget_job=self._forget_job,
+            forget_if_empty=self._forget_if_empty,
+        )
+        self.services.replicator.on_arrived = lambda job, slot: self.job(job).arrived(slot)
+        self.services.fetcher.held = lambda job, snapshot, rank: self.job(job).held(snapshot, rank)
+        self.services.fetcher.on_damage = lambda job, slot, reason: self.job(job).damaged(
+            slot, slot.record, reason
+        )
+        self.services.replicator.refusal = self._refusal
+        self.shared = SharedCheck(self.services, token)
+        self._open = True
+        self._take_up_jobs(adopted)
+        self.door = Door(self.services, self.job)
+        self.door.start(Path(config.socket))
+        self.status = Status(self.services, self.jobs, lambda: self.peers_up)
+        self.http = HttpServer(
+            config.http_address, config.http_port, self.status.routes(), announce=config.http_file(),
+            trusted=config.http_uids(),
+        )  # fmt: skip
+        await self.http.start()
+        self.keeper.ready()
+        host, port = self.http.address
+        page = f"http://{host}:{port}"
+        log.info("ready socket=%s control=%s bulk=%s page=%s", config.socket, node.control, node.bulk, page)
+
+    def _make_transport(self, port: int) -> TcpTransport:
+        config = self.config
+        return TcpTransport(
+            config.bind_address, port, mode=config.bulk_mode_in_force(), secret=self.secret,
+            advertise=config.advertise(), connections_max=config.connections_max,
+        )  # fmt: skip
+
+    def _make_control(self, port: int) -> ControlLink:
+        config = self.config
+        return ControlLink(
+            config.node_id, f"tcp://{config.bind_address}:{port or '*'}", self.secret,
+            self._on_message, self._on_peer, incarnation=self.incarnation, advertise=config.advertise(),
+            on_problem=lambda text: self._on_problem(text),
+        )  # fmt: skip
+
+    def _take_up_jobs(self, adopted: list[Any]) -> None:
+        for job, record in self.state.epochs().items():
+            self.jobs[job] = JobShell(self.services, job, record)
+        for slot in adopted:
+            self.job(slot.tenant.job).adopt(slot)
+        if adopted:
+            log.info("adopted %d slots, %d bytes, nothing copied", len(adopted), self.arena.used_bytes)
+
+    def job(self, job: str) -> JobShell:
+        shell = self.jobs.get(job)
+        if shell is None:
+            shell = self.jobs[job] = JobShell(self.services, job, None)
+        return shell
+
+    def _refusal(self, job: str, snapshot: SnapshotId, rank: int) -> str:
+        """Why a peer may not send us this now; "": it may."""
+        shell = self.jobs.get(job)
+        return shell.machine.admits_replica(snapshot, rank) if shell is not None else ""
+
+    def _forget_if_empty(self, job: str) -> None:
+        shell = self.jobs.get(job)
+        if (
+            shell is not None
+            and shell.record is None
+            and not shell.all_slots()
+            and not shell.busy()
+            and not shell.seats.sizing()
+        ):
+            self._forget_job(job)
+
+    def _forget_job(self, job: str) -> None:
+        shell = self.jobs.pop(job, None)
+        if shell is not None:
+            shell.drop()
+            self.metrics.forget(job)
+            self.health.forget(job)
+
+    # --- live ---------------------------------------------------------------------------------------------------
+    async def _live(self) -> None:
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        while not self._stopping.is_set():
+            for shell in list(self.jobs.values()):
+                shell.tick()
+            self._tell_memory()
+            self.keeper.watchdog()
+            await asyncio.wait([stopping], timeout=TICK_S)
+
+    def _tell_memory(self) -> None:
+        memory = self.status.memory()
+        used = {kind: memory[f"{kind}_bytes"] for kind in ("own", "peer", "scratch")}  # type: ignore[literal-required]
+        self.metrics.memory(self.arena.budget_bytes, used)
+
+    def _send(self, node: str, job: str, message: object) -> bool:
+        return self.control.send(node, job, message)
+
+    def _on_problem(self, text: str) -> None:
+        self.health.event("control", text)
+
+    def _on_message(self, node: str, job: str, message: object) -> None:
+        if not self._open:
+            return  # still starting; whatever matters is said again
+        services = self.services
+        if isinstance(message, Message):
+            self.job(job).mail.deliver(node, message)
+        elif self.shared.on_message(node, message):
+            return
+        elif not (
+            services.replicator.on_message(node, job, message)
+            or services.fetcher.on_message(node, job, message)
+        ):
+            self.status.on_message(node, job, message)
+
+    def _on_peer(self, node: str, up: bool) -> None:
+        log.info("peer=%s %s", node, "up" if up else "down")
+        self.peers_up[node] = up
+        if up:
+            self.shared.peer_up(node)
+        for shell in list(self.jobs.values()):
+            shell.feed(ev.NodeUp(node) if up else ev.NodeDown(node))
+
+    # --- stop ---------------------------------------------------------------------------------------------------
+    async def _stop(self) -> None:
+        log.info("stopping")
+        self.keeper.stopping()
+        self.door.stop()
+        for shell in self.jobs.values():
+            shell.durable.cancel_all()
+        for task in list(self.services.tasks):
+            task.cancel()
+        try:
+            await asyncio.wait_for(self.http.stop(), STOP_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            log.warning("a caller of the status page is left without an answer")
+        await self.control.stop()
+        self.services.replicator.close()
+        self.services.fetcher.close()
+        self.transport.close()
+        for pool in (self.services.work, self.services.disk, self.services.flush):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _load_key(config: Config) -> ClusterKey | None:
+    """systemd's credentials are readable by a group that is only ours; other key files must be our own alone."""
+    if config.key_file is None:
+        return None
+    credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    given_by_systemd = bool(credentials) and Path(credentials) in config.key_file.parents
+    return ClusterKey.load(config.key_file, group_readable=given_by_systemd)

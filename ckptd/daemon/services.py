@@ -1,0 +1,96 @@
+"""What a job's shell may use of its daemon: one object, so that the rooms are wired in one place (daemon/server.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckptd.arena.arena import Arena
+from ckptd.core.ids import NodeInfo
+from ckptd.core.layout import Layout
+from ckptd.core.policy import Policy
+from ckptd.daemon.state import StateDir
+from ckptd.observe.health import Health
+from ckptd.observe.metrics import Metrics
+from ckptd.persist.storage.base import Storage
+from ckptd.protect.fetch import Fetcher
+from ckptd.protect.replicate import Replicator
+
+if TYPE_CHECKING:
+    from ckptd.config import Config
+
+log = logging.getLogger("ckptd.daemon")
+T = TypeVar("T")
+
+
+@dataclass
+class Services:
+    config: Config
+    node: NodeInfo
+    policy: Policy
+    state: StateDir
+    arena: Arena
+    replicator: Replicator
+    fetcher: Fetcher
+    storage: Storage | None
+    health: Health
+    metrics: Metrics
+    send: Callable[[str, str, object], bool]  # node, job, message
+    connect: Callable[[NodeInfo], None]
+    work: ThreadPoolExecutor  # sums, allocation, verification: short, touches memory
+    disk: ThreadPoolExecutor  # short words with storage: claims, lists; may hang all the same
+    flush: ThreadPoolExecutor  # files and commits: minutes each, and must not keep a claim or a list waiting
+    forget_job: Callable[[str], None]
+    forget_if_empty: Callable[[str], None]  # a name somebody only asked about
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Unix time, for people; decisions use now()."""
+        return time.time()
+
+    def spawn(self, coroutine: Any, name: str) -> asyncio.Task[Any]:
+        """A task whose failure is a fact of health, never lost."""
+        task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
+        task.set_name(name)
+        self.tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.went_wrong(task.get_name(), task.exception())
+
+    def went_wrong(self, what: str, error: BaseException | None) -> None:
+        """A fault of ours, not of the world: the log has the trace, health says that there is one."""
+        log.error("%s failed", what, exc_info=error)
+        self.health.event("internal", f"{what}: {error!r}")
+
+    async def in_work(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.work, call, *args)
+
+    def decode(self, data: bytes) -> asyncio.Future[Layout]:
+        """In a thread, its id as well: a large layout would hold up the event loop. ValueError: it is none."""
+        future = asyncio.get_running_loop().run_in_executor(self.work, _decode, data)
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever needs it asks
+        return future
+
+    async def on_disk(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.disk, call, *args)
+
+    async def in_flush(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.flush, call, *args)
+
+
+def _decode(data: bytes) -> Layout:
+    layout = Layout.decode(data)
+    layout.layout_id  # noqa: B018 - made here, kept with it
+    return layout

@@ -1,0 +1,72 @@
+"""What a daemon must not forget over a restart: who it is and the newest epoch of each job (design D10).
+
+One small file per fact in the state directory, replaced atomically and fsynced with its directory: a daemon that came back
+and had forgotten an epoch could serve a stale trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import EpochRecord
+
+
+class StateDir:
+    """Raises CkptdError when the directory cannot be written, which is found out at start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            (path / "epochs").mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.write("probe", b"ok")
+        except OSError as error:
+            raise CkptdError(
+                f"state directory is not writable: {error.strerror}", where=str(path), hint="set state_dir"
+            ) from error
+
+    def persist_epoch(self, job: str, record: EpochRecord) -> None:
+        body = json.dumps({"job": job, "record": asdict(record)}).encode()
+        self.write("epochs/" + _file_name(job), body)
+
+    def forget(self, job: str) -> None:
+        (self.path / "epochs" / _file_name(job)).unlink(missing_ok=True)
+
+    def epochs(self) -> dict[str, EpochRecord]:
+        """Every job's newest epoch. A file that does not parse is an error: guessing an older epoch would be unsafe."""
+        found: dict[str, EpochRecord] = {}
+        for path in sorted((self.path / "epochs").glob("*.json")):
+            try:
+                body = json.loads(path.read_bytes())
+                found[str(body["job"])] = msgspec.convert(body["record"], EpochRecord)
+            except (ValueError, KeyError, msgspec.ValidationError) as error:
+                raise CkptdError(
+                    f"epoch record does not parse: {error}",
+                    where=str(path),
+                    hint="remove the file only if no trainer of an older start of this job is alive",
+                ) from error
+        return found
+
+    def write(self, name: str, body: bytes) -> None:
+        """One file, replaced atomically and fsynced with its directory."""
+        path = self.path / name
+        temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
+        with open(temporary, "wb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _file_name(job: str) -> str:
+    return job.replace("/", ".", 1) + ".json"  # "uid/name": the name holds no slash, the uid no dot

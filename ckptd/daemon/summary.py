@@ -1,0 +1,61 @@
+"""One job as status, health and metrics show it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.observe.report import JobReport, PeerReport, RankReport
+
+if TYPE_CHECKING:
+    from ckptd.daemon.job import JobShell
+
+
+def summary(job: JobShell) -> JobReport:
+    """For status, health and metrics: steps are -1 where there is none."""
+    record, view = job.record, job.machine.view()
+    newest = {"sealed": -1, "protected": -1, "durable": -1}
+    level, wanted = -1, 0
+    for snapshot, told in sorted(job.levels.items()):
+        if told.void or record is None or not record.is_candidate(snapshot):
+            continue
+        if snapshot in job.machine.levels.released and not told.durable:
+            continue  # P2: its memory went for a newer one
+        wanted = told.wanted
+        if told.level >= 0:
+            newest["sealed"] = snapshot.step
+            level = told.level
+        if told.level >= max(1, told.wanted):
+            newest["protected"] = snapshot.step
+        if told.durable:
+            newest["durable"] = snapshot.step
+    trained = max([*job.ranks.progress.values(), newest["sealed"]])
+    nodes: list[PeerReport] = [{"node": n.node, "domain": n.domain} for n in record.nodes] if record else []
+    return {
+        "job": job.job,
+        "epoch": record.number if record else 0,
+        "phase": str(view.get("phase", "")),
+        "steward": str(view.get("steward", "")),
+        "world": record.world if record else 0,
+        "nodes": nodes,
+        "ranks": _rank_reports(job),
+        "newest": newest,
+        "lag": {name: trained - step for name, step in newest.items() if step >= 0},
+        "wanted": wanted,
+        "level": level,
+        "degraded": bool(record) and level < wanted,
+    }
+
+
+def _rank_reports(job: JobShell) -> list[RankReport]:
+    """Those of the newest epoch that live here."""
+    here, homes = job.services.node.node, job.record.ranks if job.record is not None else ()
+    found: list[RankReport] = []
+    for rank in (rank for rank, node in enumerate(homes) if node == here):
+        seat = job.seats.by_rank.get(rank)
+        is_up, free = (
+            seat is not None and seat.session is not None,
+            len(seat.free) if seat is not None else 0,
+        )
+        step = job.ranks.progress.get(rank, -1)
+        found.append({"rank": rank, "node": here, "step": step, "free_slots": free, "up": is_up})
+    return found

@@ -1,0 +1,94 @@
+"""One start of the training job, as Slurm or a Kubernetes JobSet does it: a torchrun per node, all or nothing."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptd.demo import processes
+from ckptd.demo.node import Node, plain_environ, spawn
+from ckptd.demo.notebook import Pages
+
+LOG_TAIL_LINES = 8
+
+
+@dataclass
+class Job:
+    """``name`` names its logs and notebooks. ``arguments`` go to ckptd.demo.train."""
+
+    name: str
+    nodes: Sequence[Node]
+    logs: Path
+    notebook: Path
+    arguments: Sequence[str]
+    agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pages = Pages(self.notebook, self.name)
+
+    @property
+    def world(self) -> int:
+        return len(self.nodes)
+
+    def start(self) -> Job:
+        master = self.nodes[0].address
+        port = free_port(master)
+        for index, node in enumerate(self.nodes):
+            environ = plain_environ() | {
+                "CKPTD_SOCKET": str(node.socket),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                processes.MARK: f"{node.mark}job.{self.name}.",
+            }
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.world}", f"--node-rank={index}"]
+            command += ["--nproc-per-node=1", f"--master-addr={master}", f"--master-port={port}", "-m", "ckptd.demo.train"]
+            command += ["--name", self.name, "--notebook", str(self.notebook), *self.arguments]
+            agent = spawn(command, environ, self.logs / f"{self.name}.{node.name}.log")
+            self.agents[node.name] = agent
+            node.jobs.append(agent)
+        return self
+
+    def failed(self) -> list[str]:
+        """Nodes whose torchrun ended with an error (or was killed)."""
+        return [name for name, agent in self.agents.items() if agent.poll() not in (None, 0)]
+
+    def finished(self) -> bool:
+        return all(agent.poll() == 0 for agent in self.agents.values())
+
+    def stop(self) -> None:
+        """What the launcher does to the rest of a failed job: kill it, on every node."""
+        for node in self.nodes:
+            ours = [a.pid for n, a in self.agents.items() if n == node.name and a.poll() is None]
+            found = processes.find(f"{node.mark}job.{self.name}.", ours)
+            processes.kill(f.pid for f in found)
+            agent = self.agents[node.name]
+            agent.wait()
+            if agent in node.jobs:
+                node.jobs.remove(agent)
+
+    def trainer_pids(self) -> dict[int, int]:
+        """rank -> pid, as the trainers wrote it down."""
+        return {f["rank"]: f["pid"] for f in self.pages.refresh().of("start")}
+
+    def log_tail(self) -> str:
+        """What each trainer said last; torch marks the lines of a trainer's traceback with ``[rankN]:``."""
+        parts: list[str] = []
+        for node in self.nodes:
+            path = self.logs / f"{self.name}.{node.name}.log"
+            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+            traceback = [line for line in lines if line.startswith("[rank")]
+            parts += [f"--- {path.name}", *(traceback or lines)[-LOG_TAIL_LINES:]]
+        return "\n".join(parts)
+
+
+def free_port(address: str) -> int:
+    """A TCP port that nobody listens on now."""
+    with closing(socket.socket()) as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port

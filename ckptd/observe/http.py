@@ -1,0 +1,177 @@
+"""The daemon's page on loopback: GET /metrics, /healthz, /status, /ls (starlette on uvicorn, in the daemon's own loop)."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ckptd.core.errors import CkptdError
+from ckptd.observe.sight import NOBODY, Sight, sight_of
+
+CONNECTIONS_MAX = 64  # at once; more are answered 503
+KEEP_ALIVE_S = 5
+STOP_GRACE_S = 1  # open answers may end within this
+ANSWER_TIMEOUT_S = 10.0  # /status asks other nodes; it must not hang on a dead one
+START_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What the daemon answers, given what the caller may see. metrics: Prometheus text; the others: JSON values."""
+
+    metrics: Callable[[Sight], bytes]
+    health: Callable[[Sight], Mapping[str, Any]]  # "ok" decides between 200 and 503
+    status: Callable[[Sight], Awaitable[Mapping[str, Any]]]
+    ls: Callable[[Sight], Awaitable[Mapping[str, Any]]]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: signals belong to the daemon."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+class HttpServer:
+    """``start()`` binds (port 0: any free one) and serves; ``stop()`` ends it. ``announce`` is the file in which
+    ``ckptd status`` finds ``host:port``. ``trusted``: uids beside root and our own that see every user's jobs.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        routes: Routes,
+        *,
+        announce: Path | None = None,
+        trusted: Iterable[int] = (),
+    ) -> None:
+        if not ipaddress.IPv4Address(host).is_loopback:
+            raise CkptdError(
+                "the status page is for loopback only", where=host, hint="set http_address to 127.0.0.1"
+            )
+        self._wanted = (host, port)
+        self._routes, self._announce, self._trusted = routes, announce, tuple(trusted)
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.address: tuple[str, int] = self._wanted
+
+    async def start(self) -> None:
+        """Raises CkptdError when the port is taken."""
+        listener = self._bind()
+        self.address = listener.getsockname()
+        self._server = _Server(self._config())
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="ckptd-http")
+        await asyncio.wait_for(self._server.up.wait(), START_TIMEOUT_S)
+        self._write_announcement()
+
+    async def stop(self) -> None:
+        if self._announce is not None:
+            self._announce.unlink(missing_ok=True)
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await self._task
+        self._server = self._task = None
+
+    def _bind(self) -> socket.socket:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(self._wanted)
+        except OSError as error:
+            listener.close()
+            where = "{}:{}".format(*self._wanted)
+            raise CkptdError(
+                f"the status page cannot bind: {error}", where=where, hint="set http_port to 0"
+            ) from error
+        return listener
+
+    def _config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            self._app(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            http="h11",
+            server_header=False,
+            proxy_headers=False,  # the caller is who the kernel says, not who a header says
+            limit_concurrency=CONNECTIONS_MAX,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STOP_GRACE_S,
+        )
+
+    def _app(self) -> Starlette:
+        # Names of this machine only: a web page that makes its own name resolve to 127.0.0.1 reads nothing.
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[self._wanted[0], "127.0.0.1", "localhost"])
+        paths = {
+            "/metrics": self._metrics,
+            "/healthz": self._health,
+            "/status": self._status,
+            "/ls": self._ls,
+        }
+        return Starlette(routes=[Route(path, answer) for path, answer in paths.items()], middleware=[hosts])
+
+    def _write_announcement(self) -> None:
+        if self._announce is None:
+            return
+        fresh = self._announce.with_name(self._announce.name + f".{os.getpid()}")
+        fresh.write_text("{}:{}\n".format(*self.address))
+        fresh.chmod(0o644)
+        fresh.replace(self._announce)
+
+    async def _sight(self, request: Request) -> Sight:
+        if request.client is None:
+            return NOBODY
+        caller = (request.client.host, request.client.port)
+        with suppress(OSError):  # no /proc: a stranger
+            return await asyncio.to_thread(sight_of, caller, self.address, self._trusted)
+        return NOBODY
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self._routes.metrics(await self._sight(request)), media_type=CONTENT_TYPE_LATEST)
+
+    async def _health(self, request: Request) -> Response:
+        body = self._routes.health(await self._sight(request))
+        return JSONResponse(dict(body), status_code=200 if body["ok"] else 503)
+
+    async def _status(self, request: Request) -> Response:
+        return await self._answer(self._routes.status(await self._sight(request)))
+
+    async def _ls(self, request: Request) -> Response:
+        return await self._answer(self._routes.ls(await self._sight(request)))
+
+    async def _answer(self, body: Awaitable[Mapping[str, Any]]) -> Response:
+        try:
+            return JSONResponse(dict(await asyncio.wait_for(body, ANSWER_TIMEOUT_S)))
+        except (TimeoutError, asyncio.TimeoutError):
+            return JSONResponse({"error": f"no answer within {ANSWER_TIMEOUT_S:g} s"}, status_code=504)
+        except CkptdError as error:
+            return JSONResponse(
+                {"error": error.what, "where": error.where, "hint": error.hint}, status_code=500
+            )

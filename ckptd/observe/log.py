@@ -1,0 +1,79 @@
+"""The daemon's log on stderr: one line per event, ``key=value`` for people or JSON for machines.
+
+Any room logs with the standard library: ``logging.getLogger("ckptd.arena").info("sealed", extra={"job": job, "step": 7})``;
+whatever is in ``extra`` becomes a field.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import datetime, timezone
+from typing import IO
+
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+def _when(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    plain = text and all(c.isprintable() and c not in ' "=' for c in text)
+    return text if plain else json.dumps(text)
+
+
+class TextFormatter(logging.Formatter):
+    """``2026-01-31T12:00:00.000+00:00 INFO ckptd.arena sealed job=0/gpt step=7``"""
+
+    def __init__(self, node: str) -> None:
+        super().__init__()
+        self._node = node
+
+    def format(self, record: logging.LogRecord) -> str:
+        pairs = {"node": self._node, **_fields(record)}
+        words = [_when(record), record.levelname, record.name, record.getMessage()]
+        words += [f"{key}={_quoted(value)}" for key, value in pairs.items() if value != ""]
+        if record.exc_info:
+            words.append("\n" + self.formatException(record.exc_info))
+        return " ".join(words)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, text, node and the fields."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__()
+        self._node = node
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": _when(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "text": record.getMessage(),
+            "node": self._node,
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def setup(level: str = "info", form: str = "text", *, node: str = "", stream: IO[str] | None = None) -> None:
+    """Send the logger ``ckptd`` (and all below it) to ``stream`` (stderr), replacing what an earlier call set up."""
+    assert level in LEVELS and form in FORMATS, (level, form)
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(node) if form == "json" else TextFormatter(node))
+    root = logging.getLogger("ckptd")
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False

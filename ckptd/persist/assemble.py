@@ -1,0 +1,170 @@
+"""From the writers' reports to the manifest: proves that every slice of every layout was written (D13). Pure."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Collection, Mapping, Sequence
+
+from ckptd.core.box import Box, disjoint, uncovered
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.layout import BLOCK_BYTES, MAYBE, Fragment, Layout
+from ckptd.persist import manifest as m
+from ckptd.persist.names import header_name
+from ckptd.persist.report import Report, WrittenFile, WrittenObject
+
+VERSION_TEXT = "ckptd/1"
+_Key = tuple[str, int | None]  # (tensor key, rank whose own value it is)
+
+
+def assemble(
+    job: str,
+    snapshot: SnapshotId,
+    attempt: str,
+    record: EpochRecord,
+    reports: Sequence[Report],
+    layouts: Mapping[int, Layout],
+    per_rank: Collection[str],
+    keep: bool,
+) -> m.Manifest:
+    """Raises CkptdError naming what is missing or contradictory; nothing may be committed then."""
+    worlds = {layout.world for layout in layouts.values()}
+    if worlds != {len(layouts)} or set(layouts) != set(range(len(layouts))):
+        raise CkptdError(
+            f"layouts of ranks {sorted(layouts)} for worlds {sorted(worlds)}", where=f"{job} {snapshot}"
+        )
+    files: list[m.DataFile] = []
+    sides: list[m.SideFile] = []
+    rows: dict[_Key, list[m.Chunk]] = {}
+    facts = _tensors(layouts, per_rank)
+    for report in reports:
+        _add_files(report, files, sides, facts, rows)
+    aliases: dict[str, str] = {}
+    for layout in layouts.values():
+        aliases.update(layout.aliases)
+    return m.Manifest(
+        format=m.FORMAT,
+        version=m.VERSION,
+        xxh3_128="",
+        created_by=VERSION_TEXT,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        job=job,
+        attempt=attempt,
+        snapshot=snapshot,
+        keep=keep,
+        world=len(layouts),
+        epoch=record,
+        block_bytes=BLOCK_BYTES,
+        per_rank=sorted(per_rank),
+        aliases=aliases,
+        tensors=[
+            _tensor(key, fragments, rows.get(key, [])) for key, fragments in sorted(facts.items(), key=_order)
+        ],
+        objects=_objects(reports, layouts, per_rank),
+        files=files,
+        sides=sides,
+    )
+
+
+def _order(item: tuple[_Key, list[Fragment]]) -> tuple[str, int]:
+    (key, rank), _ = item
+    return key, -1 if rank is None else rank
+
+
+def _tensors(layouts: Mapping[int, Layout], per_rank: Collection[str]) -> dict[_Key, list[Fragment]]:
+    """Every tensor that must be there, with the fragments it is known by."""
+    found: dict[_Key, list[Fragment]] = {}
+    for rank, layout in layouts.items():
+        for fragment in layout.fragments:
+            own = fragment.sharing == MAYBE and f"t:{fragment.key}" in per_rank
+            found.setdefault((fragment.key, rank if own else None), []).append(fragment)
+    return found
+
+
+def _add_files(
+    report: Report,
+    files: list[m.DataFile],
+    sides: list[m.SideFile],
+    facts: Mapping[_Key, list[Fragment]],
+    rows: dict[_Key, list[m.Chunk]],
+) -> None:
+    if report.side is None:
+        return
+    sides.append(m.SideFile(report.side.path, report.side.size, report.side.sum.hex()))
+    for file in report.files:
+        _add_chunks(report.node, file, len(files), facts, rows)
+        header_sum, sums_sum = file.header_sum.hex(), file.sums_sum.hex()
+        side = len(sides) - 1
+        files.append(
+            m.DataFile(
+                file.path, file.size, file.data_start, header_sum, file.blocks, side, file.sums_at, sums_sum
+            )
+        )
+
+
+def _add_chunks(
+    node: str,
+    file: WrittenFile,
+    index: int,
+    facts: Mapping[_Key, list[Fragment]],
+    rows: dict[_Key, list[m.Chunk]],
+) -> None:
+    for chunk in file.chunks:
+        key = chunk.key, chunk.rank
+        fragments = facts.get(key)
+        if fragments is None or chunk.name != header_name(*key):
+            own = "one value" if chunk.rank is None else f"rank {chunk.rank}'s own"
+            text = f"{chunk.key} was written as {own}, which this snapshot does not have"
+            raise CkptdError(text, where=f"{node}: {file.path}")
+        if (chunk.dtype, chunk.shape) != (fragments[0].dtype, fragments[0].shape):
+            text = f"{chunk.key} was written as {chunk.dtype}{list(chunk.shape)}"
+            raise CkptdError(text, where=f"{node}: {file.path}", hint="the ranks' layouts disagree")
+        row = m.Chunk(index, chunk.at, chunk.nbytes, chunk.block, chunk.offsets, chunk.sizes)
+        rows.setdefault(key, []).append(row)
+
+
+def _tensor(key: _Key, fragments: list[Fragment], chunks: list[m.Chunk]) -> m.Tensor:
+    """Raises CkptdError unless the chunks are exactly what the fragments promise: the coverage proof."""
+    first, name = fragments[0], header_name(*key)
+    for other in fragments[1:]:
+        if (other.dtype, other.shape) != (first.dtype, first.shape):
+            raise CkptdError(f"ranks disagree about dtype or shape of {key[0]}")
+    boxes = [chunk.box for chunk in chunks]
+    promised = [Box.whole(first.shape)] if key[1] is None else [fragment.box for fragment in fragments]
+    for box in promised:
+        gaps = uncovered(box, boxes)
+        if gaps:
+            text = f"{name}: {gaps[0]} of shape {first.shape} was not written"
+            raise CkptdError(text, hint="a writer's report is missing, or no rank holds that slice")
+    if not disjoint(boxes):
+        raise CkptdError(f"{name}: two files hold the same elements")
+    chunks.sort(key=lambda chunk: chunk.offsets)
+    return m.Tensor(key[0], name, first.dtype, first.shape, first.role, chunks, key[1])
+
+
+def _objects(
+    reports: Sequence[Report], layouts: Mapping[int, Layout], per_rank: Collection[str]
+) -> list[m.ObjectRef]:
+    """One entry for each distinct value of each name."""
+    missing = {rank for rank, layout in layouts.items() if layout.objects_capacity}
+    missing -= {rank for report in reports for rank in report.ranks}
+    if missing:
+        raise CkptdError(f"the objects of ranks {sorted(missing)} were not written")
+    values: dict[str, dict[bytes, tuple[int, WrittenObject, set[int]]]] = {}
+    side = 0
+    for report in reports:
+        if report.side is None:
+            continue
+        for row in report.side.objects:
+            values.setdefault(row.name, {}).setdefault(row.sum, (side, row, set()))[2].add(row.rank)
+        side += 1
+    refs: list[m.ObjectRef] = []
+    for name, distinct in sorted(values.items()):
+        if len(distinct) > 1 and f"o:{name}" not in per_rank:
+            raise CkptdError(f"object {name} differs between ranks, although they agreed on it")
+        for at, row, ranks in distinct.values():
+            everyone = len(ranks) == len(layouts)
+            refs.append(
+                m.ObjectRef(name, None if everyone else sorted(ranks), at, row.at, row.nbytes, row.sum.hex())
+            )
+    return refs

@@ -1,0 +1,100 @@
+"""The files of an open checkpoint: opened when first used, sums read and checked once."""
+
+from __future__ import annotations
+
+import threading
+
+from ckptd.persist import manifest as m
+from ckptd.persist.ranges import StoredChunk
+from ckptd.persist.storage.base import FileReader, NotFound, Storage
+from ckptd.persist.sums import SUM_BYTES, FileDamage, block_count, digest
+
+HINT = "`ckptd verify` names all damage; another copy or an older checkpoint serves the restore"
+
+
+class OpenFiles:
+    def __init__(self, storage: Storage, directory: str, manifest: m.Manifest) -> None:
+        self._storage, self._directory, self._manifest = storage, directory, manifest
+        self._lock = threading.Lock()
+        self._readers: dict[str, FileReader] = {}
+        self._sums: dict[int, bytes] = {}
+
+    def where(self, name: str) -> str:
+        return self._storage.locate(self.path(name))
+
+    def path(self, name: str) -> str:
+        return f"{self._directory}/{name}" if self._directory else name
+
+    def data(self, index: int) -> FileReader:
+        """Raises FileDamage when the file is missing or has another size."""
+        file = self._manifest.files[index]
+        return self._open(file.path, file.size)
+
+    def side(self, index: int) -> FileReader:
+        side = self._manifest.sides[index]
+        return self._open(side.path, side.size)
+
+    def chunk(self, name: str, chunk: m.Chunk) -> StoredChunk:
+        """Everything needed to read ranges of a chunk."""
+        sums = self.sums(chunk.file)[
+            chunk.block * SUM_BYTES : (chunk.block + block_count(chunk.nbytes)) * SUM_BYTES
+        ]
+        where = self.where(self._manifest.files[chunk.file].path)
+        return StoredChunk(self.data(chunk.file), where, name, chunk.at, chunk.nbytes, sums)
+
+    def sums(self, index: int) -> bytes:
+        """The block sums of a data file, 16 bytes each."""
+        with self._lock:
+            found = self._sums.get(index)
+        if found is None:
+            file = self._manifest.files[index]
+            found = self.checked(
+                file.side, file.sums_at, file.blocks * SUM_BYTES, file.sums_sum, f"sums of {file.path}"
+            )
+            with self._lock:
+                self._sums[index] = found
+        return found
+
+    def blob(self, ref: m.ObjectRef) -> bytes:
+        return self.checked(ref.side, ref.at, ref.nbytes, ref.sum, f"object {ref.name}")
+
+    def checked(self, side: int, at: int, nbytes: int, expected: str, what: str) -> bytes:
+        """Bytes of a side file that must match their checksum. Raises FileDamage."""
+        reader = self.side(side)
+        where = self.where(self._manifest.sides[side].path)
+        if at < 0 or nbytes < 0 or at + nbytes > reader.size:
+            raise FileDamage(f"the {what} leave the side file", where=where, hint=HINT)
+        data = bytearray(nbytes)
+        reader.read_into(at, memoryview(data))
+        if digest(data).hex() != expected:
+            raise FileDamage(f"damaged {what}", where=where, hint=HINT)
+        return bytes(data)
+
+    def close(self) -> None:
+        with self._lock:
+            for reader in self._readers.values():
+                reader.close()
+            self._readers.clear()
+
+    def _open(self, name: str, size: int) -> FileReader:
+        with self._lock:
+            reader = self._readers.get(name)
+            if reader is None:
+                reader = self._readers[name] = self._open_new(name, size)
+            return reader
+
+    def _open_new(self, name: str, size: int) -> FileReader:
+        try:
+            reader = self._storage.open(self.path(name))
+        except NotFound as error:
+            raise FileDamage(
+                "a file of the checkpoint is missing", where=self.where(name), hint=HINT
+            ) from error
+        if reader.size != size:
+            found = reader.size
+            reader.close()
+            text = f"{found} bytes instead of {size}: the file is " + (
+                "truncated" if found < size else "not ours"
+            )
+            raise FileDamage(text, where=self.where(name), hint=HINT)
+        return reader

@@ -1,0 +1,75 @@
+"""A reader's claim on a checkpoint, so that retention does not delete it under the reader's hands (D13).
+
+A lease is a small file beside the job's checkpoints; its age on the storage's own clock counts. The reader leaves it
+first and looks for the manifest afterwards; retention hides the manifest first and looks for leases afterwards: one of
+them always sees the other. Readers without the right to write get a grace time instead (retention.READER_GRACE_S).
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import threading
+import time
+
+from ckptd.core.ids import SnapshotId
+from ckptd.persist.names import lease_prefix, leases_dir
+from ckptd.persist.storage.base import Storage, StorageError, list_or_empty, write_file
+
+LEASE_STALE_S = 900.0  # an older lease belongs to a dead reader
+LEASE_REFRESH_S = 120.0
+_NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+
+
+class Lease:
+    def __init__(self, storage: Storage, job: str, snapshot: SnapshotId) -> None:
+        self._storage = storage
+        self._stem = f"{leases_dir(job)}/{lease_prefix(snapshot)}"
+        self._lock = threading.Lock()
+        self._path = ""
+        self._taken_at = 0.0
+
+    @staticmethod
+    def take(storage: Storage, job: str, snapshot: SnapshotId) -> Lease:
+        """Never fails for want of rights or space. A job that is not there gets no directory."""
+        lease = Lease(storage, job, snapshot)
+        if not list_or_empty(storage, job):
+            return lease
+        try:
+            storage.make_dir(leases_dir(job))
+            lease._renew()
+        except StorageError as error:
+            if error.errno not in _NO_RIGHT:
+                raise
+        return lease
+
+    def refresh(self) -> None:
+        """Called on every read; renews a lease that is getting old."""
+        if not self._path or time.monotonic() - self._taken_at < LEASE_REFRESH_S:
+            return
+        with self._lock:
+            old = self._path
+            if time.monotonic() - self._taken_at >= LEASE_REFRESH_S:
+                self._renew()
+                self._storage.delete(old)
+
+    def drop(self) -> None:
+        if self._path:
+            self._storage.delete(self._path)
+            self._path = ""
+
+    def _renew(self) -> None:
+        path = f"{self._stem}{secrets.token_hex(8)}"
+        write_file(self._storage, path, b"")
+        self._path, self._taken_at = path, time.monotonic()
+
+
+def leased(storage: Storage, job: str, now_s: float, stale_s: float = LEASE_STALE_S) -> list[str]:
+    """Names of the leases that count, to be matched with lease_prefix(). now_s: the storage's clock. Drops the stale."""
+    fresh: list[str] = []
+    for entry in list_or_empty(storage, leases_dir(job)):
+        if now_s - entry.mtime_s < stale_s:
+            fresh.append(entry.name)
+        else:
+            storage.delete(f"{leases_dir(job)}/{entry.name}")
+    return fresh

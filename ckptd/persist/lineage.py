@@ -1,0 +1,130 @@
+"""Epoch claims on storage: exclusive, durable, one small file each (design D10)."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
+from ckptd.core.ids import EpochRecord
+from ckptd.persist import manifest as m
+from ckptd.persist.names import (
+    MANIFEST,
+    epoch_dir,
+    epoch_of_dir,
+    epoch_of_record,
+    epochs_dir,
+    record_path,
+    step_of_dir,
+)
+from ckptd.persist.storage.base import NotFound, Storage, StorageError, list_or_empty, put_file, read_file
+from ckptd.persist.sums import FileDamage, digest
+
+FORMAT = "ckptd-epoch"
+VERSION = 1
+RECORD_BYTES_MAX = 64 << 20
+
+
+class _Claim(msgspec.Struct):
+    format: str
+    version: int
+    record: EpochRecord
+
+
+_FILE = re.compile(rb'\{"xxh3_128":"([0-9a-f]{32})","claim":(.*)\}\n', re.DOTALL)
+
+
+def claim_epoch(storage: Storage, job: str, record: EpochRecord) -> tuple[bool, int]:
+    """(ok, highest number taken). ok: the number is this record's alone, durably, and there is none above it.
+
+    Repeating a claim with the same nonce is fine. Raises StorageError when the storage does not answer.
+    """
+    directory = epochs_dir(job)
+    path = record_path(job, record.number)
+    taken = highest_epoch(storage, job)
+    if taken > record.number:
+        return False, taken
+    if taken == record.number and _claimed(storage, path, record.nonce):
+        return True, taken
+    storage.make_dir(directory)
+    ok = put_file(storage, path, _encode(record)) or _read(storage, path).nonce == record.nonce
+    failpoint("persist.claim.published")
+    storage.sync_dir(directory)
+    highest = highest_epoch(storage, job)
+    return ok and highest == record.number, highest
+
+
+def _claimed(storage: Storage, path: str, nonce: str) -> bool:
+    """Is it ours already? The directory is synced once more: whoever claimed may have died before."""
+    try:
+        ours = _read(storage, path).nonce == nonce
+    except NotFound:
+        return False
+    storage.sync_dir(path.rpartition("/")[0])
+    return ours
+
+
+def newest_record(storage: Storage, job: str) -> EpochRecord | None:
+    """The record with the highest number; None when no epoch was ever claimed. Raises FileDamage, StorageError.
+
+    A damaged or missing claim is replaced by the copy in any checkpoint of that epoch. An epoch that has neither a claim nor
+    a checkpoint (its storage came back in the middle, its flush did not finish) leaves nothing to continue from.
+    """
+    for number in sorted(_epochs(storage, job), reverse=True):
+        try:
+            return _read(storage, record_path(job, number))
+        except CkptdError as error:
+            copy = _from_manifests(storage, job, number)
+            if copy is not None:
+                return copy
+            if not isinstance(error, NotFound):
+                raise
+    return None
+
+
+def highest_epoch(storage: Storage, job: str) -> int:
+    """Of claims, checkpoints and attempts; 0: none."""
+    return max(_epochs(storage, job), default=0)
+
+
+def _epochs(storage: Storage, job: str) -> set[int]:
+    claimed = {epoch_of_record(entry.name) for entry in list_or_empty(storage, epochs_dir(job))}
+    written = {epoch_of_dir(entry.name) for entry in list_or_empty(storage, job) if entry.is_dir}
+    return {number for number in claimed | written if number is not None}
+
+
+def _encode(record: EpochRecord) -> bytes:
+    claim = msgspec.json.encode(_Claim(FORMAT, VERSION, record))
+    return b'{"xxh3_128":"' + digest(claim).hex().encode() + b'","claim":' + claim + b"}\n"
+
+
+def _read(storage: Storage, path: str) -> EpochRecord:
+    where = storage.locate(path)
+    found = _FILE.fullmatch(read_file(storage, path, RECORD_BYTES_MAX))
+    if found is None or digest(found[2]).hex().encode() != found[1]:
+        hint = "if the job shall go on, restore this file from a backup or move it away"
+        raise FileDamage("damaged epoch record", where=where, hint=hint)
+    try:
+        claim = msgspec.json.decode(found[2], type=_Claim)
+    except msgspec.DecodeError as error:
+        raise CkptdError(
+            f"cannot read the epoch record: {error}", where=where, hint="upgrade ckptd"
+        ) from error
+    if claim.format != FORMAT or claim.version > VERSION:
+        raise CkptdError(f"an epoch record of version {claim.version}", where=where, hint="upgrade ckptd")
+    return claim.record
+
+
+def _from_manifests(storage: Storage, job: str, number: int) -> EpochRecord | None:
+    directory = epoch_dir(job, number)
+    for entry in list_or_empty(storage, directory):
+        if step_of_dir(entry.name) is None:
+            continue
+        path = f"{directory}/{entry.name}/{MANIFEST}"
+        try:
+            return m.decode(read_file(storage, path, m.MANIFEST_BYTES_MAX), storage.locate(path)).epoch
+        except (FileDamage, StorageError):
+            continue
+    return None

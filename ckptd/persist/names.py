@@ -1,0 +1,111 @@
+"""Where things lie below the storage root. docs/FORMAT.md shows the tree.
+
+A checkpoint becomes visible when its directory gets the name ``step-...``; before that and while it is being deleted the
+directory carries a suffix that no reader takes for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
+
+MANIFEST = "manifest.json"
+KEEP = "keep"  # marker file: retention leaves this checkpoint alone; may be put there by hand
+VERIFIED = "verified"  # marker file: every byte was read back once
+PART = ".part"
+GONE = ".gone"
+DATA = ".safetensors"
+SIDE = ".side"
+
+_JOB = re.compile(r"\d{1,10}/[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_EPOCH = re.compile(r"epoch-(\d{6,})")
+_STEP = re.compile(r"step-(\d{10,})")
+_ATTEMPT = re.compile(r"step-\d{10,}\.[A-Za-z0-9_-]+\.part")
+_HIDDEN = re.compile(r"step-\d{10,}\.[A-Za-z0-9_-]+\.gone")
+_RECORD = re.compile(r"epoch-(\d{6,})\.json")
+
+
+def check_job(job: str) -> str:
+    """``uid/name`` or CkptdError."""
+    if not _JOB.fullmatch(job):
+        raise CkptdError(
+            f"not a job: {job!r}", hint="a job is uid/name, the name of [A-Za-z0-9._-], at most 100"
+        )
+    return job
+
+
+def check_attempt(attempt: str) -> str:
+    if not _TOKEN.fullmatch(attempt):
+        raise CkptdError(f"not an attempt: {attempt!r}", hint="1 to 64 of [A-Za-z0-9_-]")
+    return attempt
+
+
+def epochs_dir(job: str) -> str:
+    return f"{check_job(job)}/epochs"
+
+
+def record_path(job: str, number: int) -> str:
+    return f"{epochs_dir(job)}/epoch-{number:06d}.json"
+
+
+def leases_dir(job: str) -> str:
+    """One file per reader, named after the checkpoint it reads."""
+    return f"{check_job(job)}/leases"
+
+
+def lease_prefix(snapshot: SnapshotId) -> str:
+    return f"{snapshot.epoch}-{snapshot.step}-"
+
+
+def epoch_dir(job: str, epoch: int) -> str:
+    return f"{check_job(job)}/epoch-{epoch:06d}"
+
+
+def step_dir(job: str, snapshot: SnapshotId) -> str:
+    return f"{epoch_dir(job, snapshot.epoch)}/step-{snapshot.step:010d}"
+
+
+def attempt_dir(job: str, snapshot: SnapshotId, attempt: str) -> str:
+    return f"{step_dir(job, snapshot)}.{check_attempt(attempt)}{PART}"
+
+
+def hidden_dir(job: str, snapshot: SnapshotId, token: str) -> str:
+    return f"{step_dir(job, snapshot)}.{check_attempt(token)}{GONE}"
+
+
+def epoch_of_dir(name: str) -> int | None:
+    found = _EPOCH.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def epoch_of_record(name: str) -> int | None:
+    found = _RECORD.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def step_of_dir(name: str) -> int | None:
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def is_attempt(name: str) -> bool:
+    return _ATTEMPT.fullmatch(name) is not None
+
+
+def is_hidden(name: str) -> bool:
+    return _HIDDEN.fullmatch(name) is not None
+
+
+def header_name(key: str, rank: int | None) -> str:
+    """A tensor's name in the data files. ``__metadata__`` is the format's own word."""
+    name = key if rank is None else f"{key}@rank{rank}"
+    return f"{name}@tensor" if name == "__metadata__" else name
+
+
+def file_stem(node: str) -> str:
+    """A node id as the beginning of a file name: what is unusual in it becomes ``_`` (the report keeps the real id)."""
+    plain = re.sub(r"[^A-Za-z0-9-]", "_", node)[:64]
+    return plain if plain[:1].isalnum() else f"n{plain}"

@@ -1,0 +1,63 @@
+"""Verified reads of ranges of one chunk: rounded out to its blocks, straight into the destination where possible (D14)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptd.core.layout import BLOCK_BYTES
+from ckptd.persist.storage.base import FileReader
+from ckptd.persist.sums import SUM_BYTES, FileDamage, digest
+
+Read = Callable[[int, memoryview], None]
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk's bytes in an open file, and the sums of its blocks."""
+
+    reader: FileReader
+    where: str
+    name: str
+    at: int
+    nbytes: int
+    sums: bytes
+
+    def read(self, start: int, dest: memoryview) -> None:
+        """Bytes [start, start + len(dest)) of the chunk. Raises FileDamage naming the file and block, StorageError."""
+        stop = start + len(dest)
+        first = -(-start // BLOCK_BYTES) * BLOCK_BYTES  # whole blocks lie in [first, last)
+        last = stop if stop == self.nbytes else stop // BLOCK_BYTES * BLOCK_BYTES
+        if first >= last:
+            self._read_edges(start, dest)
+            return
+        self._read_edges(start, dest[: first - start])
+        self._read_whole(first, dest[first - start : last - start])
+        self._read_edges(last, dest[last - start :])
+
+    def _read_whole(self, start: int, dest: memoryview) -> None:
+        """``start`` is the first byte of a block, the end of ``dest`` the end of one."""
+        for at in range(0, len(dest), BLOCK_BYTES):  # a block is still in the cache when it is summed
+            block = dest[at : at + BLOCK_BYTES]
+            self.reader.read_into(self.at + start + at, block)
+            self._check((start + at) // BLOCK_BYTES, block)
+
+    def _read_edges(self, start: int, dest: memoryview) -> None:
+        """A range that begins or ends inside a block, through a block of scratch."""
+        done = 0
+        while done < len(dest):
+            at = start + done
+            block = at // BLOCK_BYTES
+            begin = block * BLOCK_BYTES
+            scratch = memoryview(bytearray(min(BLOCK_BYTES, self.nbytes - begin)))
+            self._read_whole(begin, scratch)
+            part = scratch[at - begin : at - begin + len(dest) - done]
+            dest[done : done + len(part)] = part
+            done += len(part)
+
+    def _check(self, block: int, data: memoryview) -> None:
+        if digest(data) != self.sums[block * SUM_BYTES : (block + 1) * SUM_BYTES]:
+            text = f"damaged block {block} of {self.name} (bytes {self.at + block * BLOCK_BYTES} and on)"
+            raise FileDamage(
+                text, where=self.where, hint="another copy or an older checkpoint serves the restore"
+            )

@@ -1,0 +1,193 @@
+"""Reading a committed checkpoint: any box of any tensor, every byte verified before it is handed out (P1, P9, P10)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
+from types import TracebackType
+
+import numpy as np
+
+from ckptd.core.box import Box, contains, intersect, uncovered
+from ckptd.core.catalogue import Catalogue, TensorEntry
+from ckptd.core.dtypes import ITEMSIZE
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
+from ckptd.core.layout import BLOCK_BYTES
+from ckptd.persist import manifest as m
+from ckptd.persist.files import OpenFiles
+from ckptd.persist.lease import Lease
+from ckptd.persist.names import MANIFEST, step_dir
+from ckptd.persist.ranges import StoredChunk
+from ckptd.persist.storage.base import NotFound, Storage, read_file
+from ckptd.persist.strided import elements, extent, inside, slabs, window
+
+SEGMENT_BYTES = 8 << 20  # of a big contiguous read per thread and turn; also the scratch of a strided one
+READER_THREADS = min(4, os.cpu_count() or 1)
+assert SEGMENT_BYTES % BLOCK_BYTES == 0
+
+
+class Checkpoint:
+    """An open checkpoint. Methods may be called from several threads; ``close`` when done (it drops the reader's lease)."""
+
+    def __init__(
+        self, storage: Storage, directory: str, manifest: m.Manifest, lease: Lease | None = None
+    ) -> None:
+        self.manifest = manifest
+        self.directory = directory
+        self.storage = storage
+        self.files = OpenFiles(storage, directory, manifest)
+        self._lease = lease
+        self._tensors = {(tensor.key, tensor.rank): tensor for tensor in manifest.tensors}
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    @staticmethod
+    def open(storage: Storage, job: str, snapshot: SnapshotId) -> Checkpoint:
+        """Holds a lease against retention. Raises CkptdError: not there, damaged manifest (FileDamage), newer version."""
+        directory = step_dir(job, snapshot)
+        lease = Lease.take(storage, job, snapshot)
+        try:
+            return Checkpoint._at(storage, directory, lease)
+        except BaseException:
+            lease.drop()
+            raise
+
+    @staticmethod
+    def at(storage: Storage, directory: str) -> Checkpoint:
+        """A checkpoint directory anywhere, without a lease."""
+        return Checkpoint._at(storage, directory, None)
+
+    @staticmethod
+    def _at(storage: Storage, directory: str, lease: Lease | None) -> Checkpoint:
+        path = f"{directory}/{MANIFEST}" if directory else MANIFEST
+        where = storage.locate(path)
+        try:
+            data = read_file(storage, path, m.MANIFEST_BYTES_MAX)
+        except NotFound as error:
+            hint = "`ckptd ls` shows what there is"
+            raise NotFound("no such checkpoint", where=where, hint=hint) from error
+        return Checkpoint(storage, directory, m.decode(data, where), lease)
+
+    def close(self) -> None:
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+        self.files.close()
+        if self._lease is not None:
+            self._lease.drop()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- what is there ------------------------------------------------------------------------------------------
+    def catalogue(self) -> Catalogue:
+        tensors: dict[str, TensorEntry] = {}
+        variants: dict[str, dict[int, TensorEntry]] = {}
+        for tensor in self.manifest.tensors:
+            entry = TensorEntry(tensor.dtype, tensor.shape, tensor.role)
+            if tensors.setdefault(tensor.key, entry) != entry and tensor.rank is not None:
+                variants.setdefault(tensor.key, {})[tensor.rank] = entry
+        world = self.manifest.world
+        objects: dict[str, set[int]] = {}
+        for ref in self.manifest.objects:
+            objects.setdefault(ref.name, set()).update(range(world) if ref.ranks is None else ref.ranks)
+        held = {name: tuple(sorted(ranks)) for name, ranks in objects.items()}
+        per_rank = frozenset(self.manifest.per_rank)
+        return Catalogue(world, tensors, held, dict(self.manifest.aliases), per_rank, variants)
+
+    def boxes(self, key: str, rank: int | None = None) -> list[Box]:
+        """The stored boxes of a tensor; of a per-rank one those of ``rank``. Raises CkptdError: no such tensor."""
+        return [chunk.box for chunk in self._tensor(key, rank).chunks]
+
+    # --- bytes --------------------------------------------------------------------------------------------------
+    def read(self, key: str, box: Box, dest: memoryview, rank: int | None = None) -> None:
+        """Fill ``dest`` (the box, packed in C order) with verified bytes. Raises FileDamage, StorageError, CkptdError.
+
+        After an error ``dest`` holds anything. rank: whose value, for a tensor that is each rank's own.
+        """
+        tensor = self._tensor(key, rank)
+        item = ITEMSIZE[tensor.dtype]
+        target = memoryview(dest).cast("B")
+        if not contains(Box.whole(tensor.shape), box) or len(target) != box.volume * item:
+            raise CkptdError(
+                f"{box} into {len(target)} bytes does not fit {tensor.dtype}{list(tensor.shape)}", where=key
+            )
+        gaps = uncovered(box, [chunk.box for chunk in tensor.chunks])
+        if gaps:
+            raise CkptdError(f"{gaps[0]} is not in this checkpoint", where=f"{key} in {self._where()}")
+        if self._lease is not None:
+            self._lease.refresh()
+        for chunk in tensor.chunks:
+            inner = intersect(chunk.box, box)
+            if inner is not None:
+                self._read_part(self.files.chunk(tensor.name, chunk), chunk.box, inner, box, target, item)
+
+    def object_bytes(self, name: str, rank: int | None = None) -> bytes:
+        """A non-tensor value as it was captured; rank None: the one that is the same on all ranks that have it."""
+        refs = [ref for ref in self.manifest.objects if ref.name == name]
+        if rank is not None:
+            refs = [ref for ref in refs if ref.ranks is None or rank in ref.ranks]
+        if len(refs) != 1:
+            text = (
+                f"object {name} of rank {rank} is not there"
+                if not refs
+                else f"object {name} differs between ranks"
+            )
+            raise CkptdError(text, where=self._where(), hint="name a rank of the snapshot's world")
+        return self.files.blob(refs[0])
+
+    def _where(self) -> str:
+        return self.storage.locate(self.directory)
+
+    def _tensor(self, key: str, rank: int | None) -> m.Tensor:
+        for name in (key, self.manifest.aliases.get(key, key)):
+            found = self._tensors.get((name, None)) or self._tensors.get((name, rank))
+            if found is not None:
+                return found
+        raise CkptdError(
+            f"no tensor {key}" + ("" if rank is None else f" of rank {rank}"), where=self._where()
+        )
+
+    def _read_part(
+        self, stored: StoredChunk, chunk: Box, inner: Box, box: Box, target: memoryview, item: int
+    ) -> None:
+        start, stop = extent(chunk, inner, item)
+        to, end = extent(box, inner, item)
+        nbytes = inner.volume * item
+        if stop - start == nbytes == end - to:
+            self._read_run(stored, start, target[to:end])
+            return
+        values = elements(np.frombuffer(target, np.uint8), box.sizes, item)
+        for part in slabs(chunk, inner, item, SEGMENT_BYTES):
+            start, stop = extent(chunk, part, item)
+            scratch = np.empty(stop - start, np.uint8)
+            stored.read(start, scratch.data)
+            values[window(box, part)] = inside(scratch, chunk, part, item)
+
+    def _read_run(self, stored: StoredChunk, start: int, dest: memoryview) -> None:
+        """One contiguous range, by several threads when it is long. They meet at block borders: no block is read twice."""
+        if len(dest) <= SEGMENT_BYTES or READER_THREADS == 1:
+            stored.read(start, dest)
+            return
+        first = SEGMENT_BYTES - start % BLOCK_BYTES
+        cuts = [0, *range(first, len(dest), SEGMENT_BYTES), len(dest)]
+        pool = self._workers()
+        futures = [pool.submit(stored.read, start + at, dest[at:end]) for at, end in pairwise(cuts)]
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def _workers(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(READER_THREADS, "ckptd-read")
+            return self._pool

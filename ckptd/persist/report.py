@@ -1,0 +1,86 @@
+"""What a writer tells the committer about its files: msgpack, typed, opaque to the core."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ckptd.core.box import Box
+from ckptd.core.errors import CkptdError
+
+REPORT_VERSION = 1
+REPORT_BYTES_MAX = 1 << 30
+
+
+class WrittenChunk(msgspec.Struct, array_like=True, frozen=True):
+    key: str
+    name: str
+    rank: int | None
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: int
+    nbytes: int
+    block: int
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.sizes)
+
+
+class WrittenFile(msgspec.Struct, frozen=True):
+    """``path`` is the final name; until the commit the file is called that with names.PART at its end."""
+
+    path: str
+    size: int
+    data_start: int
+    header_sum: bytes
+    blocks: int
+    sums_at: int
+    sums_sum: bytes
+    chunks: list[WrittenChunk]
+
+
+class WrittenObject(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    rank: int
+    at: int
+    nbytes: int
+    sum: bytes
+
+
+class WrittenSide(msgspec.Struct, frozen=True):
+    path: str
+    size: int
+    sum: bytes
+    objects: list[WrittenObject]
+
+
+class Report(msgspec.Struct, frozen=True):
+    version: int
+    node: str
+    files: list[WrittenFile]
+    side: WrittenSide | None  # None: nothing was written
+    ranks: list[int]  # whose objects are in ``side`` (perhaps none)
+
+
+def encode(report: Report) -> bytes:
+    return msgspec.msgpack.encode(report)
+
+
+def decode(data: bytes) -> Report:
+    """Raises CkptdError on anything that is not a report of this version."""
+    if len(data) > REPORT_BYTES_MAX:
+        raise CkptdError(f"a writer's report of {len(data)} bytes")
+    try:
+        report = msgspec.msgpack.decode(data, type=Report)
+    except msgspec.DecodeError as error:
+        raise CkptdError(f"malformed writer's report: {error}") from error
+    if report.version != REPORT_VERSION:
+        raise CkptdError(
+            f"writer's report of version {report.version}",
+            where=report.node,
+            hint="run one version of ckptd on all nodes",
+        )
+    return report

@@ -1,0 +1,259 @@
+"""A POSIX directory as storage: local disk, NFS, Lustre (design D13).
+
+Every operation starts at the root's path and walks down by dir_fd without following links, so that nobody who can write
+below the root can lead the daemon elsewhere, and a root that was moved away or unmounted is noticed: its marker is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ckptd.persist.storage.base import Entry, StorageError, split_path, storage_error
+from ckptd.persist.storage.posix_file import PosixReader, PosixWriter, ScratchPool, sync
+
+MARKER = ".ckptd-root"
+DIR_MODE = 0o700  # a job's state is its user's alone (P13)
+FILE_MODE = 0o600
+_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a planted FIFO must not hang us
+
+
+class PosixStorage:
+    """create: make ``root`` and its marker if need be. marked: insist on the marker at every operation (default: as
+    ``create``; without it any directory is taken as it is). direct: try O_DIRECT. chown: give what is created below
+    ``<root>/<uid>`` to that uid (default: when we are root), so that users can read their checkpoints with stock tools.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        create: bool = True,
+        marked: bool | None = None,
+        direct: bool = True,
+        chown: bool | None = None,
+    ) -> None:
+        self.root = os.path.abspath(root)
+        self._direct = direct
+        self._marked = create if marked is None else marked
+        self._chown = os.geteuid() == 0 if chown is None else chown
+        self._scratch = ScratchPool()
+        if create:
+            with self._mapped("create the storage root", ""):
+                self._create_root()
+
+    def locate(self, path: str) -> str:
+        return os.path.join(self.root, path) if path else self.root
+
+    def make_dir(self, path: str) -> None:
+        with self._mapped("create the directory", path), self._at("") as root:
+            fd = os.dup(root)
+            for name in split_path(path):
+                fd = self._step_in(fd, name, path)
+            os.close(fd)
+
+    def create(self, path: str) -> PosixWriter:
+        with self._mapped("create the file", path), self._parent(path) as (fd, name):
+            file = os.open(name, _NEW, FILE_MODE, dir_fd=fd)
+            try:
+                self._give(file, path)
+                return PosixWriter(file, self.locate(path), self._scratch, direct=self._direct)
+            except BaseException:
+                os.close(file)
+                raise
+
+    def publish(self, source: str, target: str) -> bool:
+        with (
+            self._mapped("publish the file", target),
+            self._parent(source) as (source_fd, source_name),
+            self._parent(target) as (target_fd, target_name),
+        ):
+            try:
+                os.link(
+                    source_name,
+                    target_name,
+                    src_dir_fd=source_fd,
+                    dst_dir_fd=target_fd,
+                    follow_symlinks=False,
+                )
+            except FileExistsError:
+                return False
+            os.unlink(source_name, dir_fd=source_fd)
+            return True
+
+    def move_dir(self, source: str, target: str) -> bool:
+        with (
+            self._mapped("rename the directory", target),
+            self._parent(source) as (source_fd, source_name),
+            self._parent(target) as (target_fd, target_name),
+        ):
+            try:
+                os.rename(source_name, target_name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                    return False
+                raise
+            return True
+
+    def sync_dir(self, path: str) -> None:
+        with self._mapped("open the directory", path), self._at(path) as fd:
+            sync(fd, self.locate(path))
+
+    def open(self, path: str) -> PosixReader:
+        with self._mapped("open the file", path), self._parent(path) as (fd, name):
+            file = os.open(name, _READ, dir_fd=fd)
+            try:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise StorageError("not a plain file", where=self.locate(path))
+                return PosixReader(file, self.locate(path))
+            except BaseException:
+                os.close(file)
+                raise
+
+    def list(self, path: str) -> list[Entry]:
+        with self._mapped("list the directory", path), self._at(path) as fd, os.scandir(fd) as found:
+            entries = [entry for item in found if (entry := _entry(item)) is not None]
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def delete(self, path: str) -> None:
+        with (
+            self._mapped("delete the file", path),
+            suppress(FileNotFoundError),
+            self._parent(path) as (fd, name),
+        ):
+            os.unlink(name, dir_fd=fd)
+
+    def delete_tree(self, path: str) -> None:
+        with (
+            self._mapped("delete the directory", path),
+            suppress(FileNotFoundError),
+            self._parent(path) as (fd, name),
+        ):
+            _delete_below(fd, name)
+
+    def free_bytes(self) -> int:
+        with self._mapped("ask for free space", ""), self._at("") as fd:
+            facts = os.fstatvfs(fd)
+            return facts.f_bavail * facts.f_frsize
+
+    # --- walking ----------------------------------------------------------------------------------------------
+    def _create_root(self) -> None:
+        if not os.path.isdir(self.root):
+            os.makedirs(self.root, mode=0o755, exist_ok=True)
+            self._sync_path(os.path.dirname(self.root))
+        with suppress(FileExistsError):
+            os.close(os.open(os.path.join(self.root, MARKER), _NEW, 0o644))
+            self._sync_path(self.root)
+
+    def _sync_path(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            sync(fd, path)
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _mapped(self, what: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise storage_error(error, what, self.locate(path)) from error
+
+    @contextmanager
+    def _at(self, path: str) -> Iterator[int]:
+        """The directory's fd for the length of the block."""
+        fd = self._open_root()
+        try:
+            for name in split_path(path):
+                inner = os.open(name, _DIR, dir_fd=fd)
+                os.close(fd)
+                fd = inner
+            yield fd
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        *above, name = split_path(path)
+        with self._at("/".join(above)) as fd:
+            yield fd, name
+
+    def _open_root(self) -> int:
+        hint = "is it mounted? ckptd goes on as soon as it is back"
+        try:
+            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            text = "the storage directory has vanished"
+            raise StorageError(text, where=self.root, hint=hint, errno=errno.ENODEV) from error
+        if self._marked:
+            try:
+                os.stat(MARKER, dir_fd=fd, follow_symlinks=False)
+            except OSError as error:
+                os.close(fd)
+                text = f"the storage directory has lost its {MARKER}"
+                raise StorageError(text, where=self.root, hint=hint, errno=errno.ENODEV) from error
+        return fd
+
+    def _step_in(self, fd: int, name: str, path: str) -> int:
+        """The fd of the child directory, made and synced if it is new. Closes ``fd``."""
+        try:
+            try:
+                return os.open(name, _DIR, dir_fd=fd)
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    os.mkdir(name, DIR_MODE, dir_fd=fd)
+                inner = os.open(name, _DIR, dir_fd=fd)
+                try:
+                    self._give(inner, path)
+                    sync(fd, self.locate(path))
+                except BaseException:
+                    os.close(inner)
+                    raise
+                return inner
+        finally:
+            os.close(fd)
+
+    def _give(self, fd: int, path: str) -> None:
+        owner = path.partition("/")[0]
+        if not (self._chown and owner.isdecimal()):
+            return
+        try:
+            os.fchown(fd, int(owner), -1)
+        except PermissionError as error:
+            hint = "the server maps root to nobody: run the daemon as the user, or turn storage chown off"
+            raise StorageError(
+                "cannot give the file to its user", where=self.locate(path), hint=hint
+            ) from error
+
+
+def _entry(item: os.DirEntry[str]) -> Entry | None:
+    """None: it vanished meanwhile, or is neither a file nor a directory of ours."""
+    try:
+        facts = item.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    is_dir = stat.S_ISDIR(facts.st_mode)
+    if not (is_dir or stat.S_ISREG(facts.st_mode)):
+        return None
+    return Entry(item.name, is_dir, facts.st_size, facts.st_mtime)
+
+
+def _delete_below(parent: int, name: str) -> None:
+    fd = os.open(name, _DIR, dir_fd=parent)
+    try:
+        with os.scandir(fd) as found:
+            items = [(item.name, item.is_dir(follow_symlinks=False)) for item in found]
+        for inner, is_dir in items:
+            if is_dir:
+                _delete_below(fd, inner)
+            else:
+                with suppress(FileNotFoundError):
+                    os.unlink(inner, dir_fd=fd)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=parent)

@@ -1,0 +1,182 @@
+"""Reading a checkpoint back whole: every byte, every sum, and what stock readers will make of the headers (P10)."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptd.core.box import Box, uncovered
+from ckptd.core.errors import CkptdError
+from ckptd.persist import manifest as m
+from ckptd.persist.names import DATA, MANIFEST
+from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
+from ckptd.persist.side import check_side
+from ckptd.persist.storage.base import Storage
+from ckptd.persist.storage.posix import PosixStorage
+from ckptd.persist.sums import digest
+
+PROBLEMS_MAX = 1000  # named in one report
+
+
+@dataclass
+class VerifyReport:
+    """``problems`` names every damage found; empty: each byte is what was captured."""
+
+    path: str
+    problems: list[str] = field(default_factory=list)
+    files: int = 0
+    tensors: int = 0
+    bytes_read: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
+
+
+def verify(path: str, progress: Progress | None = None) -> VerifyReport:
+    """Check the checkpoint directory at ``path`` of the local file system. Never raises for damage, it reports it."""
+    if not os.path.isdir(path):
+        raise CkptdError("no such directory", where=path)
+    return verify_at(PosixStorage(path, create=False), "", progress)
+
+
+def find_checkpoints(path: str) -> list[str]:
+    """Directories with a manifest at ``path`` or below, sorted: what `ckptd verify PATH` goes through."""
+    return sorted(where for where, _, names in os.walk(path) if MANIFEST in names)
+
+
+def verify_at(
+    storage: Storage,
+    directory: str,
+    progress: Progress | None = None,
+    cancelled: threading.Event | None = None,
+) -> VerifyReport:
+    """As ``verify``, below a storage root. A cancelled run reports that as its problem."""
+    report = VerifyReport(storage.locate(directory))
+    try:
+        with Checkpoint.at(storage, directory) as checkpoint:
+            _Pass(checkpoint, report, progress, cancelled or threading.Event()).run()
+    except CkptdError as error:
+        report.problems.append(str(error))
+    return report
+
+
+class _Pass:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        report: VerifyReport,
+        progress: Progress | None,
+        cancelled: threading.Event,
+    ) -> None:
+        self._checkpoint, self._report = checkpoint, report
+        self._manifest = checkpoint.manifest
+        self._progress, self._cancelled = progress, cancelled
+        self._total = sum(file.size for file in self._manifest.files)
+        self._total += sum(side.size for side in self._manifest.sides)
+        self._buffer = memoryview(bytearray(SEGMENT_BYTES))
+
+    def run(self) -> None:
+        report, manifest = self._report, self._manifest
+        report.files, report.tensors = len(manifest.files) + len(manifest.sides), len(manifest.tensors)
+        self._try(self._strangers)
+        for tensor in manifest.tensors:
+            self._try(_covered, tensor)
+        for index in range(len(manifest.sides)):
+            self._try(self._side, index)
+        rows: dict[int, list[tuple[m.Tensor, m.Chunk]]] = {}
+        for tensor in manifest.tensors:
+            for chunk in tensor.chunks:
+                rows.setdefault(chunk.file, []).append((tensor, chunk))
+        for index in range(len(manifest.files)):
+            self._try(self._file, index, rows.get(index, []))
+        for ref in manifest.objects:
+            self._try(self._checkpoint.files.blob, ref)
+
+    def _try(self, check: Callable[..., object], *args: object) -> None:
+        if len(self._report.problems) >= PROBLEMS_MAX:
+            return
+        if self._cancelled.is_set():
+            self._report.problems[:] = ["cancelled"]
+            return
+        try:
+            check(*args)
+        except CkptdError as error:
+            self._report.problems.append(str(error))
+
+    def _count(self, nbytes: int) -> None:
+        self._report.bytes_read += nbytes
+        if self._progress is not None:
+            self._progress(self._report.bytes_read, self._total)
+
+    def _strangers(self) -> None:
+        """A stock reader would load a foreign data file along with the rest."""
+        known = {file.path for file in self._manifest.files}
+        for entry in self._checkpoint.storage.list(self._checkpoint.directory):
+            if entry.name.endswith(DATA) and entry.name not in known:
+                where = self._checkpoint.files.where(entry.name)
+                raise CkptdError("a data file that is not part of the checkpoint", where=where)
+
+    def _side(self, index: int) -> None:
+        side = self._manifest.sides[index]
+        reader = self._checkpoint.files.side(index)
+        check_side(reader, bytes.fromhex(side.sum), self._checkpoint.files.where(side.path))
+        self._count(side.size)
+
+    def _file(self, index: int, rows: list[tuple[m.Tensor, m.Chunk]]) -> None:
+        file = self._manifest.files[index]
+        where = self._checkpoint.files.where(file.path)
+        reader = self._checkpoint.files.data(index)
+        head = bytearray(file.data_start)
+        reader.read_into(0, memoryview(head))
+        if digest(head).hex() != file.header_sum:
+            raise CkptdError("damaged header", where=where)
+        _check_header(head, file, rows, where)
+        self._count(len(head))
+        for tensor, chunk in rows:
+            self._try(self._chunk, tensor, chunk)
+
+    def _chunk(self, tensor: m.Tensor, chunk: m.Chunk) -> None:
+        stored = self._checkpoint.files.chunk(tensor.name, chunk)
+        for at in range(0, chunk.nbytes, SEGMENT_BYTES):
+            part = self._buffer[: min(SEGMENT_BYTES, chunk.nbytes - at)]
+            self._try(stored.read, at, part)
+            self._count(len(part))
+
+
+def _covered(tensor: m.Tensor) -> None:
+    if tensor.rank is None:
+        gaps = uncovered(Box.whole(tensor.shape), [chunk.box for chunk in tensor.chunks])
+        if gaps:
+            raise CkptdError(f"{tensor.name}: {gaps[0]} is in no file")
+
+
+def _check_header(
+    head: bytearray, file: m.DataFile, rows: list[tuple[m.Tensor, m.Chunk]], where: str
+) -> None:
+    """The safetensors header must say what the manifest says, and the chunks must fill the file."""
+    try:
+        entries: dict[str, Any] = json.loads(bytes(head[8:]))
+        places = json.loads(entries.pop("__metadata__")["DCP_SHARDING_INFO"])
+        found = {
+            name: (row["dtype"], row["shape"], row["data_offsets"], places[name]["saved_offsets"])
+            for name, row in entries.items()
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise CkptdError(f"not a safetensors header: {error!r}", where=where) from error
+    wanted = {}
+    for tensor, chunk in rows:
+        at = chunk.at - file.data_start
+        wanted[tensor.name] = (tensor.dtype, [*chunk.sizes], [at, at + chunk.nbytes], [*chunk.offsets])
+    if found != wanted:
+        odd = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+        raise CkptdError(f"header and manifest disagree about {', '.join(odd[:5])}", where=where)
+    if file.data_start + sum(chunk.nbytes for _, chunk in rows) != file.size:
+        raise CkptdError("bytes that belong to no tensor", where=where)

@@ -1,0 +1,245 @@
+"""A node's share of a checkpoint becomes files: verified at the source, sequential, durable, not yet visible (D13, P10)."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
+from ckptd.core.ids import SnapshotId
+from ckptd.persist.names import DATA, PART, SIDE, attempt_dir, file_stem
+from ckptd.persist.packing import FILE_BYTES_MAX, Package, header, pack
+from ckptd.persist.pieces import HeldPiece, ObjectBlob, OutChunk, chunks_of, objects_of
+from ckptd.persist.report import (
+    REPORT_VERSION,
+    Report,
+    WrittenChunk,
+    WrittenFile,
+    WrittenObject,
+    WrittenSide,
+    encode,
+)
+from ckptd.persist.side import SideWriter
+from ckptd.persist.storage.base import Storage, StorageError, SyncFailed
+from ckptd.persist.stream import write_chunk
+from ckptd.persist.sums import SUM_BYTES, block_count, digest
+
+WRITER_THREADS = 2
+SYNC_TRIES = 2  # a file whose fsync failed is written anew under another name once, then the attempt fails
+SPARE_BYTES = 16 << 20  # free space asked for beyond the payload: headers, sums, manifest
+
+Progress = Callable[[int, int], None]  # (bytes written, in all), from the writer threads, one at a time
+T = TypeVar("T")
+
+
+class Cancelled(CkptdError):
+    """The write was called off; nothing of it is left."""
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A durable data file and the sums of its blocks, before the side file says where those lie."""
+
+    path: str
+    size: int
+    data_start: int
+    header_sum: bytes
+    sums: bytes
+    chunks: list[WrittenChunk]
+
+
+def write_pieces(
+    storage: Storage,
+    job: str,
+    snapshot: SnapshotId,
+    attempt: str,
+    node: str,
+    pieces: Sequence[HeldPiece],
+    cancelled: threading.Event,
+    progress: Progress | None = None,
+    *,
+    per_rank: Collection[str] = (),
+    bytes_max: int = FILE_BYTES_MAX,
+    threads: int = WRITER_THREADS,
+) -> bytes:
+    """Write the pieces and return the report for ``commit``. Blocks; a cancel is noticed within a few MiB.
+
+    per_rank: "t:key" of slices that differ between ranks in this snapshot. Raises SlotDamage (quarantine that slot),
+    Cancelled, StorageError; whatever it raises, its files are deleted unless the storage itself refuses.
+    """
+    run = _Run(storage, attempt_dir(job, snapshot, attempt), node, cancelled, progress)
+    run.origin = {"version": REPORT_VERSION, "job": job, "epoch": snapshot.epoch, "step": snapshot.step}
+    try:
+        chunks = chunks_of(pieces, per_rank)
+        blobs = objects_of(pieces)
+        run.total = sum(chunk.nbytes for chunk in chunks) + sum(len(blob.data) for blob in blobs)
+        run.begin()
+        run.ranks = sorted({held.piece.rank for held in pieces if held.piece.objects})
+        report = run.write(pack(chunks, bytes_max=bytes_max, writers=threads), blobs, threads)
+    except BaseException:
+        run.clean()
+        raise
+    failpoint("persist.write.report")
+    return encode(report)
+
+
+class _Run:
+    """One call of write_pieces: names, progress, what to delete if it fails."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        directory: str,
+        node: str,
+        cancelled: threading.Event,
+        progress: Progress | None,
+    ) -> None:
+        self.storage, self.directory, self.node = storage, directory, node
+        self._cancelled, self._progress = cancelled, progress
+        self.origin: dict[str, object] = {}
+        self.total = 0
+        self.ranks: list[int] = []
+        self._stem = f"{file_stem(node)}-{secrets.token_hex(4)}"  # a repeated order of the same attempt meets no old name
+        self._lock = threading.Lock()
+        self._names = 0
+        self._done = 0
+        self._created: list[str] = []
+        self._stop = threading.Event()  # the other thread failed
+
+    def begin(self) -> None:
+        failpoint("persist.write.begin")
+        free = self.storage.free_bytes()
+        if free < self.total + SPARE_BYTES:
+            text = f"{self.total + SPARE_BYTES} bytes needed, {free} free"
+            raise StorageError(
+                text,
+                where=self.storage.locate(self.directory),
+                hint="free space on the storage, or lower keep_last",
+            )
+        self.storage.make_dir(self.directory)
+
+    def write(self, packages: list[Package], blobs: list[ObjectBlob], threads: int) -> Report:
+        if not packages and not blobs:
+            return Report(REPORT_VERSION, self.node, [], None, self.ranks)
+        finished = self._data_files(packages, threads)
+        written, side = self._durable(SIDE, lambda path: self._side_file(path, finished, blobs))
+        self.storage.sync_dir(self.directory)
+        failpoint("persist.write.synced")
+        return Report(REPORT_VERSION, self.node, written, side, self.ranks)
+
+    def clean(self) -> None:
+        """Best effort: the storage may be what failed. Old attempts are swept later."""
+        for path in self._created:
+            try:
+                self.storage.delete(f"{self.directory}/{path}")
+            except StorageError:
+                return
+
+    def _data_files(self, packages: list[Package], threads: int) -> list[_Finished]:
+        with ThreadPoolExecutor(threads, "ckptd-write") as pool:
+            futures = [pool.submit(self._data_file, package) for package in packages]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, Cancelled))  # the cause, not its echo
+        return [future.result() for future in futures]
+
+    def _data_file(self, package: Package) -> _Finished:
+        try:
+            return self._durable(DATA, lambda path: self._fill(path, package))
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def _durable(self, suffix: str, write: Callable[[str], T]) -> T:
+        """Write a file; when its fsync fails, write it anew under another name (P11)."""
+        for left in reversed(range(SYNC_TRIES)):
+            path = self._name(suffix)
+            try:
+                return write(path)
+            except SyncFailed:
+                self.storage.delete(f"{self.directory}/{path}{PART}")
+                if not left:
+                    raise
+        raise AssertionError("SYNC_TRIES is at least 1")
+
+    def _fill(self, path: str, package: Package) -> _Finished:
+        head = header(package.chunks, self.origin)
+        out = self.storage.create(f"{self.directory}/{path}{PART}")
+        try:
+            out.write(head)
+            rows: list[WrittenChunk] = []
+            sums: list[bytes] = []
+            block = 0
+            for chunk in package.chunks:
+                rows.append(_row(chunk, out.position, block))
+                sums.append(write_chunk(chunk, out, self._tick))
+                block += block_count(chunk.nbytes)
+                failpoint("persist.write.chunk")
+            return _Finished(path, out.finish(), len(head), digest(head), b"".join(sums), rows)
+        finally:
+            out.abort()
+
+    def _side_file(
+        self, path: str, finished: list[_Finished], blobs: list[ObjectBlob]
+    ) -> tuple[list[WrittenFile], WrittenSide]:
+        out = self.storage.create(f"{self.directory}/{path}{PART}")
+        try:
+            side = SideWriter(out)
+            files = [_located(file, side.append(file.sums)) for file in finished]
+            objects = self._objects(side, blobs)
+            size, found = side.finish()
+            return files, WrittenSide(path, size, found, objects)
+        finally:
+            out.abort()
+
+    def _objects(self, side: SideWriter, blobs: list[ObjectBlob]) -> list[WrittenObject]:
+        """Equal values of several ranks are stored once."""
+        places: dict[bytes, int] = {}
+        rows: list[WrittenObject] = []
+        for blob in blobs:
+            at = places.get(blob.data)
+            if at is None:
+                at = places[blob.data] = side.append(blob.data)
+                self._tick(len(blob.data))
+            rows.append(WrittenObject(blob.name, blob.rank, at, len(blob.data), digest(blob.data)))
+        return rows
+
+    def _name(self, suffix: str) -> str:
+        with self._lock:
+            path = f"{self._stem}-{self._names:04d}{suffix}"
+            self._names += 1
+            self._created.append(f"{path}{PART}")
+            return path
+
+    def _tick(self, nbytes: int) -> None:
+        if self._cancelled.is_set() or self._stop.is_set():
+            raise Cancelled("the write was cancelled", where=self.storage.locate(self.directory))
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self.total)
+
+
+def _row(chunk: OutChunk, at: int, block: int) -> WrittenChunk:
+    box = chunk.box
+    facts = chunk.key, chunk.name, chunk.rank, chunk.dtype, chunk.shape, chunk.role
+    return WrittenChunk(*facts, box.offsets, box.sizes, at, chunk.nbytes, block)
+
+
+def _located(file: _Finished, sums_at: int) -> WrittenFile:
+    blocks = len(file.sums) // SUM_BYTES
+    return WrittenFile(
+        file.path,
+        file.size,
+        file.data_start,
+        file.header_sum,
+        blocks,
+        sums_at,
+        digest(file.sums),
+        file.chunks,
+    )

@@ -1,0 +1,219 @@
+"""Slices of held slots, from the daemon that holds them to the one that restores (design D11, D14).
+
+The receiver checks what arrives against the sums made at the seal where whole blocks travel, so one look covers the holder's
+memory and the wire; the holder verifies and sums parts of blocks. Whoever asks issues the ticket, so bytes only ever
+arrive where they were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+import xxhash
+
+from ckptd.arena.arena import Slot, SlotRecord
+from ckptd.arena.sums import bad_blocks
+from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
+from ckptd.core.ids import SnapshotId
+from ckptd.protect.settle import Tasks, ask, settle
+from ckptd.protect.verify import count_bad, first_wrong, stored_units
+from ckptd.wire.bulk import STREAMS_DEFAULT, Ticket, TransferError, Transport
+from ckptd.wire.peer import FetchAsk, FetchBad, FetchDone
+
+ASK_TIMEOUT_S = 600.0  # the first byte or a word; a ticket that nobody uses expires long before
+ANSWER_TIMEOUT_S = 15.0  # from the last byte to the holder's word on it
+SPANS_MAX = 1_000_000
+SERVED_MAX = 4096  # transfers remembered, so that a repeated ask is not served twice
+SERVED_KEPT_S = 60.0  # an answer with its sums may be megabytes; an asker waits ANSWER_TIMEOUT_S for it
+PUSHES_MAX = 8
+DAMAGE = "damage"
+
+Send = Callable[[str, str, object], bool]
+Spans = tuple[tuple[int, int], ...]
+
+
+class Fetcher:
+    """``held(job, snapshot, rank)`` finds the slot to serve from; ``on_damage(job, slot, reason)`` hears of bad blocks."""
+
+    def __init__(
+        self, transport: Transport, send: Send, work: Executor, streams: int = STREAMS_DEFAULT
+    ) -> None:
+        self._transport, self._send, self._work, self._streams = transport, send, work, streams
+        self._pushes = ThreadPoolExecutor(PUSHES_MAX, thread_name_prefix="serve")
+        self._asked: dict[str, asyncio.Future[FetchDone]] = {}
+        self._served: dict[tuple[str, str], FetchDone | None] = {}
+        self._tasks = Tasks()
+        self._closing = threading.Event()
+        self.held: Callable[[str, SnapshotId, int], Slot | None] = lambda job, snapshot, rank: None
+        self.on_damage: Callable[[str, Slot, str], None] = lambda job, slot, reason: None
+
+    def on_message(self, node: str, job: str, message: object) -> bool:
+        """True: it was for us."""
+        if isinstance(message, FetchAsk):
+            self._on_ask(node, job, message)
+        elif isinstance(message, FetchBad):
+            slot = self.held(job, message.snapshot, message.rank)
+            if slot is not None:
+                self._tasks.spawn(self._look(job, slot))
+        elif isinstance(message, FetchDone):
+            waiting = self._asked.get(message.transfer)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message)
+        else:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._closing.set()
+        self._pushes.shutdown(wait=False, cancel_futures=True)
+
+    # --- asking -------------------------------------------------------------------------------------------------
+    async def fetch(
+        self, job: str, node: str, snapshot: SnapshotId, rank: int, spans: Spans, into: memoryview
+    ) -> tuple[bool, str]:
+        """Fill ``into`` with those spans of the slot's payload, one after the other. (False, why) leaves it undefined."""
+        assert len(into) == sum(length for _, length in spans), "the buffer is as long as the spans"
+        transfer = secrets.token_hex(16)
+        answer: asyncio.Future[FetchDone] = asyncio.get_running_loop().create_future()
+        self._asked[transfer] = answer
+        try:
+            incoming = self._transport.expect(into, aad=_aad(job, snapshot, rank))
+        except TransferError as error:
+            del self._asked[transfer]
+            return False, str(error)
+        request = FetchAsk(transfer, snapshot, rank, spans, incoming.ticket.encode())
+        arrived = asyncio.wrap_future(incoming.done)
+        try:
+            done = await self._await_both(node, job, request, answer, arrived)
+            if not done.ok:
+                return False, done.reason
+            if await first_wrong(self._work, into, done.units, done.sums) is None:
+                return True, ""
+            self._send(node, job, FetchBad(snapshot, rank))
+            return False, "the slices do not match their sums"
+        except TransferError as error:
+            return False, str(error)
+        finally:
+            del self._asked[transfer]
+            arrived.cancel()
+            await settle(incoming)  # whoever asked may use the memory for something else now
+
+    async def _await_both(
+        self,
+        node: str,
+        job: str,
+        request: FetchAsk,
+        answer: asyncio.Future[FetchDone],
+        arrived: asyncio.Future[int],
+    ) -> FetchDone:
+        """The bytes, then the word on them. The transport bounds the wait for the bytes: a ticket that nobody uses expires,
+        a stream that stalls is dropped. Raises TransferError."""
+
+        def say() -> bool:
+            return self._send(node, job, request)
+
+        if not await ask(say, (answer, arrived), ASK_TIMEOUT_S):
+            raise TransferError("the holder does not answer", where=node)
+        if answer.done() and not answer.result().ok:
+            return answer.result()
+        await arrived
+        if not answer.done() and not await ask(say, (answer,), ANSWER_TIMEOUT_S, said=True):
+            raise TransferError("no word after the last byte", where=node)
+        return answer.result()
+
+    # --- serving ------------------------------------------------------------------------------------------------
+    def _on_ask(self, node: str, job: str, ask: FetchAsk) -> None:
+        key = (node, ask.transfer)
+        if key in self._served:
+            outcome = self._served[key]
+            if outcome is not None:
+                self._send(node, job, outcome)
+            return
+        self._served[key] = None
+        while len(self._served) > SERVED_MAX:
+            self._served.pop(next(iter(self._served)))
+        self._tasks.spawn(self._serve(node, job, ask))
+
+    async def _serve(self, node: str, job: str, ask: FetchAsk) -> None:
+        outcome = FetchDone(ask.transfer, False, reason="internal")
+        try:
+            slot = self.held(job, ask.snapshot, ask.rank)
+            record = slot.record if slot is not None else None
+            if slot is None or record is None:
+                outcome = FetchDone(ask.transfer, False, reason="not held here")
+            else:
+                loop = asyncio.get_running_loop()
+                outcome = await loop.run_in_executor(self._pushes, self._deliver, slot, record, ask)
+                if outcome.reason == DAMAGE and slot.record is record:  # else it holds something else by now
+                    self.on_damage(job, slot, "found while serving a restore")
+        except (CkptdError, ValueError) as error:
+            outcome = FetchDone(ask.transfer, False, reason=str(error))
+        finally:
+            if (node, ask.transfer) in self._served:
+                self._served[node, ask.transfer] = outcome
+                asyncio.get_running_loop().call_later(
+                    SERVED_KEPT_S, self._served.pop, (node, ask.transfer), None
+                )
+            self._send(node, job, outcome)
+
+    def _deliver(self, slot: Slot, record: SlotRecord, ask: FetchAsk) -> FetchDone:
+        """In a thread. Whole blocks go with the sums made at their seal, so the asker's one look checks memory and wire;
+        parts of blocks are verified here and summed."""
+        end = record.layout.tier_bytes(record.tier)
+        if len(ask.spans) > SPANS_MAX or any(at < 0 or n < 0 or at + n > end for at, n in ask.spans):
+            raise ValueError("spans outside of the slot")
+        failpoint("fetch.serve")
+        units = stored_units(record.layout, record.sums, record.tier, ask.spans)
+        ticket = Ticket.decode(ask.ticket)
+        if ticket.aad != _aad(record.job, ask.snapshot, ask.rank):
+            raise TransferError("the ticket is for another transfer")
+        views = [slot.payload[at : at + n] for at, n in ask.spans]
+        partial = [span for span, whole in zip(ask.spans, _whole(ask.spans, units), strict=True) if not whole]
+        if partial and bad_blocks(slot.payload, record.layout, record.sums, partial, record.tier):
+            return FetchDone(ask.transfer, False, reason=DAMAGE)
+        sums = _sums(ask.spans, units, views)
+        if slot.record is not record:  # what was summed may not be what was verified: it was filled anew
+            raise CkptdError("the slot was freed")
+        self._transport.push(ticket, views, streams=self._streams, cancelled=self._closing)
+        return FetchDone(ask.transfer, True, tuple(length for length, _ in units), sums)
+
+    async def _look(self, job: str, slot: Slot) -> None:
+        record = slot.record
+        if record is None:
+            return
+        bad = await count_bad(self._work, slot.payload, record.layout, record.sums, record.tier)
+        if bad and slot.record is record:  # else it was freed and filled anew meanwhile
+            self.on_damage(job, slot, f"{bad} blocks do not match their sums")
+
+
+def _whole(spans: Spans, units: list[tuple[int, bytes | None]]) -> list[bool]:
+    """Per span: does it consist of whole blocks?"""
+    found, at = [], 0
+    for _, length in spans:
+        whole = length == 0 or units[at][1] is not None
+        found.append(whole)
+        left = length
+        while left > 0:
+            left -= units[at][0]
+            at += 1
+    return found
+
+
+def _sums(spans: Spans, units: list[tuple[int, bytes | None]], views: list[memoryview]) -> bytes:
+    parts, at = [], 0
+    for (_, length), view in zip(spans, views, strict=True):
+        left = length
+        while left > 0:
+            size, stored = units[at]
+            parts.append(stored if stored is not None else xxhash.xxh3_128_digest(view))
+            left, at = left - size, at + 1
+    return b"".join(parts)
+
+
+def _aad(job: str, snapshot: SnapshotId, rank: int) -> bytes:
+    return f"fetch|{job}|{snapshot.epoch}|{snapshot.step}|{rank}".encode()

@@ -1,0 +1,243 @@
+"""One replica: offer, ticket, push, verify, seal (design D8, D4). Both sides, for every job of this daemon.
+
+The sender repeats its offer until it hears something; the receiver remembers each transfer, so that a repeated offer finds
+the ticket or the outcome that got lost. Bytes go straight into the receiver's arena and count only when every block matched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckptd.arena.arena import Arena, NoMemory, Slot, SlotRecord, Tenant
+from ckptd.arena.sums import SUM_BYTES, block_count
+from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
+from ckptd.core.ids import SnapshotId
+from ckptd.core.layout import Layout
+from ckptd.protect.settle import Tasks, ask, settle
+from ckptd.protect.verify import count_bad
+from ckptd.wire.bulk import STREAMS_DEFAULT, Ticket, TransferError, Transport
+from ckptd.wire.peer import ReplicaDone, ReplicaOffer, ReplicaTicket
+
+OFFER_TIMEOUT_S = 30.0  # no ticket by then: the peer is allocating for too long, or gone
+VERIFY_TIMEOUT_S = 60.0  # from the last byte to the receiver's word
+PUSHES_MAX = 8  # at once, over all peers and jobs
+RECORD_MARGIN_BYTES = 64 * 1024  # of a slot's record beyond layout, sums and digests
+OUTCOMES_KEPT_MAX = 4096
+DAMAGE = "damage"
+
+Send = Callable[[str, str, object], bool]
+
+
+@dataclass
+class _Sending:
+    ticket: asyncio.Future[bytes]
+    done: asyncio.Future[tuple[bool, str]]
+
+
+@dataclass
+class _Receiving:
+    ticket: bytes = b""
+
+
+class Replicator:
+    """``on_arrived(job, slot)``: a replica was sealed here. ``refusal(job, snapshot, rank)``: why one is not wanted."""
+
+    def __init__(
+        self, transport: Transport, arena: Arena, send: Send, work: Executor, streams: int = STREAMS_DEFAULT
+    ):
+        self._transport, self._arena, self._send = transport, arena, send
+        self._work, self._streams = work, streams
+        self._pushes = ThreadPoolExecutor(PUSHES_MAX, thread_name_prefix="push")
+        self._sending: dict[str, _Sending] = {}
+        self._receiving: dict[tuple[str, str], _Receiving] = {}
+        self._outcomes: dict[tuple[str, str], ReplicaDone] = {}
+        self._tasks = Tasks()
+        self.on_arrived: Callable[[str, Slot], None] = lambda job, slot: None
+        self.refusal: Callable[[str, SnapshotId, int], str] = lambda job, snapshot, rank: ""
+
+    def on_message(self, node: str, job: str, message: object) -> bool:
+        """True: it was for us."""
+        if isinstance(message, ReplicaOffer):
+            self._on_offer(node, job, message)
+        elif isinstance(message, ReplicaTicket):
+            sending = self._sending.get(message.transfer)
+            if sending is not None and not sending.ticket.done():
+                sending.ticket.set_result(message.ticket)
+        elif isinstance(message, ReplicaDone):
+            sending = self._sending.get(message.transfer)
+            if sending is not None and not sending.done.done():
+                sending.done.set_result((message.ok, message.reason))
+        else:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._pushes.shutdown(wait=False, cancel_futures=True)
+
+    # --- sender -------------------------------------------------------------------------------------------------
+    async def replicate(self, job: str, slot: Slot, tier: int, to: str) -> tuple[bool, str]:
+        """Send the slot's tier prefix to that node. (True, "") once it verified and sealed it; else why not.
+
+        "damage": our own copy does not match its sums.
+        """
+        record = slot.record
+        if record is None:
+            return False, "slot is gone"
+        loop = asyncio.get_running_loop()
+        transfer = secrets.token_hex(16)
+        sending = self._sending[transfer] = _Sending(loop.create_future(), loop.create_future())
+        offer = _offer(transfer, record, tier)
+        cancelled = threading.Event()
+
+        def say() -> bool:
+            return self._send(to, job, offer)
+
+        try:
+            heard = await ask(say, (sending.ticket, sending.done), OFFER_TIMEOUT_S)
+            if not sending.ticket.done():
+                return sending.done.result() if heard else (False, "no answer")
+            ticket = _ticket_for(job, offer, sending.ticket.result())
+            span = slot.payload[: record.layout.tier_bytes(tier)]
+            await loop.run_in_executor(self._pushes, self._push, ticket, span, cancelled)
+            if not await ask(say, (sending.done,), VERIFY_TIMEOUT_S, said=True):
+                return False, "no word after the last byte"
+            ok, reason = sending.done.result()
+            if not ok and reason == DAMAGE and not await self._ours_is_bad(slot, record):
+                reason = "damaged on the way"
+            return ok, reason
+        except CkptdError as error:
+            return False, str(error)
+        finally:
+            cancelled.set()
+            del self._sending[transfer]
+
+    def _push(self, ticket: Ticket, span: memoryview, cancelled: threading.Event) -> None:
+        failpoint("protect.push")
+        self._transport.push(ticket, [span], streams=self._streams, cancelled=cancelled)
+
+    async def _ours_is_bad(self, slot: Slot, record: SlotRecord) -> bool:
+        return bool(await count_bad(self._work, slot.payload, record.layout, record.sums, record.tier))
+
+    # --- receiver -----------------------------------------------------------------------------------------------
+    def _on_offer(self, node: str, job: str, offer: ReplicaOffer) -> None:
+        key = (node, offer.transfer)
+        outcome = self._outcomes.get(key)
+        if outcome is not None:
+            self._send(node, job, outcome)
+        elif key in self._receiving:
+            ticket = self._receiving[key].ticket
+            if ticket:
+                self._send(node, job, ReplicaTicket(offer.transfer, ticket))
+        elif reason := self.refusal(job, offer.snapshot, offer.rank):
+            self._send(node, job, ReplicaDone(offer.transfer, False, reason))
+        else:
+            self._receiving[key] = _Receiving()
+            self._tasks.spawn(self._receive(node, job, offer))
+
+    async def _receive(self, node: str, job: str, offer: ReplicaOffer) -> None:
+        key = (node, offer.transfer)
+        ok, reason = False, "internal"
+        try:
+            slot, reason = await self._take(node, job, offer)
+            ok = slot is not None
+            if slot is not None:
+                self.on_arrived(job, slot)
+        except (CkptdError, ValueError) as error:
+            reason = str(error)
+        finally:
+            self._receiving.pop(key, None)
+            outcome = self._outcomes[key] = ReplicaDone(offer.transfer, ok, "" if ok else reason)
+            while len(self._outcomes) > OUTCOMES_KEPT_MAX:
+                self._outcomes.pop(next(iter(self._outcomes)))
+            self._send(node, job, outcome)
+
+    async def _take(self, node: str, job: str, offer: ReplicaOffer) -> tuple[Slot | None, str]:
+        loop = asyncio.get_running_loop()
+        layout = await loop.run_in_executor(self._work, Layout.decode, offer.layout)
+        record = _record(job, layout, offer)
+        nbytes = layout.tier_bytes(offer.tier)
+        tenant = Tenant(job, int(job.split("/", 1)[0]), "peer", offer.rank)
+        try:
+            slot = await loop.run_in_executor(
+                self._work, self._arena.allocate, tenant, nbytes, _meta_bytes(offer)
+            )
+        except NoMemory as error:
+            return None, f"no memory: {error.what}"
+        try:
+            slot.fill()
+            await self._let_in(node, job, offer, slot.payload[:nbytes])
+            if await count_bad(self._work, slot.payload, layout, offer.sums, offer.tier):
+                raise CkptdError(DAMAGE)
+            await loop.run_in_executor(self._work, _seal, slot, record)
+        except BaseException as error:
+            self._arena.release(slot)
+            if isinstance(error, CkptdError):
+                return None, error.what
+            raise
+        return slot, ""
+
+    async def _let_in(self, node: str, job: str, offer: ReplicaOffer, into: memoryview) -> None:
+        """Raises TransferError. However it ends, nothing writes into the memory afterwards: it may be released."""
+        incoming = self._transport.expect(into, aad=_aad(job, offer))
+        try:
+            ticket = self._receiving[node, offer.transfer].ticket = incoming.ticket.encode()
+            self._send(node, job, ReplicaTicket(offer.transfer, ticket))
+            await asyncio.wrap_future(incoming.done)
+        finally:
+            await settle(incoming)
+
+
+def _seal(slot: Slot, record: SlotRecord) -> None:
+    failpoint("protect.seal")
+    slot.seal(record)
+
+
+def _ticket_for(job: str, offer: ReplicaOffer, data: bytes) -> Ticket:
+    """Raises TransferError when the ticket is for something else than what we offered."""
+    ticket = Ticket.decode(data)
+    if ticket.aad != _aad(job, offer):
+        raise TransferError("the ticket is for another transfer")
+    return ticket
+
+
+def _offer(transfer: str, record: SlotRecord, tier: int) -> ReplicaOffer:
+    sums = record.sums[: SUM_BYTES * block_count(record.layout, tier)]
+    return ReplicaOffer(
+        transfer, record.snapshot, record.rank, tier, record.layout.encoded, record.objects_bytes, sums, record.digests,
+        record.keep,
+    )  # fmt: skip
+
+
+def _record(job: str, layout: Layout, offer: ReplicaOffer) -> SlotRecord:
+    snapshot = offer.snapshot
+    if min(snapshot.epoch, snapshot.step, offer.rank, offer.tier, offer.objects_bytes) < 0:
+        raise ValueError("the offer has a negative number")
+    if layout.rank != offer.rank or len(offer.sums) != SUM_BYTES * block_count(layout, offer.tier):
+        raise ValueError("the offer contradicts its layout")
+    return SlotRecord(
+        job=job,
+        snapshot=offer.snapshot,
+        rank=offer.rank,
+        tier=offer.tier,
+        layout=layout,
+        objects_bytes=offer.objects_bytes,
+        sums=offer.sums,
+        digests=offer.digests,
+        keep=offer.keep,
+    )
+
+
+def _meta_bytes(offer: ReplicaOffer) -> int:
+    digests = sum(len(name) + len(value) + 16 for name, value in offer.digests)
+    return len(offer.layout) + len(offer.sums) + digests + RECORD_MARGIN_BYTES
+
+
+def _aad(job: str, offer: ReplicaOffer) -> bytes:
+    """What both sides know of the transfer, bound into every sealed chunk."""
+    return f"replica|{job}|{offer.snapshot.epoch}|{offer.snapshot.step}|{offer.rank}|{offer.tier}".encode()

@@ -1,0 +1,37 @@
+"""What the daemon lends to a rebuild, and how a rebuild says that it cannot be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import Protocol
+
+from ckptd.arena.arena import Slot, SlotRecord
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
+from ckptd.persist.reader import Checkpoint
+
+
+class Unrecoverable(CkptdError):
+    """``code``: "damage" (another snapshot may serve) or "memory" (no room to fetch into)."""
+
+    def __init__(self, code: str, what: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.code = code
+
+
+class Host(Protocol):
+    """What the daemon lends to a rebuild."""
+
+    node: str
+    executor: Executor
+
+    def held(self, snapshot: SnapshotId, rank: int) -> Slot | None: ...
+    def damaged(self, slot: Slot, record: SlotRecord, reason: str) -> None: ...
+    def unreadable(self, snapshot: SnapshotId, error: Exception) -> None: ...
+    def open_checkpoint(self, snapshot: SnapshotId) -> Checkpoint: ...
+    async def room(self, rank: int, nbytes: int) -> Slot: ...
+    def give_back(self, slot: Slot) -> None: ...
+    async def fetch(
+        self, node: str, snapshot: SnapshotId, rank: int, spans: Sequence[tuple[int, int]], into: memoryview
+    ) -> tuple[bool, str]: ...

@@ -1,0 +1,307 @@
+"""Bring one rank's slices into local memory, verified, from the best mixture of sources (P9, P10; design D11).
+
+Own memory is handed over where it lies. What peers and storage hold is fetched into one scratch slot, packed piece after
+piece. A source that turns out to be damaged or gone is left out and the rest is planned again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ckptd.arena.arena import Slot
+from ckptd.arena.sums import bad_blocks
+from ckptd.core.box import Box, runs
+from ckptd.core.catalogue import Catalogue
+from ckptd.core.dtypes import ITEMSIZE
+from ckptd.core.errors import CkptdError
+from ckptd.core.instructions import PrepareRestore
+from ckptd.core.layout import Layout
+from ckptd.core.protection import level, slice_classes
+from ckptd.core.recovery import DURABLE, OWN, Held, Piece, Plan, SourceIndex, Want, plan_recovery
+from ckptd.persist.reader import Checkpoint
+from ckptd.recover.assembly import Assembly
+from ckptd.recover.host import Host, Unrecoverable
+from ckptd.recover.objects import ObjectPool, split_objects
+from ckptd.recover.stored import Stored, stored_objects
+from ckptd.recover.threads import Threads, all_ended
+from ckptd.recover.wants import Wants
+from ckptd.wire.seqpacket import memfd_object
+
+REPLANS_MAX = 8  # sources that may fail during one restore before it is given up
+MISSING_SHOWN_MAX = 8
+PIECE_ALIGN_BYTES = 64
+FETCH_SPANS_MAX = 200_000  # byte runs in one request to a peer
+
+
+class Rebuild:
+    def __init__(self, host: Host, do: PrepareRestore) -> None:
+        assert do.snapshot is not None
+        self._host, self._do, self._snapshot = host, do, do.snapshot
+        self._layouts = {
+            source.layout_id: Layout.decode(do.layouts[source.layout_id]) for source in do.sources
+        }
+        self._held = [
+            Held(source.node, source.rank, source.tier, self._layouts[source.layout_id])
+            for source in do.sources
+        ]
+        self._threads = Threads(host.executor)
+        self._stored = Stored(do.durable, self._open, lambda error: host.unreadable(self._snapshot, error))
+        self._index: tuple[frozenset[tuple[str, int]], SourceIndex] | None = (
+            None  # what was lost, what is left
+        )
+        self._lost: set[tuple[str, int]] = set()  # (node, rank) found damaged or gone
+        self._objects: dict[int, dict[str, bytes]] = {}
+        self._catalogue: Catalogue | None = None
+        self._verified: dict[
+            int, frozenset[int]
+        ] = {}  # slot -> fragments; whole values, for threads share it
+
+    # --- what the snapshot holds --------------------------------------------------------------------------------
+    async def catalogue(self) -> bytes:
+        """The catalogue for wire.rank.Opened. Raises CkptdError when some rank's objects are nowhere to be had."""
+        layouts = {held.rank: held.layout for held in self._held}
+        if await self._threads.run(self._memory_is_whole, layouts):
+            for rank in sorted(layouts):
+                self._objects[rank] = await self._rank_objects(rank)
+            return await self._threads.run(self._from_memory, layouts)
+        # Some slices come from storage, so its manifest says what there is and what is each rank's own.
+        self._catalogue = await self._stored.call(lambda checkpoint: checkpoint.catalogue())
+        return await self._threads.run(self._catalogue.to_bytes)
+
+    async def ended(self) -> None:
+        """Returns when no thread of it touches memory any more."""
+        await self._threads.ended()
+        await self._stored.ended()
+
+    async def close(self) -> None:
+        """Drops the reader's lease on storage, which may hang. Raises CkptdError, OSError."""
+        await self._stored.close()
+
+    def _from_memory(self, layouts: dict[int, Layout]) -> bytes:
+        names = {rank: tuple(sorted(blobs)) for rank, blobs in self._objects.items()}
+        self._catalogue = Catalogue.from_layouts(layouts, names, self._do.per_rank)
+        return self._catalogue.to_bytes()
+
+    def _open(self) -> Checkpoint:
+        return self._host.open_checkpoint(self._snapshot)
+
+    def _memory_is_whole(self, layouts: dict[int, Layout]) -> bool:
+        holders: dict[int, list[tuple[str, int]]] = {}
+        for held in self._held:
+            holders.setdefault(held.rank, []).append((held.node, held.tier))
+        return level(slice_classes(layouts), holders) >= 0
+
+    async def _rank_objects(self, rank: int) -> dict[str, bytes]:
+        for held in sorted(self._held, key=lambda held: (held.node != self._host.node, held.node)):
+            if held.rank != rank or (held.node, rank) in self._lost:
+                continue
+            region = await self._objects_from(held)
+            if region is not None:
+                return split_objects(region)
+            self._lose(held.node, rank)
+        if self._stored.ok:
+            return await self._stored.call(partial(stored_objects, rank))
+        raise CkptdError(f"no copy of rank {rank}'s objects is readable", where=str(self._snapshot))
+
+    async def _objects_from(self, held: Held) -> bytes | None:
+        length = held.layout.objects_capacity
+        if held.node == self._host.node:
+            slot = self._host.held(self._snapshot, held.rank)
+            if slot is None or not await self._threads.run(self._verify_spans, slot, [(0, length)]):
+                return None
+            return bytes(slot.payload[:length])
+        buffer = bytearray(length)
+        ok, _ = await self._host.fetch(
+            held.node, self._snapshot, held.rank, [(0, length)], memoryview(buffer)
+        )
+        return bytes(buffer) if ok else None
+
+    # --- one rank's slices --------------------------------------------------------------------------------------
+    async def assemble(self, rank: int, wants: Wants) -> Assembly:
+        """Raises Unrecoverable when some wanted slice is nowhere to be had, naming it."""
+        asked = [Want(i, s.key, s.dtype, s.shape, s.box) for i, s in enumerate(wants.tensors)]
+        for _ in range(REPLANS_MAX):
+            plan = await self._plan(rank, asked)
+            if plan.uncovered:
+                raise Unrecoverable("damage", self._name_missing(plan, asked), where=str(self._snapshot))
+            assembly = await self._carry_out(rank, plan, asked)
+            if assembly is not None:
+                return await self._with_objects(rank, wants.objects, assembly)
+        raise Unrecoverable("damage", "too many sources failed", where=str(self._snapshot))
+
+    async def _plan(self, rank: int, asked: list[Want]) -> Plan:
+        """Memory comes first anyway: storage, which may hang, is only asked when memory lacks something."""
+        plan = await self._threads.run(self._plan_now, rank, asked, {})
+        if plan.uncovered:
+            durable = await self._stored.boxes({want.key for want in asked}, rank)
+            if durable:
+                plan = await self._threads.run(self._plan_now, rank, asked, durable)
+        return plan
+
+    def _plan_now(self, rank: int, asked: list[Want], durable: dict[str, list[Box]]) -> Plan:
+        lost = frozenset(self._lost)
+        if self._index is None or self._index[0] != lost:
+            left = [held for held in self._held if (held.node, held.rank) not in lost]
+            self._index = lost, SourceIndex(left)
+        assert self._catalogue is not None, "wants come after the catalogue"
+        return plan_recovery(asked, self._index[1], self._host.node, rank, durable, self._catalogue.per_rank)
+
+    def _lose(self, node: str, rank: int) -> None:
+        """This copy is not used again in this restore."""
+        self._lost.add((node, rank))
+
+    def _name_missing(self, plan: Plan, asked: list[Want]) -> str:
+        names = {want.index: want.key for want in asked}
+        missing = sorted({names[number] for number, _ in plan.uncovered})
+        why = [self._stored.why] if self._stored.why else []
+        shown = ", ".join(missing[:MISSING_SHOWN_MAX]) + (", ..." if len(missing) > MISSING_SHOWN_MAX else "")
+        return "; ".join(
+            [f"slices of {len(missing)} tensors are nowhere to be had: {shown}", *plan.mismatched, *why]
+        )
+
+    async def _carry_out(self, rank: int, plan: Plan, asked: list[Want]) -> Assembly | None:
+        """None: a source failed and was crossed out; plan again."""
+        own = [piece for piece in plan.pieces if piece.source == OWN]
+        far = [piece for piece in plan.pieces if piece.source != OWN]
+        if not await self._threads.run(self._verify_own, own):
+            return None
+        assembly = Assembly()
+        by_index = {want.index: want for want in asked}
+        try:
+            for piece in own:
+                self._add_own(assembly, piece)
+            if far and not await self._fetch_far(rank, assembly, far, by_index):
+                assembly.release()
+                return None
+        except BaseException:
+            assembly.release()
+            raise
+        return assembly
+
+    def _add_own(self, assembly: Assembly, piece: Piece) -> None:
+        slot = self._host.held(self._snapshot, piece.rank)
+        if slot is None or slot.record is None:
+            raise CkptdError("a slot went away during the restore", where=f"rank {piece.rank}")
+        fragment = slot.record.layout.fragments[piece.fragment]
+        assembly.put(piece, slot, fragment.offset, fragment.box)
+
+    async def _fetch_far(
+        self, rank: int, assembly: Assembly, far: list[Piece], wants: dict[int, Want]
+    ) -> bool:
+        """Everything not on this node, into one scratch slot; sources work side by side."""
+        groups: dict[tuple[str, str, int], list[Piece]] = {}
+        for piece in far:
+            groups.setdefault((piece.source, piece.node, piece.rank), []).append(piece)
+        total = sum(_aligned(sum(piece.nbytes for piece in group)) for group in groups.values())
+        slot = await self._host.room(rank, total)
+        jobs, at = [], 0
+        for (kind, node, holder), group in sorted(groups.items()):
+            # Largest elements first: each piece then starts on a multiple of its own element size.
+            group.sort(key=lambda piece: (-ITEMSIZE[wants[piece.want].dtype], piece.want, piece.box.offsets))
+            start = at
+            for piece in group:
+                assembly.put(piece, slot, at, piece.box)
+                at += piece.nbytes
+            into = slot.payload[start:at]
+            at = _aligned(at)
+            jobs.append(self._fetch_group(kind, node, holder, group, into))
+        if all(await all_ended(jobs)):
+            return True
+        self._host.give_back(slot)  # the next plan finds it again
+        return False
+
+    async def _fetch_group(
+        self, kind: str, node: str, holder: int, group: list[Piece], into: memoryview
+    ) -> bool:
+        if kind == DURABLE:
+            return await self._stored.read(group, into)
+        layout = next(held.layout for held in self._held if held.node == node and held.rank == holder)
+        spans: list[tuple[int, int]] = []
+        for piece in group:
+            fragment = layout.fragments[piece.fragment]
+            for offset, length in runs(fragment.box, piece.box, ITEMSIZE[fragment.dtype]):
+                spans.append((fragment.offset + offset, length))
+        at = 0
+        for first in range(0, len(spans), FETCH_SPANS_MAX):
+            part = spans[first : first + FETCH_SPANS_MAX]
+            length = sum(length for _, length in part)
+            ok, _ = await self._host.fetch(node, self._snapshot, holder, part, into[at : at + length])
+            if not ok:
+                self._lose(node, holder)
+                return False
+            at += length
+        return True
+
+    def _verify_own(self, own: list[Piece]) -> bool:
+        """Blocks of own memory are checked once per restore (P10). Runs in a thread."""
+        for rank in sorted({piece.rank for piece in own}):
+            slot = self._host.held(self._snapshot, rank)
+            if slot is None or slot.record is None:
+                self._lose(self._host.node, rank)
+                return False
+            known = self._verified.get(slot.id, frozenset())
+            fresh = {piece.fragment for piece in own if piece.rank == rank} - known
+            fragments = slot.record.layout.fragments
+            spans = [(fragments[i].offset, fragments[i].nbytes) for i in sorted(fresh)]
+            if not self._verify_spans(slot, spans):
+                return False
+            self._verified[slot.id] = known | fresh
+        return True
+
+    def _verify_spans(self, slot: Slot, spans: list[tuple[int, int]]) -> bool:
+        record = slot.record
+        if record is None:
+            return False
+        bad = bad_blocks(slot.payload, record.layout, record.sums, spans, record.tier)
+        if bad:
+            self._lose(self._host.node, record.rank)
+            self._host.damaged(
+                slot, record, f"{len(bad)} blocks do not match their sums, first: block {bad[0]}"
+            )
+        return not bad
+
+    # --- objects ------------------------------------------------------------------------------------------------
+    async def _with_objects(self, rank: int, names: Sequence[str], assembly: Assembly) -> Assembly:
+        assert self._catalogue is not None, "wants come after the catalogue"
+        try:
+            unknown = sorted(set(names) - self._catalogue.objects.keys())
+            if unknown:
+                raise Unrecoverable("mismatch", f"there are no objects {unknown}", where=str(self._snapshot))
+            if self._objects:
+                await self._threads.run(self._add_objects, rank, names, assembly, self._held_blob)
+            elif names:
+                await self._stored.call(lambda c: self._add_objects(rank, names, assembly, c.object_bytes))
+        except BaseException:
+            assembly.release()
+            raise
+        return assembly
+
+    def _add_objects(
+        self, rank: int, names: Sequence[str], assembly: Assembly, blob: Callable[[str, int], bytes]
+    ) -> None:
+        assert self._catalogue is not None, "wants come after the catalogue"
+        pool = ObjectPool()
+        single: dict[str, tuple[int, int]] = {}
+        every: dict[str, dict[int, tuple[int, int]]] = {}
+        for name in names:
+            owners = self._catalogue.objects[name]
+            if f"o:{name}" in self._catalogue.per_rank:
+                every[name] = {owner: pool.place(blob(name, owner)) for owner in owners}
+            if rank in owners or f"o:{name}" not in self._catalogue.per_rank:
+                single[name] = pool.place(blob(name, rank if rank in owners else owners[0]))
+        if not pool.size:
+            return
+        index = assembly.add(memfd_object(pool.data()), pool.size)
+        assembly.objects = {name: [index, *place] for name, place in single.items()}
+        assembly.objects_all = {
+            name: {owner: [index, *place] for owner, place in places.items()}
+            for name, places in every.items()
+        }
+
+    def _held_blob(self, name: str, rank: int) -> bytes:
+        return self._objects[rank][name]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES

@@ -1,0 +1,95 @@
+"""The durable copy of the snapshot to restore, in threads of its own: storage that hangs holds up nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from ckptd.core.box import Box
+from ckptd.core.errors import CkptdError
+from ckptd.core.recovery import Piece
+from ckptd.persist.reader import Checkpoint
+from ckptd.recover.threads import Threads, all_ended
+
+READERS_MAX = 4  # threads reading storage for one restore on this node; the reader splits long runs again
+
+T = TypeVar("T")
+
+
+class Stored:
+    """``ok``: may be used. False from the first failure on: ``why``. ``failed`` hears of each."""
+
+    def __init__(
+        self, ok: bool, opens: Callable[[], Checkpoint], failed: Callable[[Exception], None]
+    ) -> None:
+        self.ok, self.why = ok, ""
+        self._opens, self._failed = opens, failed
+        self._pool = ThreadPoolExecutor(READERS_MAX, thread_name_prefix="restore")
+        self._threads = Threads(self._pool)
+        self._checkpoint: Checkpoint | None = None
+        self._opening = asyncio.Lock()
+
+    async def call(self, do: Callable[[Checkpoint], T]) -> T:
+        """``do`` in a thread, with the open checkpoint. Raises CkptdError, OSError; then it is not ``ok`` any more."""
+        try:
+            checkpoint = await self._open()
+            return await self._threads.run(do, checkpoint)
+        except (CkptdError, OSError) as error:
+            if self.ok:
+                self._failed(error)
+            self.ok = False
+            self.why = f"{error.what} [{error.where}]" if isinstance(error, CkptdError) else str(error)
+            raise
+
+    async def boxes(self, keys: Collection[str], rank: int) -> dict[str, list[Box]]:
+        """What is stored of these tensors; nothing when it cannot be used."""
+        if not self.ok:
+            return {}
+        try:
+            return await self.call(
+                lambda c: {key: c.boxes(key, rank) for key in map(c.catalogue().canonical, keys)}
+            )
+        except (CkptdError, OSError):
+            return {}
+
+    async def read(self, pieces: Sequence[Piece], into: memoryview) -> bool:
+        """The pieces one after the other into ``into``. False: something was unreadable, or damaged."""
+        reads, at = [], 0
+        for piece in pieces:
+            reads.append(self._read(piece, into[at : at + piece.nbytes]))
+            at += piece.nbytes
+        try:
+            await all_ended(reads)
+        except (CkptdError, OSError):
+            return False
+        return True
+
+    async def ended(self) -> None:
+        await self._threads.ended()
+
+    async def close(self) -> None:
+        """After they have ended. Storage may hang on the lease as well."""
+        if self._checkpoint is not None:
+            await self._threads.run(self._checkpoint.close)
+        self._pool.shutdown(wait=False)
+
+    async def _open(self) -> Checkpoint:
+        async with self._opening:
+            if self._checkpoint is None:
+                await self._threads.run(self._open_now)
+            assert self._checkpoint is not None, "opened, or raised"
+            return self._checkpoint
+
+    def _open_now(self) -> None:
+        self._checkpoint = self._opens()  # here, so that one is closed even when nobody waits for it any more
+
+    async def _read(self, piece: Piece, dest: memoryview) -> None:
+        await self.call(lambda checkpoint: checkpoint.read(piece.key, piece.box, dest, piece.rank))
+
+
+def stored_objects(rank: int, checkpoint: Checkpoint) -> dict[str, bytes]:
+    """The non-tensor values of this rank, by name."""
+    names = [name for name, owners in checkpoint.catalogue().objects.items() if rank in owners]
+    return {name: checkpoint.object_bytes(name, rank) for name in names}

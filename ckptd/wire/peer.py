@@ -1,0 +1,95 @@
+"""Messages between the shells of two daemons, beside core.messages, on the same control link (design D3, D4).
+
+Bytes always flow by *push*: whoever receives issues the single-use ticket (wire.bulk), whoever sends connects with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptd.core.ids import SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOffer:
+    """I want you to hold this slot's tier prefix. sums cover the blocks of that prefix."""
+
+    transfer: str
+    snapshot: SnapshotId
+    rank: int
+    tier: int
+    layout: bytes
+    objects_bytes: int
+    sums: bytes
+    digests: tuple[tuple[str, bytes], ...] = ()  # the whole slot's, as its own node made them
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTicket:
+    transfer: str
+    ticket: bytes  # wire.bulk.Ticket.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDone:
+    """Receiver -> sender: verified and sealed (ok), or refused ("no memory", "stale epoch", "damage", ...)."""
+
+    transfer: str
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAsk:
+    """Push me these byte spans of that held slot, one after the other, verified against your sums first."""
+
+    transfer: str
+    snapshot: SnapshotId
+    rank: int
+    spans: tuple[tuple[int, int], ...]  # (payload offset, length)
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FetchDone:
+    """Holder -> asker. The bytes sent fall into units of these lengths, each with an xxh3_128: the sum made at the seal
+    where a unit is a whole block, a sum of what was sent (its blocks verified first) elsewhere."""
+
+    transfer: str
+    ok: bool
+    units: tuple[int, ...] = ()
+    sums: bytes = b""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBad:
+    """Asker -> holder: what you sent did not match its sums. Look at your copy."""
+
+    snapshot: SnapshotId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatusAsk:
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReply:
+    request: str
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageToken:
+    """What the sender placed on its storage under its node id: whoever cannot read it there has another storage."""
+
+    token: str
+
+
+PEER_MESSAGES = (
+    ReplicaOffer, ReplicaTicket, ReplicaDone, FetchAsk, FetchDone, FetchBad, StatusAsk, StatusReply, StorageToken,
+)  # fmt: skip

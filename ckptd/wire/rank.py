@@ -1,0 +1,282 @@
+"""Messages between a training rank and its daemon (design D2), over a unix SOCK_SEQPACKET socket.
+
+A frame is one msgpack array ``[class name, {field: value}]`` of at most FRAME_BYTES_MAX, with file descriptors beside it
+(SCM_RIGHTS). Whatever may be larger travels in a sealed memfd named in ``fds`` comments below. Fields are plain
+msgpack types only, so that the trainer needs no schema library: ``cls(**fields)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PROTOCOL_VERSION = 1
+FRAME_BYTES_MAX = 64 * 1024
+FDS_PER_FRAME_MAX = 64
+MEMFD_OBJECT_BYTES_MAX = 256 * 1024 * 1024  # catalogue, wants, load plan, layout
+
+Pair = list[int]  # a SnapshotId as [epoch, step]
+
+
+# --- rank -> daemon ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Hello:
+    """First frame. The job is (peer uid, name); ``pid`` must be the peer's own (checked against SO_PEERCRED)."""
+
+    version: int
+    job: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """After a reconnect: memfds this process still maps, so that a daemon that lost them can take them back.
+    fds: one per name. Answered by Mapped/Retire per slot."""
+
+    segments: list[str]
+
+
+@dataclass(frozen=True)
+class Join:
+    """At restore() or the first snapshot(): the world is fixed now.
+
+    ``nodes`` are NodeInfo dicts in rank order without repeats; ``ranks[i]`` is the node id of rank i; ``attempt`` is one
+    random string for all ranks. ``ask`` is None or a RestoreAsk dict. state_bytes: predicted payload of one snapshot.
+    After a reconnect (the daemon restarted, training went on) the client sends Hello, Offer and the *same* Join again:
+    the attempt is the nonce of the running epoch, so the daemon answers Mapped* and Ready, and opens nothing.
+    """
+
+    attempt: str
+    rank: int
+    ranks: list[str]
+    nodes: list[dict[str, Any]]
+    state_bytes: int
+    ask: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Wants:
+    """fds: [wants] msgpack {"tensors": [[key, dtype, shape, offsets, sizes], ...], "objects": [name, ...]}.
+    The slices this rank wants, in the order that LoadPlan refers to."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class WantsRefused:
+    """The snapshot does not fit the registered objects (all mismatches named); final for this restore()."""
+
+    round: int
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    round: int
+    ok: bool
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Called:
+    """snapshot(step) was called. asks: must=True waits for a grant of exactly this step."""
+
+    step: int
+    asks: bool = False
+
+
+@dataclass(frozen=True)
+class SealedSlot:
+    """Capture into the slot is complete. fds: [layout] when this layout_id is new to the connection.
+    objects_bytes: real length of the msgpack map {name: bin} in the objects region (the rest of it is zero)."""
+
+    slot: int
+    grant: int
+    step: int
+    layout_id: str
+    objects_bytes: int
+    keep: bool = False
+    capture_s: float = 0.0
+    blocked_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """This grant will not be delivered by this rank ("late", "fence timeout", "no memory", "taken back", "type", ...)."""
+
+    grant: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resize:
+    """The layout needs this many payload bytes per slot now."""
+
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A snapshot() that returned skipped without any grant, for health and metrics."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class WaitFor:
+    """The rank waits until step (None: newest complete) reaches a level; "durable" schedules a flush."""
+
+    step: int | None
+    level: str  # "sealed" | "protected" | "durable"
+
+
+@dataclass(frozen=True)
+class ListSteps:
+    request: int
+
+
+@dataclass(frozen=True)
+class AskHealth:
+    request: int
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """The with block ended. finished: without an exception; the job's memory may go after job_linger, once durable."""
+
+    finished: bool
+
+
+# --- daemon -> rank ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Welcome:
+    version: int
+    node: dict[str, Any]  # NodeInfo
+    policy: dict[str, Any]  # Policy fields the client needs: replicas, own_slots, audit_every, fence_timeout_s, ...
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The daemon will not serve this connection (version, rights, unknown job...); it closes after this."""
+
+    what: str
+    where: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A slot the rank may be granted. fds: [segment] when this segment name is new to the connection."""
+
+    slot: int
+    segment: str
+    segment_bytes: int
+    offset: int  # of the payload in the segment
+    capacity: int
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Unmap this slot's segment once no slot of it is left."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The epoch is open. fds: [catalogue] when snapshot is not None: msgpack
+    {"tensors": {key: [dtype, shape, role]}, "objects": {name: "all" | [ranks that have it]}, "per_rank": [...],
+     "aliases": {alias: key}, "world": n}. snapshot None: nothing to restore, Ready follows."""
+
+    epoch: int
+    round: int
+    snapshot: Pair | None
+    errors: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """All ranks voted yes: copy, then Loaded. fds: [plan, segment, segment, ...]; plan is msgpack
+    {"pieces": [[want index, offsets, sizes, segment index, byte offset, source offsets, source sizes], ...],
+     "objects": {name: [segment index, byte offset, length]}, "objects_all": {name: {rank: [segment, offset, length]}},
+     "bytes": {source: n}, "seconds": {...}}. A piece: the box (offsets, sizes) of want i lies inside the
+    C-contiguous source box (source offsets, source sizes) stored at that byte offset."""
+
+    round: int
+    segment_bytes: list[int]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """restore() or the join failed on all ranks: raise."""
+
+    code: str
+    reason: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """All ranks loaded (or there was nothing to load): snapshots may begin."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class GrantSlot:
+    slot: int
+    grant: int
+    from_step: int
+
+
+@dataclass(frozen=True)
+class TakeBack:
+    """The grant is void. Answer GaveUp("taken back") if it was not sealed yet."""
+
+    grant: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Level:
+    epoch: int
+    step: int
+    level: int  # -1 incomplete, 0 sealed, f protected(f)
+    wanted: int
+    durable: bool
+    void: str = ""
+
+
+@dataclass(frozen=True)
+class Superseded:
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    request: int
+    rows: list[dict[str, Any]]  # {"epoch", "step", "level", "durable", "where"}
+
+
+@dataclass(frozen=True)
+class Health:
+    """Answer to AskHealth (request > 0) or news (request 0)."""
+
+    request: int
+    ok: bool
+    problems: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+TO_DAEMON = (
+    Hello, Offer, Join, Wants, WantsRefused, Loaded, Called, SealedSlot, GaveUp, Resize, Skipped, WaitFor, ListSteps,
+    AskHealth, Goodbye,
+)  # fmt: skip
+TO_RANK = (
+    Welcome, Refused, Mapped, Retire, Opened, LoadPlan, Failed, Ready, GrantSlot, TakeBack, Level, Superseded, Steps,
+    Health,
+)  # fmt: skip

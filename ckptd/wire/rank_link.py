@@ -1,0 +1,179 @@
+"""The daemon's end of the unix socket: who connects, which process that is, and when it dies (design D2,
+P13).
+
+Runs in the daemon's event loop and never waits for a rank: what a stopped rank does not take is queued up to
+a bound, then the connection is closed (it comes back by itself).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+from collections import Counter
+from pathlib import Path
+
+from ckptd.core.errors import CkptdError
+from ckptd.process import Process, peer_credentials
+from ckptd.wire import rank as wire
+from ckptd.wire.path_lock import PathLock
+from ckptd.wire.rank_session import OnClose, OnMessage, OnOpen, RankSession, Reason
+from ckptd.wire.seqpacket import RankSocket
+
+__all__ = ["RankLink", "RankSession"]
+
+log = logging.getLogger("ckptd.wire")
+
+CONNECTIONS_MAX = 1024  # of all users
+CONNECTIONS_PER_UID_MAX = 256
+BACKLOG = 128
+ACCEPT_PAUSE_S = 0.1  # after the process ran out of descriptors
+
+
+class RankLink:
+    """Listens on ``path``. ``on_message`` may raise ValueError: that connection is closed as garbage. The
+    descriptors given to it are closed when it returns. All callbacks run in the event loop.
+
+    Raises CkptdError at ``start`` when another daemon serves the path or it cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        on_open: OnOpen,
+        on_message: OnMessage,
+        on_close: OnClose,
+        *,
+        mode: int = 0o600,
+        connections_max: int = CONNECTIONS_MAX,
+        connections_per_uid_max: int = CONNECTIONS_PER_UID_MAX,
+    ) -> None:
+        self.path, self._mode = Path(path), mode
+        self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
+        self._connections_max = connections_max
+        self._per_uid_max = min(connections_per_uid_max, connections_max)
+        self.sessions: set[RankSession] = set()
+        self._per_uid: Counter[int] = Counter()
+        self.turned_away = 0
+        self._lock = PathLock(self.path)
+        self._listener: socket.socket | None = None
+
+    def start(self) -> None:
+        """In the event loop's thread."""
+        self._loop = asyncio.get_running_loop()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock.take()
+        try:
+            self._listener = self._listen()
+        except OSError as error:
+            self._lock.drop()
+            raise CkptdError(f"cannot listen: {error}", where=str(self.path), hint="set socket") from error
+        except CkptdError:
+            self._lock.drop()
+            raise
+        self._loop.add_reader(self._listener, self._accept)
+
+    def stop(self) -> None:
+        """Close all connections and remove the path."""
+        if self._listener is None:
+            return
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._listener = None
+        self.path.unlink(missing_ok=True)
+        for session in list(self.sessions):
+            session.close()
+        self._lock.drop()
+
+    def _listen(self) -> socket.socket:
+        _remove_dead_socket(self.path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            before = os.umask(0o177)  # nobody gets in between bind and chmod
+            try:
+                listener.bind(str(self.path))
+            finally:
+                os.umask(before)
+            self.path.chmod(self._mode)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    # --- connections --------------------------------------------------------------------------------
+    def _accept(self) -> None:
+        for _ in range(BACKLOG):
+            if self._listener is None:
+                return
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except (
+                OSError
+            ) as error:  # out of descriptors: the listener stays readable, so look away for a moment
+                log.error("cannot accept a rank: %s", error)
+                self._pause()
+                return
+            self._admit(sock)
+
+    def _pause(self) -> None:
+        assert self._listener is not None
+        self._loop.remove_reader(self._listener)
+        self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _admit(self, sock: socket.socket) -> None:
+        pid, uid, _ = peer_credentials(sock)
+        if len(self.sessions) >= self._connections_max or self._per_uid[uid] >= self._per_uid_max:
+            self._turn_away(sock, f"too many connections of uid {uid}", "close clients that are not needed")
+            return
+        try:
+            process = Process.of_peer(sock)
+        except OSError as error:
+            hint = "run both in one pid namespace (hostPID, shareProcessNamespace)"
+            self._turn_away(sock, f"process {pid} cannot be watched: {error}", hint)
+            return
+        session = RankSession(sock, process, uid, self._on_message, self._forget)
+        self.sessions.add(session)
+        self._per_uid[uid] += 1
+        self._on_open(session)
+
+    def _turn_away(self, sock: socket.socket, what: str, hint: str) -> None:
+        self.turned_away += 1
+        with sock:
+            RankSocket(sock, ()).send(wire.Refused(what, str(self.path), hint))
+
+    def _forget(self, session: RankSession, reason: Reason) -> None:
+        self.sessions.discard(session)
+        self._per_uid[session.uid] -= 1
+        if not self._per_uid[session.uid]:
+            del self._per_uid[session.uid]
+        self._on_close(session, reason)
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """A daemon that was killed leaves its socket file. Only a socket that nobody serves is removed."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise CkptdError("not a socket", where=str(path), hint="set socket to a path of its own")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except BlockingIOError:
+            pass  # a full backlog: somebody listens
+    raise CkptdError(
+        "another process serves this socket", where=str(path), hint="stop it, or set another socket"
+    )

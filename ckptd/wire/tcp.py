@@ -1,0 +1,83 @@
+"""Bulk bytes over plain TCP: one blocking thread per stream, straight between the spans and the buffer (design D4)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from ckptd.wire.bulk import (
+    CONNECTIONS_MAX,
+    HANDSHAKE_TIMEOUT_S,
+    IDLE_TIMEOUT_S,
+    STREAMS_DEFAULT,
+    TICKET_TTL_S,
+    Mode,
+    Ticket,
+)
+from ckptd.wire.keys import ClusterKey
+from ckptd.wire.landing import Landing, Landings
+from ckptd.wire.scratch import ScratchPool
+from ckptd.wire.tcp_gate import Gate
+from ckptd.wire.tcp_io import is_loopback, join_address, require_key
+from ckptd.wire.tcp_push import Push
+
+
+class TcpTransport:
+    """Listens from the first moment. ``advertise``: the IP that tickets name, when it is not the one bound.
+
+    ``mode`` of the tickets issued here; None: plain on loopback, AES-256-GCM elsewhere. ``secret``: the cluster key; without
+    it only loopback may be bound (CkptdError). ``connections_max`` bounds the streams at work.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        port: int = 0,
+        *,
+        mode: Mode | None = None,
+        secret: ClusterKey | None = None,
+        advertise: str | None = None,
+        connections_max: int = CONNECTIONS_MAX,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    ) -> None:
+        require_key(bind, secret is not None)
+        self._bulk_key = secret.bulk if secret else b""
+        self._mode: Mode = mode or ("none" if is_loopback(bind) else "aead")
+        self._idle_timeout_s, self._handshake_timeout_s = idle_timeout_s, handshake_timeout_s
+        self._landings, self._pool = Landings(), ScratchPool()
+        self._closing = threading.Event()
+        self._gate = Gate(
+            bind, port, self._landings, self._bulk_key,
+            connections_max=connections_max, idle_timeout_s=idle_timeout_s, handshake_timeout_s=handshake_timeout_s,
+        )  # fmt: skip
+        self.address = join_address(advertise or bind, self._gate.port)
+
+    @property
+    def connections(self) -> int:
+        """Streams that are being received right now, for metrics."""
+        return self._gate.streams
+
+    def expect(self, buffer: memoryview, *, aad: bytes = b"", ttl_s: float = TICKET_TTL_S) -> Landing:
+        return self._landings.expect(buffer, self.address, self._mode, aad, time.monotonic() + ttl_s)
+
+    def push(
+        self,
+        ticket: Ticket,
+        spans: Sequence[memoryview],
+        *,
+        streams: int = STREAMS_DEFAULT,
+        cancelled: threading.Event | None = None,
+    ) -> None:
+        push = Push(
+            ticket, spans, self._bulk_key, self._pool, cancelled, self._closing,
+            idle_timeout_s=self._idle_timeout_s, handshake_timeout_s=self._handshake_timeout_s,
+        )  # fmt: skip
+        push.run(streams)
+
+    def close(self) -> None:
+        """Stop listening and fail what is under way, pushes too; returns when no thread writes into a buffer any more."""
+        self._closing.set()
+        self._landings.close()
+        self._gate.close()

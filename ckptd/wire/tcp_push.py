@@ -1,0 +1,119 @@
+"""The sending end of one transfer: streams that take chunk after chunk from one queue, each in a thread."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import struct
+import threading
+from collections.abc import Sequence
+
+from ckptd.core.failpoint import failpoint
+from ckptd.wire import bulk_frames as frames
+from ckptd.wire.bulk import (
+    CHUNK_BYTES,
+    STREAMS_MAX,
+    TICKET_ID_BYTES,
+    Spans,
+    Ticket,
+    TransferError,
+    chunk_count,
+)
+from ckptd.wire.scratch import ScratchPool
+from ckptd.wire.tcp_io import Wire, connect
+
+
+class Push:
+    def __init__(
+        self,
+        ticket: Ticket,
+        spans: Sequence[memoryview],
+        bulk_key: bytes,
+        pool: ScratchPool,
+        cancelled: threading.Event | None,
+        closing: threading.Event,
+        *,
+        idle_timeout_s: float,
+        handshake_timeout_s: float,
+    ) -> None:
+        self._ticket, self._spans, self._bulk_key = ticket, Spans(spans), bulk_key
+        self._pool = pool
+        self._cancelled, self._closing = cancelled or threading.Event(), closing
+        self._idle_timeout_s, self._handshake_timeout_s = idle_timeout_s, handshake_timeout_s
+        self._id = secrets.token_bytes(TICKET_ID_BYTES)
+        self._queue = itertools.count()  # next() is atomic
+        self._error: TransferError | None = None
+        self._lock = threading.Lock()
+
+    def run(self, streams: int) -> None:
+        """Blocks until every stream has heard DONE. Raises the first TransferError of any stream."""
+        if self._spans.nbytes != self._ticket.nbytes:
+            raise TransferError(f"{self._spans.nbytes} bytes for a ticket of {self._ticket.nbytes}")
+        count = max(1, min(streams, STREAMS_MAX, chunk_count(self._ticket.nbytes)))
+        helpers = [
+            threading.Thread(target=self._stream, args=(number, count), name="bulk-push", daemon=True)
+            for number in range(1, count)
+        ]
+        for thread in helpers:
+            thread.start()
+        self._stream(0, count)
+        for thread in helpers:
+            thread.join()
+        if self._error is not None:
+            raise TransferError(self._error.what, where=self._ticket.address, hint=self._error.hint)
+
+    def _stopped(self) -> bool:
+        return self._error is not None or self._cancelled.is_set() or self._closing.is_set()
+
+    def _stream(self, number: int, count: int) -> None:
+        try:
+            sock = connect(self._ticket.address, self._stopped, self._handshake_timeout_s)
+            with sock:
+                wire = Wire(sock, self._stopped, idle_timeout_s=self._idle_timeout_s)
+                hello = frames.Hello(number, count, self._ticket.mode, self._ticket.id, self._id)
+                secret = self._greet(wire, hello)
+                chunks = self._send(wire, secret)
+                self._hear_done(wire, secret, chunks)
+        except TransferError as error:
+            with self._lock:
+                self._error = self._error or error
+
+    def _greet(self, wire: Wire, hello: frames.Hello) -> frames.StreamSecret:
+        """Prove the ticket, and have the receiver prove that it issued it."""
+        wire.write([hello.pack()])
+        nonce = frames.unpack_reply(wire.read(frames.REPLY_BYTES))
+        secret = frames.StreamSecret(self._ticket, self._bulk_key, hello, nonce)
+        wire.write([secret.proof("sender")])
+        if not secret.check(frames.unpack_reply(wire.read(frames.REPLY_BYTES)), "receiver"):
+            raise TransferError("the receiver cannot prove that it issued the ticket (another cluster key?)")
+        return secret
+
+    def _send(self, wire: Wire, secret: frames.StreamSecret) -> int:
+        cipher = secret.cipher() if self._ticket.mode == "aead" else None
+        total = chunk_count(self._ticket.nbytes)
+        sent = 0
+        for index in iter(self._queue.__next__, None):
+            if index >= total:
+                break
+            failpoint("bulk.send")
+            offset = index * CHUNK_BYTES
+            length = min(CHUNK_BYTES, self._ticket.nbytes - offset)
+            self._send_chunk(wire, cipher, frames.pack_chunk(offset, length), self._spans.cut(offset, length))
+            sent += 1
+        self._send_chunk(wire, cipher, frames.pack_chunk(sent, 0, frames.LAST), [])
+        return sent
+
+    def _send_chunk(
+        self, wire: Wire, cipher: frames.ChunkCipher | None, head: bytes, pieces: list[memoryview]
+    ) -> None:
+        if cipher is None:
+            wire.write([head, *pieces])
+        else:
+            plain = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            with self._pool.take(self._stopped) as scratch:
+                wire.write([head, cipher.seal(head, plain, scratch)])
+
+    def _hear_done(self, wire: Wire, secret: frames.StreamSecret, chunks: int) -> None:
+        proof = frames.unpack_reply(wire.read(frames.REPLY_BYTES))
+        if not secret.check(proof, "done", struct.pack(">Q", chunks)):
+            raise TransferError("the receiver's confirmation does not match what was sent")

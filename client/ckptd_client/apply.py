@@ -1,0 +1,170 @@
+"""Non-tensor state back into the registered objects (design D11): decoded and checked first, set after the tensors."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptd.core.errors import CkptdError
+from ckptd_client import optim, resolve, rng, tree
+from ckptd_client.catalogue import Catalogue
+from ckptd_client.entries import Owner, State
+from ckptd_client.load import Memory
+from ckptd_client.registry import Registry
+from ckptd_client.wants import Wanted
+from ckptd_client.world import World
+
+
+@dataclass
+class Restored:
+    """What came back beside the registered objects: the snapshot's ``meta``, plain values as saved, and remarks."""
+
+    meta: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Objects:
+    """The decoded trees of one load plan. Raises CkptdError naming each object that cannot be used."""
+
+    def __init__(
+        self, registry: Registry, state: State, world: World, catalogue: Catalogue, wanted: Wanted,
+        plan: Mapping[str, Any], memory: Memory,
+    ) -> None:  # fmt: skip
+        self._registry, self._state, self._world, self._catalogue = registry, state, world, catalogue
+        self._wanted, self._plan, self._memory = wanted, plan, memory
+        self.same_world = catalogue.world == world.size
+        self.trees: dict[str, Any] = {}
+        problems: list[str] = []
+        for name, owner in self._named():
+            try:
+                self.trees[name] = self._decode(name, owner)
+            except (ValueError, KeyError, TypeError, CkptdError) as error:
+                problems.append(f"{name}: {error}")
+        problems += self._check_groups()
+        if problems:
+            raise CkptdError(
+                "state cannot be restored: " + "; ".join(problems), hint="see strict=False and only="
+            )
+
+    def _named(self) -> Iterator[tuple[str, Owner | None]]:
+        wanted = set(self._wanted.objects)
+        for owner in self._registry.owners.values():
+            own = [*resolve.object_names(owner, self._state), f"{owner.name}.{resolve.ODD}"]
+            yield from ((name, owner) for name in own if name in wanted)
+        yield from ((name, None) for name in (rng.NAME, resolve.META) if name in wanted)
+
+    def _decode(self, name: str, owner: Owner | None) -> Any:
+        """This rank's own value, the one of all ranks, or what the owner makes of all ranks' values."""
+        everyone = self._plan.get("objects_all", {}).get(name)
+        if everyone and self._catalogue.is_per_rank("o", name):
+            states = [tree.decode(self._memory.blob(everyone[rank]), self._find) for rank in sorted(everyone)]
+            if name.endswith("." + resolve.GROUPS) and owner is not None and owner.kind == "optimizer":
+                return optim.merge_groups(states)
+            if name.endswith("." + resolve.ODD) and owner is not None and owner.kind == "optimizer":
+                return optim.merge_odd(states)
+            if not self.same_world and owner is not None:
+                return owner.value.reshard(states, self._world.rank, self._world.size)
+            if not self.same_world:
+                return states[0]
+        place = self._plan.get("objects", {}).get(name)
+        if place is None:
+            raise CkptdError("the daemon did not bring it", where=name)
+        return tree.decode(self._memory.blob(place), self._find)
+
+    def _find(self, key: str) -> Tensor:
+        return self._wanted.inside[key]
+
+    def _check_groups(self) -> list[str]:
+        problems: list[str] = []
+        for owner in self._registry.of_kind("optimizer"):
+            groups = self.trees.get(f"{owner.name}.{resolve.GROUPS}")
+            if groups is not None:
+                problems += optim.check_groups(owner, self._state.params, groups)
+        return problems
+
+    # --- setting ------------------------------------------------------------------------------------------------
+    def apply(self, step: int, *, strict: bool) -> Restored:
+        """After the tensors are written."""
+        result = Restored()
+        self._set_states(strict)
+        for owner in self._registry.owners.values():
+            self._set_owner(owner, result)
+        meta = self.trees.get(resolve.META)
+        result.meta = meta.get("meta", {}) if isinstance(meta, dict) else {}
+        self._set_rng(step, result)
+        return result
+
+    def _set_states(self, strict: bool) -> None:
+        for new in self._wanted.states:
+            odd = self.trees.get(f"{new.owner.name}.{resolve.ODD}", {}).get(new.key, {})
+            tensors = dict(new.tensors)
+            state = {name: optim.flesh(bones, tensors) for name, bones in odd.items()} | tensors
+            of_all = new.owner.value.state
+            if state:
+                if strict and new.parameter in of_all:
+                    of_all[new.parameter].clear()
+                of_all[new.parameter].update(state)
+            elif strict:
+                of_all.pop(new.parameter, None)  # the snapshot is older than this state
+
+    def _set_owner(self, owner: Owner, result: Restored) -> None:
+        if owner.kind == "module":
+            for name, module in self._state.extras[owner.name]:
+                if name in self.trees:
+                    module.set_extra_state(self.trees[name])
+        elif owner.kind == "optimizer":
+            groups = self.trees.get(f"{owner.name}.{resolve.GROUPS}")
+            if groups is not None:
+                optim.apply_groups(owner, self._state.params, groups, _write)
+            for name, value in self.trees.get(f"{owner.name}.{resolve.ODD}", {}).get("", {}).items():
+                owner.value.state[name] = value
+        elif owner.name in self.trees:
+            self._set_value(owner, self.trees[owner.name], result)
+
+    def _set_value(self, owner: Owner, value: Any, result: Restored) -> None:
+        if owner.kind == "stateful":
+            owner.value.load_state_dict(value)
+            return
+        result.values[owner.name] = value
+        if not set_in_place(owner.value, value):
+            owner.value = value
+
+    def _set_rng(self, step: int, result: Restored) -> None:
+        state = self.trees.get(rng.NAME)
+        if state is None:
+            return
+        if self.same_world:
+            rng.restore(state)
+        else:
+            rng.reseed(state["seed"], step, self._world.rank)
+            result.notes.append(
+                f"random generators were reseeded from (seed, step, rank): {self._catalogue.world} ranks saved, "
+                f"{self._world.size} restore"
+            )
+
+
+def _write(target: Tensor, source: Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def set_in_place(target: Any, value: Any) -> bool:
+    """Fill a registered container with what was saved, so that everybody who holds it sees it. False: it has no inside."""
+    if isinstance(target, torch.Generator):
+        target.set_state(value.get_state())
+    elif isinstance(target, list) and isinstance(value, list):
+        target[:] = value
+    elif isinstance(target, collections.Counter | dict | set) and isinstance(value, dict | set):
+        target.clear()
+        target.update(value)
+    elif type(target).__name__ == "ndarray" and getattr(value, "shape", None) == target.shape:
+        target[...] = value
+    else:
+        return False
+    return True

@@ -1,0 +1,304 @@
+"""The capture engine: one thread copies in the background, the fence helps when training has caught up (design D6).
+
+Jobs are done one after the other. The trainer's thread only ever waits in ``fence``, and no longer than its bound (P5).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from ckptd.core.failpoint import FailpointError, failpoint
+from ckptd_client import libc
+from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
+from ckptd_client.segments import SlotView
+from ckptd_client.statics import Statics, mark_of
+
+log = logging.getLogger("ckptd")
+STOP_WAIT_S = 5.0  # at close, for the chunk in flight
+DEVICE_POLL_S = (
+    0.002  # is the device done? Asked, not waited for, so that the next job can be enqueued meanwhile
+)
+
+
+class Engine:
+    """``on_sealed``/``on_void`` run on the capture thread, each exactly once per job, after its last byte."""
+
+    def __init__(self, on_sealed: OnSealed, on_void: OnVoid) -> None:
+        self._on_sealed, self._on_void = on_sealed, on_void
+        self._jobs: deque[Job] = deque()
+        self._warming: deque[tuple[SlotView, Iterator[tuple[int, int]]]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self.statics = Statics()
+        self.fenced_s = 0.0  # seconds that optimizers have waited, all together
+
+    # --- the trainer's side -------------------------------------------------------------------------------------
+    def submit(self, job: Job) -> None:
+        job.slot.segment.pin()
+        with self._changed:
+            if self._closing:
+                job.stop = "closed"
+            self._jobs.append(job)
+            self._start()
+            self._changed.notify_all()
+
+    def busy(self, slot: SlotView) -> bool:
+        """Is a job still writing into this slot?"""
+        with self._changed:
+            return any(
+                job.slot.segment is slot.segment and job.slot.offset == slot.offset for job in self._jobs
+            )
+
+    @property
+    def idle(self) -> bool:
+        with self._changed:
+            return not self._jobs
+
+    def fence(self, timeout_s: float) -> float:
+        """Return once no source is read any more, or after ``timeout_s`` with what was left void. Seconds it took.
+
+        The caller's thread copies along: with nothing to hide behind, two threads move more than one.
+        """
+        began = time.monotonic()
+        if not self._jobs:
+            return 0.0
+        if not self._copy_until(began + timeout_s):
+            self._stop_all("fence timeout")
+        self._hold_back_devices()
+        self._audit(began + timeout_s)
+        spent = time.monotonic() - began
+        self.fenced_s += spent
+        for job in list(self._jobs):
+            job.blocked_s += spent
+        return spent
+
+    def settle(self, deadline: float) -> None:
+        """Let jobs that wait for their audit end, when no optimizer step is going to come."""
+        if any(job.audit for job in list(self._jobs)) and self._copy_until(deadline):
+            self._audit(deadline)
+
+    def stop(self, grant: int, reason: str) -> bool:
+        """True when the job had not been sealed yet: it will end void."""
+        with self._changed:
+            for job in self._jobs:
+                if job.grant == grant and not job.over:
+                    job.stop = job.stop or reason
+                    self._changed.notify_all()
+                    return True
+        return False
+
+    def stop_connection(self, connection: int, reason: str) -> None:
+        with self._changed:
+            for job in self._jobs:
+                if job.connection == connection:
+                    job.stop = job.stop or reason
+            self._changed.notify_all()
+
+    def warm(self, slot: SlotView) -> None:
+        """Fill the page tables of a new slot, off the critical path."""
+        slot.segment.pin()
+        with self._changed:
+            self._warming.append((slot, iter(slot.pieces())))
+            self._start()
+            self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job is over. False at the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
+
+    def close(self) -> None:
+        self._stop_all("closed")
+        with self._changed:
+            self._closing = True
+            for job in self._jobs:
+                if job.audit:
+                    job.stop = job.stop or "closed"
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(STOP_WAIT_S)
+        while self._warming:
+            self._warming.popleft()[0].segment.unpin()
+        self.statics.keep_only(set())
+
+    # --- the fence ----------------------------------------------------------------------------------------------
+    def _copy_until(self, deadline: float) -> bool:
+        """Copy along until all is copied. False: the deadline (monotonic seconds) came first."""
+        while not self._all_copied():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._help(left)
+        return True
+
+    def _all_copied(self) -> bool:
+        with self._changed:
+            return all(job.copied for job in self._jobs)
+
+    def _help(self, left_s: float) -> None:
+        with self._changed:
+            found = self._claim()
+            if found is None:
+                if not all(job.copied for job in self._jobs):
+                    self._changed.wait(left_s)
+                return
+        self._run(*found, helping=True)
+
+    def _stop_all(self, reason: str) -> None:
+        with self._changed:
+            for job in self._jobs:
+                if not job.copied:
+                    job.stop = job.stop or reason
+            self._changed.notify_all()
+
+    def _hold_back_devices(self) -> None:
+        for job in list(self._jobs):
+            if job.device is not None and job.enqueued and not job.stop:
+                job.device.hold_back()
+
+    def _audit(self, deadline: float) -> None:
+        """Compare slot and source while both should still be what snapshot() saw."""
+        for job in list(self._jobs):
+            if job.audit and not job.stop:
+                found = _difference(job, deadline)
+                with self._changed:
+                    if found:
+                        job.stop = found
+                    job.audit = False
+                    self._changed.notify_all()
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ckptd-capture", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                task = self._task()
+                while task is None:
+                    if self._closing and not self._jobs:
+                        return
+                    self._changed.wait(DEVICE_POLL_S if any(job.on_device for job in self._jobs) else None)
+                    task = self._task()
+            task()
+
+    def _task(self) -> Callable[[], None] | None:
+        """What the thread does next. Under the lock. Devices first: the fence waits for what is not yet enqueued."""
+        for job in self._jobs:
+            if job.device is not None and not job.enqueued and not job.stop:
+                return partial(self._enqueue, job)
+        found = self._claim()
+        if found is not None:
+            return partial(self._run, *found, helping=False)
+        if not self._jobs:
+            return self._warm_one if self._warming else None
+        first = self._jobs[0]
+        if first.copied and not first.on_device and (first.stop or not first.audit):
+            return partial(self._end, first)
+        return None
+
+    def _claim(self) -> tuple[Job, Chunk] | None:
+        """The next piece of the oldest job that has one. Under the lock."""
+        for job in self._jobs:
+            chunk = job.next_chunk()
+            if chunk is not None:
+                job.in_flight += 1
+                return job, chunk
+            if not job.copied:
+                return None  # its slot may be the next job's slot
+        return None
+
+    def _run(self, job: Job, chunk: Chunk, *, helping: bool) -> None:
+        trouble = ""
+        try:
+            if chunk.first and not helping:
+                failpoint("capture.tensor")
+            chunk.copy.run(chunk.begin, chunk.length)
+        except (RuntimeError, FailpointError) as error:
+            trouble = f"copy of {chunk.copy.key} failed: {error}"
+        with self._changed:
+            job.in_flight -= 1
+            if trouble:
+                job.stop = job.stop or trouble
+            if job.in_flight == 0:
+                self._changed.notify_all()
+
+    def _enqueue(self, job: Job) -> None:
+        assert job.device is not None
+        try:
+            job.device.enqueue()
+        except (RuntimeError, FailpointError) as error:
+            job.stop = job.stop or f"device copies failed: {error}"
+        with self._changed:
+            job.enqueued = True
+            self._changed.notify_all()
+
+    def _end(self, job: Job) -> None:
+        """Seal or void; then the slot may be used again."""
+        try:
+            if job.device is not None and job.enqueued:
+                job.device.finish()
+            self._check_static(job)
+            job.capture_s = time.monotonic() - job.began
+            failpoint("capture.sealing")
+        except (RuntimeError, FailpointError) as error:
+            job.stop = job.stop or str(error)
+        with self._changed:
+            job.over = True
+        try:
+            if job.stop:
+                self.statics.forget(job.slot)
+                self._on_void(job, job.stop)
+            else:
+                self._on_sealed(job)
+        except Exception:
+            log.exception("ckptd client: end of the capture of step %d", job.step)
+        with self._changed:
+            self._jobs.remove(job)
+            self._changed.notify_all()
+        job.slot.segment.unpin()
+
+    def _check_static(self, job: Job) -> None:
+        for copy, mark in job.static:
+            if job.stop:
+                return
+            if mark_of(copy.source) != mark:
+                copy.owner.writes_unfenced = True
+                job.stop = f"{copy.key} was written while it was copied"
+            elif not self.statics.copied(job.slot, job.plan.layout.layout_id, copy, mark):
+                copy.owner.writes_unfenced = True
+                job.stop = f"hidden write to {copy.key}"
+        for copy in job.unproven:
+            if not job.stop and not self.statics.proved(job.slot, copy):
+                copy.owner.writes_unfenced = True
+                job.stop = f"hidden write to {copy.key}"
+
+    def _warm_one(self) -> None:
+        slot, pieces = self._warming[0]
+        piece = next(pieces, None)
+        if piece is not None:
+            libc.advise(piece[0], piece[1], libc.MADV_POPULATE_WRITE)
+            return
+        with self._changed:
+            self._warming.popleft()
+        slot.segment.unpin()
+
+
+def _difference(job: Job, deadline: float) -> str:
+    """Names a tensor that was written past the fence, and makes its owner synchronous. "": all equal, or no time left."""
+    for copy in [*job.fenced, *(copy for copy, _ in job.static), *job.held]:
+        for begin, length in copy.chunks():
+            if time.monotonic() > deadline:
+                return ""
+            if copy.differs(begin, length):
+                copy.owner.writes_unfenced = True
+                return f"hidden write to {copy.key}"
+    return ""

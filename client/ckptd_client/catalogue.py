@@ -1,0 +1,51 @@
+"""What a snapshot holds, as the daemon tells it before a restore (wire.rank.Opened)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from ckptd.core.errors import CkptdError
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """tensors: key -> (dtype, shape, role); objects: names; per_rank: "t:key" and "o:name" that differ between ranks."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...], str]]
+    objects: frozenset[str]
+    per_rank: frozenset[str]
+    aliases: dict[str, str] = field(default_factory=dict)
+    world: int = 1
+
+    @staticmethod
+    def decode(data: bytes, rank: int) -> Catalogue:
+        """As this rank of the snapshot's world knows it: under one name a rank may have had another dtype or shape. Raises
+        CkptdError for anything else than a catalogue."""
+        try:
+            body: dict[str, Any] = msgpack.unpackb(data, strict_map_key=False)
+            rows = dict(body["tensors"])
+            for key, found in body.get("variants", {}).items():
+                rows[key] = found.get(str(rank), rows[key])
+            tensors = {key: (row[0], tuple(row[1]), row[2]) for key, row in rows.items()}
+            return Catalogue(
+                tensors,
+                frozenset(body["objects"]),
+                frozenset(body["per_rank"]),
+                dict(body["aliases"]),
+                body["world"],
+            )
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise CkptdError(f"the daemon's catalogue does not parse: {error}") from error
+
+    def source_of(self, key: str) -> str | None:
+        """The key under which this tensor was saved: its own, or that of the one it was tied to."""
+        if key in self.tensors:
+            return key
+        other = self.aliases.get(key)
+        return other if other in self.tensors else None
+
+    def is_per_rank(self, kind: str, name: str) -> bool:
+        return f"{kind}:{name}" in self.per_rank

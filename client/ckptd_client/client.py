@@ -1,0 +1,326 @@
+"""The client as a training loop sees it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ckptd.core.errors import CkptdError
+from ckptd.wire import rank as wire
+from ckptd_client import autostart, fence, resolve, sockets
+from ckptd_client.apply import Restored
+from ckptd_client.capture import Engine
+from ckptd_client.entries import KeyMap
+from ckptd_client.handles import LEVELS, Handle, reached
+from ckptd_client.joining import Joiner
+from ckptd_client.registry import Patterns, Registry
+from ckptd_client.rendezvous import NoDaemon
+from ckptd_client.restore import Outcome, Restore, current_state
+from ckptd_client.session import Session, ask_dict
+from ckptd_client.snapshots import Snapshots
+from ckptd_client.troubles import HealthReport, Troubles
+
+CONNECT_TIMEOUT_S = 5.0  # a daemon that runs answers at once; one that is stopped does not
+RESTORE_TIMEOUT_S = 600.0  # when the daemon names no other
+RESTORE_GRACE_S = 30.0  # beyond the daemons' own timeout: it is they who shall say what failed
+FENCE_TIMEOUT_S = 60.0  # when the daemon names no other
+MUST_TIMEOUT_S = 60.0
+WAIT_TIMEOUT_S = 600.0
+EXIT_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 5.0
+
+
+class Client:
+    """One rank of one job. Made by ``connect``; use it in a ``with`` block. Its methods belong to the training thread."""
+
+    def __init__(self, job: str, path: str, *, must_timeout_s: float, state_bytes: int | None) -> None:
+        self.job = job
+        self.last_restore: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}  # registered plain values as restored
+        self._pid = os.getpid()
+        self._closed = False
+        self._connect_timeout_s = CONNECT_TIMEOUT_S
+        self._troubles = Troubles(job)
+        self._registry = Registry()
+        self._session = Session(path, job, self._troubles)
+        self._joiner = Joiner(self._session, self._registry, self._troubles, state_bytes)
+        self._engine = Engine(self._sealed, self._void)
+        self._snapshots = Snapshots(
+            self._session, self._engine, self._registry, self._joiner, self._troubles, must_timeout_s
+        )
+        self._last: Handle | None = None  # newest snapshot that was taken
+        self._session.stop_capture = self._engine.stop
+        self._session.connection_lost = lambda lost: self._engine.stop_connection(
+            lost, "connection to the daemon lost"
+        )
+        self._session.slot_mapped = self._engine.warm
+
+    @classmethod
+    def connect(
+        cls,
+        job: str,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        required: bool = False,
+        start_daemon: bool = False,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        must_timeout_s: float = MUST_TIMEOUT_S,
+        state_bytes: int | None = None,
+    ) -> Client:
+        """Find the daemon at ``socket``, CKPTD_SOCKET or where `ckptd run` listens; before or after init_process_group.
+
+        Without a daemon training runs unprotected until one appears, unless ``required``: then CkptdError. ``start_daemon``
+        (or CKPTD_AUTOSTART=1): local rank 0 starts one. ``state_bytes``: payload of one snapshot of this rank, when the
+        prediction of optimizer state that is not born yet is known to be wrong.
+        """
+        starts = autostart.wanted(start_daemon)
+        path = os.fspath(socket) if socket is not None else sockets.default(to_start=starts)
+        client = cls(job, path, must_timeout_s=must_timeout_s, state_bytes=state_bytes)
+        client._connect_timeout_s = timeout_s
+        if starts:
+            client._start_daemon(path, required)
+        client._session.link.start()
+        up = client._session.wait_up(timeout_s if required or autostart.listening(path) else 0.0)
+        if not up:
+            client._no_daemon(required)
+        fence.join(client)
+        return client
+
+    def _start_daemon(self, path: str, required: bool) -> None:
+        try:
+            autostart.ensure(path)
+        except (CkptdError, OSError) as error:
+            if required:
+                raise
+            self._troubles.report("daemon", f"not protected: {error}")
+
+    def _no_daemon(self, required: bool) -> None:
+        link = self._session.link
+        refused = link.refused
+        if required:
+            link.close(None)
+            if refused is not None:
+                raise CkptdError(refused.what, where=refused.where, hint=refused.hint)
+            raise CkptdError(link.trouble, where=link.path, hint="start `ckptd run` on this node")
+        self._troubles.report("daemon", f"not protected: {link.trouble}")
+
+    # --- registering --------------------------------------------------------------------------------------------
+    def register(
+        self,
+        *,
+        include: Patterns = (),
+        exclude: Patterns = (),
+        replicated: Patterns = (),
+        fenced: bool = False,
+        key_map: KeyMap | None = None,
+        **objects: Any,
+    ) -> None:
+        """Name what a snapshot holds: modules, optimizers, anything with state_dict/load_state_dict, tensors, plain nested
+        values, and dicts or lists of these.
+
+        include, exclude: shell patterns on keys like ``model.head.*``. replicated: keys that are equal on all ranks by your
+        word. fenced: you call ``client.fence()`` before you write these tensors by hand, so they may be copied in the
+        background. key_map: renames keys, {old prefix: new prefix} or a function. Raises TypeError naming the path of a
+        value that cannot be saved without pickle, and its remedy.
+        """
+        self._registry.register(
+            objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map
+        )
+
+    # --- restoring ----------------------------------------------------------------------------------------------
+    def restore(
+        self,
+        step: int | None = None,
+        source: str | None = None,
+        only: Sequence[str] | str | None = None,
+        strict: bool = True,
+        allow_fresh: bool = False,
+    ) -> int | None:
+        """Load the newest recoverable snapshot (or ``step``) into the registered objects; all ranks call it alike.
+
+        Returns its step, None only when it is proven that the job has none. source: None, "memory" or "durable". only:
+        shell patterns of keys to load. strict=False: load what fits. allow_fresh=True: None instead of an error when nothing
+        can be reached or recovered. Raises CkptdError on all ranks; nothing is written unless every rank can load.
+        """
+        if source not in (None, "memory", "durable"):
+            raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
+        session = self._session
+        session.wait_up(self._connect_timeout_s)
+        state = current_state(self._registry)
+        self._engine.fence(self._fence_timeout_s)
+        self._engine.drain(self._fence_timeout_s)
+        limit = float(session.policy.get("restore_timeout_s", RESTORE_TIMEOUT_S)) + RESTORE_GRACE_S
+        deadline = time.monotonic() + limit
+        try:
+            ask = ask_dict(step, source, allow_fresh)
+            world = self._joiner.now(
+                resolve.whole(self._registry, state), ask, session.link.trouble, deadline
+            )
+        except NoDaemon:
+            if allow_fresh:
+                return None
+            raise
+        patterns = [only] if isinstance(only, str) else only
+        outcome = self._run_restore(
+            Restore(session, self._registry, state, world, patterns, strict), deadline
+        )
+        self.last_restore = {**outcome.facts, "meta": outcome.restored.meta, "notes": outcome.restored.notes}
+        self.values = outcome.restored.values
+        self._last = None
+        self._snapshots.begin_anew()
+        return outcome.step
+
+    def _run_restore(self, restore: Restore, deadline: float) -> Outcome:
+        try:
+            outcome = restore.run(deadline)
+        except BaseException as error:
+            self._session.left(error)
+            raise
+        self._session.left(None)
+        return outcome
+
+    # --- snapshots ----------------------------------------------------------------------------------------------
+    def snapshot(
+        self, step: int, meta: dict[str, Any] | None = None, keep: bool = False, must: bool = False
+    ) -> Handle:
+        """Capture the registered state as of now; returns at once, and never raises for a checkpoint's sake.
+
+        The next optimizer step waits if it must. keep: retention never deletes this one. must: wait (bounded) until this
+        step may be captured instead of skipping it. meta: given back by a restore in ``last_restore``.
+        """
+        handle = Handle(step, "capturing", self._wait_for_handle)
+        last = self._last
+        if last is not None and last.step == step and last.taken and not self._closed:
+            return last  # it is captured already
+        self._take(handle, meta or {}, keep=keep, must=must)
+        return handle
+
+    def _take(self, handle: Handle, meta: dict[str, Any], **how: Any) -> None:
+        if self._closed or os.getpid() != self._pid:
+            handle.became("skipped: the client is closed")
+            return
+        self._snapshots.take(handle, meta, **how)
+        if handle.taken:
+            self._last = handle
+
+    def fence(self) -> None:
+        """Call it before writing by hand what was registered with ``fenced=True``: returns once the bytes are out."""
+        if os.getpid() == self._pid and not self._engine.idle:
+            self._engine.fence(self._fence_timeout_s)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The hook before every optimizer's step."""
+        if os.getpid() == self._pid:
+            self._session.close_step()
+            self.fence()
+
+    def not_fenced(self, optimizer: Optimizer) -> None:
+        """This optimizer is replayed by a graph: what it writes is copied before snapshot() returns from now on."""
+        for owner in self._registry.of_kind("optimizer"):
+            if owner.value is optimizer:
+                owner.writes_unfenced = True
+
+    @property
+    def _fence_timeout_s(self) -> float:
+        return float(self._session.policy.get("fence_timeout_s", FENCE_TIMEOUT_S))
+
+    def _sealed(self, job: Any) -> None:
+        self._snapshots.sealed(job)
+
+    def _void(self, job: Any, reason: str) -> None:
+        self._snapshots.void(job, reason)
+
+    # --- waiting ------------------------------------------------------------------------------------------------
+    def wait(self, level: str = "durable", timeout: float | None = None) -> str:
+        """Wait until the current step has reached ``level`` ("sealed", "protected", "durable"), at most ``timeout`` seconds;
+        captures it first if its snapshot was skipped. Returns the status then; "unreachable" without a daemon."""
+        if level not in LEVELS:
+            raise ValueError(f"level is one of {LEVELS}, not {level!r}")
+        deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
+        while True:
+            handle = self._current(deadline)
+            if handle is None:
+                return "unreachable" if not self._session.link.up else "nothing to wait for"
+            status = self._wait_for_handle(handle, level, max(0.0, deadline - time.monotonic()))
+            again = status.startswith("void") and self._session.step_is_open and self._session.link.up
+            if not again or time.monotonic() >= deadline:
+                return status
+
+    def _current(self, deadline: float) -> Handle | None:
+        """The handle of the newest step; taken now if it had been skipped and the state is still that step's."""
+        session = self._session
+        newest = session.called
+        skipped = newest >= 0 and (self._last is None or self._last.step != newest or not self._last.taken)
+        if skipped and session.step_is_open and session.link.up:
+            handle = Handle(newest, "capturing", self._wait_for_handle)
+            self._take(handle, {}, keep=False, must=True, wait_s=deadline - time.monotonic())
+            if handle.taken:
+                return handle
+        return self._last
+
+    def _wait_for_handle(self, handle: Handle, level: str, timeout: float | None) -> str:
+        if level not in LEVELS:
+            raise ValueError(f"level is one of {LEVELS}, not {level!r}")
+        deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
+        self._engine.settle(deadline)
+        session = self._session
+        session.link.send(wire.WaitFor(handle.step, level))
+        session.wait(lambda: not handle.taken or reached(handle.fact, level, session.attainable), deadline)
+        return handle.status
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Snapshots that the daemon knows, in memory and on storage: dicts with epoch, step, level, durable, where. Raises
+        CkptdError without a daemon."""
+        reply = self._session.ask(wire.ListSteps, ANSWER_TIMEOUT_S)
+        if not isinstance(reply, wire.Steps):
+            raise CkptdError(
+                "the daemon does not answer", where=self._session.link.path, hint="see client.health()"
+            )
+        return reply.rows
+
+    def health(self) -> HealthReport:
+        """What keeps this rank from being protected, ours and the daemon's words. Never raises."""
+        session = self._session
+        problems = self._troubles.problems()
+        facts = session.facts() | {"fence_s": self._engine.fenced_s}
+        reply = session.ask(wire.AskHealth, ANSWER_TIMEOUT_S)
+        if isinstance(reply, wire.Health):
+            problems += [text for text in reply.problems if text not in problems]
+            facts["daemon"] = reply.facts
+        elif session.link.up:
+            problems.append("the daemon does not answer")
+        elif not problems:
+            problems.append(f"not protected: {session.link.trouble}")
+        return HealthReport(not problems, problems, facts)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+    def close(self, *, finished: bool = True) -> None:
+        """Leave. finished=False: the job did not end well, its memory is kept for whoever comes next."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        fence.leave(self)
+        self._joiner.give_up()
+        self._engine.close()
+        self._session.link.close(wire.Goodbye(finished))
+        self._session.segments.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Without an exception: the newest snapshot is waited for (bounded) until it is protected."""
+        if kind is None and os.getpid() == self._pid and self._last is not None and self._session.link.up:
+            self._engine.drain(self._fence_timeout_s)
+            self._wait_for_handle(self._last, "protected", EXIT_TIMEOUT_S)
+        self.close(finished=kind is None)
+
+
+__all__ = ["Client", "Handle", "HealthReport", "Restored"]

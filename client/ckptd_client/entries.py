@@ -1,0 +1,98 @@
+"""What is to be captured or restored, by name: one entry per tensor, as its owner holds it (design D6, D7)."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+KeyMap = Mapping[str, str] | Callable[[str], str]
+
+
+class Mode(enum.IntEnum):
+    """When a tensor's bytes are copied."""
+
+    SMALL = 0  # before snapshot() returns, many in one call
+    SYNC = 1  # before snapshot() returns: buffers and what the user writes by hand
+    FENCED = 2  # in the background; the optimizer's next step waits
+    STATIC = 3  # frozen: in the background, once per slot, again when pointer, version or audit says so
+
+
+@dataclass(eq=False)
+class Owner:
+    """One registered object under one name. ``writes_unfenced``: a hidden write was found; synchronous from then on."""
+
+    name: str
+    kind: str  # module | optimizer | stateful | tensor | value
+    value: Any
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    fenced: bool = False
+    key_map: KeyMap | None = None
+    writes_unfenced: bool = False
+
+    def takes(self, key: str) -> bool:
+        """Patterns are shell patterns on whole keys (``model.head.*``)."""
+        if self.include and not matches(key, self.include):
+            return False
+        return not matches(key, self.exclude)
+
+    def rename(self, key: str) -> str:
+        """key_map: a function, or {old prefix: new prefix} at dots, the longest that fits."""
+        if self.key_map is None:
+            return key
+        if callable(self.key_map):
+            return self.key_map(key)
+        fitting = [old for old in self.key_map if key == old or key.startswith(old + ".")]
+        if not fitting:
+            return key
+        old = max(fitting, key=len)
+        return self.key_map[old] + key[len(old) :]
+
+
+def matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Structure that says who else holds this plain tensor. ``ranks``: global ranks of the group.
+
+    first_only: the value is by definition that of the group's first rank (DDP's broadcast buffers).
+    """
+
+    ranks: tuple[int, ...]
+    first_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    key: str
+    tensor: Tensor  # plain or DTensor
+    role: str  # param | buffer | optim | extra
+    owner: Owner
+    mode: Mode
+    copies: Copies | None = None
+
+
+@dataclass
+class State:
+    """Everything registered, at one moment. ``objects``: name -> encoded tree, filled at a capture. ``odd``: optimizer
+    name -> its state that is not a tensor. ``params``: id(parameter) -> its entry, also of those not captured. ``groups``:
+    optimizer name -> {parameter key: index of its group}. ``extras``: module name -> (object, module with extra state).
+    ``inside``: some entries are tensors inside of the user's objects.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    aliases: list[tuple[str, str]] = field(default_factory=list)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    params: dict[int, Entry] = field(default_factory=dict)
+    odd: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: dict[str, dict[str, int]] = field(default_factory=dict)
+    extras: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
+    inside: bool = False

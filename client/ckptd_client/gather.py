@@ -1,0 +1,58 @@
+"""From a plan's sources to copies: what cannot wait is copied here and now, the rest is the capture's work (design D6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ckptd_client import device, libc
+from ckptd_client.copying import Copy
+from ckptd_client.entries import Mode
+from ckptd_client.job import Job
+from ckptd_client.plan import Source
+from ckptd_client.statics import Known, Statics, mark_of
+
+
+def gather(tensors: Sequence[Tensor], job: Job, statics: Statics) -> None:
+    """Fill the job. ``tensors``: what each entry of the plan is now, plain or DTensor."""
+    early: list[Copy] = []
+    late: list[Copy] = []
+    address = job.slot.address
+    for source in job.plan.sources:
+        tensor: Any = tensors[source.entry]
+        local: Tensor = tensor._local_tensor if source.sharded else tensor
+        if source.mode is Mode.SMALL and source.whole and local.is_cpu and local.is_contiguous():
+            libc.copy(address + source.offset, local.data_ptr(), source.nbytes)
+            continue
+        copy = _copy_of(source, local, address)
+        if not copy.source.is_cpu:
+            _sort(copy, source.mode, job, statics, late, early)
+        elif source.mode in (Mode.FENCED, Mode.STATIC):
+            _sort(copy, source.mode, job, statics, job.copies, [])
+        else:
+            copy.run_at_once()
+    job.device = device.Batch.of(early, late, job.slot)
+
+
+def _copy_of(source: Source, local: Tensor, address: int) -> Copy:
+    """Detached: it keeps the storage alive even when ``.data`` is replaced meanwhile."""
+    box = local.detach() if source.whole else source.part.view(local.detach())
+    return Copy(source.key, source.owner, box, address + source.offset, source.nbytes, source.fragment)
+
+
+def _sort(copy: Copy, mode: Mode, job: Job, statics: Statics, later: list[Copy], now: list[Copy]) -> None:
+    if mode is Mode.FENCED:
+        job.fenced.append(copy)
+        later.append(copy)
+    elif mode is Mode.STATIC:
+        mark = mark_of(copy.source)
+        known = statics.held(job.slot, job.plan.layout.layout_id, copy, mark)
+        if known is Known.NO:
+            job.static.append((copy, mark))
+            later.append(copy)
+        else:
+            (job.held if known is Known.YES else job.unproven).append(copy)
+    else:
+        now.append(copy)

@@ -1,0 +1,65 @@
+"""Grants at hand: which snapshots this rank may take (design D9). Values and decisions only; the session locks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Grant:
+    slot: int
+    number: int
+    from_step: int
+
+
+class Grants:
+    def __init__(self) -> None:
+        self._untaken: list[Grant] = []
+        self._overdue: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._untaken)
+
+    @property
+    def overdue(self) -> bool:
+        return bool(self._overdue)
+
+    def arrive(self, grant: Grant, called: int, passed: int) -> bool:
+        """False: too late, this rank's first step >= from_step is over, and every rank must take its first.
+
+        ``called``: newest step of a snapshot(); ``passed``: newest whose state is gone. Between the two there may be one
+        step that can yet be taken under this grant, but no later one.
+        """
+        if grant.from_step <= passed:
+            return False
+        if grant.from_step <= called:
+            self._overdue.add(grant.number)
+        self._untaken.append(grant)
+        self._untaken.sort(key=lambda g: g.number)
+        return True
+
+    def expire(self) -> list[int]:
+        """The step called last is over: the numbers of grants that were for it alone."""
+        gone = sorted(self._overdue)
+        for number in gone:
+            self.take_back(number)
+        return gone
+
+    def take(self, step: int) -> Grant | None:
+        """The earliest grant for this step, now taken."""
+        for index, grant in enumerate(self._untaken):
+            if grant.from_step <= step:
+                self._overdue.discard(grant.number)
+                return self._untaken.pop(index)
+        return None
+
+    def take_back(self, number: int) -> bool:
+        """True: it was here, untaken."""
+        before = len(self._untaken)
+        self._untaken = [grant for grant in self._untaken if grant.number != number]
+        self._overdue.discard(number)
+        return len(self._untaken) < before
+
+    def clear(self) -> None:
+        self._untaken.clear()
+        self._overdue.clear()

@@ -1,0 +1,79 @@
+"""What snapshot() returns: a handle whose status is a fact at the moment it is read (P2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptd.wire.rank import Level
+
+LEVELS = ("sealed", "protected", "durable")
+
+
+def describe(told: Level) -> str:
+    """One line about a snapshot: "sealed", "protected", "protected 1/2, degraded", "durable", "void: ..."."""
+    if told.void:
+        return f"void: {told.void}"
+    if told.durable:
+        return "durable"
+    if told.level < 0:
+        return "captured"
+    if told.wanted and told.level >= told.wanted:
+        return "protected"
+    return f"protected {told.level}/{told.wanted}, degraded" if told.level else "sealed"
+
+
+def reached(told: Level | None, level: str, attainable: int) -> bool:
+    """``attainable``: the highest protection this job's failure domains allow."""
+    if told is None or told.void:
+        return False
+    if told.durable:
+        return True
+    if level == "sealed":
+        return told.level >= 0
+    return level == "protected" and told.level >= max(0, min(told.wanted, attainable))
+
+
+@dataclass(eq=False)
+class Handle:
+    """``status``: capturing, captured, sealed, protected, durable, or "skipped: ...", "void: ...", "failed: ..."."""
+
+    step: int
+    _status: str
+    _wait: Callable[[Handle, str, float | None], str]
+    _told: Level | None = None
+    _best: int = -1  # highest level so far
+
+    @property
+    def status(self) -> str:
+        told = self._told
+        if told is None:
+            return self._status
+        if told.level == 0 < self._best and not told.void and not told.durable:
+            return f"protected 0/{told.wanted}, degraded"
+        return describe(told)
+
+    @property
+    def fact(self) -> Level | None:
+        """The daemon's newest word about it."""
+        return self._told
+
+    @property
+    def taken(self) -> bool:
+        """False once it is clear that this snapshot will not exist."""
+        return not self.status.startswith(("skipped", "failed", "void"))
+
+    def wait(self, level: str = "protected", timeout: float | None = None) -> str:
+        """Wait until the level is reached, and return the status then or at the timeout (seconds). ValueError: no such
+        level."""
+        return self._wait(self, level, timeout)
+
+    def became(self, status: str) -> None:
+        self._status = status
+
+    def told(self, level: Level) -> None:
+        self._best = max(self._best, level.level)
+        self._told = level
+
+    def __repr__(self) -> str:
+        return f"<snapshot {self.step}: {self.status}>"

@@ -1,0 +1,102 @@
+"""One capture in progress: what is still to be copied, by whom, and how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckptd_client.copying import Copy
+from ckptd_client.handles import Handle
+from ckptd_client.plan import Plan
+from ckptd_client.segments import SlotView
+from ckptd_client.statics import Mark
+
+
+class DeviceBatch(Protocol):
+    """Copies that an accelerator makes by itself once they are enqueued (device.py)."""
+
+    def enqueue(self) -> None:
+        """Side stream: wait for the training stream's mark, then copy. Called once, by the capture thread."""
+
+    def hold_back(self) -> None:
+        """The training stream waits for the copies; the host does not."""
+
+    def done(self) -> bool:
+        """Are all bytes in the slot? Does not wait."""
+
+    def finish(self) -> None:
+        """After ``done``: let go of the sources. Raises RuntimeError when the device failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    copy: Copy
+    begin: int
+    length: int
+    first: bool
+    last: bool
+
+
+@dataclass(eq=False)
+class Job:
+    """``copied``: no source is read by a thread any more. ``stop``: why it is void. ``over``: nothing can stop it now."""
+
+    step: int
+    grant: int
+    slot: SlotView
+    connection: int
+    plan: Plan
+    handle: Handle
+    objects_bytes: int
+    keep: bool
+    audit: bool
+    copies: list[Copy] = field(default_factory=list)  # on the CPU, for the threads
+    fenced: list[Copy] = field(default_factory=list)  # what an audit compares, wherever it lies
+    static: list[tuple[Copy, Mark]] = field(default_factory=list)  # frozen, copied this time
+    held: list[Copy] = field(default_factory=list)  # frozen, in the slot since an earlier snapshot
+    unproven: list[Copy] = field(default_factory=list)  # the same, to be compared this time
+    device: DeviceBatch | None = None
+    blocked_s: float = 0.0
+    stop: str = ""
+    over: bool = False
+    enqueued: bool = False
+    in_flight: int = 0
+    began: float = field(default_factory=time.monotonic)
+    capture_s: float = 0.0
+    _chunks: Iterator[Chunk] | None = None
+    _exhausted: bool = False
+
+    def next_chunk(self) -> Chunk | None:
+        """Called under the engine's lock."""
+        if self.stop:
+            self._exhausted = True
+        if self._exhausted:
+            return None
+        if self._chunks is None:
+            self._chunks = _chunks(self.copies)
+        chunk = next(self._chunks, None)
+        self._exhausted = chunk is None
+        return chunk
+
+    @property
+    def on_device(self) -> bool:
+        """Bytes are still on their way into the slot, which no stop can call back."""
+        return self.device is not None and self.enqueued and not self.device.done()
+
+    @property
+    def copied(self) -> bool:
+        device_done = self.device is None or self.enqueued
+        return self._exhausted and self.in_flight == 0 and (device_done or bool(self.stop))
+
+
+def _chunks(copies: list[Copy]) -> Iterator[Chunk]:
+    for copy in copies:
+        spans = list(copy.chunks())
+        for index, (begin, length) in enumerate(spans):
+            yield Chunk(copy, begin, length, index == 0, index == len(spans) - 1)
+
+
+OnSealed = Callable[[Job], None]
+OnVoid = Callable[[Job, str], None]

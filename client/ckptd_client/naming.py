@@ -1,0 +1,151 @@
+"""Canonical names: wrappers are recognised by their type, never by a piece of a name (design D7)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ckptd.core.errors import CkptdError
+from ckptd_client import _switches
+from ckptd_client.entries import Copies
+
+# (module that defines it, class, attribute that holds the wrapped module)
+_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A parameter or buffer where it hangs in the unwrapped tree."""
+
+    name: str
+    tensor: Tensor
+    role: str  # param | buffer
+    copies: Copies | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapping:
+    """The DistributedDataParallel above a module: what it keeps equal, and what it was told to ignore."""
+
+    params: Copies | None = None
+    buffers: Copies | None = None
+    ignored: frozenset[int] = frozenset()
+
+
+def loaded(module: str, name: str) -> type | None:
+    """A class of torch, if the program has imported it: what nobody imported, nobody uses, and importing costs seconds."""
+    found = sys.modules.get(module)
+    return cast("type | None", getattr(found, name, None)) if found is not None else None
+
+
+def walk(module: nn.Module) -> tuple[list[Spot], list[tuple[str, nn.Module]]]:
+    """All parameters and persistent buffers by canonical name, and the modules with an extra state."""
+    spots: list[Spot] = []
+    extras: list[tuple[str, nn.Module]] = []
+    _walk(module, "", _Wrapping(), spots, extras)
+    return spots, extras
+
+
+def _walk(
+    module: nn.Module, prefix: str, above: _Wrapping, spots: list[Spot], extras: list[tuple[str, nn.Module]]
+) -> None:
+    inner = unwrap_once(module)
+    if inner is not None:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            above = _wrapping(module)
+        _walk(inner, prefix, above, spots, extras)
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            copies = None if id(parameter) in above.ignored else above.params
+            spots.append(Spot(prefix + name, parameter, "param", copies))
+    if module._buffers:
+        _buffers(module, prefix, above, spots)
+    if has_extra_state(cast(Any, type(module))):
+        extras.append((prefix + "_extra_state", module))
+    for name, child in module._modules.items():
+        if child is not None:
+            _walk(child, f"{prefix}{name}.", above, spots, extras)
+
+
+def _buffers(module: nn.Module, prefix: str, above: _Wrapping, spots: list[Spot]) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            copies = None if id(buffer) in above.ignored else above.buffers
+            spots.append(Spot(prefix + name, buffer, "buffer", copies))
+
+
+@lru_cache(maxsize=4096)
+def has_extra_state(kind: Any) -> bool:
+    return getattr(kind, "get_extra_state", None) is not nn.Module.get_extra_state
+
+
+def unwrap_once(module: nn.Module) -> nn.Module | None:
+    """The module inside, None when this is no wrapper. Raises CkptdError for FSDP1's flat parameters."""
+    attribute = _wrapped_attribute(cast(Any, type(module)), len(sys.modules))
+    if attribute == "":
+        return None
+    return cast(nn.Module, getattr(module, attribute))
+
+
+@lru_cache(maxsize=4096)
+def _wrapped_attribute(kind: Any, _imports: int) -> str:
+    for where, name, attribute in _WRAPPERS:
+        wrapper = loaded(where, name)
+        if wrapper is not None and issubclass(kind, wrapper):
+            return attribute
+    fsdp1 = loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if fsdp1 is not None and issubclass(kind, fsdp1):
+        raise CkptdError(
+            "FSDP1's flat parameters are not supported", where=kind.__name__, hint="use fully_shard (FSDP2)"
+        )
+    return ""
+
+
+def _wrapping(ddp: nn.parallel.DistributedDataParallel) -> _Wrapping:
+    ranks = tuple(dist.get_process_group_ranks(ddp.process_group))
+    names: set[str] = set(getattr(ddp, "parameters_to_ignore", ()))
+    ignored: frozenset[int] = frozenset()
+    if names:
+        named = [*ddp.module.named_parameters(), *ddp.module.named_buffers()]
+        ignored = frozenset(id(tensor) for name, tensor in named if name in names)
+    broadcast = getattr(ddp, "forward_sync_buffers", None)  # its name since torch 2.13
+    if broadcast is None:
+        broadcast = bool(ddp.broadcast_buffers)
+    return _Wrapping(Copies(ranks), Copies(ranks, first_only=True) if broadcast else None, ignored)
+
+
+def reshard(module: nn.Module) -> None:
+    """After a forward without backward, FSDP2 modules hold plain full parameters: writes to them are lost, and they are not
+    the optimizer's. The hooks of state_dict() bring the shards back (D6)."""
+    fsdp = loaded("torch.distributed.fsdp", "FSDPModule")
+    if fsdp is None or not _switches.RESHARD:
+        return
+    if any(isinstance(part, fsdp) for part in module.modules()):
+        module.state_dict(keep_vars=True)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    kind = loaded("torch.distributed.tensor", "DTensor")
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part: the DTensor's local tensor, or the tensor itself. Detached: it keeps the storage alive even when
+    ``.data`` is replaced meanwhile."""
+    inner: Any = getattr(tensor, "_local_tensor", None) if is_dtensor(tensor) else tensor
+    return cast(Tensor, inner).detach()

@@ -1,0 +1,238 @@
+"""Optimizers by parameter name: state and hyperparameters per key, never by an index (design D7, D11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ckptd.core.errors import CkptdError
+from ckptd_client.entries import Copies, Entry, Mode, Owner
+from ckptd_client.naming import is_dtensor
+
+# How this program runs its optimizer, not what the optimizer has learned: a restore leaves these alone.
+IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+TENSOR_AT = "$tensor"
+NameOf = Mapping[int, Entry]  # id(parameter) -> its entry
+
+
+def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def key_of(owner: Owner, parameter: Tensor, known: NameOf) -> str:
+    """Raises CkptdError for a parameter that belongs to nothing registered."""
+    entry = known.get(id(parameter))
+    if entry is None:
+        shape = list(parameter.shape)
+        raise CkptdError(
+            f"{owner.name} holds a parameter of shape {shape} that belongs to no registered module", where=owner.name,
+            hint="register the module (or tensor) that owns it, and the optimizer made from its present parameters",
+        )  # fmt: skip
+    return entry.key
+
+
+def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, Any]]:
+    """Tensors of the optimizer's state as entries, and what is not a tensor: {key: {path: value}}."""
+    optimizer: Optimizer = owner.value
+    mode = Mode.SYNC if owner.writes_unfenced else Mode.FENCED
+    entries: list[Entry] = []
+    odd: dict[str, Any] = {}
+    for parameter, state in list(optimizer.state.items()):
+        if not isinstance(parameter, Tensor):
+            odd.setdefault("", {})[str(parameter)] = state
+            continue
+        key = key_of(owner, parameter, known)
+        copies = _copies_like(known[id(parameter)])
+        for name, value in state.items():
+            for path, leaf in tensor_leaves(name, value):
+                full = f"{owner.name}.{key}.{path}"
+                if owner.takes(full):
+                    entries.append(Entry(full, leaf, "optim", owner, mode, copies))
+            if not isinstance(value, Tensor):
+                odd.setdefault(key, {})[name] = skeleton(name, value)
+    return entries, odd
+
+
+def _copies_like(parameter: Entry) -> Copies | None:
+    return None if is_dtensor(parameter.tensor) else parameter.copies
+
+
+def tensor_leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a piece of state, nested ones (Shampoo's lists of factors) by dotted path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from tensor_leaves(f"{path}.{name}", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from tensor_leaves(f"{path}.{index}", item)
+
+
+def skeleton(path: str, value: Any) -> Any:
+    """The same without tensors: each is replaced by {TENSOR_AT: its path}."""
+    if isinstance(value, Tensor):
+        return {TENSOR_AT: path}
+    if isinstance(value, Mapping):
+        return {name: skeleton(f"{path}.{name}", item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [skeleton(f"{path}.{index}", item) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def flesh(bones: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse; takes the tensors it uses out of ``tensors``."""
+    if isinstance(bones, dict):
+        if set(bones) == {TENSOR_AT}:
+            return tensors.pop(bones[TENSOR_AT])
+        return {name: flesh(item, tensors) for name, item in bones.items()}
+    if isinstance(bones, list | tuple):
+        items = [flesh(item, tensors) for item in bones]
+        return items if isinstance(bones, list) else tuple(items)
+    return bones
+
+
+def group_of_each(owner: Owner, known: NameOf) -> dict[str, int]:
+    """parameter key -> index of its group. Raises CkptdError for a parameter of nothing registered."""
+    return {
+        key_of(owner, parameter, known): index
+        for index, group in enumerate(owner.value.param_groups)
+        for parameter in group["params"]
+    }
+
+
+def groups_tree(owner: Owner, of: Mapping[str, int]) -> dict[str, Any]:
+    """{"groups": [hyperparameters], "of": {parameter key: index into groups}}: per key, said once per group."""
+    optimizer: Optimizer = owner.value
+    groups = [{k: v for k, v in group.items() if k not in IMPLEMENTATION} for group in optimizer.param_groups]
+    return {"groups": groups, "of": of}
+
+
+def merge_groups(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One tree of several ranks' (pipeline stages): their keys together. Raises CkptdError where two ranks disagree."""
+    groups: list[Any] = []
+    of: dict[str, int] = {}
+    for tree in trees:
+        first = len(groups)
+        groups += tree["groups"]
+        for key, index in tree["of"].items():
+            if key in of and not equal(groups[of[key]], groups[first + index]):
+                raise CkptdError(
+                    "ranks saved different hyperparameters", where=key, hint="restore in the same world"
+                )
+            of.setdefault(key, first + index)
+    return {"groups": groups, "of": of}
+
+
+def merge_odd(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same for state that is not a tensor."""
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        for key, state in tree.items():
+            if key in merged and not equal(merged[key], state):
+                raise CkptdError(
+                    "ranks saved different optimizer state", where=key, hint="restore in the same world"
+                )
+            merged[key] = state
+    return merged
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+# --- writing back -------------------------------------------------------------------------------------------
+def apply_groups(
+    owner: Owner, known: NameOf, tree: Mapping[str, Any], write: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Set each group's hyperparameters to what was saved for its parameters; tensors are written in place.
+
+    Call ``check_groups`` first. ``write``: (target, source) copies.
+    """
+    for group, values in _wanted_groups(owner, known, tree):
+        for name, value in values.items():
+            old = group.get(name)
+            if isinstance(old, Tensor):
+                write(old, value if isinstance(value, Tensor) else torch.tensor(value, dtype=old.dtype))
+            elif isinstance(value, Tensor):
+                group[name] = (
+                    value.item() if isinstance(old, int | float) and not isinstance(old, bool) else value
+                )
+            else:
+                group[name] = value
+
+
+def check_groups(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[str]:
+    """Mismatches: parameters that nothing was saved for, groups whose parameters had different hyperparameters."""
+    problems = []
+    for index, group in enumerate(owner.value.param_groups):
+        keys = [key_of(owner, parameter, known) for parameter in group["params"]]
+        missing = [key for key in keys if key not in tree["of"]]
+        problems += [f"{owner.name}: no hyperparameters for {key}" for key in missing]
+        saved = {tree["of"][key] for key in keys if key in tree["of"]}
+        first = min(saved, default=0)
+        if any(not equal(tree["groups"][first], tree["groups"][other]) for other in saved):
+            problems.append(
+                f"{owner.name}: group {index} mixes parameters saved with different hyperparameters"
+            )
+    return problems
+
+
+def _wanted_groups(
+    owner: Owner, known: NameOf, tree: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    for group in owner.value.param_groups:
+        keys = [key_of(owner, parameter, known) for parameter in group["params"]]
+        index = next((tree["of"][key] for key in keys if key in tree["of"]), None)
+        if index is not None:
+            yield group, tree["groups"][index]
+
+
+def empty_state(
+    parameter: Tensor, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """A tensor for state that is not born yet: the parameter's placements and strides where the shapes agree, on the
+    parameter's device; 0-d counters live on the CPU unless fused or capturable says otherwise (as torch's optimizers do)."""
+    parameter = parameter.detach()
+    if shape == tuple(parameter.shape) and shape:
+        return torch.empty_like(parameter, dtype=dtype)
+    if not shape and not (group.get("fused") or group.get("capturable")):
+        return torch.empty((), dtype=dtype)
+    plain = torch.empty(shape, dtype=dtype, device=parameter.device)
+    if not shape or not is_dtensor(parameter):
+        return plain
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh: Any = getattr(parameter, "device_mesh")  # noqa: B009
+    return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+# --- how large it will be -----------------------------------------------------------------------------------
+def lazy_tensors(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
+    """How many tensors of the parameter's size the state will have once it is born (section 5); 2 for unknown classes."""
+    kinds: dict[str, int] = {
+        "SGD": 1 if group.get("momentum") else 0,
+        "Adagrad": 1,
+        "RMSprop": 1 + bool(group.get("momentum")) + bool(group.get("centered")),
+        "Adafactor": 1,
+        "Muon": 1,
+        "Lion": 1,
+        "ASGD": 1,
+        "LBFGS": 0,
+    }
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in kinds:
+            return kinds[kind.__name__]
+    return 2 + bool(group.get("amsgrad"))

@@ -1,0 +1,180 @@
+"""Which boxes this rank captures, and where they lie in its slot; kept until the structure changes (design D7, D8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ckptd.core.balance import balanced_plan, plan_id
+from ckptd.core.layout import REPLICA, Fragment, Layout
+from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd_client import _switches, optim
+from ckptd_client.entries import Entry, Mode, Owner, State
+from ckptd_client.naming import is_dtensor, local_of
+from ckptd_client.registry import Registry
+from ckptd_client.slices import Slice, slices_of
+from ckptd_client.world import World
+
+_COUNTER = torch.zeros(())  # stands for a step counter that is not born yet
+
+# Of the objects region; a power of two, so that its growth rarely changes the layout.
+OBJECTS_BYTES_MIN = 64 * 1024
+# CPU tensors up to this are copied at once: a loop over tiny copies in the background slows Python down.
+SMALL_BYTES_MAX = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Fragment ``fragment`` of the layout is the box ``part`` of entry number ``entry``."""
+
+    entry: int
+    key: str
+    owner: Owner
+    part: Slice
+    fragment: int
+    offset: int  # bytes in the payload
+    nbytes: int
+    mode: Mode
+    sharded: bool  # a DTensor
+    whole: bool  # the box is all of the local tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    layout: Layout
+    sources: tuple[Source, ...]
+    signature: tuple[Any, ...]
+    objects_max: int
+    world: World
+
+
+def signature_of(state: State) -> tuple[Any, ...]:
+    """Equal when the same layout fits: names, dtypes, shapes, placements and modes."""
+    rows: list[Any] = [tuple(state.aliases)]
+    for entry in state.entries:
+        tensor = entry.tensor
+        spec: Any = getattr(tensor, "_spec", None) if is_dtensor(tensor) else None
+        placing = None if spec is None else (id(spec.mesh), spec.placements)
+        rows.append((entry.key, entry.mode, tensor.dtype, tensor.shape, tensor.device, placing, entry.copies))
+    return tuple(rows)
+
+
+def make_plan(state: State, world: World, replicas: int, objects_bytes: int, old: Plan | None) -> Plan:
+    """``old`` again when it still fits. Raises CkptdError for what cannot be captured."""
+    signature = signature_of(state)
+    if (
+        old is not None
+        and old.world is world
+        and old.signature == signature
+        and objects_bytes <= old.objects_max
+    ):
+        return old
+    parts = [(index, part) for index, entry in enumerate(state.entries) for part in slices_of(entry, world)]
+    tiers, plan = _assign([part for _, part in parts], world, replicas)
+    mine = [
+        (index, part, tier)
+        for (index, part), tier in zip(parts, tiers, strict=True)
+        if tier is not None and part.stored
+    ]
+    mine.sort(key=lambda row: -row[2])  # as the layout sorts, so that fragments[i] is mine[i]
+    items = [LayoutItem(p.key, p.dtype, p.shape, p.box, p.role, p.sharing, tier) for _, p, tier in mine]
+    objects_max = objects_capacity(objects_bytes)
+    layout = build_layout(world.rank, world.size, items, objects_max, plan, state.aliases)
+    sources = tuple(
+        _source(state.entries[index], index, part, at, fragment)
+        for at, ((index, part, _), fragment) in enumerate(zip(mine, layout.fragments, strict=True))
+        if fragment.nbytes
+    )
+    return Plan(layout, sources, signature, objects_max, world)
+
+
+def _source(entry: Entry, index: int, part: Slice, at: int, fragment: Fragment) -> Source:
+    local = local_of(entry.tensor)
+    mode = _mode(entry, fragment.nbytes)
+    whole = part.view(local) is local
+    sharded = is_dtensor(entry.tensor)
+    return Source(
+        index, entry.key, entry.owner, part, at, fragment.offset, fragment.nbytes, mode, sharded, whole
+    )
+
+
+def objects_capacity(nbytes: int) -> int:
+    """Twice what is needed now, rounded up to a power of two."""
+    return max(OBJECTS_BYTES_MIN, 1 << (2 * nbytes - 1).bit_length()) if nbytes else OBJECTS_BYTES_MIN
+
+
+def _mode(entry: Entry, nbytes: int) -> Mode:
+    if not _switches.SYNC_COPIES:
+        return Mode.FENCED
+    return entry.mode if nbytes > SMALL_BYTES_MAX else Mode.SMALL
+
+
+def _assign(parts: Sequence[Slice], world: World, replicas: int) -> tuple[list[int | None], str]:
+    """Per part its tier, None when other ranks capture it; and the plan's id, the same on all ranks.
+
+    Only copies by structure or declaration are split. Their groups (HSDP has one per shard) are planned alike on all their
+    ranks; the id names what all groups are planned from, so that ranks of different groups can compare it.
+    """
+    groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    facts: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        if part.sharing == REPLICA:
+            groups.setdefault(part.holders, []).append((_name(part), part.nbytes))
+            facts[f"{part.key} {part.dtype} {part.shape} {len(part.holders)} {replicas}"] = world.everyone
+    captors: dict[str, tuple[int, ...]] = {}
+    for holders, items in groups.items():
+        captors.update(balanced_plan(items, holders, world.domains, replicas + 1))
+    tiers = [_tier(part, captors, world, replicas) for part in parts]
+    return tiers, plan_id(facts, {str(rank): list(domain.encode()) for rank, domain in world.domains.items()})
+
+
+def _name(part: Slice) -> str:
+    return f"{part.key}|{','.join(map(str, part.box.offsets))}"
+
+
+def _tier(part: Slice, captors: dict[str, tuple[int, ...]], world: World, replicas: int) -> int | None:
+    if part.sharing != REPLICA:
+        return replicas if part.captured else None
+    ranks = captors[_name(part)]
+    if world.rank not in ranks:
+        return None
+    return max(0, replicas + 1 - len({world.domains[rank] for rank in ranks}))
+
+
+def predicted_bytes(registry: Registry, state: State, world: World, replicas: int) -> int:
+    """Payload of one snapshot once the optimizers' state is born (section 5: it is born at the first step). ``state`` with
+    its objects."""
+    parts = [part for entry in state.entries for part in slices_of(entry, world)]
+    parts += _unborn(registry, state, world)
+    tiers, _ = _assign(parts, world, replicas)
+    items = [
+        LayoutItem(p.key, p.dtype, p.shape, p.box, p.role, p.sharing, tier)
+        for p, tier in zip(parts, tiers, strict=True)
+        if tier is not None
+    ]
+    objects_bytes = sum(map(len, state.objects.values()))
+    return build_layout(world.rank, world.size, items, objects_capacity(objects_bytes)).payload_bytes
+
+
+def _unborn(registry: Registry, state: State, world: World) -> list[Slice]:
+    found: list[Slice] = []
+    for owner in registry.of_kind("optimizer"):
+        for group in owner.value.param_groups:
+            count = optim.lazy_tensors(owner.value, group)
+            for parameter in group["params"]:
+                if parameter.requires_grad and not owner.value.state.get(parameter):
+                    entry = state.params[id(parameter)]
+                    parts = slices_of(replace(entry, role="optim"), world)
+                    found += [
+                        replace(p, key=f"{owner.name}.{p.key}.{n}") for n in range(count) for p in parts
+                    ]
+                    counter = replace(
+                        entry, tensor=_COUNTER, key=f"{owner.name}.{entry.key}.step", role="optim"
+                    )
+                    found += slices_of(
+                        replace(counter, copies=None if is_dtensor(parameter) else entry.copies), world
+                    )
+    return found

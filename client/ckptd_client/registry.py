@@ -1,0 +1,118 @@
+"""What the user registered, under which names (design D7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ckptd.core.errors import CkptdError
+from ckptd_client import tree
+from ckptd_client.entries import KeyMap, Owner
+from ckptd_client.naming import loaded
+from ckptd_client.scaler import ScalerState
+
+EXTRA = "extra"  # register(extra={...}): always a dict of objects, each under its own name
+Patterns = str | Sequence[str]
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.owners: dict[str, Owner] = {}
+        self.version = 0  # grows with every register()
+
+    def register(
+        self,
+        objects: Mapping[str, Any],
+        *,
+        include: Patterns = (),
+        exclude: Patterns = (),
+        replicated: Patterns = (),
+        fenced: bool = False,
+        key_map: KeyMap | None = None,
+    ) -> list[Owner]:
+        """Raises TypeError naming the path of a value that cannot be saved; nothing is registered then."""
+        found: list[Owner] = []
+        for name, value in objects.items():
+            for path, item, kind in _objects(name, value):
+                owner = Owner(
+                    path, kind, item, _tuple(include), _tuple(exclude), _tuple(replicated), fenced, key_map
+                )
+                _check(owner)
+                found.append(owner)
+        self.owners.update({owner.name: owner for owner in found})
+        self.version += 1
+        return found
+
+    def of_kind(self, *kinds: str) -> list[Owner]:
+        return [owner for owner in self.owners.values() if owner.kind in kinds]
+
+
+def _tuple(patterns: Patterns) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _objects(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
+    """(name, object, kind); dicts and lists of objects are opened, plain nested values stay whole."""
+    if not name or name.startswith("$") or name == "rng":
+        raise CkptdError("this name is ckptd's own", where=name, hint="register it under another name")
+    kind = _kind(value)
+    if kind == "nest" or (name == EXTRA and type(value) is dict):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _objects(f"{name}.{key}", item)
+    else:
+        yield (
+            name,
+            ScalerState(value) if kind == "scaler" else value,
+            "stateful" if kind == "scaler" else kind,
+        )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return "module"
+    zero = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
+    if zero is not None and isinstance(value, zero):
+        raise CkptdError(
+            "ZeroRedundancyOptimizer is not supported", hint="shard with fully_shard (FSDP2) instead"
+        )
+    if isinstance(value, Optimizer):
+        return "optimizer"
+    if isinstance(value, torch.amp.GradScaler):
+        return "scaler"
+    if isinstance(value, Tensor):
+        return "tensor"
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return "stateful"
+    if isinstance(value, dict) and any(_live(item) for item in value.values()):
+        return "nest"
+    if isinstance(value, list | tuple) and any(_live(item) for item in value):
+        return "nest"
+    return "value"
+
+
+def _live(value: Any) -> bool:
+    """Holds state of its own that is looked up anew each time."""
+    return _kind(value) != "value" or isinstance(value, torch.Generator)
+
+
+def _check(owner: Owner) -> None:
+    """A type that cannot be saved is found here, where the user can do something about it."""
+    if owner.kind == "stateful":
+        tree.encode(owner.value.state_dict(), owner.name, _any_tensor)
+    elif owner.kind == "value":
+        tree.encode(owner.value, owner.name, _any_tensor)
+    elif owner.kind == "optimizer":
+        hyper = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in cast(Optimizer, owner.value).param_groups
+        ]
+        tree.encode(hyper, f"{owner.name}.param_groups", _any_tensor)
+
+
+def _any_tensor(path: str, _: Tensor) -> str:
+    return path

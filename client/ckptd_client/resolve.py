@@ -1,0 +1,142 @@
+"""From what is registered to what is there now: every tensor by its key, looked up anew each time (design D6, D7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptd.core.errors import CkptdError
+from ckptd_client import naming, optim, rng, tree
+from ckptd_client.entries import Entry, Mode, Owner, State
+from ckptd_client.registry import Registry
+
+META = "$meta"  # object: {"step", "meta"}
+GROUPS = "groups"  # object "<optimizer>.groups"
+ODD = "state"  # object "<optimizer>.state": optimizer state that is not a tensor
+
+
+def tensors(registry: Registry) -> State:
+    """Entries and aliases. Raises CkptdError naming what cannot be saved."""
+    for owner in registry.of_kind("module"):
+        naming.reshard(owner.value)
+    return _Resolver(registry).state
+
+
+def objects(registry: Registry, state: State, step: int, meta: dict[str, Any]) -> None:
+    """Encode everything that is not a tensor into ``state.objects``; tensors in it too large to inline become entries.
+
+    Raises tree.ForeignType naming the path of a value that cannot be encoded.
+    """
+    for owner in registry.owners.values():
+        for name, value in _trees(owner, state):
+            state.objects[name] = _encode(name, value, owner, state)
+    state.objects[rng.NAME] = tree.encode(rng.capture(), rng.NAME)
+    state.objects[META] = tree.encode({"step": step, "meta": meta}, META)
+
+
+def whole(registry: Registry, state: State) -> State:
+    """The same with its objects, as a capture would find it; ``state`` stays as it is. For predictions of size."""
+    full = replace(state, entries=list(state.entries), objects={})
+    objects(registry, full, 0, {})
+    return full
+
+
+def object_names(owner: Owner, state: State) -> list[str]:
+    """The objects that a capture of this owner makes whatever its state (restore asks for these)."""
+    if owner.kind == "module":
+        return [name for name, _ in state.extras[owner.name]]
+    if owner.kind == "optimizer":
+        return [f"{owner.name}.{GROUPS}"]
+    return [owner.name] if owner.kind in ("stateful", "value") else []
+
+
+def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
+    if owner.kind == "module":
+        for name, module in state.extras[owner.name]:
+            yield name, module.get_extra_state()
+    elif owner.kind == "optimizer":
+        yield f"{owner.name}.{GROUPS}", optim.groups_tree(owner, state.groups[owner.name])
+        if state.odd.get(owner.name):
+            yield f"{owner.name}.{ODD}", state.odd[owner.name]
+    elif owner.kind == "stateful":
+        yield owner.name, owner.value.state_dict()
+    elif owner.kind == "value":
+        yield owner.name, owner.value
+
+
+def _encode(name: str, value: Any, owner: Owner, state: State) -> bytes:
+    def take(path: str, tensor: Tensor) -> str:
+        state.entries.append(Entry(path, tensor.detach(), "extra", owner, Mode.SYNC))
+        state.inside = True
+        return path
+
+    return tree.encode(value, name, take)
+
+
+class _Resolver:
+    def __init__(self, registry: Registry) -> None:
+        self.state = State()
+        self._seen: dict[int, Entry] = {}
+        self._names: set[str] = set()
+        self._optimizers = registry.of_kind("optimizer")
+        self._stepped = {
+            id(parameter)
+            for owner in self._optimizers
+            if not owner.writes_unfenced
+            for parameter in optim.parameters(owner.value)
+        }
+        for owner in registry.of_kind("module"):
+            self._module(owner)
+        for owner in registry.of_kind("tensor"):
+            entry = Entry(owner.rename(owner.name), owner.value, "extra", owner, self._tensor_mode(owner))
+            self.state.params.setdefault(id(owner.value), entry)
+            self._add(entry)
+        for owner in self._optimizers:
+            self.state.groups[owner.name] = optim.group_of_each(owner, self.state.params)
+            entries, self.state.odd[owner.name] = optim.state_entries(owner, self.state.params)
+            for entry in entries:
+                self._add(entry)
+
+    def _module(self, owner: Owner) -> None:
+        spots, extras = naming.walk(owner.value)
+        named = [(owner.rename(f"{owner.name}.{name}"), module) for name, module in extras]
+        self.state.extras[owner.name] = [(name, module) for name, module in named if owner.takes(name)]
+        trained = any(id(spot.tensor) in self._stepped for spot in spots)
+        for spot in spots:
+            key = owner.rename(f"{owner.name}.{spot.name}")
+            entry = Entry(key, spot.tensor, spot.role, owner, self._mode(owner, spot, trained), spot.copies)
+            if spot.role == "param":
+                self.state.params.setdefault(id(spot.tensor), entry)
+            if owner.takes(key):
+                self._add(entry)
+
+    def _mode(self, owner: Owner, spot: naming.Spot, trained: bool) -> Mode:
+        if spot.role == "buffer" or owner.writes_unfenced:
+            return Mode.SYNC
+        if owner.fenced or id(spot.tensor) in self._stepped or _averaged(owner.value):
+            return Mode.FENCED
+        return Mode.STATIC if trained and not spot.tensor.requires_grad else Mode.SYNC
+
+    def _tensor_mode(self, owner: Owner) -> Mode:
+        if owner.writes_unfenced:
+            return Mode.SYNC
+        return Mode.FENCED if owner.fenced or id(owner.value) in self._stepped else Mode.SYNC
+
+    def _add(self, entry: Entry) -> None:
+        first = self._seen.setdefault(id(entry.tensor), entry)
+        if first is not entry:
+            self.state.aliases.append((entry.key, first.key))
+            return
+        if entry.key in self._names:
+            raise CkptdError("two tensors of one name", where=entry.key, hint="rename one with key_map=")
+        self._names.add(entry.key)
+        self.state.entries.append(entry)
+
+
+def _averaged(module: Any) -> bool:
+    """AveragedModel.update_parameters is made to fence (fence.py)."""
+    return isinstance(module, torch.optim.swa_utils.AveragedModel)

@@ -1,0 +1,179 @@
+"""restore(): one decision for all ranks, two phases (design D11). Nothing is written before every rank can be."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import FailpointError, failpoint
+from ckptd.wire import rank as wire
+from ckptd.wire.seqpacket import memfd_object
+from ckptd_client import resolve
+from ckptd_client.apply import Objects, Restored
+from ckptd_client.catalogue import Catalogue
+from ckptd_client.entries import State, matches
+from ckptd_client.load import Memory, check_pieces, copy_pieces, unequal
+from ckptd_client.registry import Registry
+from ckptd_client.segments import Segment
+from ckptd_client.session import Session
+from ckptd_client.wants import Wanted, wanted
+from ckptd_client.world import World
+
+REASON_CHARS_MAX = 12_000  # must fit a frame, whatever its characters
+
+log = logging.getLogger("ckptd")
+
+
+@dataclass
+class Outcome:
+    """``step`` None: proven that there is nothing. ``facts``: seconds, bytes by source, remarks."""
+
+    step: int | None
+    facts: dict[str, Any] = field(default_factory=dict)
+    restored: Restored = field(default_factory=Restored)
+
+
+class Restore:
+    """One restore() of this rank, after the join was sent."""
+
+    def __init__(
+        self,
+        session: Session,
+        registry: Registry,
+        state: State,
+        world: World,
+        only: Sequence[str] | None,
+        strict: bool,
+    ) -> None:
+        self._session, self._registry, self._state, self._world = session, registry, state, world
+        self._only, self._strict = only, strict
+        self._wanted = Wanted()
+        self._catalogue: Catalogue | None = None
+        self._opened: wire.Opened | None = None
+        self._outcome = Outcome(None)
+
+    def run(self, deadline: float) -> Outcome:
+        """Raises CkptdError when the job cannot be restored, on all ranks alike."""
+        while True:
+            message, body, fds = self._session.next_restore(deadline)
+            try:
+                if isinstance(message, wire.Opened):
+                    self._offered(message, body)
+                elif isinstance(message, wire.LoadPlan):
+                    self._load(message, body, fds)
+                elif isinstance(message, wire.Failed):
+                    raise CkptdError(message.reason, where=message.code, hint=message.hint)
+                elif isinstance(message, wire.Ready):
+                    return self._outcome
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    # --- what is there ------------------------------------------------------------------------------------------
+    def _offered(self, message: wire.Opened, body: bytes) -> None:
+        """A new round replaces an earlier one: another snapshot, or the same from other sources."""
+        self._opened, self._outcome = message, Outcome(None)
+        self._outcome.facts["passed_over"] = list(message.errors)
+        if message.snapshot is None:
+            return
+        try:
+            self._catalogue = Catalogue.decode(body, self._world.rank)
+            only = self._selector()
+            self._wanted = wanted(
+                self._registry, self._state, self._catalogue, self._world, only, self._strict
+            )
+        except CkptdError as error:
+            self._refuse(message.round, [str(error)])
+            return
+        if self._wanted.problems:
+            self._refuse(message.round, self._wanted.problems)
+            return
+        self._send_object(wire.Wants(message.round), self._wanted.encode())
+
+    def _selector(self) -> Callable[[str], bool] | None:
+        if self._only is None:
+            return None
+        patterns = list(self._only)
+        return lambda key: matches(key, patterns) or matches(key.rstrip("."), patterns)
+
+    def _refuse(self, round_: int, problems: list[str]) -> None:
+        text = f"{len(problems)} mismatch{'es' if len(problems) > 1 else ''}: " + "; ".join(problems)
+        if len(text) > REASON_CHARS_MAX:
+            text = text[:REASON_CHARS_MAX] + " ... (cut)"
+        self._session.link.send(wire.WantsRefused(round_, "mismatch", text))
+
+    def _send_object(self, message: object, body: bytes) -> None:
+        fd = memfd_object(body)
+        try:
+            self._session.link.send(message, [fd])
+        finally:
+            os.close(fd)
+
+    # --- loading ------------------------------------------------------------------------------------------------
+    def _load(self, message: wire.LoadPlan, body: bytes, fds: list[int]) -> None:
+        opened = self._opened
+        if opened is None or opened.snapshot is None or message.round != opened.round:
+            return
+        began = time.monotonic()
+        try:
+            failpoint("restore.load")
+            plan = msgpack.unpackb(body, strict_map_key=False)
+            self._write(plan, opened.snapshot[1], Memory(fds, message.segment_bytes, self._known))
+        except Exception as error:  # whatever it was, the other ranks must hear of it
+            if not isinstance(error, CkptdError | FailpointError | ValueError | OSError):
+                log.exception("ckptd client: loading the snapshot")
+            reason = f"rank {self._world.rank}: {error}"[:REASON_CHARS_MAX]
+            self._session.link.send(wire.Loaded(message.round, False, reason, time.monotonic() - began))
+            return
+        seconds = time.monotonic() - began
+        self._outcome.step = opened.snapshot[1]
+        self._outcome.facts |= {
+            "epoch": opened.snapshot[0],
+            "step": opened.snapshot[1],
+            "bytes": dict(plan.get("bytes", {})),
+            "seconds": {**plan.get("seconds", {}), "load": seconds},
+        }
+        self._session.link.send(wire.Loaded(message.round, True, "", seconds))
+
+    def _known(self, fd: int, nbytes: int) -> Segment | None:
+        with self._session.changed:
+            return self._session.segments.find(fd, nbytes)
+
+    def _write(self, plan: dict[str, Any], step: int, memory: Memory) -> None:
+        assert self._catalogue is not None
+        wanted_, targets = self._wanted, self._wanted.targets
+        try:
+            check_pieces(targets, plan["pieces"])
+            inside = {id(tensor) for tensor in wanted_.inside.values()}
+            unseen = {i for i, t in enumerate(targets) if t.check is not None or id(t.dest) in inside}
+            copy_pieces(targets, plan["pieces"], memory, unseen)
+            problems = unequal(targets)
+            if problems:
+                raise CkptdError("; ".join(problems))
+            objects = Objects(
+                self._registry, self._state, self._world, self._catalogue, wanted_, plan, memory
+            )
+            copy_pieces(targets, plan["pieces"], memory, set(range(len(targets))) - unseen)
+        finally:
+            memory.close()
+        restored = objects.apply(step, strict=self._strict)
+        restored.notes += wanted_.notes
+        for note in restored.notes:
+            log.info("ckptd job %s: %s", self._session.job, note)
+        self._outcome.restored = restored
+
+
+def current_state(registry: Registry) -> State:
+    """What is registered now. Raises CkptdError when nothing is."""
+    if not registry.owners:
+        raise CkptdError(
+            "nothing is registered", hint="call register(model=..., optimizer=...) before restore()"
+        )
+    return resolve.tensors(registry)

@@ -1,0 +1,65 @@
+"""Random number generators: captured per rank; a new world reseeds from (seed, step, rank) and says so (design D11)."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from typing import Any
+
+import torch
+
+from ckptd_client import tree
+
+NAME = "rng"  # of the object
+
+
+def capture() -> dict[str, Any]:
+    """No device is waited for: CUDA's generator state (seed, offset) lives on the host."""
+    state: dict[str, Any] = {
+        "seed": torch.initial_seed(),
+        "torch": tree.tensor_bytes(torch.get_rng_state()),
+        "python": random.getstate(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    if cuda_in_use():
+        state["cuda"] = {
+            device: tree.tensor_bytes(torch.cuda.get_rng_state(device))
+            for device in range(torch.cuda.device_count())
+        }
+    return state
+
+
+def cuda_in_use() -> bool:
+    """Has this process a CUDA context? Never makes one."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def restore(state: dict[str, Any]) -> None:
+    torch.set_rng_state(_bytes(state["torch"]))
+    random.setstate(state["python"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        for device, value in state["cuda"].items():
+            if device < torch.cuda.device_count():
+                torch.cuda.set_rng_state(_bytes(value), device)
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return tree.tensor_from_bytes("U8", [len(data)], data)
+
+
+def reseed(seed: int, step: int, rank: int) -> int:
+    """All generators, from a seed that every (seed, step, rank) has for itself. Returns it."""
+    text = f"ckptd {seed} {step} {rank}".encode()
+    fresh = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1  # torch takes 63 bits
+    torch.manual_seed(fresh)  # CUDA's too
+    random.seed(fresh)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(fresh & 0xFFFFFFFF)
+    return fresh

@@ -1,0 +1,379 @@
+"""Where this rank stands with its daemon: connection, epoch, grants, slots, levels (design D2, D9-D11).
+
+Messages arrive on the link's thread; the trainer's thread reads and waits under ``changed``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from ckptd.core.errors import CkptdError
+from ckptd.wire import rank as wire
+from ckptd.wire.seqpacket import FrameError, read_memfd_object
+from ckptd_client import fence
+from ckptd_client.grants import Grant, Grants
+from ckptd_client.handles import Handle
+from ckptd_client.link import Link, close_all
+from ckptd_client.segments import Segments, SlotView
+from ckptd_client.troubles import Troubles
+from ckptd_client.world import World
+
+LEVELS_KEPT_MAX = 1024  # steps whose level is remembered
+HANDLES_KEPT_MAX = 256
+SILENT_AFTER_S = 15.0  # a daemon that answers no question for this long is not waited for
+RESTORE_SILENT_AFTER_S = 60.0  # the same while it restores: it may be busy
+ASK_EVERY_S = 2.0
+ALLOCATION_S = 10.0  # memory comes after the join, off the critical path
+
+IDLE, JOINING, READY, SUPERSEDED = "idle", "joining", "ready", "superseded"
+
+
+class Session:
+    """``stop``: (grant, reason) -> was the capture under it still running? ``lost``: (connection) its captures are void."""
+
+    def __init__(self, path: str, job: str, troubles: Troubles) -> None:
+        self.changed = threading.Condition()
+        self.link = Link(path, job, self._on_message, self._on_up, self._on_down, self._on_refused)
+        self.job, self.troubles = job, troubles
+        self.segments = Segments()
+        self.grants = Grants()
+        self.policy: dict[str, Any] = {}
+        self.node: dict[str, Any] | None = None
+        self.connection = 0  # grows with every welcome; 0: never connected
+        self.phase = IDLE
+        self.world: World | None = None
+        self.epoch = 0
+        self.called = -1  # newest step that snapshot() was called with
+        self._before = -1  # the step called before that
+        self._optimizer_steps = -1  # made when ``called`` was
+        self._asking = False  # must=True waits
+        self._ready_at = 0.0
+        self.levels: dict[int, wire.Level] = {}
+        self.restoring = False
+        self.stop_capture: Callable[[int, str], bool] = lambda grant, reason: False
+        self.connection_lost: Callable[[int], None] = lambda connection: None
+        self.slot_mapped: Callable[[SlotView], None] = lambda slot: None
+        self._handles: dict[int, Handle] = {}
+        self._inbox: deque[tuple[Any, bytes, list[int]]] = deque()
+        self._replies: dict[int, Any] = {}
+        self._requests = 0
+        self._join: wire.Join | None = None
+        self._layouts: set[str] = set()  # ids that this connection's daemon knows
+        self.daemon_problems: list[str] = []
+        self._on: dict[type, Callable[[Any, list[int]], None]] = {
+            wire.Mapped: self._mapped,
+            wire.Retire: lambda m, _: self.segments.retire(m.slot),
+            wire.Opened: self._opened,
+            wire.LoadPlan: self._load_plan,
+            wire.Failed: self._failed,
+            wire.Ready: self._ready,
+            wire.GrantSlot: self._granted,
+            wire.TakeBack: self._taken_back,
+            wire.Level: self._level,
+            wire.Superseded: self._superseded,
+            wire.Steps: self._reply,
+            wire.Health: self._reply,
+        }
+
+    # --- the connection -----------------------------------------------------------------------------------------
+    def _on_up(self, welcome: wire.Welcome) -> None:
+        with self.changed:
+            self.connection += 1
+            self.policy, self.node = dict(welcome.policy), dict(welcome.node)
+            rejoin = self._join if self.phase in (READY, JOINING) and not self.restoring else None
+            self.changed.notify_all()
+        self.troubles.clear("daemon")
+        self._offer()
+        if rejoin is not None:
+            self.link.send(replace(rejoin, ask=None))  # the daemon knows the attempt, or learns it
+
+    def _offer(self) -> None:
+        offers = self.segments.offers()
+        for at in range(0, len(offers), wire.FDS_PER_FRAME_MAX):
+            part = offers[at : at + wire.FDS_PER_FRAME_MAX]
+            self.link.send(wire.Offer([name for name, _ in part]), [fd for _, fd in part])
+
+    def _on_down(self, reason: str) -> None:
+        with self.changed:
+            lost = self.connection
+            self.grants.clear()
+            self._layouts.clear()
+            self.segments.forget_connection()
+            self.daemon_problems = []
+            if self.restoring:
+                self._inbox.append((wire.Failed("lost", f"the daemon was lost: {reason}"), b"", []))
+            self.changed.notify_all()
+        self.troubles.report("daemon", f"not protected: connection to the daemon lost ({reason})")
+        self.connection_lost(lost)
+
+    def _on_refused(self, refused: wire.Refused) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def wait_up(self, timeout_s: float) -> bool:
+        """Is the daemon there, within ``timeout_s``?"""
+        with self.changed:
+            self.changed.wait_for(lambda: self.link.up or self.link.refused is not None, timeout_s)
+        return self.link.up
+
+    # --- messages -----------------------------------------------------------------------------------------------
+    def _on_message(self, message: Any, fds: list[int]) -> None:
+        try:
+            with self.changed:
+                self._on[type(message)](message, fds)
+                self.changed.notify_all()
+        finally:
+            close_all(fds)  # handlers take out what they keep
+
+    def _mapped(self, message: wire.Mapped, fds: list[int]) -> None:
+        fd = fds.pop() if fds else None
+        try:
+            slot = self.segments.map_slot(
+                message.slot, message.segment, message.segment_bytes, message.offset, message.capacity, fd
+            )
+        except (OSError, KeyError) as error:
+            self.troubles.report("mapping", f"cannot map the daemon's memory: {error}")
+            return
+        self.slot_mapped(slot)
+
+    def _opened(self, message: wire.Opened, fds: list[int]) -> None:
+        if self.restoring:
+            body = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX) if fds else b""
+            self._inbox.append((message, body, []))
+        elif message.snapshot is not None:
+            self.link.send(
+                wire.WantsRefused(message.round, "mismatch", "this rank did not ask for a restore")
+            )
+
+    def _load_plan(self, message: wire.LoadPlan, fds: list[int]) -> None:
+        if self.restoring and fds:
+            body = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX)
+            self._inbox.append((message, body, fds[1:]))
+            del fds[1:]
+
+    def _failed(self, message: wire.Failed, fds: list[int]) -> None:
+        if self.restoring:
+            self._inbox.append((message, b"", []))
+            return
+        if self.phase == IDLE:
+            return  # of a restore that this rank has left already
+        self.phase = IDLE
+        self.troubles.report("join", f"not protected: {message.reason} ({message.code})")
+
+    def _ready(self, message: wire.Ready, fds: list[int]) -> None:
+        if message.epoch != self.epoch:
+            self.levels.clear()
+            self._handles.clear()
+        self.epoch, self.phase = message.epoch, READY
+        self._ready_at = time.monotonic()
+        if self.called >= 0:
+            self.link.send(wire.Called(self.called))  # a daemon that was restarted does not know
+        self.segments.drop_unused()
+        if self.restoring:
+            self._inbox.append((message, b"", []))
+        self.troubles.clear("join")
+
+    def _granted(self, message: wire.GrantSlot, fds: list[int]) -> None:
+        grant = Grant(message.slot, message.grant, message.from_step)
+        if self.phase != READY or message.slot not in self.segments.slots:
+            self.link.send(wire.GaveUp(message.grant, self.called, "no memory"))
+        elif not self.grants.arrive(grant, self.called, self._before if self.step_is_open else self.called):
+            self.link.send(wire.GaveUp(message.grant, self.called, "late"))
+            if self._asking:  # whoever granted that one knew nothing of it yet
+                self.link.send(wire.Called(self.called, True))
+
+    def _taken_back(self, message: wire.TakeBack, fds: list[int]) -> None:
+        if self.grants.take_back(message.grant):
+            self.link.send(wire.GaveUp(message.grant, self.called, "taken back"))
+        else:
+            self.stop_capture(message.grant, "taken back")  # which then says GaveUp itself
+
+    def _level(self, message: wire.Level, fds: list[int]) -> None:
+        if message.epoch != self.epoch:
+            return
+        self.levels[message.step] = message
+        while len(self.levels) > LEVELS_KEPT_MAX:
+            del self.levels[min(self.levels)]
+        handle = self._handles.get(message.step)
+        if handle is not None:
+            handle.told(message)
+        if message.void:
+            self.troubles.report("void", f"snapshot {message.step} is void: {message.void}")
+        elif message.level >= 0:
+            self.troubles.clear("void")
+
+    def _superseded(self, message: wire.Superseded, fds: list[int]) -> None:
+        if message.epoch >= self.epoch:  # equal: somebody else joined as this rank
+            self.phase = SUPERSEDED
+            self.grants.clear()
+            if self.restoring:
+                said = wire.Failed("superseded", "a newer start of the job joined in this rank's place")
+                self._inbox.append((said, b"", []))
+            self.troubles.report(
+                "superseded", f"epoch {message.epoch} of this job was opened elsewhere; no more snapshots"
+            )
+
+    def _reply(self, message: Any, fds: list[int]) -> None:
+        if message.request:
+            self._replies[message.request] = message
+        elif isinstance(message, wire.Health):
+            self.daemon_problems = list(message.problems)
+
+    # --- joining ------------------------------------------------------------------------------------------------
+    def join(self, world: World, state_bytes: int, ask: dict[str, Any] | None, *, restoring: bool) -> None:
+        """Raises CkptdError without a connection. Answers come to ``next_restore`` when ``restoring``."""
+        nodes = [dict(node) for node in world.nodes]
+        message = wire.Join(world.attempt, world.rank, list(world.ranks), nodes, state_bytes, ask)
+        with self.changed:
+            self._drop_inbox()
+            self.grants.clear()
+            self.world, self._join = world, message
+            self.phase, self.restoring = JOINING, restoring
+            self.called = self._before = self._optimizer_steps = -1
+        try:
+            sent = self.link.send(message)
+        except FrameError as error:
+            self.left(error)
+            raise CkptdError(
+                f"a world of {world.size} ranks does not fit: {error}", where=self.job
+            ) from error
+        if not sent:
+            lost = CkptdError("the daemon was lost before the join", where=self.link.path)
+            self.left(lost)
+            raise lost
+
+    def next_restore(self, deadline: float) -> tuple[Any, bytes, list[int]]:
+        """The daemon's next word about the restore, its body and fds (the caller's). Raises CkptdError at the deadline."""
+        self.wait(lambda: bool(self._inbox), deadline, RESTORE_SILENT_AFTER_S)
+        with self.changed:
+            if not self._inbox:
+                raise CkptdError(
+                    "the daemon did not answer in time", where=self.link.path, hint="see its log"
+                )
+            return self._inbox.popleft()
+
+    def left(self, error: BaseException | None) -> None:
+        """restore() is over; after an error the rank has no part in any epoch."""
+        with self.changed:
+            self.restoring = False
+            if error is not None and self.phase == JOINING:
+                self.phase = IDLE
+            self._drop_inbox()
+
+    def _drop_inbox(self) -> None:
+        while self._inbox:
+            close_all(self._inbox.popleft()[2])
+
+    # --- snapshots ----------------------------------------------------------------------------------------------
+    @property
+    def step_is_open(self) -> bool:
+        """Is the state still that of the step called last? Then a grant for it may yet be taken (wait, must)."""
+        return self._optimizer_steps == fence.steps()
+
+    def close_step(self) -> None:
+        """The optimizer moves on: grants for the step called last are late."""
+        if self.grants.overdue:
+            with self.changed:
+                self._expire()
+
+    def _expire(self) -> None:
+        for number in self.grants.expire():
+            self.link.send(wire.GaveUp(number, self.called, "late"))
+
+    def call(self, step: int, optimizer_steps: int, *, asks: bool) -> None:
+        """snapshot(step) begins."""
+        with self.changed:
+            if step > self.called:
+                self._expire()
+                self._before = self.called
+            self.called, self._optimizer_steps = step, optimizer_steps
+        self.link.send_or_drop(wire.Called(step, asks))
+
+    def take(self, step: int, wait_s: float = 0.0) -> Grant | None:
+        """The grant for this step; ``wait_s`` > 0 waits for one (must=True)."""
+        taken: list[Grant] = []
+
+        def look() -> bool:
+            grant = self.grants.take(step)
+            taken.extend([grant] if grant else [])
+            return bool(taken) or self.phase != READY or not self.link.up
+
+        self._asking = wait_s > 0
+        self.wait(look, time.monotonic() + wait_s)
+        self._asking = False
+        return taken[0] if taken else None
+
+    def wait(self, true: Callable[[], bool], deadline: float, silent_after_s: float | None = None) -> None:
+        """Until ``true`` (called under the lock), the deadline (monotonic seconds), or a daemon that says nothing any more:
+        nobody waits for a stopped one (P5)."""
+        quiet_since = time.monotonic()
+        patience_s = SILENT_AFTER_S if silent_after_s is None else silent_after_s
+        with self.changed:
+            while not true():
+                left = deadline - time.monotonic()
+                heard = max(quiet_since, self.link.heard_at)
+                if left <= 0 or time.monotonic() - heard > patience_s:
+                    return
+                if not self.changed.wait(min(left, ASK_EVERY_S)):
+                    self.link.send_or_drop(wire.AskHealth(0))  # any answer will do
+
+    @property
+    def without_memory(self) -> bool:
+        """The daemon has given no slot, though it has had the time to allocate one."""
+        return not self.segments.slots and time.monotonic() - self._ready_at > ALLOCATION_S
+
+    def follow(self, handle: Handle) -> None:
+        with self.changed:
+            self._handles[handle.step] = handle
+            while len(self._handles) > HANDLES_KEPT_MAX:
+                del self._handles[min(self._handles)]
+
+    def layout_is_new(self, layout_id: str) -> bool:
+        with self.changed:
+            new = layout_id not in self._layouts
+            self._layouts.add(layout_id)
+            return new
+
+    # --- questions ----------------------------------------------------------------------------------------------
+    def ask(self, make: Callable[[int], object], timeout_s: float) -> Any | None:
+        """Send a request and wait for its reply; None when there is no daemon or no answer in time."""
+        with self.changed:
+            self._requests += 1
+            number = self._requests
+        if not self.link.send(make(number)):
+            return None
+        with self.changed:
+            self.changed.wait_for(lambda: number in self._replies or not self.link.up, timeout_s)
+            return self._replies.pop(number, None)
+
+    @property
+    def attainable(self) -> int:
+        """The highest protection that the job's failure domains allow."""
+        domains = self.world.domain_count if self.world is not None else 1
+        return min(int(self.policy.get("replicas", 0)), domains - 1)
+
+    def facts(self) -> dict[str, Any]:
+        newest = dict.fromkeys(("sealed", "protected", "durable"), -1)
+        for step, told in sorted(self.levels.items()):
+            if not told.void:
+                newest["sealed"] = step if told.level >= 0 else newest["sealed"]
+                newest["protected"] = step if told.level >= max(1, told.wanted) else newest["protected"]
+                newest["durable"] = step if told.durable else newest["durable"]
+        return {
+            "connected": self.link.up,
+            "phase": self.phase,
+            "epoch": self.epoch,
+            "step": self.called,
+            "newest": newest,
+        }
+
+
+def ask_dict(step: int | None, source: str | None, allow_fresh: bool) -> dict[str, Any]:
+    from ckptd.core.messages import RestoreAsk
+
+    return asdict(RestoreAsk(step, source, allow_fresh))

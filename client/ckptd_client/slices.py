@@ -1,0 +1,224 @@
+"""From a tensor as this rank holds it to N-d boxes of the logical tensor, and who else holds them (design D7)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptd.core.box import Box
+from ckptd.core.errors import CkptdError
+from ckptd.core.layout import MAYBE, REPLICA, UNIQUE
+from ckptd_client import dtypes
+from ckptd_client.entries import Entry, matches
+from ckptd_client.naming import is_dtensor, local_of
+from ckptd_client.world import World
+
+Run = tuple[int, int]  # (start, length) along one dimension
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One box of an entry's logical tensor that lies on this rank. ``at``: its offsets in the local tensor."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    at: tuple[int, ...]
+    role: str
+    sharing: str
+    holders: tuple[int, ...] = ()  # REPLICA: all ranks that hold this box
+    captured: bool = True  # False: by definition another rank's value (DDP buffers)
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.volume * dtypes.TORCH[self.dtype].itemsize
+
+    @property
+    def stored(self) -> bool:
+        """Has a fragment. A tensor that is empty as a whole has one too: the checkpoint must know that it exists."""
+        return bool(self.box.volume) or 0 in self.shape
+
+    def view(self, local: Tensor) -> Tensor:
+        """The part of the rank's local tensor that is this box."""
+        sizes = self.box.sizes[
+            len(self.box.sizes) - len(self.at) :
+        ]  # a stacked Partial has one dimension more
+        if sizes == tuple(local.shape):
+            return local
+        for dim, (start, size) in enumerate(zip(self.at, sizes, strict=True)):
+            local = local.narrow(dim, start, size)
+        return local
+
+
+def slices_of(entry: Entry, world: World) -> list[Slice]:
+    """Raises CkptdError naming the key: unknown dtype, tensor subclass, placements that are not understood."""
+    tensor = entry.tensor
+    _check_memory(entry)
+    if is_dtensor(tensor):
+        return _of_dtensor(entry, world)
+    shape = tuple(tensor.shape)
+    sharing, holders, captured = _plain_sharing(entry, world)
+    box = Box.whole(shape)
+    dtype = dtypes.name_of(tensor.dtype, entry.key)
+    return [Slice(entry.key, dtype, shape, box, box.offsets, entry.role, sharing, holders, captured)]
+
+
+def _check_memory(entry: Entry) -> None:
+    local = local_of(entry.tensor)
+    if type(local) is not Tensor or local.layout != torch.strided or local.is_conj() or local.is_neg():
+        kind = f"{type(local).__name__} ({local.layout})"
+        raise CkptdError(
+            f"a {kind} cannot be copied as memory", where=entry.key, hint="leave it out with exclude="
+        )
+
+
+def _plain_sharing(entry: Entry, world: World) -> tuple[str, tuple[int, ...], bool]:
+    if world.size == 1:
+        return UNIQUE, (), True
+    if matches(entry.key, entry.owner.replicated):
+        return REPLICA, world.everyone, True
+    copies = entry.copies
+    if copies is None or len(copies.ranks) != world.size:
+        return MAYBE, (), True  # equal names elsewhere may or may not be copies: each snapshot decides
+    if copies.first_only:
+        return UNIQUE, (), world.rank == min(copies.ranks)
+    return REPLICA, world.everyone, True
+
+
+def _of_dtensor(entry: Entry, world: World) -> list[Slice]:
+    tensor: Any = entry.tensor
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    shape = tuple(tensor.shape)
+    local = local_of(tensor)
+    mesh_shape = tuple(mesh.mesh.shape)
+    runs = [
+        _dim_runs(size, dim, mesh_shape, coordinate, placements, entry.key) for dim, size in enumerate(shape)
+    ]
+    expected = tuple(sum(length for _, length in dim) for dim in runs)
+    if expected != tuple(local.shape):
+        raise CkptdError(
+            f"placements {placements} promise a local shape {list(expected)}, it is {list(local.shape)}",
+            where=entry.key, hint="this sharding is not understood; report it with the placements",
+        )  # fmt: skip
+    sharing, holders = _dtensor_sharing(mesh, placements, coordinate, world)
+    dtype = dtypes.name_of(tensor.dtype, entry.key)
+    if 0 in shape:  # nothing to hold, but the checkpoint must know that it exists
+        whole = Box.whole(shape)
+        return [Slice(entry.key, dtype, shape, whole, whole.offsets, entry.role, UNIQUE)]
+    boxes = _boxes(runs) or [(_nothing(shape, expected), (0,) * len(shape))]
+    found = [Slice(entry.key, dtype, shape, box, at, entry.role, sharing, holders) for box, at in boxes]
+    if any(placement.is_partial() for placement in placements):
+        return [_stacked(part, world) for part in found]
+    return found
+
+
+def _nothing(shape: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    """An uneven shard that is empty: planned like the others, so that all ranks plan alike, but never stored."""
+    return Box(tuple(0 if size else extent for extent, size in zip(shape, sizes, strict=True)), sizes)
+
+
+def _stacked(part: Slice, world: World) -> Slice:
+    """A Partial value means nothing without all the others: kept as row ``rank`` of a [world, ...] tensor, so that
+    only the same world can take it back."""
+    box = Box((world.rank, *part.box.offsets), (1, *part.box.sizes))
+    return Slice(part.key, part.dtype, (world.size, *part.shape), box, part.at, part.role, UNIQUE)
+
+
+def _dtensor_sharing(
+    mesh: Any, placements: Sequence[Any], coordinate: Sequence[int], world: World
+) -> tuple[str, tuple[int, ...]]:
+    if mesh.size() != world.size:
+        return (
+            MAYBE if world.size > 1 else UNIQUE
+        ), ()  # a sub-mesh: other parts of the job may hold other values
+    index = tuple(
+        slice(None) if placement.is_replicate() else at
+        for placement, at in zip(placements, coordinate, strict=True)
+    )
+    holders = tuple(sorted(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist()))
+    return (REPLICA, holders) if len(holders) > 1 else (UNIQUE, ())
+
+
+# --- index arithmetic ---------------------------------------------------------------------------------------
+def _dim_runs(
+    size: int,
+    dim: int,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Any],
+    key: str,
+) -> list[Run]:
+    """Which indices of this dimension the rank holds, as ascending runs."""
+    cuts = []
+    for parts, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        factor = getattr(placement, "split_factor", None)
+        if placement.is_shard() or factor is not None:
+            if placement.dim == dim:
+                cuts.append((parts, at, int(factor or 1)))
+        elif not (placement.is_replicate() or placement.is_partial()):
+            raise CkptdError(f"placement {placement} is not understood", where=key)
+    return _cut([(0, size)], cuts)
+
+
+def _cut(runs: list[Run], cuts: Sequence[tuple[int, int, int]]) -> list[Run]:
+    """cuts: (parts, own part, split factor) per mesh dimension, left to right.
+
+    A strided cut whose split factor is what the cuts to its right make was applied after them (FSDP2 on top of
+    TP); without them it takes its part of each of ``split factor`` pieces.
+    """
+    if not cuts:
+        return runs
+    (parts, at, factor), rest = cuts[0], cuts[1:]
+    if factor > 1 and math.prod(cut[0] for cut in rest) == factor:
+        return _chunk(_cut(runs, rest), parts, at)
+    if factor > 1:
+        pieces = [_chunk(_chunk(runs, factor, piece), parts, at) for piece in range(factor)]
+        return _cut(_joined(run for piece in pieces for run in piece), rest)
+    return _cut(_chunk(runs, parts, at), rest)
+
+
+def _chunk(runs: Sequence[Run], parts: int, at: int) -> list[Run]:
+    """Part ``at`` of the indices cut into ``parts``, as torch.chunk cuts: all of ceil size, the last ones less or none."""
+    total = sum(length for _, length in runs)
+    share = -(-total // parts)
+    begin, end = min(at * share, total), min((at + 1) * share, total)
+    found: list[Run] = []
+    position = 0
+    for start, length in runs:
+        low, high = max(begin, position), min(end, position + length)
+        if low < high:
+            found.append((start + low - position, high - low))
+        position += length
+    return found
+
+
+def _joined(runs: Any) -> list[Run]:
+    found: list[Run] = []
+    for start, length in runs:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((start, length))
+    return found
+
+
+def _boxes(runs: Sequence[Sequence[Run]]) -> list[tuple[Box, tuple[int, ...]]]:
+    """The product of the dimensions' runs: (box, offsets in the local tensor). Nothing where a dimension has no run."""
+    starts = [list(itertools.accumulate((length for _, length in dim), initial=0)) for dim in runs]
+    choices = [list(zip(dim, at, strict=False)) for dim, at in zip(runs, starts, strict=True)]
+    found: list[tuple[Box, tuple[int, ...]]] = []
+    for choice in itertools.product(*choices):
+        offsets = tuple(run[0] for run, _ in choice)
+        sizes = tuple(run[1] for run, _ in choice)
+        found.append((Box(offsets, sizes), tuple(at for _, at in choice)))
+    return found

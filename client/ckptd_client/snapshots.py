@@ -1,0 +1,253 @@
+"""snapshot(): take the grant, copy what cannot wait, leave the rest to the engine (design D6, D9). Never raises (P5)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgpack
+from torch import Tensor
+
+from ckptd.core.errors import CkptdError
+from ckptd.wire import rank as wire
+from ckptd.wire.seqpacket import memfd_object
+from ckptd_client import fence, libc, resolve
+from ckptd_client.capture import Engine
+from ckptd_client.entries import State
+from ckptd_client.gather import gather
+from ckptd_client.grants import Grant
+from ckptd_client.handles import Handle
+from ckptd_client.job import Job
+from ckptd_client.joining import Joiner
+from ckptd_client.plan import Plan, make_plan
+from ckptd_client.recall import Recall
+from ckptd_client.registry import Registry
+from ckptd_client.segments import SlotView
+from ckptd_client.session import IDLE, JOINING, READY, Session
+from ckptd_client.tree import ForeignType
+from ckptd_client.troubles import Troubles
+
+log = logging.getLogger("ckptd")
+AUDIT_TIMEOUT_S = 30.0
+RECOVERED = ("fence", "type", "memory", "capture")  # troubles that a good snapshot ends
+
+
+class Skip(Exception):
+    """This snapshot will not be taken; the reason."""
+
+
+class Snapshots:
+    def __init__(
+        self, session: Session, engine: Engine, registry: Registry, joiner: Joiner, troubles: Troubles,
+        must_timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._session, self._engine, self._registry = session, engine, registry
+        self._joiner, self._troubles, self._must_timeout_s = joiner, troubles, must_timeout_s
+        self._plan: Plan | None = None
+        self._recall: Recall | None = None
+        self._taken = 0  # snapshots captured so far
+        self._steps_at_taken = -1  # optimizer steps at the newest capture
+
+    def begin_anew(self) -> None:
+        """After a restore: whatever step comes first may be captured."""
+        self._steps_at_taken = -1
+        self._recall = None
+
+    # --- the call -----------------------------------------------------------------------------------------------
+    def take(
+        self, handle: Handle, meta: dict[str, Any], *, keep: bool, must: bool, wait_s: float | None = None
+    ) -> None:
+        """Fills in the handle. Whatever goes wrong ends as its status. ``wait_s``: for must, less than the client's own
+        bound."""
+        patience_s = (
+            min(self._must_timeout_s, self._must_timeout_s if wait_s is None else wait_s) if must else 0.0
+        )
+        grant: Grant | None = None
+        try:
+            grant, slot = self._grant(handle.step, must or keep, must, patience_s)
+            try:
+                self._capture(handle, grant, slot, meta, keep)
+            finally:
+                slot.segment.unpin()
+            return
+        except Skip as reason:
+            handle.became(f"skipped: {reason}")
+            if grant is None:
+                self._session.link.send_or_drop(wire.Skipped(handle.step, str(reason)))
+        except ForeignType as error:
+            handle.became("failed: type")
+            self._troubles.report("type", f"snapshot {handle.step} failed: {error}")
+        except CkptdError as error:
+            handle.became(f"failed: {error.what}")
+            self._troubles.report("capture", f"snapshot {handle.step} failed: {error}")
+        except Exception as error:
+            handle.became(f"failed: {type(error).__name__}: {error}")
+            self._troubles.report("capture", f"snapshot {handle.step} failed: {error}")
+            log.exception("ckptd client: snapshot %d", handle.step)
+        if grant is not None:
+            self._session.link.send(wire.GaveUp(grant.number, handle.step, handle.status[:200]))
+
+    def _grant(self, step: int, forced: bool, asks: bool, patience_s: float) -> tuple[Grant, SlotView]:
+        """The slot comes pinned. Raises Skip."""
+        session = self._session
+        self._check_ready()
+        if step < session.called:
+            self._troubles.report(
+                "order", f"snapshot({step}) after snapshot({session.called}): steps must grow"
+            )
+            raise CkptdError(f"step went backwards from {session.called}")
+        self._check_progress(step, forced)
+        session.call(step, fence.steps(), asks=asks)
+        grant = session.take(step, patience_s)
+        if grant is None and session.without_memory:
+            self._troubles.report(
+                "memory", "not protected: the daemon has no memory for a snapshot; see `ckptd status`"
+            )
+            raise Skip("no memory")
+        if grant is None:
+            raise Skip("not granted")
+        with session.changed:
+            slot = session.segments.slots.get(grant.slot)
+            if slot is not None:
+                slot.segment.pin()
+        if slot is None:
+            session.link.send(wire.GaveUp(grant.number, step, "no memory"))
+            raise Skip("no memory")
+        return grant, slot
+
+    def _check_ready(self) -> None:
+        session = self._session
+        if session.phase == READY and session.link.up:
+            return
+        if session.phase == IDLE:
+            self._join_in_background()
+        if not session.link.up:
+            self._troubles.report("daemon", f"not protected: {session.link.trouble}")
+            raise Skip("no daemon")
+        raise Skip("joining" if session.phase in (IDLE, JOINING) else session.phase)
+
+    def _join_in_background(self) -> None:
+        if not self._registry.owners:
+            raise Skip("nothing registered")
+        if self._joiner.may_start:
+            state = resolve.tensors(self._registry)
+            self._joiner.in_background(resolve.whole(self._registry, state))
+
+    def _check_progress(self, step: int, forced: bool) -> None:
+        if forced or not self._registry.of_kind("optimizer"):
+            return
+        if fence.steps() == self._steps_at_taken:
+            raise Skip("no optimizer step since the last snapshot")
+
+    # --- the capture --------------------------------------------------------------------------------------------
+    def _capture(
+        self, handle: Handle, grant: Grant, slot: SlotView, meta: dict[str, Any], keep: bool
+    ) -> None:
+        began = time.monotonic()
+        session = self._session
+        self._engine.settle(began + AUDIT_TIMEOUT_S)  # an earlier snapshot that no optimizer step came after
+        if self._engine.busy(slot) and not self._engine.drain(
+            float(session.policy.get("fence_timeout_s", 0.0))
+        ):
+            raise Skip("busy")
+        tensors, packed, plan = self._lookup(handle.step, meta)
+        if plan.layout.payload_bytes > slot.capacity:
+            self._ask_for_more(plan.layout.payload_bytes, slot.capacity)
+        job = self._job(handle, grant, slot, plan, len(packed), keep)
+        self._write_objects(slot, packed, plan)
+        with session.changed:
+            mapped = set(session.segments.slots.values())
+        self._engine.statics.keep_only(mapped)
+        gather(tensors, job, self._engine.statics)
+        job.blocked_s = time.monotonic() - began
+        self._taken += 1
+        self._steps_at_taken = fence.steps()
+        session.follow(handle)
+        self._engine.submit(job)
+
+    def _lookup(self, step: int, meta: dict[str, Any]) -> tuple[Sequence[Tensor], bytes, Plan]:
+        """What is there now: each entry's tensor, the encoded objects, the plan. Quickly, if nothing was replaced."""
+        recall, session = self._recall, self._session
+        assert session.world is not None, "a grant without a world"
+        tensors = recall.tensors() if recall is not None and recall.plan.world is session.world else None
+        if recall is not None and tensors is not None:
+            state = State(aliases=recall.aliases, groups=recall.groups, extras=recall.extras)
+            resolve.objects(self._registry, state, step, meta)
+            packed: bytes = msgpack.packb(state.objects)
+            if not state.inside and len(packed) <= recall.plan.objects_max:
+                return tensors, packed, recall.plan
+        state = resolve.tensors(self._registry)
+        resolve.objects(self._registry, state, step, meta)
+        packed = msgpack.packb(state.objects)
+        replicas = int(session.policy.get("replicas", 0))
+        plan = make_plan(state, session.world, replicas, len(packed), self._plan)
+        self._plan = plan
+        self._recall = Recall(self._registry, state, plan) if Recall.can_hold(state) else None
+        return [entry.tensor for entry in state.entries], packed, plan
+
+    def _ask_for_more(self, needed: int, have: int) -> NoReturn:
+        self._session.link.send(wire.Resize(needed))
+        text = f"a snapshot needs {needed} bytes, the slot has {have}; asked for more"
+        self._troubles.report("memory", text)
+        raise Skip("no memory")
+
+    def _job(
+        self, handle: Handle, grant: Grant, slot: SlotView, plan: Plan, objects_bytes: int, keep: bool
+    ) -> Job:
+        every = int(self._session.policy.get("audit_every", 0))
+        return Job(
+            step=handle.step, grant=grant.number, slot=slot, connection=self._session.connection, plan=plan,
+            handle=handle, objects_bytes=objects_bytes, keep=keep, audit=every > 0 and (self._taken + 1) % every == 0,
+        )  # fmt: skip
+
+    def _write_objects(self, slot: SlotView, packed: bytes, plan: Plan) -> None:
+        capacity = plan.layout.objects_capacity
+        libc.write(slot.address, packed)
+        libc.zero(slot.address + len(packed), capacity - len(packed))
+
+    # --- how it ended (on the capture thread) -------------------------------------------------------------------
+    def sealed(self, job: Job) -> None:
+        session = self._session
+        if session.connection != job.connection or not session.link.up:
+            self.void(job, "connection to the daemon lost")
+            return
+        layout = job.plan.layout
+        fds = [memfd_object(layout.encoded)] if session.layout_is_new(layout.layout_id) else []
+        note = wire.SealedSlot(
+            job.slot.number,
+            job.grant,
+            job.step,
+            layout.layout_id,
+            job.objects_bytes,
+            job.keep,
+            job.capture_s,
+            job.blocked_s,
+        )
+        try:
+            sent = session.link.send(note, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        with session.changed:
+            job.handle.became("captured" if sent else "void: connection to the daemon lost")
+            session.changed.notify_all()
+        for kind in RECOVERED:
+            self._troubles.clear(kind)
+
+    def void(self, job: Job, reason: str) -> None:
+        session = self._session
+        if session.connection == job.connection:
+            session.link.send(wire.GaveUp(job.grant, job.step, reason[:200]))
+        with session.changed:
+            job.handle.became(f"void: {reason}")
+            session.changed.notify_all()
+        if reason == "fence timeout":
+            text = f"snapshot {job.step} is void: its capture was slower than fence_timeout_s, training went on without it"
+            self._troubles.report("fence", text)
+        elif reason not in ("taken back", "closed"):
+            self._troubles.report(
+                "hidden write" if "write" in reason else "capture", f"snapshot {job.step} is void: {reason}"
+            )

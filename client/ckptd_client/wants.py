@@ -1,0 +1,271 @@
+"""From what is registered and what a snapshot holds to what this rank wants back (design D7, D11).
+
+Every mismatch is collected and named before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from ckptd.core.box import Box
+from ckptd_client import dtypes, optim, resolve, rng, tree
+from ckptd_client.catalogue import Catalogue
+from ckptd_client.entries import Entry, Mode, Owner, State
+from ckptd_client.naming import local_of
+from ckptd_client.registry import Registry
+from ckptd_client.slices import Slice, slices_of
+from ckptd_client.world import World
+
+ALWAYS = frozenset({rng.NAME, resolve.META})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A box wanted back, and where it goes. ``check``: it must equal this other tensor (two values for a tied one)."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    dest: Tensor
+    check: Tensor | None = None
+
+    @property
+    def row(self) -> list[Any]:
+        return [self.key, self.dtype, self.shape, self.box.offsets, self.box.sizes]
+
+
+@dataclass
+class NewState:
+    """What an optimizer will hold for one parameter: tensors by path, in place or newly made."""
+
+    owner: Owner
+    parameter: Tensor
+    key: str  # the parameter's
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Wanted:
+    targets: list[Target] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+    states: list[NewState] = field(default_factory=list)
+    inside: dict[str, Tensor] = field(default_factory=dict)  # tensors inside of objects, by key
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def encode(self) -> bytes:
+        rows = [target.row for target in self.targets]
+        packed: bytes = msgpack.packb({"tensors": rows, "objects": self.objects})
+        return packed
+
+
+def wanted(
+    registry: Registry,
+    state: State,
+    catalogue: Catalogue,
+    world: World,
+    only: Callable[[str], bool] | None,
+    strict: bool,
+) -> Wanted:
+    """``only``: which keys and objects to restore; None: all, and then nothing in the snapshot may be left over."""
+    return _Matcher(registry, state, catalogue, world, only, strict).result
+
+
+class _Matcher:
+    def __init__(
+        self, registry: Registry, state: State, catalogue: Catalogue, world: World, only: Callable[[str], bool] | None,
+        strict: bool,
+    ) -> None:  # fmt: skip
+        self._registry, self._state, self._catalogue, self._world = registry, state, catalogue, world
+        self._only = only or (lambda key: True)
+        self.result = Wanted()
+        self._claimed: set[str] = set()
+        self._tensors()
+        self._tied()
+        self._optimizers()
+        self._objects()
+        if only is None:
+            self._leftover()
+        if not strict:
+            self.result.notes += self.result.problems
+            self.result.problems = []
+
+    # --- tensors ------------------------------------------------------------------------------------------------
+    def _tensors(self) -> None:
+        for entry in self._state.entries:
+            if entry.role != "optim" and self._only(entry.key):
+                source = self._source(entry.key)
+                if source is None:
+                    self._problem(f"{entry.key}: not in the snapshot")
+                else:
+                    self._fill(entry, source)
+
+    def _source(self, key: str) -> str | None:
+        """Also under the names that this tensor has here because it is tied."""
+        found = self._catalogue.source_of(key)
+        if found is not None:
+            return found
+        tied = (alias for alias, canonical in self._state.aliases if canonical == key)
+        return next((source for alias in tied if (source := self._catalogue.source_of(alias))), None)
+
+    def _fill(self, entry: Entry, source: str) -> bool:
+        self._claimed.add(source)
+        parts = slices_of(entry, self._world)
+        local = local_of(entry.tensor)
+        dtype, shape, _ = self._catalogue.tensors[source]
+        mine = (
+            dtypes.name_of(entry.tensor.dtype, entry.key),
+            tuple(parts[0].shape if parts else entry.tensor.shape),
+        )
+        if mine != (dtype, shape):
+            self._problem(f"{entry.key}: {mine[0]}{list(mine[1])} here, {dtype}{list(shape)} in the snapshot")
+            return False
+        if local.device.type == "meta":
+            self._problem(f"{entry.key}: still on the meta device; materialise it first (to_empty)")
+            return False
+        if self._other_world("t", source):
+            self._problem(f"{entry.key}: {self._per_rank_text()}")
+            return False
+        self.result.targets += [_target(source, part, local) for part in parts if part.box.volume]
+        return True
+
+    def _tied(self) -> None:
+        """Two different saved tensors for one tied here: allowed only if they hold the same values."""
+        entries = {entry.key: entry for entry in self._state.entries}
+        for alias, canonical in self._state.aliases:
+            entry, second = entries.get(canonical), self._catalogue.source_of(alias)
+            if entry is None or second is None or not self._only(alias):
+                continue
+            self._claimed.add(second)
+            if second == self._source(canonical) or self._catalogue.tensors[second][:2] != (
+                dtypes.NAME[entry.tensor.dtype], tuple(entry.tensor.shape)
+            ):  # fmt: skip
+                continue
+            local = local_of(entry.tensor)
+            for part in slices_of(entry, self._world):
+                if part.box.volume:
+                    self._compare(part, part.view(local), [self._source(canonical), second])
+
+    def _compare(self, part: Slice, tensor: Tensor, sources: list[str | None]) -> None:
+        for source in sources:
+            if source is not None:
+                aside = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+                self.result.targets.append(Target(source, part.dtype, part.shape, part.box, aside, tensor))
+
+    # --- optimizers ---------------------------------------------------------------------------------------------
+    def _optimizers(self) -> None:
+        for owner in self._registry.of_kind("optimizer"):
+            saved = self._saved_state(owner)
+            for group in owner.value.param_groups:
+                for parameter in group["params"]:
+                    key = optim.key_of(owner, parameter, self._state.params)
+                    if self._only(f"{owner.name}.{key}."):
+                        self._state_of(owner, group, parameter, key, saved.get(key, {}))
+
+    def _saved_state(self, owner: Owner) -> dict[str, dict[str, str]]:
+        """parameter key (as it is called here) -> {path: key in the snapshot}."""
+        here = {entry.key: entry.key for entry in self._state.params.values()}
+        here.update({alias: canonical for alias, canonical in self._state.aliases if canonical in here})
+        found: dict[str, dict[str, str]] = {}
+        prefix = owner.name + "."
+        for key, (_, _, role) in self._catalogue.tensors.items():
+            if role != "optim" or not key.startswith(prefix):
+                continue
+            head = key[len(prefix) :]
+            while "." in head:
+                head = head.rpartition(".")[0]
+                if head in here:
+                    found.setdefault(here[head], {})[key[len(prefix) + len(head) + 1 :]] = key
+                    break
+        return found
+
+    def _state_of(
+        self, owner: Owner, group: dict[str, Any], parameter: Tensor, key: str, saved: dict[str, str]
+    ) -> None:
+        new = NewState(owner, parameter, key)
+        existing = owner.value.state.get(parameter) or {}
+        present = {
+            path: leaf for name, value in existing.items() for path, leaf in optim.tensor_leaves(name, value)
+        }
+        if saved:
+            missing = [path for path in present if path not in saved]
+            for path in missing:
+                self._problem(f"{owner.name}.{key}.{path}: not in the snapshot")
+        for path, source in saved.items():
+            tensor = present.get(path)
+            dtype, shape, _ = self._catalogue.tensors[source]
+            if tensor is None:
+                tensor = optim.empty_state(parameter, group, shape, dtypes.TORCH[dtype])
+            copies = (
+                None
+                if type(tensor) is not type(parameter) and tensor.ndim
+                else self._state.params[id(parameter)].copies
+            )
+            if self._fill(
+                Entry(f"{owner.name}.{key}.{path}", tensor, "optim", owner, Mode.FENCED, copies), source
+            ):
+                new.tensors[path] = tensor
+        self.result.states.append(new)
+
+    # --- everything else ----------------------------------------------------------------------------------------
+    def _objects(self) -> None:
+        for owner in self._registry.owners.values():
+            for name in resolve.object_names(owner, self._state):
+                if self._only(name):
+                    self._object(owner, name)
+            odd = f"{owner.name}.{resolve.ODD}"
+            if owner.kind == "optimizer" and odd in self._catalogue.objects and self._only(odd):
+                self._object(owner, odd)
+        for name in ALWAYS & self._catalogue.objects:
+            if self._only(name):
+                self.result.objects.append(name)
+
+    def _object(self, owner: Owner, name: str) -> None:
+        if name not in self._catalogue.objects:
+            self._problem(f"{name}: not in the snapshot")
+            return
+        self._claimed.add(name)
+        if owner.kind != "optimizer" and self._other_world("o", name) and not hasattr(owner.value, "reshard"):
+            self._problem(f"{name}: {self._per_rank_text()}, or give it reshard(states, rank, world)")
+            return
+        self.result.objects.append(name)
+        for key, (dtype, shape, _) in self._catalogue.tensors.items():
+            if key.startswith(name + tree.REF_MARK):
+                self._inside(key, dtype, shape)
+
+    def _inside(self, key: str, dtype: str, shape: tuple[int, ...]) -> None:
+        self._claimed.add(key)
+        if self._other_world("t", key):
+            self._problem(f"{key}: {self._per_rank_text()}")
+            return
+        tensor = self.result.inside[key] = torch.empty(shape, dtype=dtypes.TORCH[dtype])
+        if tensor.numel():
+            self.result.targets.append(Target(key, dtype, shape, Box.whole(shape), tensor))
+
+    def _leftover(self) -> None:
+        saved = [*self._catalogue.tensors, *(self._catalogue.objects - ALWAYS)]
+        excluded = [owner for owner in self._registry.owners.values() if owner.include or owner.exclude]
+        for name in sorted(saved):
+            left_out = any(name.startswith(owner.name + ".") and not owner.takes(name) for owner in excluded)
+            if name not in self._claimed and not left_out:
+                self._problem(f"{name}: in the snapshot, but nobody registered it")
+
+    def _other_world(self, kind: str, name: str) -> bool:
+        return self._catalogue.is_per_rank(kind, name) and self._catalogue.world != self._world.size
+
+    def _per_rank_text(self) -> str:
+        return f"its value was each rank's own; restore it into {self._catalogue.world} ranks"
+
+    def _problem(self, text: str) -> None:
+        self.result.problems.append(text)
+
+
+def _target(source: str, part: Slice, local: Tensor) -> Target:
+    return Target(source, part.dtype, part.shape, part.box, part.view(local))

@@ -1,0 +1,33 @@
+"""Who takes part in the job, fixed at restore() or the first snapshot (design D10)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class World:
+    """``nodes``: NodeInfo dicts without repeats, in rank order; ``ranks[i]``: node id of rank i."""
+
+    rank: int = 0
+    size: int = 1
+    ranks: tuple[str, ...] = ("",)
+    nodes: tuple[Mapping[str, Any], ...] = field(default=())
+    attempt: str = ""
+
+    @cached_property
+    def domains(self) -> dict[int, str]:
+        """Failure domain of each rank; a node that names none is one of its own."""
+        of_node = {str(node["node"]): str(node.get("domain") or node["node"]) for node in self.nodes}
+        return {rank: of_node.get(node, node) for rank, node in enumerate(self.ranks)}
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    @property
+    def domain_count(self) -> int:
+        return len(set(self.domains.values()))

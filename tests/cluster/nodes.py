@@ -1,0 +1,306 @@
+"""Real daemons and real training processes for tests, each in a session of its own, all gone when the test ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.waiting import until
+
+REPO = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 90.0  # of a rank: nothing here takes that long, so whoever does hangs
+END_TIMEOUT_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Node:
+    """One ``ckptd run``: keeper and daemon, with its own directory, address and memory."""
+
+    def __init__(self, root: Path, name: str, index: int, **settings: Any) -> None:
+        self.name, self.root = name, root / name
+        self.root.mkdir(exist_ok=True)
+        self.socket = self.root / "s"
+        defaults = {
+            "node_id": name, "state_dir": self.root / "state", "socket": self.socket, "memory_budget": "512MiB",
+            "bind_address": f"127.0.0.{index + 1}", "plain_loopback": "true", "bulk_mode": "none", "nice": 0,
+            "inventory_timeout_s": 2, "steward_timeout_s": 3, "breakpoint_grace_s": 3600,
+        }  # fmt: skip
+        self.settings = {**defaults, **settings}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = self.root / "log"
+
+    def start(self, *, wait: bool = True, failpoint: str = "", within: Sequence[str] = ()) -> Node:
+        """``within``: a command that runs the daemon's, with other rights for example."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
+        env |= {
+            f"CKPTD_{key.upper()}": str(value) for key, value in self.settings.items() if value is not None
+        }
+        env.pop("XDG_RUNTIME_DIR", None)
+        env["TMPDIR"] = str(self.root)  # what a killed keeper leaves behind goes with the test
+        if failpoint:
+            env["CKPTD_FAILPOINT"] = failpoint
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [*within, sys.executable, "-m", "ckptd", "run"],
+                env=env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=REPO,
+            )
+        if wait:
+            self.until_up()
+        return self
+
+    def until_up(self) -> None:
+        until(self._answers, START_TIMEOUT_S, f"{self.name} to start: {self.log.read_text()[-2000:]}")
+
+    def until_ended(self) -> tuple[int, str]:
+        """Of a daemon that refuses to start: its status and what it said."""
+        assert self.process is not None
+        return self.process.wait(START_TIMEOUT_S), self.log.read_text()
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise AssertionError(
+                f"{self.name} exited with {self.process.returncode}: {self.log.read_text()[-3000:]}"
+            )
+        with contextlib.suppress(OSError, ValueError):
+            return bool(self.get("/status"))
+        return False
+
+    def get(self, path: str) -> Any:
+        address = self.socket.with_suffix(".http").read_text().strip()
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+            body = answer.read()
+            return json.loads(body) if path != "/metrics" else body.decode()
+
+    def job(self, name: str) -> dict[str, Any]:
+        jobs = self.get("/status")["jobs"]
+        return next((job for job in jobs if job["job"].endswith("/" + name)), {})
+
+    def newest(self, name: str, level: str) -> int:
+        return int(self.job(name).get("newest", {}).get(level, -1))
+
+    def problems(self) -> dict[str, str]:
+        """What health says: kind -> text."""
+        return {problem["kind"]: problem["text"] for problem in self.get("/status")["health"]["problems"]}
+
+    def metric(self, name: str) -> float:
+        """Sum over the series whose line begins so."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def cli(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        """`ckptd ARGUMENTS` with this node's settings."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
+        env["CKPTD_SOCKET"] = str(self.socket)
+        command = [sys.executable, "-m", "ckptd", *map(str, arguments)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+
+    def daemon_pid(self) -> int:
+        return int(self.get("/status")["node"]["pid"])
+
+    def signal_daemon(self, number: signal.Signals) -> None:
+        """To the daemon alone, found without asking it: it may be stopped."""
+        os.kill(self._daemon().pid, number)
+
+    def _daemon(self) -> psutil.Process:
+        assert self.process is not None
+        children = psutil.Process(self.process.pid).children()
+        return max(children, key=lambda child: child.memory_info().vms)
+
+    def kill(self) -> None:
+        """The whole node: keeper, daemon and whatever they started."""
+        if self.process is not None:
+            for victim in self.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    victim.kill()
+            self.process.wait()
+            self.process = None
+
+    def processes(self) -> list[psutil.Process]:
+        assert self.process is not None
+        try:
+            keeper = psutil.Process(self.process.pid)
+            return [keeper, *keeper.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+@functools.cache
+def template() -> socket.socket:
+    """The one that ranks are forked from; it ends with this process."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.template", str(its.fileno())], env=env, pass_fds=[its.fileno()],
+            stdin=subprocess.DEVNULL, start_new_session=True, cwd=REPO,
+        )  # fmt: skip
+    ours.settimeout(START_TIMEOUT_S)
+    assert ours.recv(16) == b"ready", "the template of the trainers did not start"
+    atexit.register(end_template, ours, process)
+    return ours
+
+
+def end_template(link: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    link.close()
+    process.wait(END_TIMEOUT_S)
+
+
+class Trainer:
+    """One rank, told line by line what to do (tests/cluster/trainer.py). ``env`` goes to the process; ``uid``: its user."""
+
+    def __init__(
+        self, node: Node, job: str, *, rank: int = 0, world: int = 1, port: int = 0, kind: str = "plain",
+        failpoint: str = "", env: dict[str, str] | None = None, uid: int = 0,
+    ) -> None:  # fmt: skip
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
+        variables |= {
+            "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+            "CKPTD_SOCKET": str(node.socket), "PYTHONPATH": str(REPO),
+        }  # fmt: skip
+        if failpoint:
+            variables["CKPTD_FAILPOINT"] = failpoint
+        self.rank = rank
+        self.log = node.root / f"trainer-{job}-{rank}.log"
+        order = {"env": variables | (env or {}), "uid": uid, "job": job, "kind": kind}
+        self._in, self._out, self.pid, self._pidfd = self._fork(order)
+
+    def _fork(self, order: dict[str, Any]) -> tuple[Any, Any, int, int]:
+        in_read, in_write = os.pipe()
+        out_read, out_write = os.pipe()
+        with open(self.log, "ab") as log:
+            given = [in_read, out_write, log.fileno()]
+            socket.send_fds(template(), [json.dumps(order).encode()], given)
+        os.close(in_read)
+        os.close(out_write)
+        pid = int(template().recv(16))
+        return os.fdopen(in_write, "w", buffering=1), os.fdopen(out_read, "rb", buffering=0), pid, os.pidfd_open(pid)
+
+    def ask(self, do: str, **how: Any) -> None:
+        try:
+            self._in.write(json.dumps({"do": do, **how}) + "\n")
+        except BrokenPipeError:
+            raise AssertionError(f"rank {self.rank} ended: {self.log.read_text()[-3000:]}") from None
+
+    def answer(self, timeout: float = ANSWER_TIMEOUT_S) -> Any:
+        if not select.select([self._out], [], [], timeout)[0]:
+            raise AssertionError(f"rank {self.rank} hangs: {self.log.read_text()[-3000:]}")
+        line = self._out.readline()
+        if not line:
+            raise AssertionError(f"rank {self.rank} ended: {self.log.read_text()[-3000:]}")
+        body = json.loads(line)
+        if "error" in body:
+            raise TrainerError(body["error"])
+        return body["ok"]
+
+    def do(self, do: str, **how: Any) -> Any:
+        self.ask(do, **how)
+        return self.answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        assert self.until_ended(), f"rank {self.rank} lives on"
+        for pipe in (self._in, self._out):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def until_ended(self) -> bool:
+        return bool(select.select([self._pidfd], [], [], END_TIMEOUT_S)[0])
+
+
+class TrainerError(AssertionError):
+    """The trainer raised; the text is "TypeName: message"."""
+
+
+def together(trainers: Sequence[Trainer], do: str, **how: Any) -> list[Any]:
+    """The same on all ranks at once. A rank's error is returned, not raised, so that all can be looked at."""
+    for trainer in trainers:
+        trainer.ask(do, **how)
+    answers: list[Any] = []
+    for trainer in trainers:
+        try:
+            answers.append(trainer.answer())
+        except TrainerError as error:
+            answers.append(error)
+    return answers
+
+
+class Cluster:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.nodes: list[Node] = []
+        self.trainers: list[Trainer] = []
+
+    def node(self, name: str | None = None, *, start: bool = True, **settings: Any) -> Node:
+        node = Node(self.root, name or f"n{len(self.nodes)}", len(self.nodes), **settings)
+        self.nodes.append(node)
+        return node.start() if start else node
+
+    def several(self, count: int, **settings: Any) -> list[Node]:
+        """Started side by side."""
+        made = [self.node(start=False, **settings).start(wait=False) for _ in range(count)]
+        for node in made:
+            node.until_up()
+        return made
+
+    def world(self, nodes: Sequence[Node], job: str, *, kind: str = "plain", **how: Any) -> list[Trainer]:
+        """One rank on each of these nodes, of one gloo world."""
+        port = free_port()
+        made = [
+            Trainer(node, job, rank=i, world=len(nodes), port=port, kind=kind, **how)
+            for i, node in enumerate(nodes)
+        ]
+        self.trainers += made
+        return made
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            with contextlib.suppress(OSError):
+                trainer.kill()
+        for node in self.nodes:
+            node.kill()
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Cluster]:
+    """In a short directory, because the path of a unix socket is at most 107 bytes."""
+    root = Path(tempfile.mkdtemp(prefix="ckptd-"))
+    root.chmod(0o711)  # other users' ranks reach their sockets
+    made = Cluster(root)
+    try:
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(root, ignore_errors=True)

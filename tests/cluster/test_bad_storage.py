@@ -1,0 +1,157 @@
+"""Storage that is damaged, full, gone, forbidden or not shared: training goes on, health says why, durable follows when it can."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ckptd.persist import manifest
+from ckptd.persist.names import DATA, MANIFEST
+from tests.cluster.damage import flip_in_file
+from tests.cluster.nodes import Cluster, Node, Trainer, TrainerError, together
+from tests.waiting import until
+
+JOB = "store"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts")
+
+
+def durable(trainer: Trainer, steps: int = 2) -> str:
+    """Train on until a step is durable; its digest."""
+    trainer.do("train", steps=steps)
+    digest = str(trainer.do("digest"))
+    assert trainer.do("wait", level="durable") == "durable"
+    return digest
+
+
+def checkpoint(storage: Path, step: int) -> Path:
+    (found,) = storage.glob(f"*/{JOB}/epoch-*/step-{step:010d}")
+    return found
+
+
+def test_damaged_files_are_named_and_an_older_checkpoint_serves(nodes: Cluster) -> None:
+    """P1, P10: a flipped bit, a missing file, a manifest of a newer version: verify names them, restore goes further back."""
+    storage = nodes.root / "storage"
+    node = nodes.node(storage_root=storage, replicas=0, keep_last=9)
+    (trainer,) = nodes.world([node], JOB)
+    assert trainer.do("restore") is None
+    digests = [durable(trainer) for _ in range(3)]
+    trainer.kill()
+    node.kill()
+    assert node.cli("verify", storage).returncode == 0
+    flipped = next(checkpoint(storage, 6).glob("*" + DATA))
+    flip_in_file(flipped)
+    missing = next(checkpoint(storage, 4).glob("*" + DATA))
+    missing.unlink()
+    verified = node.cli("verify", storage)
+    assert verified.returncode == 1
+    assert "DAMAGED" in verified.stdout and flipped.name in verified.stdout and missing.name in verified.stdout
+    fresh = nodes.node(storage_root=storage, replicas=0)
+    (trainer,) = nodes.world([fresh], JOB)
+    assert trainer.do("restore") == 2
+    assert trainer.do("digest") == digests[0]
+    passed = trainer.do("last_restore")["passed_over"]
+    assert any("step 6" in text for text in passed) and any("step 4" in text for text in passed), passed
+    assert fresh.metric(f'ckptd_quarantines_total{{job="{os.geteuid()}/{JOB}",where="disk"}}') >= 2
+    # The last one is of a version that this reader does not know: not taken for damage, not taken for nothing.
+    path = checkpoint(storage, 2) / MANIFEST
+    newer = msgspec.structs.replace(manifest.decode(path.read_bytes(), ""), version=manifest.VERSION + 1)
+    path.write_bytes(manifest.encode(newer))
+    trainer.do("again", job=JOB, kind="plain")
+    (error,) = together([trainer], "restore")
+    assert isinstance(error, TrainerError) and str(error).startswith("CkptdError"), error
+    assert f"version {manifest.VERSION + 1}" in str(error), error
+
+
+@pytest.fixture
+def disk(nodes: Cluster) -> Iterator[Path]:
+    """A file system of its own, of 24 MiB."""
+    place = nodes.root / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        nodes.close()
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.root
+@needs_root
+def test_a_full_disk_and_a_storage_that_vanishes(nodes: Cluster, disk: Path) -> None:
+    """P5, P14: training goes on without a word of it, health says why; when there is room again, durable follows."""
+    storage = disk / "storage"
+    node = nodes.node(storage_root=storage, replicas=0, flush_every_steps=1)
+    (trainer,) = nodes.world([node], JOB)
+    trainer.do("restore")
+    durable(trainer)
+    ballast = disk / "ballast"
+    fill(ballast)
+    goes_on_unprotected(node, trainer, "flush")
+    ballast.unlink()
+    follows(node, trainer)
+    away = disk / "away"
+    storage.rename(away)
+    goes_on_unprotected(node, trainer, "flush")
+    assert node.cli("ls").returncode in (0, 1)  # answers, and does not hang
+    away.rename(storage)
+    follows(node, trainer)
+    shown = json.loads(node.cli("status", "--json").stdout)
+    assert shown["storage"]["ok"], shown
+
+
+def goes_on_unprotected(node: Node, trainer: Trainer, problem: str) -> None:
+    newest = node.newest(JOB, "durable")
+    until(lambda: trainer.do("train", steps=1) and problem in node.problems(), 30, f"health to name {problem}")
+    sealed = node.newest(JOB, "sealed")
+    until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "sealed") > sealed, 30, "snapshots to go on")
+    assert node.newest(JOB, "durable") <= newest + 1  # what was under way may have made it
+    assert trainer.do("health")["problems"]
+
+
+def follows(node: Node, trainer: Trainer) -> None:
+    newest = node.newest(JOB, "sealed")
+    until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "durable") >= newest, 40, "durable to follow")
+    until(lambda: not node.problems(), 20, f"health to be well again: {node.problems()}")
+    assert node.get("/healthz")["ok"]
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 16)):
+                pass
+        except OSError:
+            return
+
+
+def test_storage_without_rights_is_refused_at_start(nodes: Cluster) -> None:
+    storage = nodes.root / "storage"
+    storage.mkdir(mode=0o500)
+    without = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    node = nodes.node(start=False, storage_root=storage).start(wait=False, within=without)
+    status, said = node.until_ended()
+    assert status == 1 and str(storage) in said and "hint:" in said and "Traceback" not in said, said
+
+
+def test_storage_that_is_not_shared_is_said_on_both_nodes(nodes: Cluster) -> None:
+    """D13: found out before anything relies on it; memory still protects, nothing is called durable."""
+    first, second = (nodes.node(start=False, storage_root=nodes.root / f"storage{i}").start(wait=False) for i in range(2))
+    first.until_up()
+    second.until_up()
+    world = nodes.world([first, second], JOB, kind="fsdp")
+    assert together(world, "restore") == [None, None]
+    for node, other in ((first, second), (second, first)):
+        text = until(lambda node=node: node.problems().get("storage_not_shared"), 10, "the warning")  # type: ignore[misc]
+        assert other.name in str(text)
+    together(world, "train", steps=2)
+    assert together(world, "wait", level="protected") == ["protected", "protected"]
+    assert "durable" not in together(world, "wait", level="durable", timeout=3)
+    assert first.newest(JOB, "durable") == second.newest(JOB, "durable") == -1
+    assert list(nodes.root.glob(f"storage?/*/{JOB}/epoch-*/step-??????????")) == []
+    assert "shared" in " ".join(world[0].do("health")["problems"])

@@ -1,0 +1,119 @@
+"""The client under real torchrun: DDP, FSDP2, HSDP, TP, both, wrappers; into each other, into another world (P9).
+
+All cases of a launch run in the same processes; each is a test here. The daemon is the scripted double, so a failure is the
+client's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.nodes import REPO, free_port
+from tests.node.rank_daemon_double import RankDaemonDouble
+
+LAUNCH_TIMEOUT_S = 150
+SOCKETS = (
+    "ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "wrapped", "tears", "tears_without_fence", "tears_without_reshard", "per_rank",
+    "batch_norm", "before", "compiled",
+)  # fmt: skip
+FIRST = (
+    "ddp to fsdp", "fsdp to hsdp", "hsdp to tp", "tp to fsdp_tp", "fsdp_tp to wrapped", "wrapped to plain", "tears",
+    "tears without fence", "tears without reshard", "per rank", "batch norm", "registered before it is wrapped",
+    "one rank without a daemon",
+    "mismatch of one rank", "compiled step",
+)  # fmt: skip
+SECOND = (
+    "ddp into two as tp", "fsdp into two as fsdp", "hsdp into two as ddp", "tp into two as fsdp", "fsdp_tp into two as fsdp",
+    "per rank into two",
+)  # fmt: skip
+
+Results = dict[str, list[str | None]]
+
+
+def launch(folder: Path, part: str, ranks: int) -> Results:
+    """case -> traceback per rank."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}", str(Path(__file__).with_name("client_ranks.py")), str(folder), part,
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    with subprocess.Popen(
+        command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launched:
+        try:
+            _, errors = launched.communicate(timeout=LAUNCH_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(launched.pid, signal.SIGKILL)
+            raise
+    found: Results = {}
+    for rank in range(ranks):
+        path = folder / f"{part}.{rank}.json"
+        assert path.exists(), errors[-4000:]
+        for case, trace in json.loads(path.read_text()).items():
+            found.setdefault(case, []).append(trace)
+    return found
+
+
+@pytest.fixture(scope="module")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RankDaemonDouble]]:
+    folder = tmp_path_factory.mktemp("parallel")
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(RankDaemonDouble(folder / f"{name}.s")) for name in SOCKETS}
+
+
+@pytest.fixture(scope="module")
+def four(daemons: dict[str, RankDaemonDouble]) -> Results:
+    return launch(daemons["ddp"].path.parent, "one", 4)
+
+
+@pytest.fixture(scope="module")
+def two(daemons: dict[str, RankDaemonDouble], four: Results) -> Results:
+    return launch(daemons["ddp"].path.parent, "two", 2)
+
+
+def passed(results: Results, case: str) -> None:
+    for rank, trace in enumerate(results[case]):
+        assert trace is None, f"rank {rank}: {trace}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", FIRST)
+def test_four_ranks(four: Results, case: str) -> None:
+    passed(four, case)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", SECOND)
+def test_two_ranks_restore_what_four_have_saved(two: Results, case: str) -> None:
+    passed(two, case)
+
+
+def test_nothing_was_left_out(four: Results, two: Results) -> None:
+    assert set(four) == set(FIRST)
+    assert set(two) == set(SECOND)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "wrapped"])
+def test_copies_by_contract_were_equal_and_plans_agreed(
+    four: Results, daemons: dict[str, RankDaemonDouble], way: str
+) -> None:
+    daemon = daemons[way]
+    assert daemon.corruptions == []
+    for ranks in daemon.held.values():
+        assert len({held.layout.plan_id for held in ranks.values()}) == 1
+
+
+def test_ddp_captures_everything_once(four: Results, daemons: dict[str, RankDaemonDouble]) -> None:
+    """One failure domain and replicas=0: nothing needs a second copy (D8)."""
+    ranks = daemons["ddp"].held[1, 2]
+    keys = [fragment.key for held in ranks.values() for fragment in held.layout.fragments]
+    assert len(keys) == len(set(keys))

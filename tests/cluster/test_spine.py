@@ -1,0 +1,107 @@
+"""The journey end to end with real processes: snapshot, peer memory, durable, restore (P1-P4, P6, P7, P9)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cluster.nodes import Cluster, together
+from tests.waiting import until
+
+JOB = "spine"
+SLOTS, SLOT_BYTES = 3, 2 << 20  # the default number, and the grain that a small state is rounded up to
+
+
+def storage_of(nodes: Cluster) -> Path:
+    path = nodes.root / "storage"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def test_peer_memory_gives_the_step_back_into_a_smaller_world(nodes: Cluster) -> None:
+    """P3, P9: a whole node dies; the survivor restores the newest protected step from memory, resharded."""
+    first, second = nodes.node(), nodes.node()
+    world = nodes.world([first, second], JOB, kind="fsdp")
+    assert together(world, "restore") == [None, None]
+    for _ in range(6):
+        together(world, "train", steps=1)
+    digests = together(world, "digest")
+    until(lambda: first.newest(JOB, "protected") >= 1, 20, "a protected step")
+    assert together(world, "snapshot", must=True)[0]
+    assert all("protected" in str(answer) for answer in together(world, "wait", level="protected"))
+    second.kill()
+    for trainer in world:
+        trainer.kill()
+    (alone,) = nodes.world([first], JOB, kind="fsdp")
+    assert alone.do("restore") == 6
+    assert alone.do("digest") == digests[0]
+    moved = alone.do("last_restore")["bytes"]
+    assert moved["durable"] == 0 and moved["own"] > 0
+    assert alone.do("train", steps=2)["step"] == 8
+
+
+def test_own_memory_survives_the_trainer(nodes: Cluster) -> None:
+    """P6: a trainer is killed; its daemon's memory alone gives the state back."""
+    node = nodes.node(replicas=0)
+    (trainer,) = nodes.world([node], JOB)
+    assert trainer.do("restore") is None
+    trainer.do("train", steps=3)
+    digest = trainer.do("digest")
+    trainer.do("snapshot", must=True)
+    trainer.do("wait", level="sealed")
+    trainer.kill()
+    (again,) = nodes.world([node], JOB)
+    assert again.do("restore") == 3
+    assert again.do("digest") == digest
+    moved = again.do("last_restore")["bytes"]
+    assert moved["own"] > 0 and moved["peer"] == moved["durable"] == 0
+
+
+def test_a_killed_daemon_comes_back_with_its_memory(nodes: Cluster) -> None:
+    """P5, P7: the keeper restarts it, nothing is copied, training did not notice."""
+    node = nodes.node(replicas=0)
+    (trainer,) = nodes.world([node], JOB)
+    trainer.do("restore")
+    trainer.do("train", steps=3)
+    trainer.do("snapshot", must=True)
+    trainer.do("wait", level="sealed")
+    until(lambda: node.get("/status")["memory"]["own_bytes"] == SLOTS * SLOT_BYTES, 20, "all slots")
+    before, used = node.daemon_pid(), node.get("/status")["memory"]["own_bytes"]
+    for victim in node.processes():
+        if victim.pid == before:
+            victim.kill()
+    trainer.do("train", steps=3)
+    after = until(lambda: _other_daemon(node, before), 20, "the daemon to be back")
+    assert after != before
+    assert node.get("/status")["memory"]["own_bytes"] == used
+    until(lambda: node.newest(JOB, "sealed") >= 3, 20, "the step that was sealed before")
+    until(lambda: "skipped" not in trainer.do("train", steps=1)["statuses"][0], 20, "snapshots to go on")
+    until(lambda: node.newest(JOB, "sealed") > 3, 20, "a newer step")
+
+
+def _other_daemon(node: object, before: int) -> int:
+    try:
+        pid = node.daemon_pid()  # type: ignore[attr-defined]
+    except OSError:
+        return 0
+    return pid if pid != before else 0
+
+
+def test_durable_gives_the_step_back_after_everything_died(nodes: Cluster) -> None:
+    """P4, P9: fresh daemons, another world, storage alone."""
+    storage = storage_of(nodes)
+    first, second = nodes.node(storage_root=storage), nodes.node(storage_root=storage)
+    world = nodes.world([first, second], JOB, kind="fsdp")
+    together(world, "restore")
+    together(world, "train", steps=4)
+    digests = together(world, "digest")
+    assert all("durable" in str(answer) for answer in together(world, "wait", level="durable"))
+    for trainer in world:
+        trainer.kill()
+    first.kill()
+    second.kill()
+    fresh = nodes.node(storage_root=storage)
+    (alone,) = nodes.world([fresh], JOB, kind="fsdp")
+    assert alone.do("restore") == 4
+    assert alone.do("digest") == digests[0]
+    moved = alone.do("last_restore")["bytes"]
+    assert moved["durable"] > 0 and moved["own"] == moved["peer"] == 0

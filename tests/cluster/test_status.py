@@ -1,0 +1,30 @@
+"""`ckptd status` shows the whole job from any of its nodes, and says what fell (P2)."""
+
+from __future__ import annotations
+
+from tests.cluster.nodes import Cluster, together
+from tests.waiting import until
+
+JOB = "seen"
+
+
+def test_any_node_shows_all_ranks_and_what_is_lost(nodes: Cluster) -> None:
+    first, second = nodes.several(2, steward_timeout_s=2)
+    world = nodes.world([first, second], JOB)
+    assert together(world, "restore") == [None, None]
+    together(world, "train", steps=2)
+    together(world, "snapshot", must=True)
+    assert all("protected" in str(answer) for answer in together(world, "wait", level="protected"))
+    for node in (first, second):
+        ranks = node.job(JOB)["ranks"]
+        assert [(row["rank"], row["node"], row["up"]) for row in ranks] == [(0, "n0", True), (1, "n1", True)]
+        assert all(peer["memory"]["budget_bytes"] > 0 for peer in node.job(JOB)["nodes"])
+        assert not node.job(JOB)["degraded"]
+    world[1].kill()
+    until(lambda: [row["up"] for row in first.job(JOB)["ranks"]] == [True, False], 20, "rank 1 to be seen as gone")
+    second.kill()
+    until(lambda: first.job(JOB)["degraded"], 20, "the level to fall")
+    assert first.newest(JOB, "protected") == -1 and first.newest(JOB, "sealed") == 2
+    assert "n1" in first.problems()["degraded"]
+    page = first.cli("status").stdout
+    assert "DEGRADED" in page and "DOWN" in page

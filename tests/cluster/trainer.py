@@ -1,0 +1,155 @@
+"""A rank for tests: trains a small model for real, one command per line on stdin, one answer per line on stdout.
+
+Kinds: plain, ddp, fsdp; other (another shape than plain), double (another dtype), head (one module more), model (no optimizer
+registered); wide (tensors that are copied in the background, small ones are not); stages (equal names, other values on each
+rank), shapes (equal names, another shape on each rank).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ckptd_client import Client
+from torch import nn
+
+from ckptd.core import failpoint
+
+WIDTH = 64
+
+
+class Loader:
+    """Plain Python state: where the next batch comes from."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Run:
+    def __init__(self, job: str, kind: str) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if self.world > 1:
+            dist.init_process_group("gloo")
+        self._begin(job, kind)
+
+    def _begin(self, job: str, kind: str) -> None:
+        torch.manual_seed(1)
+        width = {"other": 2 * WIDTH, "wide": 32 * WIDTH, "shapes": (1 + self.rank) * WIDTH}.get(kind, WIDTH)
+        self.bare: nn.Module = nn.Sequential(
+            nn.Linear(WIDTH, width), nn.BatchNorm1d(width), nn.Linear(width, WIDTH)
+        )
+        if kind == "double":
+            self.bare.double()
+        self.model = self._wrap(kind)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.loader = Loader()
+        self.kind = kind
+        self.step = 0
+        registered: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "extra": {"loader": self.loader}}
+        if kind == "head":
+            registered["head"] = nn.Linear(3, 5)
+        if kind == "model":
+            del registered["optimizer"], registered["extra"]
+        self.client = Client.connect(job=job)
+        self.client.register(**registered)
+
+    def again(self, job: str, kind: str) -> None:
+        """A new start in the same process: another client, model and optimizer."""
+        self.client.close(finished=False)
+        self._begin(job, kind)
+
+    def _wrap(self, kind: str) -> nn.Module:
+        if self.world == 1 or kind not in ("ddp", "fsdp"):
+            return self.bare
+        if kind == "ddp":
+            return nn.parallel.DistributedDataParallel(self.bare)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (self.world,))
+        fully_shard(self.bare[0], mesh=mesh)
+        return fully_shard(self.bare, mesh=mesh)
+
+    def arm(self, failpoints: str) -> None:
+        failpoint.arm(failpoints)
+
+    def train(self, steps: int = 1, snapshot: bool = True) -> dict[str, Any]:
+        statuses = []
+        for _ in range(steps):
+            seed = self.step * 1000 + (self.rank if self.kind == "stages" else 0)
+            generator = torch.Generator().manual_seed(seed)
+            loss = self.model(torch.randn(8, WIDTH, generator=generator)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.loader.at += 8
+            self.step += 1
+            if snapshot:
+                statuses.append(self.client.snapshot(self.step).status)
+        return {"step": self.step, "loss": float(loss.detach()), "statuses": statuses}
+
+    def snapshot(self, **how: Any) -> str:
+        return str(self.client.snapshot(how.pop("step", self.step), **how).status)
+
+    def restore(self, **how: Any) -> int | None:
+        found = self.client.restore(**how)
+        self.step = found or 0
+        return found
+
+    def last_restore(self) -> Any:
+        return self.client.last_restore
+
+    def wait(self, level: str, timeout: float = 30.0) -> str:
+        return str(self.client.wait(level=level, timeout=timeout))
+
+    def steps(self) -> Any:
+        return list(self.client.steps())
+
+    def health(self) -> Any:
+        health = self.client.health()
+        return {"ok": health.ok, "problems": list(health.problems)}
+
+    def bytes_of(self, name: str) -> str:
+        """The first bytes of this rank's own part of a parameter, as hexadecimal digits: what lies in its slot."""
+        value = dict(self.bare.named_parameters())[name].detach()
+        local = value.to_local() if hasattr(value, "to_local") else value
+        return bytes(local.contiguous().view(-1).view(torch.uint8)[:64].tolist()).hex()
+
+    def digest(self) -> str:
+        """Of everything a restore must bring back, made without ckptd."""
+        found = hashlib.sha256()
+        tensors = dict(self.model.state_dict())
+        for index, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{index}.{name}": value for name, value in state.items()}
+        for name in sorted(tensors):
+            value = tensors[name]
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found.update(name.removeprefix("module.").encode())
+            found.update(whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(str(self.loader.at).encode())
+        return found.hexdigest()
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def main(job: str, kind: str) -> None:
+    run = Run(job, kind)
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            reply = {"ok": getattr(run, order.pop("do"))(**order)}
+        except Exception as error:  # told to the test, which decides
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply, default=str), flush=True)

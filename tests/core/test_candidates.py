@@ -1,0 +1,153 @@
+"""Which snapshots may be restored: complete, consistent, of this lineage, the newest first (P1, P12, D9, D11)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.core.box import Box
+from ckptd.core.candidates import Candidates, find_candidates
+from ckptd.core.ids import SnapshotId
+from ckptd.core.layout import REPLICA, Layout
+from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.messages import HoldingFact, RestoreAsk
+from tests.core.test_protection import complete
+from tests.core.worlds import World, epoch, fsdp, quick, worlds
+
+NEW, OLD = SnapshotId(2, 20), SnapshotId(2, 10)
+RECORD = epoch(2, ancestry=[SnapshotId(1, 8)])
+
+
+def found(
+    world: World, *held: tuple[str, SnapshotId, int, int], extra: dict[str, Layout] | None = None
+) -> tuple[dict[str, list[HoldingFact]], dict[str, Layout]]:
+    """(node, snapshot, rank, tier) as inventories tell it."""
+    holdings: dict[str, list[HoldingFact]] = {}
+    for node, snapshot, rank, tier in held:
+        holdings.setdefault(node, []).append(world.fact(snapshot, rank, tier))
+    return holdings, {**world.by_id(), **(extra or {})}
+
+
+def steps(result: Candidates) -> list[SnapshotId]:
+    return [candidate.snapshot for candidate in result.restorable]
+
+
+@quick
+@given(st.data(), worlds(ranks=3, tensors=3))
+def test_whole_in_memory_is_every_slice_of_every_rank(data: st.DataObject, world: World) -> None:
+    held = data.draw(
+        st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(0, 2)), max_size=6)
+    )
+    held = [(node, rank % world.size, tier) for node, rank, tier in held]
+    holders = {r: [(node, tier) for node, rank, tier in held if rank == r] for r in range(world.size)}
+    result = find_candidates(RECORD, *found(world, *((n, NEW, rank, tier) for n, rank, tier in held)))
+    assert bool(result.restorable) == complete(world, holders)
+    if result.restorable:
+        best = result.restorable[0]
+        own = set(world.per_rank) | ({"o:rng"} if world.size > 1 else set())
+        assert (best.memory, best.durable, set(best.per_rank)) == (True, False, own)
+        assert {(s.node, s.rank) for s in best.sources} == {(node, rank) for node, rank, _ in held}
+        assert best.layouts == world.layouts
+    elif held:
+        assert result.passed_over[0].snapshot == NEW
+        assert "memory of those who answered" in result.passed_over[0].reason
+
+
+def test_the_newest_complete_one_comes_first_and_the_others_are_explained() -> None:
+    world = fsdp(2)
+    result = find_candidates(
+        RECORD,
+        *found(world, ("a", OLD, 0, 0), ("b", OLD, 1, 0), ("a", NEW, 0, 0)),
+        certified=[(NEW, 1, False)],
+    )
+    assert steps(result) == [OLD]
+    passed = result.passed_over[0]
+    assert (passed.snapshot, passed.certified) == (NEW, 1)
+    assert passed.reason == "memory of those who answered holds nothing of rank 1"
+
+
+def test_only_this_epoch_and_its_ancestors_up_to_the_fork() -> None:
+    """P12: a retrained step never mixes with the lost one."""
+    world = fsdp(1)
+    names = [SnapshotId(1, 9), SnapshotId(1, 8), SnapshotId(1, 4), SnapshotId(2, 3), SnapshotId(3, 1)]
+    result = find_candidates(RECORD, *found(world, *(("a", name, 0, 0) for name in names)), commits=names)
+    assert steps(result) == [SnapshotId(2, 3), SnapshotId(1, 8), SnapshotId(1, 4)]
+
+
+def test_without_any_record_only_the_newest_epoch_counts() -> None:
+    result = find_candidates(None, *found(fsdp(1), ("a", SnapshotId(1, 9), 0, 0)), commits=[NEW])
+    assert steps(result) == [NEW]
+    assert find_candidates(None, {}, {}) == Candidates((), ())
+
+
+def test_a_commit_fills_gaps_or_stands_alone() -> None:
+    world = fsdp(2)
+    result = find_candidates(RECORD, *found(world, ("a", NEW, 0, 0)), commits=[NEW, OLD])
+    new, old = result.restorable
+    assert (new.memory, new.durable, [s.rank for s in new.sources], new.per_rank) == (False, True, [0], ())
+    assert (old.memory, old.durable, old.sources) == (False, True, ())
+
+
+def test_what_was_asked_narrows() -> None:
+    world = fsdp(1)
+    holdings = found(world, ("a", NEW, 0, 0))
+    memory = find_candidates(RECORD, *holdings, commits=[OLD, NEW], ask=RestoreAsk(source="memory"))
+    assert [(c.snapshot, c.memory, c.durable) for c in memory.restorable] == [(NEW, True, False)]
+    assert [p.reason for p in memory.passed_over] == ["memory holds nothing of it"]
+    durable = find_candidates(RECORD, *holdings, commits=[OLD], ask=RestoreAsk(source="durable"))
+    assert steps(durable) == [OLD]
+    assert [(p.snapshot, p.reason) for p in durable.passed_over] == [(NEW, "not on durable storage")]
+    one = find_candidates(RECORD, *holdings, commits=[OLD], ask=RestoreAsk(step=10))
+    assert steps(one) == [OLD]
+
+
+def test_a_certified_snapshot_that_is_gone_is_named() -> None:
+    """None may be returned only when it is proven that there is no checkpoint (D11)."""
+    result = find_candidates(
+        RECORD, {}, {}, certified=[(NEW, 1, False), (OLD, -1, False), (SnapshotId(1, 9), 1, True)]
+    )
+    assert [(p.snapshot, p.certified) for p in result.passed_over] == [(NEW, 1)]
+
+
+def test_copies_by_contract_that_differ_are_not_restored() -> None:
+    item = LayoutItem("w", "F32", (4,), Box((0,), (4,)), "param", REPLICA, 1)
+    world = World(2, {rank: build_layout(rank, 2, [item]) for rank in range(2)}, {"w": ("F32", (4,))})
+    holdings, layouts = found(world, ("a", NEW, 0, 0), ("b", NEW, 1, 0))
+    fact = holdings["b"][0]
+    holdings["b"] = [dataclasses.replace(fact, digests=tuple((name, b"x" * 16) for name, _ in fact.digests))]
+    result = find_candidates(RECORD, holdings, layouts)
+    assert "silent corruption" in result.passed_over[0].reason
+    durable = find_candidates(RECORD, holdings, layouts, commits=[NEW])
+    assert (durable.restorable[0].memory, durable.restorable[0].sources) == (False, ())
+
+
+def test_holders_that_contradict_each_other_are_not_believed() -> None:
+    world, other = fsdp(2), fsdp(2, keys=1)
+    holdings, layouts = found(world, ("a", NEW, 0, 0), ("b", NEW, 1, 0), extra=other.by_id())
+    two_layouts = {**holdings, "c": [other.fact(NEW, 0)]}
+    assert "different layouts" in find_candidates(RECORD, two_layouts, layouts).passed_over[0].reason
+    fact = holdings["b"][0]
+    rotten = dataclasses.replace(fact, digests=tuple((name, b"x" * 16) for name, _ in fact.digests))
+    assert (
+        "differ in content"
+        in find_candidates(RECORD, {**holdings, "c": [rotten]}, layouts).passed_over[0].reason
+    )
+    plan = build_layout(1, 2, [], 64, "another plan")
+    mixed = {"a": holdings["a"], "b": [HoldingFact(NEW, 1, 0, plan.layout_id)]}
+    result = find_candidates(RECORD, mixed, {**layouts, plan.layout_id: plan})
+    assert result.passed_over[0].reason == "ranks 0, 1 differ in world or capture plan"
+
+
+def test_a_holding_whose_layout_nobody_knows_is_no_holding() -> None:
+    holdings, _ = found(fsdp(1), ("a", NEW, 0, 0))
+    assert find_candidates(RECORD, holdings, {}) == Candidates((), ())
+
+
+def test_long_reasons_are_counted() -> None:
+    world = fsdp(24, shape=(24, 2))
+    result = find_candidates(RECORD, *found(world, ("a", NEW, 0, 0)))
+    assert result.passed_over[0].reason.endswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 15 more")
+    result = find_candidates(RECORD, *found(world, *(("a", NEW, rank, 2) for rank in range(24))))
+    assert "lacks slices k0 of rank 0, k1 of rank 0" in result.passed_over[0].reason

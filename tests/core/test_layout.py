@@ -1,0 +1,165 @@
+"""Layouts: what is built can be read, what was tampered with cannot (P13)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.core.box import Box
+from ckptd.core.dtypes import ITEMSIZE
+from ckptd.core.layout import ALIGN_BYTES, UNIQUE, Layout
+from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.layout_check import decode_layout
+from tests.core.worlds import World, quick, worlds
+
+HEAD = ("version", "rank", "world", "objects_capacity", "payload_bytes", "plan_id", "aliases", "rows")
+ROW = ("key", "dtype", "shape", "offsets", "sizes", "offset", "nbytes", "role", "sharing", "tier")
+
+
+def item(
+    key: str, shape: tuple[int, ...], tier: int = 1, box: Box | None = None, dtype: str = "F32"
+) -> LayoutItem:
+    return LayoutItem(key, dtype, shape, box or Box.whole(shape), "param", UNIQUE, tier)
+
+
+def sample() -> Layout:
+    top = Box((0, 0), (2, 3))
+    items = [item("low", (5,), 0), item("w", (4, 3), 2, top), item("s", (), 1), item("none", (0, 7), 1)]
+    return build_layout(1, 2, items, 100, "plan", [("tied", "w")])
+
+
+def test_tiers_descend_then_the_given_order_and_everything_is_aligned() -> None:
+    layout = sample()
+    assert [fragment.key for fragment in layout.fragments] == ["w", "s", "none", "low"]
+    assert layout.objects_capacity == 128
+    assert [fragment.offset for fragment in layout.fragments] == [128, 192, 256, 256]
+    assert [fragment.nbytes for fragment in layout.fragments] == [24, 4, 0, 20]
+    assert layout.payload_bytes % ALIGN_BYTES == 0
+    assert (layout.tier_bytes(2), layout.tier_bytes(1), layout.tier_bytes(0)) == (
+        152,
+        256,
+        layout.payload_bytes,
+    )
+
+
+@quick
+@given(worlds())
+def test_a_built_layout_is_read_back_equal(world: World) -> None:
+    for layout in world.layouts.values():
+        assert Layout.decode(layout.encoded) == layout
+        assert Layout.decode(layout.encoded).layout_id == layout.layout_id
+
+
+def test_plain_tuples_are_items_and_an_unknown_dtype_is_refused() -> None:
+    row = ("w", "F8_E4M3", (2,), Box.whole((2,)), "param", UNIQUE, 1)
+    assert build_layout(0, 1, [row]).fragments[0].nbytes == 2
+    with pytest.raises(ValueError, match="COMPLEX"):
+        build_layout(0, 1, [item("w", (2,), dtype="COMPLEX")])
+    assert set(ITEMSIZE.values()) == {1, 2, 4, 8}
+
+
+def tampered(name: str, new: Any, row: int = 0) -> bytes:
+    head = msgpack.unpackb(sample().encoded)
+    if name in HEAD:
+        head[HEAD.index(name)] = new
+    else:
+        head[-1][row][ROW.index(name)] = new
+    packed: bytes = msgpack.packb(head)
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        ("version", 2),
+        ("version", True),
+        ("rank", 2),
+        ("rank", -1),
+        ("rank", False),
+        ("world", 0),
+        ("world", 1 << 30),
+        ("objects_capacity", 64 + 1),
+        ("objects_capacity", 1 << 40),
+        ("objects_capacity", 256),  # reaches into the first fragment
+        ("payload_bytes", 130),
+        ("payload_bytes", 1 << 60),
+        ("payload_bytes", 3.5),
+        ("plan_id", 7),
+        ("aliases", [["a", "b", "c"]]),
+        ("aliases", [["w", "s"]]),
+        ("aliases", [["x", "x"]]),
+        ("aliases", [["x", "w"], ["x", "s"]]),
+        ("rows", {}),
+        ("rows", [[1]]),
+        ("rows", None),
+        ("key", ""),
+        ("key", b"w"),
+        ("key", "k" * 5000),
+        ("dtype", "F33"),
+        ("dtype", ["F32"]),
+        ("shape", [4]),
+        ("shape", "ab"),
+        ("shape", [1] * 65),
+        ("shape", [2, 2]),  # the box leaves it
+        ("shape", [True, 3]),
+        ("offsets", [3, 0]),
+        ("offsets", [-1, 0]),
+        ("offsets", [0]),
+        ("sizes", [2, 4]),
+        ("sizes", [1 << 63, 3]),
+        ("offset", 129),
+        ("offset", 64),
+        ("offset", 192),  # onto the next one
+        ("offset", -64),
+        ("nbytes", 25),
+        ("nbytes", 24.0),
+        ("role", "secret"),
+        ("sharing", "ours"),
+        ("tier", 256),
+        ("tier", 0),  # the next one has a higher tier
+        ("tier", -1),
+    ],
+)
+def test_every_tampered_field_is_refused(name: str, new: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):  # whichever check is first; never another exception
+        decode_layout(tampered(name, new))
+
+
+def test_one_key_is_one_tensor() -> None:
+    parts = [item("w", (4,), box=Box((0,), (2,))), item("w", (4,), box=Box((2,), (2,)))]
+    assert len(decode_layout(build_layout(0, 1, parts).encoded).fragments) == 2
+    for wrong in (
+        [parts[0], parts[0]],
+        [parts[0], item("w", (4,), box=Box((1,), (2,)))],
+        [parts[0], item("w", (5,), box=Box((2,), (2,)))],
+        [parts[0], item("w", (4,), box=Box((2,), (2,)), dtype="I32")],
+    ):
+        with pytest.raises(ValueError, match="w:"):
+            decode_layout(build_layout(0, 1, wrong).encoded)
+
+
+@quick
+@given(st.binary(max_size=200))
+def test_garbage_is_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match="layout"):
+        decode_layout(data)
+
+
+@quick
+@given(st.data())
+def test_a_cut_or_flipped_layout_never_breaks_the_reader(data: st.DataObject) -> None:
+    """Either refused, or a layout that keeps all bounds (a flipped letter of a key cannot be seen here)."""
+    encoded = bytearray(sample().encoded)
+    at = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[at] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        layout = decode_layout(bytes(encoded))
+    except ValueError:
+        return
+    assert all(f.offset + f.nbytes <= layout.payload_bytes for f in layout.fragments)
+    with pytest.raises(ValueError, match="layout"):
+        decode_layout(bytes(encoded[:at]))

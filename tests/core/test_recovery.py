@@ -1,0 +1,209 @@
+"""The recovery plan against the bytes themselves: every element once, right, from the best place, or named (P9, P10)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.core.box import Box, contains, covers, runs
+from ckptd.core.dtypes import ITEMSIZE
+from ckptd.core.layout import MAYBE, REPLICA
+from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.recovery import DURABLE, OWN, PEER, Held, Plan, SourceIndex, Want, plan_recovery
+from tests.core.worlds import World, boxes_in, cells, elements, fsdp, quick, rows_of, value, worlds
+
+Damage = set[tuple[str, int] | tuple[str, int, int]]
+
+
+def wants_of(world: World, *asked: tuple[str, Box]) -> list[Want]:
+    return [Want(10 + i, key, *world.tensors[key], box) for i, (key, box) in enumerate(asked)]
+
+
+def available(
+    world: World, held: Sequence[Held], want: Want, rank: int, own_node: str | None, damaged: Damage
+) -> set[tuple[int, ...]]:
+    """Elements of the want that memory has: on ``own_node``, or anywhere when that is None."""
+    result: set[tuple[int, ...]] = set()
+    for source in held:
+        if own_node not in (None, source.node) or (source.node, source.rank) in damaged:
+            continue
+        if f"t:{want.key}" in world.per_rank and source.rank != rank:
+            continue
+        for index, fragment in enumerate(source.layout.fragments):
+            full = source.tier == 0 or fragment.tier >= source.tier
+            if fragment.key == want.key and full and (source.node, source.rank, index) not in damaged:
+                result |= cells([fragment.box])
+    return result & cells([want.box])
+
+
+def read(world: World, plan: Plan, want: Want, rank: int) -> bytes:
+    """Carry the plan out for one want, byte run by byte run, as the daemon and the client do."""
+    item = ITEMSIZE[want.dtype]
+    out = bytearray(want.box.volume * item)
+    for piece in plan.pieces:
+        if piece.want != want.index:
+            continue
+        assert contains(piece.stored, piece.box)
+        if piece.source == DURABLE:
+            salt = world.salt(rank, want.key)
+            stored = b"".join(value(want.key, salt, index, item) for index in elements(piece.stored))
+        else:
+            fragment = world.layouts[piece.rank].fragments[piece.fragment]
+            assert (fragment.key, fragment.box) == (piece.key, piece.stored)
+            stored = world.payload(piece.rank)[fragment.offset : fragment.offset + fragment.nbytes]
+        data = b"".join(stored[at : at + length] for at, length in runs(piece.stored, piece.box, item))
+        assert len(data) == piece.nbytes
+        at = 0
+        for start, length in runs(want.box, piece.box, item):
+            out[start : start + length] = data[at : at + length]
+            at += length
+    return bytes(out)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[World, list[Held], list[Want], int, dict[str, list[Box]], Damage]:
+    world = draw(worlds())
+    ranks = st.integers(0, world.size - 1)
+    spots = draw(st.lists(st.tuples(st.sampled_from("abc"), ranks, st.integers(0, 2)), max_size=8))
+    held = [Held(node, rank, tier, world.layouts[rank]) for node, rank, tier in spots]
+    keys = draw(st.lists(st.sampled_from(sorted(world.tensors)), min_size=1, max_size=4))
+    wants = wants_of(world, *((key, draw(boxes_in(world.tensors[key][1]))) for key in keys))
+    durable = {
+        key: draw(st.lists(boxes_in(world.tensors[key][1]), max_size=2))
+        for key in keys
+        if draw(st.booleans())
+    }
+    damaged = draw(
+        st.sets(
+            st.one_of(
+                st.tuples(st.sampled_from("abc"), ranks), st.tuples(st.sampled_from("abc"), ranks, ranks)
+            )
+        )
+    )
+    return world, held, wants, draw(ranks), durable, damaged
+
+
+@quick
+@given(situations())
+def test_every_element_once_right_and_from_the_best_place(
+    situation: tuple[World, list[Held], list[Want], int, dict[str, list[Box]], Damage],
+) -> None:
+    world, held, wants, rank, durable, damaged = situation
+    plan = plan_recovery(wants, held, "a", rank, durable, world.per_rank, damaged)
+    for want in wants:
+        pieces = [piece for piece in plan.pieces if piece.want == want.index]
+        missing = [box for index, box in plan.uncovered if index == want.index]
+        parts = [piece.box for piece in pieces] + missing
+        assert covers_exactly(want.box, parts)
+        own = available(world, held, want, rank, "a", damaged)
+        memory = available(world, held, want, rank, None, damaged)
+        stored = cells(durable.get(want.key, [])) & cells([want.box])
+        by_source = {
+            source: cells([p.box for p in pieces if p.source == source]) for source in (OWN, PEER, DURABLE)
+        }
+        assert by_source == {OWN: own, PEER: memory - own, DURABLE: stored - memory}
+        assert cells(missing) == cells([want.box]) - memory - stored
+        data, expected = read(world, plan, want, rank), wanted_bytes(world, want, rank, missing)
+        assert data == expected
+    assert [piece.want for piece in plan.pieces] == sorted(piece.want for piece in plan.pieces)
+    assert plan == plan_recovery(wants, SourceIndex(held[::-1]), "a", rank, durable, world.per_rank, damaged)
+    assert not plan.mismatched
+
+
+def covers_exactly(box: Box, parts: list[Box]) -> bool:
+    return cells(parts) == cells([box]) and sum(part.volume for part in parts) == box.volume
+
+
+def wanted_bytes(world: World, want: Want, rank: int, missing: list[Box]) -> bytes:
+    item, salt, gone = ITEMSIZE[want.dtype], world.salt(rank, want.key), cells(missing)
+    return b"".join(
+        bytes(item) if index in gone else value(want.key, salt, index, item) for index in elements(want.box)
+    )
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 5, 8])
+def test_any_world_into_any_world(new: int) -> None:
+    """Four ranks die with one node, their replicas fill another sharding from memory alone."""
+    world = fsdp(4, shape=(13, 3))
+    held = [Held(f"n{rank}", rank, 0, world.layouts[rank]) for rank in range(3)]
+    held += [Held(f"n{(rank + 1) % 4}", rank, 1, world.layouts[rank]) for rank in range(4) if rank != 2]
+    for rank, box in enumerate(rows_of((13, 3), new)):
+        wants = wants_of(world, ("k0", box), ("k1", box))
+        plan = plan_recovery(wants, held, f"n{rank % 3}", rank)
+        assert not plan.uncovered
+        assert plan.bytes_by_source()[DURABLE] == 0
+        for want in wants:
+            assert read(world, plan, want, rank) == wanted_bytes(world, want, rank, [])
+    assert rank <= new
+
+
+def test_uncovered_slices_are_named() -> None:
+    world = fsdp(3, shape=(6, 2), keys=1)
+    held = [Held("a", 0, 0, world.layouts[0]), Held("b", 2, 0, world.layouts[2])]
+    plan = plan_recovery(wants_of(world, ("k0", Box((1, 0), (4, 2)))), held, "a", 0)
+    assert plan.uncovered == ((10, Box((2, 0), (2, 2))),)
+    assert plan.bytes_by_source() == {OWN: 8, PEER: 8, DURABLE: 0}
+    assert plan_recovery([], held, "a", 0) == Plan(())
+
+
+def test_a_source_of_another_dtype_or_shape_is_refused_and_named() -> None:
+    world = fsdp(1, shape=(6, 2), keys=1)
+    held = [Held("a", 0, 0, world.layouts[0])]
+    plan = plan_recovery([Want(0, "k0", "BF16", (6, 2), Box((0, 0), (6, 2)))], held, "a", 0)
+    assert (plan.pieces, len(plan.uncovered)) == ((), 1)
+    assert plan.mismatched == ("k0: wanted BF16[6, 2], the snapshot has F32[6, 2]",)
+
+
+def test_an_alias_is_found_under_its_canonical_key() -> None:
+    item = LayoutItem("w", "F32", (4,), Box((0,), (4,)), "param", REPLICA, 1)
+    layout = build_layout(0, 1, [item], aliases=[("head", "w")])
+    want = Want(0, "head", "F32", (4,), Box((1,), (2,)))
+    plan = plan_recovery([want], [Held("a", 0, 0, layout)], "a", 0)
+    assert [(piece.key, piece.box) for piece in plan.pieces] == [("w", Box((1,), (2,)))]
+    for name in ("head", "w"):
+        plan = plan_recovery([want], [Held("a", 0, 2, layout)], "a", 0, {name: [Box((0,), (4,))]})
+        assert [piece.source for piece in plan.pieces] == [DURABLE]
+
+
+def test_each_rank_gets_its_own_value_back() -> None:
+    item = LayoutItem("bn", "F32", (4,), Box((0,), (4,)), "buffer", MAYBE, 1)
+    layouts = {rank: build_layout(rank, 2, [item]) for rank in range(2)}
+    held = [Held("a", 0, 0, layouts[0]), Held("b", 1, 0, layouts[1])]
+    want = [Want(0, "bn", "F32", (4,), Box((0,), (4,)))]
+    assert [p.rank for p in plan_recovery(want, held, "a", 1, None, {"t:bn"}).pieces] == [1]
+    assert plan_recovery(want, held[:1], "a", 1, None, {"t:bn"}).uncovered
+    assert [p.rank for p in plan_recovery(want, held[:1], "a", 1).pieces] == [0]
+
+
+def test_peers_that_hold_the_same_are_used_evenly() -> None:
+    """64 MiB of copies by contract on four peers: each gives a quarter, and ranks do not all ask the same one first."""
+    items = [
+        LayoutItem(f"k{i}", "F32", (1000 + i,), Box((0,), (1000 + i,)), "param", REPLICA, 0)
+        for i in range(64)
+    ]
+    layouts = {rank: build_layout(rank, 4, items) for rank in range(4)}
+    held = SourceIndex([Held(f"n{rank}", rank, 0, layouts[rank]) for rank in range(4)])
+    wants = [Want(i, item.key, item.dtype, item.shape, item.box) for i, item in enumerate(items)]
+    first: Counter[str] = Counter()
+    for rank in range(16):
+        plan = plan_recovery(wants, held, "new", rank)
+        given_bytes: Counter[str] = Counter()
+        for piece in plan.pieces:
+            given_bytes[piece.node] += piece.nbytes
+        assert max(given_bytes.values()) <= 1.05 * sum(given_bytes.values()) / 4
+        first[plan.pieces[-1].node] += 1
+    assert len(first) >= 3
+
+
+def test_a_want_in_one_piece_is_not_cut_up() -> None:
+    """Own memory has it in halves and whole: the whole one is taken."""
+    whole = LayoutItem("w", "F32", (4,), Box((0,), (4,)), "param", REPLICA, 1)
+    halves = [LayoutItem("w", "F32", (4,), Box((at,), (2,)), "param", REPLICA, 1) for at in (0, 2)]
+    held = [Held("a", 0, 0, build_layout(0, 2, halves)), Held("a", 1, 0, build_layout(1, 2, [whole]))]
+    plan = plan_recovery([Want(0, "w", "F32", (4,), Box((0,), (4,)))], held, "a", 0)
+    assert [(piece.rank, piece.box) for piece in plan.pieces] == [(1, Box((0,), (4,)))]
+    assert covers((4,), [piece.box for piece in plan.pieces])

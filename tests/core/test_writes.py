@@ -1,0 +1,140 @@
+"""Every logical slice is written once, by someone who holds it, and the work is shared (D12)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.core.box import Box
+from ckptd.core.layout import MAYBE, REPLICA, UNIQUE
+from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.messages import WritePiece
+from ckptd.core.writes import assign_writes
+from tests.core.test_protection import complete
+from tests.core.worlds import World, fsdp, quick, worlds
+
+Holdings = dict[str, list[tuple[int, int]]]
+
+
+def written(
+    world: World, orders: dict[str, tuple[WritePiece, ...]]
+) -> tuple[Counter[object], dict[str, int]]:
+    """How often each slice is written, and bytes per node."""
+    times: Counter[object] = Counter()
+    load = dict.fromkeys(orders, 0)
+    for node, pieces in orders.items():
+        assert len({piece.rank for piece in pieces}) == len(pieces)
+        for piece in pieces:
+            layout = world.layouts[piece.rank]
+            assert piece.layout_id == layout.layout_id
+            if piece.objects:
+                times["objects", piece.rank] += 1
+                load[node] += layout.objects_capacity
+            for index in range(len(layout.fragments)) if piece.fragments is None else piece.fragments:
+                fragment = layout.fragments[index]
+                alone = fragment.sharing == UNIQUE or f"t:{fragment.key}" in world.per_rank
+                times[fragment.key, fragment.box, piece.rank if alone else -1] += 1
+                load[node] += fragment.nbytes
+    return times, load
+
+
+def expected(world: World) -> set[object]:
+    names: set[object] = {
+        ("objects", rank) for rank, layout in world.layouts.items() if layout.objects_capacity
+    }
+    for rank, layout in world.layouts.items():
+        for fragment in layout.fragments:
+            alone = fragment.sharing == UNIQUE or f"t:{fragment.key}" in world.per_rank
+            names.add((fragment.key, fragment.box, rank if alone else -1))
+    return names
+
+
+@quick
+@given(st.data(), worlds())
+def test_each_slice_is_written_once_by_a_holder(data: st.DataObject, world: World) -> None:
+    spots = st.lists(st.tuples(st.integers(0, world.size - 1), st.integers(0, 2)), max_size=5)
+    holdings: Holdings = {node: data.draw(spots) for node in "abc"}
+    for rank in range(world.size):
+        holdings[data.draw(st.sampled_from("abc"))].append((rank, 0))
+    orders = assign_writes(world.layouts, holdings, world.per_rank)
+    times, _ = written(world, orders)
+    assert set(times) == expected(world)
+    assert set(times.values()) <= {1}
+    for node, pieces in orders.items():
+        for piece in pieces:
+            tier = min(t for rank, t in holdings[node] if rank == piece.rank)
+            fragments = world.layouts[piece.rank].fragments
+            indexes = range(len(fragments)) if piece.fragments is None else piece.fragments
+            assert all(fragments[index].tier >= tier for index in indexes)
+    shuffled = {node: list(reversed(holdings[node])) for node in sorted(holdings, reverse=True)}
+    assert orders == assign_writes(world.layouts, shuffled, world.per_rank)
+
+
+def agreed_as_copies(world: World) -> World:
+    """Plain values that turned out equal are as good as copies by contract: any rank's will do."""
+    layouts = {}
+    for rank, layout in world.layouts.items():
+        fragments = tuple(
+            dataclasses.replace(f, sharing=REPLICA)
+            if f.sharing == MAYBE and f"t:{f.key}" not in world.per_rank
+            else f
+            for f in layout.fragments
+        )
+        layouts[rank] = dataclasses.replace(layout, fragments=fragments)
+    return World(world.size, layouts, world.tensors, world.per_rank)
+
+
+@quick
+@given(st.data(), worlds(ranks=3, tensors=3))
+def test_what_is_incomplete_is_refused(data: st.DataObject, world: World) -> None:
+    spots = st.lists(st.tuples(st.integers(0, world.size - 1), st.integers(0, 2)), max_size=4)
+    holdings: Holdings = {node: data.draw(spots) for node in "ab"}
+    holders = {
+        r: [(n, t) for n, held in holdings.items() for rank, t in held if rank == r] for r in world.layouts
+    }
+    if complete(agreed_as_copies(world), holders):
+        assert assign_writes(world.layouts, holdings, world.per_rank)
+    else:
+        with pytest.raises(ValueError, match="held nowhere"):
+            assign_writes(world.layouts, holdings, world.per_rank)
+
+
+def test_whole_slots_stay_with_their_owner_when_that_is_fair() -> None:
+    world = fsdp(4, shape=(8, 4))
+    holdings: Holdings = {f"n{rank}": [(rank ^ 1, 1), (rank, 0)] for rank in range(4)}
+    orders = assign_writes(world.layouts, holdings)
+    assert orders == {
+        f"n{rank}": (WritePiece(rank, world.layouts[rank].layout_id, None, True),) for rank in range(4)
+    }
+
+
+def test_survivors_share_a_dead_nodes_slices() -> None:
+    """n3 is gone; n2 has its replica, and n3 had n2's: n0 and n1 cannot help with those, but the two ranks split evenly."""
+    world = fsdp(4, shape=(64, 4), keys=16)
+    holdings: Holdings = {"n0": [(0, 0), (3, 1)], "n1": [(1, 0), (0, 1)], "n2": [(2, 0), (1, 1)]}
+    _, load = written(world, assign_writes(world.layouts, holdings))
+    assert max(load.values()) <= 1.1 * sum(load.values()) / 3
+
+
+def test_copies_are_spread_and_equal_plain_values_written_once() -> None:
+    items = [LayoutItem(f"k{i}", "F32", (64,), Box((0,), (64,)), "param", REPLICA, 0) for i in range(9)]
+    items.append(LayoutItem("bn", "F32", (64,), Box((0,), (64,)), "buffer", MAYBE, 1))
+    world = World(3, {rank: build_layout(rank, 3, items) for rank in range(3)}, {})
+    holdings: Holdings = {f"n{rank}": [(rank, 0)] for rank in range(3)}
+    times, load = written(world, assign_writes(world.layouts, holdings))
+    assert set(times.values()) == {1}
+    assert sorted(load.values()) == [3 * 256, 3 * 256, 4 * 256]
+    world.per_rank = frozenset({"t:bn"})
+    times, _ = written(world, assign_writes(world.layouts, holdings, world.per_rank))
+    assert sum(times.values()) == 9 + 3
+
+
+def test_one_node_writes_everything_of_all_its_ranks() -> None:
+    world = fsdp(2, shape=(8, 4))
+    orders = assign_writes(world.layouts, {"a": [(0, 0), (1, 0)], "idle": []})
+    assert [piece.fragments for piece in orders["a"]] == [None, None]
+    assert set(orders) == {"a"}

@@ -1,0 +1,30 @@
+"""Fixtures of several files here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptd.cli import main
+from tests.node.commands import Cli, Ran
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """`ckptd ARGUMENTS` in this process, with none of this machine's settings."""
+    for name in [name for name in os.environ if name.startswith("CKPTD_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("ckptd.config_sources.SYSTEM_FILE", tmp_path / "no-such.toml")
+
+    def call(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["ckptd", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        out, err = capsys.readouterr()
+        return Ran(code if isinstance(code, int) else 1 if code else 0, out, err)
+
+    return call

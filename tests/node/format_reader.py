@@ -1,0 +1,96 @@
+"""A second reader of the durable format, written from docs/FORMAT.md alone: the standard library, numpy and xxhash."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+ITEM = dict.fromkeys(["BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"], 1)
+ITEM |= dict.fromkeys(["I16", "U16", "F16", "BF16"], 2) | dict.fromkeys(["I32", "U32", "F32"], 4)
+ITEM |= dict.fromkeys(["C64", "F64", "I64", "U64"], 8)
+BLOCK = 1_048_576
+
+
+def sum_of(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def manifest_of(directory: Path) -> dict[str, Any]:
+    """Section 3."""
+    data = (directory / "manifest.json").read_bytes()
+    found: dict[str, Any] = json.loads(data)
+    at = data.index(found["xxh3_128"].encode())
+    assert at < 256
+    assert sum_of(data[:at] + b"0" * 32 + data[at + 32 :]) == found["xxh3_128"]
+    assert (found["format"], found["version"], found["block_bytes"]) == ("ckptd-checkpoint", 1, BLOCK)
+    return found
+
+
+def tensors_of(directory: Path) -> dict[tuple[str, int | None], np.ndarray]:
+    """(key, rank) -> elements as raw bytes, shape (*shape, itemsize). A per-rank tensor's missing part is zero."""
+    manifest = manifest_of(directory)
+    result = {}
+    for tensor in manifest["tensors"]:
+        item = ITEM[tensor["dtype"]]
+        whole = np.zeros((*tensor["shape"], item), np.uint8)
+        for file, at, nbytes, block, offsets, sizes in tensor["chunks"]:
+            data = chunk_of(directory, manifest, file, at, nbytes, block)
+            place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+            whole[place] = np.frombuffer(data, np.uint8).reshape(*sizes, item)
+        result[tensor["key"], tensor["rank"]] = whole
+    return result
+
+
+def chunk_of(directory: Path, manifest: dict[str, Any], file: int, at: int, nbytes: int, block: int) -> bytes:
+    """Section 3, "Reading a box": every block against its sum in the side file."""
+    facts = manifest["files"][file]
+    content = (directory / facts["path"]).read_bytes()
+    assert len(content) == facts["size"]
+    assert sum_of(content[: facts["data_start"]]) == facts["header_sum"]
+    (length,) = struct.unpack("<Q", content[:8])
+    assert facts["data_start"] == 8 + length
+    side = side_of(directory, manifest, facts["side"])
+    sums = side[facts["sums_at"] : facts["sums_at"] + 16 * facts["blocks"]]
+    assert sum_of(sums) == facts["sums_sum"]
+    data = content[at : at + nbytes]
+    for index in range(0, -(-nbytes // BLOCK)):
+        found = sum_of(data[index * BLOCK : (index + 1) * BLOCK])
+        assert found == sums[16 * (block + index) : 16 * (block + index + 1)].hex()
+    return data
+
+
+def side_of(directory: Path, manifest: dict[str, Any], index: int) -> bytes:
+    """Section 4."""
+    facts = manifest["sides"][index]
+    data = (directory / facts["path"]).read_bytes()
+    assert len(data) == facts["size"]
+    assert data[:16] == b"CKPTSIDE" + struct.pack("<II", 1, 0)
+    assert sum_of(data[:-16]) == data[-16:].hex() == facts["sum"]
+    return data
+
+
+def objects_of(directory: Path) -> dict[tuple[str, int], bytes]:
+    """(name, rank) -> blob."""
+    manifest = manifest_of(directory)
+    result = {}
+    for ref in manifest["objects"]:
+        side = side_of(directory, manifest, ref["side"])
+        blob = side[ref["at"] : ref["at"] + ref["nbytes"]]
+        assert sum_of(blob) == ref["sum"]
+        for rank in range(manifest["world"]) if ref["ranks"] is None else ref["ranks"]:
+            result[ref["name"], rank] = blob
+    return result
+
+
+def record_of(path: Path) -> dict[str, Any]:
+    """Section 6: the claim of an epoch."""
+    data = path.read_bytes()
+    claim = data[data.index(b'"claim":') + 8 : -2]
+    assert data == b'{"xxh3_128":"' + sum_of(claim).encode() + b'","claim":' + claim + b"}\n"
+    found: dict[str, Any] = json.loads(claim)["record"]
+    return found

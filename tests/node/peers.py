@@ -1,0 +1,84 @@
+"""Daemons' rooms for replicas and fetches in one process: real arenas, real TCP, a control link that can lose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from ckptd.arena.arena import Arena, Slot
+from ckptd.core.ids import SnapshotId
+from ckptd.protect.fetch import Fetcher
+from ckptd.protect.replicate import Replicator
+from ckptd.wire.codec import decode, encode
+from ckptd.wire.keys import ClusterKey
+from ckptd.wire.tcp import TcpTransport
+from tests.node.slots import MIB, OWN, fill_and_seal, small_arena
+
+KEY = ClusterKey(bytes(32))
+
+
+class Post:
+    """Delivers messages between peers through the codec. ``copies(sender, to, message)`` says how often: 0 loses it."""
+
+    def __init__(self) -> None:
+        self.peers: dict[str, Peer] = {}
+        self.log: list[object] = []
+        self.copies: Callable[[str, str, object], int] = lambda sender, to, message: 1
+
+    def send(self, sender: str, to: str, job: str, message: object) -> bool:
+        if to not in self.peers:
+            return False
+        self.log.append(message)
+        for _ in range(self.copies(sender, to, message)):
+            asyncio.get_running_loop().call_soon(self._deliver, sender, to, job, encode(message))
+        return True
+
+    def _deliver(self, sender: str, to: str, job: str, data: bytes) -> None:
+        peer = self.peers.get(to)
+        if peer is not None:
+            message = decode(data)
+            assert peer.replicator.on_message(sender, job, message) or peer.fetcher.on_message(sender, job, message)
+
+    def sent(self, kind: type) -> int:
+        return sum(isinstance(message, kind) for message in self.log)
+
+
+class Peer:
+    def __init__(self, post: Post, node: str, *, mode: str = "none", budget_bytes: int = 64 * MIB) -> None:
+        self.node, self.post = node, post
+        self.arena: Arena = small_arena(budget_bytes)
+        self.work = ThreadPoolExecutor(2)
+        options = {"secret": KEY, "idle_timeout_s": 2.0, "handshake_timeout_s": 2.0}
+        self.transport = TcpTransport("127.0.0.1", mode=mode, **options)  # type: ignore[arg-type]
+        self.arrived: list[Slot] = []
+        self.damage: list[str] = []
+        self.replicator = Replicator(self.transport, self.arena, self._send, self.work)
+        self.replicator.on_arrived = lambda job, slot: self.arrived.append(slot)
+        self.fetcher = Fetcher(self.transport, self._send, self.work)
+        self.fetcher.held = self._held
+        self.fetcher.on_damage = lambda job, slot, reason: self.damage.append(reason)
+        post.peers[node] = self
+
+    def _send(self, to: str, job: str, message: object) -> bool:
+        return self.post.send(self.node, to, job, message)
+
+    def _held(self, job: str, snapshot: SnapshotId, rank: int) -> Slot | None:
+        for slot in self.arena.slots.values():
+            record = slot.record
+            if record is not None and (record.job, record.snapshot, record.rank) == (job, snapshot, rank):
+                return slot
+        return None
+
+    def sealed(self, step: int = 7) -> Slot:
+        slot = self.arena.allocate(OWN, 3 * MIB)
+        fill_and_seal(slot, step)
+        return slot
+
+    def close(self) -> None:
+        self.post.peers.pop(self.node, None)
+        self.transport.close()
+        self.replicator.close()
+        self.fetcher.close()
+        self.work.shutdown()
+        self.arena.close()

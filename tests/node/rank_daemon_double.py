@@ -1,0 +1,449 @@
+"""A daemon small enough to script: speaks wire.rank over a real SEQPACKET socket with real memfds, keeps what was sealed
+and serves it back, to any number of ranks of one node. For tests of the client alone.
+
+It checks what it gets with the core's own functions: layouts decode, copies by contract are equal, fragments cover.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from ckptd.core.agreement import agree, object_name, tensor_name
+from ckptd.core.box import Box, intersect, uncovered
+from ckptd.core.layout import REPLICA, UNIQUE, Layout
+from ckptd.wire import rank as wire
+from ckptd.wire.seqpacket import FrameError, RankSocket, memfd_object, read_memfd_object
+
+NODE = {
+    "node": "double",
+    "control": "tcp://127.0.0.1:1",
+    "bulk": "127.0.0.1:2",
+    "domain": "d0",
+    "incarnation": "1",
+}
+GRAIN_BYTES = 1 << 20
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connected rank."""
+
+    sock: RankSocket
+    rank: int = -1
+    called: int = -1
+    slots: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> (fd, capacity)
+    free: list[int] = field(default_factory=list)
+    granted: dict[int, int] = field(default_factory=dict)  # grant -> slot
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    wants: Any = None
+    loaded: wire.Loaded | None = None
+
+
+@dataclass
+class Held:
+    layout: Layout
+    payload: bytes
+    objects_bytes: int
+
+
+class RankDaemonDouble:
+    """``granting``: "always" keeps every free slot granted, "asked" answers must=True only, "never".
+
+    ``seen``: every message that arrived, as (rank, message). ``held``: (epoch, step) -> rank -> what was sealed.
+    """
+
+    def __init__(self, path: Path, *, slots: int = 3, granting: str = "always", **policy: Any) -> None:
+        self.path, self.slot_count, self.granting = path, slots, granting
+        self.policy = {"replicas": 0, "own_slots": slots, "fence_timeout_s": 20.0, "audit_every": 0, **policy}
+        self.held: dict[tuple[int, int], dict[int, Held]] = {}
+        self.seen: list[tuple[int, Any]] = []
+        self.corruptions: list[str] = []
+        self.voided: dict[int, str] = {}
+        self.epoch = 0
+        self.level = 1  # told of complete snapshots
+        self.durable = True
+        self.fail_restore: str = ""
+        self.changed = threading.Condition(threading.RLock())
+        self._peers: list[Peer] = []
+        self._joined: dict[str, dict[int, tuple[Peer, wire.Join]]] = {}
+        self._attempt = ""
+        self._ready = False
+        self._round = self._failed_round = 0
+        self._offered: tuple[int, int] | None = None
+        self._numbers = 0
+        self._grant_steps: dict[int, int] = {}
+        self._slot_ids = 0
+        self._asked: int | None = None
+        self._sealed: dict[int, dict[int, int]] = {}  # grant -> rank -> step, until all ranks have sealed
+
+    # --- life ---------------------------------------------------------------------------------------------------
+    def start(self) -> RankDaemonDouble:
+        self.path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._listener.bind(str(self.path))
+        self._listener.listen(16)
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        """As a crash: every connection ends; the held snapshots stay."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+        with self.changed:
+            for peer in self._peers:
+                with contextlib.suppress(OSError):  # it has left already
+                    peer.sock.sock.shutdown(socket.SHUT_RDWR)
+            self._peers.clear()
+            self._ready = False
+
+    def __enter__(self) -> RankDaemonDouble:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            peer = Peer(RankSocket(sock, wire.TO_DAEMON))
+            self._peers.append(peer)
+            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+
+    def _serve(self, peer: Peer) -> None:
+        while True:
+            try:
+                got = peer.sock.recv()
+            except (OSError, FrameError):
+                got = None
+            if got is None:
+                peer.sock.close()
+                for fd, _ in peer.slots.values():
+                    os.close(fd)
+                peer.slots.clear()
+                return
+            message, fds = got
+            with self.changed:
+                self.seen.append((peer.rank, message))
+                handler = getattr(self, f"_on_{type(message).__name__.lower()}", None)
+                if handler is not None:
+                    handler(peer, message, fds)
+                self.changed.notify_all()
+            for fd in fds:
+                os.close(fd)
+
+    def messages(self, kind: type) -> list[Any]:
+        with self.changed:
+            return [message for _, message in self.seen if isinstance(message, kind)]
+
+    def wait_for(self, predicate: Any, timeout: float = 10.0) -> None:
+        with self.changed:
+            assert self.changed.wait_for(predicate, timeout), f"not within {timeout} s; seen {self.seen[-5:]}"
+
+    # --- joining and restoring ----------------------------------------------------------------------------------
+    def _on_hello(self, peer: Peer, message: wire.Hello, fds: list[int]) -> None:
+        _send(peer, wire.Welcome(wire.PROTOCOL_VERSION, NODE, self.policy))
+
+    def _on_join(self, peer: Peer, message: wire.Join, fds: list[int]) -> None:
+        peer.rank = message.rank
+        self._resize(peer, message.state_bytes)
+        if message.attempt == self._attempt:
+            self._joined[self._attempt][message.rank] = (peer, message)
+            _send(peer, wire.Ready(self.epoch))
+            self._ready = True
+            self._grant_free()
+            return
+        here = self._joined.setdefault(message.attempt, {})
+        here[message.rank] = (peer, message)
+        if len(here) == len(message.ranks):
+            self._attempt, self._ready, self.world = message.attempt, False, len(here)
+            self._open(message.ask)
+
+    def _open(self, ask: dict[str, Any] | None) -> None:
+        self.epoch += 1
+        self._round += 1
+        self._grant_steps.clear()
+        self._asked = None
+        for peer in self._members():
+            peer.called = -1
+            peer.free += [slot for slot in peer.granted.values() if slot in peer.slots]
+            peer.granted.clear()
+        complete = [
+            s for s, ranks in self.held.items() if len(ranks) == next(iter(ranks.values())).layout.world
+        ]
+        if ask is not None and ask["step"] is not None:
+            complete = [s for s in complete if s[1] == ask["step"]]
+        self._offered = max(complete) if ask is not None and complete else None
+        if self.fail_restore:
+            self._tell(wire.Failed("unrecoverable", self.fail_restore, "none"))
+            return
+        if self._offered is None:
+            self._tell(wire.Opened(self.epoch, self._round, None))
+            self._all_ready()
+            return
+        fd = memfd_object(msgpack.packb(self._catalogue(self._offered)))
+        self._tell(wire.Opened(self.epoch, self._round, list(self._offered)), [fd])
+        os.close(fd)
+
+    def _tell(self, message: object, fds: list[int] | None = None) -> None:
+        for peer in self._members():
+            _send(peer, message, fds or [], timeout_s=5)
+
+    def _members(self) -> list[Peer]:
+        return [peer for _, (peer, _) in sorted(self._joined.get(self._attempt, {}).items())]
+
+    def _all_ready(self) -> None:
+        self._tell(wire.Ready(self.epoch))
+        self._ready = True
+        self._grant_free()
+
+    def per_rank(self, snapshot: tuple[int, int]) -> tuple[list[str], list[str]]:
+        """What differs between ranks, and what must not but does."""
+        layouts = {rank: held.layout for rank, held in self.held[snapshot].items()}
+        sums = {rank: _digests(held) for rank, held in self.held[snapshot].items()}
+        found = agree(layouts, sums)
+        return list(found.per_rank), list(found.errors)
+
+    def _catalogue(self, snapshot: tuple[int, int]) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
+        objects: dict[str, Any] = {}
+        aliases: dict[str, str] = {}
+        for rank, held in self.held[snapshot].items():
+            tensors.update({f.key: [f.dtype, f.shape, f.role] for f in held.layout.fragments})
+            for name in _objects(held):
+                objects.setdefault(name, []).append(rank)
+            aliases.update(dict(held.layout.aliases))
+        per_rank, _ = self.per_rank(snapshot)
+        world = len(self.held[snapshot])
+        return {
+            "tensors": tensors,
+            "objects": objects,
+            "per_rank": per_rank,
+            "aliases": aliases,
+            "world": world,
+        }
+
+    def _on_wants(self, peer: Peer, message: wire.Wants, fds: list[int]) -> None:
+        peer.wants, peer.loaded = (
+            msgpack.unpackb(read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX)),
+            None,
+        )
+        if all(other.wants is not None for other in self._members()):
+            for other in self._members():
+                self._send_plan(other)
+
+    def _on_wantsrefused(self, peer: Peer, message: wire.WantsRefused, fds: list[int]) -> None:
+        if self._failed_round < message.round:  # the first refusal decides for all ranks
+            self._failed_round = message.round
+            self._forget_wants()
+            self._tell(wire.Failed(message.code, message.reason, "register the same objects"))
+
+    def _on_loaded(self, peer: Peer, message: wire.Loaded, fds: list[int]) -> None:
+        peer.loaded = message
+        if not message.ok:
+            self._tell(wire.Failed("load", message.reason, ""))
+        elif all(other.loaded is not None and other.loaded.ok for other in self._members()):
+            self._forget_wants()
+            self._all_ready()
+
+    def _forget_wants(self) -> None:
+        for peer in self._members():
+            peer.wants = peer.loaded = None
+
+    def _send_plan(self, peer: Peer) -> None:
+        assert self._offered is not None
+        ranks = self.held[self._offered]
+        per_rank = {name.removeprefix("t:") for name in self.per_rank(self._offered)[0]}
+        order = sorted(ranks, key=lambda rank: rank != peer.rank)
+        pieces: list[Any] = []
+        for index, (key, _, _, offsets, sizes) in enumerate(peer.wants["tensors"]):
+            sources = order if key not in per_rank else [peer.rank]
+            pieces += self._pieces(index, key, Box(tuple(offsets), tuple(sizes)), sources, order)
+        blobs, objects, everyone = b"", {}, {}
+        for name in peer.wants["objects"]:
+            for rank in ranks:
+                blob = _objects(ranks[rank]).get(name)
+                if blob is not None:
+                    place = [len(order), len(blobs), len(blob)]
+                    everyone.setdefault(name, {})[rank] = place
+                    if rank == peer.rank or name not in objects:
+                        objects[name] = place
+                    blobs += blob
+        plan = {
+            "pieces": pieces,
+            "objects": objects,
+            "objects_all": everyone,
+            "bytes": {"own": 1},
+            "seconds": {},
+        }
+        bodies = [*(ranks[rank].payload for rank in order), blobs]
+        fds = [memfd_object(msgpack.packb(plan)), *(memfd_object(body) for body in bodies)]
+        _send(peer, wire.LoadPlan(self._round, [len(body) for body in bodies]), fds, timeout_s=5)
+        for fd in fds:
+            os.close(fd)
+
+    def _pieces(self, index: int, key: str, box: Box, sources: list[int], order: list[int]) -> list[Any]:
+        assert self._offered is not None
+        left, pieces = [box], []
+        for rank in sources:
+            for f in self.held[self._offered][rank].layout.fragments:
+                if f.key != key:
+                    continue
+                for part in [p for other in left if (p := intersect(other, f.box)) is not None]:
+                    row = [part.offsets, part.sizes, order.index(rank), f.offset, f.box.offsets, f.box.sizes]
+                    pieces.append([index, *row])
+                left = [rest for other in left for rest in uncovered(other, [f.box])]
+        assert not left, f"{key}: nobody holds {left}"
+        return pieces
+
+    # --- snapshots ----------------------------------------------------------------------------------------------
+    def _resize(self, peer: Peer, state_bytes: int) -> None:
+        capacity = -(-max(state_bytes, 1) // GRAIN_BYTES) * GRAIN_BYTES
+        for slot in [s for s in peer.free if peer.slots[s][1] < capacity]:
+            os.close(peer.slots.pop(slot)[0])
+            peer.free.remove(slot)
+            _send(peer, wire.Retire(slot))
+        while sum(size >= capacity for _, size in peer.slots.values()) < self.slot_count:
+            self._slot_ids += 1
+            fd = os.memfd_create("double")
+            os.posix_fallocate(fd, 0, capacity + 4096)
+            peer.slots[self._slot_ids] = (fd, capacity)
+            peer.free.append(self._slot_ids)
+            name = f"segment-{self._slot_ids}"
+            _send(peer, wire.Mapped(self._slot_ids, name, capacity + 4096, 4096, capacity), [fd], timeout_s=5)
+
+    def _on_resize(self, peer: Peer, message: wire.Resize, fds: list[int]) -> None:
+        self._resize(peer, message.state_bytes)
+        self._grant_free()
+
+    def _on_called(self, peer: Peer, message: wire.Called, fds: list[int]) -> None:
+        peer.called = message.step
+        if message.asks:
+            self._asked = message.step
+            self._grant_free()
+
+    def _grant_free(self) -> None:
+        """One grant for what is asked, before the others."""
+        if self._asked is not None and not any(step <= self._asked for step in self._grant_steps.values()):
+            self.grant(self._asked)
+        while self.granting == "always" and self._ready and all(peer.free for peer in self._members()):
+            self.grant(max(peer.called for peer in self._members()) + 1)
+
+    def grant(self, from_step: int) -> int:
+        """To every rank. Returns the grant's number, 0 when a rank has no free slot."""
+        members = self._members()
+        if not self._ready or not all(peer.free for peer in members):
+            return 0
+        self._numbers += 1
+        self._grant_steps[self._numbers] = from_step
+        for peer in members:
+            slot = peer.free.pop(0)
+            peer.granted[self._numbers] = slot
+            _send(peer, wire.GrantSlot(slot, self._numbers, from_step))
+        return self._numbers
+
+    def take_back(self, number: int, reason: str = "test") -> None:
+        with self.changed:
+            self._tell(wire.TakeBack(number, reason))
+
+    def _on_gaveup(self, peer: Peer, message: wire.GaveUp, fds: list[int]) -> None:
+        peer.called = max(peer.called, message.step)
+        slot = peer.granted.pop(message.grant, None)
+        if slot is not None and slot in peer.slots:
+            peer.free.append(slot)
+        if message.grant in self._grant_steps:
+            del self._grant_steps[message.grant]
+            self.voided[message.grant] = message.reason
+            for rank, step in self._sealed.pop(message.grant, {}).items():
+                self.held[self.epoch, step].pop(rank, None)
+                self._tell(wire.Level(self.epoch, step, -1, 1, False, message.reason))
+            self.held = {snapshot: ranks for snapshot, ranks in self.held.items() if ranks}
+            for other in self._members():
+                if other is not peer and message.grant in other.granted:
+                    _send(other, wire.TakeBack(message.grant, message.reason))
+        self._grant_free()
+
+    def _on_sealedslot(self, peer: Peer, message: wire.SealedSlot, fds: list[int]) -> None:
+        if fds:
+            layout = Layout.decode(read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX))
+            assert layout.layout_id == message.layout_id
+            peer.layouts[message.layout_id] = layout
+        layout = peer.layouts[message.layout_id]
+        slot = peer.granted.pop(message.grant, None)
+        if slot is None:
+            return  # of an earlier epoch
+        assert slot == message.slot
+        fd, _ = peer.slots[slot]
+        payload = os.pread(fd, layout.payload_bytes, 4096)
+        peer.free.append(slot)
+        snapshot = (self.epoch, message.step)
+        held = self.held.setdefault(snapshot, {})
+        held[peer.rank] = Held(layout, payload, message.objects_bytes)
+        self._sealed.setdefault(message.grant, {})[peer.rank] = message.step
+        if len(held) == layout.world:
+            self._grant_steps.pop(message.grant, None)
+            self._sealed.pop(message.grant, None)
+            if self._asked is not None and message.step >= self._asked:
+                self._asked = None
+            self.corruptions += self.per_rank(snapshot)[1]
+            self._tell(wire.Level(self.epoch, message.step, self.level, 1, self.durable))
+        self._grant_free()
+
+    def _on_liststeps(self, peer: Peer, message: wire.ListSteps, fds: list[int]) -> None:
+        rows = [
+            {"epoch": e, "step": s, "level": 1, "durable": True, "where": ["memory"]} for e, s in self.held
+        ]
+        _send(peer, wire.Steps(message.request, rows))
+
+    def _on_askhealth(self, peer: Peer, message: wire.AskHealth, fds: list[int]) -> None:
+        _send(peer, wire.Health(message.request, True))
+
+
+def _send(peer: Peer, message: object, fds: list[int] | None = None, timeout_s: float = 0.0) -> None:
+    with contextlib.suppress(OSError):  # the rank has just left
+        peer.sock.send(message, fds or [], timeout_s)
+
+
+def _objects(held: Held) -> dict[str, bytes]:
+    found: dict[str, bytes] = msgpack.unpackb(held.payload[: held.objects_bytes])
+    assert not any(held.payload[held.objects_bytes : held.layout.objects_capacity]), (
+        "the rest of the region is zero"
+    )
+    return found
+
+
+def _digests(held: Held) -> list[tuple[str, bytes]]:
+    sums = [
+        (tensor_name(f.key, f.box), _hash(held.payload[f.offset : f.offset + f.nbytes]))
+        for f in held.layout.fragments
+        if f.sharing != UNIQUE or f.sharing == REPLICA
+    ]
+    return sums + [(object_name(name), _hash(blob)) for name, blob in _objects(held).items()]
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def main() -> None:
+    """As a process of its own, to be stopped and killed: ``python -m tests.node.rank_daemon_double SOCKET``."""
+    RankDaemonDouble(Path(sys.argv[1])).start()
+    print("ready", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Memory that a trainer offers back to a daemon that lost it: taken only where it belongs (D1, P7, P13)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from ckptd.arena.arena import Arena, Slot, Tenant
+from ckptd.process import Process
+from tests.node.slots import JOB, MIB, OWN, PEER, fill_and_seal, small_arena
+
+
+@pytest.fixture
+def trainer() -> Iterator[Process]:
+    process = Process.open(os.getpid())
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def lost() -> Iterator[Slot]:
+    """A sealed slot of a daemon that died without a keeper; the trainer still has the descriptor."""
+    arena = small_arena()
+    slot = arena.allocate(OWN, 3 * MIB)
+    fill_and_seal(slot, step=6)
+    yield slot
+    arena.close()
+
+
+def offer(arena: Arena, slot: Slot, trainer: Process, *, job: str = JOB, uid: int = 1000) -> list[Slot]:
+    return arena.take_offer({slot.segment.name: slot.segment.fd}, job=job, uid=uid, process=trainer)
+
+
+def test_own_memory_is_taken_back_whole_and_the_mapper_is_known(lost: Slot, trainer: Process) -> None:
+    arena = small_arena()
+    (slot,) = offer(arena, lost, trainer)
+    assert (slot.id, slot.record, slot.state) == (lost.id, lost.record, "sealed")
+    assert slot.payload == lost.payload
+    assert arena.foreign_mapper(slot)
+    assert not arena.foreign_mapper(slot, trainer)
+    assert arena.used_bytes == lost.segment.size
+    os.fstat(lost.segment.fd)  # the offered descriptor stays the caller's
+    assert offer(arena, lost, trainer) == [slot], "an offer of what is there changes nothing"
+    assert arena.used_bytes == lost.segment.size
+    arena.close()
+
+
+@pytest.mark.parametrize(("job", "uid"), [("1001/gpt", 1001), ("1000/other", 1000), (JOB, 0)])
+def test_memory_of_another_job_or_user_is_not_taken(lost: Slot, trainer: Process, job: str, uid: int) -> None:
+    arena = small_arena()
+    assert offer(arena, lost, trainer, job=job, uid=uid) == []
+    assert "does not belong" in arena.refused[0][1]
+    assert arena.used_bytes == 0
+    arena.close()
+
+
+def test_replicas_cannot_be_offered_by_a_trainer(trainer: Process) -> None:
+    """It could have made them up: what peers hold comes from peers."""
+    before, arena = small_arena(), small_arena()
+    slot = before.allocate(PEER, 3 * MIB)
+    assert offer(arena, slot, trainer) == []
+    before.close()
+    arena.close()
+
+
+def test_an_offer_beyond_the_budget_is_refused(lost: Slot, trainer: Process) -> None:
+    arena = small_arena(4 * MIB)
+    arena.allocate(Tenant(JOB, 1000, "own", 1), MIB)
+    assert offer(arena, lost, trainer) == []
+    assert "no room" in arena.refused[0][1]
+    arena.close()
+
+
+def test_another_memory_under_a_known_name_is_ignored(lost: Slot, trainer: Process) -> None:
+    arena = small_arena()
+    known = offer(arena, lost, trainer)
+    other = os.memfd_create("other")
+    assert arena.take_offer({lost.segment.name: other}, job=JOB, uid=1000, process=trainer) == []
+    assert list(arena.slots.values()) == known
+    os.close(other)
+    arena.close()

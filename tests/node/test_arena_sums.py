@@ -1,0 +1,99 @@
+"""Integrity sums: every flipped bit is found, only what was asked is read (D14, P10)."""
+
+from __future__ import annotations
+
+import random
+
+import msgpack
+import pytest
+import xxhash
+
+from ckptd.arena.sums import SUM_BYTES, bad_blocks, block_count, block_sums, blocks_of, digests
+from ckptd.core.layout import Layout
+from tests.node.slots import small_layout, write_payload
+
+
+@pytest.fixture
+def layout() -> Layout:
+    return small_layout()
+
+
+@pytest.fixture
+def payload(layout: Layout) -> memoryview:
+    made = memoryview(bytearray(layout.payload_bytes))
+    write_payload(made, layout, seed=1)
+    return made
+
+
+def test_sums_are_one_xxh3_128_per_block(layout: Layout, payload: memoryview) -> None:
+    sums = block_sums(payload, layout)
+    expected = [xxhash.xxh3_128(bytes(payload[at : at + n])).digest() for at, n in layout.blocks()]
+    assert sums == b"".join(expected)
+
+
+def test_every_flipped_bit_in_a_block_is_found(layout: Layout, payload: memoryview) -> None:
+    sums, noise = block_sums(payload, layout), random.Random(5)
+    assert bad_blocks(payload, layout, sums) == []
+    for index, (at, size) in enumerate(layout.blocks()):
+        where, bit = at + noise.randrange(size), 1 << noise.randrange(8)
+        payload[where] ^= bit
+        assert bad_blocks(payload, layout, sums) == [index]
+        payload[where] ^= bit
+
+
+@pytest.mark.parametrize("tier", [0, 1, 2, 3])
+def test_a_tier_has_the_sums_of_its_prefix(layout: Layout, payload: memoryview, tier: int) -> None:
+    prefix = payload[: layout.tier_bytes(tier)]
+    sums = block_sums(prefix, layout, tier)
+    assert block_sums(payload, layout).startswith(sums)
+    assert len(sums) == SUM_BYTES * block_count(layout, tier)
+    assert bad_blocks(prefix, layout, sums, tier=tier) == []
+    last, size = layout.blocks()[block_count(layout, tier) - 1]
+    payload[last + size - 1] ^= 1
+    assert bad_blocks(prefix, layout, sums, tier=tier) == [block_count(layout, tier) - 1]
+
+
+def test_spans_choose_exactly_the_blocks_they_touch(layout: Layout, payload: memoryview) -> None:
+    noise, blocks = random.Random(9), blocks_of(layout)
+    nothing = bytes(SUM_BYTES * len(blocks))  # every block is bad, so the answer is what was looked at
+    for _ in range(200):
+        spans = [(noise.randrange(layout.payload_bytes), noise.randrange(0, 1 << 20)) for _ in range(2)]
+        touched = [
+            i
+            for i, (at, size) in enumerate(blocks)
+            if any(length and at < start + length and start < at + size for start, length in spans)
+        ]
+        assert bad_blocks(payload, layout, nothing, spans) == touched
+
+
+def test_digests_name_what_other_ranks_may_hold_too(layout: Layout, payload: memoryview) -> None:
+    objects_bytes = write_payload(payload, layout, seed=2)
+    found = dict(digests(layout, block_sums(payload, layout), payload, objects_bytes))
+    assert found.keys() == {"t:norm|0", "t:mean|0", "t:step|", "t:none|0,0", "o:scheduler", "o:loader"}
+    assert all(len(digest) == 16 for digest in found.values())
+    step = next(f for f in layout.fragments if f.key == "step")
+    payload[step.offset] ^= 1
+    changed = dict(digests(layout, block_sums(payload, layout), payload, objects_bytes))
+    assert {name for name in found if found[name] != changed[name]} == {"t:step|"}
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [b"\xc1", msgpack.packb([1]), msgpack.packb({"a": 1}), msgpack.packb({"a": "text"}), b"\x81" * 4000],
+)
+def test_an_objects_region_that_is_no_map_of_bytes_is_refused(
+    layout: Layout, payload: memoryview, objects: bytes
+) -> None:
+    payload[: len(objects)] = objects
+    with pytest.raises(ValueError, match="objects region"):
+        digests(layout, block_sums(payload, layout), payload, len(objects))
+
+
+def test_lengths_that_contradict_the_layout_are_refused(layout: Layout, payload: memoryview) -> None:
+    sums = block_sums(payload, layout)
+    with pytest.raises(ValueError, match="payload of"):
+        block_sums(payload[:-64], layout)
+    with pytest.raises(ValueError, match="bytes of sums"):
+        bad_blocks(payload, layout, sums[:-1])
+    with pytest.raises(ValueError, match="objects of"):
+        digests(layout, sums, payload, layout.objects_capacity + 1)

@@ -1,0 +1,285 @@
+"""No daemon, a dead one, a stopped one, one that refuses: training runs on, and the client comes back by itself (P5)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ckptd_client import CkptdError, Client, session
+from ckptd_client import client as client_module
+from ckptd_client.capture import Engine
+
+from ckptd.core import failpoint
+from ckptd.wire import rank as wire
+from tests.node.client_training import Training, assert_same, connected
+from tests.node.rank_daemon_double import RankDaemonDouble
+from tests.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    failpoint.arm("")
+
+
+def trains(training: Training, client: Client, first: int, steps: int = 3) -> list[str]:
+    """Statuses of ``steps`` steps, each of which must not be held up."""
+    found = []
+    for step in range(first, first + steps):
+        training.step()
+        began = time.monotonic()
+        found.append(client.snapshot(step).status)
+        assert time.monotonic() - began < 0.5
+    return found
+
+
+def test_without_a_daemon_training_runs_on_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    with caplog.at_level(logging.WARNING, "ckptd"):
+        began = time.monotonic()
+        with Client.connect("job", socket=tmp_path / "none.sock", timeout_s=0.2) as client:
+            assert time.monotonic() - began < 1
+            client.register(model=training.model, optimizer=training.optimizer)
+            assert trains(training, client, 1) == ["skipped: no daemon"] * 3
+            health = client.health()
+            assert not health.ok
+            assert "none.sock" in health.problems[0]
+            assert client.wait("durable", timeout=5) == "unreachable"
+            client.fence()
+            with pytest.raises(CkptdError, match="does not answer"):
+                client.steps()
+    assert len(caplog.records) == 1, [record.message for record in caplog.records]
+
+
+def test_restore_without_a_daemon_raises_unless_a_fresh_start_is_allowed(tmp_path: Path) -> None:
+    training = Training()
+    with Client.connect("job", socket=tmp_path / "none.sock", timeout_s=0.2) as client:
+        with pytest.raises(CkptdError, match="nothing is registered"):
+            client.restore()
+        client.register(model=training.model, optimizer=training.optimizer)
+        with pytest.raises(CkptdError) as caught:
+            client.restore()
+        assert "allow_fresh" in caught.value.hint
+        assert "none.sock" in str(caught.value)
+        assert client.restore(allow_fresh=True) is None
+
+
+def test_required_raises_at_once(tmp_path: Path) -> None:
+    with pytest.raises(CkptdError, match="no daemon") as caught:
+        Client.connect("job", socket=tmp_path / "none.sock", required=True, timeout_s=0.2)
+    assert "ckptd run" in caught.value.hint
+
+
+def test_the_socket_is_named_by_argument_or_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTD_SOCKET", str(tmp_path / "d.sock"))
+    with RankDaemonDouble(tmp_path / "d.sock"), Client.connect("job", required=True) as client:
+        assert client.health().ok
+
+
+def test_a_refusal_is_passed_on(tmp_path: Path) -> None:
+    daemon = RankDaemonDouble(tmp_path / "d.sock")
+    daemon._on_hello = lambda peer, message, fds: peer.sock.send(  # type: ignore[method-assign]
+        wire.Refused("no job of this name is wanted", "job", "choose another")
+    )
+    with daemon:
+        with pytest.raises(CkptdError, match="no job of this name") as caught:
+            Client.connect("job", socket=daemon.path, required=True)
+        assert caught.value.hint == "choose another"
+
+
+def test_a_daemon_that_comes_later_is_found(tmp_path: Path) -> None:
+    training = Training()
+    with Client.connect("job", socket=tmp_path / "d.sock", timeout_s=0.2) as client:
+        client.register(model=training.model, optimizer=training.optimizer)
+        assert trains(training, client, 1) == ["skipped: no daemon"] * 3
+        with RankDaemonDouble(tmp_path / "d.sock") as daemon:
+            daemon.wait_for(lambda: daemon._ready)
+            steps = iter(range(10, 1000))
+
+            def captured() -> bool:
+                training.step()
+                return client.snapshot(next(steps)).taken
+
+            until(captured)
+            assert client.wait("durable", 10) == "durable"
+            assert client.health().ok
+
+
+def test_a_daemon_that_dies_and_comes_back(tmp_path: Path) -> None:
+    """Grants of the dead one are dropped, the capture in progress is void, the memory is offered to the new one."""
+    training = Training()
+    daemon = RankDaemonDouble(tmp_path / "d.sock").start()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        assert client.snapshot(1, must=True).wait("sealed", 10) == "durable"
+        failpoint.arm("capture.tensor:sleep=0.5")
+        training.step()
+        handle = client.snapshot(2, must=True)
+        daemon.stop()
+        until(lambda: handle.status == "void: connection to the daemon lost")
+        failpoint.arm("")
+        assert trains(training, client, 3) == ["skipped: no daemon"] * 3
+        assert not client.health().ok
+        again = RankDaemonDouble(daemon.path)
+        again._attempt, again.epoch, again.world = daemon._attempt, daemon.epoch, 1
+        again._joined = {daemon._attempt: {}}
+        with again:
+            again.wait_for(lambda: again._ready)
+            offers, joins = again.messages(wire.Offer), again.messages(wire.Join)
+            assert [len(offer.segments) for offer in offers] == [3]
+            assert joins[0].attempt == daemon._attempt
+            assert joins[0].ask is None
+            until(lambda: len(client._session.grants), what="new grants")
+            expected = training.tensors()
+            handle = client.snapshot(6)
+            assert handle.taken
+            training.step()
+            assert handle.wait("sealed", 10) == "durable"
+            assert_same(again.held[1, 6][0], expected)
+            assert client.health().ok
+            assert len(client._session.segments._known) == 3  # the dead one's memory was let go
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    path = tmp_path / "d.sock"
+    command = [sys.executable, "-m", "tests.node.rank_daemon_double", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process, path
+        process.kill()
+
+
+def test_a_stopped_daemon_holds_up_nothing(
+    child: tuple[subprocess.Popen[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, path = child
+    monkeypatch.setattr(session, "SILENT_AFTER_S", 0.5)
+    monkeypatch.setattr(session, "ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 0.3)
+    training = Training()
+    with Client.connect("job", socket=path) as client:
+        client.register(model=training.model, optimizer=training.optimizer)
+        client.restore()
+        training.step()
+        assert client.snapshot(1, must=True).wait("sealed", 10) == "durable"
+        os.kill(process.pid, signal.SIGSTOP)
+        statuses = trains(training, client, 2, 6)
+        assert statuses[-1] == "skipped: not granted"
+        began = time.monotonic()
+        assert client.wait("durable", timeout=20) != "durable"
+        assert time.monotonic() - began < 10
+        assert any("does not answer" in text for text in client.health().problems)
+        os.kill(process.pid, signal.SIGCONT)
+        steps = iter(range(10, 1000))
+
+        def captured() -> bool:
+            training.step()
+            return client.snapshot(next(steps)).taken
+
+        until(captured)
+        assert client.wait("durable", timeout=20) == "durable"
+        os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+    assert time.monotonic() - began < 8
+    os.kill(process.pid, signal.SIGCONT)
+
+
+def test_connect_to_a_stopped_daemon_is_bounded(child: tuple[subprocess.Popen[str], Path]) -> None:
+    process, path = child
+    os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with Client.connect("job", socket=path, timeout_s=0.3) as client:
+        assert time.monotonic() - began < 2
+        training = Training()
+        client.register(model=training.model, optimizer=training.optimizer)
+        assert trains(training, client, 1) == ["skipped: no daemon"] * 3
+        assert "does not answer" in client.health().problems[0]
+    os.kill(process.pid, signal.SIGCONT)
+
+
+def test_a_killed_daemon_process_is_noticed(child: tuple[subprocess.Popen[str], Path]) -> None:
+    process, path = child
+    training = Training()
+    with Client.connect("job", socket=path) as client:
+        client.register(model=training.model, optimizer=training.optimizer)
+        client.restore()
+        process.kill()
+        until(lambda: not client._session.link.up)
+        assert trains(training, client, 1) == ["skipped: no daemon"] * 3
+        assert client.wait("durable", timeout=5) == "unreachable"
+
+
+def test_forked_children_hold_neither_socket_nor_memory(tmp_path: Path) -> None:
+    """D2: loader workers held the socket open for seconds, and would pin the memory of a dead node."""
+    training = Training()
+    with RankDaemonDouble(tmp_path / "d.sock") as daemon, connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 10) == "durable"
+        guarded = {segment.fd for segment in client._session.segments._known.values()}
+        socket_fd = client._session.link._socket.fileno()  # type: ignore[union-attr]
+        inodes = {str(os.fstat(fd).st_ino) for fd in guarded}
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:  # the child: says what it still has
+            still = [fd for fd in [*guarded, socket_fd] if os.path.exists(f"/proc/self/fd/{fd}")]
+            mapped = [
+                line for line in Path("/proc/self/maps").read_text().splitlines() if line.split()[4] in inodes
+            ]
+            status = client.snapshot(2, must=True).status
+            os.write(writing, f"{len(still)} {len(mapped)} {status}".encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert os.read(reading, 1000) == b"0 0 skipped: the client is closed"
+        os.close(reading)
+        os.close(writing)
+        training.step()
+        assert client.snapshot(3, must=True).wait("sealed", 10) == "durable"
+
+
+def test_close_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    with RankDaemonDouble(tmp_path / "d.sock") as daemon:
+        training = Training()
+
+        def round_trip() -> None:
+            with connected(daemon, training) as client:
+                client.restore()
+                training.step()
+                client.snapshot(1, must=True)
+
+        round_trip()
+        until(lambda: daemon.messages(wire.Goodbye))
+        before = mine()
+        for _ in range(3):
+            round_trip()
+        until(lambda: mine() <= before, what=f"{mine()} threads and memfds, {before} at first")
+
+
+def mine() -> tuple[int, int]:
+    """Our threads, and the memfds that this process has mapped."""
+    maps = {
+        line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:double" in line
+    }
+    return sum(thread.name.startswith("ckptd") for thread in threading.enumerate()), len(maps)
+
+
+def test_an_engine_closes_in_mid_copy() -> None:
+    engine = Engine(lambda job: None, lambda job, reason: None)
+    engine.close()
+    assert engine.idle

@@ -1,0 +1,127 @@
+"""The quick look at a known structure must see every change of it, or a snapshot would hold the wrong tensors (P1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ckptd_client import Client
+from ckptd_client.recall import Recall
+from torch import nn
+
+from tests.node.client_training import Training, assert_same, connected
+from tests.node.rank_daemon_double import RankDaemonDouble
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
+    with RankDaemonDouble(tmp_path / "d.sock") as double:
+        yield double
+
+
+def replace_parameter(training: Training, client: Client) -> None:
+    training.model[2].weight = nn.Parameter(torch.randn(3, training.width))
+    training.optimizer = torch.optim.AdamW(training.model.parameters())
+    client.register(optimizer=training.optimizer)
+
+
+def replace_data(training: Training, client: Client) -> None:
+    training.model[0].weight.data = torch.randn(training.width, training.width)
+
+
+def transpose_data(training: Training, client: Client) -> None:
+    training.model[0].weight.data = torch.randn(training.width, training.width).t()
+
+
+def replace_buffer(training: Training, client: Client) -> None:
+    training.model[1].running_mean = torch.randn(training.width)
+
+
+def replace_state(training: Training, client: Client) -> None:
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+
+
+def forget_state(training: Training, client: Client) -> None:
+    training.optimizer.state.clear()
+
+
+def other_dtype(training: Training, client: Client) -> None:
+    training.model[1].running_var.data = torch.rand(training.width, dtype=torch.float64)
+
+
+def add_module(training: Training, client: Client) -> None:
+    training.model[0].add_module("more", nn.Linear(3, 4))
+
+
+def freeze(training: Training, client: Client) -> None:
+    training.model[0].weight.requires_grad_(False)
+
+
+def new_name(training: Training, client: Client) -> None:
+    client.register(scratch=nn.Linear(5, 5, bias=False))
+
+
+CHANGES: list[Callable[[Training, Client], None]] = [
+    replace_parameter, replace_data, transpose_data, replace_buffer, replace_state, forget_state, other_dtype, add_module,
+    freeze, new_name,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_changed_structure_is_looked_up_anew(
+    daemon: RankDaemonDouble, change: Callable[[Training, Client], None]
+) -> None:
+    training = Training()
+    with connected(daemon, training, state_bytes=1 << 20) as client:
+        client.restore()
+        for step in (1, 2):
+            training.step()
+            client.snapshot(step, must=True)
+            assert client.wait("sealed", 10) == "durable"
+        change(training, client)
+        expected = training.tensors()
+        if change is new_name:
+            scratch = client._registry.owners["scratch"].value
+            expected["scratch.weight"] = scratch.weight.detach().clone()
+        client.snapshot(3, must=True)
+        assert client.wait("sealed", 10) == "durable"
+    assert_same(daemon.held[1, 3][0], expected)
+
+
+def test_an_unchanged_structure_is_not_looked_up_again(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    found: list[bool] = []
+    look = Recall.tensors
+    monkeypatch.setattr(
+        Recall, "tensors", lambda self: (result := look(self), found.append(result is not None))[0]
+    )
+    with connected(daemon, training) as client:
+        client.restore()
+        for step in range(1, 5):
+            training.step()
+            expected = training.tensors()
+            client.snapshot(step, must=True)
+            training.step()
+            assert client.wait("sealed", 10) == "durable"
+            assert_same(daemon.held[1, step][0], expected)
+    assert found == [True, True, True]
+
+
+def test_nothing_of_the_trainers_is_kept_alive(daemon: RankDaemonDouble) -> None:
+    import gc
+    import weakref
+
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 10) == "durable"
+        moments = [weakref.ref(state["exp_avg"]) for state in training.optimizer.state.values()]
+        training.optimizer.state.clear()
+        gc.collect()
+        assert [moment() for moment in moments] == [None] * len(moments)

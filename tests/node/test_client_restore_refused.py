@@ -1,0 +1,257 @@
+"""restore() of what does not fit, or cannot be had: all named, raised on all ranks, nothing written (D7, D11)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ckptd_client import CkptdError, Client
+from torch import nn
+
+from ckptd.core import failpoint
+from ckptd.wire import rank as wire
+from tests.node.client_training import Training, assert_equal, connected, load, net, save
+from tests.node.rank_daemon_double import RankDaemonDouble
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
+    with RankDaemonDouble(tmp_path / "d.sock") as double:
+        yield double
+    assert double.corruptions == []
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    failpoint.arm("")
+
+
+def test_every_mismatch_is_named_and_nothing_is_written(daemon: RankDaemonDouble) -> None:
+    model = net()
+    save(daemon, model=model, extra={"scheduler": {"a": 1}, "old": {"b": 2}})
+    other = nn.Sequential(nn.Linear(20, 131), nn.ReLU(), nn.Linear(130, 130).double(), nn.Linear(2, 2))
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(CkptdError) as caught:
+        load(daemon, model=other, extra={"scheduler": {"a": 0}, "new": {"c": 3}})
+    text = str(caught.value)
+    for part in (
+        "model.0.weight: F32[131, 20] here, F32[130, 20] in the snapshot",
+        "model.0.bias: F32[131] here",
+        "model.2.weight: F64[130, 130] here, F32",
+        "model.2.bias",
+        "model.3.weight: not in the snapshot",
+        "model.3.bias: not in the snapshot",
+        "extra.new: not in the snapshot",
+        "extra.old: in the snapshot, but nobody registered it",
+        "8 mismatches",
+    ):
+        assert part in text, text
+    assert caught.value.hint
+    assert_equal(other.state_dict(), before)
+
+
+def test_strict_false_loads_what_fits_and_only_selects(daemon: RankDaemonDouble) -> None:
+    model = net()
+    save(daemon, model=model, extra={"scheduler": {"a": 1}})
+    other = nn.Sequential(nn.Linear(20, 130), nn.ReLU(), nn.Linear(7, 7))
+    progress = {"a": 0}
+    client = load(daemon, {"strict": False}, model=other, extra={"scheduler": progress})
+    assert_equal(other[0].state_dict(), model[0].state_dict())  # type: ignore[index]
+    assert progress == {"a": 1}
+    assert any("model.2.weight" in note for note in client.last_restore["notes"])
+    third = nn.Sequential(nn.Linear(20, 130), nn.ReLU(), nn.Linear(130, 130))
+    before = third[0].weight.clone()
+    load(daemon, {"only": ["model.2.*"]}, model=third)
+    assert torch.equal(third[0].weight, before)
+    assert_equal(third[2].state_dict(), model[2].state_dict())  # type: ignore[index]
+
+
+def test_include_exclude_and_key_map_rename(daemon: RankDaemonDouble) -> None:
+    with Client.connect("job", socket=daemon.path) as client:
+        model = net()
+        client.register(model=model, exclude="*.bias", key_map={"model.0": "model.stem"})
+        client.restore()
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 10) == "durable"
+    assert {f.key for f in daemon.held[1, 1][0].layout.fragments} == {"model.stem.weight", "model.2.weight"}
+    other = net()
+    with torch.no_grad():
+        other[0].weight.zero_()  # type: ignore[index, union-attr]
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(
+            model=other, include=["model.stem.*"], key_map=lambda key: key.replace("model.0", "model.stem")
+        )
+        with pytest.raises(CkptdError, match=r"model\.stem\.bias: not in the snapshot"):
+            client.restore()
+        client.register(
+            model=other,
+            include=["model.stem.weight"],
+            key_map=lambda key: key.replace("model.0", "model.stem"),
+        )
+        client.restore()
+    assert torch.equal(other[0].weight, model[0].weight)  # type: ignore[index, arg-type]
+
+
+def test_an_alias_fills_two_untied_targets_and_two_values_into_a_tied_one_are_an_error(
+    daemon: RankDaemonDouble,
+) -> None:
+    class Tied(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(30, 30, bias=False), nn.Linear(30, 30, bias=False)
+            if tied:
+                self.head.weight = self.embed.weight
+
+    tied, untied = Tied(True), Tied(False)
+    save(daemon, model=tied)
+    layout = daemon.held[1, 1][0].layout
+    assert [f.key for f in layout.fragments] == ["model.embed.weight"]
+    assert layout.aliases == (("model.head.weight", "model.embed.weight"),)
+    load(daemon, model=untied)
+    assert torch.equal(untied.head.weight, tied.embed.weight)
+    assert torch.equal(untied.embed.weight, tied.embed.weight)
+
+    save(daemon, 2, model=untied)  # equal values under two keys
+    again = Tied(True)
+    load(daemon, model=again)
+    assert torch.equal(again.head.weight, tied.embed.weight)
+    with torch.no_grad():
+        untied.head.weight[3, 4] += 1
+    save(daemon, 3, model=untied)
+    again = Tied(True)
+    before = again.embed.weight.clone()
+    with pytest.raises(CkptdError, match="tied here, but saved with different values"):
+        load(daemon, model=again)
+    assert torch.equal(again.embed.weight, before)
+
+
+def test_meta_modules_are_materialised_first(daemon: RankDaemonDouble) -> None:
+    model = net()
+    save(daemon, model=model)
+    with torch.device("meta"):
+        empty = net()
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=empty)
+        with pytest.raises(CkptdError, match=r"model\.0\.weight: still on the meta device"):
+            client.restore()
+        empty.to_empty(device="cpu")
+        assert client.restore() == 1
+    assert_equal(empty.state_dict(), model.state_dict())
+
+
+def test_extra_state_scaler_generator_and_values(daemon: RankDaemonDouble) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = 0
+
+        def get_extra_state(self) -> Any:
+            return {"seen": self.seen, "big": torch.full((5000,), self.seen)}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state["seen"]
+            assert torch.equal(state["big"], torch.full((5000,), self.seen))
+
+    module, scaler = Counting(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    module.seen = 5
+    scaler.scale(torch.ones(1))
+    scaler.update(4.0)
+    generator = torch.Generator().manual_seed(5)
+    save(daemon, model=nn.Sequential(module), scaler=scaler, generator={"g": generator}, seed=7)
+    expected = torch.rand(3, generator=generator)
+    fresh, other, target = Counting(), torch.amp.GradScaler("cpu"), torch.Generator()
+    client = load(daemon, model=nn.Sequential(fresh), scaler=other, generator={"g": target}, seed=0)
+    assert fresh.seen == 5
+    assert other.get_scale() == 4.0
+    assert torch.equal(torch.rand(3, generator=target), expected)
+    assert client.values["seed"] == 7
+
+
+# --- the protocol -------------------------------------------------------------------------------------------
+def test_a_failure_of_one_rank_is_an_error_of_all_and_writes_nothing(daemon: RankDaemonDouble) -> None:
+    model, other = net(), net()
+    with torch.no_grad():
+        model[0].weight.add_(1)  # type: ignore[index, union-attr, operator]
+    save(daemon, model=model)
+    before = copy.deepcopy(other.state_dict())
+    failpoint.arm("restore.load:error")
+    with pytest.raises(CkptdError, match=r"rank 0: restore\.load"):
+        load(daemon, model=other)
+    assert_equal(other.state_dict(), before)
+    failpoint.arm("")
+    load(daemon, model=other)
+    assert_equal(other.state_dict(), model.state_dict())
+
+
+def test_what_cannot_be_recovered_raises_with_the_daemons_words(daemon: RankDaemonDouble) -> None:
+    daemon.fail_restore = "rank 3's slot is held by nobody"
+    with pytest.raises(CkptdError, match="rank 3's slot") as caught:
+        load(daemon, model=net())
+    assert caught.value.where == "unrecoverable"
+
+
+def test_a_daemon_lost_in_mid_restore_raises(tmp_path: Path) -> None:
+    daemon = RankDaemonDouble(tmp_path / "d.sock").start()
+    daemon._on_join = lambda peer, message, fds: daemon.stop()  # type: ignore[method-assign]
+    with Client.connect("job", socket=daemon.path, timeout_s=5) as client:
+        client.register(model=net())
+        with pytest.raises(CkptdError, match="daemon was lost"):
+            client.restore()
+
+
+def test_a_newer_round_replaces_an_older_offer(daemon: RankDaemonDouble) -> None:
+    """Damage found at step 2: the steward offers step 1 instead, and only that is loaded."""
+    model = net()
+    save(daemon, 1, model=model)
+    expected = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model[0].weight.add_(1)  # type: ignore[index, union-attr, operator]
+    save(daemon, 2, model=model)
+    serve = daemon._on_wants
+
+    def damaged(peer: Any, message: wire.Wants, fds: list[int]) -> None:
+        if daemon._offered == (2, 2):
+            del daemon.held[2, 2]
+            daemon._open({"step": None})
+        else:
+            serve(peer, message, fds)
+
+    daemon._on_wants = damaged  # type: ignore[method-assign]
+    other = net()
+    assert load(daemon, model=other).last_restore["step"] == 1
+    assert_equal(other.state_dict(), expected)
+
+
+def test_a_step_may_be_asked_for_and_steps_are_listed(daemon: RankDaemonDouble) -> None:
+    model = net()
+    for step in (1, 2):
+        save(daemon, step, model=model)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model)
+        assert client.restore(step=1) == 1
+        assert [row["step"] for row in client.steps()] == [1, 2]
+        assert daemon.messages(wire.Join)[-1].ask == {"step": 1, "source": None, "allow_fresh": False}
+        with pytest.raises(ValueError, match="source"):
+            client.restore(source="cloud")
+
+
+def test_restore_again_in_the_same_process(daemon: RankDaemonDouble) -> None:
+    """Roll back a diverged run without a restart: a new epoch, snapshots go on."""
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        expected = training.tensors()
+        assert client.snapshot(5, must=True).wait("sealed", 10) == "durable"
+        training.step()
+        client.snapshot(6, must=True)
+        assert client.restore(step=5) == 5
+        assert_equal(training.tensors(), expected)
+        training.step()
+        assert client.snapshot(6, must=True).wait("sealed", 10) == "durable"
+    assert (2, 6) in daemon.held

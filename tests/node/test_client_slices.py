@@ -1,0 +1,241 @@
+"""Tensors to boxes (D7): whatever the placements, this rank's part is the concatenation of its boxes of the full tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ckptd_client import dtypes
+from ckptd_client.entries import Copies, Entry, Mode, Owner, State
+from ckptd_client.plan import make_plan
+from ckptd_client.slices import Slice, slices_of
+from ckptd_client.world import World
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ckptd.core.box import Box, covers, disjoint
+from ckptd.core.dtypes import ITEMSIZE
+from ckptd.core.errors import CkptdError
+from ckptd.core.layout import MAYBE, REPLICA, UNIQUE
+
+OWNER = Owner("model", "module", None)
+
+
+@contextmanager
+def rank_of(rank: int, size: int) -> Iterator[World]:
+    """A process group of ``size`` in which nobody answers: enough for arithmetic."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())  # type: ignore[no-untyped-call]
+    try:
+        yield World(rank, size, tuple(f"n{r}" for r in range(size)))
+    finally:
+        dist.destroy_process_group()
+
+
+def entry(tensor: torch.Tensor, **extra: Any) -> Entry:
+    return Entry("model.w", tensor, "param", extra.pop("owner", OWNER), Mode.FENCED, **extra)
+
+
+def numbers(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def dtensor(local: torch.Tensor, mesh: Any, placements: Any, like: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def cut(full: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        full = full.narrow(dim, offset, size)
+    return full
+
+
+LAYOUTS: list[tuple[tuple[int, ...], tuple[int, ...], list[Any]]] = [
+    ((4,), (8, 3), [Shard(0)]),
+    ((4,), (13, 3), [Shard(0)]),
+    ((4,), (3, 3), [Shard(0)]),  # the last rank holds nothing
+    ((4,), (3, 9), [Shard(1)]),
+    ((4,), (5,), [Replicate()]),
+    ((4,), (), [Replicate()]),
+    ((4,), (0, 3), [Shard(0)]),
+    ((2, 2), (7, 5), [Replicate(), Shard(0)]),
+    ((2, 2), (7, 5), [Shard(0), Shard(1)]),
+    ((2, 2), (7, 5), [Shard(0), Shard(0)]),
+    ((2, 3), (7, 5), [_StridedShard(0, split_factor=3), Replicate()]),  # alone: several boxes
+    ((2, 2), (16, 5), [_StridedShard(0, split_factor=2), Replicate()]),
+]
+
+
+def split(placement: Any, tensor: Any, parts: int) -> Any:
+    try:
+        return placement._split_tensor(tensor, parts, with_padding=False, contiguous=True)[0]
+    except AssertionError as error:
+        if "only allows even sharding" in str(error):
+            pytest.skip(f"torch {torch.__version__} itself refuses uneven strided shards")
+        raise
+
+
+@pytest.mark.parametrize(("mesh_shape", "shape", "placements"), LAYOUTS, ids=[str(case) for case in LAYOUTS])
+def test_a_ranks_boxes_are_its_local_tensor(mesh_shape: Any, shape: Any, placements: Any) -> None:
+    size = torch.Size(mesh_shape).numel()
+    full = numbers(shape)
+    everything: dict[Box, str] = {}
+    for rank in range(size):
+        with rank_of(rank, size) as world:
+            mesh = init_device_mesh("cpu", mesh_shape)
+            local = full
+            for dim, placement in enumerate(placements):
+                if not placement.is_replicate():
+                    parts = split(placement, local, mesh_shape[dim])
+                    local = parts[mesh.get_coordinate()[dim]]
+            tensor = dtensor(local.clone(), mesh, placements, full)
+            for part in slices_of(entry(tensor), world):
+                assert torch.equal(part.view(tensor.to_local()), cut(full, part.box))
+                everything[part.box] = part.sharing
+                assert (part.sharing == REPLICA) == any(p.is_replicate() for p in placements)
+    assert covers(tuple(shape), everything)
+    assert disjoint(list(everything))
+
+
+def test_fsdp_on_tp_is_cut_right_to_left_even_where_that_is_uneven() -> None:
+    """FSDP2 shards what TP left: [_StridedShard, Shard]. 9 rows over tp=2 and dp=4: (5, 4) rows, in shares of (2, 1)."""
+    full, boxes = numbers((9, 2)), []
+    for rank in range(8):
+        with rank_of(rank, 8) as world:
+            mesh = init_device_mesh("cpu", (4, 2))
+            dp, tp = mesh.get_coordinate()
+            of_tp = full.chunk(2)[tp]
+            mine = list(of_tp.chunk(4))
+            local = mine[dp] if dp < len(mine) else full[:0]
+            tensor = dtensor(local.clone(), mesh, [_StridedShard(0, split_factor=2), Shard(0)], full)
+            for part in slices_of(entry(tensor), world):
+                if part.box.volume:
+                    assert torch.equal(part.view(local), cut(full, part.box))
+                    boxes.append(part.box)
+    assert covers((9, 2), boxes)
+    assert disjoint(boxes)
+
+
+def test_a_placement_that_does_not_fit_its_local_tensor_is_refused_by_name() -> None:
+    with rank_of(0, 4) as world:
+        mesh = init_device_mesh("cpu", (4,))
+        tensor = dtensor(torch.zeros(5, 3), mesh, [Shard(0)], torch.zeros(8, 3))
+        with pytest.raises(CkptdError, match=r"model\.w"):
+            slices_of(entry(tensor), world)
+
+
+def test_partial_values_fit_only_the_same_world() -> None:
+    with rank_of(2, 4) as world:
+        mesh = init_device_mesh("cpu", (4,))
+        (part,) = slices_of(
+            entry(DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)), world
+        )
+        assert (part.shape, part.box, part.sharing) == ((4, 3), Box((2, 0), (1, 3)), UNIQUE)
+
+
+def test_who_shares_is_structure_or_declaration_never_a_guess() -> None:
+    with rank_of(1, 4) as world:
+        plain = torch.zeros(3)
+
+        def sharing(**extra: Any) -> tuple[str, bool]:
+            (part,) = slices_of(entry(plain, **extra), world)
+            return part.sharing, part.captured
+
+        assert sharing() == (MAYBE, True)
+        assert sharing(copies=Copies((0, 1, 2, 3))) == (REPLICA, True)
+        assert sharing(copies=Copies((0, 1))) == (
+            MAYBE,
+            True,
+        )  # a pipeline stage: its namesake may hold another value
+        assert sharing(copies=Copies((0, 1, 2, 3), first_only=True)) == (UNIQUE, False)
+        declared = Owner("model", "module", None, replicated=("model.*",))
+        assert sharing(owner=declared) == (REPLICA, True)
+        sub = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+        sharded = distribute_tensor(torch.zeros(4), sub, [Shard(0)], src_data_rank=None)
+        assert [part.sharing for part in slices_of(entry(sharded), world)] == [MAYBE]
+
+
+def plans(tensors: dict[str, tuple[torch.Tensor, Copies | None]], world: World, replicas: int) -> Any:
+    entries = [
+        Entry(key, tensor, "param", OWNER, Mode.FENCED, copies) for key, (tensor, copies) in tensors.items()
+    ]
+    return make_plan(State(entries), world, replicas, 0, None)
+
+
+def test_copies_are_captured_only_as_often_as_protection_needs() -> None:
+    """DDP on four ranks, two nodes: with replicas=1 every tensor is captured once per node, and crosses no network (D8)."""
+    everyone = Copies((0, 1, 2, 3))
+    tensors = {f"w{i}": (torch.zeros(1000 + i), everyone) for i in range(20)}
+    nodes = ({"node": "a", "domain": "A"}, {"node": "b", "domain": "B"})
+    made = [plans(tensors, World(rank, 4, ("a", "a", "b", "b"), nodes), 1) for rank in range(4)]
+    keys = [{f.key for f in plan.layout.fragments} for plan in made]
+    assert keys[0] | keys[1] == keys[2] | keys[3] == set(tensors)
+    assert not keys[0] & keys[1]
+    assert not keys[2] & keys[3]
+    assert {f.tier for plan in made for f in plan.layout.fragments} == {0}
+    assert len({plan.layout.plan_id for plan in made}) == 1
+    sizes = [plan.layout.payload_bytes for plan in made]
+    assert max(sizes) < 1.2 * min(sizes)
+    alone = plans(tensors, World(0, 4, ("a",) * 4, nodes[:1]), 1)
+    assert {f.tier for f in alone.layout.fragments} == {1}  # one domain only: the network must make the copy
+
+
+def test_hsdp_ranks_of_different_shards_agree_on_the_plan_even_where_shards_are_empty() -> None:
+    ids, boxes = set(), []
+    for rank in range(8):
+        with rank_of(rank, 8) as world:
+            mesh = init_device_mesh("cpu", (2, 4))
+            whole = {f"w{rows}": numbers((rows, 3)) for rows in (3, 5, 8)}
+            tensors = {
+                key: (distribute_tensor(full, mesh, [Replicate(), Shard(0)], src_data_rank=None), None)
+                for key, full in whole.items()
+            }
+            layout = plans(tensors, world, 0).layout
+            ids.add(layout.plan_id)
+            boxes += [(f.key, f.box) for f in layout.fragments]
+    assert len(ids) == 1
+    assert len(boxes) == len(set(boxes))  # replicas=0: every box is captured once
+    for key, rows in (("w3", 3), ("w5", 5), ("w8", 8)):
+        assert covers((rows, 3), [box for of, box in boxes if of == key])
+
+
+def test_the_plan_is_kept_until_the_structure_changes() -> None:
+    world = World()
+    state = State([entry(torch.zeros(5))])
+    first = make_plan(state, world, 0, 10, None)
+    assert make_plan(State([entry(torch.ones(5))]), world, 0, 20, first) is first
+    assert make_plan(State([entry(torch.ones(6))]), world, 0, 20, first) is not first
+    assert make_plan(State([entry(torch.ones(5, dtype=torch.int8))]), world, 0, 20, first) is not first
+    grown = make_plan(state, world, 0, 1 << 20, first)
+    assert grown.layout.objects_capacity == 1 << 21
+
+
+def parts_of(tensor: torch.Tensor) -> list[Slice]:
+    return slices_of(entry(tensor), World())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)])
+def test_plain_tensors_of_every_shape(shape: tuple[int, ...]) -> None:
+    (part,) = parts_of(torch.zeros(shape))
+    assert part.box == Box.whole(shape)
+    assert part.stored
+
+
+def test_what_is_not_dense_memory_is_refused_by_name() -> None:
+    for strange in (torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.complex128)):
+        with pytest.raises(CkptdError, match=r"model\.w"):
+            parts_of(strange)
+
+
+def test_dtypes_have_the_names_and_sizes_of_the_core() -> None:
+    assert set(ITEMSIZE) - set(dtypes.TORCH) <= {"F8_E8M0"}  # younger than the oldest torch
+    assert len(set(dtypes.NAME.values())) == len(dtypes.NAME)
+    for name, dtype in dtypes.TORCH.items():
+        assert dtype.itemsize == ITEMSIZE[name]

@@ -1,0 +1,469 @@
+"""snapshot() with a scripted daemon: what is captured, when it is skipped, and that it never hurts training (P5)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ckptd_client import Client, session, tree
+from torch import nn
+
+from ckptd.core import failpoint
+from ckptd.wire import rank as wire
+from tests.node.client_training import Training, assert_same, connected, stored
+from tests.node.rank_daemon_double import RankDaemonDouble, _objects
+from tests.waiting import until
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
+    with RankDaemonDouble(tmp_path / "d.sock") as double:
+        yield double
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    failpoint.arm("")
+
+
+def test_a_snapshot_holds_exactly_what_was_there_when_it_was_called(daemon: RankDaemonDouble) -> None:
+    training = Training()
+    with connected(daemon, training) as client:
+        assert client.restore() is None
+        for step in range(1, 6):
+            training.step()
+            expected = training.tensors()
+            handle = client.snapshot(step, {"loss": step}, must=True)
+            assert handle.status in ("capturing", "captured", "durable")
+            training.step()
+            assert handle.wait("sealed", 10) == "durable"
+            assert_same(daemon.held[1, step][0], expected)
+    layouts = {held[0].layout.layout_id for held in daemon.held.values()}
+    assert len(layouts) == 1
+    daemon.wait_for(lambda: daemon.messages(wire.Goodbye))
+    assert daemon.messages(wire.Goodbye)[0].finished
+
+
+def test_a_first_snapshot_without_restore_joins_in_the_background(daemon: RankDaemonDouble) -> None:
+    training = Training()
+    with connected(daemon, training) as client:
+        assert client.snapshot(0).status == "skipped: joining"
+
+        def captured() -> bool:
+            training.step()
+            return client.snapshot(client._session.called + 1 if client._session.called >= 0 else 1).taken
+
+        until(captured, what="a snapshot after the background join")
+        assert client.wait("durable", 10) == "durable"
+    assert daemon.messages(wire.Join)[0].ask is None
+
+
+def test_the_join_predicts_the_state_that_the_first_step_gives_birth_to(daemon: RankDaemonDouble) -> None:
+    """Section 5: otherwise the first snapshot after step 1 would not fit and have to be skipped."""
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        assert client.snapshot(1, must=True).wait("sealed", 10) == "durable"
+    assert daemon.messages(wire.Resize) == []
+    (join,) = daemon.messages(wire.Join)
+    need = daemon.held[1, 1][0].layout.payload_bytes
+    assert need <= join.state_bytes <= 1.2 * need
+
+
+def test_a_layout_that_outgrows_its_slots_is_skipped_once_and_the_slots_grow(
+    daemon: RankDaemonDouble,
+) -> None:
+    training = Training()
+    with connected(daemon, training, state_bytes=1000) as client:
+        client.restore()
+        training.step()
+        extra = nn.Linear(600, 600)
+        client.register(more=extra)
+        assert client.snapshot(1, must=True).status == "skipped: no memory"
+        assert any("asked for more" in text for text in client.health().problems)
+        until(
+            lambda: client.snapshot(client._session.called + 1, must=True).taken, what="slots of the new size"
+        )
+        assert client.wait("sealed", 10) == "durable"
+        assert client.health().ok
+    assert daemon.messages(wire.Resize)
+
+
+def test_a_daemon_without_memory_is_named_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(session, "ALLOCATION_S", 0.0)
+    with RankDaemonDouble(tmp_path / "d.sock", slots=0, granting="never") as daemon:
+        training = Training()
+        with connected(daemon, training) as client, caplog.at_level(logging.WARNING, "ckptd"):
+            client.restore()
+            for step in (1, 2, 3):
+                training.step()
+                assert client.snapshot(step).status == "skipped: no memory"
+            assert any("no memory" in text for text in client.health().problems)
+    assert len(caplog.records) == 1
+
+
+def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
+    with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon:
+        training = Training()
+        with connected(daemon, training) as client:
+            client.restore()
+            training.step()
+            assert client.snapshot(1).status == "skipped: not granted"
+            late = daemon.grant(1)  # could still be taken: the state is step 1's
+            until(lambda: len(client._session.grants), what="the grant's arrival")
+            training.step()
+            daemon.wait_for(lambda: daemon.voided.get(late) == "late")
+            late = daemon.grant(1)
+            daemon.wait_for(lambda: daemon.voided.get(late) == "late")
+            back = daemon.grant(2)
+            daemon.take_back(back)
+            daemon.wait_for(lambda: daemon.voided.get(back) == "taken back")
+            assert client.snapshot(2).status == "skipped: not granted"
+            daemon.grant(5)
+            until(lambda: len(client._session.grants), what="the grant's arrival")
+            training.step()
+            assert client.snapshot(3).status == "skipped: not granted"
+            training.step()
+            assert client.snapshot(7).taken  # the first step >= 5 that this rank calls
+            assert client.wait("sealed", 10) == "durable"
+
+
+def test_a_grant_taken_back_in_mid_copy_leaves_its_slot_alone(daemon: RankDaemonDouble) -> None:
+    """P6: the slot is free only when nobody writes into it any more, so GaveUp comes after the last byte."""
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        failpoint.arm("capture.tensor:sleep=0.2")
+        handle = client.snapshot(1, must=True)
+        (number,) = [g for g, step in daemon._grant_steps.items() if g in daemon._members()[0].granted][:1]
+        daemon.take_back(number)
+        daemon.wait_for(lambda: daemon.voided.get(number) == "taken back")
+        until(lambda: handle.status == "void: taken back")
+    assert (1, 1) not in daemon.held
+
+
+def test_nothing_is_captured_twice_without_an_optimizer_step(daemon: RankDaemonDouble) -> None:
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        assert client.snapshot(1, must=True).taken
+        assert client.snapshot(2).status == "skipped: no optimizer step since the last snapshot"
+        assert client.snapshot(2, keep=True).taken
+        assert client.wait("durable", 10) == "durable"
+    assert daemon.messages(wire.SealedSlot)[-1].keep
+
+
+def test_a_step_that_goes_backwards_fails_and_says_so(daemon: RankDaemonDouble) -> None:
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        client.snapshot(5, must=True)
+        training.step()
+        assert client.snapshot(4).status.startswith("failed: step went backwards")
+        assert any("steps must grow" in text for text in client.health().problems)
+
+
+def test_wait_captures_the_current_step_if_it_was_skipped(tmp_path: Path) -> None:
+    with RankDaemonDouble(tmp_path / "d.sock", granting="asked") as daemon:
+        training = Training()
+        with connected(daemon, training) as client:
+            client.restore()
+            training.step()
+            assert client.snapshot(9).status == "skipped: not granted"
+            assert client.wait(level="durable", timeout=10) == "durable"
+            assert (1, 9) in daemon.held
+            training.step()  # the state is step 10's now: nothing may be captured under the name of 9
+            assert client.wait(level="durable", timeout=10) == "durable"
+            assert len(daemon.held) == 1
+
+
+def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(daemon: RankDaemonDouble) -> None:
+    """P2: a level that falls is told as fallen."""
+    daemon.durable, daemon.level = False, 0
+    daemon.policy["replicas"] = 1
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        handle = client.snapshot(1, must=True)
+        began = time.monotonic()
+        assert client.wait("durable", timeout=0.3) == "sealed"
+        assert 0.2 < time.monotonic() - began < 3
+        daemon._tell(wire.Level(1, 1, 1, 1, False))
+        until(lambda: handle.status == "protected")
+        daemon._tell(wire.Level(1, 1, 0, 1, False))
+        until(lambda: handle.status == "protected 0/1, degraded")
+        daemon._tell(wire.Level(1, 1, 0, 1, True))
+        assert handle.wait("durable", 10) == "durable"
+        with pytest.raises(ValueError, match="level"):
+            client.wait("forever")
+
+
+def test_leaving_with_an_exception_does_not_wait(daemon: RankDaemonDouble) -> None:
+    daemon.durable, daemon.level = False, -1
+    training = Training()
+    began = time.monotonic()
+
+    def interrupted() -> None:
+        with connected(daemon, training) as client:
+            client.restore()
+            training.step()
+            client.snapshot(1, must=True)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - began < 5
+    daemon.wait_for(lambda: daemon.messages(wire.Goodbye))
+    assert not daemon.messages(wire.Goodbye)[0].finished
+
+
+def test_a_foreign_type_that_appears_later_is_a_status_not_an_exception(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, notes = Training(), {"fine": 1}
+    with connected(daemon, training) as client:
+        client.register(notes=notes)
+        client.restore()
+        training.step()
+        notes["bad"] = object()  # type: ignore[assignment]
+        with caplog.at_level(logging.WARNING, "ckptd"):
+            assert client.snapshot(1, must=True).status == "failed: type"
+            training.step()
+            assert client.snapshot(2, must=True).status == "failed: type"
+        assert [record.message for record in caplog.records if "notes.bad" in record.message] != []
+        assert len(caplog.records) == 1  # one warning
+        assert any("notes.bad" in text for text in client.health().problems)
+        del notes["bad"]
+        training.step()
+        assert client.snapshot(3, must=True).wait("sealed", 10) == "durable"
+        assert client.health().ok
+
+
+def test_a_parameter_that_nobody_registered_is_named(daemon: RankDaemonDouble) -> None:
+    training = Training()
+    stray = nn.Parameter(torch.zeros(2, 5))
+    training.optimizer.add_param_group({"params": [stray]})
+    with connected(daemon, training) as client:
+        with pytest.raises(Exception, match="belongs to no registered module"):
+            client.restore()
+        assert client.snapshot(1).status.startswith("failed: optimizer holds a parameter of shape [2, 5]")
+
+
+def test_a_full_socket_drops_news_and_keeps_what_counts(daemon: RankDaemonDouble) -> None:
+    """A daemon that reads nothing for a while: calls are dropped, the seal waits in the queue and arrives."""
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        with daemon.changed:  # the double's threads stand still
+            for step in range(1, 20_000):
+                client._session.link.send_or_drop(wire.Skipped(step, "x" * 2000))
+            began = time.monotonic()
+            handle = client.snapshot(30_000)
+            assert time.monotonic() - began < 1
+            assert handle.taken
+        assert handle.wait("sealed", 20) == "durable"
+
+
+def test_fused_optimizers_and_batchnorm_do_not_bump_versions_so_nothing_rests_on_them(
+    daemon: RankDaemonDouble,
+) -> None:
+    training = Training(fused=True)
+    training.step()
+    norm, weight = training.model[1], training.model[0].weight
+    assert isinstance(norm, nn.BatchNorm1d)
+    with connected(daemon, training) as client:
+        client.restore()
+        versions = weight._version, norm.running_mean._version  # type: ignore[union-attr]
+        before = weight.detach().clone(), norm.running_mean.clone()  # type: ignore[union-attr]
+        training.step()
+        changed = not torch.equal(before[0], weight), not torch.equal(before[1], norm.running_mean)  # type: ignore[arg-type]
+        assert changed == (True, True)
+        print("versions grew by", weight._version - versions[0], norm.running_mean._version - versions[1])  # type: ignore[union-attr]
+        expected = training.tensors()
+        client.snapshot(1, must=True)
+        training.step()
+        client.wait("sealed", 10)
+        assert_same(daemon.held[1, 1][0], expected)
+
+
+def test_frozen_parameters_are_copied_once_per_slot_and_again_when_they_change(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptd_client import copying
+
+    training = Training(width=400)
+    for parameter in training.model[0].parameters():
+        parameter.requires_grad_(False)
+    frozen = training.model[0].weight
+    training.optimizer = torch.optim.AdamW([p for p in training.model.parameters() if p.requires_grad])
+    copied: list[str] = []
+    run = copying.Copy.run
+    monkeypatch.setattr(copying.Copy, "run", lambda self, *at: (copied.append(self.key), run(self, *at))[1])
+    with connected(daemon, training) as client:
+        client.restore()
+
+        def snapshot(step: int) -> int:
+            training.step()
+            expected = training.tensors()
+            copied.clear()
+            client.snapshot(step, must=True)
+            assert client.wait("sealed", 10) == "durable"
+            assert_same(daemon.held[1, step][0], expected)
+            return copied.count("model.0.weight")
+
+        times = [snapshot(step) for step in range(1, 8)]
+        assert sum(times) == daemon.slot_count
+        with torch.no_grad():
+            frozen.mul_(2)
+        assert snapshot(8) == 1
+        frozen.data = torch.randn_like(frozen)
+        assert snapshot(9) == 1
+
+
+def test_a_frozen_parameter_written_behind_our_back_is_found_and_copied_at_once_from_then_on(
+    daemon: RankDaemonDouble,
+) -> None:
+    """A momentum encoder: requires_grad=False, written through .data, which bumps no version."""
+    training = Training(width=400)
+    momentum = nn.Linear(400, 400).requires_grad_(False)
+    training.model.add_module("momentum", momentum)
+    net = training.model
+
+    def step() -> None:
+        training.optimizer.zero_grad()
+        net[2](net[1](net[0](torch.randn(4, 400)))).square().mean().backward()
+        training.optimizer.step()
+        momentum.weight.data.mul_(0.9).add_(net[0].weight.data, alpha=0.1)
+
+    training.optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    with connected(daemon, training) as client:
+        client.restore()
+        results = []
+        for number in range(1, 7):
+            step()
+            expected = training.tensors()
+            handle = client.snapshot(number, must=True)
+            results.append(handle.wait("sealed", 10))
+            if handle.taken:
+                assert_same(daemon.held[1, number][0], expected)
+        assert results[1] == "void: hidden write to model.momentum.weight"
+        assert results[2:] == ["durable"] * 4
+
+
+def test_an_audit_finds_a_write_that_escapes_the_fence(daemon: RankDaemonDouble) -> None:
+    """Weights written without any optimizer (SAM, schedule-free, swaps) between snapshot and fence."""
+    daemon.policy["audit_every"] = 1
+    training = Training(width=300)
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        handle = client.snapshot(1, must=True)
+        until(lambda: client._engine._all_copied(), what="the copy")
+        training.model[0].weight.data.add_(1)
+        training.step()
+        assert handle.wait("sealed", 10) == "void: hidden write to model.0.weight"
+        assert any("hidden write" in text for text in client.health().problems)
+        expected = training.tensors()  # from now on this owner is copied before snapshot() returns
+        failpoint.arm("capture.tensor:sleep=0.2")
+        handle = client.snapshot(2, must=True)
+        training.model[0].weight.data.add_(1)
+        assert handle.wait("sealed", 10) == "durable"
+        found = stored(daemon.held[1, 2][0])
+        assert torch.equal(found["model.0.weight"], expected["model.0.weight"])
+
+
+def test_an_audit_of_the_last_step_does_not_wait_for_an_optimizer(daemon: RankDaemonDouble) -> None:
+    daemon.policy["audit_every"] = 1
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        client.snapshot(1, must=True)
+        assert client.wait("durable", 10) == "durable"
+
+
+def test_the_fence_gives_up_at_its_timeout_and_training_goes_on(daemon: RankDaemonDouble) -> None:
+    """P5: bounded, whatever the capture does; the step is void everywhere."""
+    daemon.policy["fence_timeout_s"] = 0.3
+    training = Training(width=1200)
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        failpoint.arm("capture.tensor:sleep=2")
+        handle = client.snapshot(1, must=True)
+        began = time.monotonic()
+        training.step()
+        assert time.monotonic() - began < 1.5
+        failpoint.arm("")
+        until(lambda: handle.status == "void: fence timeout")
+        assert "fence timeout" in daemon.voided.values()
+        assert any("fence_timeout_s" in text for text in client.health().problems)
+        training.step()
+        assert client.snapshot(2, must=True).wait("sealed", 10) == "durable"
+    assert (1, 1) not in daemon.held
+
+
+def test_snapshot_returns_at_once_and_hides_behind_compute(daemon: RankDaemonDouble) -> None:
+    training = Training(width=2000)  # 16 MB and three times that of state
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        failpoint.arm("capture.tensor:sleep=0.1")
+        began = time.monotonic()
+        client.snapshot(1, must=True)
+        assert time.monotonic() - began < 0.3
+        failpoint.arm("")
+        assert client.wait("sealed", 10) == "durable"
+
+
+def test_values_and_tensors_under_any_names(daemon: RankDaemonDouble) -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(
+            w=weight,
+            opt=optimizer,
+            progress={"epoch": 3, "seen": {1, 2}},
+            seed=5,
+            nested={"deep": {"t": weight * 2}},
+        )
+        client.restore()
+        weight.sum().backward()
+        optimizer.step()
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 10) == "durable"
+    held = daemon.held[1, 1][0]
+    assert {f.key for f in held.layout.fragments} == {"w", "opt.w.momentum_buffer", "nested.deep.t"}
+    objects = _objects(held)
+    assert set(objects) == {"opt.groups", "progress", "seed", "rng", "$meta"}
+    assert tree.decode(objects["progress"]) == {"epoch": 3, "seen": {1, 2}}
+
+
+def test_two_threads_never_wait_for_each_other(daemon: RankDaemonDouble) -> None:
+    """The optimizer of another thread fences too; a snapshot in mid-copy is no deadlock."""
+    training, other = Training(), Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        failpoint.arm("capture.tensor:sleep=0.05")
+        client.snapshot(1, must=True)
+        thread = threading.Thread(target=other.step)
+        thread.start()
+        training.step()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert client.wait("sealed", 10) == "durable"

@@ -1,0 +1,54 @@
+"""Client and daemon agree where the socket is when nobody names one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from ckptd_client import sockets
+
+from ckptd.config import Config
+
+USER_UID = 4242
+
+
+@pytest.fixture
+def as_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An ordinary user with a home of his own, and nothing in the environment."""
+    for name in ("CKPTD_SOCKET", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: USER_UID)
+    monkeypatch.setattr(sockets, "SYSTEM", str(tmp_path / "machine.sock"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("variable", ["", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"])
+def test_a_user_finds_the_daemon_he_started(
+    as_user: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, str(as_user / "named"))
+    place = Path(Config().socket)
+    assert sockets.default(to_start=True) == str(place), "the client starts it where the daemon would listen"
+    assert sockets.default(to_start=False) == sockets.SYSTEM, "none is there: the machine's"
+    place.parent.mkdir(parents=True)
+    place.touch()
+    assert sockets.default(to_start=False) == str(place)
+
+
+def test_the_machines_daemon_serves_users_too(as_user: Path) -> None:
+    Path(sockets.SYSTEM).touch()
+    assert sockets.default(to_start=True) == sockets.SYSTEM
+
+
+def test_a_name_is_stronger(as_user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_SOCKET", "/somewhere/s")
+    assert sockets.default(to_start=True) == "/somewhere/s"
+
+
+def test_root_uses_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPTD_SOCKET", raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert sockets.default(to_start=True) == str(Config().socket) == sockets.SYSTEM

@@ -1,0 +1,148 @@
+"""THE TEAR TEST (P1): every tensor's copy is delayed, training goes on, and each snapshot must still be exact.
+
+Without the delay most snapshots pass with no fence at all, so a test without it proves nothing. Each guard is switched off
+in turn, and then the test must see a torn snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ckptd_client import Client, _switches
+from ckptd_client.dtypes import TORCH
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ckptd.core import failpoint
+from tests.node.client_training import bits_equal, stored
+from tests.node.rank_daemon_double import RankDaemonDouble
+
+SNAPSHOTS = 4
+DELAY_S = 0.02  # before every tensor's copy
+LONG_DELAY_S = 0.1  # where a guard is off: on a busy machine too, a step takes less than all of these together
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
+    with RankDaemonDouble(tmp_path / "d.sock") as double:
+        yield double
+
+
+@pytest.fixture(autouse=True)
+def _delayed() -> Iterator[None]:
+    failpoint.arm(f"capture.tensor:sleep={DELAY_S}")
+    yield
+    failpoint.arm("")
+
+
+class Everything:
+    """All that a step writes: parameters and state of two optimizers, BatchNorm, an EMA in three ways."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(2)
+        self.model = nn.Sequential(nn.Linear(96, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Linear(96, 96))
+        self.wide = nn.BatchNorm1d(6000)  # buffers of 24 KB: too large to be copied among the small ones
+        first, second = list(self.model.parameters())[:2], list(self.model.parameters())[2:]
+        options = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}[kind]
+        self.optimizers = [
+            torch.optim.AdamW(first, lr=0.05, **options),
+            torch.optim.SGD(second, lr=0.05, momentum=0.9, **options),
+        ]
+        self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        self.ema = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        self.fenced_ema = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+
+    def register(self, client: Client) -> None:
+        client.register(
+            model=self.model, wide=self.wide, optimizers=self.optimizers, averaged=self.averaged, ema=self.ema
+        )
+        client.register(fenced_ema=self.fenced_ema, fenced=True)
+
+    def step(self, client: Client) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.model(torch.randn(8, 96))  # an eval pass between the snapshot and the next step
+        self.model.train()
+        for _ in range(2):
+            self.wide(torch.randn(2, 6000))
+            self.model(torch.randn(8, 96)).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.averaged.update_parameters(self.model)
+        if _switches.FENCE:
+            client.fence()
+        for name, value in self.model.named_parameters():
+            self.ema[name].data.mul_(0.9).add_(value.data, alpha=0.1)  # bumps no version
+            self.fenced_ema[name].data.mul_(0.9).add_(value.data, alpha=0.1)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        found |= {f"wide.{name}": value for name, value in self.wide.state_dict().items()}
+        found |= {f"averaged.{name}": value for name, value in self.averaged.state_dict().items()}
+        found |= {f"ema.{name}": value for name, value in self.ema.items()}
+        found |= {f"fenced_ema.{name}": value for name, value in self.fenced_ema.items()}
+        names = {id(value): name for name, value in self.model.named_parameters()}
+        for index, optimizer in enumerate(self.optimizers):
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    found[f"optimizers.{index}.model.{names[id(parameter)]}.{key}"] = value
+        return {name: value.clone() for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def torn(daemon: RankDaemonDouble, kind: str = "foreach", snapshots: int = SNAPSHOTS) -> list[str]:
+    """Keys that some sealed snapshot holds wrong."""
+    everything, expected, wrong = Everything(kind), {}, []
+    with Client.connect("job", socket=daemon.path) as client:
+        everything.register(client)
+        client.restore()
+        for step in range(1, snapshots + 1):
+            everything.step(client)
+            expected[step] = everything.tensors()
+            assert client.snapshot(step, must=True).taken
+        everything.step(client)
+        assert client.wait("sealed", 20) == "durable"
+    assert len(daemon.held) == snapshots
+    for (_, step), ranks in daemon.held.items():
+        found = stored(ranks[0])
+        assert set(found) == set(expected[step])
+        wrong += [
+            f"{step}: {key}" for key, value in expected[step].items() if not bits_equal(found[key], value)
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach", "plain"])
+def test_no_snapshot_is_torn(daemon: RankDaemonDouble, kind: str) -> None:
+    assert torn(daemon, kind) == []
+
+
+def test_without_the_fence_the_optimizers_tensors_are_torn(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_switches, "FENCE", False)
+    failpoint.arm(f"capture.tensor:sleep={LONG_DELAY_S}")
+    found = torn(daemon, snapshots=2)
+    assert any(".exp_avg" in key for key in found), found
+    assert any("averaged." in key for key in found), found
+
+
+def test_without_the_synchronous_copies_the_rest_is_torn(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_switches, "SYNC_COPIES", False)
+    failpoint.arm(f"capture.tensor:sleep={LONG_DELAY_S}")
+    found = torn(daemon, snapshots=2)
+    assert any("running_mean" in key for key in found), found
+
+
+def test_all_the_delays_are_real(daemon: RankDaemonDouble) -> None:
+    """The failpoint stands before the copies that the guards protect: there are many, and TORCH names their types."""
+    assert torn(daemon, snapshots=1) == []
+    plan = daemon.held[1, 1][0].layout
+    large = [f for f in plan.fragments if f.nbytes > 16 * 1024]
+    assert len(large) >= 10
+    assert {f.dtype for f in plan.fragments} <= set(TORCH)

@@ -1,0 +1,165 @@
+"""Non-tensor state without pickle (P13): what goes in comes out, what cannot is named with its path."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from ckptd_client import tree
+from ckptd_client.registry import Registry
+
+
+class Colour(enum.Enum):
+    RED = "r"
+    NESTED = (1, 2)
+
+
+VALUES: dict[str, Any] = {
+    "none": None,
+    "numbers": [True, -3, 2.5, 1 << 200, -(1 << 70), 1j, float("inf")],
+    "text": ["ü", b"\x00\xff"],
+    "tuples": (1, (2, [3, ()])),
+    "int keys": {1: "a", -2: {3: 4}},
+    "odd keys": {None: 1, (1, "x"): 2, 2.5: 3},
+    "sets": [set(), {1, 2}, frozenset({(1, 2)})],
+    "counter": collections.Counter("abca"),
+    "ordered": collections.OrderedDict([("z", 1), ("a", 2)]),
+    "enum": [Colour.RED, Colour.NESTED],
+    "path": pathlib.Path("/a/b"),
+    "time": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.timezone.utc),
+    "size": torch.Size([2, 0]),
+    "dtype": [torch.bfloat16, torch.float8_e4m3fn],
+    "scalars": [np.float32(1.5), np.float64(2.5), np.int64(3), np.bool_(True)],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_comes_back_with_its_type(name: str) -> None:
+    value = VALUES[name]
+    back = tree.decode(tree.encode(value, "extra"))
+    assert back == value
+    assert repr(back) == repr(value)  # 1 == True == 1.0, so look at the types too
+
+
+def test_arrays_and_tensors_come_back_bit_by_bit() -> None:
+    arrays = [
+        np.arange(6, dtype="<i2").reshape(2, 3),
+        np.array([np.nan, -0.0]),
+        np.zeros((0, 2)),
+        np.array(7),
+    ]
+    for array in arrays:
+        back = tree.decode(tree.encode(array, "extra"))
+        assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    tensors = [
+        torch.randn(3, 2).t(),
+        torch.tensor(2.0).to(torch.float8_e5m2),
+        torch.empty(0, 3),
+        torch.tensor([True]),
+    ]
+    for tensor in tensors:
+        back = tree.decode(tree.encode([tensor], "extra"))[0]
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+        assert tree.tensor_bytes(back) == tree.tensor_bytes(tensor)
+
+
+def test_a_generator_goes_on_where_it_stood() -> None:
+    generator = torch.Generator().manual_seed(7)
+    torch.rand(3, generator=generator)
+    back = tree.decode(tree.encode({"g": generator}, "extra"))["g"]
+    assert torch.equal(torch.rand(5, generator=back), torch.rand(5, generator=generator))
+
+
+def test_large_tensors_are_taken_out_and_found_again() -> None:
+    big = torch.randn(tree.INLINE_BYTES_MAX)
+    taken: dict[str, torch.Tensor] = {}
+
+    def take(key: str, tensor: torch.Tensor) -> str:
+        taken[key] = tensor
+        return key
+
+    data = tree.encode({"a": [big, torch.ones(2)], "b": big}, "extra.loader", take)
+    assert set(taken) == {"extra.loader#0", "extra.loader#1"}
+    assert len(data) < 200
+    back = tree.decode(data, taken.__getitem__)
+    assert back["a"][0] is big
+    assert torch.equal(back["a"][1], torch.ones(2))
+
+
+class Opaque:
+    pass
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+FOREIGN: list[tuple[Any, str]] = [
+    ({"loader": {"cache": Opaque()}}, "extra.loader.cache"),
+    ({"hooks": [1, (2, lambda: None)]}, "extra.hooks[1][1]"),
+    ({"d": collections.defaultdict(int)}, "extra.d"),
+    ({"objects": np.array([Opaque()], dtype=object)}, "extra.objects"),
+    ({"z": torch.zeros(2, dtype=torch.complex128)}, "extra.z"),
+    ({Opaque(): 1}, "extra (key"),
+    (LOOP, "nested deeper than"),
+]
+
+
+@pytest.mark.parametrize(("value", "path"), FOREIGN, ids=[path for _, path in FOREIGN])
+def test_a_foreign_type_is_a_type_error_that_names_its_path_and_the_remedy(value: Any, path: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        tree.encode(value, "extra")
+    assert path in str(caught.value)
+    assert "exclude=" in str(caught.value)
+
+
+def test_register_finds_foreign_types_at_once_and_registers_nothing() -> None:
+    class Loader:
+        def state_dict(self) -> dict[str, Any]:
+            return {"position": 1, "cache": Opaque()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    registry = Registry()
+    with pytest.raises(TypeError, match=r"extra\.loader\.cache"):
+        registry.register({"fine": {"a": 1}, "extra": {"loader": Loader()}})
+    assert registry.owners == {}
+
+
+def test_garbage_is_a_value_error() -> None:
+    ext = msgpack.ExtType
+    wrong = [
+        b"",
+        b"\xc1",
+        msgpack.packb(ext(99, b"\xc0")),
+        msgpack.packb(ext(tree.ENUM, msgpack.packb(["os", "x", 1]))),
+    ]
+    wrong.append(msgpack.packb(ext(tree.NDARRAY, msgpack.packb([1, 2]))))
+    wrong.append(msgpack.packb(ext(tree.DTYPE, msgpack.packb("load"))))
+    for data in wrong:
+        with pytest.raises(ValueError, match=r"."):
+            tree.decode(data)
+
+
+def test_an_enum_is_never_imported_because_a_file_says_so() -> None:
+    name = "antigravity"  # importing it would open a browser
+    data = msgpack.packb(msgpack.ExtType(tree.ENUM, msgpack.packb([name, "Enum", 1])))
+    with pytest.raises(ValueError, match="not imported"):
+        tree.decode(data)
+    assert name not in sys.modules
+
+
+def test_equal_sets_are_equal_bytes_in_processes_with_other_hash_seeds() -> None:
+    code = "from ckptd_client import tree; print(tree.encode({'s': set('abcdefgh')}, 'x').hex())"
+    environment = {"PYTHONHASHSEED": "12345"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == tree.encode({"s": set("abcdefgh")}, "x").hex()

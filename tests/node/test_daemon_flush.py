@@ -1,0 +1,78 @@
+"""Flushes when storage hangs, or our own code fails: the machine always hears of it, and memory goes on (P5, P14)."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.daemon import durable
+from ckptd.wire import rank as wire
+from tests.node.daemon_rig import rig
+from tests.node.links import eventually
+
+
+async def test_snapshots_go_on_while_every_flush_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P14: each write that hung kept its slot, so after own_slots of them nothing was captured any more."""
+    go, calls = threading.Event(), []
+
+    def hangs(*arguments: Any, **options: Any) -> bytes:
+        calls.append(arguments)
+        assert go.wait(20)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(durable, "write_pieces", hangs)
+    monkeypatch.setattr(durable, "CANCEL_PATIENCE_S", 0.05)
+    async with rig(storage_root=tmp_path, flush_every_steps=1, write_timeout_s=0.05, own_slots=2) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        step = 0
+        while len(calls) < 2:
+            grant = await rank.capture(step := step + 1)
+            step = max(step, grant.from_step)
+        for _ in range(4):
+            grant = await rank.capture(step := step + 1)
+            step = max(step, grant.from_step)
+        go.set()
+
+
+async def test_a_fault_of_our_own_in_a_write_is_an_answer_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one the slot stayed pinned and the flush open for ever."""
+
+    def broken(*arguments: Any, **options: Any) -> bytes:
+        raise KeyError("nobody expected this")
+
+    monkeypatch.setattr(durable, "write_pieces", broken)
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(3)
+        rank.say(wire.WaitFor(3, "durable"))
+        await eventually(lambda: "nobody expected" in house.problems().get("internal", ""))
+        monkeypatch.undo()
+        await rank.heard(wire.Level, step=3, durable=True)
+
+
+async def test_lists_do_not_wait_for_storage_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(durable, "list_commits", lambda *a: go.wait(20))
+    monkeypatch.setattr(durable, "LIST_TIMEOUT_S", 0.05)
+    async with rig(storage_root=tmp_path, inventory_timeout_s=0.2) as house:
+        rank = house.rank()
+        rank.join("a", allow_fresh=True)
+        await rank.heard(wire.Ready)
+        await rank.sealed(3)
+        for request in range(8):  # more than there are threads
+            rank.say(wire.ListSteps(request))
+            answer, _ = await rank.heard(wire.Steps, request=request)
+            assert [row["step"] for row in answer.rows] == [3]
+        assert "no answer" in house.problems()["storage"]
+        go.set()

@@ -1,0 +1,242 @@
+"""A job on its daemon: what goes wrong in one place stays there, and nothing is left behind (P5, P6, P13)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.daemon import behind, ranks, revival
+from ckptd.wire import rank as wire
+from tests.node.daemon_rig import rig
+from tests.node.links import eventually
+
+
+async def test_an_instruction_that_fails_does_not_take_its_batch_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        shell = house.shell()
+        done: list[object] = []
+
+        def fail(do: ins.Alarm) -> None:
+            raise RuntimeError("nobody expected this")
+
+        monkeypatch.setitem(shell._actions, ins.Alarm, fail)
+        monkeypatch.setitem(shell._actions, ins.Supersede, done.append)
+        batch = [ins.Alarm("degraded", "x"), ins.Supersede(0, 1)]
+        monkeypatch.setattr(shell.machine, "handle", lambda event, now: batch)
+        shell.feed(ev.NodeUp("somebody"))
+        assert len(done) == 1
+        assert "nobody expected this" in house.problems()["internal"]
+
+
+async def test_a_machine_that_breaks_is_made_anew_and_finds_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P7, of one job: the others and the daemon do not notice, nothing that was sealed is lost."""
+    monkeypatch.setattr(revival, "PAUSE_FIRST_S", 0.05)
+    async with rig() as house:
+        rank, other = house.rank(), house.rank("other")
+        await rank.begin("a")
+        await other.begin("b")
+        await rank.sealed(5)
+        shell = house.shell()
+        broken = shell.machine
+
+        def break_down(event: object) -> None:
+            raise AssertionError("an invariant is broken")
+
+        monkeypatch.setitem(broken._events, ev.NodeUp, break_down)
+        shell.feed(ev.NodeUp("somebody"))
+        await eventually(lambda: shell.machine is not broken and shell.machine.ctx.record is not None)
+        assert "an invariant is broken" in house.problems()["internal"]
+        again = house.rank()
+        again.join("a")  # as the client does when its connection broke
+        await again.heard(wire.Ready)
+        assert [row["step"] for row in await shell.durable.steps()] == [5]
+        assert shell.machine.slots.facts()[0].snapshot.step == 5
+        await again.sealed(6)
+        await other.sealed(1)
+        shell.machine.validate()
+
+
+async def test_a_rank_behind_the_others_is_named_until_it_has_caught_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(behind, "LOOK_EVERY_S", 0.0)
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.heard(wire.GrantSlot)
+        known = house.shell().machine.steward.grants.ranks
+        mine = known[0]
+        known[1] = type(mine)(mine.epoch, 1, 7, 1, None, "")
+        text = str(await eventually(lambda: house.problems().get("behind")))
+        assert "rank" in text and "0 (step 0)" in text and "7" in text
+        rank.say(wire.AskHealth(3))
+        health, _ = await rank.heard(wire.Health, request=3)
+        assert not health.ok and text in health.problems
+        known[1] = type(mine)(mine.epoch, 1, 1, 1, None, "")
+        await eventually(lambda: "behind" not in house.problems())
+
+
+async def test_the_death_of_a_rank_is_heard_after_its_connection_ended() -> None:
+    """P6: the session's descriptor goes with the session; the watch has its own, and none is left."""
+    async with rig() as house:
+        shell, process = None, await asyncio.create_subprocess_exec("sleep", "60")
+        rank = house.rank()
+        await rank.begin("a")
+        shell = house.shell()
+        seat = shell.seats.by_rank[0]
+        left: list[object] = []
+        assert seat.session is not None
+        from ckptd.process import Process
+
+        shell.seats.watch(
+            seat, Process.open(process.pid), lambda: left.append(1)
+        )  # its Process is nobody's any more
+        import gc
+
+        gc.collect()
+        taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+        process.kill()
+        await eventually(lambda: left)
+        assert seat.watched == -1
+        for fd in taken:
+            os.close(fd)
+        await process.wait()
+
+
+async def test_a_rank_that_came_back_is_not_declared_dead_by_its_old_process() -> None:
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        shell = house.shell()
+        seat = shell.seats.by_rank[0]
+        rank.close()
+        await eventually(lambda: seat.watched >= 0)
+        again = house.rank()
+        again.join("a")
+        await again.heard(wire.Ready)
+        assert seat.watched == -1
+
+
+async def test_garbage_in_a_join_closes_that_connection_only() -> None:
+    """P13."""
+    async with rig() as house:
+        rank, good = house.rank(), house.rank()
+        rank.say(wire.Join("a", 0, ["rig"], [{"node": 5}], 1, None))
+        session = await eventually(lambda: list(house.daemon.door._link.sessions)[0:])
+        await eventually(lambda: len(house.daemon.door._link.sessions) == 1)
+        assert session
+        await good.begin("a")
+
+
+async def test_a_forgotten_job_begins_anew_for_who_was_connected_before() -> None:
+    """The linger of the last run may end between hello and join of the next."""
+    async with rig(job_linger_s=0.2) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        late = house.rank()
+        await asyncio.sleep(0)
+        await eventually(lambda: len(house.daemon.door._jobs) == 2)
+        before = house.shell()
+        rank.say(wire.Goodbye(True))
+        await eventually(lambda: before is not house.daemon.jobs.get(before.job))
+        await late.begin("b")
+        await late.sealed(1)
+
+
+async def test_a_finished_job_keeps_its_memory_until_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives it back then, not only when the linger ends at the right moment (section 5)."""
+    monkeypatch.setattr(ranks, "LINGER_LOOK_S", 0.02)
+    async with rig(job_linger_s=0.01) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(3)
+        shell = house.shell()
+        rank.say(wire.Goodbye(True))
+        await eventually(lambda: shell.ranks._finished)
+        await asyncio.sleep(0.1)
+        assert house.daemon.arena.used_bytes > 0
+        newest = max(shell.levels)
+        told = shell.levels[newest]
+        shell.levels[newest] = ins.TellLevel(newest, told.level, told.wanted, True)
+        await eventually(lambda: house.daemon.arena.used_bytes == 0)
+
+
+async def test_names_that_were_only_asked_about_are_forgotten() -> None:
+    async with rig() as house:
+        for number in range(3):
+            rank = house.rank(f"ask-{number}")
+            rank.say(wire.ListSteps(1))
+            await rank.heard(wire.Steps)
+            rank.close()
+        await eventually(lambda: not house.daemon.jobs)
+
+
+async def test_a_slot_whose_sums_are_being_made_is_not_granted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: sums over two captures would match the mixture."""
+    import threading
+
+    go = threading.Event()
+    real = ranks.block_sums
+
+    def slow(payload: memoryview, layout: Any, *rest: Any) -> bytes:
+        assert go.wait(10)
+        return real(payload, layout, *rest)
+
+    monkeypatch.setattr(ranks, "block_sums", slow)
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        grant = await rank.capture(1)
+        shell = house.shell()
+        await eventually(lambda: shell.ranks.sealing)
+        shell.feed(ev.RankMissed(0, grant.grant, "taken back"))  # the machine has given it up, and it is FREE
+        assert shell.seats.slots[grant.slot].state == "free"
+        taken: list[ev.Event] = []
+        monkeypatch.setattr(shell, "feed", taken.append)
+        shell.ranks.give_slot(ins.GiveSlot(0, grant.slot, 99, 2))
+        assert isinstance(taken[0], ev.RankMissed) and shell.seats.slots[grant.slot].state == "free"
+        monkeypatch.undo()
+        monkeypatch.setattr(ranks, "block_sums", real)
+        go.set()
+        await eventually(lambda: not shell.ranks.sealing)
+        await eventually(
+            lambda: shell.seats.slots[grant.slot].record is None
+        )  # and what came late counts for nothing
+
+
+async def test_memory_of_a_rank_that_moved_away_comes_back_when_its_old_trainer_leaves() -> None:
+    """P8: its FREE slots were kept while somebody of the old epoch still mapped them."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        shell = house.shell()
+        await eventually(lambda: len(shell.seats.by_rank[0].slots) == 3)
+        shell.seats.release_unused(frozenset())
+        for slot in list(shell.seats.slots):
+            shell._free_slot(ins.FreeSlot(slot))
+        free = set(shell.seats.by_rank[0].free)
+        await asyncio.sleep(0.05)
+        assert len(free & shell.seats.slots.keys()) == 3
+        rank.close()
+        await eventually(lambda: not free & shell.seats.slots.keys())
+
+
+async def test_one_users_jobs_stay_within_his_part() -> None:
+    """D2: budgets are per user."""
+    async with rig(user_budget="10MiB") as house:
+        rank = house.rank()
+        await rank.begin("a")
+        text = str(await eventually(lambda: house.problems().get("no_memory")))
+        assert f"uid {os.getuid()}" in text
+        assert house.daemon.arena.used_bytes <= 10 << 20

@@ -1,0 +1,234 @@
+"""The restore phases of a daemon when something is late, hangs, fails or comes twice (P1, P5, P8, P9, P10)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.core import instructions as ins
+from ckptd.daemon.restore import Round
+from ckptd.persist.reader import Checkpoint
+from ckptd.wire import rank as wire
+from tests.node.daemon_rig import Rank, Rig, everything, layout_here, rig
+from tests.node.links import eventually
+
+
+class Stall:
+    """A thread that stands still where the test says, as one that reads from storage that hangs."""
+
+    def __init__(self) -> None:
+        self.arrived, self.go = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.arrived.set()
+        assert self.go.wait(20), "the test let it hang"
+
+    async def reached(self) -> None:
+        await eventually(self.arrived.is_set)
+
+
+async def durable_step(house: Rig, rank: Rank, step: int) -> None:
+    await rank.sealed(step)
+    rank.say(wire.WaitFor(step, "durable"))
+    await rank.heard(wire.Level, step=step, durable=True)
+
+
+async def in_another_life(house: Rig, rank: Rank, attempt: str) -> Rank:
+    """Everything that memory held is gone, a new start stands at restore()."""
+    rank.say(wire.Goodbye(False))
+    rank.close()
+    shell = house.shell()
+    await eventually(lambda: not shell.seats.sizing())
+    house.daemon._forget_job(shell.job)
+    again = house.rank()
+    again.join(attempt)
+    return again
+
+
+async def test_room_is_lent_again_only_when_the_last_reader_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1, P10: a round that was called off may still have a thread in the middle of a read. The slot it reads into is
+    neither granted nor lent to the next round, until that thread is out of it."""
+    stall = Stall()
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await durable_step(house, rank, 3)
+        again = await in_another_life(house, rank, "b")
+        real, reads = Checkpoint.read, []
+
+        def slow(self: Checkpoint, key: str, box: Any, dest: memoryview, of: int | None = None) -> None:
+            reads.append(key)
+            if len(reads) == 1:
+                stall.wait()
+            real(self, key, box, dest, of)
+
+        monkeypatch.setattr(Checkpoint, "read", slow)
+        opened, _ = await again.opened()
+        again.want(opened.round, everything(layout_here()))
+        await stall.reached()
+        shell = house.shell()
+        (lent,) = shell.seats.lent
+        shell.restore.fail(ins.FailRestore(opened.round, "timeout", "the test"))
+        await again.heard(wire.Failed)
+        await asyncio.sleep(0.1)
+        assert lent in shell.seats.lent and lent not in shell.seats.by_rank[0].free
+        assert lent not in shell.machine.slots.by_id  # so no steward counts on it
+        stall.go.set()
+        await eventually(lambda: lent in shell.seats.by_rank[0].free and lent in shell.machine.slots.by_id)
+        assert not shell.seats.lent
+
+
+async def test_a_resize_leaves_a_lent_slot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P10: its memory was given back to the machine under the thread that fetched into it."""
+    stall = Stall()
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await durable_step(house, rank, 3)
+        again = await in_another_life(house, rank, "b")
+        real = Checkpoint.read
+
+        def slow(self: Checkpoint, *rest: Any) -> None:
+            stall.wait()
+            real(self, *rest)
+
+        monkeypatch.setattr(Checkpoint, "read", slow)
+        opened, _ = await again.opened()
+        again.want(opened.round, everything(layout_here()))
+        await stall.reached()
+        shell = house.shell()
+        (lent,) = shell.seats.lent
+        again.say(wire.Resize(6 << 20))
+        await eventually(lambda: shell.seats.by_rank[0].state_bytes == 6 << 20 and not shell.seats.sizing())
+        assert len(shell.seats.slots[lent].payload) > 0
+        stall.go.set()
+        await again.heard(wire.LoadPlan)
+        again.say(wire.Loaded(opened.round, True))
+        await again.heard(wire.Ready)
+        await eventually(lambda: lent not in shell.seats.slots)  # and it goes when it is of no more use
+
+
+async def test_memory_is_restored_while_storage_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P5: what memory holds is not asked of storage, and threads that hang there hold up nothing else."""
+    stall = Stall()
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await durable_step(house, rank, 3)
+        rank.close()
+        again = house.rank()
+        again.join("b")
+        opened, catalogue = await again.opened()
+        monkeypatch.setattr(
+            house.shell().restore._round.host, "open_checkpoint", lambda snapshot: stall.wait()
+        )
+        again.want(opened.round, everything(layout_here()), tuple(catalogue["objects"]))
+        await again.heard(wire.LoadPlan)
+        again.say(wire.Loaded(opened.round, True))
+        await again.heard(wire.Ready)
+        await again.sealed(4)
+        assert not stall.arrived.is_set()
+
+
+async def test_a_restore_that_hangs_in_storage_leaves_the_work_threads_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P5: sums, replicas and allocations of every job go on."""
+    stall = Stall()
+    async with rig(storage_root=tmp_path) as house:
+        rank, other = house.rank(), house.rank("other")
+        await other.begin("o")
+        await rank.begin("a")
+        await durable_step(house, rank, 3)
+        again = await in_another_life(house, rank, "b")
+        monkeypatch.setattr(Checkpoint, "read", lambda self, *rest: stall.wait())
+        opened, _ = await again.opened()
+        again.want(opened.round, everything(layout_here()))
+        await stall.reached()
+        await other.sealed(1)
+        stall.go.set()
+
+
+@pytest.mark.parametrize("names", [("scheduler", "nobody")])
+async def test_wants_that_nobody_has_are_refused_at_once(names: tuple[str, ...]) -> None:
+    """Not after restore_timeout_s: the task that looked for them used to die without a word."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(3)
+        rank.close()
+        again = house.rank()
+        again.join("b")
+        opened, _ = await again.opened()
+        again.want(opened.round, everything(layout_here()), names)
+        failed, _ = await again.heard(wire.Failed)
+        assert failed.code == "mismatch" and "nobody" in failed.reason
+        shell = house.shell()
+        await eventually(lambda: shell.restore._round is None and not shell.restore._joined_at)
+
+
+async def test_wants_that_come_twice_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second answer took the place of the first, whose descriptors stayed open for ever."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(3)
+        rank.close()
+        again = house.rank()
+        again.join("b")
+        opened, _ = await again.opened()
+        for _ in range(3):
+            again.want(opened.round, everything(layout_here()))
+        await again.heard(wire.LoadPlan)
+        current = house.shell().restore._round
+        assert isinstance(current, Round) and len(current.tasks) == 2  # the offer and one answer
+
+
+async def test_no_room_to_fetch_into_names_the_remedy(tmp_path: Path) -> None:
+    """P8: at once, on all ranks."""
+    async with rig(storage_root=tmp_path, memory_budget="40MiB") as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await durable_step(house, rank, 3)
+        again = await in_another_life(house, rank, "b")
+        opened, _ = await again.opened()
+        shell = house.shell()
+        await eventually(lambda: not shell.seats.sizing())
+        box = [[0, 0], [600, 512]]
+        again.want(opened.round, [["w", "F32", [600, 512], *box]] * 40)
+        failed, _ = await again.heard(wire.Failed)
+        assert failed.code == "memory" and "memory_budget" in failed.hint and "no room" in failed.reason
+
+
+async def test_one_failed_source_does_not_cost_a_second_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P8: each plan anew took new room for the same bytes."""
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await durable_step(house, rank, 3)
+        again = await in_another_life(house, rank, "b")
+        opened, _ = await again.opened()
+        shell = house.shell()
+        await eventually(lambda: len(shell.seats.by_rank[0].free) == 3)
+
+        def unreadable(self: Checkpoint, *rest: Any) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(Checkpoint, "read", unreadable)
+        lent: list[int] = []
+        real = shell.seats.lend
+        monkeypatch.setattr(shell.seats, "lend", lambda *a: lent.append(1) or real(*a))
+        again.want(opened.round, everything(layout_here()))
+        await again.heard(wire.Failed)
+        await eventually(lambda: not shell.seats.lent and len(shell.seats.by_rank[0].free) == 3)
+        assert len(lent) == 1

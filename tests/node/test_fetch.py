@@ -1,0 +1,238 @@
+"""Slices of held slots to whoever restores: verified, from memory to memory; damage found, sources told (P9, P10)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from ckptd.arena.arena import Slot
+from ckptd.core.failpoint import arm
+from ckptd.core.ids import SnapshotId
+from ckptd.protect import fetch, settle
+from ckptd.wire.bulk import Ticket
+from ckptd.wire.peer import FetchAsk, FetchBad, FetchDone
+from tests.node.links import eventually
+from tests.node.peers import Peer, Post
+from tests.node.slots import JOB, MIB, small_layout
+
+SNAPSHOT = SnapshotId(3, 7)
+Spans = tuple[tuple[int, int], ...]
+
+
+@pytest.fixture
+def post() -> Post:
+    return Post()
+
+
+@pytest.fixture(params=["none", "aead"])
+def holder(post: Post, request: pytest.FixtureRequest) -> Iterator[Peer]:
+    peer = Peer(post, "holder", mode=request.param)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def asker(post: Post, holder: Peer) -> Iterator[Peer]:
+    peer = Peer(post, "asker", mode=holder.transport._mode)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(settle, "REPEAT_S", 0.05)
+    monkeypatch.setattr(settle, "UNREACHABLE_S", 0.2)
+    monkeypatch.setattr(fetch, "ASK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(fetch, "ANSWER_TIMEOUT_S", 0.5)
+    yield
+    arm("")
+
+
+@pytest.fixture
+def slot(holder: Peer) -> Slot:
+    return holder.sealed(7)
+
+
+async def fetched(asker: Peer, spans: Spans, into: bytearray | None = None, **other: object) -> tuple[bool, str, bytes]:
+    buffer = bytearray(sum(length for _, length in spans)) if into is None else into
+    asked = {"job": JOB, "node": "holder", "snapshot": SNAPSHOT, "rank": 0, **other}
+    ok, reason = await asker.fetcher.fetch(spans=spans, into=memoryview(buffer), **asked)  # type: ignore[arg-type]
+    return ok, reason, bytes(buffer)
+
+
+def kinds_of_spans() -> dict[str, Spans]:
+    layout = small_layout()
+    w, end = layout.fragments[0], layout.payload_bytes
+    return {
+        "whole blocks": tuple((f.offset, f.nbytes) for f in layout.fragments),
+        "objects": ((0, layout.objects_capacity),),
+        "one row": ((w.offset + 4, 100),),
+        "parts and wholes": ((w.offset, 512), (w.offset, w.nbytes), (w.offset + MIB - 10, 20), (0, 1)),
+        "crumbs": tuple((at, 8) for at in range(0, end - 8, 4096)),
+        "backwards and twice": ((end - 4, 4), (0, 64), (0, 64)),
+        "nothing": (),
+        "empty spans": ((10, 0), (w.offset, 0)),
+    }
+
+
+SPANS = kinds_of_spans()
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+async def test_the_slices_arrive_in_the_order_asked_for(asker: Peer, slot: Slot, spans: Spans) -> None:
+    ok, reason, data = await fetched(asker, spans)
+    assert (ok, reason) == (True, "")
+    assert data == b"".join(bytes(slot.payload[at : at + length]) for at, length in spans)
+
+
+async def test_many_at_once(asker: Peer, slot: Slot) -> None:
+    results = await asyncio.gather(*(fetched(asker, ((at * 1000, 1000),)) for at in range(20)))
+    assert [data for _, _, data in results] == [bytes(slot.payload[at * 1000 : at * 1000 + 1000]) for at in range(20)]
+
+
+@pytest.mark.parametrize("lost", [FetchAsk, FetchDone])
+async def test_any_message_may_get_lost_once(post: Post, asker: Peer, slot: Slot, lost: type) -> None:
+    seen = 0
+
+    def copies(sender: str, to: str, message: object) -> int:
+        nonlocal seen
+        seen += isinstance(message, lost)
+        return 0 if isinstance(message, lost) and seen == 1 else 1
+
+    post.copies = copies
+    ok, _, data = await fetched(asker, ((0, 5000),))
+    assert ok
+    assert data == bytes(slot.payload[:5000])
+    assert seen >= 2
+
+
+async def test_every_message_may_come_three_times(post: Post, asker: Peer, slot: Slot) -> None:
+    post.copies = lambda *_: 3
+    assert (await fetched(asker, ((0, 5000),)))[0]
+    await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_damage_at_the_holder_is_found_and_it_is_told(
+    post: Post, holder: Peer, asker: Peer, slot: Slot, whole: bool
+) -> None:
+    """P10: by the asker where whole blocks travel with the sums of their seal, by the holder where parts do."""
+    f = small_layout().fragments[0]
+    slot.payload[f.offset + 100] ^= 4
+    spans = ((f.offset, f.nbytes),) if whole else ((f.offset + 1000, 50),)
+    ok, reason, _ = await fetched(asker, spans)
+    assert not ok
+    assert reason == ("the slices do not match their sums" if whole else "damage")
+    await eventually(lambda: holder.damage, what="the holder looks at its copy")
+    assert post.sent(FetchBad) == int(whole)
+
+
+async def test_undamaged_blocks_of_a_damaged_slot_are_served(asker: Peer, holder: Peer, slot: Slot) -> None:
+    first, second = small_layout().fragments[:2]
+    slot.payload[first.offset] ^= 1
+    ok, _, data = await fetched(asker, ((second.offset, 64),))
+    assert ok
+    assert data == bytes(slot.payload[second.offset : second.offset + 64])
+    assert not holder.damage
+
+
+async def test_damage_on_the_way_is_found_and_the_holder_finds_itself_sound(
+    holder: Peer, asker: Peer, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = holder.transport.push
+
+    def bend(ticket: Ticket, spans: list[memoryview], **options: object) -> None:
+        bent = bytearray(b"".join(spans))
+        bent[17] ^= 1
+        push(ticket, [memoryview(bent)], **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(holder.transport, "push", bend)
+    for spans in (((0, 4096),), ((8, 100),)):
+        ok, reason, _ = await fetched(asker, spans)
+        assert (ok, reason) == (False, "the slices do not match their sums")
+    await eventually(lambda: not holder.fetcher._tasks.running)
+    assert not holder.damage
+
+
+@pytest.mark.parametrize(
+    "other", [{"rank": 1}, {"snapshot": SnapshotId(3, 8)}, {"job": "1000/other"}, {"job": "0/gpt"}]
+)
+async def test_what_is_not_held_is_refused(asker: Peer, slot: Slot, other: dict[str, object]) -> None:
+    assert (await fetched(asker, ((0, 10),), **other))[:2] == (False, "not held here")
+
+
+@pytest.mark.parametrize("spans", [((0, 3 << 30),), ((-1, 10),), ((10, -1), (0, 11)), ((2 << 20, 1 << 20), (2**62, 0))])
+async def test_spans_outside_of_the_slot_are_refused(
+    asker: Peer, holder: Peer, slot: Slot, spans: Spans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[FetchDone] = []
+    monkeypatch.setattr(holder.fetcher, "_send", lambda node, job, message: told.append(message) or True)
+    incoming = asker.transport.expect(memoryview(bytearray(10)), aad=fetch._aad(JOB, SNAPSHOT, 0))
+    holder.fetcher.on_message("asker", JOB, FetchAsk("t", SNAPSHOT, 0, spans, incoming.ticket.encode()))
+    await eventually(lambda: told)
+    assert (told[0].ok, told[0].reason) == (False, "spans outside of the slot")
+    assert not incoming.done.done()
+
+
+async def test_a_ticket_for_something_else_is_not_used(asker: Peer, holder: Peer, slot: Slot) -> None:
+    incoming = asker.transport.expect(memoryview(bytearray(10)), aad=fetch._aad("0/other", SNAPSHOT, 0))
+    ask = FetchAsk("t", SNAPSHOT, 0, ((0, 10),), incoming.ticket.encode())
+    with pytest.raises(fetch.TransferError, match="another transfer"):
+        holder.fetcher._deliver(slot, slot.record, ask)
+
+
+async def test_a_holder_that_is_gone_is_known_soon(asker: Peer) -> None:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    ok, reason, _ = await fetched(asker, ((0, 10),), node="nobody")
+    assert not ok
+    assert "does not answer" in reason
+    assert loop.time() - started < 0.9
+
+
+async def test_a_holder_that_dies_before_its_last_word(post: Post, asker: Peer, slot: Slot) -> None:
+    """All bytes came, the sums never do: no endless wait, and nothing unverified is used."""
+    post.copies = lambda sender, to, message: 0 if isinstance(message, FetchDone) else 1
+    ok, reason, _ = await fetched(asker, ((0, 10),))
+    assert not ok
+    assert "no word after the last byte" in reason
+
+
+async def test_the_memory_is_free_when_a_fetch_is_cancelled(asker: Peer, slot: Slot) -> None:
+    """A restore that gives up uses its scratch for something else at once."""
+    arm("fetch.serve:sleep=0.5")
+    into = bytearray(5000)
+    task = asyncio.ensure_future(fetched(asker, ((0, 5000),), into))
+    await eventually(lambda: asker.fetcher._asked)
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    into[:] = b"\xee" * 5000
+    await asyncio.sleep(0.6)
+    assert into == b"\xee" * 5000
+    assert not asker.fetcher._asked
+
+
+async def test_a_cancelled_fetch_waits_until_no_stream_can_touch_its_memory(asker: Peer, slot: Slot) -> None:
+    """Race: cancelled while a stream of it is about to decrypt a chunk into the memory."""
+    if asker.transport._mode == "none":
+        pytest.skip("mode none writes in the very call that is interrupted")
+    arm("bulk.open:sleep=0.3")
+    into = bytearray(5000)
+    task = asyncio.ensure_future(fetched(asker, ((0, 5000),), into))
+    await eventually(lambda: asker.transport.connections)
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    into[:] = b"\xee" * 5000
+    await eventually(lambda: not asker.transport.connections)
+    assert into == b"\xee" * 5000
+
+
+async def test_a_fault_of_the_holder_is_an_answer(asker: Peer, slot: Slot) -> None:
+    arm("fetch.serve:error")
+    assert (await fetched(asker, ((0, 10),)))[:2] == (False, "internal")

@@ -1,0 +1,167 @@
+"""A full or vanished storage: errors with a hint, nothing left behind, and it goes on when it can (P4, P5)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
+from ckptd.persist.commits import list_commits
+from ckptd.persist.names import attempt_dir
+from ckptd.persist.reader import Checkpoint
+from ckptd.persist.storage.base import StorageError, list_or_empty
+from ckptd.persist.storage.memory import MemoryStorage
+from ckptd.persist.storage.posix import PosixStorage
+from tests.node.checkpoints import JOB, check_all, save, small_world, write_all
+
+SNAPSHOT = SnapshotId(1, 10)
+REPO = Path(__file__).resolve().parents[2]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small tmpfs")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill_up(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 16)):
+            pass
+
+
+@pytest.mark.root
+@needs_root
+def test_a_disk_that_fills_up_while_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free space was there when asked for, then somebody else took it."""
+    storage = PosixStorage(str(small_disk / "root"))
+    monkeypatch.setattr(PosixStorage, "free_bytes", lambda self: 1 << 40)
+    world = small_world(2, rows=4000)
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(16 << 20))
+    with pytest.raises(StorageError) as caught:
+        write_all(storage, world, SNAPSHOT, "a1", nodes=1)
+    assert caught.value.errno == errno.ENOSPC
+    assert "free space" in caught.value.hint
+    assert storage.list(attempt_dir(JOB, SNAPSHOT, "a1")) == []
+    assert list_commits(storage, JOB) == []
+    ballast.unlink()
+    save(storage, world, attempt="a2")
+    with Checkpoint.open(storage, JOB, SNAPSHOT) as checkpoint:
+        check_all(checkpoint, world)
+
+
+@pytest.mark.root
+@needs_root
+def test_a_full_disk_is_noticed_before_writing(small_disk: Path) -> None:
+    storage = PosixStorage(str(small_disk / "root"))
+    with pytest.raises(StorageError, match="bytes needed") as caught:
+        save(storage, small_world(2, rows=4000))
+    assert str(small_disk) in str(caught.value)
+
+
+@pytest.mark.root
+@needs_root
+def test_a_full_disk_does_not_stop_readers(small_disk: Path) -> None:
+    """No room for a lease: reading goes on without one."""
+    storage = PosixStorage(str(small_disk / "root"))
+    world = small_world(1)
+    save(storage, world)
+    fill_up(small_disk / "ballast")
+    with Checkpoint.open(storage, JOB, SNAPSHOT) as checkpoint:
+        check_all(checkpoint, world)
+
+
+def test_every_storage_operation_may_fail_once() -> None:
+    """The N-th operation fails, for every N: an error with a place, nothing committed in part, and the retry works."""
+
+    class Failing(MemoryStorage):
+        fail_at = 0
+        count = 0
+
+    def failing(name: str):  # type: ignore[no-untyped-def]
+        real = getattr(MemoryStorage, name)
+
+        def call(self: Failing, *args: str):  # type: ignore[no-untyped-def]
+            self.count += 1
+            if self.count == self.fail_at:
+                raise StorageError(f"{name}: Input/output error", where=self.locate(args[0]), errno=errno.EIO)
+            return real(self, *args)
+
+        return call
+
+    for name in ("make_dir", "create", "publish", "move_dir", "sync_dir", "open", "list"):
+        setattr(Failing, name, failing(name))
+    world = small_world(2, rows=40)
+    whole = Failing()
+    save(whole, world)
+    for fail_at in range(1, whole.count + 1):
+        storage = Failing()
+        storage.fail_at = fail_at
+        with suppress(CkptdError):
+            save(storage, world)
+        for info in list_commits(storage, JOB):
+            with Checkpoint.open(storage, JOB, info.snapshot) as checkpoint:
+                check_all(checkpoint, world)
+        save(storage, world, attempt="a2")
+        with Checkpoint.open(storage, JOB, SNAPSHOT) as checkpoint:
+            check_all(checkpoint, world)
+
+
+def test_a_storage_that_vanishes_and_comes_back(tmp_path: Path) -> None:
+    storage = PosixStorage(str(tmp_path / "root"))
+    world = small_world()
+    save(storage, world)
+    (tmp_path / "root").rename(tmp_path / "away")
+    for call in (
+        lambda: write_all(storage, world, SnapshotId(1, 20), "a1"),
+        lambda: list_commits(storage, JOB),
+        lambda: Checkpoint.open(storage, JOB, SNAPSHOT),
+    ):
+        with pytest.raises(StorageError, match="vanished"):
+            call()
+    assert not (tmp_path / "root").exists(), "nothing was written in its place"
+    (tmp_path / "away").rename(tmp_path / "root")
+    save(storage, world, SnapshotId(1, 20))
+    assert [info.snapshot.step for info in list_commits(storage, JOB)] == [10, 20]
+
+
+@pytest.mark.root
+@needs_root
+def test_a_directory_without_rights() -> None:
+    """As an ordinary user below somebody else's directory: the error says what is needed."""
+    code = (
+        "import os, sys\n"
+        "from ckptd.persist.storage.posix import PosixStorage\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "PosixStorage(sys.argv[1]).make_dir('65534/job')\n"
+    )
+    with tempfile.TemporaryDirectory() as above:
+        os.chmod(above, 0o755)
+        root = f"{above}/root"
+        PosixStorage(root)
+        result = subprocess.run(
+            [sys.executable, "-c", code, root], capture_output=True, text=True, cwd=REPO, check=False
+        )
+    assert "Permission denied" in result.stderr
+    assert "needs read and write rights" in result.stderr
+
+
+def test_nothing_is_there_to_begin_with() -> None:
+    assert list_or_empty(MemoryStorage(), "1000/gpt") == []

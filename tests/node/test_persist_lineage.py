@@ -1,0 +1,155 @@
+"""Epoch claims: one winner per number, durable, readable after damage (design D10, P12); preflight of a storage."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
+from ckptd.persist.lineage import claim_epoch, highest_epoch, newest_record
+from ckptd.persist.names import record_path
+from ckptd.persist.preflight import check_tokens, place_token, probe
+from ckptd.persist.storage.base import StorageError
+from ckptd.persist.storage.memory import MemoryStorage
+from ckptd.persist.storage.posix import PosixStorage
+from tests.node.checkpoints import JOB, commit_all, epoch_record, small_world, write_all
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> PosixStorage:
+    return PosixStorage(str(tmp_path / "root"))
+
+
+def test_nothing_was_ever_claimed(storage: PosixStorage) -> None:
+    assert newest_record(storage, JOB) is None
+    assert highest_epoch(storage, JOB) == 0
+
+
+def test_claims_grow(storage: PosixStorage) -> None:
+    first, second = epoch_record(1, 2), epoch_record(2, 3, ancestry=(SnapshotId(1, 40),))
+    assert claim_epoch(storage, JOB, first) == (True, 1)
+    assert newest_record(storage, JOB) == first
+    assert claim_epoch(storage, JOB, second) == (True, 2)
+    assert newest_record(storage, JOB) == second
+    assert claim_epoch(storage, JOB, second) == (True, 2), "the same claim again"
+    assert claim_epoch(storage, JOB, epoch_record(2, nonce="rival")) == (False, 2)
+    assert claim_epoch(storage, JOB, first) == (False, 2), "an earlier run is told that it is superseded"
+    assert claim_epoch(storage, "1000/other", first) == (True, 1)
+
+
+def test_only_one_of_many_wins(storage: PosixStorage) -> None:
+    start = threading.Barrier(8)
+
+    def race(index: int) -> tuple[bool, int]:
+        start.wait()
+        return claim_epoch(storage, JOB, epoch_record(5, nonce=f"run{index}"))
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(race, range(8)))
+    assert [ok for ok, _ in results].count(True) == 1
+    assert {highest for _, highest in results} == {5}
+    record = newest_record(storage, JOB)
+    assert record is not None
+    assert results[int(record.nonce.removeprefix("run"))][0], "the record is the winner's"
+
+
+def test_a_checkpoint_without_a_claim_takes_its_number(storage: PosixStorage) -> None:
+    """Storage was away when the epoch opened, and back when it was flushed: the number is used all the same."""
+    world = small_world()
+    snapshot = SnapshotId(4, 10)
+    record = epoch_record(4)
+    commit_all(storage, world, snapshot, write_all(storage, world, snapshot, "a1"), record=record)
+    assert highest_epoch(storage, JOB) == 4
+    assert newest_record(storage, JOB) == record, "told by the manifest"
+    assert claim_epoch(storage, JOB, epoch_record(3)) == (False, 4)
+
+
+def test_an_epoch_that_never_got_to_storage_is_passed_over(storage: PosixStorage) -> None:
+    """Claimed while storage was away, died in its first flush: its number is used, but there is nothing in it."""
+    first = epoch_record(1, 2)
+    claim_epoch(storage, JOB, first)
+    write_all(storage, small_world(), SnapshotId(2, 10), "a1")
+    assert highest_epoch(storage, JOB) == 2
+    assert newest_record(storage, JOB) == first
+    assert claim_epoch(storage, JOB, epoch_record(2)) == (True, 2)
+
+
+@pytest.mark.parametrize("at", [20, 60, 100])
+def test_a_damaged_claim_is_found(storage: PosixStorage, at: int) -> None:
+    claim_epoch(storage, JOB, epoch_record(1))
+    path = Path(storage.locate(record_path(JOB, 1)))
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CkptdError) as caught:
+        newest_record(storage, JOB)
+    assert str(path) in str(caught.value)
+
+
+def test_a_claim_of_a_newer_version_is_refused(storage: PosixStorage) -> None:
+    import msgspec
+
+    from ckptd.persist import lineage
+    from ckptd.persist.sums import digest
+
+    claim_epoch(storage, JOB, epoch_record(1))
+    body = msgspec.json.encode({"format": lineage.FORMAT, "version": 99, "record": epoch_record(1)})
+    text = b'{"xxh3_128":"' + digest(body).hex().encode() + b'","claim":' + body + b"}\n"
+    Path(storage.locate(record_path(JOB, 1))).write_bytes(text)
+    with pytest.raises(CkptdError, match="version 99"):
+        newest_record(storage, JOB)
+
+
+def test_storage_that_does_not_answer_is_no_proof_of_anything(storage: PosixStorage, tmp_path: Path) -> None:
+    """D11: a vanished storage must not look like a job without checkpoints."""
+    claim_epoch(storage, JOB, epoch_record(1))
+    (tmp_path / "root").rename(tmp_path / "away")
+    for call in (
+        lambda: newest_record(storage, JOB),
+        lambda: claim_epoch(storage, JOB, epoch_record(2)),
+        lambda: highest_epoch(storage, JOB),
+    ):
+        with pytest.raises(StorageError, match="vanished"):
+            call()
+
+
+# --- preflight ------------------------------------------------------------------------------------------------------
+def test_a_good_storage(storage: PosixStorage) -> None:
+    assert probe(storage) > 0
+    assert probe(MemoryStorage()) > 0
+    assert [entry.name for entry in storage.list("preflight")] == []
+
+
+def test_tokens_find_the_node_that_writes_elsewhere(tmp_path: Path) -> None:
+    shared, other = PosixStorage(str(tmp_path / "shared")), PosixStorage(str(tmp_path / "local"))
+    tokens = {"a": place_token(shared, "a"), "b": place_token(shared, "b"), "c": place_token(other, "c")}
+    assert check_tokens(shared, tokens) == ["c"]
+    assert check_tokens(other, tokens) == ["a", "b"]
+    tokens["a"] = place_token(shared, "a")
+    assert check_tokens(shared, tokens) == ["c"]
+
+
+def test_storage_without_exclusive_names(storage: PosixStorage) -> None:
+    class Overwriting(MemoryStorage):
+        def publish(self, source: str, target: str) -> bool:
+            self.delete(target)
+            return super().publish(source, target)
+
+    class Unlinked(MemoryStorage):
+        def publish(self, source: str, target: str) -> bool:
+            raise StorageError("publish: Operation not supported", where=target)
+
+    class Replacing(MemoryStorage):
+        def move_dir(self, source: str, target: str) -> bool:
+            self.delete_tree(target)
+            return super().move_dir(source, target)
+
+    for bad in (Overwriting(), Unlinked(), Replacing()):
+        with pytest.raises(CkptdError) as caught:
+            probe(bad)
+        assert caught.value.hint
+        assert bad.list("preflight") == []

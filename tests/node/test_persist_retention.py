@@ -1,0 +1,230 @@
+"""P12: retention deletes only what a newer, read-back checkpoint replaces, never under a reader's hands."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
+from ckptd.core.policy import Policy
+from ckptd.persist import lease as lease_module
+from ckptd.persist.commits import list_commits
+from ckptd.persist.lineage import claim_epoch
+from ckptd.persist.names import attempt_dir, epoch_dir, leases_dir, step_dir
+from ckptd.persist.reader import Checkpoint
+from ckptd.persist.retention import Retained, retain
+from ckptd.persist.storage.posix import PosixStorage
+from tests.node.checkpoints import JOB, World, check_all, epoch_record, save, small_world, write_all
+
+STEPS = (10, 20, 30, 40)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> PosixStorage:
+    return PosixStorage(str(tmp_path / "root"))
+
+
+@pytest.fixture
+def world() -> World:
+    return small_world(rows=40)
+
+
+def fill(storage: PosixStorage, world: World, steps: tuple[int, ...] = STEPS, epoch: int = 1) -> None:
+    for step in steps:
+        save(storage, world, SnapshotId(epoch, step))
+
+
+def steps_left(storage: PosixStorage) -> list[int]:
+    return [info.snapshot.step for info in list_commits(storage, JOB)]
+
+
+def now(storage: PosixStorage, policy: Policy, **options: float) -> Retained:
+    return retain(storage, JOB, policy, grace_s=0, **options)
+
+
+def test_a_job_that_has_nothing(storage: PosixStorage) -> None:
+    assert now(storage, Policy()) == Retained()
+    assert storage.list("") == [entry for entry in storage.list("") if entry.name.startswith(".")]
+
+
+def test_keep_last(storage: PosixStorage, world: World) -> None:
+    fill(storage, world)
+    done = now(storage, Policy(keep_last=2))
+    assert steps_left(storage) == [30, 40]
+    assert done.hidden == [SnapshotId(1, 10), SnapshotId(1, 20)]
+    assert done.verified == [SnapshotId(1, 40), SnapshotId(1, 30)]
+    assert [entry.name for entry in storage.list(epoch_dir(JOB, 1))] == ["step-0000000030", "step-0000000040"]
+    assert [info.verified for info in list_commits(storage, JOB)] == [True, True]
+    again = now(storage, Policy(keep_last=2))
+    assert (again.hidden, again.verified) == ([], []), "nothing is read twice"
+
+
+def test_keep_every_and_marked_ones(storage: PosixStorage, world: World) -> None:
+    save(storage, world, SnapshotId(1, 5), keep=True)
+    fill(storage, world)
+    now(storage, Policy(keep_last=1, keep_every_steps=20))
+    assert steps_left(storage) == [5, 20, 40]
+    (Path(storage.locate(step_dir(JOB, SnapshotId(1, 5)))) / "keep").unlink()  # the operator lets it go
+    now(storage, Policy(keep_last=1, keep_every_steps=20))
+    assert steps_left(storage) == [20, 40]
+
+
+def test_nothing_is_read_back_when_nothing_can_go(storage: PosixStorage, world: World) -> None:
+    fill(storage, world, (10, 20))
+    assert now(storage, Policy(keep_last=3)).verified == []
+
+
+def damage(storage: PosixStorage, step: int) -> None:
+    path = sorted(Path(storage.locate(step_dir(JOB, SnapshotId(1, step)))).glob("*.safetensors"))[0]
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 8
+    path.write_bytes(data)
+
+
+def test_a_damaged_newest_does_not_replace_the_older_ones(storage: PosixStorage, world: World) -> None:
+    fill(storage, world)
+    damage(storage, 40)
+    done = now(storage, Policy(keep_last=1))
+    assert 30 in steps_left(storage), "the newest that can be restored"
+    assert any("step-0000000040" in problem for problem in done.problems)
+    with Checkpoint.open(storage, JOB, SnapshotId(1, 30)) as checkpoint:
+        check_all(checkpoint, world)
+
+
+def test_when_all_are_damaged_all_stay(storage: PosixStorage, world: World) -> None:
+    fill(storage, world)
+    for step in STEPS:
+        damage(storage, step)
+    done = now(storage, Policy(keep_last=1))
+    assert steps_left(storage) == list(STEPS)
+    assert len(done.problems) >= len(STEPS)
+    assert done.hidden == []
+
+
+def test_a_branch_that_was_left_goes(storage: PosixStorage, world: World) -> None:
+    """Epoch 2 forked from step 20: the steps of epoch 1 beyond it can never be restored again, however new."""
+    claim_epoch(storage, JOB, epoch_record(1))
+    fill(storage, world)
+    claim_epoch(storage, JOB, epoch_record(2, ancestry=(SnapshotId(1, 20),)))
+    now(storage, Policy(keep_last=3))
+    assert steps_left(storage) == [10, 20]
+    fill(storage, world, (30, 40), epoch=2)
+    now(storage, Policy(keep_last=3))
+    assert [info.snapshot for info in list_commits(storage, JOB)] == [
+        SnapshotId(1, 20), SnapshotId(2, 30), SnapshotId(2, 40)
+    ]  # fmt: skip
+
+
+def test_grace_for_readers_without_a_lease(storage: PosixStorage, world: World) -> None:
+    fill(storage, world, (10, 20))
+    done = retain(storage, JOB, Policy(keep_last=1), grace_s=60)
+    assert done.hidden == [SnapshotId(1, 10)]
+    assert done.deleted == []
+    assert steps_left(storage) == [20], "hidden at once"
+    directory = Path(storage.locate(step_dir(JOB, SnapshotId(1, 10))))
+    assert list(directory.glob("*.safetensors")), "deleted later"
+    with pytest.raises(CkptdError, match="no such checkpoint"):
+        Checkpoint.open(storage, JOB, SnapshotId(1, 10))
+    old = time.time() - 100
+    os.utime(directory / "retired", (old, old))
+    assert len(retain(storage, JOB, Policy(keep_last=1), grace_s=60).deleted) == 1
+    assert not directory.exists()
+
+
+def test_a_reader_is_waited_for(storage: PosixStorage, world: World) -> None:
+    fill(storage, world, (10, 20))
+    checkpoint = Checkpoint.open(storage, JOB, SnapshotId(1, 10))
+    now(storage, Policy(keep_last=1))
+    assert steps_left(storage) == [20]
+    check_all(checkpoint, world)  # opens its files only now
+    checkpoint.close()
+    now(storage, Policy(keep_last=1))
+    assert not Path(storage.locate(step_dir(JOB, SnapshotId(1, 10)))).exists()
+    assert storage.list(leases_dir(JOB)) == []
+
+
+def test_a_dead_readers_lease_runs_out(storage: PosixStorage, world: World) -> None:
+    fill(storage, world, (10, 20))
+    Checkpoint.open(storage, JOB, SnapshotId(1, 10))  # never closed
+    now(storage, Policy(keep_last=1), stale_s=900)
+    directory = Path(storage.locate(step_dir(JOB, SnapshotId(1, 10))))
+    assert directory.exists()
+    for path in Path(storage.locate(leases_dir(JOB))).iterdir():
+        os.utime(path, (1, 1))
+    now(storage, Policy(keep_last=1), stale_s=900)
+    assert not directory.exists()
+
+
+def test_a_lease_is_renewed_while_reading(
+    storage: PosixStorage, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(storage, world, (10,))
+    with Checkpoint.open(storage, JOB, SnapshotId(1, 10)) as checkpoint:
+        before = storage.list(leases_dir(JOB))
+        check_all(checkpoint, world)
+        assert storage.list(leases_dir(JOB)) == before
+        monkeypatch.setattr(lease_module, "LEASE_REFRESH_S", 0.0)
+        check_all(checkpoint, world)
+        after = storage.list(leases_dir(JOB))
+        assert len(after) == 1
+        assert after != before
+
+
+def test_readers_that_race_with_retention_see_all_or_nothing(storage: PosixStorage, world: World) -> None:
+    """Open and read while retention hides and deletes: either the right bytes or a clean refusal."""
+    import threading
+
+    problems: list[BaseException] = []
+    read = 0
+    for turn in range(12):
+        snapshots = [SnapshotId(1, 100 * turn + 10), SnapshotId(1, 100 * turn + 20)]
+        for snapshot in snapshots:
+            save(storage, world, snapshot)
+        start = threading.Barrier(2)
+
+        def reader(start: threading.Barrier = start, snapshot: SnapshotId = snapshots[0]) -> None:
+            nonlocal read
+            start.wait()
+            try:
+                with Checkpoint.open(storage, JOB, snapshot) as checkpoint:
+                    check_all(checkpoint, world)
+                    read += 1
+            except CkptdError as error:
+                if "no such checkpoint" not in str(error):
+                    problems.append(error)
+
+        thread = threading.Thread(target=reader)
+        thread.start()
+        start.wait()
+        now(storage, Policy(keep_last=1))
+        thread.join()
+    assert not problems
+
+
+def test_aborted_attempts_are_swept_when_they_are_old(storage: PosixStorage, world: World) -> None:
+    fill(storage, world, (10,))
+    write_all(storage, world, SnapshotId(1, 20), "dead")
+    now(storage, Policy())
+    directory = Path(storage.locate(attempt_dir(JOB, SnapshotId(1, 20), "dead")))
+    assert directory.exists(), "somebody may still be writing"
+    empty = Path(storage.locate(attempt_dir(JOB, SnapshotId(1, 30), "young")))
+    empty.mkdir()
+    for path in directory.iterdir():
+        os.utime(path, (1, 1))
+    now(storage, Policy())
+    assert not directory.exists()
+    assert empty.exists(), "somebody is about to write"
+    assert steps_left(storage) == [10]
+
+
+def test_what_is_not_ours_is_left_alone(storage: PosixStorage, world: World) -> None:
+    fill(storage, world)
+    foreign = Path(storage.locate(epoch_dir(JOB, 1))) / "notes"
+    foreign.mkdir()
+    (foreign / "file").write_bytes(b"x")
+    now(storage, Policy(keep_last=1), attempt_stale_s=0)
+    assert (foreign / "file").exists()

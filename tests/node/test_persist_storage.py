@@ -1,0 +1,182 @@
+"""Storage: the conformance suite for each implementation, and what only a real directory can show."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.errors import CkptdError
+from ckptd.persist.storage.base import Storage, StorageError, read_file, write_file
+from ckptd.persist.storage.memory import MemoryStorage
+from ckptd.persist.storage.posix import MARKER, PosixStorage
+from ckptd.persist.storage.posix_file import ALIGN_BYTES, SCRATCH_BYTES, PosixWriter
+from tests.node.crash_storage import CrashStorage
+from tests.node.storage_conformance import StorageConformance, pattern
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+class TestMemory(StorageConformance):
+    @pytest.fixture
+    def storage(self) -> Storage:
+        return MemoryStorage()
+
+
+class TestCrashModel(StorageConformance):
+    @pytest.fixture
+    def storage(self) -> Storage:
+        return CrashStorage()
+
+
+class _Posix(StorageConformance):
+    """The marker would show in the root's listing: the suite runs one directory deeper."""
+
+    @pytest.fixture
+    def storage(self, root: Path) -> Storage:
+        return Unmarked(str(root), direct=self.direct)
+
+    direct = True
+
+
+class Unmarked(PosixStorage):
+    def list(self, path: str) -> list:  # type: ignore[type-arg]
+        return [entry for entry in super().list(path) if entry.name != MARKER]
+
+
+class TestPosixDirect(_Posix):
+    direct = True
+
+
+class TestPosixBuffered(_Posix):
+    direct = False
+
+
+def test_direct_writes_really_bypass_the_page_cache(root: Path) -> None:
+    storage = PosixStorage(str(root))
+    out = storage.create("file")
+    if not out.direct:
+        pytest.skip("this file system has no O_DIRECT")
+    flags = [
+        line for line in Path(f"/proc/self/fdinfo/{out._fd}").read_text().splitlines() if "flags" in line
+    ]
+    assert int(flags[0].split()[1], 8) & os.O_DIRECT
+    out.write(pattern(SCRATCH_BYTES + 5))
+    assert out.finish() == SCRATCH_BYTES + 5
+
+
+def test_aligned_memory_is_written_in_place(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mmap
+
+    copied = []
+    copy = PosixWriter._copy
+    monkeypatch.setattr(
+        PosixWriter, "_copy", lambda self, source: (copied.append(len(source)), copy(self, source))[1]
+    )
+    memory = mmap.mmap(-1, 8 << 20)
+    memory[:] = pattern(8 << 20)
+    storage = PosixStorage(str(root))
+    out = storage.create("file")
+    out.write(memoryview(memory)[:ALIGN_BYTES])
+    copied.clear()
+    out.write(memoryview(memory))
+    out.finish()
+    assert sum(copied) == 0
+    assert read_file(storage, "file", 1 << 30) == memory[:ALIGN_BYTES] + memory[:]
+
+
+def test_a_vanished_root_is_an_error_and_its_return_is_noticed(root: Path, tmp_path: Path) -> None:
+    """An open handle of the root must not make us write into a directory that was moved away."""
+    storage = PosixStorage(str(root))
+    write_file(storage, "file", b"here")
+    root.rename(tmp_path / "away")
+    for call in (
+        lambda: storage.list(""),
+        lambda: storage.create("new"),
+        lambda: storage.open("file"),
+        storage.free_bytes,
+    ):
+        with pytest.raises(StorageError, match="vanished") as caught:
+            call()
+        assert caught.value.hint
+    (tmp_path / "away").rename(root)
+    assert read_file(storage, "file", 10) == b"here"
+
+
+def test_an_unmounted_root_is_not_taken_for_an_empty_one(root: Path) -> None:
+    storage = PosixStorage(str(root))
+    (root / MARKER).unlink()
+    with pytest.raises(StorageError, match="lost its"):
+        storage.list("")
+
+
+def test_a_daemon_that_comes_back_does_not_make_up_a_root(root: Path) -> None:
+    with pytest.raises(StorageError, match="vanished"):
+        PosixStorage(str(root), create=False, marked=True).list("")
+    root.mkdir()
+    with pytest.raises(StorageError, match="lost its"):
+        PosixStorage(str(root), create=False, marked=True).list("")
+    assert PosixStorage(str(root), create=False).list("") == []
+
+
+def test_links_lead_nowhere(root: Path, tmp_path: Path) -> None:
+    """P13: whoever owns a directory below the root cannot make the daemon read, write or delete elsewhere."""
+    storage = PosixStorage(str(root))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    (root / "link").symlink_to(outside)
+    (root / "file").symlink_to(outside / "secret")
+    os.mkfifo(root / "fifo")
+    for call in (
+        lambda: storage.open("link/secret"),
+        lambda: storage.open("file"),
+        lambda: storage.open("fifo"),
+        lambda: storage.create("link/new"),
+        lambda: storage.make_dir("link/new"),
+        lambda: storage.delete("link/secret"),
+        lambda: storage.delete_tree("link"),
+    ):
+        with pytest.raises(StorageError):
+            call()
+    storage.make_dir("tree")
+    (root / "tree" / "inner").symlink_to(outside)
+    storage.delete_tree("tree")
+    assert (outside / "secret").read_bytes() == b"secret"
+    assert sorted(path.name for path in outside.iterdir()) == ["secret"]
+
+
+def test_files_are_private(root: Path) -> None:
+    storage = PosixStorage(str(root))
+    storage.make_dir("1000/job")
+    write_file(storage, "1000/job/file", b"x")
+    assert stat.S_IMODE((root / "1000/job/file").stat().st_mode) == 0o600
+    assert stat.S_IMODE((root / "1000/job").stat().st_mode) == 0o700
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")
+def test_files_of_a_job_belong_to_its_user(root: Path) -> None:
+    storage = PosixStorage(str(root))
+    storage.make_dir("1000/job")
+    write_file(storage, "1000/job/file", b"x")
+    assert {(root / name).stat().st_uid for name in ("1000", "1000/job", "1000/job/file")} == {1000}
+
+
+def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CkptdError, match="storage root"):
+        PosixStorage(str(tmp_path / "file" / "root"))
+
+
+def test_errors_carry_a_hint(root: Path) -> None:
+    storage = PosixStorage(str(root))
+    (root / "file").write_bytes(b"")
+    with pytest.raises(StorageError) as caught:
+        storage.list("file")
+    assert caught.value.hint

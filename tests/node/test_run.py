@@ -1,0 +1,74 @@
+"""`ckptd run` as a process: it answers, it is watched, and it ends when asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.node.commands import Cli, places
+from tests.waiting import until
+
+STOP_TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("CKPTD_")}
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Under its keeper, as by hand; ready when its page is announced."""
+    command = [
+        sys.executable,
+        "-m",
+        "ckptd",
+        "run",
+        *places(tmp_path),
+        "--plain-loopback",
+        "--memory-budget",
+        "32MiB",
+    ]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environ, stderr=log, stdout=log)
+    try:
+        until((tmp_path / "ckptd.http").exists, 30, "the page's announcement")
+        yield process
+    finally:
+        process.terminate()
+        process.wait(STOP_TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_running_node_shows_itself(cli: Cli, tmp_path: Path) -> None:
+    status = json.loads(cli("status", "--json", *places(tmp_path)).out)
+    assert status["node"]["id"] == (tmp_path / "state" / "node_id").read_text().strip()
+    assert status["memory"]["budget_bytes"] == 32 << 20
+    assert status["health"]["ok"] is True
+    assert json.loads(cli("ls", "--json", *places(tmp_path)).out) == {"rows": [], "errors": []}
+    page = "http://" + (tmp_path / "ckptd.http").read_text().strip()
+    with urllib.request.urlopen(f"{page}/metrics", timeout=10) as answer:
+        assert "ckptd_memory_budget_bytes 3.3554432e+07" in answer.read().decode()
+
+
+def test_sigterm_ends_it_cleanly(daemon: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    daemon.send_signal(signal.SIGTERM)
+    assert daemon.wait(STOP_TIMEOUT_S) == 0
+    assert not (tmp_path / "ckptd.http").exists()
+
+
+def test_bad_settings_end_it_at_once_with_the_reason(tmp_path: Path, environ: dict[str, str]) -> None:
+    """Also under the keeper: what refuses to start would refuse for ever."""
+    command = [sys.executable, "-m", "ckptd", "run", *places(tmp_path), "--memory-budget", "32MiB"]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 1
+    assert "ckptd keygen" in ran.stderr
+    assert "Traceback" not in ran.stderr

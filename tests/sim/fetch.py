@@ -1,0 +1,127 @@
+"""The restore phases of a simulated daemon: plan with the real planner, fetch, verify, load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core.box import Box
+from ckptd.core.layout import Layout
+from ckptd.core.machine.context import decode_layout
+from ckptd.core.recovery import Held, Piece, Plan, SourceIndex, Want, plan_recovery
+from tests.sim.state import SHARDED, Token, shard
+
+if TYPE_CHECKING:
+    from tests.sim.host import Host
+
+
+class Fetching:
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.do: ins.PrepareRestore | None = None
+        self.ready: dict[int, tuple[Token, ...]] = {}
+
+    def drop(self) -> None:
+        self.do, self.ready = None, {}
+
+    def prepare(self, do: ins.PrepareRestore) -> None:
+        self.drop()
+        self.do = do
+        if do.snapshot is None:
+            for rank in do.ranks:
+                proc = self.host.procs.get(rank)
+                if proc is not None:
+                    proc.opened(None, ())
+            return
+        for rank in do.ranks:
+            delay = self.host.world.fetch_s * (0.5 + self.host.world.rng.random())
+            self.host.world.clock.after(delay, self._fetch, self.host.life, do, rank)
+
+    def _fetch(self, life: int, do: ins.PrepareRestore, rank: int) -> None:
+        if life != self.host.life or self.do is not do or rank not in self.host.procs:
+            return
+        layouts = {name: decode_layout(data) for name, data in do.layouts.items()}
+        plan = self._plan(do, rank, layouts)
+        if plan.uncovered or plan.mismatched:
+            reason = f"uncovered {plan.uncovered} {plan.mismatched}"
+            self.host.feed(ev.RankFetched(rank, do.round, False, "damage", reason))
+            return
+        tokens: list[Token] = []
+        bad: list[str] = []
+        for piece in plan.pieces:
+            token, why = self._read(do, piece)
+            tokens.append(token)
+            bad += [why] if why else []
+        if bad:
+            self.host.feed(ev.RankFetched(rank, do.round, False, "damage", "; ".join(bad)))
+            return
+        self.ready[rank] = tuple(tokens)
+        self.host.world.oracle.fetched(do, {piece.source for piece in plan.pieces})
+        self.host.feed(ev.RankFetched(rank, do.round, True))
+
+    def _plan(self, do: ins.PrepareRestore, rank: int, layouts: dict[str, Layout]) -> Plan:
+        world = do.record.world
+        wants = [
+            Want(0, "w", "U8", (SHARDED,), shard(rank, world)),
+            Want(1, "norm", "U8", (4,), Box((0,), (4,))),
+            Want(2, "b", "U8", (2,), Box((0,), (2,))),
+        ]
+        sources = [
+            Held(s.node, s.rank, s.tier, layouts[s.layout_id]) for s in do.sources if s.layout_id in layouts
+        ]
+        committed = self.host.world.store.commits.get(do.snapshot) if do.durable and do.snapshot else None
+        durable = {key: list(boxes) for key, boxes in committed.tensors.items()} if committed is not None else {}
+        return plan_recovery(wants, SourceIndex(sources), self.host.name, rank, durable, do.per_rank)
+
+    def _read(self, do: ins.PrepareRestore, piece: Piece) -> tuple[Token, str]:
+        world = self.host.world
+        assert do.snapshot is not None
+        if piece.source == "durable":
+            committed = world.store.commits.get(do.snapshot)
+            if committed is None or not world.store.up:
+                return ("", 0), "storage is gone"
+            return committed.tensors[piece.key][piece.stored], ""
+        peer = world.hosts[piece.node]
+        if not peer.alive or peer.paused or not world.net.reaches(self.host.name, piece.node):
+            return ("", 0), f"{piece.node} is unreachable"
+        mem = peer.best(do.snapshot, piece.rank)
+        if mem is None or mem.content is None:
+            return ("", 0), f"{piece.node} holds nothing of rank {piece.rank}"
+        if not mem.intact and not world.mutant("no verify"):
+            peer.feed(ev.SlotDamaged(mem.id, "found at restore"))
+            return ("", 0), f"{piece.node}: rank {piece.rank} is damaged"
+        return mem.content[piece.fragment], ""
+
+    def load(self, do: ins.LoadNow) -> None:
+        if self.do is None or self.do.round != do.round:
+            return
+        for rank in self.ready:
+            self.host.world.clock.after(0.05, self._loaded, self.host.life, self.do, rank)
+
+    def _loaded(self, life: int, do: ins.PrepareRestore, rank: int) -> None:
+        proc = self.host.procs.get(rank)
+        if life == self.host.life and self.do is do and proc is not None:
+            proc.opened(do.snapshot, self.ready[rank])
+            self.host.feed(ev.RankLoaded(rank, do.round))
+
+    def finish(self, number: int) -> None:
+        do = self.do
+        if do is None:  # the daemon was restarted since its ranks have loaded
+            for proc in self.host.procs.values():
+                if self.host.persisted is not None and proc.run.attempt == self.host.persisted.nonce:
+                    proc.may_train(self.host.persisted)
+        elif do.round == number:
+            for rank in do.ranks:
+                proc = self.host.procs.get(rank)
+                if proc is not None:
+                    proc.may_train(do.record)
+            self.drop()
+
+    def fail(self, do: ins.FailRestore) -> None:
+        if self.do is not None and self.do.round == do.round:
+            for rank in self.do.ranks:
+                proc = self.host.procs.get(rank)
+                if proc is not None and not proc.ready:
+                    proc.failed(do.code, do.reason)
+            self.drop()

@@ -1,0 +1,103 @@
+"""Deliberate mistakes in the core or its shell. The simulator must find each: a test that never fails proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckptd.core import messages as msg
+from ckptd.core.machine.machine import JobMachine
+
+Mutant = Callable[[JobMachine], None]
+
+
+def free_the_old_one_early(machine: JobMachine) -> None:
+    """Any newer certificate releases everything older, whatever the levels are (P3)."""
+    certify: Any = machine.steward.certify
+
+    def release() -> None:
+        newest = certify._newest_certified()
+        if newest is not None:
+            for snapshot in [s for s in certify._ledger.facts if s < newest.snapshot]:
+                certify._ledger.release(snapshot)
+        certify._name_releases()
+
+    certify._release = release
+
+
+def skip_the_epoch_check(machine: JobMachine) -> None:
+    """An older epoch is entered again (P12)."""
+    opening: Any = machine.opening
+    opening.refuses = lambda record: False
+
+
+def obey_any_steward(machine: JobMachine) -> None:
+    """Orders count whoever gives them and whatever they were based on (P2, P3)."""
+    uplink: Any = machine.uplink
+    uplink.is_from_steward = lambda sender, session: True
+    machine._messages[msg.Grant] = lambda sender, message: machine.capture.on_grant(message)
+    machine._messages[msg.Void] = lambda sender, message: machine.capture.on_void(message)
+
+
+def certify_before_everyone_told(machine: JobMachine) -> None:
+    """A steward that has just begun takes what it does not know for lost (P3)."""
+    sessions: Any = machine.steward.sessions
+    sessions.settled = lambda: True
+
+
+def trust_a_node_that_came_back(machine: JobMachine) -> None:
+    """What a node held before it went still counts when it is back (P2)."""
+    sessions: Any = machine.steward.sessions
+    sessions.on_link = lambda node: None
+
+
+def grant_while_voids_are_open(machine: JobMachine) -> None:
+    """New grants although some ranks still hold a void one: they stay one step apart (P14)."""
+    grants: Any = machine.steward.grants
+
+    def act() -> None:
+        if grants._everyone_is_here():
+            progress = max(state.step for state in grants.ranks.values())
+            while grants._room() > 0:
+                grants._grant(max(progress + 1 + grants.margin, grants._last_from + 1))
+
+    grants.act = act
+
+
+def never_make_a_copy_again(machine: JobMachine) -> None:
+    """A copy that was lost, or refused, is not replaced (P14)."""
+    replication: Any = machine.replication
+    replication.on_holders = lambda message: None
+    replication._count = lambda copies, number, event: copies.done.__setitem__(number, (event.to, 0.0))
+
+
+def free_a_slot_while_it_is_written(machine: JobMachine) -> None:
+    """Pins do not hold (P1)."""
+    slots: Any = machine.slots
+    slots.pinned = lambda snapshot: False
+
+
+def give_a_doomed_slot_again(machine: JobMachine) -> None:
+    """A slot taken back is FREE at once, although its rank may be writing into it (P6)."""
+    capture: Any = machine.capture
+    doom = capture._doom
+
+    def free_at_once(slot: Any, reason: str) -> None:
+        doom(slot, reason)
+        machine.slots.free(slot)
+
+    capture._doom = free_at_once
+
+
+MUTANTS: dict[str, Mutant] = {
+    "free early": free_the_old_one_early,
+    "no epoch check": skip_the_epoch_check,
+    "any steward": obey_any_steward,
+    "hasty certificate": certify_before_everyone_told,
+    "trust a return": trust_a_node_that_came_back,
+    "grant over voids": grant_while_voids_are_open,
+    "no second copy": never_make_a_copy_again,
+    "no pins": free_a_slot_while_it_is_written,
+    "doomed slot": give_a_doomed_slot_again,
+    "no verify": lambda machine: None,  # the shell acknowledges and uses what it did not verify (host.py, fetch.py)
+}

@@ -1,0 +1,314 @@
+"""The training side: rank processes in lockstep, their client's rules about grants, and whoever starts the job again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptd.core import events as ev
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.instructions import GiveSlot
+from ckptd.core.layout import Layout
+from ckptd.core.messages import HoldingFact, RestoreAsk
+from tests.sim.host import UNIX_S, Host
+from tests.sim.state import Mem, Token, digests_of, layout_of
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+FENCE = 4.0  # the optimizer waits this many usual captures for one
+MUST_S = 3.0  # snapshot(must=True) waits this long for its grant
+
+
+class Proc:
+    """One rank's process with its client."""
+
+    def __init__(self, run: Run, rank: int, host: Host) -> None:
+        self.run, self.rank, self.host, self.world = run, rank, host, run.world
+        self.alive = True
+        self.ready = False  # restore() returned
+        self.conn = 0  # the life of the daemon it is connected to
+        self.step = -1
+        self.asks: int | None = None
+        self.grants: dict[int, GiveSlot] = {}
+        self.filling: Mem | None = None
+        self.loaded: tuple[Token, ...] | None = None
+        self.restored: SnapshotId | None = None
+
+    # --- connection ---------------------------------------------------------------------------------------------
+    def connect(self) -> None:
+        if not self.alive or self.host.procs.get(self.rank) is self:
+            return
+        if not self.host.alive or self.host.paused:
+            self.world.clock.after(0.3, self.connect)
+            return
+        self.conn = self.host.life
+        self.host.attach(self, running=self.ready)
+
+    def disconnected(self) -> None:
+        self.grants.clear()
+        self.filling = None
+        if self.alive:
+            if self.asks is not None:
+                self._stop_asking(self.asks)
+            self.world.clock.after(0.2 + 0.2 * self.world.rng.random(), self.connect)
+
+    def tell(self, event: ev.Event) -> None:
+        if self.conn == self.host.life and self.host.alive:
+            self.world.clock.after(UNIX_S, self.host.feed_if, self.conn, event)
+
+    def die(self) -> None:
+        """The process is gone; its daemon's pidfd fires."""
+        if not self.alive:
+            return
+        self.alive = False
+        if self.host.procs.get(self.rank) is self:
+            del self.host.procs[self.rank]
+            self.tell(ev.RankLeft(self.rank, False))
+
+    def failed(self, code: str, reason: str) -> None:
+        """restore() raised: the trainer ends."""
+        self.world.trace(f"rank{self.rank}", "!", f"{code}: {reason}")
+        self.run.failures.append(code)
+        self.die()
+
+    def superseded(self) -> None:
+        self.die()
+
+    # --- restore ------------------------------------------------------------------------------------------------
+    def opened(self, snapshot: SnapshotId | None, loaded: tuple[Token, ...]) -> None:
+        self.restored, self.loaded = snapshot, loaded
+        if snapshot is None:
+            self.may_train(None)
+
+    def may_train(self, record: EpochRecord | None) -> None:
+        if not self.ready and self.loaded is not None:
+            self.ready = True
+            self.run.became_ready(self)
+
+    # --- snapshot() ---------------------------------------------------------------------------------------------
+    def call(self, step: int, must: bool) -> bool:
+        """True: the rank goes on at once (a capture may run in the background)."""
+        self.step = step
+        usable = sorted(
+            (g for g in self.grants.values() if g.from_step <= step), key=lambda g: (g.from_step, g.grant)
+        )
+        self.tell(ev.RankProgress(self.rank, step, must and not usable))
+        if usable:
+            self._capture(usable[0], step)
+            return False
+        if must and self.conn == self.host.life:
+            self.asks = step
+            self.world.clock.after(MUST_S, self._stop_asking, step)
+            return False
+        return True
+
+    def _stop_asking(self, step: int) -> None:
+        if self.asks == step and self.alive:
+            self.asks = None
+            self.run.passed(self)
+
+    def granted(self, life: int, give: GiveSlot) -> None:
+        if life != self.conn or not self.alive:
+            return
+        if self.asks is not None and give.from_step == self.asks:
+            step, self.asks = self.asks, None
+            self._capture(give, step)
+        elif self.step >= give.from_step:
+            self.tell(ev.RankMissed(self.rank, give.grant, "late"))
+        else:
+            self.grants[give.grant] = give
+
+    def taken_back(self, life: int, grant: int) -> None:
+        if life == self.conn and self.alive and self.grants.pop(grant, None) is not None:
+            self.tell(ev.RankMissed(self.rank, grant, "taken back"))
+
+    def _capture(self, give: GiveSlot, step: int) -> None:
+        self.grants.pop(give.grant, None)
+        mem = self.filling = self.host.memory[give.slot]
+        assert mem.state == "filling", f"a capture into a slot that is {mem.state}"
+        layout = layout_of(self.rank, self.run.domains, self.world.policy.replicas)
+        token = self.world.token(self.run, step)
+        half = [token] * (len(layout.fragments) // 2)
+        mem.content = half
+        slow = 10 if self.world.rng.random() < 0.01 and not self.world.calm else 1
+        seconds = slow * self.world.capture_s * (0.5 + self.world.rng.random())
+        fence = FENCE * self.world.capture_s
+        if seconds > fence:
+            self.world.clock.after(fence, self._give_up, self.conn, mem, give)
+        else:
+            self.world.clock.after(seconds, self._captured, self.conn, mem, give, step, token)
+
+    def _give_up(self, conn: int, mem: Mem, give: GiveSlot) -> None:
+        if self.alive and conn == self.conn and self.filling is mem:
+            self.filling = None
+            self.tell(ev.RankMissed(self.rank, give.grant, "fence timeout"))
+        if self.alive:
+            self.run.passed(self)
+
+    def _captured(self, conn: int, mem: Mem, give: GiveSlot, step: int, token: Token) -> None:
+        if not self.alive:
+            return
+        if conn == self.conn and self.filling is mem and self.host.alive:
+            self.filling = None
+            layout = layout_of(self.rank, self.run.domains, self.world.policy.replicas)
+            mem.content = [token] * (len(layout.fragments) + 1)
+            if self.world.corrupts(self, layout):
+                at = next(i for i, f in enumerate(layout.fragments) if f.key == "norm")
+                mem.content[at] = (f"corrupt {self.rank}", step)
+            self.world.clock.after(
+                UNIX_S + self.world.seal_s, self._sealed, conn, mem, give, step, self.run.attempt
+            )
+        self.run.passed(self)
+
+    def _sealed(self, conn: int, mem: Mem, give: GiveSlot, step: int, attempt: str) -> None:
+        """The daemon has made the sums; as the shell does, it gives up when a newer epoch opened meanwhile."""
+        host = self.host
+        if conn != host.life or mem.state != "filling" or mem.content is None or mem.grant != give.grant:
+            return
+        record = host.persisted
+        if record is None or record.nonce != attempt:
+            host.feed_if(conn, ev.RankMissed(self.rank, give.grant, "a newer epoch opened"))
+            return
+        layout = layout_of(self.rank, self.run.domains, self.world.policy.replicas)
+        mem.state, mem.layout, mem.sums = "sealed", layout, tuple(mem.content)
+        keep = self.run.keeps(step)
+        digests = digests_of(layout, mem.sums)
+        mem.fact = HoldingFact(SnapshotId(record.number, step), self.rank, 0, layout.layout_id, digests, keep)
+        self.world.oracle.held(host, mem)
+        host.feed_if(conn, ev.SlotSealed(self.rank, mem.id, give.grant, step, layout, digests, keep))
+
+
+class Run:
+    """One start of the job: ranks on nodes, training in lockstep."""
+
+    def __init__(self, world: World, attempt: str, hosts: list[Host], per_node: int, ask: RestoreAsk | None) -> None:
+        self.world, self.attempt, self.ask = world, attempt, ask
+        self.ranks = tuple(host.name for host in hosts for _ in range(per_node))
+        self.nodes: tuple[NodeInfo, ...] = tuple(host.info for host in hosts)
+        self.domains = tuple(host.domain for host in hosts for _ in range(per_node))
+        self.failures: list[str] = []
+        self.step = 0
+        self.stopped = False
+        self._waiting: set[int] = set()
+        self._left_to_ready = len(self.ranks)
+        self.procs = [Proc(self, rank, world.hosts[name]) for rank, name in enumerate(self.ranks)]
+        self.salt = world.rng.randrange(1 << 30)
+
+    def world_changed(self, layouts: dict[int, Layout]) -> bool:
+        return len(layouts) != len(self.ranks)
+
+    def start(self) -> None:
+        for proc in self.procs:
+            self.world.clock.after(0.3 * self.world.rng.random(), proc.connect)
+
+    @property
+    def broken(self) -> bool:
+        return not all(proc.alive for proc in self.procs)
+
+    @property
+    def training(self) -> bool:
+        return self._left_to_ready == 0 and not self.broken
+
+    def became_ready(self, proc: Proc) -> None:
+        self._left_to_ready -= 1
+        if self._left_to_ready == 0:
+            self.world.oracle.restored(self)
+            self.step = self.procs[0].restored.step if self.procs[0].restored is not None else 0
+            self.world.clock.after(self.world.step_s, self._advance)
+
+    def _advance(self) -> None:
+        """One step of all ranks; the next begins when every rank has passed this one's snapshot() and fence."""
+        if self.broken or self.stopped:
+            return
+        self.step += self.world.stride
+        self._waiting = {proc.rank for proc in self.procs}
+        must = self._musts(self.step)
+        for proc in self.procs:
+            self.world.clock.after(0.2 * self.world.step_s * self.world.rng.random(), self._call, proc, must)
+
+    def _call(self, proc: Proc, must: bool) -> None:
+        if proc.alive and not self.stopped and proc.call(self.step, must):
+            self.passed(proc)
+
+    def passed(self, proc: Proc) -> None:
+        if proc.rank in self._waiting:
+            self._waiting.discard(proc.rank)
+            if not self._waiting:
+                self.world.clock.after(self.world.step_s, self._advance)
+
+    def keeps(self, step: int) -> bool:
+        return (step * 7919 + self.salt) % 41 == 0
+
+    def _musts(self, step: int) -> bool:
+        return (step * 104729 + self.salt) % 23 == 0
+
+    def kill(self) -> None:
+        self.stopped = True
+        for proc in self.procs:
+            proc.die()
+
+
+class Launcher:
+    """Starts the job again when it broke, where daemons are up: another world each time."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.run: Run | None = None
+        self.old: list[Run] = []
+        self.starts = 0
+        self.ended = False
+
+    def look(self) -> None:
+        """Every half second: is the job alive?"""
+        self.world.clock.after(0.5, self.look)
+        run = self.run
+        if self.ended or (run is not None and not run.broken):
+            return
+        if run is not None:
+            self._clear(run)
+            self.run = None
+            self.world.clock.after(0.5 + 2 * self.world.rng.random(), self._start_if_none)
+        elif self.starts == 0:
+            self._start_if_none()
+
+    def _clear(self, run: Run) -> None:
+        """Usually everything left of a broken start is killed; ranks behind a partition may live on."""
+        self.old.append(run)
+        for proc in run.procs:
+            stranded = self.world.net.side.get(proc.host.name, 0) != 0
+            if not stranded or self.world.calm:
+                proc.die()
+
+    def _start_if_none(self) -> None:
+        if self.run is None and not self.ended:
+            self.start()
+
+    def start(self) -> None:
+        world = self.world
+        up = [h for h in world.hosts.values() if h.alive and not h.paused and world.net.side.get(h.name, 0) == 0]
+        if not up:
+            world.clock.after(1.0, self._start_if_none)
+            return
+        for run in self.old:
+            if world.calm:
+                run.kill()
+        world.rng.shuffle(up)
+        count = len(up) if world.calm or world.rng.random() < 0.6 else world.rng.randint(1, len(up))
+        self.starts += 1
+        per_node = world.rng.choice([1, 1, 2]) if len(up) <= 8 else 1
+        self.run = Run(world, f"a{self.starts}", up[:count], per_node, self._ask())
+        self.run.start()
+
+    def _ask(self) -> RestoreAsk | None:
+        world, last = self.world, self.old[-1].failures if self.old else []
+        ask = RestoreAsk()
+        if any(code in ("unrecoverable", "unreachable") for code in last):
+            ask = replace(ask, allow_fresh=world.calm or world.rng.random() < 0.5)
+        elif self.starts > 1 and world.rng.random() < 0.05:
+            return None
+        elif self.starts > 1 and world.rng.random() < 0.1:
+            certified = sorted(world.oracle.certified_ever)
+            if certified:
+                ask = replace(ask, step=world.rng.choice(certified[-5:]).step, allow_fresh=True)
+        return ask

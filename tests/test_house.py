@@ -1,0 +1,267 @@
+"""The house keeps its order: imports point one way, the core is pure, nothing unpickles, files and functions stay short."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 70
+
+# What a room of ckptd/ may import of ckptd/, beside itself, the core and the error type. recover reads what persist wrote;
+# process, units and identity are leaves: facts about a process, sizes as people write them, who this node is.
+ROOMS: dict[str, frozenset[str]] = {
+    "core": frozenset(),
+    "wire": frozenset({"process"}),
+    "process": frozenset(),
+    "units": frozenset(),
+    "arena": frozenset({"process"}),
+    "observe": frozenset(),
+    "protect": frozenset({"arena", "wire"}),
+    "persist": frozenset({"arena", "wire"}),
+    "recover": frozenset({"arena", "wire", "persist"}),
+    "identity": frozenset(),
+    "config": frozenset({"units", "identity"}),
+    "config_sources": frozenset({"config", "units"}),
+    "errors": frozenset(),
+    "daemon": frozenset({"arena", "wire", "observe", "protect", "persist", "recover", "config", "process"}),
+}
+ALWAYS_ALLOWED = frozenset({"core", "errors"})
+
+# The standard library the core may use: values and arithmetic, neither clock nor I/O nor threads nor chance.
+CORE_MODULES = frozenset(
+    {
+        "__future__",
+        "abc",
+        "bisect",
+        "collections",
+        "dataclasses",
+        "enum",
+        "functools",
+        "hashlib",
+        "heapq",
+        "itertools",
+    }
+    | {"math", "operator", "re", "string", "struct", "types", "typing", "zlib", "msgpack"}
+)
+IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "hash", "id", "__import__"})
+CORE_EXCEPTION = "ckptd/core/failpoint.py"  # tests stop processes with it; the core itself never calls it
+
+# Files of wire/ that live in the training process (D15), and what may be imported there.
+CLIENT_WIRE = frozenset({"ckptd.wire.rank", "ckptd.wire.seqpacket", "ckptd.wire.memfd"})
+CLIENT_PACKAGES = frozenset({"torch", "msgpack", "ckptd_client"})
+CLIENT_LAZY = frozenset({"numpy"})  # only where the user's own state holds numpy values, never at import
+
+EXECUTES_INPUT = frozenset(  # P13
+    {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
+)
+
+
+def python_files(*tops: str) -> list[Path]:
+    return sorted(
+        path for top in tops for path in (ROOT / top).rglob("*.py") if "__pycache__" not in path.parts
+    )
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path), feature_version=(3, 10))
+
+
+@cache
+def module_of(path: Path) -> str:
+    """Dotted name: ckptd/core/box.py -> ckptd.core.box; client/ is a source root of its own."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[0] == "client":
+        parts = parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, wherever it stands; ``from a import b`` is a.b too when that is a file."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield node.lineno, base
+            yield from (
+                (node.lineno, f"{base}.{a.name}") for a in node.names if is_module(f"{base}.{a.name}")
+            )
+
+
+def is_module(dotted: str) -> bool:
+    places = (ROOT / dotted.replace(".", "/"), ROOT / "client" / dotted.replace(".", "/"))
+    return any(place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places)
+
+
+def room_of(dotted: str) -> str:
+    """ckptd.core.box -> core; "" outside of ckptd and for the bare package."""
+    parts = dotted.split(".")
+    return parts[1] if parts[0] == "ckptd" and len(parts) > 1 else ""
+
+
+def broken(path: Path, line: int, text: str) -> str:
+    return f"{name_of(path)}:{line}: {text}"
+
+
+def test_rooms_import_only_towards_the_core() -> None:
+    found = []
+    for path in python_files("ckptd"):
+        room = room_of(module_of(path))
+        if room not in ROOMS:
+            continue  # cli, demo, __main__: the top of the house
+        allowed = ROOMS[room] | ALWAYS_ALLOWED | {room}
+        for line, dotted in imports_of(path):
+            target = room_of(dotted)
+            if target and target not in allowed:
+                found.append(broken(path, line, f"{room} imports {dotted}"))
+            if dotted.split(".")[0] in ("ckptd_client", "tests", "bench"):
+                found.append(broken(path, line, f"{room} imports {dotted}"))
+    assert not found, "\n".join(found)
+
+
+def test_only_the_cli_imports_the_daemon() -> None:
+    found = [
+        broken(path, line, f"imports {dotted}")
+        for path in python_files("ckptd", "client")
+        for line, dotted in imports_of(path)
+        if room_of(dotted) == "daemon" and room_of(module_of(path)) not in ("daemon", "cli", "__main__")
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_room_of_the_house_is_known() -> None:
+    """A new folder must be placed in the table above before code goes into it."""
+    rooms = {room_of(module_of(path)) for path in python_files("ckptd")} - {""}
+    assert rooms <= set(ROOMS) | {"cli", "demo", "__main__"}
+
+
+def test_core_is_pure() -> None:
+    """No torch, clock, I/O, thread or chance in ckptd/core: an allow-list, so that nothing slips through."""
+    found = []
+    for path in python_files("ckptd/core"):
+        if name_of(path) == CORE_EXCEPTION:
+            continue
+        for line, dotted in imports_of(path):
+            top = dotted.split(".")[0]
+            if top != "ckptd" and top not in CORE_MODULES:
+                found.append(broken(path, line, f"imports {dotted}"))
+            if dotted.startswith("ckptd.core.failpoint"):
+                found.append(broken(path, line, "the core decides, it has no failpoints"))
+        found += [
+            broken(path, line, f"calls {call}()") for line, call in calls_of(path) if call in IMPURE_CALLS
+        ]
+    assert not found, "\n".join(found)
+
+
+def test_client_imports_nothing_but_torch_msgpack_core_and_its_wire() -> None:
+    """D15: also what it reaches through ckptd.core and ckptd.wire, packages' __init__ included."""
+    found = []
+    for path in client_files():
+        for line, dotted in imports_of(path):
+            top = dotted.split(".")[0]
+            if top == "ckptd":
+                fine = room_of(dotted) in ("core", "") or dotted in CLIENT_WIRE or dotted == "ckptd.wire"
+                fine = fine or any(dotted.startswith(f"{module}.") for module in CLIENT_WIRE)
+            else:
+                fine = top in sys.stdlib_module_names or top in CLIENT_PACKAGES
+                fine = fine or (top in CLIENT_LAZY and inside_a_function(path, line))
+            if not fine:
+                found.append(broken(path, line, f"imports {dotted}"))
+    assert not found, "\n".join(found)
+
+
+def inside_a_function(path: Path, line: int) -> bool:
+    functions = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return any(node.lineno < line <= (node.end_lineno or line) for node in functions)
+
+
+def client_files() -> list[Path]:
+    wire = [ROOT / (module.replace(".", "/") + ".py") for module in sorted(CLIENT_WIRE)]
+    shared = [ROOT / "ckptd/__init__.py", ROOT / "ckptd/wire/__init__.py", *wire]
+    return python_files("client", "ckptd/core") + [path for path in shared if path.is_file()]
+
+
+def test_nothing_received_is_executed() -> None:
+    """P13: no module that runs what it reads, and no torch.load, in anything that ships."""
+    found = []
+    for path in python_files("ckptd", "client", "tests", "bench", "deploy"):
+        for line, dotted in imports_of(path):
+            if dotted.split(".")[0] in EXECUTES_INPUT:
+                found.append(broken(path, line, f"imports {dotted}"))
+        if name_of(path).startswith(("ckptd/", "client/")):
+            found += [
+                broken(path, line, f"calls {call}") for line, call in calls_of(path) if unpickles(path, call)
+            ]
+    assert not found, "\n".join(found)
+
+
+def unpickles(path: Path, call: str) -> bool:
+    """The demo makes its reference run with torch's own files; it reads no one else's."""
+    if call in ("torch.load", "torch.save"):
+        return not name_of(path).startswith("ckptd/demo")
+    return call.endswith(
+        ("all_gather_object", "broadcast_object_list", "scatter_object_list", "gather_object")
+    )
+
+
+def calls_of(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call):
+            yield node.lineno, ast.unparse(node.func)
+
+
+def test_tests_wait_for_conditions_not_for_seconds() -> None:
+    found = []
+    for path in python_files("tests"):
+        found += [broken(path, line, "time.sleep") for line, call in calls_of(path) if call == "time.sleep"]
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and node.module == "time":
+                found += [
+                    broken(path, node.lineno, "time.sleep") for alias in node.names if alias.name == "sleep"
+                ]
+    assert not found, "\n".join(found)
+
+
+def test_files_and_functions_are_short() -> None:
+    found = []
+    for path in python_files("ckptd", "client", "tests", "bench", "deploy"):
+        lines = path.read_text(encoding="utf-8").count("\n")
+        if lines > FILE_LINES_MAX:
+            found.append(broken(path, lines, f"more than {FILE_LINES_MAX} lines"))
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                length = (node.end_lineno or node.lineno) - first + 1
+                if length > FUNCTION_LINES_MAX:
+                    found.append(broken(path, node.lineno, f"{node.name} has {length} lines"))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from ckptd.daemon import server", {"ckptd.daemon", "ckptd.daemon.server"}),
+        ("from . import box", {"ckptd.core", "ckptd.core.box"}),
+        ("from ..wire.rank import Hello", {"ckptd.wire.rank"}),
+        ("def f():\n    import time", {"time"}),
+    ],
+)
+def test_the_parser_sees_every_form(source: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A house test that overlooks imports would prove nothing."""
+    path = ROOT / "ckptd/core/imagined.py"
+    monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(source))
+    assert {dotted for _, dotted in imports_of(path)} == expected
