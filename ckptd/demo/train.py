@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,8 @@ def main() -> None:
         control_training(trainer, witness, args.load, args.steps)
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the interpreter, and then abort a process that did all it had to
 
 
 if __name__ == "__main__":

@@ -219,8 +219,8 @@ class Engine:
     def _run(self, job: Job, chunk: Chunk, *, helping: bool) -> None:
         trouble = ""
         try:
-            if chunk.first and not helping:
-                failpoint("capture.tensor")
+            if chunk.first:
+                failpoint("capture.helping" if helping else "capture.tensor")
             chunk.copy.run(chunk.begin, chunk.length)
         except (RuntimeError, FailpointError) as error:
             trouble = f"copy of {chunk.copy.key} failed: {error}"

@@ -21,7 +21,7 @@ from ckptd_client.joining import Joiner
 from ckptd_client.registry import Patterns, Registry
 from ckptd_client.rendezvous import NoDaemon
 from ckptd_client.restore import Outcome, Restore, current_state
-from ckptd_client.session import Session, ask_dict
+from ckptd_client.session import JOINING, Session, ask_dict
 from ckptd_client.snapshots import Snapshots
 from ckptd_client.troubles import HealthReport, Troubles
 
@@ -238,7 +238,8 @@ class Client:
     # --- waiting ------------------------------------------------------------------------------------------------
     def wait(self, level: str = "durable", timeout: float | None = None) -> str:
         """Wait until the current step has reached ``level`` ("sealed", "protected", "durable"), at most ``timeout`` seconds;
-        captures it first if its snapshot was skipped. Returns the status then; "unreachable" without a daemon."""
+        captures it first if its snapshot was skipped. Returns the status then, never that of an older step; "unreachable"
+        without a daemon. When training has moved on from a skipped step, it is the newest snapshot that is waited for."""
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
@@ -246,6 +247,8 @@ class Client:
             handle = self._current(deadline)
             if handle is None:
                 return "unreachable" if not self._session.link.up else "nothing to wait for"
+            if handle.status.startswith(("skipped", "failed")):
+                return handle.status if self._session.link.up else "unreachable"
             status = self._wait_for_handle(handle, level, max(0.0, deadline - time.monotonic()))
             again = status.startswith("void") and self._session.step_is_open and self._session.link.up
             if not again or time.monotonic() >= deadline:
@@ -256,12 +259,12 @@ class Client:
         session = self._session
         newest = session.called
         skipped = newest >= 0 and (self._last is None or self._last.step != newest or not self._last.taken)
-        if skipped and session.step_is_open and session.link.up:
-            handle = Handle(newest, "capturing", self._wait_for_handle)
-            self._take(handle, {}, keep=False, must=True, wait_s=deadline - time.monotonic())
-            if handle.taken:
-                return handle
-        return self._last
+        if not (skipped and session.step_is_open):
+            return self._last
+        handle = Handle(newest, "capturing", self._wait_for_handle)
+        session.wait(lambda: session.phase != JOINING or not session.link.up, deadline)
+        self._take(handle, {}, keep=False, must=True, wait_s=deadline - time.monotonic())
+        return handle
 
     def _wait_for_handle(self, handle: Handle, level: str, timeout: float | None) -> str:
         if level not in LEVELS:

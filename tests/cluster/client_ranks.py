@@ -489,6 +489,8 @@ def main() -> None:
         dist.barrier()  # so that a failure does not shift the ranks against each other
     (FOLDER / f"{sys.argv[2]}.{os.environ['RANK']}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads may outlive the interpreter, and then abort a process that did all it had to
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ def main() -> None:
                 say(event="step", rank=rank, world=world, step=step, status=status)
     say(event="done", rank=rank, world=world, step=step)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads may outlive the interpreter, and then abort a process that did all it had to
 
 
 if __name__ == "__main__":

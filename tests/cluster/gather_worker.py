@@ -6,6 +6,7 @@ trains on both: exits non-zero when anything differs.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -57,6 +58,8 @@ def main() -> None:
     check_gather(trainer)
     check_reload(trainer, folder)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads may outlive the interpreter, and then abort a process that did all it had to
 
 
 if __name__ == "__main__":

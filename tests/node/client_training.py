@@ -10,6 +10,7 @@ from ckptd_client.dtypes import TORCH
 from torch import nn
 
 from tests.node.rank_daemon_double import Held, RankDaemonDouble
+from tests.waiting import until
 
 
 class Training:
@@ -39,6 +40,11 @@ def connected(daemon: RankDaemonDouble, training: Training, **options: Any) -> C
     client = Client.connect("job", socket=daemon.path, **options)
     client.register(model=training.model, optimizer=training.optimizer)
     return client
+
+
+def copying(client: Client) -> None:
+    """Wait until the capture thread is in the middle of a copy."""
+    until(lambda: any(job.in_flight for job in list(client._engine._jobs)), what="a copy in progress")
 
 
 def stored(held: Held) -> dict[str, torch.Tensor]:

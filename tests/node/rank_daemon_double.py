@@ -84,6 +84,7 @@ class RankDaemonDouble:
         self._grant_steps: dict[int, int] = {}
         self._slot_ids = 0
         self._asked: int | None = None
+        self.on_asked = True  # are grants made for what is asked?
         self._sealed: dict[int, dict[int, int]] = {}  # grant -> rank -> step, until all ranks have sealed
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -337,7 +338,7 @@ class RankDaemonDouble:
 
     def _grant_free(self) -> None:
         """One grant for what is asked, before the others."""
-        if self._asked is not None and not any(step <= self._asked for step in self._grant_steps.values()):
+        if self._asked is not None and self.on_asked and not any(step <= self._asked for step in self._grant_steps.values()):
             self.grant(self._asked)
         while self.granting == "always" and self._ready and all(peer.free for peer in self._members()):
             self.grant(max(peer.called for peer in self._members()) + 1)

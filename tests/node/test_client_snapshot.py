@@ -15,7 +15,7 @@ from torch import nn
 
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, assert_same, connected, stored
+from tests.node.client_training import Training, assert_same, connected, copying, stored
 from tests.node.rank_daemon_double import RankDaemonDouble, _objects
 from tests.waiting import until
 
@@ -159,6 +159,7 @@ def test_nothing_is_captured_twice_without_an_optimizer_step(daemon: RankDaemonD
         training.step()
         assert client.snapshot(1, must=True).taken
         assert client.snapshot(2).status == "skipped: no optimizer step since the last snapshot"
+        until(lambda: len(client._session.grants), what="a grant")
         assert client.snapshot(2, keep=True).taken
         assert client.wait("durable", 10) == "durable"
     assert daemon.messages(wire.SealedSlot)[-1].keep
@@ -187,6 +188,28 @@ def test_wait_captures_the_current_step_if_it_was_skipped(tmp_path: Path) -> Non
             training.step()  # the state is step 10's now: nothing may be captured under the name of 9
             assert client.wait(level="durable", timeout=10) == "durable"
             assert len(daemon.held) == 1
+
+
+def test_wait_never_gives_an_older_step_for_the_current_one(tmp_path: Path) -> None:
+    """P2: step 1 is durable, step 2 cannot be captured: nobody may hear "durable"."""
+    with RankDaemonDouble(tmp_path / "d.sock") as daemon:
+        training = Training()
+        with connected(daemon, training) as client:
+            client.restore()
+            training.step()
+            client.snapshot(1, must=True)
+            assert client.wait("durable", 10) == "durable"
+            daemon.granting = "never"
+            for grant in list(daemon._grant_steps):
+                daemon.take_back(grant)
+            until(lambda: not len(client._session.grants))
+            training.step()
+            assert client.snapshot(2).status == "skipped: not granted"
+            daemon.on_asked = False
+            assert client.wait("durable", 0.3) == "skipped: not granted"
+            daemon.on_asked = True
+            assert client.wait("durable", 10) == "durable"
+        assert (1, 2) in daemon.held
 
 
 def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(daemon: RankDaemonDouble) -> None:
@@ -303,7 +326,7 @@ def test_fused_optimizers_and_batchnorm_do_not_bump_versions_so_nothing_rests_on
 def test_frozen_parameters_are_copied_once_per_slot_and_again_when_they_change(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptd_client import copying
+    from ckptd_client import copying as copies
 
     training = Training(width=400)
     for parameter in training.model[0].parameters():
@@ -311,8 +334,8 @@ def test_frozen_parameters_are_copied_once_per_slot_and_again_when_they_change(
     frozen = training.model[0].weight
     training.optimizer = torch.optim.AdamW([p for p in training.model.parameters() if p.requires_grad])
     copied: list[str] = []
-    run = copying.Copy.run
-    monkeypatch.setattr(copying.Copy, "run", lambda self, *at: (copied.append(self.key), run(self, *at))[1])
+    run = copies.Copy.run
+    monkeypatch.setattr(copies.Copy, "run", lambda self, *at: (copied.append(self.key), run(self, *at))[1])
     with connected(daemon, training) as client:
         client.restore()
 
@@ -405,6 +428,7 @@ def test_the_fence_gives_up_at_its_timeout_and_training_goes_on(daemon: RankDaem
         training.step()
         failpoint.arm("capture.tensor:sleep=2")
         handle = client.snapshot(1, must=True)
+        copying(client)  # else the training thread may copy all of it before the engine's thread sleeps
         began = time.monotonic()
         training.step()
         assert time.monotonic() - began < 1.5

@@ -20,7 +20,7 @@ def free_the_old_one_early(machine: JobMachine) -> None:
         if newest is not None:
             for snapshot in [s for s in certify._ledger.facts if s < newest.snapshot]:
                 certify._ledger.release(snapshot)
-        certify._name_releases()
+        certify.name_releases()
 
     certify._release = release
 

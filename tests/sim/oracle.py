@@ -53,6 +53,7 @@ class Oracle:
         self.records: dict[int, EpochRecord] = {}
         self.done: set[int] = set()  # epochs whose restore was completed
         self.graves: list[tuple[float, Host, list[Mem]]] = []
+        self.told_at: dict[tuple[str, str], float] = {}  # (attempt, node) -> when it first told what it holds
         self.saw_certificate: dict[tuple[str, SnapshotId], bool] = {}
         self._refusals: set[str] = set()
         self._sources: dict[int, set[str]] = {}
@@ -63,7 +64,7 @@ class Oracle:
     # --- what is held -------------------------------------------------------------------------------------------
     def held(self, host: Host, mem: Mem) -> None:
         assert mem.fact is not None and mem.layout is not None
-        snapshot = mem.fact.snapshot
+        snapshot, mem.since = mem.fact.snapshot, self.world.clock.now
         if mem.own:
             self.layouts.setdefault(snapshot, {}).setdefault(mem.rank, mem.layout)
         known = snapshot in self.certified_ever or snapshot in self.complete_uncertified
@@ -71,17 +72,23 @@ class Oracle:
             self.complete_uncertified.add(snapshot)
             self.world.on_complete(snapshot)
 
-    def truth(self, snapshot: SnapshotId, *, among: set[str] | None = None, graves: bool = False) -> int:
+    def truth(
+        self, snapshot: SnapshotId, *, among: set[str] | None = None, graves: bool = False, attempt: str = ""
+    ) -> int:
         """How many domains may be lost now, from the real content of memory. graves: as one may believe who has not noticed
-        what died just now, nor a flipped bit."""
+        what died just now, nor a flipped bit. attempt: what each node held when it told its inventory to this one."""
         layouts = self.layouts.get(snapshot, {})
         if not layouts or len(layouts) < next(iter(layouts.values())).world:
             return -1
         holders: dict[int, list[tuple[str, int]]] = {}
+        now = self.world.clock.now
         for host, memory in self._memories(graves):
             if among is not None and host.name not in among:
                 continue
+            until = self.told_at.get((attempt, host.name), now) if attempt else now
             for mem in memory:
+                if mem.since > until:
+                    continue
                 if mem.fact is not None and mem.fact.snapshot == snapshot and mem.state == "sealed" and (mem.intact or graves):
                     holders.setdefault(mem.rank, []).append((host.domain, mem.fact.tier))
         return level(slice_classes(layouts), holders)
@@ -146,6 +153,8 @@ class Oracle:
         kind = type(message)
         if kind is msg.Certificate:
             self._certificate(host, message)  # type: ignore[arg-type]
+        elif kind is msg.Inventory:
+            self.told_at.setdefault((message.attempt, host.name), self.world.clock.now)  # type: ignore[union-attr]
         elif kind is msg.EpochOpen:
             self._decided(host, message)  # type: ignore[arg-type]
         elif kind is msg.RestoreDone:
@@ -221,16 +230,17 @@ class Oracle:
         if assumed is not None and assumed.number not in self.done:
             self.counts["an epoch of which nobody knows whether it ran"] += 1
             return
-        best = self._best_restorable(answered, set(gather.durable.commits if gather.durable is not None else ()))
+        commits = set(gather.durable.commits if gather.durable is not None else ())
+        best = self._best_restorable(answered, commits, gather.attempt)
         if best is not None and (message.snapshot is None or message.snapshot < best):
             raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
         self._everyone_was_asked(host, set(gather.answers))
 
-    def _best_restorable(self, answered: set[str], commits: set[SnapshotId]) -> SnapshotId | None:
+    def _best_restorable(self, answered: set[str], commits: set[SnapshotId], attempt: str) -> SnapshotId | None:
         """The newest snapshot of the lineage that a level was promised for and that can be had from those who answered."""
         lineage = self._lineage()
         promised = [s for s, p in self.promises.items() if p.level >= 0 and (lineage is None or lineage.is_candidate(s))]
-        found = [s for s in promised if self.truth(s, among=answered) >= 0]
+        found = [s for s in promised if self.truth(s, among=answered, attempt=attempt) >= 0]
         found += [s for s in commits if lineage is None or lineage.is_candidate(s)]
         return max(found, default=None)
 
@@ -265,9 +275,8 @@ class Oracle:
         ask = next(iter(gather.joined.values()), None)
         if ask is None or ask.step is not None:
             return
-        best = self._best_restorable(
-            set(gather.answers), set(gather.durable.commits if gather.durable is not None else ())
-        )
+        commits = set(gather.durable.commits if gather.durable is not None else ())
+        best = self._best_restorable(set(gather.answers), commits, gather.attempt)
         if best is not None:
             raise Broken(f"P3 the restore was refused ({message.reason}) although {best} was there")
 

@@ -75,6 +75,7 @@ class Mem:
     sums: tuple[Token, ...] = ()  # what the sums were made of
     fact: HoldingFact | None = None
     layout: Layout | None = None
+    since: float = 0.0  # sealed at
 
     @property
     def intact(self) -> bool:

@@ -47,7 +47,7 @@ class Proc:
 
     def disconnected(self) -> None:
         self.grants.clear()
-        self.filling = None
+        self.filling, self.conn = None, -1  # what is still on its way belongs to nobody
         if self.alive:
             if self.asks is not None:
                 self._stop_asking(self.asks)

@@ -140,7 +140,7 @@ class Certify:
                 self._rounds = 0
             elif self._certified_now(facts):
                 best = max(best, level)
-        self._name_releases()
+        self.name_releases()
 
     def _useless(self, facts: Facts) -> bool:
         """Of an older epoch and not whole any more, everyone having told; or older than another one of a lineage that a
@@ -167,7 +167,8 @@ class Certify:
         unflushed = facts.keep and not facts.durable and facts.level >= 0 and self._ctx.is_candidate(facts.snapshot)
         return unflushed and self._ctx.policy.durable and facts.failures < KEEP_FAILURES_MAX
 
-    def _name_releases(self) -> None:
+    def name_releases(self) -> None:
+        """In the newest certificate, for a node that missed it."""
         newest = self._newest_certified()
         if newest is None or newest.certificate is None:
             return

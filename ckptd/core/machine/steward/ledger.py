@@ -114,6 +114,11 @@ class Ledger:
         self.facts.pop(snapshot, None)
         self._keep_released(snapshot)
 
+    def weigh_anew(self, snapshot: SnapshotId) -> None:
+        """A node tells what it holds, perhaps after a long absence: the snapshot was released without its copies, and may be
+        better off with them than the newest is now (P3)."""
+        self.released.pop(snapshot, None)
+
     def _keep_released(self, snapshot: SnapshotId) -> None:
         self.released.pop(snapshot, None)
         self.released[snapshot] = None

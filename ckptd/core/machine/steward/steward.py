@@ -160,7 +160,9 @@ class Steward:
         self.ledger.mark_durable(snapshot for snapshot, _, durable in message.certified if durable)
         self.ledger.heard.update((snapshot, level) for snapshot, level, _ in message.certified)
         for fact in message.holdings:
+            self.ledger.weigh_anew(fact.snapshot)
             self.ledger.add(sender, fact)
+        self.certify.name_releases()
         self.grants.newest = max(self.grants.newest, message.grant)
         if message.done and not self._done:
             self._done = True
