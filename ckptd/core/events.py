@@ -56,6 +56,14 @@ class RankProgress:
     asks: bool = False
 
 
+NOT_HERE = "the rank is not here"
+OTHER_MAPPER = "another process maps its slot"
+STILL_READ = "its slot is still being read"
+NO_SLOT = "no free slot"
+NO_MEMORY = "no memory"
+REFUSED_AT_ONCE = (NOT_HERE, OTHER_MAPPER, STILL_READ, NO_SLOT, NO_MEMORY)  # the next grant would fare no better
+
+
 @dataclass(frozen=True, slots=True)
 class RankMissed:
     rank: int

@@ -233,13 +233,13 @@ class Ranks:
         seat = self._job.seats.by_rank.get(do.rank)
         slot = seat.slots.get(do.slot) if seat else None
         if seat is None or slot is None or seat.session is None:
-            self._job.feed(ev.RankMissed(do.rank, do.grant, "the rank is not here"))
+            self._job.feed(ev.RankMissed(do.rank, do.grant, ev.NOT_HERE))
             return
         if not self._job.seats.usable(do.slot, seat.session):  # it goes after this batch
-            self._job.feed(ev.RankMissed(do.rank, do.grant, "another process maps its slot"))
+            self._job.feed(ev.RankMissed(do.rank, do.grant, ev.OTHER_MAPPER))
             return
         if do.slot in self.sealing:  # of a capture given up: its sums must not see a new one's bytes
-            self._job.feed(ev.RankMissed(do.rank, do.grant, "its slot is still being read"))
+            self._job.feed(ev.RankMissed(do.rank, do.grant, ev.STILL_READ))
             return
         seat.free.discard(do.slot)
         if slot.record is not None:  # sealed after the machine had given it up
@@ -255,7 +255,7 @@ class Ranks:
         seat now, nothing of the grant comes back: the slot is retired, its old mapper cannot reach anybody's data."""
         seat = self._job.seats.by_rank.get(do.rank)
         if seat is None or seat.session is None:
-            self._job.feed(ev.RankMissed(do.rank, do.grant, "the rank is not here"))
+            self._job.feed(ev.RankMissed(do.rank, do.grant, ev.NOT_HERE))
         elif seat.granted.get(do.grant) is not seat.session:
             self._job.feed(ev.RankMissed(do.rank, do.grant, "another process has the rank's place"))
         else:

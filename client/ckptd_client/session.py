@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.events import NO_MEMORY
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import FrameError, read_memfd_object
 from ckptd_client import fence
@@ -181,7 +182,7 @@ class Session:
     def _granted(self, message: wire.GrantSlot, fds: list[int]) -> None:
         grant = Grant(message.slot, message.grant, message.from_step)
         if self.phase != READY or message.slot not in self.segments.slots:
-            self.link.send(wire.GaveUp(message.grant, self.called, "no memory"))
+            self.link.send(wire.GaveUp(message.grant, self.called, NO_MEMORY))
         elif not self.grants.arrive(grant, self.called, self._before if self.step_is_open else self.called):
             self.link.send(wire.GaveUp(message.grant, self.called, "late"))
             if self._asking:  # whoever granted that one knew nothing of it yet

@@ -12,6 +12,7 @@ import msgpack
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.events import NO_MEMORY
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
 from ckptd_client import fence, libc, resolve
@@ -114,7 +115,7 @@ class Snapshots:
             if slot is not None:
                 slot.segment.pin()
         if slot is None:
-            session.link.send(wire.GaveUp(grant.number, step, "no memory"))
+            session.link.send(wire.GaveUp(grant.number, step, NO_MEMORY))
             raise Skip("no memory")
         return grant, slot
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 
+AT_ONE_MOMENT_MAX = 20_000  # callbacks; more is a machine that goes round in a circle
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,9 +23,12 @@ class Clock:
 
     def run(self, until: float, enough: Callable[[], bool] | None = None) -> bool:
         """Until that moment, or until ``enough`` (asked now and then) says so: True."""
-        heap = self._heap
+        heap, since, moment = self._heap, self.events, self.now
         while heap and heap[0][0] <= until:
             self.now, _, call, args = heapq.heappop(heap)
+            if self.now > moment:
+                since, moment = self.events, self.now
+            assert self.events - since < AT_ONE_MOMENT_MAX, f"P14 going round in a circle at {self.now:.3f} s"
             self.events += 1
             call(*args)
             if enough is not None and not self.events & 63 and enough():

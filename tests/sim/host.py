@@ -187,7 +187,7 @@ class Host:
     def _GiveSlot(self, do: ins.GiveSlot) -> None:  # noqa: N802
         mem, proc = self.memory.get(do.slot), self.procs.get(do.rank)
         if proc is None or mem is None:
-            self.later(0.0, ev.RankMissed(do.rank, do.grant, "the rank is not here"))
+            self.later(0.0, ev.RankMissed(do.rank, do.grant, ev.NOT_HERE))
             return
         assert mem.state == "free", f"slot {mem.id} was given while {mem.state}"
         mem.state, mem.grant = "filling", do.grant
@@ -196,7 +196,7 @@ class Host:
     def _TakeBack(self, do: ins.TakeBack) -> None:  # noqa: N802
         proc = self.procs.get(do.rank)
         if proc is None:
-            self.later(0.0, ev.RankMissed(do.rank, do.grant, "the rank is not here"))
+            self.later(0.0, ev.RankMissed(do.rank, do.grant, ev.NOT_HERE))
         else:
             self.world.clock.after(UNIX_S, proc.taken_back, self.life, do.grant)
 

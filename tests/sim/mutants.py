@@ -101,3 +101,9 @@ MUTANTS: dict[str, Mutant] = {
     "doomed slot": give_a_doomed_slot_again,
     "no verify": lambda machine: None,  # the shell acknowledges and uses what it did not verify (host.py, fetch.py)
 }
+
+# Not found in 2 000 seeds, with the reason that we believe in.
+SURVIVORS = {
+    "any steward": "stewards state facts that they rebuild from holdings, so two of them do no harm (design D9)",
+    "grant over voids": "voiding a grant takes the later ones with it, which alone keeps ranks in step",
+}

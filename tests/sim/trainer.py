@@ -48,7 +48,9 @@ class Proc:
     def disconnected(self) -> None:
         self.grants.clear()
         self.filling, self.conn = None, -1  # what is still on its way belongs to nobody
-        if self.alive:
+        if self.alive and not self.ready:
+            self.failed("lost", "the daemon was lost in mid-restore")
+        elif self.alive:
             if self.asks is not None:
                 self._stop_asking(self.asks)
             self.world.clock.after(0.2 + 0.2 * self.world.rng.random(), self.connect)
@@ -78,8 +80,6 @@ class Proc:
     # --- restore ------------------------------------------------------------------------------------------------
     def opened(self, snapshot: SnapshotId | None, loaded: tuple[Token, ...]) -> None:
         self.restored, self.loaded = snapshot, loaded
-        if snapshot is None:
-            self.may_train(None)
 
     def may_train(self, record: EpochRecord | None) -> None:
         if not self.ready and self.loaded is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.core.events import RankMissed, RankProgress, SlotSealed
+from ckptd.core.events import NO_SLOT, NOT_HERE, RankMissed, RankProgress, SlotSealed
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import FreeSlot, GiveSlot, TakeBack, TellLevel
 from ckptd.core.machine.context import Context
@@ -37,11 +37,11 @@ class Capture:
         here = self._ranks.alive(rank)
         slot = self._slots.first_free(rank)
         if here is None:
-            self._uplink.tell_missed(message.grant, rank, "the rank is not here")
+            self._uplink.tell_missed(message.grant, rank, NOT_HERE)
         elif here.step >= message.from_step and here.asks != message.from_step:
             self._uplink.tell_missed(message.grant, rank, LATE)
         elif slot is None:
-            self._uplink.tell_missed(message.grant, rank, "no free slot")
+            self._uplink.tell_missed(message.grant, rank, NO_SLOT)
         else:
             slot.state, slot.grant, slot.doomed = FILLING, message.grant, False
             # must=True after a void: the steward asks for that very step anew, when nobody holds the void one any more.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ckptd.core.events import REFUSED_AT_ONCE
 from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.capture import LATE
 from ckptd.core.machine.context import Context
@@ -17,6 +18,7 @@ from ckptd.core.messages import Grant, Missed, RankState, Sealed, Void
 
 REPEAT_S = 1.0  # an unanswered grant or void is said again after this
 CALM_GRANTS = 16  # completed in a row, before the margin shrinks by one step
+REFUSED_PAUSE_S = 0.25  # after a grant that a rank could not even take: at once again would only spin
 STUCK_S = 60.0  # a rank that neither seals nor misses, long after the step went by
 
 
@@ -42,6 +44,7 @@ class Grants:
         self.newest = 0  # grant
         self._last_from = -1
         self._calm = 0
+        self._refused_at = -1e9
         self._exact, self._exact_at = -1, 0.0  # newest grant for a rank that waits, and when
 
     def clear(self) -> None:
@@ -79,6 +82,8 @@ class Grants:
         if grant is None:
             return
         grant.missed.add(message.rank)
+        if message.reason in REFUSED_AT_ONCE:
+            self._refused_at = self._ctx.now
         if not grant.void:
             if message.reason.startswith(LATE) and grant.from_step != self._exact:
                 self._calm = 0
@@ -150,6 +155,8 @@ class Grants:
         Not while a void grant is still with some ranks: they would take it where the others take the next one, and so on,
         one step apart for ever.
         """
+        if self._ctx.now - self._refused_at < REFUSED_PAUSE_S:
+            return
         if not self._everyone_is_here() or any(grant.void for grant in self.open.values()):
             return
         asked = self._asked()

@@ -1,0 +1,20 @@
+"""The simulator must find deliberate mistakes: a model that never complains proves nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.mutants import MUTANTS, SURVIVORS
+from tests.sim.world import World
+
+SEEDS_MAX = 400
+
+
+@pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(SURVIVORS)))
+def test_the_mistake_is_found(name: str) -> None:
+    for seed in range(SEEDS_MAX):
+        try:
+            World(seed, mutant=name).run()
+        except AssertionError:  # a promise or an invariant
+            return
+    pytest.fail(f"{name!r} went unnoticed in {SEEDS_MAX} seeds")
