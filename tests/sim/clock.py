@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-
 AT_ONE_MOMENT_MAX = 20_000  # callbacks; more is a machine that goes round in a circle
 
 
