@@ -9,7 +9,7 @@ from collections.abc import Callable
 POLL_S = 0.01
 
 
-def until(predicate: Callable[[], object], timeout: float = 10.0, what: str = "") -> object:
+def until(predicate: Callable[[], object], timeout: float = 30.0, what: str = "") -> object:
     """Return the predicate's first true value. Raises AssertionError naming ``what`` after ``timeout`` seconds."""
     pause = threading.Event()
     deadline = time.monotonic() + timeout

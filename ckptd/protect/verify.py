@@ -9,11 +9,8 @@ from itertools import pairwise
 
 import xxhash
 
-from ckptd.arena.sums import SUM_BYTES, bad_blocks, blocks_of
+from ckptd.arena.sums import HASH_THREADS, SPLIT_BYTES_MIN, SUM_BYTES, bad_blocks, blocks_of
 from ckptd.core.layout import Layout
-
-HASH_THREADS = 2
-SPLIT_BYTES_MIN = 32 << 20  # below this a second thread costs more than it saves
 
 
 async def count_bad(work: Executor, payload: memoryview, layout: Layout, sums: bytes, tier: int) -> int:

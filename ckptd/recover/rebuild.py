@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ckptd.arena.arena import Slot
-from ckptd.arena.sums import bad_blocks
+from ckptd.arena.sums import bad_blocks, hash_shares
 from ckptd.core.box import Box, runs
 from ckptd.core.catalogue import Catalogue
 from ckptd.core.dtypes import ITEMSIZE
@@ -53,9 +53,7 @@ class Rebuild:
         self._lost: set[tuple[str, int]] = set()  # (node, rank) found damaged or gone
         self._objects: dict[int, dict[str, bytes]] = {}
         self._catalogue: Catalogue | None = None
-        self._verified: dict[
-            int, frozenset[int]
-        ] = {}  # slot -> fragments; whole values, for threads share it
+        self._verified: dict[int, frozenset[int]] = {}  # slot -> fragments
 
     # --- what the snapshot holds --------------------------------------------------------------------------------
     async def catalogue(self) -> bytes:
@@ -108,7 +106,7 @@ class Rebuild:
         length = held.layout.objects_capacity
         if held.node == self._host.node:
             slot = self._host.held(self._snapshot, held.rank)
-            if slot is None or not await self._threads.run(self._verify_spans, slot, [(0, length)]):
+            if slot is None or not await self._verify_spans(slot, [(0, length)]):
                 return None
             return bytes(slot.payload[:length])
         buffer = bytearray(length)
@@ -164,7 +162,7 @@ class Rebuild:
         """None: a source failed and was crossed out; plan again."""
         own = [piece for piece in plan.pieces if piece.source == OWN]
         far = [piece for piece in plan.pieces if piece.source != OWN]
-        if not await self._threads.run(self._verify_own, own):
+        if not await self._verify_own(own):
             return None
         assembly = Assembly()
         by_index = {want.index: want for want in asked}
@@ -233,8 +231,8 @@ class Rebuild:
             at += length
         return True
 
-    def _verify_own(self, own: list[Piece]) -> bool:
-        """Blocks of own memory are checked once per restore (P10). Runs in a thread."""
+    async def _verify_own(self, own: list[Piece]) -> bool:
+        """Blocks of own memory are checked once per restore (P10)."""
         for rank in sorted({piece.rank for piece in own}):
             slot = self._host.held(self._snapshot, rank)
             if slot is None or slot.record is None:
@@ -244,16 +242,19 @@ class Rebuild:
             fresh = {piece.fragment for piece in own if piece.rank == rank} - known
             fragments = slot.record.layout.fragments
             spans = [(fragments[i].offset, fragments[i].nbytes) for i in sorted(fresh)]
-            if not self._verify_spans(slot, spans):
+            if not await self._verify_spans(slot, spans):
                 return False
-            self._verified[slot.id] = known | fresh
+            self._verified[slot.id] = self._verified.get(slot.id, frozenset()) | fresh
         return True
 
-    def _verify_spans(self, slot: Slot, spans: list[tuple[int, int]]) -> bool:
+    async def _verify_spans(self, slot: Slot, spans: list[tuple[int, int]]) -> bool:
         record = slot.record
         if record is None:
             return False
-        bad = bad_blocks(slot.payload, record.layout, record.sums, spans, record.tier)
+        args = slot.payload, record.layout, record.sums
+        shares = hash_shares(spans)
+        found = await all_ended([self._threads.run(bad_blocks, *args, part, record.tier) for part in shares])
+        bad = sorted({block for part in found for block in part})
         if bad:
             self._lose(self._host.node, record.rank)
             self._host.damaged(

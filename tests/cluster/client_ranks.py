@@ -280,7 +280,7 @@ def torn(case: str, delay_s: float = 0.02) -> list[str]:
                 evaluate(built)
             handle = client.snapshot(step, must=True)
             train(built, 1)
-            status = handle.wait("sealed", 10)
+            status = handle.wait("sealed", 30)
             if status != "durable":
                 wrong.append(f"{step}: {status}")
         failpoint.arm("")

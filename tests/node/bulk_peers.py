@@ -26,7 +26,7 @@ def expect(receiver: TcpTransport, nbytes: int) -> Landing:
 
 
 def knock(transport: TcpTransport) -> socket.socket:
-    return socket.create_connection(split_address(transport.address), timeout=5)
+    return socket.create_connection(split_address(transport.address), timeout=30)
 
 
 def answer(sock: socket.socket) -> bytes:
@@ -45,7 +45,7 @@ class RawSender:
 
     def __init__(self, ticket: Ticket, stream: int = 0, streams: int = 1, push: bytes = bytes(16)) -> None:
         self.hello = frames.Hello(stream, streams, ticket.mode, ticket.id, push)
-        self.sock = socket.create_connection(split_address(ticket.address), timeout=5)
+        self.sock = socket.create_connection(split_address(ticket.address), timeout=30)
         try:
             self.sock.sendall(self.hello.pack())
             nonce = frames.unpack_reply(self.read(frames.REPLY_BYTES))

@@ -84,7 +84,7 @@ def save(daemon: RankDaemonDouble, step: int = 1, **objects: Any) -> None:
     with Client.connect("job", socket=daemon.path) as client:
         client.register(**objects)
         client.restore(only="nothing.*") if daemon.held else client.restore()
-        assert client.snapshot(step, {"note": "hello"}, must=True).wait("sealed", 10) == "durable"
+        assert client.snapshot(step, {"note": "hello"}, must=True).wait("sealed", 30) == "durable"
 
 
 def load(daemon: RankDaemonDouble, how: dict[str, Any] | None = None, **objects: Any) -> Client:

@@ -22,7 +22,7 @@ JOB = "1000/gpt"
 POLL_S = 0.01
 
 
-async def eventually(predicate: Callable[[], Any], timeout: float = 10.0, what: str = "") -> Any:
+async def eventually(predicate: Callable[[], Any], timeout: float = 30.0, what: str = "") -> Any:
     deadline = time.monotonic() + timeout
     while not (value := predicate()):
         assert time.monotonic() < deadline, f"not within {timeout} s: {what or predicate}"
@@ -121,7 +121,7 @@ class RawPeer:
             self.socket.curve_publickey, self.socket.curve_secretkey = pair.public, pair.secret
         self.socket.connect(address)
 
-    async def ask(self, frame: bytes, timeout: float = 5.0) -> bytes:
+    async def ask(self, frame: bytes, timeout: float = 30.0) -> bytes:
         """Send, and wait for one answer. Raises AssertionError when none comes."""
         self.socket.send(frame)
         return bytes(await eventually(self._answer, timeout, "an answer"))

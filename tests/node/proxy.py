@@ -52,8 +52,13 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self._sockets.append(near)
                 far = socket.create_connection(self._target)
-                self._sockets += [near, far]
+                self._sockets.append(far)
+                if self._closing.is_set():  # close() has gone through the list already
+                    near.close()
+                    far.close()
+                    return
                 threading.Thread(target=self._there, args=(near, far), daemon=True).start()
                 threading.Thread(target=self._back, args=(far, near), daemon=True).start()
 

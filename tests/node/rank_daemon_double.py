@@ -150,7 +150,7 @@ class RankDaemonDouble:
         with self.changed:
             return [message for _, message in self.seen if isinstance(message, kind)]
 
-    def wait_for(self, predicate: Any, timeout: float = 10.0) -> None:
+    def wait_for(self, predicate: Any, timeout: float = 30.0) -> None:
         with self.changed:
             assert self.changed.wait_for(predicate, timeout), f"not within {timeout} s; seen {self.seen[-5:]}"
 

@@ -7,8 +7,20 @@ import random
 import msgpack
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ckptd.arena.sums import SUM_BYTES, bad_blocks, block_count, block_sums, blocks_of, digests
+from ckptd.arena.sums import (
+    HASH_THREADS,
+    SPLIT_BYTES_MIN,
+    SUM_BYTES,
+    bad_blocks,
+    block_count,
+    block_sums,
+    blocks_of,
+    digests,
+    hash_shares,
+)
 from ckptd.core.layout import Layout
 from tests.node.slots import small_layout, write_payload
 
@@ -97,3 +109,18 @@ def test_lengths_that_contradict_the_layout_are_refused(layout: Layout, payload:
         bad_blocks(payload, layout, sums[:-1])
     with pytest.raises(ValueError, match="objects of"):
         digests(layout, sums, payload, layout.objects_capacity + 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 40 << 20)), max_size=12))
+def test_shares_are_the_spans_dealt_out_evenly(spans: list[tuple[int, int]]) -> None:
+    shares = hash_shares(spans)
+    given_out = [span for share in shares for span in share]
+    for at, length in spans:  # in their order, each in one piece or cut
+        while length > 0:
+            start, part = given_out.pop(0)
+            assert start == at and 0 < part <= length
+            at, length = at + part, length - part
+    assert not given_out
+    if sum(length for _, length in spans) >= SPLIT_BYTES_MIN:
+        sizes = [sum(length for _, length in share) for share in shares]
+        assert len(sizes) == HASH_THREADS and max(sizes) - min(sizes) <= HASH_THREADS

@@ -113,7 +113,7 @@ def test_a_daemon_that_comes_later_is_found(tmp_path: Path) -> None:
                 return client.snapshot(next(steps)).taken
 
             until(captured)
-            assert client.wait("durable", 10) == "durable"
+            assert client.wait("durable", 30) == "durable"
             assert client.health().ok
 
 
@@ -124,7 +124,7 @@ def test_a_daemon_that_dies_and_comes_back(tmp_path: Path) -> None:
     with connected(daemon, training) as client:
         client.restore()
         training.step()
-        assert client.snapshot(1, must=True).wait("sealed", 10) == "durable"
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
         failpoint.arm("capture.tensor:sleep=0.5")
         training.step()
         handle = client.snapshot(2, must=True)
@@ -147,7 +147,7 @@ def test_a_daemon_that_dies_and_comes_back(tmp_path: Path) -> None:
             handle = client.snapshot(6)
             assert handle.taken
             training.step()
-            assert handle.wait("sealed", 10) == "durable"
+            assert handle.wait("sealed", 30) == "durable"
             assert_same(again.held[1, 6][0], expected)
             assert client.health().ok
             assert len(client._session.segments._known) == 3  # the dead one's memory was let go
@@ -176,7 +176,7 @@ def test_a_stopped_daemon_holds_up_nothing(
         client.register(model=training.model, optimizer=training.optimizer)
         client.restore()
         training.step()
-        assert client.snapshot(1, must=True).wait("sealed", 10) == "durable"
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
         os.kill(process.pid, signal.SIGSTOP)
         statuses = trains(training, client, 2, 6)
         assert statuses[-1] == "skipped: not granted"
@@ -231,7 +231,7 @@ def test_forked_children_hold_neither_socket_nor_memory(tmp_path: Path) -> None:
         client.restore()
         training.step()
         client.snapshot(1, must=True)
-        assert client.wait("sealed", 10) == "durable"
+        assert client.wait("sealed", 30) == "durable"
         guarded = {segment.fd for segment in client._session.segments._known.values()}
         socket_fd = client._session.link._socket.fileno()  # type: ignore[union-attr]
         inodes = {str(os.fstat(fd).st_ino) for fd in guarded}
@@ -250,7 +250,7 @@ def test_forked_children_hold_neither_socket_nor_memory(tmp_path: Path) -> None:
         os.close(reading)
         os.close(writing)
         training.step()
-        assert client.snapshot(3, must=True).wait("sealed", 10) == "durable"
+        assert client.snapshot(3, must=True).wait("sealed", 30) == "durable"
 
 
 def test_close_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:

@@ -79,14 +79,14 @@ def test_a_changed_structure_is_looked_up_anew(
         for step in (1, 2):
             training.step()
             client.snapshot(step, must=True)
-            assert client.wait("sealed", 10) == "durable"
+            assert client.wait("sealed", 30) == "durable"
         change(training, client)
         expected = training.tensors()
         if change is new_name:
             scratch = client._registry.owners["scratch"].value
             expected["scratch.weight"] = scratch.weight.detach().clone()
         client.snapshot(3, must=True)
-        assert client.wait("sealed", 10) == "durable"
+        assert client.wait("sealed", 30) == "durable"
     assert_same(daemon.held[1, 3][0], expected)
 
 
@@ -106,7 +106,7 @@ def test_an_unchanged_structure_is_not_looked_up_again(
             expected = training.tensors()
             client.snapshot(step, must=True)
             training.step()
-            assert client.wait("sealed", 10) == "durable"
+            assert client.wait("sealed", 30) == "durable"
             assert_same(daemon.held[1, step][0], expected)
     assert found == [True, True, True]
 
@@ -120,7 +120,7 @@ def test_nothing_of_the_trainers_is_kept_alive(daemon: RankDaemonDouble) -> None
         client.restore()
         training.step()
         client.snapshot(1, must=True)
-        assert client.wait("sealed", 10) == "durable"
+        assert client.wait("sealed", 30) == "durable"
         moments = [weakref.ref(state["exp_avg"]) for state in training.optimizer.state.values()]
         training.optimizer.state.clear()
         gc.collect()

@@ -77,7 +77,7 @@ def test_include_exclude_and_key_map_rename(daemon: RankDaemonDouble) -> None:
         client.register(model=model, exclude="*.bias", key_map={"model.0": "model.stem"})
         client.restore()
         client.snapshot(1, must=True)
-        assert client.wait("sealed", 10) == "durable"
+        assert client.wait("sealed", 30) == "durable"
     assert {f.key for f in daemon.held[1, 1][0].layout.fragments} == {"model.stem.weight", "model.2.weight"}
     other = net()
     with torch.no_grad():
@@ -247,11 +247,11 @@ def test_restore_again_in_the_same_process(daemon: RankDaemonDouble) -> None:
         client.restore()
         training.step()
         expected = training.tensors()
-        assert client.snapshot(5, must=True).wait("sealed", 10) == "durable"
+        assert client.snapshot(5, must=True).wait("sealed", 30) == "durable"
         training.step()
         client.snapshot(6, must=True)
         assert client.restore(step=5) == 5
         assert_equal(training.tensors(), expected)
         training.step()
-        assert client.snapshot(6, must=True).wait("sealed", 10) == "durable"
+        assert client.snapshot(6, must=True).wait("sealed", 30) == "durable"
     assert (2, 6) in daemon.held

@@ -42,7 +42,7 @@ def test_a_snapshot_holds_exactly_what_was_there_when_it_was_called(daemon: Rank
             handle = client.snapshot(step, {"loss": step}, must=True)
             assert handle.status in ("capturing", "captured", "durable")
             training.step()
-            assert handle.wait("sealed", 10) == "durable"
+            assert handle.wait("sealed", 30) == "durable"
             assert_same(daemon.held[1, step][0], expected)
     layouts = {held[0].layout.layout_id for held in daemon.held.values()}
     assert len(layouts) == 1
@@ -60,7 +60,7 @@ def test_a_first_snapshot_without_restore_joins_in_the_background(daemon: RankDa
             return client.snapshot(client._session.called + 1 if client._session.called >= 0 else 1).taken
 
         until(captured, what="a snapshot after the background join")
-        assert client.wait("durable", 10) == "durable"
+        assert client.wait("durable", 30) == "durable"
     assert daemon.messages(wire.Join)[0].ask is None
 
 
@@ -70,7 +70,7 @@ def test_the_join_predicts_the_state_that_the_first_step_gives_birth_to(daemon: 
     with connected(daemon, training) as client:
         client.restore()
         training.step()
-        assert client.snapshot(1, must=True).wait("sealed", 10) == "durable"
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
     assert daemon.messages(wire.Resize) == []
     (join,) = daemon.messages(wire.Join)
     need = daemon.held[1, 1][0].layout.payload_bytes
@@ -91,7 +91,7 @@ def test_a_layout_that_outgrows_its_slots_is_skipped_once_and_the_slots_grow(
         until(
             lambda: client.snapshot(client._session.called + 1, must=True).taken, what="slots of the new size"
         )
-        assert client.wait("sealed", 10) == "durable"
+        assert client.wait("sealed", 30) == "durable"
         assert client.health().ok
     assert daemon.messages(wire.Resize)
 
@@ -134,7 +134,7 @@ def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
             assert client.snapshot(3).status == "skipped: not granted"
             training.step()
             assert client.snapshot(7).taken  # the first step >= 5 that this rank calls
-            assert client.wait("sealed", 10) == "durable"
+            assert client.wait("sealed", 30) == "durable"
 
 
 def test_a_grant_taken_back_in_mid_copy_leaves_its_slot_alone(daemon: RankDaemonDouble) -> None:
@@ -161,7 +161,7 @@ def test_nothing_is_captured_twice_without_an_optimizer_step(daemon: RankDaemonD
         assert client.snapshot(2).status == "skipped: no optimizer step since the last snapshot"
         until(lambda: len(client._session.grants), what="a grant")
         assert client.snapshot(2, keep=True).taken
-        assert client.wait("durable", 10) == "durable"
+        assert client.wait("durable", 30) == "durable"
     assert daemon.messages(wire.SealedSlot)[-1].keep
 
 
@@ -183,10 +183,10 @@ def test_wait_captures_the_current_step_if_it_was_skipped(tmp_path: Path) -> Non
             client.restore()
             training.step()
             assert client.snapshot(9).status == "skipped: not granted"
-            assert client.wait(level="durable", timeout=10) == "durable"
+            assert client.wait(level="durable", timeout=30) == "durable"
             assert (1, 9) in daemon.held
             training.step()  # the state is step 10's now: nothing may be captured under the name of 9
-            assert client.wait(level="durable", timeout=10) == "durable"
+            assert client.wait(level="durable", timeout=30) == "durable"
             assert len(daemon.held) == 1
 
 
@@ -198,7 +198,7 @@ def test_wait_never_gives_an_older_step_for_the_current_one(tmp_path: Path) -> N
             client.restore()
             training.step()
             client.snapshot(1, must=True)
-            assert client.wait("durable", 10) == "durable"
+            assert client.wait("durable", 30) == "durable"
             daemon.granting = "never"
             for grant in list(daemon._grant_steps):
                 daemon.take_back(grant)
@@ -208,7 +208,7 @@ def test_wait_never_gives_an_older_step_for_the_current_one(tmp_path: Path) -> N
             daemon.on_asked = False
             assert client.wait("durable", 0.3) == "skipped: not granted"
             daemon.on_asked = True
-            assert client.wait("durable", 10) == "durable"
+            assert client.wait("durable", 30) == "durable"
         assert (1, 2) in daemon.held
 
 
@@ -229,7 +229,7 @@ def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(daemon: RankDa
         daemon._tell(wire.Level(1, 1, 0, 1, False))
         until(lambda: handle.status == "protected 0/1, degraded")
         daemon._tell(wire.Level(1, 1, 0, 1, True))
-        assert handle.wait("durable", 10) == "durable"
+        assert handle.wait("durable", 30) == "durable"
         with pytest.raises(ValueError, match="level"):
             client.wait("forever")
 
@@ -271,7 +271,7 @@ def test_a_foreign_type_that_appears_later_is_a_status_not_an_exception(
         assert any("notes.bad" in text for text in client.health().problems)
         del notes["bad"]
         training.step()
-        assert client.snapshot(3, must=True).wait("sealed", 10) == "durable"
+        assert client.snapshot(3, must=True).wait("sealed", 30) == "durable"
         assert client.health().ok
 
 
@@ -319,7 +319,7 @@ def test_fused_optimizers_and_batchnorm_do_not_bump_versions_so_nothing_rests_on
         expected = training.tensors()
         client.snapshot(1, must=True)
         training.step()
-        client.wait("sealed", 10)
+        client.wait("sealed", 30)
         assert_same(daemon.held[1, 1][0], expected)
 
 
@@ -344,7 +344,7 @@ def test_frozen_parameters_are_copied_once_per_slot_and_again_when_they_change(
             expected = training.tensors()
             copied.clear()
             client.snapshot(step, must=True)
-            assert client.wait("sealed", 10) == "durable"
+            assert client.wait("sealed", 30) == "durable"
             assert_same(daemon.held[1, step][0], expected)
             return copied.count("model.0.weight")
 
@@ -380,7 +380,7 @@ def test_a_frozen_parameter_written_behind_our_back_is_found_and_copied_at_once_
             step()
             expected = training.tensors()
             handle = client.snapshot(number, must=True)
-            results.append(handle.wait("sealed", 10))
+            results.append(handle.wait("sealed", 30))
             if handle.taken:
                 assert_same(daemon.held[1, number][0], expected)
         assert results[1] == "void: hidden write to model.momentum.weight"
@@ -398,13 +398,13 @@ def test_an_audit_finds_a_write_that_escapes_the_fence(daemon: RankDaemonDouble)
         until(lambda: client._engine._all_copied(), what="the copy")
         training.model[0].weight.data.add_(1)
         training.step()
-        assert handle.wait("sealed", 10) == "void: hidden write to model.0.weight"
+        assert handle.wait("sealed", 30) == "void: hidden write to model.0.weight"
         assert any("hidden write" in text for text in client.health().problems)
         expected = training.tensors()  # from now on this owner is copied before snapshot() returns
         failpoint.arm("capture.tensor:sleep=0.2")
         handle = client.snapshot(2, must=True)
         training.model[0].weight.data.add_(1)
-        assert handle.wait("sealed", 10) == "durable"
+        assert handle.wait("sealed", 30) == "durable"
         found = stored(daemon.held[1, 2][0])
         assert torch.equal(found["model.0.weight"], expected["model.0.weight"])
 
@@ -416,7 +416,7 @@ def test_an_audit_of_the_last_step_does_not_wait_for_an_optimizer(daemon: RankDa
         client.restore()
         training.step()
         client.snapshot(1, must=True)
-        assert client.wait("durable", 10) == "durable"
+        assert client.wait("durable", 30) == "durable"
 
 
 def test_the_fence_gives_up_at_its_timeout_and_training_goes_on(daemon: RankDaemonDouble) -> None:
@@ -437,7 +437,7 @@ def test_the_fence_gives_up_at_its_timeout_and_training_goes_on(daemon: RankDaem
         assert "fence timeout" in daemon.voided.values()
         assert any("fence_timeout_s" in text for text in client.health().problems)
         training.step()
-        assert client.snapshot(2, must=True).wait("sealed", 10) == "durable"
+        assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
     assert (1, 1) not in daemon.held
 
 
@@ -451,7 +451,7 @@ def test_snapshot_returns_at_once_and_hides_behind_compute(daemon: RankDaemonDou
         client.snapshot(1, must=True)
         assert time.monotonic() - began < 0.3
         failpoint.arm("")
-        assert client.wait("sealed", 10) == "durable"
+        assert client.wait("sealed", 30) == "durable"
 
 
 def test_values_and_tensors_under_any_names(daemon: RankDaemonDouble) -> None:
@@ -469,7 +469,7 @@ def test_values_and_tensors_under_any_names(daemon: RankDaemonDouble) -> None:
         weight.sum().backward()
         optimizer.step()
         client.snapshot(1, must=True)
-        assert client.wait("sealed", 10) == "durable"
+        assert client.wait("sealed", 30) == "durable"
     held = daemon.held[1, 1][0]
     assert {f.key for f in held.layout.fragments} == {"w", "opt.w.momentum_buffer", "nested.deep.t"}
     objects = _objects(held)
@@ -490,4 +490,4 @@ def test_two_threads_never_wait_for_each_other(daemon: RankDaemonDouble) -> None
         training.step()
         thread.join(10)
         assert not thread.is_alive()
-        assert client.wait("sealed", 10) == "durable"
+        assert client.wait("sealed", 30) == "durable"

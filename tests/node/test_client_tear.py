@@ -104,7 +104,7 @@ def torn(daemon: RankDaemonDouble, kind: str = "foreach", snapshots: int = SNAPS
             expected[step] = everything.tensors()
             assert client.snapshot(step, must=True).taken
         everything.step(client)
-        assert client.wait("sealed", 20) == "durable"
+        assert client.wait("sealed", 30) == "durable"
     assert len(daemon.held) == snapshots
     for (_, step), ranks in daemon.held.items():
         found = stored(ranks[0])

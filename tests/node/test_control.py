@@ -154,7 +154,7 @@ async def test_a_killed_peer_is_down_at_once_and_up_again_when_restarted(pair: t
         await eventually(lambda: a.up("c") is False, 1.5, "down before any ping is late")
         assert not a.send("c", JOB, m.FlushAsk(1, 1))
     with LinkProcess("c", "i2", first.info.control):
-        await eventually(lambda: a.up("c"), 5)
+        await eventually(lambda: a.up("c"))
         assert a.peers == [("c", True), ("c", False), ("c", True)]
         assert not a.problems
 

@@ -39,7 +39,7 @@ def raw(a: Link) -> Iterator[RawPeer]:
 
 def knock(link: Link) -> socket.socket:
     host, _, port = link.address.removeprefix("tcp://").rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=5)
+    return socket.create_connection((host, int(port)), timeout=30)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ async def test_without_a_key_loopback_works_and_nothing_else_is_connected_to() -
 async def test_another_key_is_not_let_in_and_says_so_on_both_sides(a: Link, secret: ClusterKey | None) -> None:
     async with Link("x", secret=secret) as x:
         x.connect(a.info)
-        await eventually(lambda: x.peers == [("a", False)], 5)
+        await eventually(lambda: x.peers == [("a", False)])
         await eventually(lambda: x.said("another cluster key") and a.said("were refused"), 10)
         assert not x.send("a", JOB, m.FlushAsk(1, 1))
     assert not a.messages
@@ -86,7 +86,7 @@ async def test_the_right_server_key_with_the_wrong_client_key_is_stopped_by_the_
     """Whoever knows only the public server key encrypts well and is still nobody."""
     stranger = RawPeer(a.address, KEY, client=OTHER)
     stranger.socket.send(lf.pack(lf.HELLO, "x", "i1", "a"))
-    await eventually(lambda: a.said("were refused"), 5)
+    await eventually(lambda: a.said("were refused"))
     assert a._reception is not None
     assert not a._reception._visitors
     stranger.close()
@@ -164,9 +164,9 @@ async def test_a_peer_of_another_version_is_named_and_not_up(a: Link) -> None:
     port = newer.bind_to_random_port("tcp://127.0.0.1")
     a.connect(NodeInfo("new", f"tcp://127.0.0.1:{port}", "", ""))
     for answer in (b"W\0\2future", b"R\0\2future"):
-        identity, _ = await eventually(lambda: _received(newer), 5)
+        identity, _ = await eventually(lambda: _received(newer))
         newer.send_multipart([identity, answer])
-    await eventually(lambda: a.said("speaks version 2"), 5)
+    await eventually(lambda: a.said("speaks version 2"))
     await eventually(lambda: a.up("new") is False, 6)
     context.destroy(0)
 
@@ -223,9 +223,9 @@ async def test_a_restarted_daemon_gets_its_id_although_the_dead_one_said_no_good
             dead.signal(19)  # SIGSTOP: as silent as a node without power
             async with Link("b", incarnation="new", down_after_s=QUICK_S) as new:
                 new.connect(a.info)
-                await eventually(lambda: new.up("a"), 5)
+                await eventually(lambda: new.up("a"))
                 a.connect(new.info)
-                await eventually(lambda: a.up("b"), 5)
+                await eventually(lambda: a.up("b"))
                 dead.signal(18)  # SIGCONT: it wakes up and finds its place taken
                 await asyncio.sleep(QUICK_S)
                 assert a.up("b")

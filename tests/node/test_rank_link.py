@@ -81,7 +81,7 @@ class House:
         return self.ranks[-1], self.opened[-1]
 
 
-async def settled(predicate: Callable[[], object], timeout: float = 10.0) -> None:
+async def settled(predicate: Callable[[], object], timeout: float = 30.0) -> None:
     async def poll() -> None:
         while not predicate():  # noqa: ASYNC110 -- facts of other processes have no event
             await asyncio.sleep(0.005)

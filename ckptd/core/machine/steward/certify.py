@@ -66,7 +66,7 @@ class Certify:
         if facts.void:
             self._say_void(facts)
             if not facts.holders:
-                del self._ledger.facts[facts.snapshot]
+                self._ledger.drop(facts)
 
     def _find_void(self, facts: Facts) -> None:
         """Copies that must be equal differ; or a rank is missing and no grant that stands could bring it."""

@@ -34,6 +34,7 @@ class Facts:
     classes: Classes | None = None
     level: int = -1  # now; not bounded by what the policy wants
     certificate: Certificate | None = None
+    again: bool = False  # released once: somebody who missed that may still hold copies nobody told of
 
 
 class Ledger:
@@ -45,6 +46,7 @@ class Ledger:
         self.layouts: dict[str, Layout] = {}
         self.durable: set[SnapshotId] = set()
         self.released: dict[SnapshotId, None] = {}
+        self._again: set[SnapshotId] = set()  # not released any more, to be weighed
         self.heard: dict[SnapshotId, int] = {}  # levels an earlier steward certified, as the nodes remember
         self.dirty: set[SnapshotId] = set()
         self._asked_at = -1e9
@@ -53,6 +55,7 @@ class Ledger:
         """What is durable stays so; layouts are named by their content."""
         self.facts.clear()
         self.released.clear()
+        self._again.clear()
         self.heard.clear()
         self.dirty.clear()
 
@@ -63,7 +66,9 @@ class Ledger:
             return
         facts = self.facts.get(fact.snapshot)
         if facts is None:
-            facts = self.facts[fact.snapshot] = Facts(fact.snapshot, durable=fact.snapshot in self.durable)
+            again = fact.snapshot in self._again
+            facts = Facts(fact.snapshot, durable=fact.snapshot in self.durable, again=again)
+            self.facts[fact.snapshot] = facts
         if facts.layout_ids.setdefault(fact.rank, fact.layout_id) != fact.layout_id:
             return  # two captures of one rank: the first one counts, the other never completes anything
         nodes = facts.holders.setdefault(fact.rank, {})
@@ -82,7 +87,7 @@ class Ledger:
         if not nodes:
             facts.holders.pop(rank, None)
         if not facts.holders and (facts.void or facts.certificate is None):
-            del self.facts[snapshot]
+            self.drop(facts)
         self.dirty.add(snapshot)
 
     def forget_node(self, node: str) -> None:
@@ -114,13 +119,22 @@ class Ledger:
         self.facts.pop(snapshot, None)
         self._keep_released(snapshot)
 
+    def drop(self, facts: Facts) -> None:
+        """Nobody holds it any more, as far as is known."""
+        del self.facts[facts.snapshot]
+        if facts.again:
+            self._keep_released(facts.snapshot)
+
     def weigh_anew(self, snapshot: SnapshotId) -> None:
         """A node tells what it holds, perhaps after a long absence: the snapshot was released without its copies, and may be
         better off with them than the newest is now (P3)."""
-        self.released.pop(snapshot, None)
+        if snapshot in self.released:
+            del self.released[snapshot]
+            self._again.add(snapshot)
 
     def _keep_released(self, snapshot: SnapshotId) -> None:
         self.released.pop(snapshot, None)
+        self._again.discard(snapshot)
         self.released[snapshot] = None
         while len(self.released) > RELEASED_KEPT_MAX:
             del self.released[next(iter(self.released))]
