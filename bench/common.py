@@ -54,7 +54,7 @@ class Report:
         if limit is not None:
             row.limit = limit.name
             pairs = zip(row.seconds, limit.seconds, strict=False)
-            ratios = [b / a if row.kind == "speed" else a / b for a, b in pairs if a > 0 and b > 0]
+            ratios = [b / a if row.kind == "speed" else a / b for a, b in pairs if b > 0 and (a > 0 or row.kind == "time")]
             row.ratio = statistics.median(ratios)
         self.rows.append(row)
         return row
