@@ -29,6 +29,7 @@ from ckptd.core.messages import (
 NEWER = "a newer start of the job joined"
 REFUSALS_KEPT_MAX = 16
 CLAIM_TIMEOUT_S = 10.0  # storage that does not answer: the epoch opens without its claim, made up for before a commit
+LEFT_PATIENCE_S = 15.0  # all ranks stood here, and one does not any more: its restore() has most likely raised
 STRAGGLERS_S = 0.5  # after a bad vote, until the next decision
 DECISIONS_MAX = 16  # per attempt
 
@@ -280,9 +281,12 @@ class Restoring:
             self._decide_if_ready()
 
     def _watch_joins(self, gather: Gather) -> None:
+        patience = self._ctx.policy.join_timeout_s
+        if gather.asking_since is not None:
+            patience = min(patience, LEFT_PATIENCE_S)
         if self.gathering.complete():
             gather.since = self._ctx.now
-        elif self._ctx.now - gather.since > self._ctx.policy.join_timeout_s:
+        elif self._ctx.now - gather.since > patience:
             missing = [str(rank) for rank in range(len(gather.ranks)) if rank not in gather.heard_at]
             self._refuse("timeout", f"ranks {', '.join(missing)} did not join, or left again")
 

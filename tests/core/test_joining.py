@@ -1,0 +1,59 @@
+"""The wait before an epoch opens, at one steward-elect: bounded, and shorter once everybody had been there (D11)."""
+
+from __future__ import annotations
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.ids import NodeInfo
+from ckptd.core.machine.machine import JobMachine
+from ckptd.core.machine.steward.restore import LEFT_PATIENCE_S
+from ckptd.core.policy import Policy
+
+A, B = (NodeInfo(name, f"tcp://{name}", name, name, f"{name}#1") for name in "ab")
+RANKS, NODES, ASK = ("a", "b"), (A, B), msg.RestoreAsk()
+TICK_S = 0.25
+SLACK_S = 5.0
+
+
+class Machine:
+    """Node a, which is the steward-elect; what it says to itself arrives at once."""
+
+    def __init__(self) -> None:
+        self.machine, self.now = JobMachine("1/job", A, Policy(replicas=1)), 0.0
+        self.done: list[ins.Instruction] = []
+        self.feed(ev.RankJoined(0, "x", RANKS, NODES, ASK))
+
+    def feed(self, event: ev.Event) -> None:
+        events = [event]
+        while events:
+            for do in self.machine.handle(events.pop(0), self.now):
+                self.done.append(do)
+                if isinstance(do, ins.Send) and do.to == "a":
+                    events.append(ev.Received("a", do.message))
+
+    def other_reports(self) -> None:
+        self.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None)))
+
+    def until_failed(self, limit_s: float) -> float:
+        """Seconds until the local rank's restore() is told to raise."""
+        began = self.now
+        while not any(isinstance(do, ins.FailJoin) for do in self.done):
+            assert self.now - began < limit_s, "it still waits"
+            self.now += TICK_S
+            self.feed(ev.Tick())
+        return self.now - began
+
+
+def test_a_rank_that_never_came_is_waited_for_as_long_as_the_policy_says() -> None:
+    policy = Policy()
+    waited = Machine().until_failed(policy.join_timeout_s + SLACK_S)
+    assert waited >= policy.join_timeout_s
+
+
+def test_a_rank_that_left_again_is_not_waited_for_so_long() -> None:
+    """Its daemon died in mid-restore, so its restore() raised; the others must not wait join_timeout_s for it."""
+    machine = Machine()
+    machine.other_reports()
+    assert any(isinstance(do, ins.Send) and isinstance(do.message, msg.InventoryRequest) for do in machine.done)
+    machine.until_failed(LEFT_PATIENCE_S + SLACK_S)
