@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.arena.arena import NoMemory, Slot, SlotRecord, Tenant
@@ -71,15 +73,28 @@ class RebuildHost:
         if slot is not None:
             self._lent.append(slot)
             return slot
-        making = asyncio.ensure_future(self._scratch(rank, nbytes))
+        return await self._make(rank, nbytes)
+
+    async def scratch(self, rank: int, most: int, least: int) -> Slot:
+        """The same of ``most`` bytes or as many as there are; ``least`` of them even beyond the budget. Raises Unrecoverable."""
+        nbytes = most
+        while nbytes >= least:
+            with contextlib.suppress(Unrecoverable):
+                return await self.room(rank, nbytes)
+            nbytes //= 2
+        return await self._make(rank, least, beyond_budget=True)
+
+    async def _make(self, rank: int, nbytes: int, *, beyond_budget: bool = False) -> Slot:
+        making = asyncio.ensure_future(self._allocate(rank, nbytes, beyond_budget))
         self._making.add(making)
         making.add_done_callback(self._made)
         return await asyncio.shield(making)  # whoever waits may be called off, the memory comes all the same
 
-    async def _scratch(self, rank: int, nbytes: int) -> Slot:
+    async def _allocate(self, rank: int, nbytes: int, beyond_budget: bool) -> Slot:
         tenant = Tenant(self._job.job, self._job.uid, "scratch", rank)
+        allocate = partial(self._services.arena.allocate, beyond_budget=beyond_budget)
         try:
-            slot = await self._services.in_work(self._services.arena.allocate, tenant, nbytes, meta_bytes(0))
+            slot = await self._services.in_work(allocate, tenant, nbytes, meta_bytes(0))
         except NoMemory as error:
             hint = "raise memory_budget, or restore into more nodes"
             raise Unrecoverable("memory", f"no room to fetch {nbytes} bytes: {error}", hint=hint) from error
