@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptd.arena.arena import NoMemory, Slot, SlotRecord, Tenant
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.daemon.seats import meta_bytes, settle
+from ckptd.daemon.seats import settle
 from ckptd.daemon.services import Services
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.sums import FileDamage
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 
 SEAT_WAIT_S = 60.0  # the rank's own slots are being allocated (first touch is slow)
+SCRATCH_META_BYTES = 0  # it is never sealed
 
 
 class RebuildHost:
@@ -69,6 +70,9 @@ class RebuildHost:
         seat = self._job.seats.by_rank.get(rank)
         if seat is not None:
             await settle(lambda: bool(seat.free) or not seat.sizing, SEAT_WAIT_S)
+        return await self._room_now(rank, nbytes)
+
+    async def _room_now(self, rank: int, nbytes: int) -> Slot:
         slot = self._job.seats.lend(rank, nbytes)
         if slot is not None:
             self._lent.append(slot)
@@ -76,11 +80,12 @@ class RebuildHost:
         return await self._make(rank, nbytes)
 
     async def scratch(self, rank: int, most: int, least: int) -> Slot:
-        """The same of ``most`` bytes or as many as there are; ``least`` of them even beyond the budget. Raises Unrecoverable."""
+        """The same of ``most`` bytes or as many as there are, after ``room`` had none; ``least`` of them even beyond the budget.
+        Raises Unrecoverable."""
         nbytes = most
         while nbytes >= least:
             with contextlib.suppress(Unrecoverable):
-                return await self.room(rank, nbytes)
+                return await self._room_now(rank, nbytes)
             nbytes //= 2
         return await self._make(rank, least, beyond_budget=True)
 
@@ -94,7 +99,7 @@ class RebuildHost:
         tenant = Tenant(self._job.job, self._job.uid, "scratch", rank)
         allocate = partial(self._services.arena.allocate, beyond_budget=beyond_budget)
         try:
-            slot = await self._services.in_work(allocate, tenant, nbytes, meta_bytes(0))
+            slot = await self._services.in_work(allocate, tenant, nbytes, SCRATCH_META_BYTES)
         except NoMemory as error:
             hint = "raise memory_budget, or restore into more nodes"
             raise Unrecoverable("memory", f"no room to fetch {nbytes} bytes: {error}", hint=hint) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptd.core import events as ev
@@ -148,14 +148,13 @@ class Restore:
 
     def _loaded(self, current: Round, rank: int, message: wire.Loaded) -> None:
         loading = current.ready.get(rank)
-        ok, reason = message.ok, message.reason
+        if loading is not None and message.ok and not loading.handover.last:
+            message = replace(message, ok=False, reason="it said that all is loaded before it was")
         if loading is not None:
-            if ok and not loading.handover.last:
-                ok, reason = False, "it said that all is loaded before it was"
             seconds = {**loading.handover.seconds, "load": message.seconds}
-            outcome = "ok" if ok else "failed"
+            outcome = "ok" if message.ok else "failed"
             self._services.metrics.restored(self._job.job, outcome, loading.handover.bytes_by_source, seconds)
-        self._job.feed(ev.RankLoaded(rank, current.do.round, ok, reason))
+        self._job.feed(ev.RankLoaded(rank, current.do.round, message.ok, message.reason))
 
     async def _offer(self, current: Round) -> None:
         do = current.do
@@ -210,7 +209,8 @@ class Restore:
             log.error("job=%s part %d of rank %d", self._job.job, handover.part, rank, exc_info=error)
             what = error.what if isinstance(error, CkptdError) else str(error) or repr(error)
             if self._round is current:
-                self._job.feed(ev.RankLoaded(rank, current.do.round, False, DIRTY.format(rank=rank, what=what)))
+                said = wire.Loaded(current.do.round, False, DIRTY.format(rank=rank, what=what))
+                self._loaded(current, rank, said)
             return
         loading.bringing = False
         if self._round is current:
