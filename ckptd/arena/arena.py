@@ -75,13 +75,15 @@ class Arena:
         meta_bytes: int = META_BYTES,
         *,
         mapper: Process | None = None,
+        beyond_budget: bool = False,
     ) -> Slot:
         """A FREE slot of at least these sizes. Blocks, for up to seconds per GiB. ``mapper``: the process that will map
-        it; memory that another living process may write into is not used (D1). Raises NoMemory."""
+        it; memory that another living process may write into is not used (D1). ``beyond_budget``: for a restore's last
+        megabyte; only the machine and its cgroups must have room. Raises NoMemory."""
         capacity, meta = pages(max(payload_bytes, 1)), pages(max(meta_bytes, 1))
         with self._lock:
             slot = self._place(tenant, capacity, meta, mapper)
-        return slot or self._in_new_segment(tenant, capacity, meta)
+        return slot or self._in_new_segment(tenant, capacity, meta, beyond_budget)
 
     def _place(self, tenant: Tenant, capacity: int, meta: int, mapper: Process | None) -> Slot | None:
         need, group = capacity + meta, tenant.group
@@ -101,7 +103,7 @@ class Arena:
         slot = self._slots[number] = segment.place(number, offset, capacity, meta)
         return slot
 
-    def _in_new_segment(self, tenant: Tenant, capacity: int, meta: int) -> Slot:
+    def _in_new_segment(self, tenant: Tenant, capacity: int, meta: int, beyond_budget: bool) -> Slot:
         def use(segment: Segment) -> Slot:
             return self._add(segment, EXTENTS_AT, capacity, meta)
 
@@ -111,7 +113,7 @@ class Arena:
                 return self._stock.make(tenant, self.segment_bytes, use)
             except NoMemory:
                 log.info("no room for a shared segment, trying %d bytes", exact)
-        return self._stock.make(tenant, exact, use)
+        return self._stock.make(tenant, exact, use, beyond_budget=beyond_budget)
 
     # --- let go -------------------------------------------------------------------------------------
     def release(self, slot: Slot) -> None:

@@ -64,10 +64,12 @@ class Stock:
         return sum(self._dying.values())
 
     # --- coming -------------------------------------------------------------------------------------
-    def make(self, tenant: Tenant, size: int, use: Callable[[Segment], Slot]) -> Slot:
+    def make(
+        self, tenant: Tenant, size: int, use: Callable[[Segment], Slot], *, beyond_budget: bool = False
+    ) -> Slot:
         """A new segment, with its pages, and its first slot: ``use`` places it before anybody else sees the segment. Blocks.
-        Raises NoMemory."""
-        with self._reserved(tenant, size) as number:
+        ``beyond_budget``: it counts, but the budget does not refuse it. Raises NoMemory."""
+        with self._reserved(tenant, size, beyond_budget) as number:
             wait(list(self._dying), REAP_TIMEOUT_S)
             self._admit(size)
             name = f"{tenant.kind}-{number:x}-{tenant.tag}"
@@ -92,10 +94,11 @@ class Stock:
             log.warning("segment %s is not in the keeper: a crash of the daemon loses it", segment.name)
 
     @contextmanager
-    def _reserved(self, tenant: Tenant, size: int) -> Iterator[int]:
+    def _reserved(self, tenant: Tenant, size: int, beyond_budget: bool) -> Iterator[int]:
         """Counted before it exists, so that two allocations cannot both fit into the last gap."""
         with self.lock:
-            self.make_room(size, tenant.uid)
+            if not beyond_budget:
+                self.make_room(size, tenant.uid)
             if len(self.segments) + len(self._pending) >= SEGMENTS_MAX:
                 raise NoMemory(f"{SEGMENTS_MAX} segments exist", hint="raise segment_bytes")
             number = self.number()

@@ -191,6 +191,21 @@ def _order(box: Box) -> _Part:
     return box.offsets, box.sizes
 
 
+def split(box: Box, volume_max: int) -> list[Box]:
+    """``box`` in pieces of at most ``volume_max`` (>= 1) elements, in C order, each contiguous in it."""
+    if box.volume <= volume_max:
+        return [box]
+    dim = next(d for d, size in enumerate(box.sizes) if size > 1)
+    rows = max(1, volume_max // (box.volume // box.sizes[dim]))
+    pieces: list[Box] = []
+    for start in range(0, box.sizes[dim], rows):
+        size = min(rows, box.sizes[dim] - start)
+        offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+        part = Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
+        pieces += split(part, volume_max)
+    return pieces
+
+
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """The elements ``[start, stop)`` of the C-order flattened tensor as at most ``max(1, 2*ndim - 1)`` boxes, in C order.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.arena.arena import NoMemory, Slot, SlotRecord, Tenant
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.daemon.seats import meta_bytes, settle
+from ckptd.daemon.seats import settle
 from ckptd.daemon.services import Services
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.sums import FileDamage
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 
 SEAT_WAIT_S = 60.0  # the rank's own slots are being allocated (first touch is slow)
+SCRATCH_META_BYTES = 0  # it is never sealed
 
 
 class RebuildHost:
@@ -67,19 +70,36 @@ class RebuildHost:
         seat = self._job.seats.by_rank.get(rank)
         if seat is not None:
             await settle(lambda: bool(seat.free) or not seat.sizing, SEAT_WAIT_S)
+        return await self._room_now(rank, nbytes)
+
+    async def _room_now(self, rank: int, nbytes: int) -> Slot:
         slot = self._job.seats.lend(rank, nbytes)
         if slot is not None:
             self._lent.append(slot)
             return slot
-        making = asyncio.ensure_future(self._scratch(rank, nbytes))
+        return await self._make(rank, nbytes)
+
+    async def scratch(self, rank: int, most: int, least: int) -> Slot:
+        """The same of ``most`` bytes or as many as there are, after ``room`` had none; ``least`` of them even beyond the budget.
+        Raises Unrecoverable."""
+        nbytes = most
+        while nbytes >= least:
+            with contextlib.suppress(Unrecoverable):
+                return await self._room_now(rank, nbytes)
+            nbytes //= 2
+        return await self._make(rank, least, beyond_budget=True)
+
+    async def _make(self, rank: int, nbytes: int, *, beyond_budget: bool = False) -> Slot:
+        making = asyncio.ensure_future(self._allocate(rank, nbytes, beyond_budget))
         self._making.add(making)
         making.add_done_callback(self._made)
         return await asyncio.shield(making)  # whoever waits may be called off, the memory comes all the same
 
-    async def _scratch(self, rank: int, nbytes: int) -> Slot:
+    async def _allocate(self, rank: int, nbytes: int, beyond_budget: bool) -> Slot:
         tenant = Tenant(self._job.job, self._job.uid, "scratch", rank)
+        allocate = partial(self._services.arena.allocate, beyond_budget=beyond_budget)
         try:
-            slot = await self._services.in_work(self._services.arena.allocate, tenant, nbytes, meta_bytes(0))
+            slot = await self._services.in_work(allocate, tenant, nbytes, SCRATCH_META_BYTES)
         except NoMemory as error:
             hint = "raise memory_budget, or restore into more nodes"
             raise Unrecoverable("memory", f"no room to fetch {nbytes} bytes: {error}", hint=hint) from error

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-
-import msgpack
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
@@ -16,7 +14,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.daemon.rebuild_host import RebuildHost
 from ckptd.daemon.seats import Seat
 from ckptd.daemon.services import Services, log
-from ckptd.recover.assembly import Assembly
+from ckptd.recover.handover import DIRECT, Frame, Handover
 from ckptd.recover.host import Unrecoverable
 from ckptd.recover.rebuild import Rebuild
 from ckptd.recover.wants import Wants
@@ -36,8 +34,21 @@ HINTS = {
     "superseded": "another start of this job took over; stop this one",
     "left": "a rank died during the restore: start the job again",
     "internal": "the daemon's log has the trace; please report it",
+    "load": "restore() again, or start the processes anew; do not train with what is registered",
     "damage": "`ckptd status` names the damaged copies; an older step may be asked for with restore(step=...)",
 }
+DIRTY = "rank {rank} had begun to write when the rest of its slices could not be had, its objects are dirty: {what}"
+
+
+@dataclass
+class Loading:
+    """One rank's load plans. ``going``: every rank voted yes, the rank may write. ``bringing``: the next
+    part is under way."""
+
+    handover: Handover
+    frame: Frame
+    going: bool = False
+    bringing: bool = False
 
 
 @dataclass
@@ -50,7 +61,7 @@ class Round:
     waiting: set[int]
     rebuild: Rebuild | None = None
     asked: set[int] = field(default_factory=set)
-    ready: dict[int, tuple[Assembly, bytes]] = field(default_factory=dict)  # and its plan, packed
+    ready: dict[int, Loading] = field(default_factory=dict)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
 
@@ -80,8 +91,9 @@ class Restore:
         current = self._current(do.round)
         if current is None:
             return
-        for rank, (assembly, plan) in sorted(current.ready.items()):
-            self._send_plan(rank, do.round, assembly, plan)
+        for rank, loading in sorted(current.ready.items()):
+            loading.going = True
+            self._send_plan(rank, do.round, loading)
 
     def fail_join(self, do: ins.FailJoin) -> None:
         self._joined_at.pop(do.attempt, None)
@@ -126,12 +138,23 @@ class Restore:
             current.waiting.discard(seat.rank)
             self._job.feed(ev.RankFetched(seat.rank, current.do.round, False, message.code, message.reason))
         elif isinstance(message, wire.Loaded):
-            if seat.rank in current.ready:
-                assembly, _ = current.ready[seat.rank]
-                seconds = {**assembly.seconds, "load": message.seconds}
-                outcome = "ok" if message.ok else "failed"
-                self._services.metrics.restored(self._job.job, outcome, assembly.bytes_by_source, seconds)
-            self._job.feed(ev.RankLoaded(seat.rank, current.do.round, message.ok, message.reason))
+            self._loaded(current, seat.rank, message)
+        elif isinstance(message, wire.LoadedPart):
+            loading = current.ready.get(seat.rank)
+            due = loading is not None and loading.going and not loading.bringing and not loading.handover.last
+            if loading is not None and due and message.part == loading.handover.part:
+                loading.bringing = True
+                self._spawn(self._next_part(current, seat.rank, loading), f"next part for rank {seat.rank}")
+
+    def _loaded(self, current: Round, rank: int, message: wire.Loaded) -> None:
+        loading = current.ready.get(rank)
+        if loading is not None and message.ok and not loading.handover.last:
+            message = replace(message, ok=False, reason="it said that all is loaded before it was")
+        if loading is not None:
+            seconds = {**loading.handover.seconds, "load": message.seconds}
+            outcome = "ok" if message.ok else "failed"
+            self._services.metrics.restored(self._job.job, outcome, loading.handover.bytes_by_source, seconds)
+        self._job.feed(ev.RankLoaded(rank, current.do.round, message.ok, message.reason))
 
     async def _offer(self, current: Round) -> None:
         do = current.do
@@ -156,22 +179,42 @@ class Restore:
         try:
             assert current.rebuild is not None, "wants come after the offer"
             wants = await self._services.in_work(Wants.decode, body)
-            assembly = await current.rebuild.assemble(rank, wants)
+            handover = await current.rebuild.assemble(rank, wants)
         except Exception as error:  # whatever it is, all ranks of the job wait for this vote
             self._failed(current, rank, error)
             return
         decide = current.started - self._joined_at.get(current.do.record.nonce, current.started)
-        assembly.seconds = {"decide": decide, "transfer": self._services.now() - started}
+        handover.seconds = {"decide": decide, "transfer": self._services.now() - started}
+        if handover.mode == DIRECT:
+            log.warning("job=%s no room for all of rank %d's slices: direct mode", self._job.job, rank)
         try:
-            plan = await self._services.in_work(_packed, assembly)
+            frame = await self._services.in_work(handover.frame)
         except BaseException:
-            assembly.release()
+            handover.release()
             raise
         if self._round is current:
-            current.ready[rank] = assembly, plan
+            current.ready[rank] = Loading(handover, frame)
             self._fetched(current, rank, True)
         else:
-            assembly.release()
+            handover.release()
+
+    async def _next_part(self, current: Round, rank: int, loading: Loading) -> None:
+        """The rank has begun to write: what fails here cannot be undone, and is said on all ranks."""
+        started, handover = self._services.now(), loading.handover
+        try:
+            await handover.advance()
+            handover.seconds["transfer"] += self._services.now() - started
+            loading.frame = await self._services.in_work(handover.frame)
+        except Exception as error:  # whatever it is, all ranks of the job wait for this rank
+            log.error("job=%s part %d of rank %d", self._job.job, handover.part, rank, exc_info=error)
+            what = error.what if isinstance(error, CkptdError) else str(error) or repr(error)
+            if self._round is current:
+                said = wire.Loaded(current.do.round, False, DIRTY.format(rank=rank, what=what))
+                self._loaded(current, rank, said)
+            return
+        loading.bringing = False
+        if self._round is current:
+            self._send_plan(rank, current.do.round, loading)
 
     def _failed(self, current: Round, rank: int, error: Exception) -> None:
         code = "internal"
@@ -190,13 +233,13 @@ class Restore:
             current.waiting.discard(rank)
             self._job.feed(ev.RankFetched(rank, current.do.round, ok, code, reason))
 
-    def _send_plan(self, rank: int, number: int, assembly: Assembly, plan: bytes) -> None:
-        fds = [memfd_object(plan), *assembly.open_segments()]
+    def _send_plan(self, rank: int, number: int, loading: Loading) -> None:
+        frame = loading.frame
+        plan = memfd_object(frame.plan)
         try:
-            self._tell(rank, wire.LoadPlan(number, assembly.segment_bytes), fds)
+            self._tell(rank, wire.LoadPlan(number, frame.segment_bytes), [plan, *frame.fds])
         finally:
-            for fd in fds:
-                os.close(fd)
+            os.close(plan)
 
     def _tell(self, rank: int, message: object, fds: list[int] | None = None) -> None:
         seat = self._job.seats.by_rank.get(rank)
@@ -224,23 +267,11 @@ class Restore:
             await asyncio.wait(over.tasks)
         if over.rebuild is not None:
             await over.rebuild.ended()
-        for assembly, _ in over.ready.values():
-            assembly.release()
+        for loading in over.ready.values():
+            loading.handover.release()
         await over.host.release()
         if over.rebuild is not None:
             try:
                 await over.rebuild.close()
             except (CkptdError, OSError) as error:
                 self._services.health.event("storage", str(error))
-
-
-def _packed(assembly: Assembly) -> bytes:
-    plan = {
-        "pieces": assembly.pieces,
-        "objects": assembly.objects,
-        "objects_all": assembly.objects_all,
-        "bytes": assembly.bytes_by_source,
-        "seconds": assembly.seconds,
-    }
-    packed: bytes = msgpack.packb(plan)
-    return packed

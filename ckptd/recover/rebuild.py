@@ -1,7 +1,8 @@
 """Bring one rank's slices into local memory, verified, from the best mixture of sources (P9, P10; design D11).
 
 Own memory is handed over where it lies. What peers and storage hold is fetched into one scratch slot, packed piece after
-piece. A source that turns out to be damaged or gone is left out and the rest is planned again.
+piece; without room for all of it, in parts (direct mode). A source that turns out to be damaged or gone is left out and the
+rest is planned again.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from ckptd.core.box import Box, runs
 from ckptd.core.catalogue import Catalogue
 from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
 from ckptd.core.instructions import PrepareRestore
 from ckptd.core.layout import Layout
 from ckptd.core.protection import level, slice_classes
 from ckptd.core.recovery import DURABLE, OWN, Held, Piece, Plan, SourceIndex, Want, plan_recovery
 from ckptd.persist.reader import Checkpoint
 from ckptd.recover.assembly import Assembly
+from ckptd.recover.handover import Blobs, Handover
 from ckptd.recover.host import Host, Unrecoverable
 from ckptd.recover.objects import ObjectPool, split_objects
+from ckptd.recover.parts import SCRATCH_BYTES_MAX, SCRATCH_BYTES_MIN, aligned, parts_of, usable_bytes
 from ckptd.recover.stored import Stored, stored_objects
 from ckptd.recover.threads import Threads, all_ended
 from ckptd.recover.wants import Wants
@@ -30,7 +34,7 @@ from ckptd.wire.seqpacket import memfd_object
 
 REPLANS_MAX = 8  # sources that may fail during one restore before it is given up
 MISSING_SHOWN_MAX = 8
-PIECE_ALIGN_BYTES = 64
+TOO_MANY = "too many sources failed"
 FETCH_SPANS_MAX = 200_000  # byte runs in one request to a peer
 
 
@@ -52,6 +56,7 @@ class Rebuild:
         )
         self._lost: set[tuple[str, int]] = set()  # (node, rank) found damaged or gone
         self._objects: dict[int, dict[str, bytes]] = {}
+        self._pools: list[Blobs] = []
         self._catalogue: Catalogue | None = None
         self._verified: dict[int, frozenset[int]] = {}  # slot -> fragments
 
@@ -73,7 +78,9 @@ class Rebuild:
         await self._stored.ended()
 
     async def close(self) -> None:
-        """Drops the reader's lease on storage, which may hang. Raises CkptdError, OSError."""
+        """After they have ended. Drops the reader's lease on storage, which may hang. Raises CkptdError, OSError."""
+        for blobs in self._pools:
+            blobs.close()
         await self._stored.close()
 
     def _from_memory(self, layouts: dict[int, Layout]) -> bytes:
@@ -116,17 +123,53 @@ class Rebuild:
         return bytes(buffer) if ok else None
 
     # --- one rank's slices --------------------------------------------------------------------------------------
-    async def assemble(self, rank: int, wants: Wants) -> Assembly:
+    async def assemble(self, rank: int, wants: Wants) -> Handover:
         """Raises Unrecoverable when some wanted slice is nowhere to be had, naming it."""
         asked = [Want(i, s.key, s.dtype, s.shape, s.box) for i, s in enumerate(wants.tensors)]
+        blobs = await self._blobs(rank, wants.objects)
+        try:
+            return Handover(await self._gather(rank, asked), blobs, wants.first)
+        except Unrecoverable as error:
+            if error.code != "memory":
+                raise
+        return await self._in_parts(rank, asked, blobs, wants.first)
+
+    async def _in_parts(self, rank: int, asked: list[Want], blobs: Blobs, first: int) -> Handover:
+        """Direct mode. Every part is brought and verified once before the vote, so that damage is met while another source, or
+        an older snapshot, can still take its place; and once more, each when its turn has come."""
+        room = await self._host.scratch(rank, SCRATCH_BYTES_MAX, SCRATCH_BYTES_MIN)
+        plan = await self._sound_plan(rank, asked)
+        usable = usable_bytes(room.capacity, len(self._held) + 1)
+        parts = await self._threads.run(parts_of, plan, asked, first, usable)
+        for part in reversed(parts[1:]):
+            (await self._gather(rank, part, room)).release()
+
+        async def gather(number: int) -> Assembly:
+            failpoint("restore.part")
+            return await self._gather(rank, parts[number], room)
+
+        beginning = await self._gather(rank, parts[0], room)
+        return Handover(beginning, blobs, first, groups=len(parts), gather=gather)
+
+    async def _gather(self, rank: int, asked: list[Want], room: Slot | None = None) -> Assembly:
+        """All of it at once, from the best sources that are whole. ``room``: what to fetch into, else what the host lends."""
+        for _ in range(REPLANS_MAX):
+            plan = await self._sound_plan(rank, asked)
+            assembly = await self._carry_out(rank, plan, asked, room)
+            if assembly is not None:
+                return assembly
+        raise Unrecoverable("damage", TOO_MANY, where=str(self._snapshot))
+
+    async def _sound_plan(self, rank: int, asked: list[Want]) -> Plan:
+        """Covers everything, and what it takes of own memory was verified."""
         for _ in range(REPLANS_MAX):
             plan = await self._plan(rank, asked)
             if plan.uncovered:
                 raise Unrecoverable("damage", self._name_missing(plan, asked), where=str(self._snapshot))
-            assembly = await self._carry_out(rank, plan, asked)
-            if assembly is not None:
-                return await self._with_objects(rank, wants.objects, assembly)
-        raise Unrecoverable("damage", "too many sources failed", where=str(self._snapshot))
+            own = [piece for piece in plan.pieces if piece.source == OWN]
+            if await self._verify_own(own):
+                return plan
+        raise Unrecoverable("damage", TOO_MANY, where=str(self._snapshot))
 
     async def _plan(self, rank: int, asked: list[Want]) -> Plan:
         """Memory comes first anyway: storage, which may hang, is only asked when memory lacks something."""
@@ -158,18 +201,16 @@ class Rebuild:
             [f"slices of {len(missing)} tensors are nowhere to be had: {shown}", *plan.mismatched, *why]
         )
 
-    async def _carry_out(self, rank: int, plan: Plan, asked: list[Want]) -> Assembly | None:
+    async def _carry_out(self, rank: int, plan: Plan, asked: list[Want], room: Slot | None) -> Assembly | None:
         """None: a source failed and was crossed out; plan again."""
-        own = [piece for piece in plan.pieces if piece.source == OWN]
         far = [piece for piece in plan.pieces if piece.source != OWN]
-        if not await self._verify_own(own):
-            return None
         assembly = Assembly()
         by_index = {want.index: want for want in asked}
         try:
-            for piece in own:
-                self._add_own(assembly, piece)
-            if far and not await self._fetch_far(rank, assembly, far, by_index):
+            for piece in plan.pieces:
+                if piece.source == OWN:
+                    self._add_own(assembly, piece)
+            if far and not await self._fetch_far(rank, assembly, far, by_index, room):
                 assembly.release()
                 return None
         except BaseException:
@@ -185,14 +226,21 @@ class Rebuild:
         assembly.put(piece, slot, fragment.offset, fragment.box)
 
     async def _fetch_far(
-        self, rank: int, assembly: Assembly, far: list[Piece], wants: dict[int, Want]
+        self,
+        rank: int,
+        assembly: Assembly,
+        far: list[Piece],
+        wants: dict[int, Want],
+        room: Slot | None,
     ) -> bool:
         """Everything not on this node, into one scratch slot; sources work side by side."""
         groups: dict[tuple[str, str, int], list[Piece]] = {}
         for piece in far:
             groups.setdefault((piece.source, piece.node, piece.rank), []).append(piece)
-        total = sum(_aligned(sum(piece.nbytes for piece in group)) for group in groups.values())
-        slot = await self._host.room(rank, total)
+        total = sum(aligned(sum(piece.nbytes for piece in group)) for group in groups.values())
+        if room is not None and total > room.capacity:
+            raise Unrecoverable("memory", f"{total} bytes do not fit into {room.capacity}")
+        slot = room or await self._host.room(rank, total)
         jobs, at = [], 0
         for (kind, node, holder), group in sorted(groups.items()):
             # Largest elements first: each piece then starts on a multiple of its own element size.
@@ -202,11 +250,12 @@ class Rebuild:
                 assembly.put(piece, slot, at, piece.box)
                 at += piece.nbytes
             into = slot.payload[start:at]
-            at = _aligned(at)
+            at = aligned(at)
             jobs.append(self._fetch_group(kind, node, holder, group, into))
         if all(await all_ended(jobs)):
             return True
-        self._host.give_back(slot)  # the next plan finds it again
+        if room is None:
+            self._host.give_back(slot)  # the next plan finds it again
         return False
 
     async def _fetch_group(
@@ -263,46 +312,32 @@ class Rebuild:
         return not bad
 
     # --- objects ------------------------------------------------------------------------------------------------
-    async def _with_objects(self, rank: int, names: Sequence[str], assembly: Assembly) -> Assembly:
+    async def _blobs(self, rank: int, names: Sequence[str]) -> Blobs:
         assert self._catalogue is not None, "wants come after the catalogue"
-        try:
-            unknown = sorted(set(names) - self._catalogue.objects.keys())
-            if unknown:
-                raise Unrecoverable("mismatch", f"there are no objects {unknown}", where=str(self._snapshot))
-            if self._objects:
-                await self._threads.run(self._add_objects, rank, names, assembly, self._held_blob)
-            elif names:
-                await self._stored.call(lambda c: self._add_objects(rank, names, assembly, c.object_bytes))
-        except BaseException:
-            assembly.release()
-            raise
-        return assembly
+        unknown = sorted(set(names) - self._catalogue.objects.keys())
+        if unknown:
+            raise Unrecoverable("mismatch", f"there are no objects {unknown}", where=str(self._snapshot))
+        if self._objects:
+            return await self._threads.run(self._pool, rank, names, self._held_blob)
+        if names:
+            return await self._stored.call(lambda c: self._pool(rank, names, c.object_bytes))
+        return Blobs()
 
-    def _add_objects(
-        self, rank: int, names: Sequence[str], assembly: Assembly, blob: Callable[[str, int], bytes]
-    ) -> None:
+    def _pool(self, rank: int, names: Sequence[str], blob: Callable[[str, int], bytes]) -> Blobs:
         assert self._catalogue is not None, "wants come after the catalogue"
-        pool = ObjectPool()
-        single: dict[str, tuple[int, int]] = {}
-        every: dict[str, dict[int, tuple[int, int]]] = {}
+        pool, blobs = ObjectPool(), Blobs()
         for name in names:
             owners = self._catalogue.objects[name]
             if f"o:{name}" in self._catalogue.per_rank:
-                every[name] = {owner: pool.place(blob(name, owner)) for owner in owners}
+                blobs.every[name] = {owner: pool.place(blob(name, owner)) for owner in owners}
             if rank in owners or f"o:{name}" not in self._catalogue.per_rank:
-                single[name] = pool.place(blob(name, rank if rank in owners else owners[0]))
+                blobs.single[name] = pool.place(blob(name, rank if rank in owners else owners[0]))
         if not pool.size:
-            return
-        index = assembly.add(memfd_object(pool.data()), pool.size)
-        assembly.objects = {name: [index, *place] for name, place in single.items()}
-        assembly.objects_all = {
-            name: {owner: [index, *place] for owner, place in places.items()}
-            for name, places in every.items()
-        }
+            return Blobs()
+        blobs.fd, blobs.size = memfd_object(pool.data()), pool.size
+        self._pools.append(blobs)  # here, so that it is closed even when nobody waits for it any more
+        return blobs
 
     def _held_blob(self, name: str, rank: int) -> bytes:
         return self._objects[rank][name]
 
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES

@@ -29,6 +29,7 @@ class Slice:
 class Wants:
     tensors: tuple[Slice, ...]
     objects: tuple[str, ...]
+    first: int = 0  # so many of the tensors are brought before all others
 
     @staticmethod
     def decode(data: bytes) -> Wants:
@@ -37,11 +38,12 @@ class Wants:
             body = msgpack.unpackb(data, max_array_len=WANTS_MAX)
             rows = [Slice(k, d, tuple(s), Box(tuple(o), tuple(z))) for k, d, s, o, z in body["tensors"]]
             objects = tuple(str(name) for name in body["objects"])
+            first = int(body.get("first", 0))
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise ValueError(f"wants do not parse: {error}") from error
         for row in rows:
             _check(row)
-        return Wants(tuple(rows), objects)
+        return Wants(tuple(rows), objects, min(max(first, 0), len(rows)))
 
 
 def _check(row: Slice) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 PROTOCOL_VERSION = 1
 FRAME_BYTES_MAX = 64 * 1024
 FDS_PER_FRAME_MAX = 64
+LOAD_SEGMENTS_MAX = FDS_PER_FRAME_MAX - 1  # of one LoadPlan; the plan itself is the first descriptor
 MEMFD_OBJECT_BYTES_MAX = 256 * 1024 * 1024  # catalogue, wants, load plan, layout
 
 Pair = list[int]  # a SnapshotId as [epoch, step]
@@ -56,8 +57,9 @@ class Join:
 
 @dataclass(frozen=True)
 class Wants:
-    """fds: [wants] msgpack {"tensors": [[key, dtype, shape, offsets, sizes], ...], "objects": [name, ...]}.
-    The slices this rank wants, in the order that LoadPlan refers to."""
+    """fds: [wants] msgpack {"tensors": [[key, dtype, shape, offsets, sizes], ...], "objects": [name, ...], "first": n}.
+    The slices this rank wants, in the order that LoadPlan refers to. The first n (none without it) come in parts before
+    all others: the rank checks them before it writes any of its tensors."""
 
     round: int
 
@@ -72,7 +74,17 @@ class WantsRefused:
 
 
 @dataclass(frozen=True)
+class LoadedPart:
+    """This part of the load plan, which is not the last, is copied: its memory may be used for the next one."""
+
+    round: int
+    part: int
+
+
+@dataclass(frozen=True)
 class Loaded:
+    """After the last part, or the first that failed."""
+
     round: int
     ok: bool
     reason: str = ""
@@ -203,8 +215,10 @@ class LoadPlan:
     """All ranks voted yes: copy, then Loaded. fds: [plan, segment, segment, ...]; plan is msgpack
     {"pieces": [[want index, offsets, sizes, segment index, byte offset, source offsets, source sizes], ...],
      "objects": {name: [segment index, byte offset, length]}, "objects_all": {name: {rank: [segment, offset, length]}},
-     "bytes": {source: n}, "seconds": {...}}. A piece: the box (offsets, sizes) of want i lies inside the
-    C-contiguous source box (source offsets, source sizes) stored at that byte offset."""
+     "bytes": {source: n}, "seconds": {...}, "mode": "verified" | "direct", "part": k, "last": bool}. A piece: the box
+    (offsets, sizes) of want i lies inside the C-contiguous source box (source offsets, source sizes) stored at that byte offset.
+    What needs more segments than a frame holds, or more memory than there is ("direct"), comes in parts 0, 1, ...: each is
+    answered with LoadedPart, the last with Loaded. Pieces, bytes: of this part. Objects: all of them, in each part."""
 
     round: int
     segment_bytes: list[int]
@@ -273,7 +287,7 @@ class Health:
 
 
 TO_DAEMON = (
-    Hello, Offer, Join, Wants, WantsRefused, Loaded, Called, SealedSlot, GaveUp, Resize, Skipped, WaitFor, ListSteps,
+    Hello, Offer, Join, Wants, WantsRefused, LoadedPart, Loaded, Called, SealedSlot, GaveUp, Resize, Skipped, WaitFor, ListSteps,
     AskHealth, Goodbye,
 )  # fmt: skip
 TO_RANK = (

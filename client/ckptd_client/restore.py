@@ -1,4 +1,5 @@
-"""restore(): one decision for all ranks, two phases (design D11). Nothing is written before every rank can be."""
+"""restore(): one decision for all ranks, two phases (design D11). Nothing is written before every rank can be; what fails
+after that is an error on all ranks, which says whose objects are dirty."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from ckptd_client import resolve
 from ckptd_client.apply import Objects, Restored
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import State, matches
-from ckptd_client.load import Memory, check_pieces, copy_pieces, unequal
+from ckptd_client.load import Memory
+from ckptd_client.loading import Loading
 from ckptd_client.registry import Registry
 from ckptd_client.segments import Segment
 from ckptd_client.session import Session
@@ -27,6 +29,8 @@ from ckptd_client.wants import Wanted, wanted
 from ckptd_client.world import World
 
 REASON_CHARS_MAX = 12_000  # must fit a frame, whatever its characters
+DIRTY = "wholly or partly written, and not by all ranks alike"
+DIRTY_HINT = "restore() again, or start the processes anew; do not train with what is registered"
 
 log = logging.getLogger("ckptd")
 
@@ -58,18 +62,22 @@ class Restore:
         self._catalogue: Catalogue | None = None
         self._opened: wire.Opened | None = None
         self._outcome = Outcome(None)
+        self._loading: Loading | None = None
 
     def run(self, deadline: float) -> Outcome:
         """Raises CkptdError when the job cannot be restored, on all ranks alike."""
         while True:
-            message, body, fds = self._session.next_restore(deadline)
+            try:
+                message, body, fds = self._session.next_restore(deadline)
+            except CkptdError as error:
+                raise self._failed(error.what, error.where, error.hint) from error
             try:
                 if isinstance(message, wire.Opened):
                     self._offered(message, body)
                 elif isinstance(message, wire.LoadPlan):
                     self._load(message, body, fds)
                 elif isinstance(message, wire.Failed):
-                    raise CkptdError(message.reason, where=message.code, hint=message.hint)
+                    raise self._failed(message.reason, message.code, message.hint)
                 elif isinstance(message, wire.Ready):
                     return self._outcome
             finally:
@@ -95,6 +103,8 @@ class Restore:
         if self._wanted.problems:
             self._refuse(message.round, self._wanted.problems)
             return
+        dirty = self._loading is not None and self._loading.dirty
+        self._loading = Loading(self._wanted, self._decode, dirty=dirty)
         self._send_object(wire.Wants(message.round), self._wanted.encode())
 
     def _selector(self) -> Callable[[str], bool] | None:
@@ -118,56 +128,67 @@ class Restore:
 
     # --- loading ------------------------------------------------------------------------------------------------
     def _load(self, message: wire.LoadPlan, body: bytes, fds: list[int]) -> None:
-        opened = self._opened
-        if opened is None or opened.snapshot is None or message.round != opened.round:
+        opened, loading = self._opened, self._loading
+        if opened is None or opened.snapshot is None or loading is None or message.round != opened.round:
             return
         began = time.monotonic()
         try:
             failpoint("restore.load")
             plan = msgpack.unpackb(body, strict_map_key=False)
-            self._write(plan, opened.snapshot[1], Memory(fds, message.segment_bytes, self._known))
+            memory = Memory(fds, message.segment_bytes, self._known)
+            try:
+                last = loading.take(plan, memory)
+            finally:
+                memory.close()
+            if last:
+                self._finish(loading, opened.snapshot[1])
         except Exception as error:  # whatever it was, the other ranks must hear of it
             if not isinstance(error, CkptdError | FailpointError | ValueError | OSError):
                 log.exception("ckptd client: loading the snapshot")
-            reason = f"rank {self._world.rank}: {error}"[:REASON_CHARS_MAX]
-            self._session.link.send(wire.Loaded(message.round, False, reason, time.monotonic() - began))
+            dirty = ", its objects are dirty" if loading.dirty else ""
+            reason = f"rank {self._world.rank}{dirty}: {error}"[:REASON_CHARS_MAX]
+            seconds = loading.load_s + time.monotonic() - began
+            self._session.link.send(wire.Loaded(message.round, False, reason, seconds))
             return
-        seconds = time.monotonic() - began
+        loading.load_s += time.monotonic() - began
+        if not last:
+            self._session.link.send(wire.LoadedPart(message.round, int(plan.get("part", 0))))
+            return
         self._outcome.step = opened.snapshot[1]
         self._outcome.facts |= {
             "epoch": opened.snapshot[0],
             "step": opened.snapshot[1],
-            "bytes": dict(plan.get("bytes", {})),
-            "seconds": {**plan.get("seconds", {}), "load": seconds},
+            "mode": loading.mode,
+            "bytes": loading.bytes,
+            "seconds": {**loading.seconds, "load": loading.load_s},
         }
-        self._session.link.send(wire.Loaded(message.round, True, "", seconds))
+        self._session.link.send(wire.Loaded(message.round, True, "", loading.load_s))
 
     def _known(self, fd: int, nbytes: int) -> Segment | None:
         with self._session.changed:
             return self._session.segments.find(fd, nbytes)
 
-    def _write(self, plan: dict[str, Any], step: int, memory: Memory) -> None:
-        assert self._catalogue is not None
-        wanted_, targets = self._wanted, self._wanted.targets
-        try:
-            check_pieces(targets, plan["pieces"])
-            inside = {id(tensor) for tensor in wanted_.inside.values()}
-            unseen = {i for i, t in enumerate(targets) if t.check is not None or id(t.dest) in inside}
-            copy_pieces(targets, plan["pieces"], memory, unseen)
-            problems = unequal(targets)
-            if problems:
-                raise CkptdError("; ".join(problems))
-            objects = Objects(
-                self._registry, self._state, self._world, self._catalogue, wanted_, plan, memory
-            )
-            copy_pieces(targets, plan["pieces"], memory, set(range(len(targets))) - unseen)
-        finally:
-            memory.close()
-        restored = objects.apply(step, strict=self._strict)
-        restored.notes += wanted_.notes
+    def _decode(self, plan: dict[str, Any], memory: Memory) -> Objects:
+        assert self._catalogue is not None, "wants come after the catalogue"
+        return Objects(
+            self._registry, self._state, self._world, self._catalogue, self._wanted, plan, memory
+        )
+
+    def _finish(self, loading: Loading, step: int) -> None:
+        """All tensors are written."""
+        assert loading.objects is not None, "decoded before the first write"
+        restored = loading.objects.apply(step, strict=self._strict)
+        restored.notes += self._wanted.notes
         for note in restored.notes:
             log.info("ckptd job %s: %s", self._session.job, note)
         self._outcome.restored = restored
+
+    def _failed(self, what: str, where: str, hint: str) -> CkptdError:
+        """Says so when this rank's objects were written to: they are of no step any more that all ranks share."""
+        if self._loading is not None and self._loading.dirty:
+            what = f"{what}; the objects registered on rank {self._world.rank} are dirty: {DIRTY}"
+            hint = hint or DIRTY_HINT
+        return CkptdError(what, where=where, hint=hint)
 
 
 def current_state(registry: Registry) -> State:

@@ -59,11 +59,19 @@ class Wanted:
     inside: dict[str, Tensor] = field(default_factory=dict)  # tensors inside of objects, by key
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    first: int = 0  # so many targets are no registered tensors: compared with others, or inside of objects
 
     def encode(self) -> bytes:
         rows = [target.row for target in self.targets]
-        packed: bytes = msgpack.packb({"tensors": rows, "objects": self.objects})
+        packed: bytes = msgpack.packb({"tensors": rows, "objects": self.objects, "first": self.first})
         return packed
+
+    def order(self) -> None:
+        """The targets that are no registered tensors before all others."""
+        inside = {id(tensor) for tensor in self.inside.values()}
+        aside = [t for t in self.targets if t.check is not None or id(t.dest) in inside]
+        self.targets = aside + [t for t in self.targets if t.check is None and id(t.dest) not in inside]
+        self.first = len(aside)
 
 
 def wanted(
@@ -93,6 +101,7 @@ class _Matcher:
         self._objects()
         if only is None:
             self._leftover()
+        self.result.order()
         if not strict:
             self.result.notes += self.result.problems
             self.result.problems = []

@@ -52,7 +52,9 @@ def test_own_memory_survives_the_trainer(nodes: Cluster) -> None:
     (again,) = nodes.world([node], JOB)
     assert again.do("restore") == 3
     assert again.do("digest") == digest
-    moved = again.do("last_restore")["bytes"]
+    said = again.do("last_restore")
+    moved = said["bytes"]
+    assert said["mode"] == "verified"
     assert moved["own"] > 0 and moved["peer"] == moved["durable"] == 0
 
 

@@ -1,8 +1,8 @@
 """A rank for tests: trains a small model for real, one command per line on stdin, one answer per line on stdout.
 
 Kinds: plain, ddp, fsdp; other (another shape than plain), double (another dtype), head (one module more), model (no optimizer
-registered); wide (tensors that are copied in the background, small ones are not); stages (equal names, other values on each
-rank), shapes (equal names, another shape on each rank).
+registered); wide (tensors that are copied in the background, small ones are not), wide_fsdp (the same, sharded; 3.2 MB); stages
+(equal names, other values on each rank), shapes (equal names, another shape on each rank).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Run:
 
     def _begin(self, job: str, kind: str) -> None:
         torch.manual_seed(1)
-        width = {"other": 2 * WIDTH, "wide": 32 * WIDTH, "shapes": (1 + self.rank) * WIDTH}.get(kind, WIDTH)
+        wide = 32 * WIDTH
+        widths = {"other": 2 * WIDTH, "wide": wide, "wide_fsdp": wide, "shapes": (1 + self.rank) * WIDTH}
+        width = widths.get(kind, WIDTH)
         self.bare: nn.Module = nn.Sequential(
             nn.Linear(WIDTH, width), nn.BatchNorm1d(width), nn.Linear(width, WIDTH)
         )
@@ -70,7 +72,7 @@ class Run:
         self._begin(job, kind)
 
     def _wrap(self, kind: str) -> nn.Module:
-        if self.world == 1 or kind not in ("ddp", "fsdp"):
+        if self.world == 1 or kind not in ("ddp", "fsdp", "wide_fsdp"):
             return self.bare
         if kind == "ddp":
             return nn.parallel.DistributedDataParallel(self.bare)

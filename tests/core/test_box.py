@@ -18,6 +18,7 @@ from ckptd.core.box import (
     intersect,
     merge,
     runs,
+    split,
     uncovered,
     without,
 )
@@ -173,3 +174,12 @@ def test_runs_of_scalars_whole_rows_and_strangers() -> None:
     assert runs(Box((0, 0), (2, 8)), Box((0, 2), (2, 3)), 1) == [(2, 3), (10, 3)]
     with pytest.raises(ValueError, match="inside"):
         runs(Box((0,), (2,)), Box((1,), (2,)), 1)
+
+
+@quick
+@given(st.data(), shapes, st.integers(1, 40))
+def test_split_gives_bounded_contiguous_pieces_in_order(data: st.DataObject, shape: tuple[int, ...], most: int) -> None:
+    box = data.draw(boxes_in(shape))
+    pieces = split(box, most)
+    assert all(piece.volume <= most for piece in pieces)
+    assert [index for piece in pieces for index in elements(piece)] == list(elements(box)), "in C order, each once"

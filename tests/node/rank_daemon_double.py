@@ -73,6 +73,8 @@ class RankDaemonDouble:
         self.level = 1  # told of complete snapshots
         self.durable = True
         self.fail_restore: str = ""
+        self.part_pieces = 0  # pieces of each part of a load plan; 0: one part
+        self.spoil_part = -1  # the part whose first piece leaves its segment
         self.changed = threading.Condition(threading.RLock())
         self._peers: list[Peer] = []
         self._joined: dict[str, dict[int, tuple[Peer, wire.Join]]] = {}
@@ -252,6 +254,9 @@ class RankDaemonDouble:
             self._forget_wants()
             self._tell(wire.Failed(message.code, message.reason, "register the same objects"))
 
+    def _on_loadedpart(self, peer: Peer, message: wire.LoadedPart, fds: list[int]) -> None:
+        self._send_plan(peer, message.part + 1)
+
     def _on_loaded(self, peer: Peer, message: wire.Loaded, fds: list[int]) -> None:
         peer.loaded = message
         if not message.ok:
@@ -264,7 +269,7 @@ class RankDaemonDouble:
         for peer in self._members():
             peer.wants = peer.loaded = None
 
-    def _send_plan(self, peer: Peer) -> None:
+    def _send_plan(self, peer: Peer, part: int = 0) -> None:
         assert self._offered is not None
         ranks = self.held[self._offered]
         per_rank = {name.removeprefix("t:") for name in self.per_rank(self._offered)[0]}
@@ -283,8 +288,16 @@ class RankDaemonDouble:
                     if rank == peer.rank or name not in objects:
                         objects[name] = place
                     blobs += blob
+        pieces.sort(key=lambda piece: piece[0] >= peer.wants["first"])
+        size = self.part_pieces or max(1, len(pieces))
+        mine = pieces[part * size : (part + 1) * size]
+        if part == self.spoil_part:
+            mine[0][4] = 1 << 40
         plan = {
-            "pieces": pieces,
+            "pieces": mine,
+            "part": part,
+            "last": (part + 1) * size >= len(pieces),
+            "mode": "direct" if self.part_pieces else "verified",
             "objects": objects,
             "objects_all": everyone,
             "bytes": {"own": 1},

@@ -1,0 +1,68 @@
+"""The load plan, part by part, into the registered tensors; most restores have one part (design D11).
+
+Whatever can be refused is looked at before the first registered tensor changes: the values that are only compared or that lie
+inside of objects come first, into memory of their own, and the objects are decoded with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckptd.core.errors import CkptdError
+from ckptd_client.apply import Objects
+from ckptd_client.load import Memory, check_pieces, check_volumes, copy_pieces, unequal
+from ckptd_client.wants import Wanted
+
+Decode = Callable[[dict[str, Any], Memory], Objects]
+
+
+class Loading:
+    """``decode``: the plan's objects, checked. ``dirty``: registered tensors were written to. ``objects``: there when
+    everything before the first write was found good."""
+
+    def __init__(self, wanted: Wanted, decode: Decode, *, dirty: bool = False) -> None:
+        self._targets, self._decode = wanted.targets, decode
+        self._aside = set(range(wanted.first))
+        self._volumes = [0] * len(wanted.targets)
+        self._part = 0
+        self.objects: Objects | None = None
+        self.dirty = dirty
+        self.mode = "verified"
+        self.bytes: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+        self.load_s = 0.0
+
+    def take(self, plan: dict[str, Any], memory: Memory) -> bool:
+        """Copy one part out of ``memory``. True when it was the last. Raises CkptdError."""
+        pieces, last = plan["pieces"], bool(plan.get("last", True))
+        if plan.get("part", 0) != self._part:
+            raise CkptdError(f"load plan: part {plan.get('part')} came instead of part {self._part}")
+        self._part += 1
+        check_pieces(self._targets, pieces, self._volumes)
+        if last:
+            check_volumes(self._targets, self._volumes, range(len(self._targets)))
+        copy_pieces(self._targets, pieces, memory, self._aside)
+        rest = set(range(len(self._targets))) - self._aside
+        if last or any(piece[0] in rest for piece in pieces):
+            self._admit(plan, memory)
+            self.dirty = True
+            copy_pieces(self._targets, pieces, memory, rest)
+        self._note(plan)
+        return last
+
+    def _admit(self, plan: dict[str, Any], memory: Memory) -> None:
+        """Before the first write, once."""
+        if self.objects is not None:
+            return
+        check_volumes(self._targets, self._volumes, sorted(self._aside))
+        problems = unequal(self._targets)
+        if problems:
+            raise CkptdError("; ".join(problems))
+        self.objects = self._decode(plan, memory)
+
+    def _note(self, plan: dict[str, Any]) -> None:
+        self.mode = str(plan.get("mode", self.mode))
+        self.seconds = dict(plan.get("seconds", {}))
+        for source, nbytes in plan.get("bytes", {}).items():
+            self.bytes[source] = self.bytes.get(source, 0) + nbytes
