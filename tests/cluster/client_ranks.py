@@ -345,6 +345,65 @@ def per_rank() -> None:
     assert torch.equal(fresh.common, model.common)
 
 
+class Stage(nn.Module):
+    """A pipeline stage with a buffer that DDP broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.line, self.norm = nn.Linear(IN, IN), nn.BatchNorm1d(IN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.line(x))
+
+
+def two_groups() -> None:
+    """Two stages of equal names, each in a DDP group of its own: alike at step 0, each its group's own later (D7)."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    def staged() -> Built:
+        model = nn.parallel.DistributedDataParallel(Stage(), process_group=groups[rank // 2])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    built = staged()
+    model, optimizer = built
+    with connect("two_groups", model=model, optimizer=optimizer) as client:
+        client.restore()
+        handle = client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable", handle.status
+        torch.manual_seed(20 + rank)
+        model(torch.randn(4, IN) + rank).square().mean().backward()
+        optimizer.step()
+        handle = client.snapshot(2, must=True)
+        assert client.wait("sealed", 30) == "durable", handle.status
+    expected = truth(built)
+    fresh = staged()
+    with connect("two_groups", model=fresh[0], optimizer=fresh[1]) as client:
+        assert client.restore() == 2
+    same(truth(fresh), expected)
+
+
+def declared_over_sub_meshes() -> None:
+    """Two replicas that nothing but replicated= says are equal, each sharded over a mesh of its own."""
+
+    def shared(seed: int) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+        return sharded(seeded(seed), mesh)
+
+    model = shared(1)
+    with connect("sub_mesh", model=model, replicated=["*"]) as client:
+        client.restore()
+        handle = client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable", handle.status
+    expected = {name: whole(value) for name, value in model.state_dict().items()}
+    fresh = shared(2)
+    with connect("sub_mesh", model=fresh, replicated=["*"]) as client:
+        assert client.restore() == 1
+        found = {name: whole(value) for name, value in fresh.state_dict().items()}
+        same(found, expected)
+
+
 def batch_norm_of_ddp_is_rank_zeros() -> None:
     rank = dist.get_rank()
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
@@ -435,6 +494,8 @@ FIRST |= {
     "tears without fence": tears_without_fence,
     "tears without reshard": tears_without_reshard,
     "per rank": per_rank,
+    "two groups": two_groups,
+    "declared over sub-meshes": declared_over_sub_meshes,
     "batch norm": batch_norm_of_ddp_is_rank_zeros,
     "registered before it is wrapped": registered_before_it_is_wrapped,
     "one rank without a daemon": one_rank_without_a_daemon,
@@ -490,7 +551,9 @@ def main() -> None:
     (FOLDER / f"{sys.argv[2]}.{os.environ['RANK']}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # torch's threads may outlive the interpreter, and then abort a process that did all it had to
+    os._exit(
+        0
+    )  # torch's threads may outlive the interpreter, and then abort a process that did all it had to
 
 
 if __name__ == "__main__":
