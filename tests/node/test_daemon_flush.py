@@ -86,6 +86,35 @@ async def test_a_commit_that_hangs_is_tried_again_and_may_end_late(
         assert [info.snapshot.step for info in list_commits(house.daemon.services.storage, house.shell().job)] == [3]
 
 
+async def test_hanging_commits_of_one_job_leave_threads_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P14: each try that hung kept a thread of the daemon's few, until no job could write any more."""
+    go, real, tries = threading.Event(), durable.commit, []
+
+    def hangs(storage: Any, job: str, *arguments: Any, **options: Any) -> Any:
+        if job.endswith("/stuck"):
+            tries.append(job)
+            assert go.wait(60)
+        return real(storage, job, *arguments, **options)
+
+    monkeypatch.setattr(durable, "commit", hangs)
+    monkeypatch.setattr(flush, "BACKOFF_FIRST_S", 0.05)
+    monkeypatch.setattr(flush, "BACKOFF_MAX_S", 0.05)
+    async with rig(storage_root=tmp_path, write_timeout_s=0.5, memory_budget="256MiB") as house:
+        stuck, other = house.rank("stuck"), house.rank()
+        for rank in (stuck, other):
+            await rank.begin("a")
+            await rank.sealed(3)
+        stuck.say(wire.WaitFor(3, "durable"))
+        await eventually(lambda: "earlier tries" in house.problems().get("flush", ""))
+        assert len(tries) == durable.HUNG_MAX
+        other.say(wire.WaitFor(3, "durable"))
+        await other.heard(wire.Level, step=3, durable=True)
+        go.set()
+        await stuck.heard(wire.Level, step=3, durable=True)
+
+
 async def failing(house: Rig, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A rank that trains while every write fails; the tries."""
     tries: list[Any] = []
