@@ -138,7 +138,7 @@ class Config(BaseSettings):
         "breakpoint_grace_s", "durable", "ranks dead, nobody back: flush memory then"
     )
     write_timeout_s: Seconds = _of_policy(
-        "write_timeout_s", "durable", "one node's part of a durable checkpoint"
+        "write_timeout_s", "durable", "all nodes' parts of a durable checkpoint, and again for its commit"
     )
 
     inventory_timeout_s: Seconds = _of_policy(

@@ -133,7 +133,10 @@ def _different_plans(layouts: Mapping[int, Layout]) -> list[str]:
         ranks.setdefault(layouts[rank].plan_id, rank)
     if len(ranks) < 2:
         return []
-    return [f"ranks {', '.join(map(str, ranks.values()))} captured by different plans"]
+    return [
+        f"ranks {', '.join(map(str, ranks.values()))} captured by different plans: what is a copy by structure or"
+        " replicated= must be on all of them"
+    ]
 
 
 def _compared(key: str, found: list[tuple[int, Fragment]]) -> list[tuple[str, str, tuple[int, ...]]]:

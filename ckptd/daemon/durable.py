@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
@@ -25,9 +26,10 @@ from ckptd.persist.writer import write_pieces
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
-
+T = TypeVar("T")
 
 CANCEL_PATIENCE_S = 5.0  # for a write that was called off: it notices within a few MiB, unless storage hangs
+HUNG_MAX = 2  # threads of one job that storage does not let go of; the others are for other jobs
 LIST_TIMEOUT_S = 5.0  # storage that does not answer by then: what memory holds is listed without it
 
 
@@ -47,6 +49,7 @@ class Durable:
     def __init__(self, services: Services, job: JobShell) -> None:
         self._services, self._job = services, job
         self._writing: dict[str, Write] = {}  # by attempt
+        self._hung: set[asyncio.Future[Any]] = set()  # given up, and still at it
 
     # --- lineage ------------------------------------------------------------------------------------------------
     def read(self, do: ins.ReadDurable) -> None:
@@ -99,8 +102,7 @@ class Durable:
                     write_pieces, storage, self._job.job, do.snapshot, do.attempt, self._services.node.node,
                     pieces, write.cancelled, per_rank=do.per_rank,
                 )  # fmt: skip
-                work = asyncio.ensure_future(self._services.in_flush(call))
-                report = await self._unless_given_up(work, write)
+                report = await self._in_flush(call, write.given_up)
                 ok, reason = True, ""
                 self._services.metrics.flushed(self._job.job, self._services.now() - started, moved)
                 self._services.health.clear("flush", job=self._job.job)
@@ -146,25 +148,42 @@ class Durable:
         for write in self._writing.values():
             write.cancelled.set()
 
-    async def _unless_given_up(self, work: asyncio.Future[bytes], write: Write) -> bytes:
-        """A thread that hangs in storage must not keep its slots for ever: no snapshot would find a free one. Should it go
-        on later, it finds that it was cancelled, and what it wrote counts for nothing."""
-        await asyncio.wait({work, write.given_up}, return_when=asyncio.FIRST_COMPLETED)
+    async def _in_flush(
+        self, call: Callable[[], T], given_up: asyncio.Future[Any], late: Callable[[], None] = lambda: None
+    ) -> T:
+        """A thread that hangs in storage must not keep its slots for ever: no snapshot would find a free one. Nor may the
+        tries of one job take all threads. ``late``: it was given up, and came to a good end all the same."""
+        where = self._services.node.node
+        if len(self._hung) >= HUNG_MAX:
+            raise CkptdError("storage does not let go of earlier tries", where=where)
+        thread = self._services.flush.submit(call)
+        work = asyncio.wrap_future(thread)
+        await asyncio.wait({work, given_up}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
-        work.cancel()  # where it has not begun
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())
-        raise CkptdError("called off, and storage does not let go of it", where=self._services.node.node)
+        if not thread.cancel():  # it has begun
+            self._hung.add(work)
+            work.add_done_callback(partial(self._let_go, late))
+        raise CkptdError("called off, and storage does not let go of it", where=where)
+
+    def _let_go(self, late: Callable[[], None], work: asyncio.Future[Any]) -> None:
+        self._hung.discard(work)
+        if not work.cancelled() and work.exception() is None:
+            late()
 
     def commit(self, do: ins.Commit) -> None:
         self._services.spawn(self._commit(do), f"commit {self._job.job} {do.snapshot}")
 
     async def _commit(self, do: ins.Commit) -> None:
         ok, reason = False, "no storage"
-        storage = self._services.storage
+        given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        limit = asyncio.get_running_loop().call_later(
+            self._services.policy.write_timeout_s, given_up.set_result, None
+        )
         try:
-            if storage is not None:
-                await self._services.in_flush(self._claim_and_commit, do)
+            if self._services.storage is not None:
+                call, late = partial(self._claim_and_commit, do), partial(self._committed, do)
+                await self._in_flush(call, given_up, late)
                 ok, reason = True, ""
         except (CkptdError, OSError) as error:
             reason = str(error)
@@ -172,10 +191,17 @@ class Durable:
         except Exception as error:  # the steward waits for an answer
             reason = f"internal: {error!r}"
             self._services.went_wrong(f"commit {self._job.job} {do.snapshot}", error)
-        self._job.feed(ev.CommitDone(do.snapshot, do.attempt, ok, reason))
+        finally:
+            limit.cancel()
         if ok:
-            log.info("job=%s epoch=%d step=%d is durable", self._job.job, do.snapshot.epoch, do.snapshot.step)
-            await self._retain()
+            self._committed(do)
+        else:
+            self._job.feed(ev.CommitDone(do.snapshot, do.attempt, False, reason))
+
+    def _committed(self, do: ins.Commit) -> None:
+        self._job.feed(ev.CommitDone(do.snapshot, do.attempt, True, ""))
+        log.info("job=%s epoch=%d step=%d is durable", self._job.job, do.snapshot.epoch, do.snapshot.step)
+        self._services.spawn(self._retain(), f"retention {self._job.job}")
 
     def _claim_and_commit(self, do: ins.Commit) -> None:
         storage = self._services.storage

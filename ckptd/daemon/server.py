@@ -116,6 +116,7 @@ class Daemon:
             forget_if_empty=self._forget_if_empty,
         )
         self.services.replicator.on_arrived = lambda job, slot: self.job(job).arrived(slot)
+        self.services.replicator.on_refused = self.services.fetcher.on_refused = self._refused_bytes
         self.services.fetcher.held = lambda job, snapshot, rank: self.job(job).held(snapshot, rank)
         self.services.fetcher.on_damage = lambda job, slot, reason: self.job(job).damaged(
             slot, slot.record, reason
@@ -170,6 +171,10 @@ class Daemon:
         """Why a peer may not send us this now; "": it may."""
         shell = self.jobs.get(job)
         return shell.machine.admits_replica(snapshot, rank) if shell is not None else ""
+
+    def _refused_bytes(self, job: str, node: str) -> None:
+        log.warning("job=%s peer=%s sent bytes that do not match their sums", job, node)
+        self.metrics.quarantined(job, "wire")
 
     def _forget_if_empty(self, job: str) -> None:
         shell = self.jobs.get(job)

@@ -127,7 +127,10 @@ class Metrics:
             "ckptd_voids_total", "Snapshots given up job-wide after capture began", "job", "reason"
         )
         self._quarantines = self._count(
-            "ckptd_quarantines_total", "Copies set aside for wrong sums", "job", "where"
+            "ckptd_quarantines_total",
+            "Copies set aside for wrong sums: in memory, on disk, or (wire) refused as they arrived",
+            "job",
+            "where",
         )
         self._alarms = self._count("ckptd_alarms_total", "Alarms raised by the daemon", "job", "kind")
 
@@ -192,7 +195,8 @@ class Metrics:
         self._voids.labels(job, self._bounded("voids", reason)).inc()
 
     def quarantined(self, job: str, where: str) -> None:
-        """``where``: memory, wire or disk."""
+        """``where``: memory, disk, or wire: refused by whoever received it, so not used there. A holder whose memory was at
+        fault counts that too."""
         self._quarantines.labels(job, where).inc()
 
     def alarm(self, job: str, kind: str) -> None:

@@ -22,7 +22,7 @@ from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.protect.settle import Tasks, ask, settle
 from ckptd.protect.verify import count_bad, first_wrong, stored_units
-from ckptd.wire.bulk import STREAMS_DEFAULT, Ticket, TransferError, Transport
+from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
 from ckptd.wire.peer import FetchAsk, FetchBad, FetchDone
 
 ASK_TIMEOUT_S = 600.0  # the first byte or a word; a ticket that nobody uses expires long before
@@ -38,7 +38,8 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Fetcher:
-    """``held(job, snapshot, rank)`` finds the slot to serve from; ``on_damage(job, slot, reason)`` hears of bad blocks."""
+    """``held(job, snapshot, rank)`` finds the slot to serve from; ``on_damage(job, slot, reason)`` hears of bad blocks in it,
+    ``on_refused(job, node)`` of bytes from that node that did not match."""
 
     def __init__(
         self, transport: Transport, send: Send, work: Executor, streams: int = STREAMS_DEFAULT
@@ -51,6 +52,7 @@ class Fetcher:
         self._closing = threading.Event()
         self.held: Callable[[str, SnapshotId, int], Slot | None] = lambda job, snapshot, rank: None
         self.on_damage: Callable[[str, Slot, str], None] = lambda job, slot, reason: None
+        self.on_refused: Callable[[str, str], None] = lambda job, node: None
 
     def on_message(self, node: str, job: str, message: object) -> bool:
         """True: it was for us."""
@@ -88,12 +90,14 @@ class Fetcher:
             return False, str(error)
         request = FetchAsk(transfer, snapshot, rank, spans, incoming.ticket.encode())
         arrived = asyncio.wrap_future(incoming.done)
+        wrong = False
         try:
             done = await self._await_both(node, job, request, answer, arrived)
             if not done.ok:
                 return False, done.reason
             if await first_wrong(self._work, into, done.units, done.sums) is None:
                 return True, ""
+            wrong = True
             self._send(node, job, FetchBad(snapshot, rank))
             return False, "the slices do not match their sums"
         except TransferError as error:
@@ -102,6 +106,8 @@ class Fetcher:
             del self._asked[transfer]
             arrived.cancel()
             await settle(incoming)  # whoever asked may use the memory for something else now
+            if wrong or isinstance(incoming.done.exception(), Changed):
+                self.on_refused(job, node)
 
     async def _await_both(
         self,

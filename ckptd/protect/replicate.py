@@ -21,7 +21,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.protect.settle import Tasks, ask, settle
 from ckptd.protect.verify import count_bad
-from ckptd.wire.bulk import STREAMS_DEFAULT, Ticket, TransferError, Transport
+from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
 from ckptd.wire.peer import ReplicaDone, ReplicaOffer, ReplicaTicket
 
 OFFER_TIMEOUT_S = 30.0  # no ticket by then: the peer is allocating for too long, or gone
@@ -46,7 +46,8 @@ class _Receiving:
 
 
 class Replicator:
-    """``on_arrived(job, slot)``: a replica was sealed here. ``refusal(job, snapshot, rank)``: why one is not wanted."""
+    """``on_arrived(job, slot)``: a replica was sealed here. ``on_refused(job, node)``: what that node sent did not match.
+    ``refusal(job, snapshot, rank)``: why one is not wanted."""
 
     def __init__(
         self, transport: Transport, arena: Arena, send: Send, work: Executor, streams: int = STREAMS_DEFAULT
@@ -59,6 +60,7 @@ class Replicator:
         self._outcomes: dict[tuple[str, str], ReplicaDone] = {}
         self._tasks = Tasks()
         self.on_arrived: Callable[[str, Slot], None] = lambda job, slot: None
+        self.on_refused: Callable[[str, str], None] = lambda job, node: None
         self.refusal: Callable[[str, SnapshotId, int], str] = lambda job, snapshot, rank: ""
 
     def on_message(self, node: str, job: str, message: object) -> bool:
@@ -173,10 +175,12 @@ class Replicator:
             slot.fill()
             await self._let_in(node, job, offer, slot.payload[:nbytes])
             if await count_bad(self._work, slot.payload, layout, offer.sums, offer.tier):
-                raise CkptdError(DAMAGE)
+                raise Changed(DAMAGE)
             await loop.run_in_executor(self._work, _seal, slot, record)
         except BaseException as error:
             self._arena.release(slot)
+            if isinstance(error, Changed):
+                self.on_refused(job, node)
             if isinstance(error, CkptdError):
                 return None, error.what
             raise

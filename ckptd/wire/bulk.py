@@ -65,6 +65,10 @@ class TransferError(CkptdError):
     """A transfer that did not happen: refused, broken, cancelled or late. Nothing of the buffer may be used."""
 
 
+class Changed(TransferError):
+    """What came is not what was to be sent (P10)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """The right to push ``nbytes`` bytes to ``address``, once. ``aad`` is what both sides know about the transfer."""

@@ -8,7 +8,6 @@ a bound, then the connection is closed (it comes back by itself).
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import stat
@@ -18,13 +17,12 @@ from pathlib import Path
 from ckptd.core.errors import CkptdError
 from ckptd.process import Process, peer_credentials
 from ckptd.wire import rank as wire
+from ckptd.wire.complaints import Complaints
 from ckptd.wire.path_lock import PathLock
 from ckptd.wire.rank_session import OnClose, OnMessage, OnOpen, RankSession, Reason
 from ckptd.wire.seqpacket import RankSocket
 
 __all__ = ["RankLink", "RankSession"]
-
-log = logging.getLogger("ckptd.wire")
 
 CONNECTIONS_MAX = 1024  # of all users
 CONNECTIONS_PER_UID_MAX = 256
@@ -57,6 +55,7 @@ class RankLink:
         self.sessions: set[RankSession] = set()
         self._per_uid: Counter[int] = Counter()
         self.turned_away = 0
+        self._complaints = Complaints()
         self._lock = PathLock(self.path)
         self._listener: socket.socket | None = None
 
@@ -85,6 +84,7 @@ class RankLink:
         self.path.unlink(missing_ok=True)
         for session in list(self.sessions):
             session.close()
+        self._complaints.close()
         self._lock.drop()
 
     def _listen(self) -> socket.socket:
@@ -115,7 +115,7 @@ class RankLink:
             except (
                 OSError
             ) as error:  # out of descriptors: the listener stays readable, so look away for a moment
-                log.error("cannot accept a rank: %s", error)
+                self._complaints.say("listener", f"cannot accept a rank: {error}")
                 self._pause()
                 return
             self._admit(sock)
@@ -140,7 +140,7 @@ class RankLink:
             hint = "run both in one pid namespace (hostPID, shareProcessNamespace)"
             self._turn_away(sock, f"process {pid} cannot be watched: {error}", hint)
             return
-        session = RankSession(sock, process, uid, self._on_message, self._forget)
+        session = RankSession(sock, process, uid, self._on_message, self._forget, self._complaints)
         self.sessions.add(session)
         self._per_uid[uid] += 1
         self._on_open(session)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 from collections import deque
@@ -12,9 +11,8 @@ from typing import Any, Literal
 
 from ckptd.process import Process
 from ckptd.wire import rank as wire
+from ckptd.wire.complaints import Complaints
 from ckptd.wire.seqpacket import FrameError, RankSocket, close_all, encode_frame
-
-log = logging.getLogger("ckptd.wire")
 
 QUEUE_FRAMES_MAX = 1024  # waiting for one rank
 QUEUE_BYTES_MAX = 8 << 20
@@ -32,8 +30,15 @@ class RankSession:
     """One connected rank process. ``alive`` stays meaningful after the connection has closed."""
 
     def __init__(
-        self, sock: socket.socket, process: Process, uid: int, on_message: OnMessage, on_close: OnClose
+        self,
+        sock: socket.socket,
+        process: Process,
+        uid: int,
+        on_message: OnMessage,
+        on_close: OnClose,
+        complaints: Complaints,
     ) -> None:
+        self._complaints = complaints
         self.uid, self.pid, self.process = uid, process.pid, process
         self._on_message, self._on_close = on_message, on_close
         self._sock = RankSocket(sock, wire.TO_DAEMON)
@@ -98,7 +103,7 @@ class RankSession:
         if self.closed:
             return False
         if len(self._queue) >= QUEUE_FRAMES_MAX or self._queued_bytes + len(data) > QUEUE_BYTES_MAX:
-            log.warning("rank process %d takes no messages, its connection is closed", self.pid)
+            self._complain("takes no messages, its connection is closed")
             self.close()
             return False
         if not self._queue:
@@ -146,8 +151,11 @@ class RankSession:
             close_all(fds)
 
     def _garbage(self, error: Exception) -> None:
-        log.warning("process %d of uid %d sent garbage: %s", self.pid, self.uid, error)
+        self._complain(f"sent garbage: {error}")
         self.close("garbage")
+
+    def _complain(self, what: str) -> None:
+        self._complaints.say(f"uid {self.uid}", f"process {self.pid} {what}")
 
     def _ended(self) -> None:
         """Either it is dying, or it only closed the socket. A moment later its pidfd tells."""

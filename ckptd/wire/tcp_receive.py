@@ -10,7 +10,7 @@ from cryptography.exceptions import InvalidTag
 
 from ckptd.core.failpoint import failpoint
 from ckptd.wire import bulk_frames as frames
-from ckptd.wire.bulk import TransferError
+from ckptd.wire.bulk import Changed, TransferError
 from ckptd.wire.landing import Landing
 from ckptd.wire.scratch import TAG_BYTES, ScratchPool
 from ckptd.wire.tcp_io import Wire, shut
@@ -98,5 +98,5 @@ def _as_transfer_error(error: Exception) -> TransferError:
     if isinstance(error, TransferError):
         return error
     if isinstance(error, InvalidTag):
-        return TransferError("a chunk was changed on the wire", hint="the connection does not carry what was sent")
+        return Changed("a chunk was changed on the wire", hint="the connection does not carry what was sent")
     return TransferError(f"the stream broke: {error}")

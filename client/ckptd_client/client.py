@@ -124,9 +124,9 @@ class Client:
         values, and dicts or lists of these.
 
         include, exclude: shell patterns on keys like ``model.head.*``. replicated: keys that are equal on all ranks by your
-        word. fenced: you call ``client.fence()`` before you write these tensors by hand, so they may be copied in the
-        background. key_map: renames keys, {old prefix: new prefix} or a function. Raises TypeError naming the path of a
-        value that cannot be saved without pickle, and its remedy.
+        word; of what is sharded over a sub-mesh, equal on all sub-meshes like it. fenced: you call ``client.fence()`` before
+        you write these tensors by hand, so they may be copied in the background. key_map: renames keys, {old prefix: new
+        prefix} or a function. Raises TypeError naming the path of a value that cannot be saved without pickle, and its remedy.
         """
         self._registry.register(
             objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map

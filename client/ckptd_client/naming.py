@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -142,6 +142,14 @@ def reshard(module: nn.Module) -> None:
 def is_dtensor(tensor: Tensor) -> bool:
     kind = loaded("torch.distributed.tensor", "DTensor")
     return kind is not None and isinstance(tensor, kind)
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The mesh that this one was cut from, or itself. torch has no public name for it."""
+    find = getattr(mesh, "_get_root_mesh", None)  # its place since torch 2.10
+    if find is None:
+        find = partial(loaded("torch.distributed.device_mesh", "_mesh_resources").get_root_mesh, mesh)  # type: ignore[union-attr]
+    return find()
 
 
 def local_of(tensor: Tensor) -> Tensor:

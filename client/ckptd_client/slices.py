@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.layout import MAYBE, REPLICA, UNIQUE
 from ckptd_client import dtypes
 from ckptd_client.entries import Entry, matches
-from ckptd_client.naming import is_dtensor, local_of
+from ckptd_client.naming import is_dtensor, local_of, root_mesh
 from ckptd_client.world import World
 
 Run = tuple[int, int]  # (start, length) along one dimension
@@ -110,11 +111,12 @@ def _of_dtensor(entry: Entry, world: World) -> list[Slice]:
             f"placements {placements} promise a local shape {list(expected)}, it is {list(local.shape)}",
             where=entry.key, hint="this sharding is not understood; report it with the placements",
         )  # fmt: skip
-    sharing, holders = _dtensor_sharing(mesh, placements, coordinate, world)
+    sharing, holders = _dtensor_sharing(entry, coordinate, world)
     dtype = dtypes.name_of(tensor.dtype, entry.key)
     if 0 in shape:  # nothing to hold, but the checkpoint must know that it exists
         whole = Box.whole(shape)
-        return [Slice(entry.key, dtype, shape, whole, whole.offsets, entry.role, UNIQUE)]
+        empty = MAYBE if sharing == MAYBE else UNIQUE
+        return [Slice(entry.key, dtype, shape, whole, whole.offsets, entry.role, empty)]
     boxes = _boxes(runs) or [(_nothing(shape, expected), (0,) * len(shape))]
     found = [Slice(entry.key, dtype, shape, box, at, entry.role, sharing, holders) for box, at in boxes]
     if any(placement.is_partial() for placement in placements):
@@ -134,19 +136,51 @@ def _stacked(part: Slice, world: World) -> Slice:
     return Slice(part.key, part.dtype, (world.size, *part.shape), box, part.at, part.role, UNIQUE)
 
 
-def _dtensor_sharing(
-    mesh: Any, placements: Sequence[Any], coordinate: Sequence[int], world: World
-) -> tuple[str, tuple[int, ...]]:
-    if mesh.size() != world.size:
-        return (
-            MAYBE if world.size > 1 else UNIQUE
-        ), ()  # a sub-mesh: other parts of the job may hold other values
+def _dtensor_sharing(entry: Entry, coordinate: Sequence[int], world: World) -> tuple[str, tuple[int, ...]]:
+    if world.size == 1:
+        return UNIQUE, ()
+    tensor: Any = entry.tensor
+    mesh = tensor.device_mesh
     index = tuple(
         slice(None) if placement.is_replicate() else at
-        for placement, at in zip(placements, coordinate, strict=True)
+        for placement, at in zip(tensor.placements, coordinate, strict=True)
     )
     holders = tuple(sorted(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist()))
-    return (REPLICA, holders) if len(holders) > 1 else (UNIQUE, ())
+    if mesh.size() == world.size:
+        return (REPLICA, holders) if len(holders) > 1 else (UNIQUE, ())
+    if matches(entry.key, entry.owner.replicated):
+        return REPLICA, _in_all_cuts(mesh, holders, world)
+    return MAYBE, ()  # a sub-mesh: other parts of the job may hold other values
+
+
+def _in_all_cuts(mesh: Any, holders: tuple[int, ...], world: World) -> tuple[int, ...]:
+    """Whoever holds what ``holders`` hold, when all sub-meshes of the job hold the same.
+
+    Known where the sub-mesh was cut from a mesh that spans the job: the ranks at the same places of its sister cuts. Else
+    each rank answers for itself: more copies are captured than needed, never fewer.
+    """
+    root = root_mesh(mesh)
+    if root.size() != world.size:
+        return (world.rank,)
+    everyone, members = (tuple(whole.mesh.reshape(-1).tolist()) for whole in (root, mesh))
+    return _sisters(tuple(root.mesh.shape), everyone, members, holders) or (world.rank,)
+
+
+@lru_cache(maxsize=1024)
+def _sisters(
+    shape: tuple[int, ...], everyone: tuple[int, ...], members: tuple[int, ...], holders: tuple[int, ...]
+) -> tuple[int, ...]:
+    """``everyone``: the ranks of a mesh of ``shape``, of which ``members`` are a cut, some of which are ``holders``. Nobody
+    when the cut does not take whole dimensions (unflattened meshes)."""
+    places = dict(zip(everyone, itertools.product(*map(range, shape)), strict=True))
+    first = places[members[0]]
+    along = [dim for dim in range(len(shape)) if any(places[rank][dim] != first[dim] for rank in members)]
+    if math.prod(shape[dim] for dim in along) != len(members):
+        return ()
+    wanted = {tuple(places[rank][dim] for dim in along) for rank in holders}
+    return tuple(
+        sorted(rank for rank, place in places.items() if tuple(place[dim] for dim in along) in wanted)
+    )
 
 
 # --- index arithmetic ---------------------------------------------------------------------------------------

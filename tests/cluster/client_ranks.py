@@ -18,160 +18,28 @@ import torch
 import torch.distributed as dist
 from ckptd_client import CkptdError, Client, _switches
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckptd.core import failpoint
+from tests.cluster.client_models import (
+    IN,
+    OUT,
+    WAYS,
+    Built,
+    Net,
+    Stage,
+    adamw,
+    evaluate,
+    same,
+    seeded,
+    sharded,
+    train,
+    truth,
+    whole,
+)
 
-IN, HIDDEN, OUT = 10, 36, 6  # rows that 4 ranks share unevenly, some with nothing
 FOLDER = Path(sys.argv[1])
 Cases = dict[str, Callable[[], None]]
-
-
-class Net(nn.Module):
-    """Uneven, 0-d, empty, tied, frozen and stateless parameters, and norms that TP leaves alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(IN, HIDDEN)
-        self.norm = nn.LayerNorm(OUT)
-        self.second = nn.Linear(HIDDEN, OUT)
-        self.head = nn.Linear(OUT, 5, bias=False)
-        self.tied = nn.Linear(OUT, 5, bias=False)
-        self.tied.weight = self.head.weight
-        self.unused = nn.Parameter(torch.randn(5, 130))
-        self.frozen = nn.Parameter(torch.randn(7, 900), requires_grad=False)
-        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mask", torch.randn(9, 11) > 0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.counter += 1
-        hidden = self.norm(self.second(torch.relu(self.first(x))))
-        return self.head(hidden) + self.tied(hidden)
-
-
-Built = tuple[nn.Module, torch.optim.Optimizer]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    # With foreach, plain tensors and DTensors could not be in one group
-    return torch.optim.AdamW(parameters, lr=0.05, foreach=False)
-
-
-def seeded(seed: int) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def plain(seed: int) -> Built:
-    model = seeded(seed)
-    return model, adamw(model)
-
-
-def ddp(seed: int) -> Built:
-    model = nn.parallel.DistributedDataParallel(seeded(seed), find_unused_parameters=True)
-    return model, adamw(model)
-
-
-def sharded(model: nn.Module, mesh: Any) -> nn.Module:
-    for part in (model.first, model.second):
-        fully_shard(part, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def fsdp(seed: int) -> Built:
-    model = sharded(seeded(seed), init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, adamw(model)
-
-
-def hsdp(seed: int) -> Built:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(seeded(seed), mesh)
-    return model, adamw(model)
-
-
-def parallel(model: Net, mesh: Any) -> Net:
-    # first and second only: the tied head stays as it is
-    parallelize_module(model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    return model
-
-
-def tp(seed: int) -> Built:
-    model = parallel(seeded(seed), init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, adamw(model)
-
-
-def fsdp_tp(seed: int) -> Built:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = sharded(parallel(seeded(seed), mesh["tp"]), mesh["dp"])
-    return model, adamw(model)
-
-
-def wrapped(seed: int) -> Built:
-    """Activation checkpointing inside, torch.compile outside (nothing is compiled before it is called)."""
-    model = seeded(seed)
-    model.first = checkpoint_wrapper(model.first)  # type: ignore[assignment]
-    compiled = torch.compile(
-        nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), backend="eager"
-    )
-    return compiled, adamw(model)  # type: ignore[return-value]
-
-
-WAYS: dict[str, Callable[[int], Built]] = {
-    "plain": plain, "ddp": ddp, "fsdp": fsdp, "hsdp": hsdp, "tp": tp, "fsdp_tp": fsdp_tp, "wrapped": wrapped,
-}  # fmt: skip
-
-
-def train(built: Built, steps: int) -> None:
-    model, optimizer = built
-    model.train()
-    for step in range(steps):
-        torch.manual_seed(100 + step)
-        model(torch.randn(4, IN)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def evaluate(built: Built) -> None:
-    """Leaves FSDP2 modules with plain full parameters."""
-    built[0].eval()
-    with torch.no_grad():
-        built[0](torch.randn(4, IN))
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    full = value.full_tensor() if isinstance(value, DTensor) else value
-    return full.detach().clone()
-
-
-PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
-
-
-def bare(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.replace(prefix, "")
-    return name
-
-
-def truth(built: Built) -> dict[str, torch.Tensor]:
-    """Full values of everything, without any code of the client."""
-    model, optimizer = built
-    found = {bare(name): whole(value) for name, value in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{bare(name)}:{key}"] = whole(value)
-    return found
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(expected), set(found) ^ set(expected)
-    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
-    assert not wrong, f"not bit-equal: {wrong}"
 
 
 def connect(case: str, **objects: Any) -> Client:
@@ -345,6 +213,53 @@ def per_rank() -> None:
     assert torch.equal(fresh.common, model.common)
 
 
+def two_groups() -> None:
+    """Two stages of equal names, each in a DDP group of its own: alike at step 0, each its group's own later (D7)."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    def staged() -> Built:
+        model = nn.parallel.DistributedDataParallel(Stage(), process_group=groups[rank // 2])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    built = staged()
+    model, optimizer = built
+    with connect("two_groups", model=model, optimizer=optimizer) as client:
+        client.restore()
+        handle = client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable", handle.status
+        torch.manual_seed(20 + rank)
+        model(torch.randn(4, IN) + rank).square().mean().backward()
+        optimizer.step()
+        handle = client.snapshot(2, must=True)
+        assert client.wait("sealed", 30) == "durable", handle.status
+    expected = truth(built)
+    fresh = staged()
+    with connect("two_groups", model=fresh[0], optimizer=fresh[1]) as client:
+        assert client.restore() == 2
+    same(truth(fresh), expected)
+
+
+def declared_over_sub_meshes() -> None:
+    """Two replicas that nothing but replicated= says are equal, each sharded over a mesh of its own."""
+
+    def shared(seed: int) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+        return sharded(seeded(seed), mesh)
+
+    model = shared(1)
+    with connect("sub_mesh", model=model, replicated=["*"]) as client:
+        client.restore()
+        handle = client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable", handle.status
+    expected = {name: whole(value) for name, value in model.state_dict().items()}
+    fresh = shared(2)
+    with connect("sub_mesh", model=fresh, replicated=["*"]) as client:
+        assert client.restore() == 1
+        found = {name: whole(value) for name, value in fresh.state_dict().items()}
+        same(found, expected)
+
+
 def batch_norm_of_ddp_is_rank_zeros() -> None:
     rank = dist.get_rank()
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
@@ -435,6 +350,8 @@ FIRST |= {
     "tears without fence": tears_without_fence,
     "tears without reshard": tears_without_reshard,
     "per rank": per_rank,
+    "two groups": two_groups,
+    "declared over sub-meshes": declared_over_sub_meshes,
     "batch norm": batch_norm_of_ddp_is_rank_zeros,
     "registered before it is wrapped": registered_before_it_is_wrapped,
     "one rank without a daemon": one_rank_without_a_daemon,
@@ -490,7 +407,9 @@ def main() -> None:
     (FOLDER / f"{sys.argv[2]}.{os.environ['RANK']}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # torch's threads may outlive the interpreter, and then abort a process that did all it had to
+    os._exit(
+        0
+    )  # torch's threads may outlive the interpreter, and then abort a process that did all it had to
 
 
 if __name__ == "__main__":

@@ -17,17 +17,19 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.core.layout import REPLICA
 from tests.cluster.nodes import REPO, free_port
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 LAUNCH_TIMEOUT_S = 150
 SOCKETS = (
     "ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "wrapped", "tears", "tears_without_fence", "tears_without_reshard", "per_rank",
-    "batch_norm", "before", "compiled",
+    "two_groups", "sub_mesh", "batch_norm", "before", "compiled",
 )  # fmt: skip
 FIRST = (
     "ddp to fsdp", "fsdp to hsdp", "hsdp to tp", "tp to fsdp_tp", "fsdp_tp to wrapped", "wrapped to plain", "tears",
-    "tears without fence", "tears without reshard", "per rank", "batch norm", "registered before it is wrapped",
+    "tears without fence", "tears without reshard", "per rank", "two groups", "declared over sub-meshes",
+    "batch norm", "registered before it is wrapped",
     "one rank without a daemon",
     "mismatch of one rank", "compiled step",
 )  # fmt: skip
@@ -117,3 +119,30 @@ def test_ddp_captures_everything_once(four: Results, daemons: dict[str, RankDaem
     ranks = daemons["ddp"].held[1, 2]
     keys = [fragment.key for held in ranks.values() for fragment in held.layout.fragments]
     assert len(keys) == len(set(keys))
+
+
+def test_namesakes_of_two_groups_are_each_groups_own_and_no_corruption(
+    four: Results, daemons: dict[str, RankDaemonDouble]
+) -> None:
+    """D7: equal-named pipeline stages agree at step 0 and differ later."""
+    daemon = daemons["two_groups"]
+    assert daemon.corruptions == []
+    assert not [name for name in daemon.per_rank((1, 1))[0] if name.startswith("t:")]
+    own, _ = daemon.per_rank((1, 2))
+    assert {
+        "t:model.line.weight",
+        "t:optimizer.model.line.weight.exp_avg",
+        "t:model.norm.running_mean",
+    } <= set(own)
+    assert "t:model.norm.num_batches_tracked" not in own
+
+
+def test_declared_copies_over_sub_meshes_are_captured_once(
+    four: Results, daemons: dict[str, RankDaemonDouble]
+) -> None:
+    daemon = daemons["sub_mesh"]
+    held = daemon.held[1, 1].values()
+    slices = [(f.key, f.box) for rank in held for f in rank.layout.fragments if f.nbytes]
+    assert len(slices) == len(set(slices))
+    assert {f.sharing for rank in held for f in rank.layout.fragments} == {REPLICA}
+    assert daemon.corruptions == []

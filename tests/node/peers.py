@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 from ckptd.arena.arena import Arena, Slot
 from ckptd.core.ids import SnapshotId
 from ckptd.protect.fetch import Fetcher
 from ckptd.protect.replicate import Replicator
+from ckptd.wire.bulk import Ticket
 from ckptd.wire.codec import decode, encode
 from ckptd.wire.keys import ClusterKey
 from ckptd.wire.tcp import TcpTransport
+from tests.node.proxy import Proxy
 from tests.node.slots import MIB, OWN, fill_and_seal, small_arena
 
 KEY = ClusterKey(bytes(32))
@@ -53,11 +57,13 @@ class Peer:
         self.transport = TcpTransport("127.0.0.1", mode=mode, **options)  # type: ignore[arg-type]
         self.arrived: list[Slot] = []
         self.damage: list[str] = []
+        self.refused: list[str] = []  # nodes whose bytes did not match
         self.replicator = Replicator(self.transport, self.arena, self._send, self.work)
         self.replicator.on_arrived = lambda job, slot: self.arrived.append(slot)
         self.fetcher = Fetcher(self.transport, self._send, self.work)
         self.fetcher.held = self._held
         self.fetcher.on_damage = lambda job, slot, reason: self.damage.append(reason)
+        self.replicator.on_refused = self.fetcher.on_refused = lambda job, node: self.refused.append(node)
         post.peers[node] = self
 
     def _send(self, to: str, job: str, message: object) -> bool:
@@ -69,6 +75,15 @@ class Peer:
             if record is not None and (record.job, record.snapshot, record.rank) == (job, snapshot, rank):
                 return slot
         return None
+
+    def send_through(self, proxy: Proxy) -> None:
+        """Whatever this peer pushes takes that way."""
+        push = self.transport.push
+
+        def bent(ticket: Ticket, spans: Sequence[memoryview], **options: Any) -> None:
+            push(replace(ticket, address=proxy.address), spans, **options)
+
+        self.transport.push = bent  # type: ignore[method-assign,assignment]
 
     def sealed(self, step: int = 7) -> Slot:
         slot = self.arena.allocate(OWN, 3 * MIB)

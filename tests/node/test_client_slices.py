@@ -14,7 +14,7 @@ from ckptd_client.entries import Copies, Entry, Mode, Owner, State
 from ckptd_client.plan import make_plan
 from ckptd_client.slices import Slice, slices_of
 from ckptd_client.world import World
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -160,6 +160,57 @@ def test_who_shares_is_structure_or_declaration_never_a_guess() -> None:
         sub = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
         sharded = distribute_tensor(torch.zeros(4), sub, [Shard(0)], src_data_rank=None)
         assert [part.sharing for part in slices_of(entry(sharded), world)] == [MAYBE]
+
+
+DECLARED = Owner("model", "module", None, replicated=("model.*",))
+
+
+def test_declared_copies_over_sister_meshes_are_captured_once() -> None:
+    """A model shard for each of two data-parallel replicas, which only the user's word says are equal (D7, D8)."""
+    boxes, ids = [], set()
+    for rank in range(8):
+        with rank_of(rank, 8) as world:
+            shard = init_device_mesh("cpu", (2, 4), mesh_dim_names=("copy", "shard"))["shard"]
+            tensor = distribute_tensor(numbers((6, 3)), shard, [Shard(0)], src_data_rank=None)
+            (part,) = slices_of(entry(tensor, owner=DECLARED), world)
+            assert (part.sharing, part.holders) == (REPLICA, (rank % 4, rank % 4 + 4))
+            layout = make_plan(State([entry(tensor, owner=DECLARED)]), world, 0, 0, None).layout
+            ids.add(layout.plan_id)
+            boxes += [f.box for f in layout.fragments]
+    assert len(ids) == 1
+    assert len(boxes) == len(set(boxes))
+    assert covers((6, 3), boxes)
+
+
+def test_declared_copies_along_two_dimensions_of_three() -> None:
+    with rank_of(5, 8) as world:
+        root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        tensor = distribute_tensor(
+            numbers((6, 3)), root["a", "c"], [Shard(0), Replicate()], src_data_rank=None
+        )
+        (part,) = slices_of(entry(tensor, owner=DECLARED), world)
+        assert (part.sharing, part.holders) == (REPLICA, (4, 5, 6, 7))
+
+
+def test_declared_copies_over_meshes_that_know_nothing_of_each_other_are_captured_by_all() -> None:
+    """Who else holds what cannot be told; that they are equal still holds."""
+    for rank in range(4):
+        with rank_of(rank, 4) as world:
+            mesh = DeviceMesh("cpu", [0, 1] if rank < 2 else [2, 3])
+            tensor = distribute_tensor(numbers((6, 3)), mesh, [Replicate()], src_data_rank=None)
+            (part,) = slices_of(entry(tensor, owner=DECLARED), world)
+            assert (part.sharing, part.holders) == (REPLICA, (rank,))
+            (fragment,) = make_plan(
+                State([entry(tensor, owner=DECLARED)]), world, 1, 0, None
+            ).layout.fragments
+            assert fragment.tier == 1
+
+
+def test_an_empty_tensor_of_a_sub_mesh_may_have_a_namesake_that_is_not() -> None:
+    with rank_of(1, 4) as world:
+        sub = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+        empty = distribute_tensor(torch.zeros(0, 3), sub, [Shard(0)], src_data_rank=None)
+        assert [part.sharing for part in slices_of(entry(empty), world)] == [MAYBE]
 
 
 def plans(tensors: dict[str, tuple[torch.Tensor, Copies | None]], world: World, replicas: int) -> Any:

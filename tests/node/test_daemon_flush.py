@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from ckptd.core.machine.steward import flush
 from ckptd.daemon import durable
+from ckptd.persist.commits import list_commits
 from ckptd.wire import rank as wire
-from tests.node.daemon_rig import rig
+from tests.node.daemon_rig import Rig, rig
 from tests.node.links import eventually
 
 
@@ -57,6 +59,108 @@ async def test_a_fault_of_our_own_in_a_write_is_an_answer_too(
         await eventually(lambda: "nobody expected" in house.problems().get("internal", ""))
         monkeypatch.undo()
         await rank.heard(wire.Level, step=3, durable=True)
+
+
+async def test_a_commit_that_hangs_is_tried_again_and_may_end_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P14: first commit wins, so the one that hung does no harm whenever it goes on."""
+    go, real, calls = threading.Event(), durable.commit, []
+
+    def hangs_once(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            assert go.wait(60)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(durable, "commit", hangs_once)
+    async with rig(storage_root=tmp_path, write_timeout_s=2.0) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(3)
+        rank.say(wire.WaitFor(3, "durable"))
+        await rank.heard(wire.Level, step=3, durable=True)
+        assert len(calls) >= 2
+        go.set()
+        await eventually(lambda: not house.daemon.services.tasks)
+        assert [info.snapshot.step for info in list_commits(house.daemon.services.storage, house.shell().job)] == [3]
+
+
+async def test_hanging_commits_of_one_job_leave_threads_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P14: each try that hung kept a thread of the daemon's few, until no job could write any more."""
+    go, real, tries = threading.Event(), durable.commit, []
+
+    def hangs(storage: Any, job: str, *arguments: Any, **options: Any) -> Any:
+        if job.endswith("/stuck"):
+            tries.append(job)
+            assert go.wait(60)
+        return real(storage, job, *arguments, **options)
+
+    monkeypatch.setattr(durable, "commit", hangs)
+    monkeypatch.setattr(flush, "BACKOFF_FIRST_S", 0.05)
+    monkeypatch.setattr(flush, "BACKOFF_MAX_S", 0.05)
+    async with rig(storage_root=tmp_path, write_timeout_s=0.5, memory_budget="256MiB") as house:
+        stuck, other = house.rank("stuck"), house.rank()
+        for rank in (stuck, other):
+            await rank.begin("a")
+            await rank.sealed(3)
+        stuck.say(wire.WaitFor(3, "durable"))
+        await eventually(lambda: "earlier tries" in house.problems().get("flush", ""))
+        assert len(tries) == durable.HUNG_MAX
+        other.say(wire.WaitFor(3, "durable"))
+        await other.heard(wire.Level, step=3, durable=True)
+        go.set()
+        await stuck.heard(wire.Level, step=3, durable=True)
+
+
+async def failing(house: Rig, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A rank that trains while every write fails; the tries."""
+    tries: list[Any] = []
+
+    def broken(*arguments: Any, **options: Any) -> bytes:
+        tries.append(arguments)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable, "write_pieces", broken)
+    await house.rank().begin("a")
+    return tries
+
+
+async def test_who_waits_for_durable_need_not_wait_for_the_pause_after_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause grows to a minute; storage may long be back."""
+    with monkeypatch.context() as broken:
+        monkeypatch.setattr(flush, "BACKOFF_FIRST_S", 3600.0)
+        monkeypatch.setattr(flush, "BACKOFF_MAX_S", 3600.0)
+        async with rig(storage_root=tmp_path, flush_every_steps=1) as house:
+            tries = await failing(house, broken)
+            (rank,) = house.ranks
+            await rank.sealed(3)
+            await eventually(lambda: house.problems().get("flush"))
+            assert len(tries) == 1
+            broken.undo()
+            rank.say(wire.WaitFor(3, "durable"))
+            await rank.heard(wire.Level, step=3, durable=True)
+
+
+async def test_who_waited_already_when_storage_failed_waits_a_short_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        monkeypatch.setattr(flush, "BACKOFF_FIRST_S", 3600.0)
+        monkeypatch.setattr(flush, "BACKOFF_MAX_S", 3600.0)
+        monkeypatch.setattr(flush, "BACKOFF_ASKED_MAX_S", 0.05)
+        async with rig(storage_root=tmp_path) as house:
+            tries = await failing(house, broken)
+            (rank,) = house.ranks
+            await rank.sealed(3)
+            rank.say(wire.WaitFor(3, "durable"))
+            await eventually(lambda: len(tries) >= 3)
+            broken.undo()
+            await rank.heard(wire.Level, step=3, durable=True)
 
 
 async def test_lists_do_not_wait_for_storage_that_hangs(

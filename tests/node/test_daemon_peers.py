@@ -107,6 +107,15 @@ async def test_the_daemon_asks_its_machine_before_it_takes_a_replica() -> None:
         assert "1/unknown" not in house.daemon.jobs
 
 
+async def test_the_daemon_counts_what_it_refused_on_arrival() -> None:
+    async with rig() as house:
+        services = house.daemon.services
+        for room in (services.replicator, services.fetcher):
+            room.on_refused(JOB, "peer")
+        line = f'ckptd_quarantines_total{{job="{JOB}",where="wire"}} 2.0'
+        assert line in house.daemon.metrics.render().decode()
+
+
 async def test_a_damaged_copy_is_reported_once_and_only_what_was_looked_at() -> None:
     """P10: a slot that holds something else by now is not quarantined for what it held before."""
     async with rig() as house:

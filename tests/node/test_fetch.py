@@ -15,6 +15,7 @@ from ckptd.wire.bulk import Ticket
 from ckptd.wire.peer import FetchAsk, FetchBad, FetchDone
 from tests.node.links import eventually
 from tests.node.peers import Peer, Post
+from tests.node.proxy import Proxy, flip
 from tests.node.slots import JOB, MIB, small_layout
 
 SNAPSHOT = SnapshotId(3, 7)
@@ -152,6 +153,19 @@ async def test_damage_on_the_way_is_found_and_the_holder_finds_itself_sound(
     for spans in (((0, 4096),), ((8, 100),)):
         ok, reason, _ = await fetched(asker, spans)
         assert (ok, reason) == (False, "the slices do not match their sums")
+    await eventually(lambda: not holder.fetcher._tasks.running)
+    assert not holder.damage
+
+
+async def test_a_damaged_stream_is_refused_and_counted_by_whoever_asked(
+    holder: Peer, asker: Peer, slot: Slot
+) -> None:
+    """P10: by the chunk's tag in mode aead, by the block's sum in mode none."""
+    f = small_layout().fragments[0]
+    with Proxy(asker.transport.address, bend=flip(500_000)) as proxy:
+        holder.send_through(proxy)
+        assert not (await fetched(asker, ((f.offset, f.nbytes),)))[0]
+    assert (asker.refused, holder.refused) == (["holder"], [])
     await eventually(lambda: not holder.fetcher._tasks.running)
     assert not holder.damage
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest_asyncio
 from ckptd.core.errors import CkptdError
 from ckptd.wire import rank as wire
 from ckptd.wire import rank_session
+from ckptd.wire.complaints import Complaints
 from ckptd.wire.rank_link import RankLink, RankSession
 from ckptd.wire.seqpacket import FrameError, RankSocket, read_memfd_object
 
@@ -97,6 +99,18 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     made.link.stop()
     for rank in made.ranks:
         rank.end()
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The lines that go to the log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ckptd.wire")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
 
 
 async def test_a_rank_is_known_by_what_the_kernel_says(house: House) -> None:
@@ -207,6 +221,42 @@ async def test_garbage_closes_that_connection_only(house: House, garbage: str) -
     assert await good.order("hello") is True
     await settled(lambda: len(house.messages) == 2)
     assert len(os.listdir("/proc/self/fd")) <= before + 1  # the subprocess' own pipes may linger
+
+
+async def test_a_flood_of_garbage_is_one_line_and_a_count(house: House, said: list[str]) -> None:
+    """P13: whoever may connect must not be able to fill the log."""
+    for count in range(1, 31):
+        with contextlib.closing(RankSocket.connect(house.path)) as link:
+            link.sock.send(b"\xc1" * (count * 10_000 % 90_000 + 1))  # some larger than a frame may be
+            await settled(lambda: len(house.closed) == count)  # noqa: B023 - awaited here
+    assert len(said) == 1
+    assert said[0].startswith(f"uid {os.getuid()}: process {os.getpid()} sent garbage")
+    house.link.stop()
+    assert len(said) == 2
+    assert "29 more" in said[1]
+
+
+def test_complaints_are_counted_for_each_by_itself(said: list[str]) -> None:
+    passes: list[Callable[[], None]] = []
+    made = Complaints(lambda seconds, call, who: passes.append(lambda: call(who)))
+    made.say("uid 1", "one\nINFO forged" + "x" * 500)
+    made.say("uid 1", "two")
+    made.say("uid 2", "three")
+    made.say("uid 1", "four")
+    assert said[0] == "uid 1: " + ("one?INFO forged" + "x" * 500)[:200]
+    assert said[1:] == ["uid 2: three"]
+    first, second = passes
+    first()
+    second()
+    assert said[2:] == ["uid 1: 2 more within 60 s, the last: four"]
+    made.say("uid 2", "after a minute of silence")
+    made.say("uid 1", "five")
+    assert said[3:] == ["uid 2: after a minute of silence"]
+    passes[2]()
+    assert said[4:] == ["uid 1: 1 more within 60 s, the last: five"]
+    for uid in range(1000):
+        made.say(f"uid {uid}", "flood")
+    assert len(said) < 300
 
 
 async def test_a_handler_may_call_a_message_garbage(house: House) -> None:

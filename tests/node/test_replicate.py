@@ -16,6 +16,7 @@ from ckptd.wire.bulk import Ticket
 from ckptd.wire.peer import ReplicaDone, ReplicaOffer, ReplicaTicket
 from tests.node.links import eventually
 from tests.node.peers import Peer, Post
+from tests.node.proxy import Proxy, flip
 from tests.node.slots import JOB, MIB
 
 
@@ -150,6 +151,19 @@ async def test_damage_on_the_way_is_not_blamed_on_the_sender(a: Peer, b: Peer, m
 
     monkeypatch.setattr(a.transport, "push", bend)
     assert await a.replicator.replicate(JOB, slot, 0, "b") == (False, "damaged on the way")
+    assert not b.arena.slots
+
+
+async def test_a_damaged_stream_is_refused_and_counted_by_whoever_received_it(a: Peer, b: Peer) -> None:
+    """P10: by the chunk's tag in mode aead, by the block's sum in mode none."""
+    slot = a.sealed()
+    with Proxy(b.transport.address, bend=flip(500_000)) as proxy:
+        a.send_through(proxy)
+        ok, reason = await a.replicator.replicate(JOB, slot, 0, "b")
+        assert not ok
+        assert reason != "damage"
+        await eventually(lambda: b.refused)
+    assert (a.refused, b.refused) == ([], ["a"])
     assert not b.arena.slots
 
 

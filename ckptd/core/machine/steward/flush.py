@@ -22,6 +22,7 @@ from ckptd.core.writes import assign_writes
 
 BACKOFF_FIRST_S = 1.0  # after a failed flush, doubled up to
 BACKOFF_MAX_S = 60.0
+BACKOFF_ASKED_MAX_S = 5.0  # while somebody waits for it
 ASKS_KEPT_MAX = 64
 ATTEMPT_BYTES = 12
 
@@ -30,7 +31,7 @@ ATTEMPT_BYTES = 12
 class Flush:
     snapshot: SnapshotId
     attempt: str
-    since: float
+    since: float  # began to write, then to commit
     said_at: float
     orders: dict[str, tuple[WritePiece, ...]]
     per_rank: tuple[str, ...]
@@ -64,8 +65,12 @@ class Flushing:
 
     # --- what to flush ------------------------------------------------------------------------------------------
     def on_ask(self, message: FlushAsk) -> None:
-        if message.step is not None and len(self.asked) < ASKS_KEPT_MAX:
-            self.asked.add(message.step)
+        """A new wish is tried at once, whatever failed before: storage may be back."""
+        step = message.step
+        if step is None or step in self.asked or step <= self._durable_step() or len(self.asked) >= ASKS_KEPT_MAX:
+            return
+        self.asked.add(step)
+        self._not_before = self._ctx.now
 
     def on_tick(self) -> None:
         self._watch_ranks()
@@ -94,12 +99,16 @@ class Flushing:
 
     def _asked_for(self, usable: list[Facts]) -> Facts | None:
         """The oldest complete snapshot that is not before the step somebody waits for."""
-        done = max((s.step for s in self._ledger.durable if s.epoch == self._ctx.number), default=-1)
+        done = self._durable_step()
         self.asked = {step for step in self.asked if step > done}
         if not self.asked:
             return None
         step = min(self.asked)
         return next((f for f in usable if f.snapshot.epoch == self._ctx.number and f.snapshot.step >= step), None)
+
+    def _durable_step(self) -> int:
+        """The newest of this epoch, -1: none."""
+        return max((s.step for s in self._ledger.durable if s.epoch == self._ctx.number), default=-1)
 
     def _due(self, newest: Facts) -> bool:
         known = [snapshot for snapshot in self._ledger.durable if self._ctx.is_candidate(snapshot)]
@@ -171,7 +180,8 @@ class Flushing:
         if gone and not flush.committing:
             self._fail(f"{', '.join(gone)} went while writing", count=False)
         elif self._ctx.now - flush.since > self._ctx.policy.write_timeout_s:
-            self._fail("it took longer than write_timeout_s")
+            what = "the commit" if flush.committing else "writing"
+            self._fail(f"{what} took longer than write_timeout_s")
         elif self._ctx.now - flush.said_at >= 2 * RESEND_S and not flush.committing:
             self._order(flush)
 
@@ -192,7 +202,7 @@ class Flushing:
         if facts is None or facts.void:
             self._fail("the snapshot is gone")
             return
-        flush.committing = True
+        flush.committing, flush.since = True, self._ctx.now
         layouts = {layout.layout_id: layout.encoded for layout in self._ledger.layouts_of(facts).values()}
         reports = tuple(flush.reports[node] for node in sorted(flush.reports))
         self._ctx.emit(
@@ -200,32 +210,41 @@ class Flushing:
         )
 
     def on_committed(self, event: CommitDone) -> None:
+        """A commit that was given up may still come to an end: the first one counts, so the try after it is over."""
         flush = self.flush
         if event.ok:
             self._ledger.mark_durable([event.snapshot])
-        if flush is None or event.attempt != flush.attempt:
+        if flush is None or event.snapshot != flush.snapshot:
             return
-        if not event.ok:
+        if event.ok:
+            if event.attempt != flush.attempt:
+                self._cancel(flush)
+            self._failures, self._last_at = 0, self._ctx.now
+            self._drop()
+        elif event.attempt == flush.attempt:
             self._fail(event.reason)
-            return
-        self._failures, self._last_at = 0, self._ctx.now
-        self._drop()
 
     def _fail(self, reason: str, *, count: bool = True) -> None:
         """The next try begins anew, from what is held then."""
         flush = self.flush
         assert flush is not None, "only a flush can fail"
-        for node in flush.orders:
-            self._ctx.send(node, WriteCancel(self._ctx.number, flush.snapshot, flush.attempt))
+        self._cancel(flush)
         if count:
             self._failures += 1
             facts = self._ledger.facts.get(flush.snapshot)
             if facts is not None:
                 facts.failures += 1
-            pause = min(BACKOFF_FIRST_S * 2 ** min(self._failures - 1, 16), BACKOFF_MAX_S)
-            self._not_before = self._ctx.now + pause
+            self._not_before = self._ctx.now + self._pause()
             self._ctx.emit(Alarm("flush", f"step {flush.snapshot.step}: {reason}"))
         self._drop()
+
+    def _pause(self) -> float:
+        longest = BACKOFF_ASKED_MAX_S if self.asked else BACKOFF_MAX_S
+        return min(BACKOFF_FIRST_S * 2.0 ** min(self._failures - 1, 16), longest)
+
+    def _cancel(self, flush: Flush) -> None:
+        for node in flush.orders:
+            self._ctx.send(node, WriteCancel(self._ctx.number, flush.snapshot, flush.attempt))
 
     def _drop(self) -> None:
         if self.flush is not None:
