@@ -215,6 +215,8 @@ class Snapshots:
         if session.connection != job.connection or not session.link.up:
             self.void(job, "connection to the daemon lost")
             return
+        for kind in RECOVERED:  # before anybody can hear of the seal
+            self._troubles.clear(kind)
         layout = job.plan.layout
         fds = [memfd_object(layout.encoded)] if session.layout_is_new(layout.layout_id) else []
         note = wire.SealedSlot(
@@ -235,8 +237,6 @@ class Snapshots:
         with session.changed:
             job.handle.became("captured" if sent else "void: connection to the daemon lost")
             session.changed.notify_all()
-        for kind in RECOVERED:
-            self._troubles.clear(kind)
 
     def void(self, job: Job, reason: str) -> None:
         session = self._session
