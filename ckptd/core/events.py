@@ -82,6 +82,7 @@ class SlotSealed:
     layout: Layout
     digests: tuple[tuple[str, bytes], ...]
     keep: bool = False
+    came_at: int | None = None  # newest step that the rank had called when the grant came to it; None: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ class Sealed:
     fact: HoldingFact
     plan_id: str
     layouts: dict[str, bytes] = field(default_factory=dict)  # empty once the steward of this epoch knows the layout
+    came_at: int | None = None  # newest step that the rank had called when the grant came to it
     session: str = ""
     serial: int = 0
 

@@ -193,7 +193,7 @@ class Ranks:
                 return
             self.sealing.discard(slot.id)
             self._services.metrics.sealed(self._job.job, self._services.now() - started, layout.payload_bytes)
-            facts = layout, sealed.digests, message.keep
+            facts = layout, sealed.digests, message.keep, message.came_at
             self._job.feed(ev.SlotSealed(seat.rank, slot.id, message.grant, message.step, *facts))
 
     def _missed(self, seat: Seat, slot: Slot, message: wire.SealedSlot, reason: str) -> None:

@@ -102,7 +102,8 @@ class Called:
 @dataclass(frozen=True)
 class SealedSlot:
     """Capture into the slot is complete. fds: [layout] when this layout_id is new to the connection.
-    objects_bytes: real length of the msgpack map {name: bin} in the objects region (the rest of it is zero)."""
+    objects_bytes: real length of the msgpack map {name: bin} in the objects region (the rest of it is zero).
+    came_at: newest step called when the grant came (None: not known), by which the next ones are granted ahead."""
 
     slot: int
     grant: int
@@ -112,6 +113,7 @@ class SealedSlot:
     keep: bool = False
     capture_s: float = 0.0
     blocked_s: float = 0.0
+    came_at: int | None = None
 
 
 @dataclass(frozen=True)

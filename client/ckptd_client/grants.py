@@ -10,6 +10,7 @@ class Grant:
     slot: int
     number: int
     from_step: int
+    came_at: int = -1  # newest step called when it came
 
 
 class Grants:

@@ -45,6 +45,7 @@ class Job:
 
     step: int
     grant: int
+    came_at: int  # newest step called when the grant came
     slot: SlotView
     connection: int
     plan: Plan

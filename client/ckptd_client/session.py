@@ -180,7 +180,7 @@ class Session:
         self.troubles.clear("join")
 
     def _granted(self, message: wire.GrantSlot, fds: list[int]) -> None:
-        grant = Grant(message.slot, message.grant, message.from_step)
+        grant = Grant(message.slot, message.grant, message.from_step, self.called)
         if self.phase != READY or message.slot not in self.segments.slots:
             self.link.send(wire.GaveUp(message.grant, self.called, NO_MEMORY))
         elif not self.grants.arrive(grant, self.called, self._before if self.step_is_open else self.called):

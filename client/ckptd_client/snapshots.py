@@ -200,7 +200,7 @@ class Snapshots:
     ) -> Job:
         every = int(self._session.policy.get("audit_every", 0))
         return Job(
-            step=handle.step, grant=grant.number, slot=slot, connection=self._session.connection, plan=plan,
+            step=handle.step, grant=grant.number, came_at=grant.came_at, slot=slot, connection=self._session.connection, plan=plan,
             handle=handle, objects_bytes=objects_bytes, keep=keep, audit=every > 0 and (self._taken + 1) % every == 0,
         )  # fmt: skip
 
@@ -228,6 +228,7 @@ class Snapshots:
             job.keep,
             job.capture_s,
             job.blocked_s,
+            job.came_at,
         )
         try:
             sent = session.link.send(note, fds)

@@ -28,3 +28,25 @@ def test_any_node_shows_all_ranks_and_what_is_lost(nodes: Cluster) -> None:
     assert "n1" in first.problems()["degraded"]
     page = first.cli("status").stdout
     assert "DEGRADED" in page and "DOWN" in page
+
+
+def test_a_replaced_stewards_node_shows_what_is_durable(nodes: Cluster) -> None:
+    """Its memory is lost and with it what it knew; what is durable is in no memory any more (P2)."""
+    storage = nodes.root / "storage"
+    storage.mkdir()
+    first, second = nodes.several(2, steward_timeout_s=2, storage_root=storage)
+    world = nodes.world([first, second], JOB)
+    assert together(world, "restore") == [None, None]
+    together(world, "train", steps=2, snapshot=False)
+    together(world, "snapshot", must=True)
+    assert all("durable" in str(answer) for answer in together(world, "wait", level="durable"))
+    for _ in range(3):  # newer ones take its memory
+        together(world, "train", steps=1, snapshot=False)
+        together(world, "snapshot", must=True)
+        together(world, "wait", level="protected")
+    until(lambda: [n.newest(JOB, "durable") for n in (first, second)] == [2, 2], 20, "both nodes to know it")
+    first.kill()
+    first.start()
+    until(lambda: len(first.job(JOB).get("ranks", [])) == 2, 30, "the job to be known again")
+    until(lambda: first.newest(JOB, "durable") == 2, 30, "step 2 to be shown")
+    assert second.newest(JOB, "durable") == 2

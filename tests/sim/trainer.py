@@ -31,6 +31,7 @@ class Proc:
         self.step = -1
         self.asks: int | None = None
         self.grants: dict[int, GiveSlot] = {}
+        self.came_at: dict[int, int] = {}  # grant -> newest step called when it came
         self.filling: Mem | None = None
         self.loaded: tuple[Token, ...] | None = None
         self.restored: SnapshotId | None = None
@@ -111,6 +112,7 @@ class Proc:
     def granted(self, life: int, give: GiveSlot) -> None:
         if life != self.conn or not self.alive:
             return
+        self.came_at[give.grant] = self.step
         if self.asks is not None and give.from_step == self.asks:
             step, self.asks = self.asks, None
             self._capture(give, step)
@@ -176,7 +178,8 @@ class Proc:
         digests = digests_of(layout, mem.sums)
         mem.fact = HoldingFact(SnapshotId(record.number, step), self.rank, 0, layout.layout_id, digests, keep)
         self.world.oracle.held(host, mem)
-        host.feed_if(conn, ev.SlotSealed(self.rank, mem.id, give.grant, step, layout, digests, keep))
+        came_at = self.came_at.pop(give.grant, None)
+        host.feed_if(conn, ev.SlotSealed(self.rank, mem.id, give.grant, step, layout, digests, keep, came_at))
 
 
 class Run:

@@ -138,6 +138,7 @@ class World:
         """Faults stop; what died comes back."""
         self.calm = True
         self.faults.stop()
+        self.trouble()  # a partition that heals now is noticed a little later, as after any other
         self.net.calm()
         self.store.up = True
         for host in self.hosts.values():

@@ -115,7 +115,7 @@ class Capture:
         if rank is not None and rank.asks is not None and rank.asks <= event.step:
             rank.asks = None
         self._tell_rank(event.rank)
-        self._uplink.tell_sealed(event.grant, fact, layout.plan_id, layout.encoded)
+        self._uplink.tell_sealed(event.grant, fact, layout, event.came_at)
         return slot
 
     def on_left(self, rank: int) -> None:

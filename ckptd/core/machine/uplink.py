@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from ckptd.core.ids import SnapshotId
+from ckptd.core.layout import Layout
 from ckptd.core.machine.context import RESEND_S, Context, place_in_order
 from ckptd.core.machine.ranks import Rank, Ranks
 from ckptd.core.machine.slots import Slots
@@ -161,10 +162,10 @@ class Uplink:
             self._told[rank.rank] = state
             self._say(state)
 
-    def tell_sealed(self, grant: int, fact: HoldingFact, plan_id: str, layout: bytes) -> None:
-        layouts = {} if fact.layout_id in self._known_layouts else {fact.layout_id: layout}
+    def tell_sealed(self, grant: int, fact: HoldingFact, layout: Layout, came_at: int | None) -> None:
+        layouts = {} if fact.layout_id in self._known_layouts else {fact.layout_id: layout.encoded}
         self._known_layouts.add(fact.layout_id)
-        self._say(Sealed(self._ctx.number, grant, fact, plan_id, layouts))
+        self._say(Sealed(self._ctx.number, grant, fact, layout.plan_id, layouts, came_at))
 
     def tell_missed(self, grant: int, rank: int, reason: str) -> None:
         self._say(Missed(self._ctx.number, grant, rank, reason))

@@ -36,7 +36,7 @@ def view(machine: JobMachine) -> dict[str, Any]:
             for s, told in sorted(levels.items())
         ],
         "lag": max(steps, default=newest) - newest if newest >= 0 else -1,
-        "margin": machine.steward.grants.margin,
+        "margin": machine.steward.grants.margin.steps,
         "down": sorted(ctx.down),
     }
 

@@ -6,6 +6,7 @@ can ask of this epoch's nodes. Nothing is certified before everyone has told wha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptd.core.ids import SnapshotId
@@ -27,6 +28,7 @@ class Certify:
     def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger, grants: Grants) -> None:
         self._ctx, self._sessions, self._ledger, self._grants = ctx, sessions, ledger, grants
         self.pinned: set[SnapshotId] = set()  # a flush needs them
+        self._durable_told: dict[str, SnapshotId] = {}  # node -> newest that it knows to be durable
         self._serial = 0
         self._repeated_at = -1e9
         self._rounds = 0
@@ -118,12 +120,33 @@ class Certify:
 
     def tell(self, node: str, facts: Facts) -> None:
         if facts.certificate is not None and self._sessions.live(node):
+            if facts.certificate.durable:
+                self._durable_told[node] = max(facts.snapshot, self._durable_told.get(node, facts.snapshot))
             self._ctx.send(node, replace(facts.certificate, session=self._sessions.session(node)))
 
     def tell_all(self, node: str) -> None:
         """A node that has just told what it holds hears what holds."""
         for snapshot in sorted(self._ledger.facts):
             self.tell(node, self._ledger.facts[snapshot])
+
+    def heard_durable(self, node: str, snapshots: Iterable[SnapshotId]) -> None:
+        """A session begins: these are what the node knows to be durable."""
+        self._durable_told.pop(node, None)
+        known = max(snapshots, default=None)
+        if known is not None:
+            self._durable_told[node] = known
+
+    def tell_durable(self) -> None:
+        """The newest that is durable, to nodes that do not know it: when no memory holds it any more, nothing else names it."""
+        newest = max(filter(self._ctx.is_candidate, self._ledger.durable), default=None)
+        if newest is None or newest in self._ledger.facts:
+            return
+        for node in self._sessions.seats:
+            known = self._durable_told.get(node)
+            if self._sessions.live(node) and (known is None or known < newest):
+                session = self._sessions.session(node)
+                said = Certificate(self._ctx.number, 0, newest, -1, self.wanted(), True, session=session)
+                self._ctx.send(node, said)
 
     # --- releases -----------------------------------------------------------------------------------------------
     def _release(self) -> None:
@@ -194,6 +217,7 @@ class Certify:
             return
         self._repeated_at = self._ctx.now
         self._rounds += 1
+        self.tell_durable()
         for snapshot in sorted(self._ledger.facts):
             facts = self._ledger.facts[snapshot]
             if facts.void:

@@ -13,11 +13,11 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.capture import LATE
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.ledger import Ledger
+from ckptd.core.machine.steward.margin import Margin
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.messages import Grant, Missed, RankState, Sealed, Void
 
 REPEAT_S = 1.0  # an unanswered grant or void is said again after this
-CALM_GRANTS = 16  # completed in a row, before the margin shrinks by one step
 REFUSED_PAUSE_S = 0.25  # after a grant that a rank could not even take: at once again would only spin
 STUCK_S = 60.0  # a rank that neither seals nor misses, long after the step went by
 
@@ -27,6 +27,10 @@ class Granted:
     number: int
     from_step: int
     said_at: float
+    progress: int | None = None  # of the foremost rank when it was granted; None: for a rank that waits
+    earliest: int = 0  # what from_step would have been, had there never been a margin
+    need: int = 0  # the margin by which it would have been in time on all ranks
+    late: bool = False
     step: int | None = None  # what it became
     plan_id: str = ""
     sealed: set[int] = field(default_factory=set)
@@ -40,17 +44,17 @@ class Grants:
         self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
         self.open: dict[int, Granted] = {}
         self.ranks: dict[int, RankState] = {}
-        self.margin = 0
+        self.margin = Margin(ctx.policy.grant_margin_max_steps)
         self.newest = 0  # grant
-        self._last_from = -1
-        self._calm = 0
+        self._last_from = self._last_bare = -1
         self._refused_at = -1e9
         self._exact, self._exact_at = -1, 0.0  # newest grant for a rank that waits, and when
 
     def clear(self) -> None:
         self.open.clear()
         self.ranks.clear()
-        self.margin, self._last_from, self._calm = 0, -1, 0
+        self.margin.clear()
+        self._last_from = self._last_bare = -1
 
     # --- what the nodes say -------------------------------------------------------------------------------------
     def on_state(self, state: RankState) -> None:
@@ -64,6 +68,7 @@ class Grants:
             return
         step, rank = message.fact.snapshot.step, message.fact.rank
         grant.sealed.add(rank)
+        self._took(grant, message.came_at)
         if grant.step is None:
             grant.step, grant.plan_id = step, message.plan_id
         if grant.void:
@@ -84,10 +89,10 @@ class Grants:
         grant.missed.add(message.rank)
         if message.reason in REFUSED_AT_ONCE:
             self._refused_at = self._ctx.now
+        if message.reason.startswith(LATE) and (grant.late or not grant.void) and message.rank in self.ranks:
+            grant.late = True
+            self._took(grant, max(self.ranks[message.rank].step, grant.from_step))
         if not grant.void:
-            if message.reason.startswith(LATE) and grant.from_step != self._exact:
-                self._calm = 0
-                self.margin = min(max(1, 2 * self.margin), self._ctx.policy.grant_margin_max_steps)
             self.void(grant, f"rank {message.rank} missed it: {message.reason}")
         self._drop_settled(grant)
 
@@ -139,14 +144,21 @@ class Grants:
     def _drop_settled(self, grant: Granted) -> None:
         if grant.void and len(grant.missed | grant.sealed) >= self._world():
             self.open.pop(grant.number, None)
+            if grant.late and grant.progress is not None:
+                self.margin.saw(grant.need)
 
     def _completed(self, grant: Granted) -> None:
         self.open.pop(grant.number, None)
         if grant.step is not None:
             self._ledger.dirty.add(SnapshotId(self._ctx.number, grant.step))
-        self._calm += 1
-        if self._calm >= CALM_GRANTS and self.margin > 0:
-            self.margin, self._calm = self.margin - 1, 0
+        if grant.progress is not None:
+            self.margin.saw(grant.need)
+
+    @staticmethod
+    def _took(grant: Granted, came_at: int | None) -> None:
+        """``came_at``: the newest step that a rank had called when this grant came to it."""
+        if grant.progress is not None and came_at is not None and came_at >= grant.earliest:
+            grant.need = max(grant.need, came_at - grant.progress)
 
     # --- granting -----------------------------------------------------------------------------------------------
     def act(self) -> None:
@@ -164,7 +176,12 @@ class Grants:
             self._grant_exactly(asked)
         progress = max(state.step for state in self.ranks.values())
         while self._room() > 0:
-            self._grant(max(progress + 1 + self.margin, self._last_from + 1))
+            self._grant_ahead(progress)
+
+    def _grant_ahead(self, progress: int) -> None:
+        self._last_bare = max(progress, self._last_bare) + 1
+        grant = self._grant(max(progress + 1 + self.margin.steps, self._last_from + 1))
+        grant.progress, grant.earliest = progress, self._last_bare
 
     def on_tick(self) -> None:
         for grant in list(self.open.values()):
@@ -215,11 +232,12 @@ class Grants:
         fits = all(state.step < step or state.asks == step for state in self.ranks.values())
         return step if fits else None
 
-    def _grant(self, from_step: int) -> None:
+    def _grant(self, from_step: int) -> Granted:
         self.newest += 1
         self._last_from = max(self._last_from, from_step)
         grant = self.open[self.newest] = Granted(self.newest, from_step, self._ctx.now)
         self._say(grant)
+        return grant
 
     def _say(self, grant: Granted) -> None:
         grant.said_at = self._ctx.now

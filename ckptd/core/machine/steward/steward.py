@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ckptd.core.events import CommitDone
 from ckptd.core.ids import EpochRecord
+from ckptd.core.instructions import ReadDurable
 from ckptd.core.machine.context import Context, audience, place_in_order
 from ckptd.core.machine.steward.certify import Certify
 from ckptd.core.machine.steward.flush import Flushing
@@ -71,6 +72,8 @@ class Steward:
         self.flushing.clear()
         self.sessions.stop()
         self.sessions.start()
+        if self._ctx.policy.durable:  # of what no memory holds any more, only storage may know
+            self._ctx.emit(ReadDurable(""))
 
     def stop(self) -> None:
         self.active = False
@@ -157,7 +160,9 @@ class Steward:
 
     def _on_inventory(self, sender: str, message: Inventory) -> None:
         self.ledger.forget_node(sender)
-        self.ledger.mark_durable(snapshot for snapshot, _, durable in message.certified if durable)
+        durable = [snapshot for snapshot, _, is_durable in message.certified if is_durable]
+        self.ledger.mark_durable(durable)
+        self.certify.heard_durable(sender, durable)
         self.ledger.heard.update((snapshot, level) for snapshot, level, _ in message.certified)
         for fact in message.holdings:
             self.ledger.weigh_anew(fact.snapshot)

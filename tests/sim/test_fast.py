@@ -1,0 +1,48 @@
+"""Training loops of milliseconds keep completing snapshots, whatever a grant's way to the ranks takes (P14)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd.core.machine.steward.margin import GRANTS_SEEN, Margin
+from tests.sim.fast import FastWorld, Speed
+
+STEPS = 200
+STALLING = Speed(stall=0.02)  # every fiftieth frame is up to five steps late
+
+
+# A margin that doubled at each late grant and shrank by one in 16 completed 157 and 163 of 400.
+@pytest.mark.parametrize(("nodes", "per_node", "own_slots", "at_least"), [(1, 4, 2, 230), (4, 1, 3, 215)])
+def test_a_stall_now_and_then_does_not_keep_grants_far_ahead(
+    nodes: int, per_node: int, own_slots: int, at_least: int
+) -> None:
+    done = [
+        FastWorld(seed, STALLING, nodes=nodes, per_node=per_node, own_slots=own_slots).train(2 * STEPS)
+        for seed in (1, 2, 3)
+    ]
+    assert sum(done) / len(done) >= at_least, done
+
+
+@pytest.mark.parametrize("link_s", [0.0001, 0.001, 0.02, 0.1])
+def test_ways_of_any_length_complete(link_s: float) -> None:
+    """Up to 25 steps of training between a grant and its arrival."""
+    assert FastWorld(1, Speed(link_s=link_s), nodes=2).train(4 * STEPS) >= 5
+
+
+def test_the_margin_follows_what_was_measured_both_ways() -> None:
+    margin = Margin(64)
+    margin.saw(9)
+    assert margin.steps == 9  # at once, not by doubling
+    margin.saw(0)
+    margin.saw(9)
+    assert margin.steps == 9
+    for _ in range(GRANTS_SEEN):
+        margin.saw(2)
+    assert margin.steps == 2
+    margin.saw(30)
+    assert margin.steps == 2  # one stall costs one grant, not the slots of all
+    margin.saw(29)
+    assert margin.steps >= 29  # two are believed
+    for _ in range(GRANTS_SEEN):
+        margin.saw(1000)
+    assert margin.steps == 64
