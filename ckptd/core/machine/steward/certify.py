@@ -158,7 +158,7 @@ class Certify:
             if facts.void:
                 continue
             level = min(facts.level, wanted)
-            if best >= 0 and level <= best and not self._needed(facts):
+            if (best >= 0 and level <= best and not self._needed(facts)) or self._spent(facts):
                 self._ledger.release(snapshot)
                 self._rounds = 0
             elif self._certified_now(facts):
@@ -176,6 +176,11 @@ class Certify:
             return False
         others = [f for f in self._ledger.facts.values() if f.level >= 0 and f.snapshot.epoch < self._ctx.number]
         return any((f.level, f.snapshot) > (facts.level, facts.snapshot) for f in others)
+
+    def _spent(self, facts: Facts) -> bool:
+        """Durable, while memory lacks a part of it that nobody is going to bring: the rest only keeps slots from what is to
+        come."""
+        return facts.durable and facts.level < 0 and self._sessions.members_live() and not self._needed(facts)
 
     def _certified_now(self, facts: Facts) -> bool:
         return facts.certificate is not None and facts.certificate.level >= 0 and facts.level >= 0
@@ -195,8 +200,7 @@ class Certify:
         newest = self._newest_certified()
         if newest is None or newest.certificate is None:
             return
-        last = [snapshot for snapshot in self._ledger.released if snapshot < newest.snapshot]  # in order of release
-        gone = tuple(sorted(last[-RELEASES_NAMED_MAX:]))
+        gone = tuple(sorted(list(self._ledger.released)[-RELEASES_NAMED_MAX:]))  # it is in order of release
         if gone != newest.certificate.releases:
             self._serial += 1
             newest.certificate = replace(newest.certificate, serial=self._serial, releases=gone)

@@ -165,7 +165,8 @@ class Steward:
         self.certify.heard_durable(sender, durable)
         self.ledger.heard.update((snapshot, level) for snapshot, level, _ in message.certified)
         for fact in message.holdings:
-            self.ledger.weigh_anew(fact.snapshot)
+            if message.serial == 0:  # a later one may have crossed a release on its way
+                self.ledger.weigh_anew(fact.snapshot)
             self.ledger.add(sender, fact)
         self.certify.name_releases()
         self.grants.newest = max(self.grants.newest, message.grant)
