@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 
-from ckptd.core.box import Box, disjoint
+from ckptd.core.box import Box, Span, disjoint_spans
 from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
 
 CACHED_MAX = 32  # sets of layouts; a job has one or two alive
@@ -40,27 +42,63 @@ def agree(layouts: Mapping[int, Layout], digests: Mapping[int, Digests]) -> Agre
 
     MAYBE fragments of equal key and box, and objects of equal name, are one logical value when the digests on all ranks
     that have them are equal, else per rank; a MAYBE without a digest on some rank counts as differing. REPLICA fragments
-    of equal key and box must be equal.
+    of equal key and box must be equal. What layouts alone say is remembered by their ids.
     """
     claims = _claims(_Keyed(_ids(layouts), layouts))
     sums = {rank: dict(found) for rank, found in digests.items()}
     per_rank = {f"t:{key}" for key in claims.unlike}
     errors = list(claims.errors)
-    for key, name, ranks in claims.maybe:
-        values = {sums.get(rank, {}).get(name) for rank in ranks}
-        if len(values) > 1 or None in values:
-            per_rank.add(f"t:{key}")
-    for key, name, ranks in claims.replica:
-        errors += _copies_differ(key, name, ranks, sums)
+    for at in _differing(claims.maybe, sums, lacking=True):
+        per_rank.add(f"t:{claims.maybe.keys[at]}")
+    for at in _differing(claims.replica, sums, lacking=False):
+        errors += _copies_differ(claims.replica, at, sums)
     per_rank.update(_unequal_objects(sums))
     return Agreement(tuple(sorted(per_rank)), tuple(errors))
 
 
-def _copies_differ(
-    key: str, name: str, ranks: tuple[int, ...], sums: Mapping[int, dict[str, bytes]]
-) -> list[str]:
+_Sums = Mapping[int, Mapping[str, bytes]]  # rank -> digest name -> digest
+
+_dtype, _shape, _sharing = attrgetter("dtype"), attrgetter("shape"), attrgetter("sharing")
+_offsets, _sizes = attrgetter("box.offsets"), attrgetter("box.sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Boxes that several ranks have. The lists run in parallel, ``together`` are their indices by who has them."""
+
+    keys: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of the digests
+    ranks: list[tuple[int, ...]] = field(default_factory=list)
+    together: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def add(self, key: str, offsets: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+        self.together.setdefault(ranks, []).append(len(self.keys))
+        self.keys.append(key)
+        self.names.append(f"t:{key}|{','.join(map(str, offsets))}")
+        self.ranks.append(ranks)
+
+
+def _differing(shared: _Shared, sums: _Sums, *, lacking: bool) -> list[int]:
+    """Indices of boxes whose digests are not the same everywhere; ``lacking``: or are not known.
+
+    Boxes of the same ranks are compared as one row per rank: one comparison where nothing differs.
+    """
+    found: list[int] = []
+    for ranks, together in shared.together.items():
+        names = [shared.names[at] for at in together]
+        rows = [list(map(sums.get(rank, {}).get, names)) for rank in ranks]
+        if rows.count(rows[0]) == len(rows) and not (lacking and None in rows[0]):
+            continue
+        for at, *values in zip(together, *rows, strict=True):
+            if values.count(values[0]) < len(values) or (lacking and None in values):
+                found.append(at)
+    return sorted(found)
+
+
+def _copies_differ(shared: _Shared, index: int, sums: _Sums) -> list[str]:
+    name = shared.names[index]
     by_value: dict[bytes, list[int]] = {}
-    for rank in ranks:
+    for rank in shared.ranks[index]:
         value = sums.get(rank, {}).get(name)
         if value is not None:
             by_value.setdefault(value, []).append(rank)
@@ -68,15 +106,16 @@ def _copies_differ(
         return []
     groups = " and ".join(f"rank {', '.join(map(str, group))}" for group in by_value.values())
     at = name.rpartition("|")[2]
-    return [f"silent corruption: copies of {key} at [{at}] differ between {groups}"]
+    return [f"silent corruption: copies of {shared.keys[index]} at [{at}] differ between {groups}"]
 
 
-def _unequal_objects(sums: Mapping[int, dict[str, bytes]]) -> set[str]:
+def _unequal_objects(sums: _Sums) -> set[str]:
     first: dict[str, bytes] = {}
     unequal: set[str] = set()
     for found in sums.values():
-        for name, value in found.items():
-            if name.startswith("o:") and first.setdefault(name, value) != value:
+        for name in [name for name in found if name.startswith("o:")]:
+            value = found[name]
+            if first.setdefault(name, value) != value:
                 unequal.add(name)
     return unequal
 
@@ -91,10 +130,10 @@ class _Keyed:
 
 @dataclass(frozen=True, slots=True)
 class _Claims:
-    """What the layouts alone say: which names to compare on which ranks, which keys cannot be compared, what is wrong."""
+    """What the layouts alone say: what to compare on which ranks, which keys cannot be compared, what is wrong."""
 
-    maybe: tuple[tuple[str, str, tuple[int, ...]], ...]  # (key, digest name, ranks)
-    replica: tuple[tuple[str, str, tuple[int, ...]], ...]
+    maybe: _Shared
+    replica: _Shared
     unlike: tuple[str, ...]
     errors: tuple[str, ...]
 
@@ -105,26 +144,36 @@ def _ids(layouts: Mapping[int, Layout]) -> tuple[tuple[int, str], ...]:
 
 @lru_cache(maxsize=CACHED_MAX)
 def _claims(keyed: _Keyed) -> _Claims:
-    by_key: dict[str, list[tuple[int, Fragment]]] = {}
-    for rank, _ in keyed.ids:
-        for fragment in keyed.layouts[rank].fragments:
-            by_key.setdefault(fragment.key, []).append((rank, fragment))
-    maybe: list[tuple[str, str, tuple[int, ...]]] = []
-    replica: list[tuple[str, str, tuple[int, ...]]] = []
+    maybe, replica = _Shared(), _Shared()
     unlike: list[str] = []
     errors = _different_plans(keyed.layouts)
-    for key, found in sorted(by_key.items()):
+    for key, ranks, found in _by_key(keyed):
         if len(found) == 1:
             continue
-        wrong = _wrong(key, found)
-        if wrong and all(fragment.sharing == MAYBE for _, fragment in found):
+        spans = list(zip(map(_offsets, found), map(_sizes, found), strict=True))
+        wrong = _wrong(key, ranks, found, spans)
+        if wrong and all(fragment.sharing == MAYBE for fragment in found):
             unlike.append(key)
         elif wrong:
             errors.append(wrong)
-        else:
-            maybe += _compared(key, [entry for entry in found if entry[1].sharing == MAYBE])
-            replica += _compared(key, [entry for entry in found if entry[1].sharing == REPLICA])
-    return _Claims(tuple(maybe), tuple(replica), tuple(unlike), tuple(errors))
+        elif len(set(spans)) < len(spans):
+            _compared(maybe, key, MAYBE, ranks, found, spans)
+            _compared(replica, key, REPLICA, ranks, found, spans)
+    return _Claims(maybe, replica, tuple(unlike), tuple(errors))
+
+
+def _by_key(keyed: _Keyed) -> Iterable[tuple[str, Sequence[int], Sequence[Fragment]]]:
+    """(key, ranks, fragments) in the order of keys; the two sequences run in parallel, by rank.
+
+    No tuple per fragment: a million objects more would set the garbage collector on all layouts.
+    """
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    fragments: defaultdict[str, list[Fragment]] = defaultdict(list)
+    for rank, _ in keyed.ids:
+        for fragment in keyed.layouts[rank].fragments:
+            ranks[fragment.key].append(rank)
+            fragments[fragment.key].append(fragment)
+    return [(key, ranks[key], fragments[key]) for key in sorted(fragments)]
 
 
 def _different_plans(layouts: Mapping[int, Layout]) -> list[str]:
@@ -139,31 +188,58 @@ def _different_plans(layouts: Mapping[int, Layout]) -> list[str]:
     ]
 
 
-def _compared(key: str, found: list[tuple[int, Fragment]]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """The boxes that several ranks have."""
-    ranks: dict[Box, list[int]] = {}
-    for rank, fragment in found:
-        if fragment.nbytes:
-            ranks.setdefault(fragment.box, []).append(rank)
-    return [(key, tensor_name(key, box), tuple(held)) for box, held in ranks.items() if len(held) > 1]
+def _compared(
+    shared: _Shared,
+    key: str,
+    sharing: str,
+    ranks: Sequence[int],
+    found: Sequence[Fragment],
+    spans: Sequence[Span],
+) -> None:
+    """Add the boxes of this sharing that several ranks have."""
+    holders: dict[Span, list[int]] = {}
+    for rank, fragment, span in zip(ranks, found, spans, strict=True):
+        if fragment.sharing == sharing and fragment.nbytes:
+            holders.setdefault(span, []).append(rank)
+    for (offsets, _), held in holders.items():
+        if len(held) > 1:
+            shared.add(key, offsets, tuple(held))
 
 
-def _wrong(key: str, found: list[tuple[int, Fragment]]) -> str:
+def _wrong(key: str, ranks: Sequence[int], found: Sequence[Fragment], spans: Sequence[Span]) -> str:
     """Why these fragments cannot be slices of one tensor; "" when they can."""
-    kinds: dict[tuple[str, tuple[int, ...]], int] = {}
-    boxes: dict[Box, tuple[int, str]] = {}
-    for rank, fragment in found:
-        kinds.setdefault((fragment.dtype, fragment.shape), rank)
-        other, sharing = boxes.setdefault(fragment.box, (rank, fragment.sharing))
+    distinct = dict.fromkeys(spans)
+    if len(distinct) < len(spans):
+        clash = _clash(key, ranks, found, spans)
+        if clash:
+            return clash
+    if not (_same(map(_dtype, found)) and _same(map(_shape, found))):
+        kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+        for rank, fragment in zip(ranks, found, strict=True):
+            kinds.setdefault((fragment.dtype, fragment.shape), rank)
+        texts = (f"{dtype}{list(shape)} on rank {rank}" for (dtype, shape), rank in kinds.items())
+        return f"{key}: {', '.join(texts)}"
+    if len(distinct) > 1 and not disjoint_spans(list(distinct)):
+        return f"{key}: boxes of different ranks overlap without being equal"
+    return ""
+
+
+def _clash(key: str, ranks: Sequence[int], found: Sequence[Fragment], spans: Sequence[Span]) -> str:
+    """Equal boxes of two ranks that must not be equal; "" when there are none."""
+    if _same(map(_sharing, found)) and found[0].sharing != UNIQUE:
+        return ""
+    first: dict[Span, tuple[int, str]] = {}
+    for rank, fragment, span in zip(ranks, found, spans, strict=True):
+        other, sharing = first.setdefault(span, (rank, fragment.sharing))
         if other == rank or not fragment.nbytes:
             continue
         if sharing != fragment.sharing:
             return f"{key}: rank {other} and rank {rank} disagree whether it is shared"
         if sharing == UNIQUE:
             return f"{key}: rank {other} and rank {rank} both have the same slice for themselves alone"
-    if len(kinds) > 1:
-        texts = (f"{dtype}{list(shape)} on rank {rank}" for (dtype, shape), rank in kinds.items())
-        return f"{key}: {', '.join(texts)}"
-    if not disjoint(list(boxes)):
-        return f"{key}: boxes of different ranks overlap without being equal"
     return ""
+
+
+def _same(values: Iterable[object]) -> bool:
+    known = list(values)
+    return known.count(known[0]) == len(known)

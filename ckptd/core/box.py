@@ -89,25 +89,40 @@ def without(box: Box, part: Box) -> list[Box]:
     return rest
 
 
+Span = tuple[
+    tuple[int, ...], tuple[int, ...]
+]  # offsets and sizes of a Box; hashing a Box costs ten times as much
+
+
 def disjoint(boxes: Sequence[Box]) -> bool:
     """No element lies in two of the boxes. Empty boxes are disjoint from everything."""
-    solid = [box for box in boxes if box.volume]
+    return disjoint_spans([(box.offsets, box.sizes) for box in boxes])
+
+
+def disjoint_spans(spans: Sequence[Span]) -> bool:
+    """``disjoint`` of many boxes."""
+    solid = [span for span in spans if 0 not in span[1]]
     if len(solid) < 2:
         return True
-    if len(solid) == 2:
-        return intersect(solid[0], solid[1]) is None
-    first = solid[0]
-    along = [d for d in range(len(first.sizes)) if any(_extent(box, d) != _extent(first, d) for box in solid)]
-    if len(along) < 2:  # the usual shards: cut along one dimension, or (no dimension) all the same box
-        ends = sorted(_extent(box, d) for d in along for box in solid)
-        return bool(ends) and all(a[0] + a[1] <= b[0] for a, b in pairwise(ends))
-    frame = _frame(solid)
-    union = frame.volume - sum(gap.volume for gap in uncovered(frame, solid))
-    return union == sum(box.volume for box in solid)
+    if len(set(solid)) < len(solid):
+        return False
+    # The usual shards are cells of a grid, even or not: in each dimension their extents are equal or apart.
+    cut = [dim for dim in _extents(solid) if len(dim) > 1]
+    if all(a[0] + a[1] <= b[0] for dim in cut for a, b in pairwise(dim)):
+        return True
+    if len(cut) == 1:
+        return False
+    boxes = [Box(*span) for span in solid]
+    frame = _frame(boxes)
+    union = frame.volume - sum(gap.volume for gap in uncovered(frame, boxes))
+    return union == sum(box.volume for box in boxes)
 
 
-def _extent(box: Box, dim: int) -> tuple[int, int]:
-    return box.offsets[dim], box.sizes[dim]
+def _extents(spans: Sequence[Span]) -> list[list[tuple[int, int]]]:
+    """For each dimension the different (offset, size), sorted. ValueError: the boxes have different ranks."""
+    offsets = zip(*(span[0] for span in spans), strict=True)
+    sizes = zip(*(span[1] for span in spans), strict=True)
+    return [sorted(set(zip(at, size, strict=True))) for at, size in zip(offsets, sizes, strict=True)]
 
 
 _Part = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of the dimensions not yet swept

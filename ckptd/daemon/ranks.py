@@ -21,6 +21,7 @@ from ckptd.observe.sight import Sight
 from ckptd.wire import rank as wire
 from ckptd.wire.rank_link import RankSession
 from ckptd.wire.seqpacket import read_memfd_object
+from ckptd.wire.world import WORLD_BYTES_MAX, unpack_world
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
@@ -49,7 +50,7 @@ class Ranks:
     def on_message(self, session: RankSession, message: Any, fds: list[int]) -> None:
         """One frame of a rank. Raises ValueError for what a well-meaning client never sends; the link then closes it."""
         if isinstance(message, wire.Join):
-            self._join(session, message)
+            self._join(session, message, fds)
             return
         seat = self._job.seats.seat_of(session)
         if isinstance(message, wire.ListSteps):
@@ -93,13 +94,15 @@ class Ranks:
                 self._job.adopt(slot)
 
     # --- joining and leaving ------------------------------------------------------------------------------------
-    def _join(self, session: RankSession, message: wire.Join) -> None:
+    def _join(self, session: RankSession, message: wire.Join, fds: list[int]) -> None:
+        if not fds:
+            raise ValueError("join without a world")
+        ranks, told = unpack_world(read_memfd_object(fds[0], WORLD_BYTES_MAX))
         try:
-            nodes = tuple(msgspec.convert(node, NodeInfo) for node in message.nodes)
+            nodes = tuple(msgspec.convert(node, NodeInfo) for node in told)
             ask = None if message.ask is None else msgspec.convert(message.ask, RestoreAsk)
         except msgspec.ValidationError as error:  # which is no ValueError
             raise ValueError(f"join: {error}") from error
-        ranks = tuple(message.ranks)
         if not 0 <= message.rank < len(ranks) or ranks[message.rank] != self._services.node.node:
             raise ValueError(f"rank {message.rank} does not live on this node")
         if {node.node for node in nodes} != set(ranks):

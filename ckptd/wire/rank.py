@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: the world of a Join lies beside the frame
 FRAME_BYTES_MAX = 64 * 1024
 FDS_PER_FRAME_MAX = 64
 LOAD_SEGMENTS_MAX = FDS_PER_FRAME_MAX - 1  # of one LoadPlan; the plan itself is the first descriptor
@@ -39,18 +39,16 @@ class Offer:
 
 @dataclass(frozen=True)
 class Join:
-    """At restore() or the first snapshot(): the world is fixed now.
+    """At restore() or the first snapshot(): the world is fixed now. fds: [world], see wire/world.py.
 
-    ``nodes`` are NodeInfo dicts in rank order without repeats; ``ranks[i]`` is the node id of rank i; ``attempt`` is one
-    random string for all ranks. ``ask`` is None or a RestoreAsk dict. state_bytes: predicted payload of one snapshot.
+    ``attempt`` is one random string for all ranks. ``ask`` is None or a RestoreAsk dict.
+    state_bytes: predicted payload of one snapshot.
     After a reconnect (the daemon restarted, training went on) the client sends Hello, Offer and the *same* Join again:
     the attempt is the nonce of the running epoch, so the daemon answers Mapped* and Ready, and opens nothing.
     """
 
     attempt: str
     rank: int
-    ranks: list[str]
-    nodes: list[dict[str, Any]]
     state_bytes: int
     ask: dict[str, Any] | None
 

@@ -31,6 +31,7 @@ SEND_BUFFER_BYTES = 4 * 1024 * 1024  # asked for; the kernel may give less
 # File descriptors that a class may carry; every other class carries none.
 FDS_MAX: Mapping[type, int] = {
     wire.Offer: wire.FDS_PER_FRAME_MAX,
+    wire.Join: 1,
     wire.Wants: 1,
     wire.SealedSlot: 1,
     wire.Mapped: 1,

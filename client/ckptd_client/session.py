@@ -5,6 +5,7 @@ Messages arrive on the link's thread; the trainer's thread reads and waits under
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -15,7 +16,8 @@ from typing import Any
 from ckptd.core.errors import CkptdError
 from ckptd.core.events import NO_MEMORY
 from ckptd.wire import rank as wire
-from ckptd.wire.seqpacket import FrameError, read_memfd_object
+from ckptd.wire.seqpacket import memfd_object, read_memfd_object
+from ckptd.wire.world import pack_world
 from ckptd_client import fence
 from ckptd_client.grants import Grant, Grants
 from ckptd_client.handles import Handle
@@ -63,7 +65,7 @@ class Session:
         self._inbox: deque[tuple[Any, bytes, list[int]]] = deque()
         self._replies: dict[int, Any] = {}
         self._requests = 0
-        self._join: wire.Join | None = None
+        self._join: tuple[wire.Join, bytes] | None = None  # as it was sent, and the world beside it
         self._layouts: set[str] = set()  # ids that this connection's daemon knows
         self.daemon_problems: list[str] = []
         self._on: dict[type, Callable[[Any, list[int]], None]] = {
@@ -91,7 +93,11 @@ class Session:
         self.troubles.clear("daemon")
         self._offer()
         if rejoin is not None:
-            self.link.send(replace(rejoin, ask=None))  # the daemon knows the attempt, or learns it
+            message, body = rejoin
+            try:
+                self._send_join(replace(message, ask=None), body)  # the daemon knows the attempt, or learns it
+            except OSError as error:
+                self.troubles.report("join", f"not protected: the daemon cannot be told the world: {error}")
 
     def _offer(self) -> None:
         offers = self.segments.offers()
@@ -228,25 +234,32 @@ class Session:
     # --- joining ------------------------------------------------------------------------------------------------
     def join(self, world: World, state_bytes: int, ask: dict[str, Any] | None, *, restoring: bool) -> None:
         """Raises CkptdError without a connection. Answers come to ``next_restore`` when ``restoring``."""
-        nodes = [dict(node) for node in world.nodes]
-        message = wire.Join(world.attempt, world.rank, list(world.ranks), nodes, state_bytes, ask)
+        message = wire.Join(world.attempt, world.rank, state_bytes, ask)
+        body = pack_world(world.ranks, world.nodes)
         with self.changed:
             self._drop_inbox()
             self.grants.clear()
-            self.world, self._join = world, message
+            self.world, self._join = world, (message, body)
             self.phase, self.restoring = JOINING, restoring
             self.called = self._before = self._optimizer_steps = -1
         try:
-            sent = self.link.send(message)
-        except FrameError as error:
+            sent = self._send_join(message, body)
+        except OSError as error:
             self.left(error)
             raise CkptdError(
-                f"a world of {world.size} ranks does not fit: {error}", where=self.job
+                f"the world of {world.size} ranks cannot be told to the daemon: {error}", where=self.job
             ) from error
         if not sent:
             lost = CkptdError("the daemon was lost before the join", where=self.link.path)
             self.left(lost)
             raise lost
+
+    def _send_join(self, message: wire.Join, body: bytes) -> bool:
+        fd = memfd_object(body)
+        try:
+            return self.link.send(message, [fd])
+        finally:
+            os.close(fd)
 
     def next_restore(self, deadline: float) -> tuple[Any, bytes, list[int]]:
         """The daemon's next word about the restore, its body and fds (the caller's). Raises CkptdError at the deadline."""

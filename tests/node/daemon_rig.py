@@ -23,6 +23,7 @@ from ckptd.daemon.job import JobShell
 from ckptd.daemon.server import Daemon
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import RankSocket, memfd_object, read_memfd_object
+from ckptd.wire.world import pack_world
 from tests.node.links import eventually
 from tests.node.slots import small_layout, write_payload
 
@@ -95,7 +96,12 @@ class Rank:
         node = asdict(self.daemon.services.node)
         size = layout_here().payload_bytes if state_bytes is None else state_bytes
         full = {"step": None, "source": None, "allow_fresh": False} | ask
-        self.say(wire.Join(attempt, rank, [node["node"]], [node], size, full))
+        self.say_join(wire.Join(attempt, rank, size, full), pack_world([node["node"]], [node]))
+
+    def say_join(self, message: wire.Join, world: bytes) -> None:
+        fd = memfd_object(world)
+        self.say(message, (fd,))
+        os.close(fd)
 
     async def begin(self, attempt: str) -> None:
         """Join where nothing is to be restored."""

@@ -23,6 +23,7 @@ from ckptd.core.box import Box, intersect, uncovered
 from ckptd.core.layout import REPLICA, UNIQUE, Layout
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import FrameError, RankSocket, memfd_object, read_memfd_object
+from ckptd.wire.world import WORLD_BYTES_MAX, unpack_world
 
 NODE = {
     "node": "double",
@@ -77,6 +78,7 @@ class RankDaemonDouble:
         self.spoil_part = -1  # the part whose first piece leaves its segment
         self.changed = threading.Condition(threading.RLock())
         self._peers: list[Peer] = []
+        self.worlds: dict[str, tuple[tuple[str, ...], list[dict[str, Any]]]] = {}  # attempt -> ranks, nodes
         self._joined: dict[str, dict[int, tuple[Peer, wire.Join]]] = {}
         self._attempt = ""
         self._ready = False
@@ -162,6 +164,7 @@ class RankDaemonDouble:
 
     def _on_join(self, peer: Peer, message: wire.Join, fds: list[int]) -> None:
         peer.rank = message.rank
+        self.worlds[message.attempt] = ranks, _ = unpack_world(read_memfd_object(fds[0], WORLD_BYTES_MAX))
         self._resize(peer, message.state_bytes)
         if message.attempt == self._attempt:
             self._joined[self._attempt][message.rank] = (peer, message)
@@ -171,7 +174,7 @@ class RankDaemonDouble:
             return
         here = self._joined.setdefault(message.attempt, {})
         here[message.rank] = (peer, message)
-        if len(here) == len(message.ranks):
+        if len(here) == len(ranks):
             self._attempt, self._ready, self.world = message.attempt, False, len(here)
             self._open(message.ask)
 

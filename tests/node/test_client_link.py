@@ -16,6 +16,9 @@ import pytest
 from ckptd_client import CkptdError, Client, session
 from ckptd_client import client as client_module
 from ckptd_client.capture import Engine
+from ckptd_client.session import Session
+from ckptd_client.troubles import Troubles
+from ckptd_client.world import World
 
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
@@ -151,6 +154,29 @@ def test_a_daemon_that_dies_and_comes_back(tmp_path: Path) -> None:
             assert_same(again.held[1, 6][0], expected)
             assert client.health().ok
             assert len(client._session.segments._known) == 3  # the dead one's memory was let go
+
+
+def test_a_world_of_4096_ranks_is_told_at_the_join_and_again_to_a_new_daemon(tmp_path: Path) -> None:
+    """A frame holds a few hundred nodes (D2)."""
+    nodes = [
+        {"node": f"node-{n:04}", "control": f"tcp://n{n}:1", "bulk": f"n{n}:2", "domain": f"rack-{n // 8}"}
+        for n in range(512)
+    ]
+    ranks = tuple(str(node["node"]) for node in nodes for _ in range(8))
+    world = World(9, len(ranks), ranks, tuple(nodes), "attempt")
+    session = Session(str(tmp_path / "d.sock"), "gpt", Troubles("gpt"))
+    daemon = RankDaemonDouble(tmp_path / "d.sock").start()
+    try:
+        session.link.start()
+        assert session.wait_up(30)
+        session.join(world, 1 << 20, None, restoring=False)
+        daemon.wait_for(lambda: daemon.worlds == {"attempt": (ranks, nodes)})
+        daemon.stop()
+        with RankDaemonDouble(daemon.path) as again:
+            again.wait_for(lambda: again.worlds == {"attempt": (ranks, nodes)})
+            assert again.messages(wire.Join) == daemon.messages(wire.Join)
+    finally:
+        session.link.close(None)
 
 
 @pytest.fixture

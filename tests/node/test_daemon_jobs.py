@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
+from dataclasses import asdict
 from typing import Any
 
+import msgpack
 import pytest
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
+from ckptd.core.ids import NodeInfo
 from ckptd.daemon import behind, ranks, revival
+from ckptd.daemon.job import JobShell
 from ckptd.wire import rank as wire
+from ckptd.wire.world import NODE_FIELDS_MAX, RANKS_MAX, WORLD_BYTES_MAX, pack_world
 from tests.node.daemon_rig import rig
 from tests.node.links import eventually
 
@@ -128,15 +134,64 @@ async def test_a_rank_that_came_back_is_not_declared_dead_by_its_old_process() -
         assert seat.watched == -1
 
 
-async def test_garbage_in_a_join_closes_that_connection_only() -> None:
+RIG = {"node": "rig", "control": "c", "bulk": "b", "domain": "d"}
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        b"", b"\xc1", b"\x91" * 5000, msgpack.packb(7), msgpack.packb({"ranks": ["rig"]}),
+        msgpack.packb({"ranks": ["rig"], "nodes": [RIG], "more": 1}),
+        msgpack.packb({"ranks": "rig", "nodes": [RIG]}), msgpack.packb({"ranks": [7], "nodes": [RIG]}),
+        msgpack.packb({"ranks": ["rig"], "nodes": RIG}), msgpack.packb({"ranks": ["rig"], "nodes": ["rig"]}),
+        pack_world(["rig"], [{"node": 5}]), pack_world([], []), pack_world(["rig", "other"], [RIG]),
+        pack_world(["rig"] * (RANKS_MAX + 1), [RIG]),
+        pack_world(["rig"], [RIG | {str(n): n for n in range(NODE_FIELDS_MAX)}]),
+        msgpack.packb({"ranks": ["rig"], "nodes": [RIG | {"domain": msgpack.ExtType(1, b"x")}]}),
+        bytes(WORLD_BYTES_MAX + 1),
+    ],
+    ids=range(17),
+)  # fmt: skip
+async def test_garbage_in_a_join_closes_that_connection_only(world: bytes) -> None:
     """P13."""
     async with rig() as house:
         rank, good = house.rank(), house.rank()
-        rank.say(wire.Join("a", 0, ["rig"], [{"node": 5}], 1, None))
-        session = await eventually(lambda: list(house.daemon.door._link.sessions)[0:])
-        await eventually(lambda: len(house.daemon.door._link.sessions) == 1)
-        assert session
+        sessions = house.daemon.door._link.sessions
+        await eventually(lambda: len(sessions) == 2)
+        rank.say_join(wire.Join("a", 0, 1, None), world)
+        await eventually(lambda: len(sessions) == 1)
         await good.begin("a")
+
+
+async def test_a_join_without_a_sealed_world_closes_that_connection_only() -> None:
+    """P13: nothing is read from what can still change, or is no memory at all."""
+    async with rig() as house:
+        ranks = [house.rank() for _ in range(3)]
+        sessions = house.daemon.door._link.sessions
+        await eventually(lambda: len(sessions) == 3)
+        ranks[0].say(wire.Join("a", 0, 1, None))
+        await eventually(lambda: len(sessions) == 2)
+        with tempfile.TemporaryFile() as file:
+            ranks[1].say(wire.Join("a", 0, 1, None), (file.fileno(),))
+        await eventually(lambda: len(sessions) == 1)
+        await ranks[2].begin("a")
+
+
+async def test_a_world_of_4096_ranks_on_512_nodes_is_told_through_the_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A frame holds a few hundred nodes (D2)."""
+    async with rig() as house:
+        rank = house.rank()
+        fed: list[Any] = []  # and not to the machine: nobody looks for 511 nodes that do not exist
+        monkeypatch.setattr(JobShell, "feed", lambda shell, event: fed.append(event))
+        nodes = [house.daemon.services.node]
+        nodes += [NodeInfo(f"node-{n:04}", f"tcp://n{n}:1", f"n{n}:2", f"rack-{n // 8}") for n in range(1, 512)]
+        ranks = tuple(node.node for node in nodes for _ in range(8))
+        rank.say_join(wire.Join("a", 3, 1 << 20, None), pack_world(ranks, map(asdict, nodes)))
+        await eventually(lambda: any(isinstance(event, ev.RankJoined) for event in fed))
+        joined = [event for event in fed if isinstance(event, ev.RankJoined)]
+        assert joined == [ev.RankJoined(3, "a", ranks, tuple(nodes), None)]
 
 
 async def test_a_forgotten_job_begins_anew_for_who_was_connected_before() -> None:

@@ -43,8 +43,8 @@ def open_fds() -> int:
     [
         wire.Hello(1, "gpt", 4),
         wire.Offer(["a", "b"]),
-        wire.Join("x", 0, ["n0"], [{"node": "n0"}], 1 << 40, None),
-        wire.Join("x", 0, ["n0"], [{"node": "n0"}], 1, {"step": None}),
+        wire.Join("x", 0, 1 << 40, None),
+        wire.Join("x", 0, 1, {"step": None}),
         wire.SealedSlot(1, 2, 3, "id", 4, True, 0.5, 1),
         wire.WaitFor(None, "durable"),
     ],
