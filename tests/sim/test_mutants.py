@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.mutants import MUTANTS, SURVIVORS
+from tests.sim.mutants import MUTANTS, RARE
 from tests.sim.world import World
 
 SEEDS_MAX = 400
 
 
-@pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(SURVIVORS)))
+@pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(RARE)))
 def test_the_mistake_is_found(name: str) -> None:
     for seed in range(SEEDS_MAX):
         try:
