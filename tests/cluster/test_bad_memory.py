@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from tests.cluster.damage import flip_in_file, flip_in_memory
 from tests.cluster.nodes import Cluster, Trainer, TrainerError, together
 from tests.cluster.test_bad_restore import protected
 
 JOB = "flip"
-QUARANTINED = 'ckptd_quarantines_total{job="0/flip",where="memory"}'
+QUARANTINED = f'ckptd_quarantines_total{{job="{os.getuid()}/flip",where="memory"}}'
 
 
 def test_a_flipped_bit_is_found_and_another_copy_used(nodes: Cluster) -> None:
