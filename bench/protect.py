@@ -19,6 +19,7 @@ from bench.common import Report, Row, arguments, interleave
 from bench.state import JOB, make_arena, sealed_slot
 from ckptd.core.ids import SnapshotId
 from ckptd.protect.fetch import Fetcher
+from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.replicate import Replicator
 from ckptd.wire.codec import MESSAGES, decode, encode
 from ckptd.wire.keys import ClusterKey
@@ -60,7 +61,8 @@ class Pipe:
 
 def _rooms(pipe: Pipe, transport: TcpTransport, budget: int) -> tuple[Replicator, Fetcher]:
     work = ThreadPoolExecutor(2)
-    made = Replicator(transport, make_arena(budget), pipe.send, work), Fetcher(transport, pipe.send, work)
+    arena, fetcher = make_arena(budget), Fetcher(transport, pipe.send, work)
+    made = Replicator(transport, arena, pipe.send, work, FrozenParts(arena, fetcher, work)), fetcher
     pipe.rooms = made
     return made
 

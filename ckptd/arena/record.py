@@ -19,10 +19,10 @@ class SlotRecord:
     job: str
     snapshot: SnapshotId
     rank: int
-    tier: int  # the slot holds layout.tier_bytes(tier) bytes
+    tier: int  # the slot holds layout.spans(tier)
     layout: Layout
     objects_bytes: int  # real length of the objects region
-    sums: bytes  # 16 per block of that prefix
+    sums: bytes  # 16 per block of those
     digests: tuple[tuple[str, bytes], ...]
     keep: bool = False
 

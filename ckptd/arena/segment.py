@@ -26,7 +26,7 @@ from ckptd.arena.ledger import (
 )
 from ckptd.arena.prefault import prefault
 from ckptd.arena.record import decode_record
-from ckptd.arena.slot import Slot
+from ckptd.arena.slot import Slot, fits
 from ckptd.arena.tenant import Tenant
 from ckptd.core.failpoint import failpoint
 from ckptd.process import Process
@@ -96,8 +96,8 @@ class Segment:
             record = decode_record(meta)
         except ValueError:
             return
-        fits = record.layout.tier_bytes(record.tier) <= row.capacity and record.job == self.tenant.job
-        if fits and (self.tenant.kind != "own" or record.rank == self.tenant.rank):
+        ours = fits(record, row.capacity) and record.job == self.tenant.job
+        if ours and (self.tenant.kind != "own" or record.rank == self.tenant.rank):
             slot.restore(row, record)
 
     def destroy(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgpack
 import xxhash
 
+from ckptd.arena.payload import Payload
 from ckptd.core.agreement import object_name, tensor_name
 from ckptd.core.layout import MAYBE, REPLICA, Layout
 
@@ -28,13 +29,15 @@ _tables: OrderedDict[tuple[str, int], Blocks] = OrderedDict()
 
 
 def blocks_of(layout: Layout, tier: int = 0) -> Blocks:
-    """(offset, length) of the blocks of a tier-``tier`` replica: a prefix of ``layout.blocks()``, because
-    fragments lie by descending tier."""
+    """(offset, length) of the blocks of a tier-``tier`` replica, ascending: a prefix of each part's, because fragments
+    lie by descending tier."""
     key = (layout.layout_id, max(tier, 0))
     found = _tables.get(key)
     if found is None:
-        end = layout.tier_bytes(tier)
-        found = tuple((at, size) for at, size in layout.blocks() if at + size <= end)
+        ends = {at >= layout.frozen_at: at + length for at, length in layout.spans(tier)}
+        found = tuple(
+            (at, size) for at, size in layout.blocks() if at + size <= ends.get(at >= layout.frozen_at, -1)
+        )
         _tables[key] = found
         while len(_tables) > TABLES_KEPT_MAX:
             _tables.popitem(last=False)
@@ -45,16 +48,35 @@ def block_count(layout: Layout, tier: int = 0) -> int:
     return len(blocks_of(layout, tier))
 
 
-def block_sums(payload: memoryview, layout: Layout, tier: int = 0) -> bytes:
+def block_sums(payload: Payload, layout: Layout, tier: int = 0) -> bytes:
     """One sum per block of the tier's prefix, in order. Raises ValueError when the payload is shorter than
     that."""
     _require_length(payload, layout, tier)
+    return _sums_of(payload, blocks_of(layout, tier))
+
+
+def live_sums(live: memoryview, layout: Layout) -> bytes:
+    """The sums of the live part's blocks; the frozen part's come after them. Raises ValueError when it is too short."""
+    if len(live) < layout.frozen_at:
+        raise ValueError(f"live part of {len(live)} bytes, the layout needs {layout.frozen_at}")
+    return _sums_of(live, [block for block in blocks_of(layout) if block[0] < layout.frozen_at])
+
+
+def _sums_of(payload: Payload, blocks: Iterable[tuple[int, int]]) -> bytes:
     digest = xxhash.xxh3_128_digest
-    return b"".join([digest(payload[at : at + size]) for at, size in blocks_of(layout, tier)])
+    return b"".join([digest(payload[at : at + size]) for at, size in blocks])
+
+
+def lower_tier(layout: Layout, sums: bytes, held: int, tier: int) -> bytes:
+    """From the sums of a tier-``held`` replica those of a tier-``tier`` one, which has no more blocks."""
+    kept = set(blocks_of(layout, tier))
+    found = [i for i, block in enumerate(blocks_of(layout, held)) if block in kept]
+    assert len(found) == len(kept), "a lower replica lacks blocks of a higher one"
+    return b"".join([sums[i * SUM_BYTES : (i + 1) * SUM_BYTES] for i in found])
 
 
 def bad_blocks(
-    payload: memoryview,
+    payload: Payload,
     layout: Layout,
     sums: bytes,
     spans: Iterable[tuple[int, int]] | None = None,
@@ -106,7 +128,7 @@ def touched_blocks(blocks: Sequence[tuple[int, int]], spans: Iterable[tuple[int,
 
 
 def digests(
-    layout: Layout, sums: bytes, payload: memoryview, objects_bytes: int
+    layout: Layout, sums: bytes, payload: Payload, objects_bytes: int
 ) -> tuple[tuple[str, bytes], ...]:
     """What ranks compare (design D7): ``t:key|offsets`` for each fragment that may live elsewhere too, from
     its block sums, and ``o:name`` for each entry of the objects map. Raises ValueError when the objects
@@ -125,7 +147,7 @@ def _fragment_digests(layout: Layout, sums: bytes) -> list[tuple[str, bytes]]:
     return made
 
 
-def _object_digests(payload: memoryview, layout: Layout, objects_bytes: int) -> list[tuple[str, bytes]]:
+def _object_digests(payload: Payload, layout: Layout, objects_bytes: int) -> list[tuple[str, bytes]]:
     if not 0 <= objects_bytes <= layout.objects_capacity:
         raise ValueError(f"objects of {objects_bytes} bytes in a region of {layout.objects_capacity}")
     if objects_bytes == 0:
@@ -139,6 +161,7 @@ def _object_digests(payload: memoryview, layout: Layout, objects_bytes: int) -> 
     return [(object_name(name), xxhash.xxh3_128_digest(value)) for name, value in objects.items()]
 
 
-def _require_length(payload: memoryview, layout: Layout, tier: int) -> None:
-    if len(payload) < layout.tier_bytes(tier):
-        raise ValueError(f"payload of {len(payload)} bytes, the layout needs {layout.tier_bytes(tier)}")
+def _require_length(payload: Payload, layout: Layout, tier: int) -> None:
+    needed = max((at + length for at, length in layout.spans(tier)), default=0)
+    if len(payload) < needed:
+        raise ValueError(f"payload of {len(payload)} bytes, the layout needs {needed}")

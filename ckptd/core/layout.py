@@ -1,16 +1,18 @@
-"""What one rank's slot holds: fragments of logical tensors at byte offsets (design D7, D8).
+"""What one rank's slot holds: fragments of logical tensors at byte offsets (design D6, D7, D8).
 
-A slot's payload is ``[objects region][fragments by descending tier]``. The objects region (non-tensor state, msgpack)
-lies at offset 0 with a fixed capacity; its real length travels with each seal. A *tier-t* replica of a slot is the prefix
-``[0, tier_bytes(t))``: objects plus every fragment whose ``tier`` is >= t. ``tier`` of a fragment is how many
-copies in other failure domains the network must still make: ``replicas`` for what this rank alone holds, less for
-what the balanced plan captures on other ranks as well (0: no network at all).
+A payload is ``[objects region][fragments by descending tier]`` and then, where the rank has frozen parameters,
+``[frozen fragments by descending tier]``. The objects region (non-tensor state, msgpack) lies at offset 0 with a fixed
+capacity; its real length travels with each seal. Everything before ``frozen_at`` is the *live part* and lies in the slot
+itself; the *frozen part* lies in a slot of its own, once for all snapshots that hold the same bytes, under the offsets that it
+has here less ``frozen_at``. A *tier-t* replica is a prefix of each part: the objects plus every fragment whose ``tier`` is
+>= t. ``tier`` of a fragment is how many copies in other failure domains the network must still make: ``replicas`` for what
+this rank alone holds, less for what the balanced plan captures on other ranks as well (0: no network at all).
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import msgpack
@@ -20,6 +22,7 @@ from ckptd.core.box import Box
 ALIGN_BYTES = 64  # every fragment starts on this
 BLOCK_BYTES = 1 << 20  # integrity block (D14); a fragment's blocks start at its own first byte
 LAYOUT_VERSION = 1
+FROZEN_VERSION = 2  # has a frozen part; what has none is written as before, so that its id stays what it was
 
 UNIQUE = "unique"  # this box lives on this rank only (DTensor shards)
 REPLICA = "replica"  # structural or declared copy: equal by contract, unequal sums void the snapshot
@@ -28,7 +31,7 @@ MAYBE = "maybe"  # plain value of equal name elsewhere: each snapshot decides by
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """One box of one logical tensor, stored contiguous (C order) in the slot at ``offset``."""
+    """One box of one logical tensor, stored contiguous (C order) in the payload at ``offset``."""
 
     key: str
     dtype: str  # safetensors name: F32, BF16, F8_E4M3, I64, BOOL, ...
@@ -47,9 +50,10 @@ class Layout:
     world: int
     fragments: tuple[Fragment, ...]  # ordered by offset, tiers descending
     objects_capacity: int  # bytes of the objects region at offset 0, multiple of ALIGN_BYTES
-    payload_bytes: int  # objects region and all fragments
+    payload_bytes: int  # objects region and all fragments, from the live part's first byte to the frozen part's last
     plan_id: str = ""  # the balanced plan all ranks must agree on
     aliases: tuple[tuple[str, str], ...] = field(default=())  # (alias key, canonical key)
+    frozen_bytes: int = 0  # at the payload's end
 
     @cached_property
     def encoded(self) -> bytes:
@@ -57,8 +61,9 @@ class Layout:
             [f.key, f.dtype, f.shape, f.box.offsets, f.box.sizes, f.offset, f.nbytes, f.role, f.sharing, f.tier]
             for f in self.fragments
         ]
-        head = [LAYOUT_VERSION, self.rank, self.world, self.objects_capacity, self.payload_bytes, self.plan_id]
-        packed: bytes = msgpack.packb([*head, self.aliases, rows])
+        head = [self.rank, self.world, self.objects_capacity, self.payload_bytes, self.plan_id, self.aliases, rows]
+        body = [FROZEN_VERSION, *head, self.frozen_bytes] if self.frozen_bytes else [LAYOUT_VERSION, *head]
+        packed: bytes = msgpack.packb(body)
         return packed
 
     @cached_property
@@ -72,15 +77,40 @@ class Layout:
 
         return decode_layout(data)
 
-    def tier_bytes(self, tier: int) -> int:
-        """Length of the prefix a tier-``tier`` replica holds. Tier 0 is the whole payload."""
+    @property
+    def frozen_at(self) -> int:
+        """Where the live part ends."""
+        return self.payload_bytes - self.frozen_bytes
+
+    @property
+    def is_frozen(self) -> bool:
+        """Is it the layout of a frozen part alone?"""
+        return self.frozen_bytes == self.payload_bytes > 0
+
+    @cached_property
+    def frozen(self) -> Layout:
+        """The frozen part as a layout of its own. The same for every snapshot that may share its bytes."""
+        assert 0 < self.frozen_bytes < self.payload_bytes, "it has a live and a frozen part"
+        moved = tuple(
+            replace(f, offset=f.offset - self.frozen_at) for f in self.fragments if f.offset >= self.frozen_at
+        )
+        return Layout(self.rank, self.world, moved, 0, self.frozen_bytes, frozen_bytes=self.frozen_bytes)
+
+    def live_bytes(self, tier: int) -> int:
+        """Length of the live part's prefix in a tier-``tier`` replica. Tier 0 has all of it."""
         if tier <= 0:
-            return self.payload_bytes
-        end = self.objects_capacity
-        for fragment in self.fragments:
-            if fragment.tier >= tier:
-                end = max(end, fragment.offset + fragment.nbytes)
-        return end
+            return self.frozen_at
+        ends = [f.offset + f.nbytes for f in self.fragments if f.tier >= tier and f.offset < self.frozen_at]
+        return max(ends, default=self.objects_capacity)
+
+    def spans(self, tier: int) -> tuple[tuple[int, int], ...]:
+        """(offset, length) of what a tier-``tier`` replica holds of the payload: one prefix per part, none of them empty."""
+        frozen_end = self.payload_bytes
+        if tier > 0:
+            ends = [f.offset + f.nbytes for f in self.fragments if f.tier >= tier and f.offset >= self.frozen_at]
+            frozen_end = max(ends, default=self.frozen_at)
+        parts = (0, self.live_bytes(tier)), (self.frozen_at, frozen_end - self.frozen_at)
+        return tuple((at, length) for at, length in parts if length)
 
     def blocks(self) -> list[tuple[int, int]]:
         """(offset, length) of every integrity block in order: the objects region's, then each fragment's.

@@ -1,4 +1,4 @@
-"""From a rank's fragments to the layout of its slot: tiers descending, then the order given (design D7, D8)."""
+"""From a rank's fragments to the layout of its payload: the live ones, the frozen ones, tiers descending, then as given."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class LayoutItem(NamedTuple):
     role: str
     sharing: str
     tier: int
+    frozen: bool = False
 
 
 def align_up(nbytes: int) -> int:
@@ -40,9 +41,11 @@ def build_layout(
 ) -> Layout:
     """Assign offsets. ``objects_capacity`` is rounded up to ALIGN_BYTES. ValueError: a dtype without a safetensors name."""
     objects_capacity = align_up(objects_capacity)
-    at = objects_capacity
+    at, frozen_at = objects_capacity, -1
     fragments: list[Fragment] = []
-    for key, dtype, shape, box, role, sharing, tier in sorted(items, key=lambda item: -item[6]):
+    for key, dtype, shape, box, role, sharing, tier, frozen in sorted((LayoutItem(*i) for i in items), key=place):
+        if frozen and frozen_at < 0:
+            at = frozen_at = (at // BIG_ALIGN_BYTES + 1) * BIG_ALIGN_BYTES  # a gap: no range of bytes lies in both parts
         if dtype not in ITEMSIZE:
             raise ValueError(f"{key}: dtype {dtype!r} has no safetensors name")
         nbytes = box.volume * ITEMSIZE[dtype]
@@ -51,4 +54,10 @@ def build_layout(
         fragments.append(Fragment(key, dtype, tuple(shape), box, at, nbytes, role, sharing, tier))
         at = align_up(at + nbytes)
     pairs = tuple((alias, key) for alias, key in aliases)
-    return Layout(rank, world, tuple(fragments), objects_capacity, at, plan_id, pairs)
+    frozen_bytes = at - frozen_at if frozen_at >= 0 else 0
+    return Layout(rank, world, tuple(fragments), objects_capacity, at, plan_id, pairs, frozen_bytes)
+
+
+def place(item: LayoutItem) -> tuple[bool, int]:
+    """What items are sorted by: the live ones first, then descending tiers."""
+    return item.frozen, -item.tier

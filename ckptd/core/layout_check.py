@@ -9,7 +9,16 @@ import msgpack
 
 from ckptd.core.box import Box, disjoint
 from ckptd.core.dtypes import ITEMSIZE
-from ckptd.core.layout import ALIGN_BYTES, LAYOUT_VERSION, MAYBE, REPLICA, UNIQUE, Fragment, Layout
+from ckptd.core.layout import (
+    ALIGN_BYTES,
+    FROZEN_VERSION,
+    LAYOUT_VERSION,
+    MAYBE,
+    REPLICA,
+    UNIQUE,
+    Fragment,
+    Layout,
+)
 
 LAYOUT_BYTES_MAX = 256 << 20  # encoded
 FRAGMENTS_MAX = 4_000_000
@@ -21,7 +30,7 @@ WORLD_MAX = 1 << 20
 TIER_MAX = 255
 ROLES = frozenset(("param", "buffer", "optim", "extra", "rng"))
 SHARINGS = frozenset((UNIQUE, REPLICA, MAYBE))
-HEAD_FIELDS = 8
+HEAD_FIELDS = {LAYOUT_VERSION: 8, FROZEN_VERSION: 9}
 ROW_FIELDS = 10
 
 
@@ -33,24 +42,32 @@ def decode_layout(data: bytes) -> Layout:
         head = msgpack.unpackb(data, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"not a layout: {error}") from error
-    _require(isinstance(head, list) and len(head) == HEAD_FIELDS, "not a layout")
-    version, rank, world, objects_capacity, payload_bytes, plan_id, aliases, rows = head
+    _require(isinstance(head, list) and len(head) > 0, "not a layout")
+    version = head[0]
     _require(
-        type(version) is int and version == LAYOUT_VERSION,
-        f"layout version {version!r}, this reads {LAYOUT_VERSION}",
+        type(version) is int and version in HEAD_FIELDS,
+        f"layout version {version!r:.40}, this reads {sorted(HEAD_FIELDS)}",
     )
+    _require(len(head) == HEAD_FIELDS[version], "not a layout")
+    rank, world, objects_capacity, payload_bytes, plan_id, aliases, rows = head[1:8]
+    frozen_bytes = head[8] if version == FROZEN_VERSION else 0
     _require(_whole(world, 1, WORLD_MAX) and _whole(rank, 0, world - 1), "rank outside the world")
     _require(_whole(payload_bytes, 0, PAYLOAD_BYTES_MAX), "payload_bytes out of bounds")
     _require(_whole(objects_capacity, 0, payload_bytes), "objects_capacity out of bounds")
     _require(objects_capacity % ALIGN_BYTES == 0, "objects_capacity not aligned")
+    _require(_whole(frozen_bytes, 0, payload_bytes - objects_capacity), "frozen_bytes out of bounds")
+    frozen_at = payload_bytes - frozen_bytes
+    _require(version == LAYOUT_VERSION or frozen_bytes > 0, "a frozen part of no bytes")
+    _require(not frozen_bytes or frozen_at % ALIGN_BYTES == 0, "the frozen part is not aligned")
     _require(isinstance(plan_id, str) and len(plan_id) <= KEY_CHARACTERS_MAX, "plan_id is not a short text")
     _require(isinstance(rows, list) and len(rows) <= FRAGMENTS_MAX, "fragments are not a list within bounds")
     fragments = tuple(map(_fragment, rows))
-    _check_order(fragments, objects_capacity, payload_bytes)
+    live = tuple(fragment for fragment in fragments if fragment.offset < frozen_at)
+    _check_order(live, objects_capacity, frozen_at)
+    _check_order(fragments[len(live) :], frozen_at, payload_bytes)
     _check_keys(fragments)
-    return Layout(
-        rank, world, fragments, objects_capacity, payload_bytes, plan_id, _aliases(aliases, fragments)
-    )
+    named = _aliases(aliases, fragments)
+    return Layout(rank, world, fragments, objects_capacity, payload_bytes, plan_id, named, frozen_bytes)
 
 
 def _fragment(row: Any) -> Fragment:
@@ -75,14 +92,14 @@ def _fragment(row: Any) -> Fragment:
     return Fragment(key, dtype, tuple(shape), box, offset, nbytes, role, sharing, tier)
 
 
-def _check_order(fragments: tuple[Fragment, ...], objects_capacity: int, payload_bytes: int) -> None:
-    """In the order of offsets without overlap, tiers descending, so that every tier is a prefix."""
-    end, tier = objects_capacity, TIER_MAX
+def _check_order(fragments: tuple[Fragment, ...], start: int, stop: int) -> None:
+    """One part: in the order of offsets without overlap, tiers descending, so that every tier is a prefix."""
+    end, tier = start, TIER_MAX
     for fragment in fragments:
         if fragment.offset < end or fragment.tier > tier:
             raise ValueError(f"{fragment.key}: overlaps what lies before it, or tiers do not descend")
         end, tier = fragment.offset + fragment.nbytes, fragment.tier
-    _require(end <= payload_bytes, "fragments reach past the payload")
+    _require(end <= stop, "fragments reach past their part of the payload")
 
 
 def _check_keys(fragments: tuple[Fragment, ...]) -> None:

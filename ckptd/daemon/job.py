@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptd.arena.arena import Slot, SlotRecord
+from ckptd.arena.frozen import leans
 from ckptd.arena.ledger import FILLING
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
@@ -20,6 +21,7 @@ from ckptd.core.machine.machine import JobMachine
 from ckptd.core.machine.view import progress
 from ckptd.daemon.behind import Behind
 from ckptd.daemon.durable import Durable
+from ckptd.daemon.frozen import Frozen
 from ckptd.daemon.mail import Mail
 from ckptd.daemon.ranks import Ranks
 from ckptd.daemon.restore import Restore
@@ -47,7 +49,8 @@ class JobShell:
         self._damaged: set[int] = set()  # slots that are kept only until their last reader has ended
         self.levels: dict[SnapshotId, ins.TellLevel] = {}
         self.safe_point = SnapshotId(0, -1)
-        self.seats = Seats(services, job, self.uid, self.feed)
+        self.frozen = Frozen(services, job)
+        self.seats = Seats(services, job, self.uid, self.frozen, self.feed)
         self.ranks = Ranks(services, self)
         self.restore = Restore(services, self)
         self.durable = Durable(services, self)
@@ -152,6 +155,15 @@ class JobShell:
 
     def adopt(self, slot: Slot) -> None:
         """A slot of re-adopted memory (P7): nothing is copied, the machine only hears that it is there."""
+        if slot.record is not None and slot.record.layout.is_frozen:
+            self.frozen.add(slot)
+            return
+        if slot.record is not None and leans(slot.record) and slot.frozen is None:
+            frozen = self.frozen.part_of(slot.record)
+            if frozen is None:
+                slot.free()  # half of it is lost
+            else:
+                slot.lean(frozen)
         own = slot.tenant.kind == "own"
         if own:
             self.seats.adopt(slot, free=slot.record is None)
@@ -177,9 +189,19 @@ class JobShell:
         if record is None or slot.record is not record or slot.id in self._damaged:
             return
         self._damaged.add(slot.id)
+        if slot.frozen is not None:
+            self._doubt(slot.frozen)
         self.services.metrics.quarantined(self.job, "memory")
         self.services.health.event("damage", f"slot {slot.id}: {reason}", job=self.job)
         self.feed(ev.SlotDamaged(slot.id, reason))
+
+    def _doubt(self, frozen: Slot) -> None:
+        """The damage may lie in what others lean on: they are looked at, and the next snapshot gets a new copy."""
+        self.frozen.distrust(frozen)
+        self.seats.forget_frozen(frozen)
+        for slot in self.all_slots():
+            if slot.frozen is frozen and slot.id not in self._damaged:
+                self.services.fetcher.look(self.job, slot)
 
     def busy(self) -> bool:
         """Somebody sits here, or stands at restore()."""
@@ -192,6 +214,7 @@ class JobShell:
         for slot in self.slots.values():
             self.services.arena.retire(slot)
         self.slots.clear()
+        self.frozen.drop_all()
         self.services.state.forget(self.job)
 
     def _send(self, do: ins.Send) -> None:
@@ -270,6 +293,7 @@ class JobShell:
         slot = self.slots.pop(do.slot, None)
         if slot is not None:
             self.services.arena.release(slot)
+            asyncio.get_running_loop().call_soon(self.frozen.tidy)
             asyncio.get_running_loop().call_soon(self.seats.grow)
 
     def _replicate(self, do: ins.Replicate) -> None:
@@ -280,7 +304,7 @@ class JobShell:
         record = slot.record if slot is not None else None
         ok, reason = False, "slot is gone"
         if slot is not None and record is not None and record.snapshot == do.snapshot:
-            started, count = self.services.now(), record.layout.tier_bytes(do.tier)
+            started, count = self.services.now(), record.layout.live_bytes(do.tier)
             try:
                 ok, reason = await self.services.replicator.replicate(self.job, slot, do.tier, do.to)
             except Exception as error:  # the machine waits for an answer before it sends it again

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ckptd.arena.arena import Slot, SlotRecord
-from ckptd.arena.sums import block_sums, digests
+from ckptd.arena.slot import frozen_first
+from ckptd.arena.sums import digests, live_sums
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
@@ -77,7 +78,7 @@ class Ranks:
             self._services.metrics.skipped(self._job.job, message.reason)
             feed(ev.RankMissed(seat.rank, message.grant, message.reason))
         elif isinstance(message, wire.Resize):
-            self._job.seats.resize(seat, message.state_bytes)
+            self._job.seats.resize(seat, message.state_bytes, message.frozen_bytes)
         elif isinstance(message, wire.Skipped):
             self._services.metrics.skipped(self._job.job, message.reason)
         elif isinstance(message, wire.WaitFor):
@@ -89,8 +90,9 @@ class Ranks:
     def _take_offer(self, session: RankSession, fds: dict[str, int]) -> None:
         """A daemon without a keeper lost its memory; the trainer still maps it and gives it back (D1, P7)."""
         arena = self._services.arena
-        for slot in arena.take_offer(fds, job=self._job.job, uid=self._job.uid, process=session.process):
-            if slot.id not in self._job.seats.slots:
+        offered = arena.take_offer(fds, job=self._job.job, uid=self._job.uid, process=session.process)
+        for slot in frozen_first(offered):
+            if slot.id not in self._job.seats.slots and slot.id not in self._job.frozen.slots:
                 self._job.adopt(slot)
 
     # --- joining and leaving ------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ class Ranks:
         if old is not None and old.session is not None and old.session is not session:
             # It loses its seat now, before the next epoch is open and can be named.
             old.session.send(wire.Superseded(1 + (record.number if record is not None else 0)))
-        self._job.seats.attach(message.rank, session, message.state_bytes)
+        self._job.seats.attach(message.rank, session, message.state_bytes, message.frozen_bytes)
         if running and record is not None:
             self._job.feed(ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask))
             session.send(wire.Ready(record.number))
@@ -182,8 +184,11 @@ class Ranks:
         started = self._services.now()
         try:
             layout = await self._layout_of(seat, slot, message)
+            frozen = b""
+            if layout.frozen_bytes:
+                frozen = await self._job.frozen.support(slot, seat.rank, message.frozen, layout)
             number = record.number if record is not None else 0
-            sealed = await self._services.in_work(self._make_record, slot, layout, message, number)
+            sealed = await self._services.in_work(self._make_record, slot, layout, frozen, message, number)
         except (CkptdError, ValueError) as error:
             seat.layouts.pop(message.layout_id, None)
             self._missed(seat, slot, message, f"seal failed: {error}")
@@ -211,12 +216,14 @@ class Ranks:
         layout = await asyncio.shield(decoding)
         if layout.layout_id != message.layout_id or layout.rank != seat.rank:
             raise ValueError("layout does not match its id or rank")
-        if layout.payload_bytes > slot.capacity or message.objects_bytes > layout.objects_capacity:
+        if layout.is_frozen or layout.frozen_at > slot.capacity or message.objects_bytes > layout.objects_capacity:
             raise ValueError("layout larger than its slot")
         return layout
 
-    def _make_record(self, slot: Slot, layout: Layout, message: wire.SealedSlot, epoch: int) -> SlotRecord:
-        sums = block_sums(slot.payload, layout)
+    def _make_record(
+        self, slot: Slot, layout: Layout, frozen_sums: bytes, message: wire.SealedSlot, epoch: int
+    ) -> SlotRecord:
+        sums = live_sums(slot.extent, layout) + frozen_sums
         record = SlotRecord(
             job=self._job.job,
             snapshot=SnapshotId(epoch, message.step),
@@ -225,7 +232,7 @@ class Ranks:
             layout=layout,
             objects_bytes=message.objects_bytes,
             sums=sums,
-            digests=digests(layout, sums, slot.payload, message.objects_bytes),
+            digests=digests(layout, sums, slot.extent, message.objects_bytes),
             keep=message.keep,
         )
         slot.seal(record)

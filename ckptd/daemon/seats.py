@@ -11,6 +11,7 @@ from functools import partial
 from ckptd.arena.arena import Arena, NoMemory, Slot, Tenant
 from ckptd.core.events import Event, SlotsGone, SlotsReady
 from ckptd.core.layout import Layout
+from ckptd.daemon.frozen import Frozen
 from ckptd.daemon.services import Services
 from ckptd.process import Process
 from ckptd.wire.rank import Mapped, Retire
@@ -35,6 +36,8 @@ class Seat:
     layouts: dict[str, asyncio.Future[Layout]] = field(default_factory=dict)
     sizing: bool = False
     resize_again: bool = False
+    frozen: Slot | None = None  # where its trainer captures the frozen part, or has captured it
+    frozen_wanted: int = 0  # bytes of a new one
     granted: dict[int, RankSession] = field(default_factory=dict)  # grant -> who may be filling its slot
     watched: int = -1  # pidfd of the process whose connection ended: its death is still to be told
     left: bool = False  # the rank lives on another node in the newest epoch
@@ -43,8 +46,13 @@ class Seat:
 class Seats:
     """Own slots of one job on this node. Tells the machine what exists (SlotsReady, SlotsGone)."""
 
-    def __init__(self, services: Services, job: str, uid: int, feed: Callable[[Event], None]) -> None:
+    def __init__(
+        self, services: Services, job: str, uid: int, frozen: Frozen, feed: Callable[[Event], None]
+    ) -> None:
         self._services, self._job, self._uid, self._feed = services, job, uid, feed
+        self._frozen = frozen
+        frozen.in_use = lambda slot: any(seat.frozen is slot for seat in self.by_rank.values())
+        frozen.on_retired = self._tell_retired
         self.by_rank: dict[int, Seat] = {}
         self.slots: dict[int, Slot] = {}  # every own slot of the job, local rank or not
         self.lent: set[int] = set()  # FREE slots that a restore fetches into
@@ -61,10 +69,11 @@ class Seats:
             seat.free.add(slot.id)
             self._feed(SlotsReady(seat.rank, (slot.id,)))
 
-    def attach(self, rank: int, session: RankSession, state_bytes: int) -> Seat:
+    def attach(self, rank: int, session: RankSession, state_bytes: int, frozen_bytes: int = 0) -> Seat:
         seat = self.by_rank.setdefault(rank, Seat(rank))
         if seat.session is not session:
             seat.layouts.clear()
+            seat.frozen, seat.frozen_wanted = None, frozen_bytes
         self.unwatch(seat)
         seat.session = session
         seat.state_bytes = max(state_bytes, 1)
@@ -82,6 +91,7 @@ class Seats:
         seat = self.seat_of(session)
         if seat is not None:
             seat.session = None
+            seat.frozen, seat.frozen_wanted = None, 0
             # The memory of a rank that lives elsewhere now goes.
             asyncio.get_running_loop().call_soon(self.tidy)
         return seat
@@ -103,8 +113,12 @@ class Seats:
             os.close(seat.watched)
             seat.watched = -1
 
-    def resize(self, seat: Seat, state_bytes: int) -> None:
+    def resize(self, seat: Seat, state_bytes: int, frozen_bytes: int = 0) -> None:
+        """``frozen_bytes``: a new slot of this size for its frozen part is wanted, unless one waits to be filled."""
         seat.state_bytes = state_bytes
+        waits = seat.frozen is not None and seat.frozen.record is None and seat.frozen.capacity >= frozen_bytes
+        if frozen_bytes and not waits:
+            seat.frozen_wanted = frozen_bytes
         seat.resize_again = True
         if not seat.sizing:
             seat.sizing = True
@@ -129,13 +143,22 @@ class Seats:
                 if not self._useful(seat, slot_id):
                     self._retire(seat, slot_id)
                     retired = True
+        self._frozen.tidy()
         if retired:
             self.grow()
+
+    def forget_frozen(self, frozen: Slot) -> None:
+        """Who captured it is told that it is gone, and captures anew."""
+        for seat in self.by_rank.values():
+            if seat.frozen is frozen:
+                seat.frozen = None
+                self._tell_retired(frozen)
 
     def grow(self) -> None:
         """Memory came free: seats that are short of slots try again."""
         for seat in list(self.by_rank.values()):
-            if seat.session is not None and self._fitting(seat) < self._services.policy.own_slots:
+            short = self._fitting(seat) < self._services.policy.own_slots or seat.frozen_wanted
+            if seat.session is not None and short:
                 self.resize(seat, seat.state_bytes)
 
     def _useful(self, seat: Seat, slot_id: int) -> bool:
@@ -196,8 +219,10 @@ class Seats:
         for slot_id in sorted(seat.free):
             if seat.slots[slot_id].capacity < seat.state_bytes:
                 self._retire(seat, slot_id)
+        if seat.frozen_wanted and not await self._give_frozen(seat):
+            return
         while seat.session is not None and self._fitting(seat) < self._services.policy.own_slots:
-            slot = await self._allocate(seat)
+            slot = await self._allocate(seat, seat.state_bytes)
             if slot is None:
                 return
             if seat.session is None or slot.capacity < seat.state_bytes:
@@ -211,8 +236,24 @@ class Seats:
     def _fitting(self, seat: Seat) -> int:
         return sum(1 for slot in seat.slots.values() if slot.capacity >= seat.state_bytes)
 
-    async def _allocate(self, seat: Seat) -> Slot | None:
-        payload = -(-seat.state_bytes // SLOT_GRAIN_BYTES) * SLOT_GRAIN_BYTES
+    async def _give_frozen(self, seat: Seat) -> bool:
+        """Before the slots that snapshots are granted: a grant is of no use without it."""
+        session, nbytes = seat.session, seat.frozen_wanted
+        slot = await self._allocate(seat, nbytes)
+        if slot is None:
+            return False
+        if session is None or seat.session is not session or seat.frozen_wanted != nbytes:
+            self._services.arena.retire(slot)
+            seat.resize_again = seat.resize_again or seat.session is not None
+            return False
+        seat.frozen, seat.frozen_wanted = slot, 0
+        self._frozen.add(slot)
+        self._map(seat, slot)
+        self._frozen.tidy()
+        return True
+
+    async def _allocate(self, seat: Seat, nbytes: int) -> Slot | None:
+        payload = -(-nbytes // SLOT_GRAIN_BYTES) * SLOT_GRAIN_BYTES
         tenant = Tenant(self._job, self._uid, "own", seat.rank)
         arena: Arena = self._services.arena
         try:
@@ -235,7 +276,9 @@ class Seats:
             return
         segment = slot.segment
         told.add(session)
-        note = Mapped(slot.id, segment.name, segment.size, slot.offset, slot.capacity)
+        note = Mapped(
+            slot.id, segment.name, segment.size, slot.offset, slot.capacity, slot is seat.frozen
+        )
         session.send_segment(note, segment.name, segment.fd)
 
     def _foreign_mapper(self, slot_id: int, session: RankSession) -> bool:
@@ -246,10 +289,13 @@ class Seats:
         slot = seat.slots.pop(slot_id)
         self.slots.pop(slot_id)
         seat.free.discard(slot_id)
-        for session in self._told.pop(slot_id, set()):
-            session.send(Retire(slot_id))
+        self._tell_retired(slot)
         self._feed(SlotsGone(seat.rank, (slot_id,)))
         self._services.arena.retire(slot)
+
+    def _tell_retired(self, slot: Slot) -> None:
+        for session in self._told.pop(slot.id, set()):
+            session.send(Retire(slot.id))
 
 
 async def settle(predicate: Callable[[], bool], timeout_s: float) -> bool:

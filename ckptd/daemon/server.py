@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptd.arena.arena import Arena
 from ckptd.arena.fdstore import Keeper
+from ckptd.arena.slot import frozen_first
 from ckptd.config import Config
 from ckptd.core import events as ev
 from ckptd.core.errors import CkptdError
@@ -29,6 +30,7 @@ from ckptd.observe.health import Health
 from ckptd.observe.http import HttpServer
 from ckptd.observe.metrics import Metrics
 from ckptd.protect.fetch import Fetcher
+from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.replicate import Replicator
 from ckptd.wire.control import ControlLink
 from ckptd.wire.keys import ClusterKey
@@ -96,14 +98,16 @@ class Daemon:
         work = ThreadPoolExecutor(WORK_THREADS_MAX, thread_name_prefix="work")
         disk = ThreadPoolExecutor(DISK_THREADS_MAX, thread_name_prefix="disk")
         flush = ThreadPoolExecutor(FLUSH_THREADS_MAX, thread_name_prefix="flush")
+        fetcher = Fetcher(self.transport, self._send, work, config.bulk_streams)
+        frozen = FrozenParts(self.arena, fetcher, work)
         self.services = Services(
             config=config,
             node=node,
             policy=config.policy(),
             state=self.state,
             arena=self.arena,
-            replicator=Replicator(self.transport, self.arena, self._send, work, config.bulk_streams),
-            fetcher=Fetcher(self.transport, self._send, work, config.bulk_streams),
+            replicator=Replicator(self.transport, self.arena, self._send, work, frozen, config.bulk_streams),
+            fetcher=fetcher,
             storage=storage,
             health=self.health,
             metrics=self.metrics,
@@ -115,6 +119,8 @@ class Daemon:
             forget_job=self._forget_job,
             forget_if_empty=self._forget_if_empty,
         )
+        frozen.find = lambda job, content: self.job(job).frozen.find(content)
+        frozen.on_arrived = lambda job, slot: self.job(job).frozen.add(slot)
         self.services.replicator.on_arrived = lambda job, slot: self.job(job).arrived(slot)
         self.services.replicator.on_refused = self.services.fetcher.on_refused = self._refused_bytes
         self.services.fetcher.held = lambda job, snapshot, rank: self.job(job).held(snapshot, rank)
@@ -156,7 +162,7 @@ class Daemon:
     def _take_up_jobs(self, adopted: list[Any]) -> None:
         for job, record in self.state.epochs().items():
             self.jobs[job] = JobShell(self.services, job, record)
-        for slot in adopted:
+        for slot in frozen_first(adopted):
             self.job(slot.tenant.job).adopt(slot)
         if adopted:
             log.info("adopted %d slots, %d bytes, nothing copied", len(adopted), self.arena.used_bytes)

@@ -93,4 +93,6 @@ class Services:
 def _decode(data: bytes) -> Layout:
     layout = Layout.decode(data)
     layout.layout_id  # noqa: B018 - made here, kept with it
+    if layout.frozen_bytes:
+        layout.frozen.layout_id  # noqa: B018
     return layout

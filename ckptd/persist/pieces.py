@@ -28,14 +28,22 @@ class SlotFacts(Protocol):
     def sums(self) -> bytes: ...
     @property
     def objects_bytes(self) -> int: ...
+    @property
+    def tier(self) -> int: ...
+
+
+class Payload(Protocol):
+    """A memoryview, or what reads like one: a frozen part lies in another memory (arena.payload)."""
+
+    def __getitem__(self, where: slice, /) -> memoryview: ...
 
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """An order about one pinned slot. ``payload`` may be a tier prefix; ``record.sums`` cover the blocks of it."""
+    """An order about one pinned slot. ``payload`` may be that of a lower tier; ``record.sums`` cover the blocks of it."""
 
     piece: WritePiece
-    payload: memoryview
+    payload: Payload
     record: SlotFacts
     slot: int = -1  # the caller's own number for it, told back by SlotDamage
 
@@ -153,25 +161,24 @@ def _sources(held: HeldPiece) -> list[Source]:
             "the order names another layout than the slot has", where=f"slot of rank {piece.rank}"
         )
     wanted = range(len(layout.fragments)) if piece.fragments is None else piece.fragments
-    first = _first_blocks(layout)
-    data = np.frombuffer(held.payload, np.uint8)
-    return [_source(held, data, layout.fragments[index], first[index]) for index in wanted]
+    first = _first_blocks(layout, held.record.tier)
+    return [_source(held, layout.fragments[index], first[index]) for index in wanted]
 
 
-def _source(held: HeldPiece, payload: Bytes, fragment: Fragment, block: int) -> Source:
+def _source(held: HeldPiece, fragment: Fragment, block: int) -> Source:
     sums = held.record.sums[block * SUM_BYTES : (block + block_count(fragment.nbytes)) * SUM_BYTES]
-    data = payload[fragment.offset : fragment.offset + fragment.nbytes]
+    data: Bytes = np.asarray(held.payload[fragment.offset : fragment.offset + fragment.nbytes])
     if len(data) < fragment.nbytes or len(sums) < block_count(fragment.nbytes) * SUM_BYTES:
         raise CkptdError(f"the held slot ends before {fragment.key}", where=f"slot of rank {held.piece.rank}")
     return Source(held.piece.rank, fragment, data, sums, held.slot)
 
 
-def _first_blocks(layout: Layout) -> list[int]:
-    """Index of each fragment's first block among Layout.blocks()."""
+def _first_blocks(layout: Layout, tier: int) -> list[int]:
+    """Index of each fragment's first block among those that a tier-``tier`` replica holds."""
     found, block = [], block_count(layout.objects_capacity)
     for fragment in layout.fragments:
         found.append(block)
-        block += block_count(fragment.nbytes)
+        block += block_count(fragment.nbytes) if fragment.tier >= tier else 0
     return found
 
 

@@ -61,7 +61,7 @@ class Fetcher:
         elif isinstance(message, FetchBad):
             slot = self.held(job, message.snapshot, message.rank)
             if slot is not None:
-                self._tasks.spawn(self._look(job, slot))
+                self.look(job, slot)
         elif isinstance(message, FetchDone):
             waiting = self._asked.get(message.transfer)
             if waiting is not None and not waiting.done():
@@ -69,6 +69,10 @@ class Fetcher:
         else:
             return False
         return True
+
+    def look(self, job: str, slot: Slot) -> None:
+        """Somebody has reason to think that it is damaged: ``on_damage`` if so."""
+        self._tasks.spawn(self._look(job, slot))
 
     def close(self) -> None:
         self._closing.set()
@@ -170,8 +174,8 @@ class Fetcher:
     def _deliver(self, slot: Slot, record: SlotRecord, ask: FetchAsk) -> FetchDone:
         """In a thread. Whole blocks go with the sums made at their seal, so the asker's one look checks memory and wire;
         parts of blocks are verified here and summed."""
-        end = record.layout.tier_bytes(record.tier)
-        if len(ask.spans) > SPANS_MAX or any(at < 0 or n < 0 or at + n > end for at, n in ask.spans):
+        held = record.layout.spans(record.tier)
+        if len(ask.spans) > SPANS_MAX or not all(_inside(held, at, n) for at, n in ask.spans):
             raise ValueError("spans outside of the slot")
         failpoint("fetch.serve")
         units = stored_units(record.layout, record.sums, record.tier, ask.spans)
@@ -195,6 +199,10 @@ class Fetcher:
         bad = await count_bad(self._work, slot.payload, record.layout, record.sums, record.tier)
         if bad and slot.record is record:  # else it was freed and filled anew meanwhile
             self.on_damage(job, slot, f"{bad} blocks do not match their sums")
+
+
+def _inside(held: Spans, at: int, length: int) -> bool:
+    return length >= 0 and any(first <= at and at + length <= first + n for first, n in held)
 
 
 def _whole(spans: Spans, units: list[tuple[int, bytes | None]]) -> list[bool]:

@@ -14,11 +14,13 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckptd.arena.arena import Arena, NoMemory, Slot, SlotRecord, Tenant
-from ckptd.arena.sums import SUM_BYTES, block_count
+from ckptd.arena.frozen import leans
+from ckptd.arena.sums import SUM_BYTES, block_count, lower_tier
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
+from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.settle import Tasks, ask, settle
 from ckptd.protect.verify import count_bad
 from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
@@ -50,9 +52,15 @@ class Replicator:
     ``refusal(job, snapshot, rank)``: why one is not wanted."""
 
     def __init__(
-        self, transport: Transport, arena: Arena, send: Send, work: Executor, streams: int = STREAMS_DEFAULT
+        self,
+        transport: Transport,
+        arena: Arena,
+        send: Send,
+        work: Executor,
+        frozen: FrozenParts,
+        streams: int = STREAMS_DEFAULT,
     ):
-        self._transport, self._arena, self._send = transport, arena, send
+        self._transport, self._arena, self._send, self._frozen = transport, arena, send, frozen
         self._work, self._streams = work, streams
         self._pushes = ThreadPoolExecutor(PUSHES_MAX, thread_name_prefix="push")
         self._sending: dict[str, _Sending] = {}
@@ -105,7 +113,7 @@ class Replicator:
             if not sending.ticket.done():
                 return sending.done.result() if heard else (False, "no answer")
             ticket = _ticket_for(job, offer, sending.ticket.result())
-            span = slot.payload[: record.layout.tier_bytes(tier)]
+            span = slot.extent[: record.layout.live_bytes(tier)]  # the peer asks for the frozen part if it lacks it
             await loop.run_in_executor(self._pushes, self._push, ticket, span, cancelled)
             if not await ask(say, (sending.done,), VERIFY_TIMEOUT_S, said=True):
                 return False, "no word after the last byte"
@@ -163,7 +171,7 @@ class Replicator:
         loop = asyncio.get_running_loop()
         layout = await loop.run_in_executor(self._work, Layout.decode, offer.layout)
         record = _record(job, layout, offer)
-        nbytes = layout.tier_bytes(offer.tier)
+        nbytes = layout.live_bytes(offer.tier)
         tenant = Tenant(job, int(job.split("/", 1)[0]), "peer", offer.rank)
         try:
             slot = await loop.run_in_executor(
@@ -173,8 +181,10 @@ class Replicator:
             return None, f"no memory: {error.what}"
         try:
             slot.fill()
-            await self._let_in(node, job, offer, slot.payload[:nbytes])
-            if await count_bad(self._work, slot.payload, layout, offer.sums, offer.tier):
+            await self._let_in(node, job, offer, slot.extent[:nbytes])
+            if leans(record):
+                await self._frozen.support(slot, node, record)
+            if await count_bad(self._work, slot.reads(layout), layout, offer.sums, offer.tier, live_only=True):
                 raise Changed(DAMAGE)
             await loop.run_in_executor(self._work, _seal, slot, record)
         except BaseException as error:
@@ -211,7 +221,7 @@ def _ticket_for(job: str, offer: ReplicaOffer, data: bytes) -> Ticket:
 
 
 def _offer(transfer: str, record: SlotRecord, tier: int) -> ReplicaOffer:
-    sums = record.sums[: SUM_BYTES * block_count(record.layout, tier)]
+    sums = lower_tier(record.layout, record.sums, record.tier, tier)
     return ReplicaOffer(
         transfer, record.snapshot, record.rank, tier, record.layout.encoded, record.objects_bytes, sums, record.digests,
         record.keep,
@@ -222,6 +232,8 @@ def _record(job: str, layout: Layout, offer: ReplicaOffer) -> SlotRecord:
     snapshot = offer.snapshot
     if min(snapshot.epoch, snapshot.step, offer.rank, offer.tier, offer.objects_bytes) < 0:
         raise ValueError("the offer has a negative number")
+    if layout.is_frozen:
+        raise ValueError("the offer is of no snapshot")
     if layout.rank != offer.rank or len(offer.sums) != SUM_BYTES * block_count(layout, offer.tier):
         raise ValueError("the offer contradicts its layout")
     return SlotRecord(

@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from itertools import pairwise
 
 import xxhash
 
-from ckptd.arena.sums import HASH_THREADS, SPLIT_BYTES_MIN, SUM_BYTES, bad_blocks, blocks_of
+from ckptd.arena.payload import Payload
+from ckptd.arena.sums import HASH_THREADS, SPLIT_BYTES_MIN, SUM_BYTES, bad_blocks, blocks_of, hash_shares
 from ckptd.core.layout import Layout
 
 
-async def count_bad(work: Executor, payload: memoryview, layout: Layout, sums: bytes, tier: int) -> int:
-    """Blocks of the tier's prefix that do not match their sums."""
-    end = layout.tier_bytes(tier)
-    parts = HASH_THREADS if end >= SPLIT_BYTES_MIN else 1
-    cuts = [end * i // parts for i in range(parts + 1)]
+async def count_bad(
+    work: Executor, payload: Payload, layout: Layout, sums: bytes, tier: int, *, live_only: bool = False
+) -> int:
+    """Blocks of a tier-``tier`` replica that do not match their sums. ``live_only``: the frozen part is not looked at."""
+    spans = ((0, layout.live_bytes(tier)),) if live_only else layout.spans(tier)
     loop = asyncio.get_running_loop()
     found = await asyncio.gather(
         *(
-            loop.run_in_executor(work, bad_blocks, payload, layout, sums, [(a, b - a)], tier)
-            for a, b in pairwise(cuts)
+            loop.run_in_executor(work, bad_blocks, payload, layout, sums, share, tier)
+            for share in hash_shares(spans)
         )
     )
     return len({block for part in found for block in part})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.arena.arena import Slot
+from ckptd.arena.segment import Segment
 from ckptd.core.box import Box
 from ckptd.core.recovery import Piece
 
@@ -24,7 +25,8 @@ class Assembly:
     def put(self, piece: Piece, slot: Slot, at: int, stored: Box) -> None:
         """The piece lies inside ``stored``, whose first byte is ``at`` in the slot's payload."""
         box = piece.box
-        where = [self._segment(slot), slot.offset + at, stored.offsets, stored.sizes]
+        segment, offset = slot.place(at)
+        where = [self._index(segment), offset, stored.offsets, stored.sizes]
         self.pieces.append([piece.want, box.offsets, box.sizes, *where])
         self.bytes_by_source[piece.source] += piece.nbytes
 
@@ -33,11 +35,11 @@ class Assembly:
             os.close(fd)
         self.fds.clear()
 
-    def _segment(self, slot: Slot) -> int:
-        """The slot's memfd in the plan; read-only, for the rank must not write into it."""
-        index = self._segment_index.get(slot.segment.name)
+    def _index(self, segment: Segment) -> int:
+        """The memfd in the plan; read-only, for the rank must not write into it."""
+        index = self._segment_index.get(segment.name)
         if index is None:
-            index = self._segment_index[slot.segment.name] = len(self.fds)
-            self.fds.append(slot.segment.open_read())
-            self.segment_bytes.append(slot.segment.size)
+            index = self._segment_index[segment.name] = len(self.fds)
+            self.fds.append(segment.open_read())
+            self.segment_bytes.append(segment.size)
         return index

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 2  # 2: the world of a Join lies beside the frame
+PROTOCOL_VERSION = 3  # 2: the world of a Join lies beside the frame; 3: frozen parameters have slots of their own
 FRAME_BYTES_MAX = 64 * 1024
 FDS_PER_FRAME_MAX = 64
 LOAD_SEGMENTS_MAX = FDS_PER_FRAME_MAX - 1  # of one LoadPlan; the plan itself is the first descriptor
@@ -42,7 +42,7 @@ class Join:
     """At restore() or the first snapshot(): the world is fixed now. fds: [world], see wire/world.py.
 
     ``attempt`` is one random string for all ranks. ``ask`` is None or a RestoreAsk dict.
-    state_bytes: predicted payload of one snapshot.
+    state_bytes: predicted live part of one snapshot; frozen_bytes: of its frozen part.
     After a reconnect (the daemon restarted, training went on) the client sends Hello, Offer and the *same* Join again:
     the attempt is the nonce of the running epoch, so the daemon answers Mapped* and Ready, and opens nothing.
     """
@@ -51,6 +51,7 @@ class Join:
     rank: int
     state_bytes: int
     ask: dict[str, Any] | None
+    frozen_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Called:
 class SealedSlot:
     """Capture into the slot is complete. fds: [layout] when this layout_id is new to the connection.
     objects_bytes: real length of the msgpack map {name: bin} in the objects region (the rest of it is zero).
+    frozen: the slot that has the layout's frozen part. With the first snapshot that names it, it is written no more.
     came_at: newest step called when the grant came (None: not known), by which the next ones are granted ahead."""
 
     slot: int
@@ -112,6 +114,7 @@ class SealedSlot:
     capture_s: float = 0.0
     blocked_s: float = 0.0
     came_at: int | None = None
+    frozen: int = -1
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,11 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Resize:
-    """The layout needs this many payload bytes per slot now."""
+    """The layout's live part needs this many bytes per slot now. frozen_bytes > 0: the rank needs a slot of this size to
+    capture its frozen part into, anew."""
 
     state_bytes: int
+    frozen_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,13 +187,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A slot the rank may be granted. fds: [segment] when this segment name is new to the connection."""
+    """A slot the rank may be granted; frozen: one for its frozen part, which it may fill at once, and which replaces any it
+    had. fds: [segment] when this segment name is new to the connection."""
 
     slot: int
     segment: str
     segment_bytes: int
     offset: int  # of the payload in the segment
     capacity: int
+    frozen: bool = False
 
 
 @dataclass(frozen=True)

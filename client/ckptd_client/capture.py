@@ -40,7 +40,8 @@ class Engine:
 
     # --- the trainer's side -------------------------------------------------------------------------------------
     def submit(self, job: Job) -> None:
-        job.slot.segment.pin()
+        for slot in job.slots:
+            slot.segment.pin()
         with self._changed:
             if self._closing:
                 job.stop = "closed"
@@ -52,8 +53,15 @@ class Engine:
         """Is a job still writing into this slot?"""
         with self._changed:
             return any(
-                job.slot.segment is slot.segment and job.slot.offset == slot.offset for job in self._jobs
+                used.segment is slot.segment and used.offset == slot.offset
+                for job in self._jobs
+                for used in (job.slots if job.fills else [job.slot])
             )
+
+    def fills_frozen(self) -> Job | None:
+        """The job that captures the frozen part, while it is not over."""
+        with self._changed:
+            return next((job for job in self._jobs if job.fills), None)
 
     @property
     def idle(self) -> bool:
@@ -125,7 +133,7 @@ class Engine:
             self._thread.join(STOP_WAIT_S)
         while self._warming:
             self._warming.popleft()[0].segment.unpin()
-        self.statics.keep_only(set())
+        self.statics.forget()
 
     # --- the fence ----------------------------------------------------------------------------------------------
     def _copy_until(self, deadline: float) -> bool:
@@ -255,31 +263,32 @@ class Engine:
             job.over = True
         try:
             if job.stop:
-                self.statics.forget(job.slot)
+                if job.fills:
+                    self.statics.forget()
                 self._on_void(job, job.stop)
             else:
+                self.statics.names(job.frozen)
                 self._on_sealed(job)
         except Exception:
             log.exception("ckptd client: end of the capture of step %d", job.step)
         with self._changed:
             self._jobs.remove(job)
             self._changed.notify_all()
-        job.slot.segment.unpin()
+        for slot in job.slots:
+            slot.segment.unpin()
 
     def _check_static(self, job: Job) -> None:
+        """A snapshot that leans on what was written meanwhile is void."""
         for copy, mark in job.static:
-            if job.stop:
-                return
-            if mark_of(copy.source) != mark:
+            if not job.stop and mark_of(copy.source) != mark:
                 copy.owner.writes_unfenced = True
                 job.stop = f"{copy.key} was written while it was copied"
-            elif not self.statics.copied(job.slot, job.plan.layout.layout_id, copy, mark):
-                copy.owner.writes_unfenced = True
-                job.stop = f"hidden write to {copy.key}"
         for copy in job.unproven:
-            if not job.stop and not self.statics.proved(job.slot, copy):
+            if not job.stop and any(copy.differs(begin, length) for begin, length in copy.chunks()):
                 copy.owner.writes_unfenced = True
                 job.stop = f"hidden write to {copy.key}"
+        if job.frozen is not None and not job.stop:
+            (self.statics.finished if job.fills else self.statics.proved)(job.frozen)
 
     def _warm_one(self) -> None:
         slot, pieces = self._warming[0]

@@ -26,8 +26,10 @@ class Batch:
     fence protects them. Sources are referenced until the copies are done, so that their memory goes to nobody else.
     """
 
-    def __init__(self, device: torch.device, early: list[Copy], late: list[Copy], slot: SlotView) -> None:
-        self._device, self._slot = device, slot
+    def __init__(
+        self, device: torch.device, early: list[Copy], late: list[Copy], slots: Sequence[SlotView]
+    ) -> None:
+        self._device, self._slots = device, slots
         self._side = _side_stream(device)
         self._sources: list[tuple[Tensor, Copy]] = [(copy.source, copy) for copy in late]
         with torch.cuda.device(device):
@@ -37,7 +39,7 @@ class Batch:
             self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @classmethod
-    def of(cls, early: list[Copy], late: list[Copy], slot: SlotView) -> Batch | None:
+    def of(cls, early: list[Copy], late: list[Copy], slots: Sequence[SlotView]) -> Batch | None:
         """None without copies. Raises RuntimeError for other accelerators than CUDA and for several devices."""
         devices = {copy.source.device for copy in (*early, *late)}
         if not devices:
@@ -46,10 +48,11 @@ class Batch:
             raise RuntimeError(
                 f"tensors on {sorted(map(str, devices))}: one CUDA device per rank is supported"
             )
-        return cls(devices.pop(), early, late, slot)
+        return cls(devices.pop(), early, late, slots)
 
     def enqueue(self) -> None:
-        _pin(self._slot.segment)
+        for slot in self._slots:
+            _pin(slot.segment)
         with torch.cuda.device(self._device), torch.cuda.stream(self._side), torch.no_grad():
             self._side.wait_event(self._ready)
             for source, copy in self._sources:

@@ -12,7 +12,7 @@ from ckptd_client.copying import Copy
 from ckptd_client.entries import Mode
 from ckptd_client.job import Job
 from ckptd_client.plan import Source
-from ckptd_client.statics import Known, Statics, mark_of
+from ckptd_client.statics import Statics, mark_of
 
 
 def gather(tensors: Sequence[Tensor], job: Job, statics: Statics) -> None:
@@ -20,20 +20,28 @@ def gather(tensors: Sequence[Tensor], job: Job, statics: Statics) -> None:
     early: list[Copy] = []
     late: list[Copy] = []
     address = job.slot.address
+    frozen = 0 if job.frozen is None else job.frozen.address - job.plan.layout.frozen_at
+    proven = job.frozen is not None and statics.trusts(job.frozen)
     for source in job.plan.sources:
-        tensor: Any = tensors[source.entry]
-        local: Tensor = tensor._local_tensor if source.sharded else tensor
+        local = local_tensor(source, tensors)
         if source.mode is Mode.SMALL and source.whole and local.is_cpu and local.is_contiguous():
             libc.copy(address + source.offset, local.data_ptr(), source.nbytes)
             continue
-        copy = _copy_of(source, local, address)
+        copy = _copy_of(source, local, frozen if source.mode is Mode.STATIC else address)
         if not copy.source.is_cpu:
-            _sort(copy, source.mode, job, statics, late, early)
+            _sort(copy, source.mode, job, proven, late, early)
         elif source.mode in (Mode.FENCED, Mode.STATIC):
-            _sort(copy, source.mode, job, statics, job.copies, [])
+            _sort(copy, source.mode, job, proven, job.copies, [])
         else:
             copy.run_at_once()
-    job.device = device.Batch.of(early, late, job.slot)
+    job.device = device.Batch.of(early, late, job.slots)
+
+
+def local_tensor(source: Source, tensors: Sequence[Tensor]) -> Tensor:
+    """What this rank has of it."""
+    tensor: Any = tensors[source.entry]
+    local: Tensor = tensor._local_tensor if source.sharded else tensor
+    return local
 
 
 def _copy_of(source: Source, local: Tensor, address: int) -> Copy:
@@ -42,17 +50,14 @@ def _copy_of(source: Source, local: Tensor, address: int) -> Copy:
     return Copy(source.key, source.owner, box, address + source.offset, source.nbytes, source.fragment)
 
 
-def _sort(copy: Copy, mode: Mode, job: Job, statics: Statics, later: list[Copy], now: list[Copy]) -> None:
+def _sort(copy: Copy, mode: Mode, job: Job, proven: bool, later: list[Copy], now: list[Copy]) -> None:
     if mode is Mode.FENCED:
         job.fenced.append(copy)
         later.append(copy)
+    elif mode is Mode.STATIC and job.fills:
+        job.static.append((copy, mark_of(copy.source)))
+        later.append(copy)
     elif mode is Mode.STATIC:
-        mark = mark_of(copy.source)
-        known = statics.held(job.slot, job.plan.layout.layout_id, copy, mark)
-        if known is Known.NO:
-            job.static.append((copy, mark))
-            later.append(copy)
-        else:
-            (job.held if known is Known.YES else job.unproven).append(copy)
+        (job.held if proven else job.unproven).append(copy)
     else:
         now.append(copy)

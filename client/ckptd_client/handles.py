@@ -34,6 +34,10 @@ def reached(told: Level | None, level: str, attainable: int) -> bool:
     return level == "protected" and told.level >= max(0, min(told.wanted, attainable))
 
 
+class Skip(Exception):
+    """This snapshot will not be taken; the reason."""
+
+
 @dataclass(eq=False)
 class Handle:
     """``status``: capturing, captured, sealed, protected, durable, or "skipped: ...", "void: ...", "failed: ..."."""

@@ -47,6 +47,8 @@ class Job:
     grant: int
     came_at: int  # newest step called when the grant came
     slot: SlotView
+    frozen: SlotView | None  # what the snapshot leans on
+    fills: bool  # is the frozen slot captured into?
     connection: int
     plan: Plan
     handle: Handle
@@ -56,7 +58,7 @@ class Job:
     copies: list[Copy] = field(default_factory=list)  # on the CPU, for the threads
     fenced: list[Copy] = field(default_factory=list)  # what an audit compares, wherever it lies
     static: list[tuple[Copy, Mark]] = field(default_factory=list)  # frozen, copied this time
-    held: list[Copy] = field(default_factory=list)  # frozen, in the slot since an earlier snapshot
+    held: list[Copy] = field(default_factory=list)  # frozen, in their slot since an earlier snapshot
     unproven: list[Copy] = field(default_factory=list)  # the same, to be compared this time
     device: DeviceBatch | None = None
     blocked_s: float = 0.0
@@ -80,6 +82,10 @@ class Job:
         chunk = next(self._chunks, None)
         self._exhausted = chunk is None
         return chunk
+
+    @property
+    def slots(self) -> list[SlotView]:
+        return [self.slot] if self.frozen is None else [self.slot, self.frozen]
 
     @property
     def on_device(self) -> bool:

@@ -40,7 +40,7 @@ class Joiner:
         session = self._session
         node = session.node if session.link.up else None
         world = rendezvous.meet(session.job, node, trouble, deadline)
-        session.join(world, self._bytes(state, world), ask, restoring=True)
+        session.join(world, *self._bytes(state, world), ask, restoring=True)
         return world
 
     @property
@@ -74,7 +74,7 @@ class Joiner:
             world = rendezvous.meet(
                 session.job, session.node, session.link.trouble, deadline, self._given_up.is_set
             )
-            session.join(world, self._bytes(state, world), None, restoring=False)
+            session.join(world, *self._bytes(state, world), None, restoring=False)
             with session.changed:
                 while session.phase == JOINING and not self._given_up.is_set():
                     session.changed.wait(POLL_S)
@@ -86,8 +86,10 @@ class Joiner:
         if not joined:
             self._not_before = time.monotonic() + AGAIN_AFTER_S
 
-    def _bytes(self, state: State, world: World) -> int:
-        if self._state_bytes is not None:
-            return self._state_bytes
+    def _bytes(self, state: State, world: World) -> tuple[int, int]:
+        """(live, frozen) part of one snapshot."""
         replicas = int(self._session.policy.get("replicas", 0))
-        return int(predicted_bytes(self._registry, state, world, replicas) * LAYOUT_SLACK)
+        live, frozen = predicted_bytes(self._registry, state, world, replicas)
+        if self._state_bytes is not None:
+            return max(1, self._state_bytes - frozen), frozen
+        return int(live * LAYOUT_SLACK), frozen

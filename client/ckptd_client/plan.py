@@ -10,7 +10,7 @@ import torch
 
 from ckptd.core.balance import balanced_plan, plan_id
 from ckptd.core.layout import REPLICA, Fragment, Layout
-from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.layout_build import LayoutItem, build_layout, place
 from ckptd_client import _switches, optim
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import is_dtensor, local_of
@@ -79,16 +79,23 @@ def make_plan(state: State, world: World, replicas: int, objects_bytes: int, old
         for (index, part), tier in zip(parts, tiers, strict=True)
         if tier is not None and part.stored
     ]
-    mine.sort(key=lambda row: -row[2])  # as the layout sorts, so that fragments[i] is mine[i]
-    items = [LayoutItem(p.key, p.dtype, p.shape, p.box, p.role, p.sharing, tier) for _, p, tier in mine]
+    rows = [(index, part, _item(state.entries[index], part, tier)) for index, part, tier in mine]
+    rows.sort(key=lambda row: place(row[2]))  # as the layout sorts, so that fragments[i] is rows[i]
+    items = [item for _, _, item in rows]
     objects_max = objects_capacity(objects_bytes)
     layout = build_layout(world.rank, world.size, items, objects_max, plan, state.aliases)
     sources = tuple(
         _source(state.entries[index], index, part, at, fragment)
-        for at, ((index, part, _), fragment) in enumerate(zip(mine, layout.fragments, strict=True))
+        for at, ((index, part, _), fragment) in enumerate(zip(rows, layout.fragments, strict=True))
         if fragment.nbytes
     )
     return Plan(layout, sources, signature, objects_max, world)
+
+
+def _item(entry: Entry | None, part: Slice, tier: int) -> LayoutItem:
+    """``entry``: whose part it is; None: of state that is not born yet."""
+    frozen = entry is not None and _mode(entry, part.nbytes) is Mode.STATIC
+    return LayoutItem(part.key, part.dtype, part.shape, part.box, part.role, part.sharing, tier, frozen)
 
 
 def _source(entry: Entry, index: int, part: Slice, at: int, fragment: Fragment) -> Source:
@@ -144,19 +151,18 @@ def _tier(part: Slice, captors: dict[str, tuple[int, ...]], world: World, replic
     return max(0, replicas + 1 - len({world.domains[rank] for rank in ranks}))
 
 
-def predicted_bytes(registry: Registry, state: State, world: World, replicas: int) -> int:
-    """Payload of one snapshot once the optimizers' state is born (section 5: it is born at the first step). ``state`` with
-    its objects."""
-    parts = [part for entry in state.entries for part in slices_of(entry, world)]
-    parts += _unborn(registry, state, world)
-    tiers, _ = _assign(parts, world, replicas)
+def predicted_bytes(registry: Registry, state: State, world: World, replicas: int) -> tuple[int, int]:
+    """(live, frozen) part of one snapshot once the optimizers' state is born (section 5: it is born at the first step).
+    ``state`` with its objects."""
+    rows: list[tuple[Entry | None, Slice]] = [(e, part) for e in state.entries for part in slices_of(e, world)]
+    rows += [(None, part) for part in _unborn(registry, state, world)]
+    tiers, _ = _assign([part for _, part in rows], world, replicas)
     items = [
-        LayoutItem(p.key, p.dtype, p.shape, p.box, p.role, p.sharing, tier)
-        for p, tier in zip(parts, tiers, strict=True)
-        if tier is not None
+        _item(entry, part, tier) for (entry, part), tier in zip(rows, tiers, strict=True) if tier is not None
     ]
     objects_bytes = sum(map(len, state.objects.values()))
-    return build_layout(world.rank, world.size, items, objects_capacity(objects_bytes)).payload_bytes
+    layout = build_layout(world.rank, world.size, items, objects_capacity(objects_bytes))
+    return layout.frozen_at, layout.frozen_bytes
 
 
 def _unborn(registry: Registry, state: State, world: World) -> list[Slice]:

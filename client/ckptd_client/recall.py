@@ -57,7 +57,7 @@ class Recall:
         return alive
 
     def _look(self) -> list[int]:
-        flags = [int(owner.writes_unfenced) for owner in self._registry.owners.values()]
+        flags = [2 * owner.writes_unfenced + owner.thawed for owner in self._registry.owners.values()]
         return [
             *flags,
             int(_switches.SYNC_COPIES),

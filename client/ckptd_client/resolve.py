@@ -119,7 +119,8 @@ class _Resolver:
             return Mode.SYNC
         if owner.fenced or id(spot.tensor) in self._stepped or _averaged(owner.value):
             return Mode.FENCED
-        return Mode.STATIC if trained and not spot.tensor.requires_grad else Mode.SYNC
+        frozen = trained and not spot.tensor.requires_grad and not owner.thawed
+        return Mode.STATIC if frozen else Mode.SYNC
 
     def _tensor_mode(self, owner: Owner) -> Mode:
         if owner.writes_unfenced:

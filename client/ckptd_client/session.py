@@ -44,6 +44,7 @@ class Session:
         self.link = Link(path, job, self._on_message, self._on_up, self._on_down, self._on_refused)
         self.job, self.troubles = job, troubles
         self.segments = Segments()
+        self.frozen_slot = -1  # where the frozen part may be captured, or was; -1: nowhere yet
         self.grants = Grants()
         self.policy: dict[str, Any] = {}
         self.node: dict[str, Any] | None = None
@@ -111,6 +112,7 @@ class Session:
             self.grants.clear()
             self._layouts.clear()
             self.segments.forget_connection()
+            self.frozen_slot = -1  # the next daemon may give that number to another slot
             self.daemon_problems = []
             if self.restoring:
                 self._inbox.append((wire.Failed("lost", f"the daemon was lost: {reason}"), b"", []))
@@ -146,6 +148,8 @@ class Session:
         except (OSError, KeyError) as error:
             self.troubles.report("mapping", f"cannot map the daemon's memory: {error}")
             return
+        if message.frozen:
+            self.frozen_slot = message.slot
         self.slot_mapped(slot)
 
     def _opened(self, message: wire.Opened, fds: list[int]) -> None:
@@ -232,9 +236,11 @@ class Session:
             self.daemon_problems = list(message.problems)
 
     # --- joining ------------------------------------------------------------------------------------------------
-    def join(self, world: World, state_bytes: int, ask: dict[str, Any] | None, *, restoring: bool) -> None:
+    def join(
+        self, world: World, state_bytes: int, frozen_bytes: int, ask: dict[str, Any] | None, *, restoring: bool
+    ) -> None:
         """Raises CkptdError without a connection. Answers come to ``next_restore`` when ``restoring``."""
-        message = wire.Join(world.attempt, world.rank, state_bytes, ask)
+        message = wire.Join(world.attempt, world.rank, state_bytes, ask, frozen_bytes)
         body = pack_world(world.ranks, world.nodes)
         with self.changed:
             self._drop_inbox()
@@ -339,7 +345,7 @@ class Session:
     @property
     def without_memory(self) -> bool:
         """The daemon has given no slot, though it has had the time to allocate one."""
-        return not self.segments.slots and time.monotonic() - self._ready_at > ALLOCATION_S
+        return not self.segments.slots.keys() - {self.frozen_slot} and time.monotonic() - self._ready_at > ALLOCATION_S
 
     def follow(self, handle: Handle) -> None:
         with self.changed:

@@ -18,9 +18,10 @@ from ckptd.wire.seqpacket import memfd_object
 from ckptd_client import fence, libc, resolve
 from ckptd_client.capture import Engine
 from ckptd_client.entries import State
+from ckptd_client.frozen import FrozenCapture, FrozenSlot
 from ckptd_client.gather import gather
 from ckptd_client.grants import Grant
-from ckptd_client.handles import Handle
+from ckptd_client.handles import Handle, Skip
 from ckptd_client.job import Job
 from ckptd_client.joining import Joiner
 from ckptd_client.plan import Plan, make_plan
@@ -36,10 +37,6 @@ AUDIT_TIMEOUT_S = 30.0
 RECOVERED = ("fence", "type", "memory", "capture")  # troubles that a good snapshot ends
 
 
-class Skip(Exception):
-    """This snapshot will not be taken; the reason."""
-
-
 class Snapshots:
     def __init__(
         self, session: Session, engine: Engine, registry: Registry, joiner: Joiner, troubles: Troubles,
@@ -47,6 +44,7 @@ class Snapshots:
     ) -> None:  # fmt: skip
         self._session, self._engine, self._registry = session, engine, registry
         self._joiner, self._troubles, self._must_timeout_s = joiner, troubles, must_timeout_s
+        self._frozen = FrozenCapture(session, engine, troubles)
         self._plan: Plan | None = None
         self._recall: Recall | None = None
         self._taken = 0  # snapshots captured so far
@@ -70,7 +68,7 @@ class Snapshots:
         try:
             grant, slot = self._grant(handle.step, must or keep, must, patience_s)
             try:
-                self._capture(handle, grant, slot, meta, keep)
+                self._capture(handle, grant, slot, meta, keep, patience_s)
             finally:
                 slot.segment.unpin()
             return
@@ -145,7 +143,7 @@ class Snapshots:
 
     # --- the capture --------------------------------------------------------------------------------------------
     def _capture(
-        self, handle: Handle, grant: Grant, slot: SlotView, meta: dict[str, Any], keep: bool
+        self, handle: Handle, grant: Grant, slot: SlotView, meta: dict[str, Any], keep: bool, patience_s: float
     ) -> None:
         began = time.monotonic()
         session = self._session
@@ -155,19 +153,21 @@ class Snapshots:
         ):
             raise Skip("busy")
         tensors, packed, plan = self._lookup(handle.step, meta)
-        if plan.layout.payload_bytes > slot.capacity:
-            self._ask_for_more(plan.layout.payload_bytes, slot.capacity)
-        job = self._job(handle, grant, slot, plan, len(packed), keep)
-        self._write_objects(slot, packed, plan)
-        with session.changed:
-            mapped = set(session.segments.slots.values())
-        self._engine.statics.keep_only(mapped)
-        gather(tensors, job, self._engine.statics)
-        job.blocked_s = time.monotonic() - began
-        self._taken += 1
-        self._steps_at_taken = fence.steps()
-        session.follow(handle)
-        self._engine.submit(job)
+        if plan.layout.frozen_at > slot.capacity:
+            self._ask_for_more(plan.layout.frozen_at, slot.capacity)
+        frozen = self._frozen.slot_for(plan, tensors, patience_s) if plan.layout.frozen_bytes else None
+        try:
+            job = self._job(handle, grant, slot, frozen, plan, len(packed), keep)
+            self._write_objects(slot, packed, plan)
+            gather(tensors, job, self._engine.statics)
+            job.blocked_s = time.monotonic() - began
+            self._taken += 1
+            self._steps_at_taken = fence.steps()
+            session.follow(handle)
+            self._engine.submit(job)
+        finally:
+            if frozen is not None:
+                frozen.slot.segment.unpin()
 
     def _lookup(self, step: int, meta: dict[str, Any]) -> tuple[Sequence[Tensor], bytes, Plan]:
         """What is there now: each entry's tensor, the encoded objects, the plan. Quickly, if nothing was replaced."""
@@ -196,12 +196,14 @@ class Snapshots:
         raise Skip("no memory")
 
     def _job(
-        self, handle: Handle, grant: Grant, slot: SlotView, plan: Plan, objects_bytes: int, keep: bool
-    ) -> Job:
+        self, handle: Handle, grant: Grant, slot: SlotView, frozen: FrozenSlot | None, plan: Plan, objects_bytes: int,
+        keep: bool,
+    ) -> Job:  # fmt: skip
         every = int(self._session.policy.get("audit_every", 0))
         return Job(
-            step=handle.step, grant=grant.number, came_at=grant.came_at, slot=slot, connection=self._session.connection, plan=plan,
-            handle=handle, objects_bytes=objects_bytes, keep=keep, audit=every > 0 and (self._taken + 1) % every == 0,
+            step=handle.step, grant=grant.number, came_at=grant.came_at, slot=slot, frozen=frozen.slot if frozen else None,
+            fills=frozen is not None and frozen.to_fill, connection=self._session.connection, plan=plan, handle=handle,
+            objects_bytes=objects_bytes, keep=keep, audit=every > 0 and (self._taken + 1) % every == 0,
         )  # fmt: skip
 
     def _write_objects(self, slot: SlotView, packed: bytes, plan: Plan) -> None:
@@ -229,6 +231,7 @@ class Snapshots:
             job.capture_s,
             job.blocked_s,
             job.came_at,
+            -1 if job.frozen is None else job.frozen.number,
         )
         try:
             sent = session.link.send(note, fds)

@@ -1,27 +1,19 @@
-"""Frozen parameters: copied into each slot once, and again when their pointer or version changes (design D6).
+"""Frozen parameters: captured once into a slot of their own, on which every snapshot leans (design D6).
 
-Nothing fences them and versions can be evaded, so a new copy is compared with an earlier slot's, and an old one with its
-source the first time it is used again: a difference means writes behind our back, and the owner becomes synchronous.
+They are captured anew, into another slot, when a pointer or a version says that they changed. Nothing fences them and versions
+can be evaded, so the first snapshot that leans on the copy compares it with its sources, and so does every audit: a
+difference means writes behind our back, and the owner becomes synchronous.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from ckptd_client import libc
-from ckptd_client.copying import Copy
 from ckptd_client.segments import SlotView
-
-
-class Known(enum.Enum):
-    NO = enum.auto()
-    UNPROVEN = enum.auto()  # copied once, not yet seen to stay the same
-    YES = enum.auto()
-
 
 Mark = tuple[int, int]  # (data pointer, version)
 
@@ -31,75 +23,83 @@ def mark_of(tensor: Tensor) -> Mark:
 
 
 @dataclass
-class _Copied:
-    mark: Mark
-    address: int
-    nbytes: int
-    trusted: bool = False  # still the same bytes at a later snapshot
-
-
-@dataclass
 class _Held:
-    layout_id: str
-    copies: dict[str, _Copied] = field(default_factory=dict)
+    """``done``: all of it is in the slot. ``trusted``: it was the same at a later snapshot."""
+
+    slot: SlotView
+    layout_id: str  # of the frozen part
+    marks: tuple[Mark, ...]
+    done: bool = False
+    trusted: bool = False
 
 
 class Statics:
-    """What each slot holds of the frozen parameters; the trainer's thread asks, the capture thread notes."""
+    """What the frozen slot holds; the trainer's thread asks, the capture thread notes."""
 
     def __init__(self) -> None:
-        self._slots: dict[SlotView, _Held] = {}
-        self._lock = threading.RLock()
+        self._held: _Held | None = None
+        self._named: SlotView | None = None  # the daemon was told of it: nobody writes into it any more
+        self._lock = threading.Lock()
 
-    def held(self, slot: SlotView, layout_id: str, copy: Copy, mark: Mark) -> Known:
-        """Does the slot hold it already?"""
+    # --- the trainer's side -------------------------------------------------------------------------------------
+    def slot_of(self, layout_id: str, marks: tuple[Mark, ...]) -> SlotView | None:
+        """The slot that holds these very parameters, pinned for the caller."""
         with self._lock:
-            held = self._slots.get(slot)
-            known = held.copies.get(_name(copy)) if held is not None and held.layout_id == layout_id else None
-            if known is None or known.mark != mark:
-                return Known.NO
-            return Known.YES if known.trusted else Known.UNPROVEN
+            held = self._held
+            if held is None or not held.done or (held.layout_id, held.marks) != (layout_id, marks):
+                return None
+            held.slot.segment.pin()
+            return held.slot
 
-    def proved(self, slot: SlotView, copy: Copy) -> bool:
-        """The first time a copy is used again, look whether it is still true. False: written behind our back."""
-        same = not any(copy.differs(begin, length) for begin, length in copy.chunks())
+    def changed(self, layout_id: str, marks: tuple[Mark, ...]) -> list[int]:
+        """Which of them changed since they were captured; none when there is nothing to compare with."""
         with self._lock:
-            held = self._slots.get(slot)
-            if held is not None and _name(copy) in held.copies:
-                held.copies[_name(copy)].trusted = same
-        return same
+            held = self._held
+            if held is None or not held.done or held.layout_id != layout_id:
+                return []
+            return [i for i, (then, now) in enumerate(zip(held.marks, marks, strict=True)) if then != now]
 
-    def copied(self, slot: SlotView, layout_id: str, copy: Copy, mark: Mark) -> bool:
-        """Note a finished copy. False: another slot holds other bytes under the same pointer and version."""
+    def may_fill(self, slot: SlotView) -> bool:
+        return slot is not self._named
+
+    def begin(self, slot: SlotView, layout_id: str, marks: tuple[Mark, ...]) -> None:
+        """A capture into this slot is about to begin."""
+        self.forget()
+        slot.segment.pin()  # compared with later, from another thread than the one that unmaps
         with self._lock:
-            others = (
-                held.copies.get(_name(copy)) for other, held in self._slots.items() if other is not slot
-            )
-            twin = next(
-                (o for o in others if o is not None and o.mark == mark and o.nbytes == copy.nbytes), None
-            )
-            self._of(slot, layout_id).copies[_name(copy)] = _Copied(mark, copy.target, copy.nbytes)
-            return twin is None or not libc.differ(twin.address, copy.target, copy.nbytes)
+            self._held = _Held(slot, layout_id, marks)
 
-    def _of(self, slot: SlotView, layout_id: str) -> _Held:
-        held = self._slots.get(slot)
-        if held is None or held.layout_id != layout_id:
-            self.forget(slot)
-            slot.segment.pin()  # compared with later, from another thread than the one that unmaps
-            held = self._slots[slot] = _Held(layout_id)
-        return held
-
-    def forget(self, slot: SlotView) -> None:
+    def trusts(self, slot: SlotView) -> bool:
         with self._lock:
-            if self._slots.pop(slot, None) is not None:
-                slot.segment.unpin()
+            return self._held is not None and self._held.slot is slot and self._held.trusted
 
     def keep_only(self, slots: set[SlotView]) -> None:
-        """Slots that are not mapped any more are not looked at again."""
+        """A slot that is not mapped any more is not looked at again."""
+        if self._held is not None and self._held.slot not in slots:
+            self.forget()
+
+    # --- the capture thread -------------------------------------------------------------------------------------
+    def finished(self, slot: SlotView) -> None:
         with self._lock:
-            for slot in [slot for slot in self._slots if slot not in slots]:
-                self.forget(slot)
+            if self._held is not None and self._held.slot is slot:
+                self._held.done = True
+
+    def proved(self, slot: SlotView) -> None:
+        with self._lock:
+            if self._held is not None and self._held.slot is slot:
+                self._held.trusted = True
+
+    def names(self, slot: SlotView | None) -> None:
+        """The daemon is about to be told that a snapshot leans on it."""
+        if slot is not None:
+            self._named = slot
+
+    def forget(self) -> None:
+        with self._lock:
+            held, self._held = self._held, None
+        if held is not None:
+            held.slot.segment.unpin()
 
 
-def _name(copy: Copy) -> str:
-    return f"{copy.key}#{copy.fragment}"
+def marks_of(tensors: Sequence[Tensor]) -> tuple[Mark, ...]:
+    return tuple(map(mark_of, tensors))

@@ -39,11 +39,44 @@ def test_tiers_descend_then_the_given_order_and_everything_is_aligned() -> None:
     assert [fragment.offset for fragment in layout.fragments] == [128, 192, 256, 256]
     assert [fragment.nbytes for fragment in layout.fragments] == [24, 4, 0, 20]
     assert layout.payload_bytes % ALIGN_BYTES == 0
-    assert (layout.tier_bytes(2), layout.tier_bytes(1), layout.tier_bytes(0)) == (
+    assert (layout.live_bytes(2), layout.live_bytes(1), layout.live_bytes(0)) == (
         152,
         256,
         layout.payload_bytes,
     )
+
+
+def test_the_frozen_part_comes_last_behind_a_gap_and_is_a_layout_of_its_own() -> None:
+    """D6: whatever the live part becomes, a frozen part of the same fragments has the same layout, so its bytes can be shared."""
+    base = [item("base", (40,), 2)._replace(frozen=True), item("rest", (9,), 1)._replace(frozen=True)]
+    layout = build_layout(0, 1, [base[0], item("w", (5,), 1), base[1], item("v", (5,), 2)], 64)
+    assert [f.key for f in layout.fragments] == ["v", "w", "base", "rest"]
+    live = layout.fragments[1]
+    assert live.offset + live.nbytes < layout.frozen_at == layout.fragments[2].offset
+    assert layout.frozen_at % 4096 == 0
+    assert layout.spans(0) == ((0, layout.frozen_at), (layout.frozen_at, layout.frozen_bytes))
+    assert layout.spans(2) == ((0, 84), (layout.frozen_at, 160))
+    assert layout.spans(3) == ((0, 64),)
+    later = build_layout(0, 1, [*base, item("w", (5,), 1), item("born", (500,), 1)], 128)
+    assert layout.frozen.layout_id == later.frozen.layout_id != layout.layout_id
+    assert [f.offset for f in layout.frozen.fragments] == [0, 192]
+    assert layout.frozen.is_frozen and not layout.is_frozen
+    assert Layout.decode(layout.frozen.encoded) == layout.frozen
+
+
+def test_a_layout_without_frozen_parameters_is_written_as_before_there_were_any() -> None:
+    """P7: the ids in a ledger of an older daemon stay what they are."""
+    assert msgpack.unpackb(sample().encoded)[0] == 1
+    assert sample().layout_id == "f5fdb495340d6a297343aa9d8a034577"
+
+
+@pytest.mark.parametrize("new", [0, -64, 63, 1 << 40, None, True])
+def test_a_frozen_part_outside_of_its_place_is_refused(new: Any) -> None:
+    layout = build_layout(0, 1, [item("w", (5,)), item("base", (40,))._replace(frozen=True)], 64)
+    head = msgpack.unpackb(layout.encoded)
+    head[-1] = new
+    with pytest.raises(ValueError, match=r"."):
+        decode_layout(msgpack.packb(head))
 
 
 @quick
@@ -67,7 +100,7 @@ def tampered(name: str, new: Any, row: int = 0) -> bytes:
     if name in HEAD:
         head[HEAD.index(name)] = new
     else:
-        head[-1][row][ROW.index(name)] = new
+        head[HEAD.index("rows")][row][ROW.index(name)] = new
     packed: bytes = msgpack.packb(head)
     return packed
 

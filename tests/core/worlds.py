@@ -148,9 +148,8 @@ def worlds(draw: st.DrawFn, ranks: int = 4, tensors: int = 4) -> World:
         if kind == "shard":
             for box in draw(tilings(shape)):
                 rank = draw(st.integers(0, size - 1))
-                items[rank].append(
-                    LayoutItem(key, dtype, shape, box, "param", UNIQUE, draw(st.integers(1, 2)))
-                )
+                tier, frozen = draw(st.integers(1, 2)), draw(st.booleans())
+                items[rank].append(LayoutItem(key, dtype, shape, box, "param", UNIQUE, tier, frozen))
             continue
         everyone = list(range(size))
         chosen = (
@@ -161,8 +160,9 @@ def worlds(draw: st.DrawFn, ranks: int = 4, tensors: int = 4) -> World:
         sharing, tier = (
             (REPLICA, draw(st.integers(0, 1))) if kind == REPLICA else (MAYBE, draw(st.integers(1, 2)))
         )
+        frozen = draw(st.booleans())
         for rank in chosen:
-            items[rank].append(LayoutItem(key, dtype, shape, Box.whole(shape), "buffer", sharing, tier))
+            items[rank].append(LayoutItem(key, dtype, shape, Box.whole(shape), "buffer", sharing, tier, frozen))
         if kind == "own" and size > 1:
             per_rank.add(f"t:{key}")
     layouts = {rank: build_layout(rank, size, items[rank], draw(st.sampled_from((0, 100)))) for rank in items}

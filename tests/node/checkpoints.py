@@ -39,6 +39,7 @@ class Record:
     layout: Layout
     sums: bytes
     objects_bytes: int
+    tier: int = 0
 
 
 @dataclass(repr=False)
@@ -117,7 +118,7 @@ def worlds(draw: st.DrawFn, ranks: int = 4, tensors: int = 5) -> World:
             boxes = rows_of(shape, size) if kind == "rows" and shape else draw(tilings(shape))
             for index, box in enumerate(boxes):
                 rank = index if kind == "rows" and shape else draw(st.integers(0, size - 1))
-                items[rank].append(LayoutItem(key, dtype, shape, box, "param", UNIQUE, 1))
+                items[rank].append(LayoutItem(key, dtype, shape, box, "param", UNIQUE, 1, draw(st.booleans())))
             continue
         sharing = REPLICA if kind == REPLICA else MAYBE
         own = kind in ("own", "unlike") and size > 1

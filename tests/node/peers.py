@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from ckptd.arena.arena import Arena, Slot
+from ckptd.arena.frozen import content_of
 from ckptd.core.ids import SnapshotId
 from ckptd.protect.fetch import Fetcher
+from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.replicate import Replicator
 from ckptd.wire.bulk import Ticket
 from ckptd.wire.codec import decode, encode
@@ -58,9 +60,11 @@ class Peer:
         self.arrived: list[Slot] = []
         self.damage: list[str] = []
         self.refused: list[str] = []  # nodes whose bytes did not match
-        self.replicator = Replicator(self.transport, self.arena, self._send, self.work)
-        self.replicator.on_arrived = lambda job, slot: self.arrived.append(slot)
         self.fetcher = Fetcher(self.transport, self._send, self.work)
+        self.frozen = FrozenParts(self.arena, self.fetcher, self.work)
+        self.frozen.find = self._find_frozen
+        self.replicator = Replicator(self.transport, self.arena, self._send, self.work, self.frozen)
+        self.replicator.on_arrived = lambda job, slot: self.arrived.append(slot)
         self.fetcher.held = self._held
         self.fetcher.on_damage = lambda job, slot, reason: self.damage.append(reason)
         self.replicator.on_refused = self.fetcher.on_refused = lambda job, node: self.refused.append(node)
@@ -68,6 +72,12 @@ class Peer:
 
     def _send(self, to: str, job: str, message: object) -> bool:
         return self.post.send(self.node, to, job, message)
+
+    def _find_frozen(self, job: str, content: str) -> Slot | None:
+        for slot in self.arena.slots.values():
+            if slot.record is not None and slot.record.layout.is_frozen and content_of(slot.record) == content:
+                return slot
+        return None
 
     def _held(self, job: str, snapshot: SnapshotId, rank: int) -> Slot | None:
         for slot in self.arena.slots.values():

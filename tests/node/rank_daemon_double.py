@@ -45,6 +45,8 @@ class Peer:
     slots: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> (fd, capacity)
     free: list[int] = field(default_factory=list)
     granted: dict[int, int] = field(default_factory=dict)  # grant -> slot
+    frozen: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot of a frozen part -> (fd, capacity)
+    sealed_frozen: set[int] = field(default_factory=set)  # a snapshot leans on these
     layouts: dict[str, Layout] = field(default_factory=dict)
     wants: Any = None
     loaded: wire.Loaded | None = None
@@ -136,9 +138,10 @@ class RankDaemonDouble:
                 got = None
             if got is None:
                 peer.sock.close()
-                for fd, _ in peer.slots.values():
+                for fd, _ in (*peer.slots.values(), *peer.frozen.values()):
                     os.close(fd)
                 peer.slots.clear()
+                peer.frozen.clear()
                 return
             message, fds = got
             with self.changed:
@@ -165,6 +168,7 @@ class RankDaemonDouble:
     def _on_join(self, peer: Peer, message: wire.Join, fds: list[int]) -> None:
         peer.rank = message.rank
         self.worlds[message.attempt] = ranks, _ = unpack_world(read_memfd_object(fds[0], WORLD_BYTES_MAX))
+        self._give_frozen(peer, message.frozen_bytes)
         self._resize(peer, message.state_bytes)
         if message.attempt == self._attempt:
             self._joined[self._attempt][message.rank] = (peer, message)
@@ -334,15 +338,27 @@ class RankDaemonDouble:
             peer.free.remove(slot)
             _send(peer, wire.Retire(slot))
         while sum(size >= capacity for _, size in peer.slots.values()) < self.slot_count:
-            self._slot_ids += 1
-            fd = os.memfd_create("double")
-            os.posix_fallocate(fd, 0, capacity + 4096)
-            peer.slots[self._slot_ids] = (fd, capacity)
-            peer.free.append(self._slot_ids)
-            name = f"segment-{self._slot_ids}"
-            _send(peer, wire.Mapped(self._slot_ids, name, capacity + 4096, 4096, capacity), [fd], timeout_s=5)
+            slot = self._map(peer, peer.slots, capacity)
+            peer.free.append(slot)
+
+    def _give_frozen(self, peer: Peer, nbytes: int) -> None:
+        waiting = [size for slot, (_, size) in peer.frozen.items() if slot not in peer.sealed_frozen]
+        if nbytes and not any(size >= nbytes for size in waiting):
+            self._map(peer, peer.frozen, nbytes)
+
+    def _map(self, peer: Peer, into: dict[int, tuple[int, int]], capacity: int) -> int:
+        self._slot_ids += 1
+        fd = os.memfd_create("double")
+        os.posix_fallocate(fd, 0, capacity + 4096)
+        into[self._slot_ids] = (fd, capacity)
+        note = wire.Mapped(
+            self._slot_ids, f"segment-{self._slot_ids}", capacity + 4096, 4096, capacity, into is peer.frozen
+        )
+        _send(peer, note, [fd], timeout_s=5)
+        return self._slot_ids
 
     def _on_resize(self, peer: Peer, message: wire.Resize, fds: list[int]) -> None:
+        self._give_frozen(peer, message.frozen_bytes)
         self._resize(peer, message.state_bytes)
         self._grant_free()
 
@@ -404,7 +420,10 @@ class RankDaemonDouble:
             return  # of an earlier epoch
         assert slot == message.slot
         fd, _ = peer.slots[slot]
-        payload = os.pread(fd, layout.payload_bytes, 4096)
+        payload = os.pread(fd, layout.frozen_at, 4096)
+        if layout.frozen_bytes:
+            peer.sealed_frozen.add(message.frozen)
+            payload += os.pread(peer.frozen[message.frozen][0], layout.frozen_bytes, 4096)
         peer.free.append(slot)
         snapshot = (self.epoch, message.step)
         held = self.held.setdefault(snapshot, {})

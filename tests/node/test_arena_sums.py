@@ -55,7 +55,7 @@ def test_every_flipped_bit_in_a_block_is_found(layout: Layout, payload: memoryvi
 
 @pytest.mark.parametrize("tier", [0, 1, 2, 3])
 def test_a_tier_has_the_sums_of_its_prefix(layout: Layout, payload: memoryview, tier: int) -> None:
-    prefix = payload[: layout.tier_bytes(tier)]
+    prefix = payload[: layout.live_bytes(tier)]
     sums = block_sums(prefix, layout, tier)
     assert block_sums(payload, layout).startswith(sums)
     assert len(sums) == SUM_BYTES * block_count(layout, tier)

@@ -90,7 +90,7 @@ def test_sources_wait_for_the_mark_and_are_held_until_the_bytes_are_out(log: lis
     memory = torch.zeros(1 << 16, dtype=torch.uint8)
     made = copies(SOURCES, memory)
     slot: Any = SlotView(1, None, 0, 1 << 16)  # type: ignore[arg-type]
-    batch = Batch(torch.device("cpu"), made[:3], made[3:], slot)
+    batch = Batch(torch.device("cpu"), made[:3], made[3:], [slot])
     assert log == ["ready marks training"]
     before = made[0].source.clone()
     made[0].source.zero_()  # a buffer, after snapshot() has returned: the clone is what counts
@@ -109,7 +109,7 @@ def test_sources_wait_for_the_mark_and_are_held_until_the_bytes_are_out(log: lis
 
 def test_one_cuda_device_per_rank() -> None:
     slot: Any = None
-    assert Batch.of([], [], slot) is None
+    assert Batch.of([], [], [slot]) is None
     elsewhere = Copy("w", OWNER, torch.empty(3, device="meta"), 0, 12, 0)
     with pytest.raises(RuntimeError, match="one CUDA device"):
-        Batch.of([], [elsewhere], slot)
+        Batch.of([], [elsewhere], [slot])

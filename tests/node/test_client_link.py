@@ -169,7 +169,7 @@ def test_a_world_of_4096_ranks_is_told_at_the_join_and_again_to_a_new_daemon(tmp
     try:
         session.link.start()
         assert session.wait_up(30)
-        session.join(world, 1 << 20, None, restoring=False)
+        session.join(world, 1 << 20, 0, None, restoring=False)
         daemon.wait_for(lambda: daemon.worlds == {"attempt": (ranks, nodes)})
         daemon.stop()
         with RankDaemonDouble(daemon.path) as again:

@@ -242,13 +242,13 @@ async def test_a_slot_whose_sums_are_being_made_is_not_granted_again(monkeypatch
     import threading
 
     go = threading.Event()
-    real = ranks.block_sums
+    real = ranks.live_sums
 
     def slow(payload: memoryview, layout: Any, *rest: Any) -> bytes:
         assert go.wait(10)
         return real(payload, layout, *rest)
 
-    monkeypatch.setattr(ranks, "block_sums", slow)
+    monkeypatch.setattr(ranks, "live_sums", slow)
     async with rig() as house:
         rank = house.rank()
         await rank.begin("a")
@@ -262,7 +262,7 @@ async def test_a_slot_whose_sums_are_being_made_is_not_granted_again(monkeypatch
         shell.ranks.give_slot(ins.GiveSlot(0, grant.slot, 99, 2))
         assert isinstance(taken[0], ev.RankMissed) and shell.seats.slots[grant.slot].state == "free"
         monkeypatch.undo()
-        monkeypatch.setattr(ranks, "block_sums", real)
+        monkeypatch.setattr(ranks, "live_sums", real)
         go.set()
         await eventually(lambda: not shell.ranks.sealing)
         await eventually(

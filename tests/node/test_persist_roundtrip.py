@@ -310,10 +310,10 @@ def test_a_tier_prefix_is_enough_for_its_fragments() -> None:
     world = make_world({0: items})
     layout = world.layouts[0]
     payload, record = world.slots[0]
-    prefix = memoryview(payload)[: layout.tier_bytes(2)]
+    prefix = memoryview(payload)[: layout.live_bytes(2)]
     piece = type(world.held(WritePiece(0, layout.layout_id, (0,), True)))
     storage: Storage = MemoryStorage()
-    replica = type(record)(layout, record.sums[: -16 * 1], record.objects_bytes)
+    replica = type(record)(layout, record.sums[: -16 * 1], record.objects_bytes, tier=2)
     reports = [
         write_pieces(storage, JOB, SNAPSHOT, "a1", "n0", [held], threading.Event())
         for held in (

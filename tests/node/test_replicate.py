@@ -57,7 +57,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def prefix(slot: Slot, tier: int) -> bytes:
     assert slot.record is not None
-    return bytes(slot.payload[: slot.record.layout.tier_bytes(tier)])
+    return bytes(slot.payload[: slot.record.layout.live_bytes(tier)])
 
 
 @pytest.mark.parametrize("tier", [0, 1, 2])
@@ -236,7 +236,7 @@ async def test_a_ticket_for_another_transfer_is_not_used(post: Post, a: Peer, b:
     into = memoryview(bytearray(4 * MIB))
     slot = a.sealed()
     assert slot.record is not None
-    wrong = b.transport.expect(into[: slot.record.layout.tier_bytes(0)], aad=b"replica|another")
+    wrong = b.transport.expect(into[: slot.record.layout.live_bytes(0)], aad=b"replica|another")
 
     def copies(sender: str, to: str, message: object) -> int:
         if isinstance(message, ReplicaOffer):

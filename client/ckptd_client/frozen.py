@@ -1,0 +1,106 @@
+"""Which slot a snapshot's frozen part lies in: the one that holds it already, or a new one to capture it into (design D6)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ckptd.wire import rank as wire
+from ckptd_client.capture import Engine
+from ckptd_client.entries import Mode
+from ckptd_client.gather import local_tensor
+from ckptd_client.handles import Skip
+from ckptd_client.plan import Plan, Source
+from ckptd_client.segments import SlotView
+from ckptd_client.session import Session
+from ckptd_client.statics import Mark, marks_of
+from ckptd_client.troubles import Troubles
+
+CHANGES_MAX = 3  # of parameters that were called frozen, before they are captured with everything else
+
+
+class FrozenSlot(NamedTuple):
+    slot: SlotView
+    to_fill: bool
+
+
+class FrozenCapture:
+    def __init__(self, session: Session, engine: Engine, troubles: Troubles) -> None:
+        self._session, self._engine, self._troubles = session, engine, troubles
+        self._changes = 0
+
+    def slot_for(self, plan: Plan, tensors: Sequence[Tensor], patience_s: float) -> FrozenSlot:
+        """For a plan with a frozen part; the slot comes pinned. Raises Skip: there is none now. ``patience_s``: to wait for
+        one."""
+        self._wait_until_filled()
+        session, statics = self._session, self._engine.statics
+        with session.changed:
+            statics.keep_only(set(session.segments.slots.values()))
+        layout_id, marks = plan.layout.frozen.layout_id, _marks(plan, tensors)
+        held = statics.slot_of(layout_id, marks)
+        if held is not None:
+            return FrozenSlot(held, False)
+        self._count(plan, statics.changed(layout_id, marks))
+        fresh = self._fresh(plan, patience_s)
+        statics.begin(fresh, layout_id, marks)
+        return FrozenSlot(fresh, True)
+
+    def _wait_until_filled(self) -> None:
+        """By an earlier snapshot. A device fills it beside training; nobody waits for that."""
+        job = self._engine.fills_frozen()
+        if job is None:
+            return
+        bound_s = float(self._session.policy.get("fence_timeout_s", 0.0))
+        if job.device is not None or not self._engine.drain(bound_s):
+            raise Skip("frozen parameters are still being captured")
+
+    def _count(self, plan: Plan, changed: list[int]) -> None:
+        """What changes again and again is not frozen: its owner's such parameters are copied with the others from then on."""
+        if not changed:
+            return
+        self._changes += 1
+        if self._changes >= CHANGES_MAX:
+            sources = _sources(plan)
+            for at in changed:
+                sources[at].owner.thawed = True
+            raise Skip(f"{sources[changed[0]].key} has requires_grad=False and changes: it is captured each time now")
+
+    def _fresh(self, plan: Plan, patience_s: float) -> SlotView:
+        """A slot that no snapshot leans on. Asks for one where there is none."""
+        fresh = self._pinned(plan)
+        if fresh is not None:
+            return fresh
+        live, frozen = plan.layout.frozen_at, plan.layout.frozen_bytes
+        self._session.link.send(wire.Resize(live, frozen))
+        if patience_s > 0:
+            self._session.wait(lambda: self._look(plan) is not None, time.monotonic() + patience_s)
+            fresh = self._pinned(plan)
+        if fresh is None:
+            text = f"{frozen} bytes of frozen parameters need a new slot; asked for it"
+            self._troubles.report("memory", text)
+            raise Skip("no memory")
+        return fresh
+
+    def _pinned(self, plan: Plan) -> SlotView | None:
+        with self._session.changed:
+            slot = self._look(plan)
+            if slot is not None:
+                slot.segment.pin()
+        return slot
+
+    def _look(self, plan: Plan) -> SlotView | None:
+        """Under the session's lock."""
+        slot = self._session.segments.slots.get(self._session.frozen_slot)
+        large = slot is not None and slot.capacity >= plan.layout.frozen_bytes
+        return slot if large and slot is not None and self._engine.statics.may_fill(slot) else None
+
+
+def _sources(plan: Plan) -> list[Source]:
+    return [source for source in plan.sources if source.mode is Mode.STATIC]
+
+
+def _marks(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Mark, ...]:
+    return marks_of([local_tensor(source, tensors) for source in _sources(plan)])
