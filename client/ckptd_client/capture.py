@@ -279,8 +279,8 @@ class Engine:
 
     def _check_static(self, job: Job) -> None:
         """A snapshot that leans on what was written meanwhile is void."""
-        for copy, mark in job.static:
-            if not job.stop and mark_of(copy.source) != mark:
+        for copy, tensor, mark in job.static:
+            if not job.stop and mark_of(tensor, copy.source) != mark:
                 copy.owner.writes_unfenced = True
                 job.stop = f"{copy.key} was written while it was copied"
         for copy in job.unproven:
@@ -303,7 +303,7 @@ class Engine:
 
 def _difference(job: Job, deadline: float) -> str:
     """Names a tensor that was written past the fence, and makes its owner synchronous. "": all equal, or no time left."""
-    for copy in [*job.fenced, *(copy for copy, _ in job.static), *job.held]:
+    for copy in [*job.fenced, *(copy for copy, _, _ in job.static), *job.held]:
         for begin, length in copy.chunks():
             if time.monotonic() > deadline:
                 return ""

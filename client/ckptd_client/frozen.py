@@ -16,7 +16,7 @@ from ckptd_client.handles import Skip
 from ckptd_client.plan import Plan, Source
 from ckptd_client.segments import SlotView
 from ckptd_client.session import Session
-from ckptd_client.statics import Mark, marks_of
+from ckptd_client.statics import Mark, mark_of
 from ckptd_client.troubles import Troubles
 
 CHANGES_MAX = 3  # of parameters that were called frozen, before they are captured with everything else
@@ -103,4 +103,4 @@ def _sources(plan: Plan) -> list[Source]:
 
 
 def _marks(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Mark, ...]:
-    return marks_of([local_tensor(source, tensors) for source in _sources(plan)])
+    return tuple(mark_of(tensors[source.entry], local_tensor(source, tensors)) for source in _sources(plan))

@@ -29,9 +29,9 @@ def gather(tensors: Sequence[Tensor], job: Job, statics: Statics) -> None:
             continue
         copy = _copy_of(source, local, frozen if source.mode is Mode.STATIC else address)
         if not copy.source.is_cpu:
-            _sort(copy, source.mode, job, proven, late, early)
+            _sort(copy, tensors[source.entry], source.mode, job, proven, late, early)
         elif source.mode in (Mode.FENCED, Mode.STATIC):
-            _sort(copy, source.mode, job, proven, job.copies, [])
+            _sort(copy, tensors[source.entry], source.mode, job, proven, job.copies, [])
         else:
             copy.run_at_once()
     job.device = device.Batch.of(early, late, job.slots)
@@ -50,12 +50,14 @@ def _copy_of(source: Source, local: Tensor, address: int) -> Copy:
     return Copy(source.key, source.owner, box, address + source.offset, source.nbytes, source.fragment)
 
 
-def _sort(copy: Copy, mode: Mode, job: Job, proven: bool, later: list[Copy], now: list[Copy]) -> None:
+def _sort(
+    copy: Copy, tensor: Tensor, mode: Mode, job: Job, proven: bool, later: list[Copy], now: list[Copy]
+) -> None:
     if mode is Mode.FENCED:
         job.fenced.append(copy)
         later.append(copy)
     elif mode is Mode.STATIC and job.fills:
-        job.static.append((copy, mark_of(copy.source)))
+        job.static.append((copy, tensor, mark_of(tensor, copy.source)))
         later.append(copy)
     elif mode is Mode.STATIC:
         (job.held if proven else job.unproven).append(copy)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from ckptd_client.copying import Copy
 from ckptd_client.handles import Handle
 from ckptd_client.plan import Plan
@@ -57,7 +59,7 @@ class Job:
     audit: bool
     copies: list[Copy] = field(default_factory=list)  # on the CPU, for the threads
     fenced: list[Copy] = field(default_factory=list)  # what an audit compares, wherever it lies
-    static: list[tuple[Copy, Mark]] = field(default_factory=list)  # frozen, copied this time
+    static: list[tuple[Copy, Tensor, Mark]] = field(default_factory=list)  # frozen, copied this time; what it is of
     held: list[Copy] = field(default_factory=list)  # frozen, in their slot since an earlier snapshot
     unproven: list[Copy] = field(default_factory=list)  # the same, to be compared this time
     device: DeviceBatch | None = None

@@ -8,18 +8,19 @@ difference means writes behind our back, and the owner becomes synchronous.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ckptd_client.segments import SlotView
 
-Mark = tuple[int, int]  # (data pointer, version)
+Mark = tuple[int, int, int]  # (data pointer, its version, version of the DTensor around it)
 
 
-def mark_of(tensor: Tensor) -> Mark:
-    return tensor.data_ptr(), tensor._version
+def mark_of(tensor: Tensor, local: Tensor) -> Mark:
+    """``local``: what this rank has of ``tensor``. A write to a DTensor does not count as one to its local part, nor the
+    other way round."""
+    return local.data_ptr(), local._version, tensor._version
 
 
 @dataclass
@@ -99,7 +100,3 @@ class Statics:
             held, self._held = self._held, None
         if held is not None:
             held.slot.segment.unpin()
-
-
-def marks_of(tensors: Sequence[Tensor]) -> tuple[Mark, ...]:
-    return tuple(map(mark_of, tensors))

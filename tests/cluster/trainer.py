@@ -2,7 +2,8 @@
 
 Kinds: plain, ddp, fsdp; other (another shape than plain), double (another dtype), head (one module more), model (no optimizer
 registered); wide (tensors that are copied in the background, small ones are not), wide_fsdp (the same, sharded; 3.2 MB); stages
-(equal names, other values on each rank), shapes (equal names, another shape on each rank).
+(equal names, other values on each rank), shapes (equal names, another shape on each rank); adapters (16 MB of frozen
+parameters and a small trained layer), adapters_fsdp.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 from ckptd.core import failpoint
 
 WIDTH = 64
+FROZEN = 1024
 
 
 class Loader:
@@ -48,13 +50,18 @@ class Run:
         wide = 32 * WIDTH
         widths = {"other": 2 * WIDTH, "wide": wide, "wide_fsdp": wide, "shapes": (1 + self.rank) * WIDTH}
         width = widths.get(kind, WIDTH)
+        out = FROZEN if kind.startswith("adapters") else WIDTH
         self.bare: nn.Module = nn.Sequential(
-            nn.Linear(WIDTH, width), nn.BatchNorm1d(width), nn.Linear(width, WIDTH)
+            nn.Linear(WIDTH, width), nn.BatchNorm1d(width), nn.Linear(width, out)
         )
         if kind == "double":
             self.bare.double()
+        if kind.startswith("adapters"):
+            self.bare[2].requires_grad_(False)
+            self.bare.append(nn.Sequential(*(nn.Linear(FROZEN, FROZEN) for _ in range(4))).requires_grad_(False))
+            self.bare.append(nn.Linear(FROZEN, WIDTH))
         self.model = self._wrap(kind)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
         self.loader = Loader()
         self.kind = kind
         self.step = 0
@@ -72,7 +79,7 @@ class Run:
         self._begin(job, kind)
 
     def _wrap(self, kind: str) -> nn.Module:
-        if self.world == 1 or kind not in ("ddp", "fsdp", "wide_fsdp"):
+        if self.world == 1 or kind not in ("ddp", "fsdp", "wide_fsdp", "adapters_fsdp"):
             return self.bare
         if kind == "ddp":
             return nn.parallel.DistributedDataParallel(self.bare)
@@ -121,6 +128,11 @@ class Run:
     def health(self) -> Any:
         health = self.client.health()
         return {"ok": health.ok, "problems": list(health.problems)}
+
+    def thaw(self) -> None:
+        """Other weights under the same names, as a new base model has."""
+        with torch.no_grad():
+            self.bare[3][0].weight.mul_(2)
 
     def bytes_of(self, name: str) -> str:
         """The first bytes of this rank's own part of a parameter, as hexadecimal digits: what lies in its slot."""

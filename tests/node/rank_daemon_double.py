@@ -42,6 +42,7 @@ class Peer:
     sock: RankSocket
     rank: int = -1
     called: int = -1
+    needs: int = 1  # bytes of a slot's live part
     slots: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> (fd, capacity)
     free: list[int] = field(default_factory=list)
     granted: dict[int, int] = field(default_factory=dict)  # grant -> slot
@@ -332,7 +333,8 @@ class RankDaemonDouble:
 
     # --- snapshots ----------------------------------------------------------------------------------------------
     def _resize(self, peer: Peer, state_bytes: int) -> None:
-        capacity = -(-max(state_bytes, 1) // GRAIN_BYTES) * GRAIN_BYTES
+        peer.needs = max(state_bytes, 1)
+        capacity = -(-peer.needs // GRAIN_BYTES) * GRAIN_BYTES
         for slot in [s for s in peer.free if peer.slots[s][1] < capacity]:
             os.close(peer.slots.pop(slot)[0])
             peer.free.remove(slot)
@@ -397,6 +399,7 @@ class RankDaemonDouble:
         slot = peer.granted.pop(message.grant, None)
         if slot is not None and slot in peer.slots:
             peer.free.append(slot)
+            self._resize(peer, peer.needs)  # one that fits no more goes
         if message.grant in self._grant_steps:
             del self._grant_steps[message.grant]
             self.voided[message.grant] = message.reason
