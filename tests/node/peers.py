@@ -19,7 +19,7 @@ from ckptd.wire.codec import decode, encode
 from ckptd.wire.keys import ClusterKey
 from ckptd.wire.tcp import TcpTransport
 from tests.node.proxy import Proxy
-from tests.node.slots import MIB, OWN, fill_and_seal, small_arena
+from tests.node.slots import MIB, OWN, fill_and_seal, fill_and_seal_frozen, small_arena
 
 KEY = ClusterKey(bytes(32))
 
@@ -98,6 +98,12 @@ class Peer:
     def sealed(self, step: int = 7) -> Slot:
         slot = self.arena.allocate(OWN, 3 * MIB)
         fill_and_seal(slot, step)
+        return slot
+
+    def sealed_frozen(self, step: int = 7, frozen: Slot | None = None) -> Slot:
+        """One that leans on ``frozen``, or on a new one."""
+        slot = self.arena.allocate(OWN, 3 * MIB)
+        fill_and_seal_frozen(slot, frozen or self.arena.allocate(OWN, 3 * MIB), step)
         return slot
 
     def close(self) -> None:
