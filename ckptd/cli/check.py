@@ -10,7 +10,7 @@ import typer
 from ckptd.cli import checks
 from ckptd.cli.checks import Check
 from ckptd.cli.flags import Loaded, with_settings
-from ckptd.cli.sizing import sizing
+from ckptd.cli.sizing import Sizing, sizing
 from ckptd.config import Config
 from ckptd.core.errors import CkptdError
 from ckptd.units import format_bytes, parse_bytes
@@ -23,6 +23,9 @@ def preflight(
         str | None,
         typer.Option(help="one snapshot of the whole job, each tensor once: 12GiB", metavar="SIZE"),
     ] = None,
+    frozen_bytes: Annotated[
+        str, typer.Option(help="what of it is frozen (requires_grad=False), as an adapter's base model", metavar="SIZE")
+    ] = "0",
     nodes: Annotated[int, typer.Option(min=1, help="nodes of the job")] = 1,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="ranks on each")] = 1,
     ddp: Annotated[
@@ -36,7 +39,11 @@ def preflight(
     config = loaded.config
     found = list(_node_checks(config))
     if state_bytes is not None:
-        found.append(_fits(config, _size(state_bytes), nodes, ranks_per_node, ddp))
+        state, frozen = _size(state_bytes, "--state-bytes"), _size(frozen_bytes, "--frozen-bytes")
+        if frozen > state:
+            raise typer.BadParameter("more than --state-bytes, of which it is a part", param_hint="--frozen-bytes")
+        asked = sizing(config.policy(), state, nodes, ranks_per_node, replicated=ddp, frozen_bytes=frozen)
+        found.append(_fits(asked, config.memory_budget_bytes()))
     if as_json:
         print_json({"ok": all(c.ok is not False for c in found), "checks": [c.report() for c in found]})
     else:
@@ -61,13 +68,11 @@ def _guarded(name: str, check: Callable[[Config], Check], config: Config) -> Che
         return Check(name, False, str(error))
 
 
-def _fits(config: Config, state_bytes: int, nodes: int, ranks_per_node: int, ddp: bool) -> Check:
-    asked = sizing(config.policy(), state_bytes, nodes, ranks_per_node, replicated=ddp)
-    budget = config.memory_budget_bytes()
+def _fits(asked: Sizing, budget: int) -> Check:
     text = f"needs {format_bytes(asked.needed_bytes)} per node = {asked.formula()}; the budget is {format_bytes(budget)}"
     text += f"; one rank's slot is {format_bytes(asked.slot_bytes)}"
     if asked.needed_bytes <= budget:
-        lost = f"survives the loss of {asked.tolerates} of {nodes} nodes at once"
+        lost = f"survives the loss of {asked.tolerates} of {asked.nodes} nodes at once"
         return Check("state", True, f"{text}; {lost}")
     less = asked.fitting(budget)
     if less is None:
@@ -80,11 +85,11 @@ def _fits(config: Config, state_bytes: int, nodes: int, ranks_per_node: int, ddp
     return Check("state", False, text, f"{hint}; or raise memory_budget, or use more nodes")
 
 
-def _size(text: str) -> int:
+def _size(text: str, option: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--state-bytes") from None
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _print(found: list[Check]) -> None:

@@ -200,7 +200,7 @@ class Ranks:
                 self._missed(seat, slot, message, "a newer epoch opened")
                 return
             self.sealing.discard(slot.id)
-            self._services.metrics.sealed(self._job.job, self._services.now() - started, layout.payload_bytes)
+            self._services.metrics.sealed(self._job.job, self._services.now() - started, layout.frozen_at)
             facts = layout, sealed.digests, message.keep, message.came_at
             self._job.feed(ev.SlotSealed(seat.rank, slot.id, message.grant, message.step, *facts))
 

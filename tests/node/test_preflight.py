@@ -77,6 +77,9 @@ def test_preflight_prints_the_sum_and_what_would_fit(cli: Cli, tmp_path: Path) -
     assert found["state"]["ok"] is False
     assert "own_slots=2 replicas=0 would fit" in found["state"]["hint"]
     assert code == 1
+    assert preflight(cli, tmp_path, *asked, "40MiB")[1]["state"]["ok"] is False
+    assert preflight(cli, tmp_path, *asked, "40MiB", "--frozen-bytes", "36MiB")[1]["state"]["ok"] is True
+    assert cli("preflight", "--state-bytes", "1MiB", "--frozen-bytes", "2MiB").code == 2
 
 
 def test_preflight_is_a_table_for_people(cli: Cli, tmp_path: Path) -> None:
@@ -94,6 +97,14 @@ def test_steady_memory_is_four_states_of_a_node_with_one_replica() -> None:
     """P8: replicas=1 with 2 own and 2 peer sets is 4 x S per node."""
     assert asked().steady_bytes(4) == 4 * 12 * GIB / 4
     assert asked().steady_bytes(3) / asked().steady_bytes(4) == pytest.approx(4 / 3)
+
+
+def test_what_is_frozen_is_held_once_and_once_per_copy() -> None:
+    """An adapter of 1 GiB on a base model of 11 GiB."""
+    adapter = asked(frozen_bytes=11 * GIB)
+    assert adapter.steady_bytes(4) == (4 * 1 + 2 * 11) * GIB / 4 < asked().steady_bytes(4)
+    assert asked(frozen_bytes=11 * GIB, replicated=True).steady_bytes(4) == (2 * 2 * 1 + 2 * 11) * GIB / 4
+    assert adapter.slot_bytes == GIB // 4
 
 
 def test_ddp_needs_no_peer_memory() -> None:

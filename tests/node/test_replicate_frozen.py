@@ -11,9 +11,9 @@ from ckptd.arena.arena import Slot
 from ckptd.arena.sums import bad_blocks
 from ckptd.core.failpoint import arm
 from ckptd.wire.peer import FetchAsk
+from tests.node.links import eventually
 from tests.node.peers import Peer, Post
 from tests.node.slots import JOB
-from tests.waiting import eventually
 
 
 @pytest.fixture(params=["none", "aead"])
