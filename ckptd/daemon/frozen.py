@@ -41,6 +41,11 @@ class Frozen:
         if slot.record is not None:
             self._contents[slot.id] = content_of(slot.record)
 
+    def kept_for(self, rank: int) -> Slot | None:
+        """The newest frozen part that an earlier life of this rank captured; the next one may still have the same."""
+        own = [s for s in self.slots.values() if s.id in self._contents and (s.tenant.kind, s.tenant.rank) == ("own", rank)]
+        return max(own, key=lambda slot: slot.id, default=None)
+
     async def support(self, slot: Slot, rank: int, frozen_id: int, layout: Layout) -> bytes:
         """``slot`` leans on the one that the rank says it captured its frozen part into, and which is sealed now if it was not
         yet. The sums of the frozen part. Raises CkptdError, ValueError."""

@@ -73,14 +73,17 @@ class Seats:
         seat = self.by_rank.setdefault(rank, Seat(rank))
         if seat.session is not session:
             seat.layouts.clear()
-            seat.frozen, seat.frozen_wanted = None, frozen_bytes
+            kept = self._frozen.kept_for(rank) if frozen_bytes else None
+            if kept is not None and self._services.arena.foreign_mapper(kept, session.process):
+                kept = None
+            seat.frozen, seat.frozen_wanted = kept, 0 if kept is not None else frozen_bytes
         self.unwatch(seat)
         seat.session = session
         seat.state_bytes = max(state_bytes, 1)
         for slot_id in sorted(seat.free):
             if self._foreign_mapper(slot_id, session):
                 self._retire(seat, slot_id)
-        for slot in seat.slots.values():
+        for slot in (*seat.slots.values(), *([seat.frozen] if seat.frozen is not None else [])):
             self._map(seat, slot)
         self.resize(seat, seat.state_bytes)
         return seat
@@ -276,9 +279,9 @@ class Seats:
             return
         segment = slot.segment
         told.add(session)
-        note = Mapped(
-            slot.id, segment.name, segment.size, slot.offset, slot.capacity, slot is seat.frozen
-        )
+        frozen = slot is seat.frozen
+        holds = slot.record.layout.layout_id if frozen and slot.record is not None else ""
+        note = Mapped(slot.id, segment.name, segment.size, slot.offset, slot.capacity, frozen, holds)
         session.send_segment(note, segment.name, segment.fd)
 
     def _foreign_mapper(self, slot_id: int, session: RankSession) -> bool:

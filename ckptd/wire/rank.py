@@ -187,8 +187,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A slot the rank may be granted; frozen: one for its frozen part, which it may fill at once, and which replaces any it
-    had. fds: [segment] when this segment name is new to the connection."""
+    """A slot the rank may be granted; frozen: one for its frozen part, which replaces any it had. It may fill it at once,
+    unless it ``holds`` a frozen part of that layout id, of an earlier life of the rank or the daemon: that is not written to, but
+    snapshots may lean on it when it has the same bytes. fds: [segment] when this segment name is new to the connection."""
 
     slot: int
     segment: str
@@ -196,6 +197,7 @@ class Mapped:
     offset: int  # of the payload in the segment
     capacity: int
     frozen: bool = False
+    holds: str = ""
 
 
 @dataclass(frozen=True)

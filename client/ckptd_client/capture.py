@@ -14,6 +14,7 @@ from functools import partial
 
 from ckptd.core.failpoint import FailpointError, failpoint
 from ckptd_client import libc
+from ckptd_client.copying import Copy
 from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
 from ckptd_client.segments import SlotView
 from ckptd_client.statics import Statics, mark_of
@@ -285,10 +286,17 @@ class Engine:
                 job.stop = f"{copy.key} was written while it was copied"
         for copy in job.unproven:
             if not job.stop and any(copy.differs(begin, length) for begin, length in copy.chunks()):
-                copy.owner.writes_unfenced = True
-                job.stop = f"hidden write to {copy.key}"
+                job.stop = self._another(job, copy)
         if job.frozen is not None and not job.stop:
             (self.statics.finished if job.fills else self.statics.proved)(job.frozen)
+
+    def _another(self, job: Job, copy: Copy) -> str:
+        """What lies in the frozen slot is not what the parameter is now. Why the snapshot is void."""
+        if job.frozen is not None and self.statics.found(job.frozen):
+            self.statics.forget()
+            return f"{copy.key} is not what was kept of it: it is captured anew"
+        copy.owner.writes_unfenced = True
+        return f"hidden write to {copy.key}"
 
     def _warm_one(self) -> None:
         slot, pieces = self._warming[0]

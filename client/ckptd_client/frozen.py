@@ -44,6 +44,10 @@ class FrozenCapture:
         if held is not None:
             return FrozenSlot(held, False)
         self._count(plan, statics.changed(layout_id, marks))
+        kept = self._kept(layout_id)
+        if kept is not None:
+            statics.begin(kept, layout_id, marks, found=True)
+            return FrozenSlot(kept, False)
         fresh = self._fresh(plan, patience_s)
         statics.begin(fresh, layout_id, marks)
         return FrozenSlot(fresh, True)
@@ -67,6 +71,16 @@ class FrozenCapture:
             for at in changed:
                 sources[at].owner.thawed = True
             raise Skip(f"{sources[changed[0]].key} has requires_grad=False and changes: it is captured each time now")
+
+    def _kept(self, layout_id: str) -> SlotView | None:
+        """What an earlier life captured under the same layout, pinned; once."""
+        session = self._session
+        with session.changed:
+            slot = session.segments.slots.get(session.frozen_slot)
+            if slot is None or session.frozen_holds != layout_id or not self._engine.statics.may_fill(slot):
+                return None
+            slot.segment.pin()
+            return slot
 
     def _fresh(self, plan: Plan, patience_s: float) -> SlotView:
         """A slot that no snapshot leans on. Asks for one where there is none."""
@@ -95,7 +109,8 @@ class FrozenCapture:
         """Under the session's lock."""
         slot = self._session.segments.slots.get(self._session.frozen_slot)
         large = slot is not None and slot.capacity >= plan.layout.frozen_bytes
-        return slot if large and slot is not None and self._engine.statics.may_fill(slot) else None
+        free = not self._session.frozen_holds and slot is not None and self._engine.statics.may_fill(slot)
+        return slot if large and free else None
 
 
 def _sources(plan: Plan) -> list[Source]:

@@ -45,6 +45,7 @@ class Session:
         self.job, self.troubles = job, troubles
         self.segments = Segments()
         self.frozen_slot = -1  # where the frozen part may be captured, or was; -1: nowhere yet
+        self.frozen_holds = ""  # layout id of what was in it when it was mapped
         self.grants = Grants()
         self.policy: dict[str, Any] = {}
         self.node: dict[str, Any] | None = None
@@ -149,7 +150,7 @@ class Session:
             self.troubles.report("mapping", f"cannot map the daemon's memory: {error}")
             return
         if message.frozen:
-            self.frozen_slot = message.slot
+            self.frozen_slot, self.frozen_holds = message.slot, message.holds
         self.slot_mapped(slot)
 
     def _opened(self, message: wire.Opened, fds: list[int]) -> None:

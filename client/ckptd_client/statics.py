@@ -32,6 +32,7 @@ class _Held:
     marks: tuple[Mark, ...]
     done: bool = False
     trusted: bool = False
+    found: bool = False  # captured by an earlier life of this rank: whether it is the same is to be seen
 
 
 class Statics:
@@ -63,16 +64,21 @@ class Statics:
     def may_fill(self, slot: SlotView) -> bool:
         return slot is not self._named
 
-    def begin(self, slot: SlotView, layout_id: str, marks: tuple[Mark, ...]) -> None:
-        """A capture into this slot is about to begin."""
+    def begin(self, slot: SlotView, layout_id: str, marks: tuple[Mark, ...], *, found: bool = False) -> None:
+        """A capture into this slot is about to begin; ``found``: into no more than what leans on it, it is full already."""
         self.forget()
         slot.segment.pin()  # compared with later, from another thread than the one that unmaps
         with self._lock:
-            self._held = _Held(slot, layout_id, marks)
+            self._held = _Held(slot, layout_id, marks, done=found, found=found)
+            self._named = slot if found else self._named
 
     def trusts(self, slot: SlotView) -> bool:
         with self._lock:
             return self._held is not None and self._held.slot is slot and self._held.trusted
+
+    def found(self, slot: SlotView) -> bool:
+        with self._lock:
+            return self._held is not None and self._held.slot is slot and self._held.found
 
     def keep_only(self, slots: set[SlotView]) -> None:
         """A slot that is not mapped any more is not looked at again."""

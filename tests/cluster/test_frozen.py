@@ -80,7 +80,7 @@ def test_a_killed_daemon_finds_the_frozen_part_again(nodes: Cluster) -> None:
 
 
 def test_training_goes_on_over_a_killed_daemon(nodes: Cluster) -> None:
-    """The trainer captures its frozen part anew for a daemon that cannot know what it still leans on; the old copy goes."""
+    """What the trainer had captured is still good for the daemon that took it back: no new memory."""
     node = nodes.node(replicas=0)
     (trainer,) = nodes.world([node], JOB, kind="adapters")
     trainer.do("restore")
@@ -90,8 +90,59 @@ def test_training_goes_on_over_a_killed_daemon(nodes: Cluster) -> None:
     next(process for process in node.processes() if process.pid == before).kill()
     until(lambda: _pid(node) not in (0, before), 20, "the daemon to be back")
     until(lambda: "skipped" not in trainer.do("train", steps=1)["statuses"][0], 20, "snapshots to go on")
-    until(lambda: node.newest(JOB, "sealed") > 3, 20, "a newer step") if trainer.do("train", steps=2) else None
-    until(lambda: node.get("/status")["memory"]["own_bytes"] < 2 * FROZEN_BYTES, 20, "the old copy to go")
+    trainer.do("train", steps=2)
+    until(lambda: node.newest(JOB, "sealed") > 3, 20, "a newer step")
+    assert node.get("/status")["memory"]["own_bytes"] < 2 * FROZEN_BYTES
+
+
+def test_a_trainer_that_starts_again_leans_on_what_was_kept(nodes: Cluster) -> None:
+    """P14: no memory beyond what there is, and nothing is sent to the peer again."""
+    first, second = nodes.several(2)
+    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
+    together(world, "restore")
+    for _ in range(3):
+        protected(world)
+    memory = [node.get("/status")["memory"] for node in (first, second)]
+    for trainer in world:
+        trainer.kill()
+    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
+    assert together(world, "restore") == [3, 3]
+    for _ in range(3):
+        digest = protected(world)
+        for node, before in zip((first, second), memory, strict=True):
+            now = node.get("/status")["memory"]
+            assert now["own_bytes"] <= before["own_bytes"], "captured into what was there"
+            assert now["peer_bytes"] < before["peer_bytes"] + FROZEN_BYTES // 4, "and not sent again"
+    world[0].kill()
+    world[1].kill()
+    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
+    assert together(world, "restore") == [6, 6]
+    assert together(world, "digest") == [digest, digest]
+
+
+def test_a_start_with_another_base_model_does_not_lean_on_the_old_one(nodes: Cluster) -> None:
+    node = nodes.node(replicas=0)
+    (trainer,) = nodes.world([node], JOB, kind="adapters")
+    trainer.do("restore")
+    trainer.do("train", steps=1, snapshot=False)
+    assert "skipped" not in trainer.do("snapshot", must=True)
+    assert trainer.do("wait", level="sealed") == "sealed"
+    trainer.kill()
+    (trainer,) = nodes.world([node], JOB, kind="adapters")
+    assert trainer.do("restore") == 1
+    trainer.do("thaw")
+    until(lambda: _taken(trainer), 30, "a snapshot of the new one")
+    digest, step = trainer.do("digest"), node.newest(JOB, "sealed")
+    trainer.kill()
+    (trainer,) = nodes.world([node], JOB, kind="adapters")
+    assert trainer.do("restore") == step > 1
+    assert trainer.do("digest") == digest
+
+
+def _taken(trainer: Trainer) -> bool:
+    trainer.do("train", steps=1, snapshot=False)
+    trainer.do("snapshot", must=True)
+    return str(trainer.do("wait", level="sealed")) == "sealed"
 
 
 def test_a_new_base_model_is_captured_and_the_old_one_goes(nodes: Cluster) -> None:
