@@ -110,11 +110,18 @@ Start = Callable[..., Kept]
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Iterator[Start]:
+def runtime() -> Iterator[Path]:
+    """Short enough for a keeper to use it whatever the test's name."""
+    with short_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def kept(runtime: Path) -> Iterator[Start]:
     started: list[Kept] = []
 
     def start(*options: str, watchdog_s: float = 0.0) -> Kept:
-        started.append(Kept(tmp_path, *options, watchdog_s=watchdog_s))
+        started.append(Kept(runtime, *options, watchdog_s=watchdog_s))
         return started[-1]
 
     yield start
@@ -276,13 +283,6 @@ def keep(directory: Path, *command: str) -> None:
     subprocess.run(
         [sys.executable, "-I", "-S", str(script), "0", *command], env=under(directory), timeout=ORDER_TIMEOUT_S, check=True
     )
-
-
-@pytest.fixture
-def runtime() -> Iterator[Path]:
-    """Short enough for a keeper to use it whatever the test's name."""
-    with short_folder() as folder:
-        yield folder
 
 
 def test_a_keeper_that_is_stopped_while_it_starts_leaves_no_directory(runtime: Path) -> None:
