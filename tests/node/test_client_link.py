@@ -294,15 +294,21 @@ def test_close_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
         before = mine()
         for _ in range(3):
             round_trip()
-        until(lambda: mine() <= before, what=f"{mine()} threads and memfds, {before} at first")
+        until(lambda: no_more(mine(), before), what=f"{mine()} threads, memfds and descriptors, {before} at first")
+        assert no_more(mine(), before)
 
 
-def mine() -> tuple[int, int]:
-    """Our threads, and the memfds that this process has mapped."""
+def mine() -> tuple[int, int, int]:
+    """Our threads, the memfds that this process has mapped, and its descriptors."""
     maps = {
         line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:double" in line
     }
-    return sum(thread.name.startswith("ckptd") for thread in threading.enumerate()), len(maps)
+    threads = sum(thread.name.startswith("ckptd") for thread in threading.enumerate())
+    return threads, len(maps), len(os.listdir("/proc/self/fd"))
+
+
+def no_more(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in zip(now, before, strict=True))
 
 
 def test_an_engine_closes_in_mid_copy() -> None:

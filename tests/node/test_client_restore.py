@@ -264,5 +264,6 @@ def test_several_optimizers_and_parameters_without_one(daemon: RankDaemonDouble)
     other, fresh = parts()
     load(daemon, model=other, optimizers=fresh)
     assert_equal(other.state_dict(), model.state_dict())
+    assert [len(optimizer.state) for optimizer in fresh] == [1, 2], "one parameter has no optimizer, and no state"
     for a, b in zip(optimizers, fresh, strict=True):
         assert_states_equal(a, b)
