@@ -22,7 +22,7 @@ from ckptd_client.world import World
 
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, assert_same, connected
+from tests.node.client_training import Training, assert_same, connected, first_snapshot
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -254,10 +254,7 @@ def test_forked_children_hold_neither_socket_nor_memory(tmp_path: Path) -> None:
     """D2: loader workers held the socket open for seconds, and would pin the memory of a dead node."""
     training = Training()
     with RankDaemonDouble(tmp_path / "d.sock") as daemon, connected(daemon, training) as client:
-        client.restore()
-        training.step()
-        client.snapshot(1, must=True)
-        assert client.wait("sealed", 30) == "durable"
+        first_snapshot(client, training)
         guarded = {segment.fd for segment in client._session.segments._known.values()}
         socket_fd = client._session.link._socket.fileno()  # type: ignore[union-attr]
         inodes = {str(os.fstat(fd).st_ino) for fd in guarded}
