@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +11,6 @@ from ckptd_client import CkptdError, Client
 from ckptd.wire import rank as wire
 from tests.node.client_training import Tied, Training, assert_equal, load, net, save
 from tests.node.rank_daemon_double import RankDaemonDouble
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
-    assert double.corruptions == []
 
 
 class Loader:

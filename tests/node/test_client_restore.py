@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from ckptd.core import failpoint
 from tests.node.client_training import Training, assert_equal, bits_equal, load, net, save
 from tests.node.rank_daemon_double import RankDaemonDouble
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
-    assert double.corruptions == []
 
 
 @pytest.fixture(autouse=True)

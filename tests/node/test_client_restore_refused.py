@@ -18,13 +18,6 @@ from tests.node.client_training import Tied, Training, assert_equal, connected, 
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
-    assert double.corruptions == []
-
-
 @pytest.fixture(autouse=True)
 def _disarmed() -> Iterator[None]:
     yield

@@ -20,12 +20,6 @@ from tests.node.rank_daemon_double import RankDaemonDouble, _objects
 from tests.waiting import until
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
-
-
 @pytest.fixture(autouse=True)
 def _disarmed() -> Iterator[None]:
     yield
