@@ -27,6 +27,7 @@ class Daemon:
         }  # fmt: skip
         env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
         env |= {f"CKPTD_{name.upper()}": str(value) for name, value in {**defaults, **settings}.items()}
+        env["XDG_RUNTIME_DIR"] = str(root)  # what a killed keeper leaves goes with the root
         self._log = (root / "log").open("ab")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ckptd", "run"],

@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterable
 
 FIRST_FD = 3
 DATAGRAM_BYTES_MAX = 4096
@@ -31,6 +32,7 @@ RESTART_DELAY_MAX_S = 5.0
 STABLE_AFTER_S = 10.0  # a daemon that lived this long starts the delays anew
 DIRECTORY_PREFIX, SOCKET_NAME = "ckptd-keeper-", "notify"
 PARENT_CHARS_MAX = 70  # a socket's path has at most 107
+UNBOUND_MAX_S = 60.0  # a directory without a socket is this old: nobody is about to bind one in it
 STOPS_MAX = 3  # the third request to stop is a SIGKILL: the daemon hangs, or is stopped
 ABORT_GRACE_S = 2.0  # between SIGABRT and SIGKILL of a daemon that missed its watchdog
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -142,28 +144,33 @@ def _private_directory() -> str:
 
 
 def _sweep(parent: str) -> None:
-    """Keepers that were killed left their directories: those where nobody listens any more go."""
-    for name in os.listdir(parent):
-        path = os.path.join(parent, name)
-        if not name.startswith(DIRECTORY_PREFIX) or not _is_ours(path):
-            continue
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            try:
-                probe.connect(os.path.join(path, SOCKET_NAME))
-            except ConnectionRefusedError:
+    """Keepers that were killed left their directories: those where nobody listens any more go. What cannot be
+    looked at stays; no start fails for it."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            path = os.path.join(parent, name)
+            if name.startswith(DIRECTORY_PREFIX) and _is_deserted(path):
                 _remove(path)
 
 
-def _is_ours(path: str) -> bool:
-    try:
-        return os.lstat(path).st_uid == os.getuid()
-    except FileNotFoundError:
-        return False
+def _is_deserted(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        status = os.lstat(path)
+        if status.st_uid != os.getuid():
+            return False
+        try:
+            probe.connect(os.path.join(path, SOCKET_NAME))
+        except ConnectionRefusedError:
+            return True
+        except FileNotFoundError:  # its keeper was killed before it had bound it, or has yet to
+            return time.time() - status.st_mtime > UNBOUND_MAX_S
+    return False
 
 
 def _remove(directory: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(directory, SOCKET_NAME))
+    with contextlib.suppress(OSError):
         os.rmdir(directory)
 
 
@@ -173,7 +180,7 @@ class KeeperProcess:
 
     def __init__(self, argv: list[str], watchdog_s: float = 0.0) -> None:
         self._argv, self._watchdog_s = argv, watchdog_s
-        self._store, self._notify = Store(), NotifySocket()
+        self._store = Store()
         self._delay = RESTART_DELAY_S
         self._was_ready = False
         self._stops = 0
@@ -186,6 +193,7 @@ class KeeperProcess:
         )  # the store may be large; the daemon inherits it
         for number in FORWARDED:
             signal.signal(number, lambda *_: None)
+        self._notify = NotifySocket()  # last: a signal, or a failure above, would leave its directory behind
 
     def run(self) -> int:
         try:
@@ -212,12 +220,15 @@ class KeeperProcess:
     # --- one life of the daemon ---------------------------------------------------------------------
     def _start(self) -> int:
         keeper = os.getpid()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         pid = os.fork()
         if pid == 0:
             try:
+                _handle_no_signals(before)
                 self._become_daemon(keeper)
             finally:
                 os._exit(127)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
 
     def _become_daemon(self, keeper: int) -> None:
@@ -319,6 +330,15 @@ class KeeperProcess:
         while not self._stops and (left := deadline - time.monotonic()) > 0:
             poller.poll(left * 1000)
             self._forward_signals(None)
+
+
+def _handle_no_signals(mask: Iterable[int]) -> None:
+    """In the child: until exec it has the keeper's handlers and pipe, and what the keeper forwards to it would come
+    back as one more request to stop."""
+    signal.set_wakeup_fd(-1)
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def is_name(name: str) -> bool:

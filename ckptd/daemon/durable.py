@@ -229,32 +229,35 @@ class Durable:
     # --- lists --------------------------------------------------------------------------------------------------
     async def steps(self) -> list[dict[str, Any]]:
         """Snapshots in memory and on storage, newest first."""
-        rows: dict[SnapshotId, dict[str, Any]] = {}
-        released = self._job.machine.levels.released
-        for snapshot, told in self._job.levels.items():
-            if (
-                told.level >= 0
-                and not told.void
-                and snapshot not in released
-                and self._job.record
-                and self._job.record.is_candidate(snapshot)
-            ):
-                rows[snapshot] = _row(snapshot, told.level, told.wanted, told.durable, "memory")
-        storage = self._services.storage
-        if storage is not None:
-            try:
-                listing = self._services.on_disk(list_commits, storage, self._job.job)
-                commits = await asyncio.wait_for(listing, LIST_TIMEOUT_S)
-                self._services.health.clear("storage")
-                for info in commits:
-                    row = rows.setdefault(info.snapshot, _row(info.snapshot, -1, 0, True, "storage"))
-                    row["durable"] = True
-                    row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"
-            except (asyncio.TimeoutError, CkptdError, OSError) as error:
-                self._services.health.report(
-                    "storage", str(error) or f"no answer within {LIST_TIMEOUT_S:.0f} s"
-                )
+        rows = self._in_memory()
+        for snapshot in await self._in_storage():
+            row = rows.setdefault(snapshot, _row(snapshot, -1, 0, True, "storage"))
+            row["durable"] = True
+            row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"
         return [rows[snapshot] for snapshot in sorted(rows, reverse=True)]
+
+    def _in_memory(self) -> dict[SnapshotId, dict[str, Any]]:
+        record, released = self._job.record, self._job.machine.levels.released
+        return {
+            snapshot: _row(snapshot, told.level, told.wanted, told.durable, "memory")
+            for snapshot, told in self._job.levels.items()
+            if told.level >= 0 and not told.void and snapshot not in released
+            if record is not None and record.is_candidate(snapshot)
+        }
+
+    async def _in_storage(self) -> list[SnapshotId]:
+        """None when it does not answer: health says so."""
+        storage = self._services.storage
+        if storage is None:
+            return []
+        try:
+            listing = self._services.on_disk(list_commits, storage, self._job.job)
+            commits = await asyncio.wait_for(listing, LIST_TIMEOUT_S)
+        except (asyncio.TimeoutError, CkptdError, OSError) as error:
+            self._services.health.report("storage", str(error) or f"no answer within {LIST_TIMEOUT_S:.0f} s")
+            return []
+        self._services.health.clear("storage")
+        return [info.snapshot for info in commits]
 
 
 def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: str) -> dict[str, Any]:

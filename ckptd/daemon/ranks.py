@@ -97,6 +97,25 @@ class Ranks:
 
     # --- joining and leaving ------------------------------------------------------------------------------------
     def _join(self, session: RankSession, message: wire.Join, fds: list[int]) -> None:
+        joined = self._read_join(message, fds)
+        record = self._job.record
+        running = record if record is not None and record.nonce == message.attempt else None
+        if running is not None and running.ranks != joined.ranks:
+            raise ValueError("the same attempt with another world")
+        self._finished.discard(message.rank)
+        old = self._job.seats.by_rank.get(message.rank)
+        if old is not None and old.session is not None and old.session is not session:
+            # It loses its seat now, before the next epoch is open and can be named.
+            old.session.send(wire.Superseded(1 + (record.number if record is not None else 0)))
+        self._job.seats.attach(message.rank, session, message.state_bytes, message.frozen_bytes)
+        if running is None:
+            self._job.restore.joining(message.rank, message.attempt)
+        self._job.feed(joined)
+        if running is not None:
+            session.send(wire.Ready(running.number))
+
+    def _read_join(self, message: wire.Join, fds: list[int]) -> ev.RankJoined:
+        """Raises ValueError for what no rank of this node says."""
         if not fds:
             raise ValueError("join without a world")
         ranks, told = unpack_world(read_memfd_object(fds[0], WORLD_BYTES_MAX))
@@ -109,22 +128,7 @@ class Ranks:
             raise ValueError(f"rank {message.rank} does not live on this node")
         if {node.node for node in nodes} != set(ranks):
             raise ValueError("nodes and ranks of the join do not name the same daemons")
-        record = self._job.record
-        running = record is not None and record.nonce == message.attempt
-        if running and record is not None and record.ranks != ranks:
-            raise ValueError("the same attempt with another world")
-        self._finished.discard(message.rank)
-        old = self._job.seats.by_rank.get(message.rank)
-        if old is not None and old.session is not None and old.session is not session:
-            # It loses its seat now, before the next epoch is open and can be named.
-            old.session.send(wire.Superseded(1 + (record.number if record is not None else 0)))
-        self._job.seats.attach(message.rank, session, message.state_bytes, message.frozen_bytes)
-        if running and record is not None:
-            self._job.feed(ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask))
-            session.send(wire.Ready(record.number))
-            return
-        self._job.restore.joining(message.rank, message.attempt)
-        self._job.feed(ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask))
+        return ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask)
 
     def _goodbye(self, session: RankSession, message: wire.Goodbye) -> None:
         seat = self._job.seats.detach(session)

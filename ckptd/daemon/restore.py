@@ -140,11 +140,16 @@ class Restore:
         elif isinstance(message, wire.Loaded):
             self._loaded(current, seat.rank, message)
         elif isinstance(message, wire.LoadedPart):
-            loading = current.ready.get(seat.rank)
-            due = loading is not None and loading.going and not loading.bringing and not loading.handover.last
-            if loading is not None and due and message.part == loading.handover.part:
-                loading.bringing = True
-                self._spawn(self._next_part(current, seat.rank, loading), f"next part for rank {seat.rank}")
+            self._loaded_part(current, seat.rank, message)
+
+    def _loaded_part(self, current: Round, rank: int, message: wire.LoadedPart) -> None:
+        """What comes twice, or is of a part that the rank has not, brings nothing."""
+        loading = current.ready.get(rank)
+        if loading is None or not loading.going or loading.bringing or loading.handover.last:
+            return
+        if message.part == loading.handover.part:
+            loading.bringing = True
+            self._spawn(self._next_part(current, rank, loading), f"next part for rank {rank}")
 
     def _loaded(self, current: Round, rank: int, message: wire.Loaded) -> None:
         loading = current.ready.get(rank)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptd.demo import processes
-from ckptd.demo.node import Node, plain_environ, spawn
+from ckptd.demo.node import Node, spawn
 from ckptd.demo.notebook import Pages
 
 LOG_TAIL_LINES = 8
@@ -39,11 +39,10 @@ class Job:
         master = self.nodes[0].address
         port = free_port(master)
         for index, node in enumerate(self.nodes):
-            environ = plain_environ() | {
+            environ = node.environ(f"job.{self.name}.") | {
                 "CKPTD_SOCKET": str(node.socket),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
-                processes.MARK: f"{node.mark}job.{self.name}.",
             }
             command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.world}", f"--node-rank={index}"]
             command += ["--nproc-per-node=1", f"--master-addr={master}", f"--master-port={port}", "-m", "ckptd.demo.train"]

@@ -34,15 +34,17 @@ class Node:
 
     # --- its daemon ---------------------------------------------------------------------------------------------
     def start(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True)
+        environ = self.environ("daemon")
         config = self.folder / "ckptd.toml"
         config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in self._settings().items()))
-        environ = plain_environ() | {
-            "CKPTD_CONFIG": str(config),
-            "XDG_RUNTIME_DIR": str(self.folder),  # what a killed keeper cannot remove goes with the node
-            processes.MARK: self.mark + "daemon",
-        }
+        environ["CKPTD_CONFIG"] = str(config)
         self._daemon = spawn([sys.executable, "-m", "ckptd", "run"], environ, self._logs / f"{self.name}.ckptd.log")
+
+    def environ(self, what: str) -> dict[str, str]:
+        """For whatever runs here. What a killed keeper or torchrun cannot remove goes with the node."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        places = {"XDG_RUNTIME_DIR": str(self.folder), "TMPDIR": str(self.folder)}
+        return plain_environ() | places | {processes.MARK: self.mark + what}
 
     def _settings(self) -> dict[str, Any]:
         return {

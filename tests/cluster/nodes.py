@@ -8,12 +8,10 @@ import functools
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from tests.short import short_folder
 from tests.waiting import until
 
 REPO = Path(__file__).resolve().parents[2]
@@ -295,12 +294,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
-    """In a short directory, because the path of a unix socket is at most 107 bytes."""
-    root = Path(tempfile.mkdtemp(prefix="ckptd-"))
-    root.chmod(0o711)  # other users' ranks reach their sockets
-    made = Cluster(root)
-    try:
-        yield made
-    finally:
-        made.close()
-        shutil.rmtree(root, ignore_errors=True)
+    with short_folder() as root:
+        root.chmod(0o711)  # other users' ranks reach their sockets
+        made = Cluster(root)
+        try:
+            yield made
+        finally:
+            made.close()

@@ -23,6 +23,7 @@ from ckptd.demo.job import free_port
 from ckptd.demo.loader import Loader
 from ckptd.demo.main import run
 from ckptd.demo.model import CharGPT, Shape
+from ckptd.demo.node import Node
 from ckptd.demo.notebook import Notebook, Pages
 from ckptd.demo.reaper import clean
 from ckptd.demo.record import digest, digest_plain, rows_of
@@ -294,6 +295,15 @@ def test_sockets_fit_even_when_the_temporary_directory_is_long(
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     assert short_temp() == "/tmp"
+
+
+def test_what_runs_on_a_node_writes_its_temporary_files_into_the_nodes_folder(tmp_path: Path) -> None:
+    """A torchrun that is killed removes none of its own."""
+    node = Node(3, root=tmp_path, logs=tmp_path, storage=tmp_path, key=tmp_path / "key", run="parts")
+    program = "import os, tempfile; print(tempfile.mkdtemp()); os.kill(os.getpid(), 9)"
+    ran = subprocess.run([sys.executable, "-uc", program], env=node.environ("job.x."), capture_output=True, text=True, check=False)
+    assert ran.returncode == -9
+    assert Path(ran.stdout.strip()).parent == node.folder
 
 
 # --- report and picture -----------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def loop() -> str:
 def run(node: Node, folder: Path, *, seed: int, steps: int) -> list[str]:
     script = folder / "train.py"
     script.write_text(AROUND + loop() + AFTER)
-    env = {"PATH": "/usr/bin:/bin", "CKPTD_SOCKET": str(node.socket), "OMP_NUM_THREADS": "1"}
+    env = {"PATH": "/usr/bin:/bin", "CKPTD_SOCKET": str(node.socket), "OMP_NUM_THREADS": "1", "TMPDIR": str(node.root)}
     done = subprocess.run(
         [sys.executable, script, str(seed), str(steps)],
         env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.core import agreement
-from ckptd.core.agreement import Agreement, agree, object_name, tensor_name
+from ckptd.core.agreement import Agreement, _different_plans, agree, object_name, tensor_name
 from ckptd.core.box import Box, disjoint, intersect
 from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
 from ckptd.core.layout_build import LayoutItem, build_layout
@@ -170,18 +170,6 @@ def _claims(layouts: Mapping[int, Layout]) -> _Claims:
             maybe += _compared(key, [entry for entry in found if entry[1].sharing == MAYBE])
             replica += _compared(key, [entry for entry in found if entry[1].sharing == REPLICA])
     return _Claims(tuple(maybe), tuple(replica), tuple(unlike), tuple(errors))
-
-
-def _different_plans(layouts: Mapping[int, Layout]) -> list[str]:
-    ranks: dict[str, int] = {}
-    for rank in sorted(layouts):
-        ranks.setdefault(layouts[rank].plan_id, rank)
-    if len(ranks) < 2:
-        return []
-    return [
-        f"ranks {', '.join(map(str, ranks.values()))} captured by different plans: what is a copy by structure or"
-        " replicated= must be on all of them"
-    ]
 
 
 def _compared(key: str, found: list[tuple[int, Fragment]]) -> list[tuple[str, str, tuple[int, ...]]]:

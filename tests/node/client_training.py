@@ -42,6 +42,14 @@ def connected(daemon: RankDaemonDouble, training: Training, **options: Any) -> C
     return client
 
 
+def first_snapshot(client: Client, training: Training, level: str = "sealed") -> None:
+    """A new job's first step and its snapshot, waited for."""
+    client.restore()
+    training.step()
+    client.snapshot(1, must=True)
+    assert client.wait(level, 30) == "durable"
+
+
 def copying(client: Client) -> None:
     """Wait until the capture thread is in the middle of a copy."""
     until(lambda: any(job.in_flight for job in list(client._engine._jobs)), what="a copy in progress")
@@ -93,6 +101,16 @@ def load(daemon: RankDaemonDouble, how: dict[str, Any] | None = None, **objects:
         client.register(**objects)
         client.restore(**(how or {}))
     return client
+
+
+class Tied(nn.Module):
+    """Two layers of one shape, with one weight when they are tied."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(30, 30, bias=False), nn.Linear(30, 30, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
 
 
 def net() -> nn.Module:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptd.cli import main
 from tests.node.commands import Cli, Ran
+from tests.node.rank_daemon_double import RankDaemonDouble
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
+    """The scripted one; no rank's copies may differ."""
+    with RankDaemonDouble(tmp_path / "d.sock") as double:
+        yield double
+    assert double.corruptions == []
 
 
 @pytest.fixture

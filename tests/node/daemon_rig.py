@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -26,6 +24,7 @@ from ckptd.wire.seqpacket import RankSocket, memfd_object, read_memfd_object
 from ckptd.wire.world import pack_world
 from tests.node.links import eventually
 from tests.node.slots import small_layout, write_payload
+from tests.short import short_folder
 
 TICK_S = 0.02
 JOB = "rig"
@@ -205,14 +204,10 @@ class Rig:
 
 @asynccontextmanager
 async def rig(**settings: Any) -> AsyncIterator[Rig]:
-    """In a short directory, because the path of a unix socket is at most 107 bytes."""
-    root = Path(tempfile.mkdtemp(prefix="ckptd-"))
-    made = Rig(root, **settings)
-    try:
+    with short_folder() as root:
+        made = Rig(root, **settings)
         await made.start()
         try:
             yield made
         finally:
             await made.stop()
-    finally:
-        shutil.rmtree(root, ignore_errors=True)

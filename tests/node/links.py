@@ -30,6 +30,15 @@ async def eventually(predicate: Callable[[], Any], timeout: float = 30.0, what: 
     return value
 
 
+async def stays(predicate: Callable[[], Any], seconds: float = 0.1) -> None:
+    """What must not happen has no moment to wait for: look for a while. A slow machine makes this miss, never fail."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert predicate()
+        await asyncio.sleep(POLL_S)
+    assert predicate()
+
+
 class Link(ControlLink):
     """Lists of what the callbacks were told: ``messages``, ``peers``, ``problems``."""
 

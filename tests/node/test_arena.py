@@ -34,7 +34,7 @@ def arena() -> Iterator[Arena]:
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A living process that stands for a trainer."""
-    with subprocess.Popen(["sleep", "60"]) as child:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         yield child
         child.kill()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,12 +18,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 QUEUED_S = 0.2
 RETURN_S = 0.002  # snapshot() with that much work queued
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -12,12 +9,6 @@ from torch import nn
 from ckptd.wire import rank as wire
 from tests.node.client_training import Training, assert_same, connected
 from tests.node.rank_daemon_double import RankDaemonDouble
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
 
 
 def test_frozen_parameters_are_copied_once_and_again_when_they_change(

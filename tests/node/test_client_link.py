@@ -22,7 +22,7 @@ from ckptd_client.world import World
 
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, assert_same, connected
+from tests.node.client_training import Training, assert_same, connected, first_snapshot
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -254,10 +254,7 @@ def test_forked_children_hold_neither_socket_nor_memory(tmp_path: Path) -> None:
     """D2: loader workers held the socket open for seconds, and would pin the memory of a dead node."""
     training = Training()
     with RankDaemonDouble(tmp_path / "d.sock") as daemon, connected(daemon, training) as client:
-        client.restore()
-        training.step()
-        client.snapshot(1, must=True)
-        assert client.wait("sealed", 30) == "durable"
+        first_snapshot(client, training)
         guarded = {segment.fd for segment in client._session.segments._known.values()}
         socket_fd = client._session.link._socket.fileno()  # type: ignore[union-attr]
         inodes = {str(os.fstat(fd).st_ino) for fd in guarded}
@@ -294,15 +291,21 @@ def test_close_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
         before = mine()
         for _ in range(3):
             round_trip()
-        until(lambda: mine() <= before, what=f"{mine()} threads and memfds, {before} at first")
+        until(lambda: no_more(mine(), before), what=f"{mine()} threads, memfds and descriptors, {before} at first")
+        assert no_more(mine(), before)
 
 
-def mine() -> tuple[int, int]:
-    """Our threads, and the memfds that this process has mapped."""
+def mine() -> tuple[int, int, int]:
+    """Our threads, the memfds that this process has mapped, and its descriptors."""
     maps = {
         line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:double" in line
     }
-    return sum(thread.name.startswith("ckptd") for thread in threading.enumerate()), len(maps)
+    threads = sum(thread.name.startswith("ckptd") for thread in threading.enumerate())
+    return threads, len(maps), len(os.listdir("/proc/self/fd"))
+
+
+def no_more(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in zip(now, before, strict=True))
 
 
 def test_an_engine_closes_in_mid_copy() -> None:

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ckptd_client import CkptdError, Client
-from torch import nn
 
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, assert_equal, load, net, save
+from tests.node.client_training import Tied, Training, assert_equal, load, net, save
 from tests.node.rank_daemon_double import RankDaemonDouble
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
-    assert double.corruptions == []
-
-
-class Tied(nn.Module):
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(30, 30, bias=False), nn.Linear(30, 30, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
 
 
 class Loader:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,14 +10,8 @@ from ckptd_client import Client
 from ckptd_client.recall import Recall
 from torch import nn
 
-from tests.node.client_training import Training, assert_same, connected
+from tests.node.client_training import Training, assert_same, connected, first_snapshot
 from tests.node.rank_daemon_double import RankDaemonDouble
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
 
 
 def replace_parameter(training: Training, client: Client) -> None:
@@ -117,10 +110,7 @@ def test_nothing_of_the_trainers_is_kept_alive(daemon: RankDaemonDouble) -> None
 
     training = Training()
     with connected(daemon, training) as client:
-        client.restore()
-        training.step()
-        client.snapshot(1, must=True)
-        assert client.wait("sealed", 30) == "durable"
+        first_snapshot(client, training)
         moments = [weakref.ref(state["exp_avg"]) for state in training.optimizer.state.values()]
         training.optimizer.state.clear()
         gc.collect()

@@ -14,15 +14,8 @@ from torch import nn
 
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, assert_equal, connected, load, net, save
+from tests.node.client_training import Tied, Training, assert_equal, connected, load, net, save
 from tests.node.rank_daemon_double import RankDaemonDouble
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
-    assert double.corruptions == []
 
 
 @pytest.fixture(autouse=True)
@@ -100,13 +93,6 @@ def test_include_exclude_and_key_map_rename(daemon: RankDaemonDouble) -> None:
 def test_an_alias_fills_two_untied_targets_and_two_values_into_a_tied_one_are_an_error(
     daemon: RankDaemonDouble,
 ) -> None:
-    class Tied(nn.Module):
-        def __init__(self, tied: bool) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Linear(30, 30, bias=False), nn.Linear(30, 30, bias=False)
-            if tied:
-                self.head.weight = self.embed.weight
-
     tied, untied = Tied(True), Tied(False)
     save(daemon, model=tied)
     layout = daemon.held[1, 1][0].layout

@@ -15,15 +15,9 @@ from torch import nn
 
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, assert_same, connected, copying, stored
+from tests.node.client_training import Training, assert_same, connected, copying, first_snapshot, stored
 from tests.node.rank_daemon_double import RankDaemonDouble, _objects
 from tests.waiting import until
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
 
 
 @pytest.fixture(autouse=True)
@@ -195,10 +189,7 @@ def test_wait_never_gives_an_older_step_for_the_current_one(tmp_path: Path) -> N
     with RankDaemonDouble(tmp_path / "d.sock") as daemon:
         training = Training()
         with connected(daemon, training) as client:
-            client.restore()
-            training.step()
-            client.snapshot(1, must=True)
-            assert client.wait("durable", 30) == "durable"
+            first_snapshot(client, training, "durable")
             daemon.granting = "never"
             for grant in list(daemon._grant_steps):
                 daemon.take_back(grant)
@@ -349,10 +340,7 @@ def test_an_audit_of_the_last_step_does_not_wait_for_an_optimizer(daemon: RankDa
     daemon.policy["audit_every"] = 1
     training = Training()
     with connected(daemon, training) as client:
-        client.restore()
-        training.step()
-        client.snapshot(1, must=True)
-        assert client.wait("durable", 30) == "durable"
+        first_snapshot(client, training, "durable")
 
 
 def test_the_fence_gives_up_at_its_timeout_and_training_goes_on(daemon: RankDaemonDouble) -> None:

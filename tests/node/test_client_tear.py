@@ -7,7 +7,6 @@ in turn, and then the test must see a torn snapshot.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +22,6 @@ from tests.node.rank_daemon_double import RankDaemonDouble
 SNAPSHOTS = 4
 DELAY_S = 0.02  # before every tensor's copy
 LONG_DELAY_S = 0.1  # where a guard is off: on a busy machine too, a step takes less than all of these together
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
-    with RankDaemonDouble(tmp_path / "d.sock") as double:
-        yield double
 
 
 @pytest.fixture(autouse=True)

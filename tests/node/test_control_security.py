@@ -18,7 +18,7 @@ from ckptd.core.ids import NodeInfo
 from ckptd.wire import link_frames as lf
 from ckptd.wire.doorkeeper import STRANGERS_MAX
 from ckptd.wire.keys import ClusterKey
-from tests.node.links import JOB, KEY, Link, LinkProcess, RawPeer, eventually
+from tests.node.links import JOB, KEY, Link, LinkProcess, RawPeer, eventually, stays
 
 OTHER = ClusterKey(b"\x55" * 32)
 QUICK_S = 0.6
@@ -78,8 +78,10 @@ async def test_a_link_recovers_when_the_other_side_gets_the_right_key(
             address = wrong.address
             n.connect(wrong.info)
             await eventually(lambda: n.up("x") is False and n.said("another cluster key"), 8)
-        async with Link("x", address, ours):
+        async with Link("x", address, ours) as right:
             await eventually(lambda: n.up("x"), 8)
+            assert n.send("x", JOB, m.FlushAsk(1, 1))
+            await eventually(lambda: right.messages)
 
 
 async def test_the_right_server_key_with_the_wrong_client_key_is_stopped_by_the_allow_list(a: Link) -> None:
@@ -168,6 +170,7 @@ async def test_a_peer_of_another_version_is_named_and_not_up(a: Link) -> None:
         newer.send_multipart([identity, answer])
     await eventually(lambda: a.said("speaks version 2"))
     await eventually(lambda: a.up("new") is False, 6)
+    assert ("new", True) not in a.peers, "not for a moment"
     context.destroy(0)
 
 
@@ -227,8 +230,7 @@ async def test_a_restarted_daemon_gets_its_id_although_the_dead_one_said_no_good
                 a.connect(new.info)
                 await eventually(lambda: a.up("b"))
                 dead.signal(18)  # SIGCONT: it wakes up and finds its place taken
-                await asyncio.sleep(QUICK_S)
-                assert a.up("b")
+                await stays(lambda: a.up("b"), QUICK_S)
                 assert a._links["b"].verdict.incarnation == "new"
 
 

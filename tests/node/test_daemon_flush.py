@@ -12,8 +12,19 @@ from ckptd.core.machine.steward import flush
 from ckptd.daemon import durable
 from ckptd.persist.commits import list_commits
 from ckptd.wire import rank as wire
-from tests.node.daemon_rig import Rig, rig
+from tests.node.daemon_rig import Rank, Rig, rig
 from tests.node.links import eventually
+
+
+def pause(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Between a try that failed and the next one."""
+    monkeypatch.setattr(flush, "BACKOFF_FIRST_S", seconds)
+    monkeypatch.setattr(flush, "BACKOFF_MAX_S", seconds)
+
+
+def committed(house: Rig) -> list[int]:
+    """Steps in storage."""
+    return [info.snapshot.step for info in list_commits(house.daemon.services.storage, house.shell().job)]
 
 
 async def test_snapshots_go_on_while_every_flush_hangs(
@@ -39,6 +50,7 @@ async def test_snapshots_go_on_while_every_flush_hangs(
         for _ in range(4):
             grant = await rank.capture(step := step + 1)
             step = max(step, grant.from_step)
+        assert committed(house) == [], "all of them hung"
         go.set()
 
 
@@ -59,6 +71,7 @@ async def test_a_fault_of_our_own_in_a_write_is_an_answer_too(
         await eventually(lambda: "nobody expected" in house.problems().get("internal", ""))
         monkeypatch.undo()
         await rank.heard(wire.Level, step=3, durable=True)
+        assert committed(house) == [3]
 
 
 async def test_a_commit_that_hangs_is_tried_again_and_may_end_late(
@@ -83,7 +96,7 @@ async def test_a_commit_that_hangs_is_tried_again_and_may_end_late(
         assert len(calls) >= 2
         go.set()
         await eventually(lambda: not house.daemon.services.tasks)
-        assert [info.snapshot.step for info in list_commits(house.daemon.services.storage, house.shell().job)] == [3]
+        assert committed(house) == [3]
 
 
 async def test_hanging_commits_of_one_job_leave_threads_for_the_others(
@@ -99,8 +112,7 @@ async def test_hanging_commits_of_one_job_leave_threads_for_the_others(
         return real(storage, job, *arguments, **options)
 
     monkeypatch.setattr(durable, "commit", hangs)
-    monkeypatch.setattr(flush, "BACKOFF_FIRST_S", 0.05)
-    monkeypatch.setattr(flush, "BACKOFF_MAX_S", 0.05)
+    pause(monkeypatch, 0.05)
     async with rig(storage_root=tmp_path, write_timeout_s=0.5, memory_budget="256MiB") as house:
         stuck, other = house.rank("stuck"), house.rank()
         for rank in (stuck, other):
@@ -115,8 +127,8 @@ async def test_hanging_commits_of_one_job_leave_threads_for_the_others(
         await stuck.heard(wire.Level, step=3, durable=True)
 
 
-async def failing(house: Rig, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A rank that trains while every write fails; the tries."""
+async def failing(house: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, list[Any]]:
+    """A rank that has sealed step 3 while every write fails; the tries."""
     tries: list[Any] = []
 
     def broken(*arguments: Any, **options: Any) -> bytes:
@@ -124,43 +136,41 @@ async def failing(house: Rig, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(durable, "write_pieces", broken)
-    await house.rank().begin("a")
-    return tries
+    rank = house.rank()
+    await rank.begin("a")
+    await rank.sealed(3)
+    return rank, tries
 
 
 async def test_who_waits_for_durable_need_not_wait_for_the_pause_after_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pause grows to a minute; storage may long be back."""
+    pause(monkeypatch, 3600.0)
     with monkeypatch.context() as broken:
-        monkeypatch.setattr(flush, "BACKOFF_FIRST_S", 3600.0)
-        monkeypatch.setattr(flush, "BACKOFF_MAX_S", 3600.0)
         async with rig(storage_root=tmp_path, flush_every_steps=1) as house:
-            tries = await failing(house, broken)
-            (rank,) = house.ranks
-            await rank.sealed(3)
+            rank, tries = await failing(house, broken)
             await eventually(lambda: house.problems().get("flush"))
             assert len(tries) == 1
             broken.undo()
             rank.say(wire.WaitFor(3, "durable"))
             await rank.heard(wire.Level, step=3, durable=True)
+            assert committed(house) == [3]
 
 
 async def test_who_waited_already_when_storage_failed_waits_a_short_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pause(monkeypatch, 3600.0)
+    monkeypatch.setattr(flush, "BACKOFF_ASKED_MAX_S", 0.05)
     with monkeypatch.context() as broken:
-        monkeypatch.setattr(flush, "BACKOFF_FIRST_S", 3600.0)
-        monkeypatch.setattr(flush, "BACKOFF_MAX_S", 3600.0)
-        monkeypatch.setattr(flush, "BACKOFF_ASKED_MAX_S", 0.05)
         async with rig(storage_root=tmp_path) as house:
-            tries = await failing(house, broken)
-            (rank,) = house.ranks
-            await rank.sealed(3)
+            rank, tries = await failing(house, broken)
             rank.say(wire.WaitFor(3, "durable"))
             await eventually(lambda: len(tries) >= 3)
             broken.undo()
             await rank.heard(wire.Level, step=3, durable=True)
+            assert committed(house) == [3]
 
 
 async def test_lists_do_not_wait_for_storage_that_hangs(

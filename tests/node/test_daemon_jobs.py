@@ -19,7 +19,7 @@ from ckptd.daemon.job import JobShell
 from ckptd.wire import rank as wire
 from ckptd.wire.world import NODE_FIELDS_MAX, RANKS_MAX, WORLD_BYTES_MAX, pack_world
 from tests.node.daemon_rig import rig
-from tests.node.links import eventually
+from tests.node.links import eventually, stays
 
 
 async def test_an_instruction_that_fails_does_not_take_its_batch_along(
@@ -96,7 +96,7 @@ async def test_a_rank_behind_the_others_is_named_until_it_has_caught_up(
 async def test_the_death_of_a_rank_is_heard_after_its_connection_ended() -> None:
     """P6: the session's descriptor goes with the session; the watch has its own, and none is left."""
     async with rig() as house:
-        shell, process = None, await asyncio.create_subprocess_exec("sleep", "60")
+        shell, process = None, await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
         rank = house.rank()
         await rank.begin("a")
         shell = house.shell()
@@ -161,6 +161,7 @@ async def test_garbage_in_a_join_closes_that_connection_only(world: bytes) -> No
         rank.say_join(wire.Join("a", 0, 1, None), world)
         await eventually(lambda: len(sessions) == 1)
         await good.begin("a")
+        assert len(sessions) == 1, "and it goes on"
 
 
 async def test_a_join_without_a_sealed_world_closes_that_connection_only() -> None:
@@ -175,6 +176,7 @@ async def test_a_join_without_a_sealed_world_closes_that_connection_only() -> No
             ranks[1].say(wire.Join("a", 0, 1, None), (file.fileno(),))
         await eventually(lambda: len(sessions) == 1)
         await ranks[2].begin("a")
+        assert len(sessions) == 1, "and it goes on"
 
 
 async def test_a_world_of_4096_ranks_on_512_nodes_is_told_through_the_socket(
@@ -207,6 +209,8 @@ async def test_a_forgotten_job_begins_anew_for_who_was_connected_before() -> Non
         await eventually(lambda: before is not house.daemon.jobs.get(before.job))
         await late.begin("b")
         await late.sealed(1)
+        assert house.shell() is not before
+        assert [snapshot.step for snapshot in house.shell().levels] == [1]
 
 
 async def test_a_finished_job_keeps_its_memory_until_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +223,7 @@ async def test_a_finished_job_keeps_its_memory_until_it_is_durable(monkeypatch: 
         shell = house.shell()
         rank.say(wire.Goodbye(True))
         await eventually(lambda: shell.ranks._finished)
-        await asyncio.sleep(0.1)
-        assert house.daemon.arena.used_bytes > 0
+        await stays(lambda: house.daemon.arena.used_bytes > 0)
         newest = max(shell.levels)
         told = shell.levels[newest]
         shell.levels[newest] = ins.TellLevel(newest, told.level, told.wanted, True)
@@ -235,6 +238,7 @@ async def test_names_that_were_only_asked_about_are_forgotten() -> None:
             await rank.heard(wire.Steps)
             rank.close()
         await eventually(lambda: not house.daemon.jobs)
+        assert house.daemon.door._jobs == {}, "nor does the door know them"
 
 
 async def test_a_slot_whose_sums_are_being_made_is_not_granted_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,8 +285,7 @@ async def test_memory_of_a_rank_that_moved_away_comes_back_when_its_old_trainer_
         for slot in list(shell.seats.slots):
             shell._free_slot(ins.FreeSlot(slot))
         free = set(shell.seats.by_rank[0].free)
-        await asyncio.sleep(0.05)
-        assert len(free & shell.seats.slots.keys()) == 3
+        await stays(lambda: len(free & shell.seats.slots.keys()) == 3)
         rank.close()
         await eventually(lambda: not free & shell.seats.slots.keys())
 

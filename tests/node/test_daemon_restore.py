@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from pathlib import Path
@@ -20,7 +19,7 @@ from ckptd.persist.reader import Checkpoint
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import read_memfd_object
 from tests.node.daemon_rig import Rank, Rig, everything, layout_here, rig
-from tests.node.links import eventually
+from tests.node.links import eventually, stays
 from tests.node.slots import write_payload
 
 
@@ -83,8 +82,7 @@ async def test_room_is_lent_again_only_when_the_last_reader_has_ended(
         (lent,) = shell.seats.lent
         shell.restore.fail(ins.FailRestore(opened.round, "timeout", "the test"))
         await again.heard(wire.Failed)
-        await asyncio.sleep(0.1)
-        assert lent in shell.seats.lent and lent not in shell.seats.by_rank[0].free
+        await stays(lambda: lent in shell.seats.lent and lent not in shell.seats.by_rank[0].free)
         assert lent not in shell.machine.slots.by_id  # so no steward counts on it
         stall.go.set()
         await eventually(lambda: lent in shell.seats.by_rank[0].free and lent in shell.machine.slots.by_id)
@@ -161,6 +159,8 @@ async def test_a_restore_that_hangs_in_storage_leaves_the_work_threads_alone(
         again.want(opened.round, everything(layout_here()))
         await stall.reached()
         await other.sealed(1)
+        assert [snapshot.step for snapshot in house.shell("other").levels] == [1]
+        assert house.shell().restore._round is not None and not stall.go.is_set(), "the restore hangs all the while"
         stall.go.set()
 
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from ckptd.arena.arena import Slot
+from ckptd.core import failpoint
 from ckptd.core.failpoint import arm
 from ckptd.core.ids import SnapshotId
 from ckptd.protect import fetch, settle
 from ckptd.wire.bulk import Ticket
 from ckptd.wire.peer import FetchAsk, FetchBad, FetchDone
-from tests.node.links import eventually
+from tests.node.links import eventually, stays
 from tests.node.peers import Peer, Post
 from tests.node.proxy import Proxy, flip
 from tests.node.slots import JOB, MIB, small_layout
@@ -111,8 +112,10 @@ async def test_any_message_may_get_lost_once(post: Post, asker: Peer, slot: Slot
 
 async def test_every_message_may_come_three_times(post: Post, asker: Peer, slot: Slot) -> None:
     post.copies = lambda *_: 3
-    assert (await fetched(asker, ((0, 5000),)))[0]
-    await asyncio.sleep(0.05)
+    ok, reason, data = await fetched(asker, ((0, 5000),))
+    assert (ok, reason) == (True, "")
+    assert data == bytes(slot.payload[:5000])
+    await stays(lambda: not asker.fetcher._asked, 0.05)  # those that come late find nobody, and hurt nobody
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -214,31 +217,33 @@ async def test_a_holder_that_dies_before_its_last_word(post: Post, asker: Peer, 
     assert "no word after the last byte" in reason
 
 
-async def test_the_memory_is_free_when_a_fetch_is_cancelled(asker: Peer, slot: Slot) -> None:
+async def test_the_memory_is_free_when_a_fetch_is_cancelled(holder: Peer, asker: Peer, slot: Slot) -> None:
     """A restore that gives up uses its scratch for something else at once."""
     arm("fetch.serve:sleep=0.5")
     into = bytearray(5000)
     task = asyncio.ensure_future(fetched(asker, ((0, 5000),), into))
-    await eventually(lambda: asker.fetcher._asked)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: holder.fetcher._served)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     into[:] = b"\xee" * 5000
-    await asyncio.sleep(0.6)
+    await eventually(lambda: all(holder.fetcher._served.values()), what="the holder's end of it")
     assert into == b"\xee" * 5000
     assert not asker.fetcher._asked
 
 
-async def test_a_cancelled_fetch_waits_until_no_stream_can_touch_its_memory(asker: Peer, slot: Slot) -> None:
+async def test_a_cancelled_fetch_waits_until_no_stream_can_touch_its_memory(
+    asker: Peer, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Race: cancelled while a stream of it is about to decrypt a chunk into the memory."""
     if asker.transport._mode == "none":
         pytest.skip("mode none writes in the very call that is interrupted")
     arm("bulk.open:sleep=0.3")
+    act, reached = failpoint._act, list[str]()
+    monkeypatch.setattr(failpoint, "_act", lambda name, action: (reached.append(name), act(name, action)))
     into = bytearray(5000)
     task = asyncio.ensure_future(fetched(asker, ((0, 5000),), into))
-    await eventually(lambda: asker.transport.connections)
-    await asyncio.sleep(0.1)
+    await eventually(lambda: reached == ["bulk.open"])
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

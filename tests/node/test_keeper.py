@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from ckptd.arena.fdstore import Keeper, NullKeeper, has_service_manager
-from ckptd.arena.keeper import is_name
+from ckptd.arena.keeper import DIRECTORY_PREFIX, SOCKET_NAME, is_name
+from tests.short import short_folder
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -109,11 +110,18 @@ Start = Callable[..., Kept]
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Iterator[Start]:
+def runtime() -> Iterator[Path]:
+    """Short enough for a keeper to use it whatever the test's name."""
+    with short_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def kept(runtime: Path) -> Iterator[Start]:
     started: list[Kept] = []
 
     def start(*options: str, watchdog_s: float = 0.0) -> Kept:
-        started.append(Kept(tmp_path, *options, watchdog_s=watchdog_s))
+        started.append(Kept(runtime, *options, watchdog_s=watchdog_s))
         return started[-1]
 
     yield start
@@ -248,6 +256,64 @@ def test_a_silent_daemon_is_aborted_and_comes_back_with_its_memory(kept: Start) 
     sealed = keeper.order("seal 5")
     keeper.order("silent")
     assert keeper.daemon(other_than=first["pid"])["sealed"] == sealed["sealed"]
+
+
+# --- its directory ----------------------------------------------------------------------------------------------
+STOPPED_AT_ONCE = """
+import os, signal, sys
+from ckptd.arena import keeper
+
+class Interrupted(keeper.NotifySocket):
+    def __init__(self):
+        super().__init__()
+        signal.raise_signal(signal.SIGTERM)
+
+keeper.NotifySocket = Interrupted
+sys.exit(keeper.KeeperProcess(["sleep", "inf"]).run())
+"""
+
+
+def under(directory: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_RUNTIME_DIR": str(directory), "PYTHONPATH": str(ROOT)}
+
+
+def keep(directory: Path, *command: str) -> None:
+    """A whole life of a keeper whose directory is made there."""
+    script = ROOT / "ckptd" / "arena" / "keeper.py"
+    subprocess.run(
+        [sys.executable, "-I", "-S", str(script), "0", *command], env=under(directory), timeout=ORDER_TIMEOUT_S, check=True
+    )
+
+
+def test_a_keeper_that_is_stopped_while_it_starts_leaves_no_directory(runtime: Path) -> None:
+    command = [sys.executable, "-c", STOPPED_AT_ONCE]
+    ran = subprocess.run(command, env=under(runtime), timeout=ORDER_TIMEOUT_S, check=False)
+    assert ran.returncode == 128 + signal.SIGTERM
+    assert list(runtime.iterdir()) == []
+
+
+def test_the_next_keeper_removes_what_killed_ones_left_and_nothing_else(runtime: Path) -> None:
+    living, killed, unbound, new, other = (runtime / f"{DIRECTORY_PREFIX}{name}" for name in "lkuno")
+    for folder in (living, killed, unbound, new, other):
+        folder.mkdir()
+    (other / "precious").touch()
+    for folder in (unbound, other):
+        os.utime(folder, (0, 0))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as there:
+        there.bind(str(living / SOCKET_NAME))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as gone:
+            gone.bind(str(killed / SOCKET_NAME))
+        keep(runtime, "true")
+    assert set(runtime.iterdir()) == {living, new, other}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may list every directory")
+def test_a_directory_that_cannot_be_listed_is_no_reason_not_to_start(runtime: Path) -> None:
+    runtime.chmod(0o300)
+    try:
+        keep(runtime, "true")
+    finally:
+        runtime.chmod(0o700)
 
 
 def test_without_a_keeper_nothing_is_kept_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:

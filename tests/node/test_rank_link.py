@@ -361,7 +361,7 @@ async def test_a_path_that_is_someone_elses_is_left_alone(tmp_path: Path) -> Non
 async def test_the_lock_dies_with_its_daemon(tmp_path: Path) -> None:
     lock = tmp_path / "run" / "ckptd.sock.lock"
     lock.parent.mkdir()
-    code = f"import fcntl,time; f=open({str(lock)!r},'w'); fcntl.flock(f,2); print('locked',flush=True); time.sleep(60)"
+    code = f"import fcntl,signal; f=open({str(lock)!r},'w'); fcntl.flock(f,2); print('locked',flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:  # noqa: ASYNC220
         assert holder.stdout is not None
         holder.stdout.readline()

@@ -10,18 +10,12 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from tests.sim.oracle import SITUATIONS
 from tests.sim.world import World
 
 SEEDS = 500
 CHUNK = 25
 WORKERS_MAX = 2
-SITUATIONS = (
-    "steward lost between holdings and certificate",
-    "a void racing a certificate",
-    "a stale epoch fenced",
-    "a restore mixing three sources",
-    "a retrained step after a fork",
-)
 
 
 def run_chunk(first: int) -> tuple[Counter[str], list[str]]:

@@ -1,0 +1,48 @@
+"""Whatever the tests and their processes write, torch's own files among it, lies in one short folder that goes when
+they end (tests/sweeper.py)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ckptd.demo.cluster import short_temp
+from tests.short import KEEP, kept
+
+FOLDER = pytest.StashKey[str]()
+END_TIMEOUT_S = 60.0
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest's own tmp_path looks at the option next
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        return  # a worker of xdist has our environment, and its tmp_path from us
+    folder = config.stash[FOLDER] = tempfile.mkdtemp(prefix="ckptd-t-", dir=short_temp())
+    os.chmod(folder, 0o1777)  # like /tmp: some tests have processes of other users
+    _sweep_at_the_end(config, folder)
+    os.environ["TMPDIR"], tempfile.tempdir = folder, None
+    config.option.basetemp = config.option.basetemp or f"{folder}/p"
+
+
+def _sweep_at_the_end(config: pytest.Config, folder: str) -> None:
+    """By a process of its own, so that it happens also when this one is killed."""
+    command = [sys.executable, "-m", "tests.sweeper", folder]
+    sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, cwd=ROOT)
+
+    def sweep() -> None:
+        sweeper.communicate(timeout=END_TIMEOUT_S)
+
+    config.add_cleanup(sweep)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if kept():
+        terminalreporter.write_line(f"what the tests wrote is in {config.stash[FOLDER]}")
+    elif any(terminalreporter.stats.get(outcome) for outcome in ("failed", "error")):
+        terminalreporter.write_line(f"what the tests wrote is removed; {KEEP}=1 keeps it, daemons' and trainers' logs included")
