@@ -23,6 +23,7 @@ class RankJoined:
     nodes: tuple[NodeInfo, ...]
     ask: RestoreAsk | None
     running: bool = True  # with the known epoch's attempt: False says that the rank still waits inside restore()
+    trains: bool = False  # it was let into an epoch with this attempt: if we do not know that one, somebody else does
 
 
 @dataclass(frozen=True, slots=True)

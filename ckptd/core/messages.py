@@ -32,6 +32,7 @@ class JoinReport:
     ask: RestoreAsk | None
     known: EpochRecord | None  # newest epoch the sender knows of this job
     opened: bool = False  # the sender is at work on the epoch that was opened for this attempt
+    trains: bool = False  # these ranks were let into that epoch, by a daemon that knew it
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,12 +117,13 @@ class Ranks:
             # It loses its seat now, before the next epoch is open and can be named.
             old.session.send(wire.Superseded(1 + (record.number if record is not None else 0)))
         self._job.seats.attach(message.rank, session, message.state_bytes)
+        joined = ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask, trains=message.trains)
         if running and record is not None:
-            self._job.feed(ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask))
+            self._job.feed(joined)
             session.send(wire.Ready(record.number))
             return
         self._job.restore.joining(message.rank, message.attempt)
-        self._job.feed(ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask))
+        self._job.feed(joined)
 
     def _goodbye(self, session: RankSession, message: wire.Goodbye) -> None:
         seat = self._job.seats.detach(session)

@@ -83,7 +83,7 @@ class Daemon:
     async def _start(self) -> None:
         config = self.config
         adopted = self.arena.adopt(self.keeper.taken())
-        last = ports.kept(self.state)
+        last = ports.kept(self.state, config.node_id, config.bind_address)
         self.transport = ports.listen(self._make_transport, config.bulk_port, last.bulk)
         self.control = await ports.start(self._make_control, config.control_port, last.control)
         ports.keep(self.state, self.control.address, self.transport.address)

@@ -45,12 +45,14 @@ class Join:
     state_bytes: predicted payload of one snapshot.
     After a reconnect (the daemon restarted, training went on) the client sends Hello, Offer and the *same* Join again:
     the attempt is the nonce of the running epoch, so the daemon answers Mapped* and Ready, and opens nothing.
+    ``trains``: it had been told Ready. A daemon that lost what it knew asks the others of this world for that epoch.
     """
 
     attempt: str
     rank: int
     state_bytes: int
     ask: dict[str, Any] | None
+    trains: bool = False
 
 
 @dataclass(frozen=True)

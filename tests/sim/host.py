@@ -311,7 +311,8 @@ class Host:
             self.feed(ev.RankLeft(old.rank, False))
         self.procs[proc.rank] = proc
         run = proc.run
-        self.feed(ev.RankJoined(proc.rank, run.attempt, run.ranks, run.nodes, run.ask, running))
+        joined = ev.RankJoined(proc.rank, run.attempt, run.ranks, run.nodes, run.ask, running, trains=running)
+        self.feed(joined)
         self.world.clock.after(0.05, self._size, self.life, proc)
 
     def _size(self, life: int, proc: Proc) -> None:

@@ -144,6 +144,7 @@ class JobMachine:
     def _node_up(self, event: ev.NodeUp) -> None:
         self.ctx.down.pop(event.node, None)
         self.replication.act()
+        self.uplink.on_node_up(event.node)
         self.steward.on_link(event.node)
 
     def _node_down(self, event: ev.NodeDown) -> None:
@@ -246,6 +247,7 @@ class JobMachine:
     def _enter(self, record: EpochRecord) -> None:
         """A newer epoch that we heard of from the side."""
         self._leave(record.nonce)
+        self.steward.restoring.overtaken(record)
         self.opening.enter(record)
 
     def _leave(self, nonce: str) -> None:
