@@ -179,8 +179,8 @@ def _different_plans(layouts: Mapping[int, Layout]) -> list[str]:
     if len(ranks) < 2:
         return []
     return [
-        f"ranks {', '.join(map(str, ranks.values()))} captured by different plans: what is a copy by structure or"
-        " replicated= must be on all of them"
+        f"ranks {', '.join(map(str, ranks.values()))} captured by different plans: what is a copy by structure must be on all"
+        " of them, and what replicated= names the same as when they joined; register everything before restore()"
     ]
 
 
