@@ -218,9 +218,10 @@ class FlushAsked:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """First event of a machine whose daemon came back: the newest epoch it had persisted."""
+    """First event of a machine whose daemon came back: what it had persisted (instructions.PersistEpoch)."""
 
     known: EpochRecord | None
+    ran: EpochRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

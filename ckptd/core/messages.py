@@ -68,6 +68,7 @@ class Inventory:
     never: bool = False  # the sender knows that it was not: one of its own ranks did not load, or it was called off
     incarnation: str = ""  # of the sender: unchanged since ``known`` opened, it has forgotten nothing
     grant: int = 0  # the highest grant the sender has seen in this epoch
+    ran: EpochRecord | None = None  # the newest epoch before ``known`` that trained on the sender
 
 
 @dataclass(frozen=True, slots=True)

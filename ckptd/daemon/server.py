@@ -154,8 +154,8 @@ class Daemon:
         )  # fmt: skip
 
     def _take_up_jobs(self, adopted: list[Any]) -> None:
-        for job, record in self.state.epochs().items():
-            self.jobs[job] = JobShell(self.services, job, record)
+        for job, (record, ran) in self.state.epochs().items():
+            self.jobs[job] = JobShell(self.services, job, record, ran)
         for slot in adopted:
             self.job(slot.tenant.job).adopt(slot)
         if adopted:

@@ -36,7 +36,7 @@ def wipe(world: World, index: int, *, ranks_die: bool) -> None:
     host.stop()
     world.oracle.lost(host)
     host.memory.clear()
-    host.persisted = None
+    host.persisted = host.ran = None
     world.clock.run(world.clock.now + NOTICED_S)
     host.start()
 
