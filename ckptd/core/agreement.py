@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 
+from ckptd.core.balance import plans_in
 from ckptd.core.box import Box, Span, disjoint_spans
 from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
 
@@ -177,14 +178,15 @@ def _by_key(keyed: _Keyed) -> Iterable[tuple[str, Sequence[int], Sequence[Fragme
 
 
 def _different_plans(layouts: Mapping[int, Layout]) -> list[str]:
-    ranks: dict[str, int] = {}
+    found: dict[str, dict[str, int]] = {}  # who plans -> plan -> the first rank that has it
     for rank in sorted(layouts):
-        ranks.setdefault(layouts[rank].plan_id, rank)
-    if len(ranks) < 2:
-        return []
+        for who, plan in plans_in(layouts[rank].plan_id):
+            found.setdefault(who, {}).setdefault(plan, rank)
     return [
-        f"ranks {', '.join(map(str, ranks.values()))} captured by different plans: what is a copy by structure or"
-        " replicated= must be on all of them"
+        f"ranks {', '.join(map(str, ranks.values()))} captured by different plans: what is a copy by structure must be on all"
+        " of them, and what replicated= names the same as when they joined; register everything before restore()"
+        for ranks in found.values()
+        if len(ranks) > 1
     ]
 
 

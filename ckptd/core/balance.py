@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgpack
 
@@ -47,3 +47,15 @@ def plan_id(*plans: Mapping[str, Sequence[int]]) -> str:
     """A name for these plans, equal on two ranks exactly when the plans are."""
     rows = [sorted((key, list(ranks)) for key, ranks in plan.items()) for plan in plans]
     return hashlib.blake2b(msgpack.packb(rows), digest_size=16).hexdigest()
+
+
+def plan_id_apart(common: str, ranks: Sequence[int], own: str) -> str:
+    """The id of a plan of which ``own`` is planned by these ranks alone; all ranks of the job share ``common``."""
+    return f"{common}|{min(ranks)}:{own}"
+
+
+def plans_in(plan_id: str) -> Iterator[tuple[str, str]]:
+    """(who, plan): what two ranks both name must be the same plan. Who: "" the whole job, else a part of the ranks."""
+    for part in plan_id.split("|"):
+        who, _, plan = part.rpartition(":")
+        yield who, plan

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.core.agreement import agree
+from ckptd.core.balance import plans_in
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.core.messages import HoldingFact, RestoreAsk, Source
@@ -142,7 +143,8 @@ def _judge(
 
 def _doubt(held: _Held, layouts: Mapping[str, Layout]) -> str:
     """Holders must not contradict each other about the same rank, nor ranks about the world and the plan."""
-    first: dict[tuple[int, str], int] = {}
+    worlds: dict[int, int] = {}  # -> the first rank that has it
+    plans: dict[str, dict[str, int]] = {}  # who plans -> plan -> the same
     for rank, found in sorted(held.items()):
         if len({fact.layout_id for _, fact in found}) > 1:
             return f"rank {rank} is held with different layouts"
@@ -151,9 +153,12 @@ def _doubt(held: _Held, layouts: Mapping[str, Layout]) -> str:
             if any(sums.setdefault(name, value) != value for name, value in fact.digests):
                 return f"holders of rank {rank} differ in content ({node})"
         layout = layouts[found[0][1].layout_id]
-        first.setdefault((layout.world, layout.plan_id), rank)
-    if len(first) > 1:
-        return f"ranks {', '.join(map(str, first.values()))} differ in world or capture plan"
+        worlds.setdefault(layout.world, rank)
+        for who, plan in plans_in(layout.plan_id):
+            plans.setdefault(who, {}).setdefault(plan, rank)
+    for ranks in map(list, (worlds.values(), *(found.values() for found in plans.values()))):
+        if len(ranks) > 1:
+            return f"ranks {', '.join(map(str, ranks))} differ in world or capture plan"
     return ""
 
 

@@ -23,6 +23,7 @@ class RankJoined:
     nodes: tuple[NodeInfo, ...]
     ask: RestoreAsk | None
     running: bool = True  # with the known epoch's attempt: False says that the rank still waits inside restore()
+    trains: bool = False  # it was let into an epoch with this attempt: if we do not know that one, somebody else does
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +218,10 @@ class FlushAsked:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """First event of a machine whose daemon came back: the newest epoch it had persisted."""
+    """First event of a machine whose daemon came back: what it had persisted (instructions.PersistEpoch)."""
 
     known: EpochRecord | None
+    ran: EpochRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,11 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class PersistEpoch:
-    """Write it down (state directory, fsync) before anything that follows in the same batch leaves the node."""
+    """Write it down (state directory, fsync) before anything that follows in the same batch leaves the node. ``ran``: the
+    newest epoch before it that trained here, as far as this node knows; it counts should ``record`` never run."""
 
     record: EpochRecord
+    ran: EpochRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ class JoinReport:
     ask: RestoreAsk | None
     known: EpochRecord | None  # newest epoch the sender knows of this job
     opened: bool = False  # the sender is at work on the epoch that was opened for this attempt
+    trains: bool = False  # these ranks were let into that epoch, by a daemon that knew it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Inventory:
     never: bool = False  # the sender knows that it was not: one of its own ranks did not load, or it was called off
     incarnation: str = ""  # of the sender: unchanged since ``known`` opened, it has forgotten nothing
     grant: int = 0  # the highest grant the sender has seen in this epoch
+    ran: EpochRecord | None = None  # the newest epoch before ``known`` that trained on the sender
 
 
 @dataclass(frozen=True, slots=True)

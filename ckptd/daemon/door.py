@@ -11,6 +11,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 from ckptd.wire import rank as wire
+from ckptd.wire.complaints import Complaints
 from ckptd.wire.names import job_key
 from ckptd.wire.rank_link import RankLink, RankSession
 
@@ -18,6 +19,7 @@ from ckptd.wire.rank_link import RankLink, RankSession
 class Door:
     def __init__(self, services: Services, job: Callable[[str], JobShell]) -> None:
         self._services, self._job = services, job
+        self._faults = Complaints()
         self._jobs: dict[RankSession, str] = {}  # by name: a job that was forgotten meanwhile begins anew
 
     def start(self, path: Path) -> None:
@@ -29,6 +31,7 @@ class Door:
 
     def stop(self) -> None:
         self._link.stop()
+        self._faults.close()
 
     def _on_open(self, session: RankSession) -> None:
         log.debug("connection from pid %d uid %d", session.pid, session.uid)
@@ -49,8 +52,14 @@ class Door:
         except ValueError:
             raise
         except Exception as error:
-            self._services.went_wrong(f"{type(message).__name__} of a rank of {job}", error)
+            self._failed(session, job, message, error)
             raise ValueError(f"{type(message).__name__} could not be handled") from error
+
+    def _failed(self, session: RankSession, job: str, message: Any, error: Exception) -> None:
+        """A fault of ours, but whoever may connect can bring it about as often as he likes: one trace per uid and minute."""
+        what = f"{type(message).__name__} of a rank of {job}"
+        self._faults.say(f"uid {session.uid}", f"{what} failed: {error!r}", error)
+        self._services.health.event("internal", f"{what}: {error!r}")
 
     def _hello(self, session: RankSession, message: wire.Hello) -> None:
         if message.version != wire.PROTOCOL_VERSION:

@@ -1,4 +1,4 @@
-"""The durable side of one job: epoch claims, flushes, commits, retention. Everything that may hang on storage runs in the
+"""The durable side of one job: epoch claims, flushes, commits. Everything that may hang on storage runs in the
 disk threads; a vanished or full storage never stops the event loop or training (P5)."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
+from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
 from ckptd.persist.commit import commit
 from ckptd.persist.commits import list_commits
 from ckptd.persist.lineage import claim_epoch, newest_record
 from ckptd.persist.pieces import HeldPiece
-from ckptd.persist.retention import retain
 from ckptd.persist.sums import SlotDamage
 from ckptd.persist.writer import write_pieces
 
@@ -50,6 +50,7 @@ class Durable:
         self._services, self._job = services, job
         self._writing: dict[str, Write] = {}  # by attempt
         self._hung: set[asyncio.Future[Any]] = set()  # given up, and still at it
+        self._retention = Retention(services, job.job, self._hung, HUNG_MAX)
 
     # --- lineage ------------------------------------------------------------------------------------------------
     def read(self, do: ins.ReadDurable) -> None:
@@ -147,6 +148,7 @@ class Durable:
     def cancel_all(self) -> None:
         for write in self._writing.values():
             write.cancelled.set()
+        self._retention.cancel()
 
     async def _in_flush(
         self, call: Callable[[], T], given_up: asyncio.Future[Any], late: Callable[[], None] = lambda: None
@@ -201,7 +203,7 @@ class Durable:
     def _committed(self, do: ins.Commit) -> None:
         self._job.feed(ev.CommitDone(do.snapshot, do.attempt, True, ""))
         log.info("job=%s epoch=%d step=%d is durable", self._job.job, do.snapshot.epoch, do.snapshot.step)
-        self._services.spawn(self._retain(), f"retention {self._job.job}")
+        self._retention.begin()
 
     def _claim_and_commit(self, do: ins.Commit) -> None:
         storage = self._services.storage
@@ -216,15 +218,6 @@ class Durable:
         commit(
             storage, self._job.job, do.snapshot, do.attempt, do.record, do.reports, layouts, do.per_rank, do.keep
         )  # fmt: skip
-
-    async def _retain(self) -> None:
-        storage = self._services.storage
-        if storage is None:
-            return
-        try:
-            await self._services.in_flush(retain, storage, self._job.job, self._services.policy)
-        except (CkptdError, OSError) as error:
-            self._services.health.event("retention", str(error), job=self._job.job)
 
     # --- lists --------------------------------------------------------------------------------------------------
     async def steps(self) -> list[dict[str, Any]]:

@@ -37,13 +37,15 @@ LEVELS_KEPT_MAX = 256  # snapshots whose level is remembered for status
 
 
 class JobShell:
-    """``job`` is "uid/name". ``known``: the newest epoch this daemon had persisted before it restarted."""
+    """``job`` is "uid/name". ``known``, ``ran``: what this daemon had persisted before it restarted."""
 
-    def __init__(self, services: Services, job: str, known: EpochRecord | None) -> None:
+    def __init__(
+        self, services: Services, job: str, known: EpochRecord | None, ran: EpochRecord | None = None
+    ) -> None:
         self.services, self.job = services, job
         self.uid = int(job.split("/", 1)[0])
         self.machine = JobMachine(job, services.node, services.policy)
-        self.record = known
+        self.record, self.ran = known, ran
         self.slots: dict[int, Slot] = {}  # replicas held for others
         self._unwritten_at: float | None = None  # the newest epoch could not be written down, tried last then
         self._damaged: set[int] = set()  # slots that are kept only until their last reader has ended
@@ -81,7 +83,7 @@ class JobShell:
             ins.Commit: self.durable.commit,
             ins.Alarm: self._alarm,
         }
-        self.feed(ev.Restarted(known))
+        self.feed(ev.Restarted(known, ran))
 
     def feed(self, event: ev.Event) -> None:
         """Hand an event to the machine and do what it says. Events that arise meanwhile wait their turn."""
@@ -229,7 +231,7 @@ class JobShell:
                 self.services.connect(node)
 
     def _persist_epoch(self, do: ins.PersistEpoch) -> None:
-        self.record = do.record
+        self.record, self.ran = do.record, do.ran
         self._write_epoch()
         self.ranks.begin()
         parent = do.record.parent
@@ -246,7 +248,7 @@ class JobShell:
         epoch for the newest, so health says it until a later try succeeds."""
         assert self.record is not None, "there is one to write down"
         try:
-            self.services.state.persist_epoch(self.job, self.record)
+            self.services.state.persist_epoch(self.job, self.record, self.ran)
             self._unwritten_at = None
             self.services.health.clear("state", job=self.job)
         except OSError as error:

@@ -1,8 +1,10 @@
 """The ports of both links, kept over restarts. Peers know a daemon by the address of its last life; when several restart at
-once (an upgrade, a power cut of a rack), nobody is left who could tell one the new address of the other."""
+once (an upgrade, a power cut of a rack), nobody is left who could tell one the new address of the other. Nor can anybody
+reach a daemon that lost its state directory: so the first ports are made from its configuration, and are the same again."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +16,7 @@ from ckptd.daemon.state import StateDir
 from ckptd.wire.control import ControlLink
 
 FILE = "ports.json"
+FIRST_PORT, PORTS = 20000, 8000  # below the ports that systems give away and below Kubernetes' node ports
 T = TypeVar("T")
 
 
@@ -24,12 +27,19 @@ class Ports(msgspec.Struct, frozen=True):
     bulk: int = 0
 
 
-def kept(state: StateDir) -> Ports:
-    """What does not parse counts as nothing: any port will do then."""
+def kept(state: StateDir, node: str, address: str) -> Ports:
+    """What does not parse counts as nothing: those of the first start then."""
     try:
         return msgspec.json.decode((state.path / FILE).read_bytes(), type=Ports)
     except (FileNotFoundError, msgspec.DecodeError):
-        return Ports()
+        return first(f"{node} {address} {state.path.absolute()}")
+
+
+def first(who: str) -> Ports:
+    """Two different ones, the same for the same ``who``; another daemon of this machine has another state directory."""
+    digest = hashlib.blake2b(who.encode(), digest_size=8).digest()
+    at = int.from_bytes(digest, "big") % (PORTS // 2)
+    return Ports(FIRST_PORT + 2 * at, FIRST_PORT + 2 * at + 1)
 
 
 def keep(state: StateDir, control: str, bulk: str) -> None:
@@ -38,13 +48,13 @@ def keep(state: StateDir, control: str, bulk: str) -> None:
 
 
 def listen(make: Callable[[int], T], wanted: int, last: int) -> T:
-    """``make`` binds a port. ``wanted`` 0: the last one if it is still free, else any."""
+    """``make`` binds a port. ``wanted`` 0: the last one if it is free, else any."""
     if wanted or not last:
         return make(wanted)
     try:
         return make(last)
     except CkptdError as error:
-        log.info("port %d of the last start is not free (%s): taking another", last, error.what)
+        log.info("port %d, kept for this daemon, is not free (%s): taking another", last, error.what)
         return make(0)
 
 
@@ -56,7 +66,7 @@ async def start(make: Callable[[int], ControlLink], wanted: int, last: int) -> C
             await link.start()
             return link
         except CkptdError as error:
-            log.info("port %d of the last start is not free (%s): taking another", last, error.what)
+            log.info("port %d, kept for this daemon, is not free (%s): taking another", last, error.what)
             await link.stop()
     link = make(wanted)
     await link.start()

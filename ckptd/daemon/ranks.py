@@ -128,7 +128,7 @@ class Ranks:
             raise ValueError(f"rank {message.rank} does not live on this node")
         if {node.node for node in nodes} != set(ranks):
             raise ValueError("nodes and ranks of the join do not name the same daemons")
-        return ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask)
+        return ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask, trains=message.trains)
 
     def _goodbye(self, session: RankSession, message: wire.Goodbye) -> None:
         seat = self._job.seats.detach(session)

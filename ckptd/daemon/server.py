@@ -85,7 +85,7 @@ class Daemon:
     async def _start(self) -> None:
         config = self.config
         adopted = self.arena.adopt(self.keeper.taken())
-        last = ports.kept(self.state)
+        last = ports.kept(self.state, config.node_id, config.bind_address)
         self.transport = ports.listen(self._make_transport, config.bulk_port, last.bulk)
         self.control = await ports.start(self._make_control, config.control_port, last.control)
         ports.keep(self.state, self.control.address, self.transport.address)
@@ -160,8 +160,8 @@ class Daemon:
         )  # fmt: skip
 
     def _take_up_jobs(self, adopted: list[Any]) -> None:
-        for job, record in self.state.epochs().items():
-            self.jobs[job] = JobShell(self.services, job, record)
+        for job, (record, ran) in self.state.epochs().items():
+            self.jobs[job] = JobShell(self.services, job, record, ran)
         for slot in frozen_first(adopted):
             self.job(slot.tenant.job).adopt(slot)
         if adopted:

@@ -86,9 +86,6 @@ class Services:
     async def on_disk(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.disk, call, *args)
 
-    async def in_flush(self, call: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.flush, call, *args)
-
 
 def _decode(data: bytes) -> Layout:
     layout = Layout.decode(data)

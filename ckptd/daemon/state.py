@@ -30,20 +30,24 @@ class StateDir:
                 f"state directory is not writable: {error.strerror}", where=str(path), hint="set state_dir"
             ) from error
 
-    def persist_epoch(self, job: str, record: EpochRecord) -> None:
-        body = json.dumps({"job": job, "record": asdict(record)}).encode()
+    def persist_epoch(self, job: str, record: EpochRecord, ran: EpochRecord | None) -> None:
+        """``ran``: see instructions.PersistEpoch."""
+        facts = {"job": job, "record": asdict(record), "ran": asdict(ran) if ran is not None else None}
+        body = json.dumps(facts).encode()
         self.write("epochs/" + _file_name(job), body)
 
     def forget(self, job: str) -> None:
         (self.path / "epochs" / _file_name(job)).unlink(missing_ok=True)
 
-    def epochs(self) -> dict[str, EpochRecord]:
-        """Every job's newest epoch. A file that does not parse is an error: guessing an older epoch would be unsafe."""
-        found: dict[str, EpochRecord] = {}
+    def epochs(self) -> dict[str, tuple[EpochRecord, EpochRecord | None]]:
+        """Every job's newest epoch, and the one before it that ran. A file that does not parse is an error: guessing an older
+        epoch would be unsafe."""
+        found: dict[str, tuple[EpochRecord, EpochRecord | None]] = {}
         for path in sorted((self.path / "epochs").glob("*.json")):
             try:
                 body = json.loads(path.read_bytes())
-                found[str(body["job"])] = msgspec.convert(body["record"], EpochRecord)
+                record = msgspec.convert(body["record"], EpochRecord)
+                found[str(body["job"])] = record, msgspec.convert(body.get("ran"), EpochRecord | None)
             except (ValueError, KeyError, msgspec.ValidationError) as error:
                 raise CkptdError(
                     f"epoch record does not parse: {error}",

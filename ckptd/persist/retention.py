@@ -27,7 +27,7 @@ from ckptd.persist.names import (
     step_dir,
     step_of_dir,
 )
-from ckptd.persist.storage.base import NotFound, Storage, list_or_empty, put_file, read_file
+from ckptd.persist.storage.base import NotFound, Storage, StorageError, list_or_empty, put_file, read_file
 from ckptd.persist.sums import digest
 from ckptd.persist.verify import verify_at
 
@@ -60,7 +60,8 @@ def retain(
     cancelled: threading.Event | None = None,
 ) -> Retained:
     """One pass; call it after every commit. Hides what is doomed, and deletes what an earlier pass (or, with a grace of 0,
-    this one) hid and nobody reads any more. Reads back what it needs to count on first. Raises StorageError."""
+    this one) hid and nobody reads any more. Reads back what it needs to count on first. Raises StorageError, also when it was
+    called off; what it has not looked at by then stays."""
     record = newest_record(storage, check_job(job))
     done = Retained()
     commits = _proven(storage, job, list_commits(storage, job), policy, record, done, cancelled)
@@ -68,9 +69,10 @@ def retain(
     done.kept = [info.snapshot for info in kept]
     if list_or_empty(storage, job):
         for info in doomed:
+            _stop_if(cancelled, job)
             _hide(storage, job, info.snapshot, done)
         now_s = _storage_clock(storage, job)
-        _sweep(storage, job, now_s, grace_s, stale_s, attempt_stale_s, done)
+        _sweep(storage, job, now_s, grace_s, stale_s, attempt_stale_s, done, cancelled)
     return done
 
 
@@ -105,6 +107,7 @@ def _read_back(
 ) -> bool:
     directory = step_dir(job, snapshot)
     report = verify_at(storage, directory, cancelled=cancelled)
+    _stop_if(cancelled, job)
     if not report.ok:
         done.problems += [f"{report.path}: {problem}" for problem in report.problems]
         return False
@@ -139,6 +142,7 @@ def _sweep(
     stale_s: float,
     attempt_stale_s: float,
     done: Retained,
+    cancelled: threading.Event | None,
 ) -> None:
     fresh = leased(storage, job, now_s, stale_s)
     for top in list_or_empty(storage, job):
@@ -147,6 +151,7 @@ def _sweep(
             continue
         directory = epoch_dir(job, epoch)
         for entry in list_or_empty(storage, directory):
+            _stop_if(cancelled, job)
             path = f"{directory}/{entry.name}"
             step = step_of_dir(entry.name)
             if step is not None:
@@ -178,6 +183,11 @@ def _delete_retired(
         failpoint("persist.retain.moved")
         storage.delete_tree(hidden)
         done.deleted.append(storage.locate(directory))
+
+
+def _stop_if(cancelled: threading.Event | None, job: str) -> None:
+    if cancelled is not None and cancelled.is_set():
+        raise StorageError("retention was called off", where=job)
 
 
 def _newest(storage: Storage, path: str, own_s: float) -> float:

@@ -32,14 +32,15 @@ class Complaints:
         self._later = call_later
         self._said: dict[str, _Said] = {}
 
-    def say(self, who: str, text: str) -> None:
-        """One line now if ``who`` was quiet for PERIOD_S, else part of the next count."""
+    def say(self, who: str, text: str, fault: BaseException | None = None) -> None:
+        """One line now if ``who`` was quiet for PERIOD_S, else part of the next count. ``fault``: of our own, told with its
+        trace."""
         if who not in self._said and len(self._said) >= WHO_MAX:
             who = OTHERS
         text = _plain(text)
         said = self._said.get(who)
         if said is None:
-            log.warning("%s: %s", who, text)
+            log.log(logging.ERROR if fault else logging.WARNING, "%s: %s", who, text, exc_info=fault)
             self._said[who] = _Said(self._start(who))
         else:
             said.more, said.last = said.more + 1, text

@@ -45,6 +45,7 @@ class Join:
     state_bytes: predicted live part of one snapshot; frozen_bytes: of its frozen part.
     After a reconnect (the daemon restarted, training went on) the client sends Hello, Offer and the *same* Join again:
     the attempt is the nonce of the running epoch, so the daemon answers Mapped* and Ready, and opens nothing.
+    ``trains``: it had been told Ready. A daemon that lost what it knew asks the others of this world for that epoch.
     """
 
     attempt: str
@@ -52,6 +53,7 @@ class Join:
     state_bytes: int
     ask: dict[str, Any] | None
     frozen_bytes: int = 0
+    trains: bool = False
 
 
 @dataclass(frozen=True)

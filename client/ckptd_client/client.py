@@ -123,10 +123,12 @@ class Client:
         """Name what a snapshot holds: modules, optimizers, anything with state_dict/load_state_dict, tensors, plain nested
         values, and dicts or lists of these.
 
-        include, exclude: shell patterns on keys like ``model.head.*``. replicated: keys that are equal on all ranks by your
-        word; of what is sharded over a sub-mesh, equal on all sub-meshes like it. fenced: you call ``client.fence()`` before
-        you write these tensors by hand, so they may be copied in the background. key_map: renames keys, {old prefix: new
-        prefix} or a function. Raises TypeError naming the path of a value that cannot be saved without pickle, and its remedy.
+        include, exclude: shell patterns on keys like ``model.head.*``. replicated: keys that are equal by your word on all
+        ranks that have them; of what is sharded over a sub-mesh, equal on all sub-meshes like it. Buffers that DDP broadcasts
+        are its first rank's whatever a pattern says; only its own whole key declares such a buffer. fenced: you call
+        ``client.fence()`` before you write these tensors by hand, so they may be copied in the background. key_map: renames
+        keys, {old prefix: new prefix} or a function. Raises TypeError naming the path of a value that cannot be saved without
+        pickle, and its remedy.
         """
         self._registry.register(
             objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map

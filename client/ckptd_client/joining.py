@@ -10,6 +10,7 @@ from typing import Any
 from ckptd.core.errors import CkptdError
 from ckptd_client import rendezvous
 from ckptd_client.entries import State
+from ckptd_client.likeness import likeness
 from ckptd_client.plan import predicted_bytes
 from ckptd_client.registry import Registry
 from ckptd_client.session import IDLE, JOINING, Session
@@ -39,7 +40,7 @@ class Joiner:
         self.give_up()
         session = self._session
         node = session.node if session.link.up else None
-        world = rendezvous.meet(session.job, node, trouble, deadline)
+        world = rendezvous.meet(session.job, node, trouble, deadline, said=likeness(self._registry, state))
         session.join(world, *self._bytes(state, world), ask, restoring=True)
         return world
 
@@ -72,8 +73,9 @@ class Joiner:
                     session.changed.wait(POLL_S)
             deadline = time.monotonic() + FOREVER_S
             world = rendezvous.meet(
-                session.job, session.node, session.link.trouble, deadline, self._given_up.is_set
-            )
+                session.job, session.node, session.link.trouble, deadline, self._given_up.is_set,
+                said=likeness(self._registry, state),
+            )  # fmt: skip
             session.join(world, *self._bytes(state, world), None, restoring=False)
             with session.changed:
                 while session.phase == JOINING and not self._given_up.is_set():

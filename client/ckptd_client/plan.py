@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckptd.core.balance import balanced_plan, plan_id
+from ckptd.core.balance import balanced_plan, plan_id, plan_id_apart
 from ckptd.core.layout import REPLICA, Fragment, Layout
 from ckptd.core.layout_build import LayoutItem, build_layout, place
 from ckptd_client import _switches, optim
@@ -123,19 +123,23 @@ def _assign(parts: Sequence[Slice], world: World, replicas: int) -> tuple[list[i
     """Per part its tier, None when other ranks capture it; and the plan's id, the same on all ranks.
 
     Only copies by structure or declaration are split. Their groups (HSDP has one per shard) are planned alike on all their
-    ranks; the id names what all groups are planned from, so that ranks of different groups can compare it.
+    ranks; the id names what all groups are planned from, so that ranks of different groups can compare it. What is declared
+    on a part of the ranks only (pipeline stages) is planned and compared among those.
     """
     groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     facts: dict[str, tuple[int, ...]] = {}
+    apart: dict[str, tuple[int, ...]] = {} if world.declaring != world.everyone else facts
     for part in parts:
         if part.sharing == REPLICA:
             groups.setdefault(part.holders, []).append((_name(part), part.nbytes))
-            facts[f"{part.key} {part.dtype} {part.shape} {len(part.holders)} {replicas}"] = world.everyone
+            known = apart if part.declared else facts
+            known[f"{part.key} {part.dtype} {part.shape} {len(part.holders)} {replicas}"] = world.everyone
     captors: dict[str, tuple[int, ...]] = {}
     for holders, items in groups.items():
         captors.update(balanced_plan(items, holders, world.domains, replicas + 1))
     tiers = [_tier(part, captors, world, replicas) for part in parts]
-    return tiers, plan_id(facts, {str(rank): list(domain.encode()) for rank, domain in world.domains.items()})
+    name = plan_id(facts, {str(rank): list(domain.encode()) for rank, domain in world.domains.items()})
+    return tiers, name if apart is facts else plan_id_apart(name, world.declaring, plan_id(apart))
 
 
 def _name(part: Slice) -> str:

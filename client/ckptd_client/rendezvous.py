@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgpack
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ckptd.core.errors import CkptdError
+from ckptd_client.likeness import Likeness
 from ckptd_client.world import World
 
 POLL_S = 0.02
@@ -47,11 +49,14 @@ def meet(
     trouble: str,
     deadline: float,
     given_up: Callable[[], bool] | None = None,
+    *,
+    said: Likeness = Likeness(),  # noqa: B008 - frozen
 ) -> World:
     """Every rank calls it. ``node``: this rank's daemon (NodeInfo), or None with the ``trouble``; then all ranks raise
-    CkptdError, as they do at ``deadline`` (monotonic seconds). ``given_up``: checked while waiting."""
+    CkptdError, as they do at ``deadline`` (monotonic seconds). ``given_up``: checked while waiting. ``said``: of what this rank
+    registered."""
     rank, size = rank_and_size()
-    mine = {"node": node, "trouble": trouble, "token": secrets.token_hex(8)}
+    mine = {"node": node, "trouble": trouble, "token": secrets.token_hex(8), **asdict(said)}
     if size == 1:
         attempt: str = secrets.token_hex(16)
         answers: list[dict[str, Any]] = [mine]
@@ -67,7 +72,9 @@ def meet(
             hint="start `ckptd run` on every node, or pass allow_fresh=True to train without a checkpoint",
         )  # fmt: skip
     _check_identities(job, [answer["node"] for answer in answers])
-    return _world(rank, attempt, [answer["node"] for answer in answers])
+    alike = tuple(r for r, answer in enumerate(answers) if answer["declared"] == said.declared)
+    mixed = any(answer["registered"] != said.registered for answer in answers)
+    return replace(_world(rank, attempt, [answer["node"] for answer in answers]), alike=alike, mixed=mixed)
 
 
 def _check_identities(job: str, of_rank: list[dict[str, Any]]) -> None:

@@ -97,7 +97,8 @@ class Session:
         if rejoin is not None:
             message, body = rejoin
             try:
-                self._send_join(replace(message, ask=None), body)  # the daemon knows the attempt, or learns it
+                # the daemon knows the attempt, or learns it
+                self._send_join(replace(message, ask=None, trains=self.phase == READY), body)
             except OSError as error:
                 self.troubles.report("join", f"not protected: the daemon cannot be told the world: {error}")
 

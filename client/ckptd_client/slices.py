@@ -36,6 +36,7 @@ class Slice:
     sharing: str
     holders: tuple[int, ...] = ()  # REPLICA: all ranks that hold this box
     captured: bool = True  # False: by definition another rank's value (DDP buffers)
+    declared: bool = False  # REPLICA by the user's word alone
 
     @property
     def nbytes(self) -> int:
@@ -65,10 +66,17 @@ def slices_of(entry: Entry, world: World) -> list[Slice]:
     if is_dtensor(tensor):
         return _of_dtensor(entry, world)
     shape = tuple(tensor.shape)
-    sharing, holders, captured = _plain_sharing(entry, world)
+    sharing, holders, captured, declared = _plain_sharing(entry, world)
     box = Box.whole(shape)
     dtype = dtypes.name_of(tensor.dtype, entry.key)
-    return [Slice(entry.key, dtype, shape, box, box.offsets, entry.role, sharing, holders, captured)]
+    return [Slice(entry.key, dtype, shape, box, box.offsets, entry.role, sharing, holders, captured, declared)]
+
+
+def is_declared(entry: Entry) -> bool:
+    """Buffers that DDP broadcasts differ between ranks whatever a pattern says: it must name such a one as it is."""
+    if entry.copies is not None and entry.copies.first_only:
+        return entry.key in entry.owner.replicated
+    return matches(entry.key, entry.owner.replicated)
 
 
 def _check_memory(entry: Entry) -> None:
@@ -80,17 +88,19 @@ def _check_memory(entry: Entry) -> None:
         )
 
 
-def _plain_sharing(entry: Entry, world: World) -> tuple[str, tuple[int, ...], bool]:
+def _plain_sharing(entry: Entry, world: World) -> tuple[str, tuple[int, ...], bool, bool]:
+    """(sharing, holders, captured, declared). What structure says of the whole job needs no declaration."""
+    copies, declared = entry.copies, is_declared(entry)
     if world.size == 1:
-        return UNIQUE, (), True
-    if matches(entry.key, entry.owner.replicated):
-        return REPLICA, world.everyone, True
-    copies = entry.copies
-    if copies is None or len(copies.ranks) != world.size:
-        return MAYBE, (), True  # equal names elsewhere may or may not be copies: each snapshot decides
-    if copies.first_only:
-        return UNIQUE, (), world.rank == min(copies.ranks)
-    return REPLICA, world.everyone, True
+        return UNIQUE, (), True, False
+    if copies is not None and len(copies.ranks) == world.size:
+        if not copies.first_only:
+            return REPLICA, world.everyone, True, False
+        if not declared:
+            return UNIQUE, (), world.rank == min(copies.ranks), False
+    if declared:
+        return REPLICA, world.declaring, True, True
+    return MAYBE, (), True, False  # equal names elsewhere may or may not be copies: each snapshot decides
 
 
 def _of_dtensor(entry: Entry, world: World) -> list[Slice]:
@@ -111,14 +121,15 @@ def _of_dtensor(entry: Entry, world: World) -> list[Slice]:
             f"placements {placements} promise a local shape {list(expected)}, it is {list(local.shape)}",
             where=entry.key, hint="this sharding is not understood; report it with the placements",
         )  # fmt: skip
-    sharing, holders = _dtensor_sharing(entry, coordinate, world)
+    sharing, holders, declared = _dtensor_sharing(entry, coordinate, world)
     dtype = dtypes.name_of(tensor.dtype, entry.key)
     if 0 in shape:  # nothing to hold, but the checkpoint must know that it exists
         whole = Box.whole(shape)
         empty = MAYBE if sharing == MAYBE else UNIQUE
         return [Slice(entry.key, dtype, shape, whole, whole.offsets, entry.role, empty)]
     boxes = _boxes(runs) or [(_nothing(shape, expected), (0,) * len(shape))]
-    found = [Slice(entry.key, dtype, shape, box, at, entry.role, sharing, holders) for box, at in boxes]
+    kind = (entry.role, sharing, holders, True, declared)
+    found = [Slice(entry.key, dtype, shape, box, at, *kind) for box, at in boxes]
     if any(placement.is_partial() for placement in placements):
         return [_stacked(part, world) for part in found]
     return found
@@ -136,9 +147,12 @@ def _stacked(part: Slice, world: World) -> Slice:
     return Slice(part.key, part.dtype, (world.size, *part.shape), box, part.at, part.role, UNIQUE)
 
 
-def _dtensor_sharing(entry: Entry, coordinate: Sequence[int], world: World) -> tuple[str, tuple[int, ...]]:
+def _dtensor_sharing(
+    entry: Entry, coordinate: Sequence[int], world: World
+) -> tuple[str, tuple[int, ...], bool]:
+    """(sharing, holders, declared)."""
     if world.size == 1:
-        return UNIQUE, ()
+        return UNIQUE, (), False
     tensor: Any = entry.tensor
     mesh = tensor.device_mesh
     index = tuple(
@@ -147,10 +161,11 @@ def _dtensor_sharing(entry: Entry, coordinate: Sequence[int], world: World) -> t
     )
     holders = tuple(sorted(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist()))
     if mesh.size() == world.size:
-        return (REPLICA, holders) if len(holders) > 1 else (UNIQUE, ())
-    if matches(entry.key, entry.owner.replicated):
-        return REPLICA, _in_all_cuts(mesh, holders, world)
-    return MAYBE, ()  # a sub-mesh: other parts of the job may hold other values
+        return (REPLICA, holders, False) if len(holders) > 1 else (UNIQUE, (), False)
+    if is_declared(entry):
+        alike = set(world.declaring)
+        return REPLICA, tuple(rank for rank in _in_all_cuts(mesh, holders, world) if rank in alike), True
+    return MAYBE, (), False  # a sub-mesh: other parts of the job may hold other values
 
 
 def _in_all_cuts(mesh: Any, holders: tuple[int, ...], world: World) -> tuple[int, ...]:

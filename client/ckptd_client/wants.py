@@ -259,12 +259,24 @@ class _Matcher:
             self.result.targets.append(Target(key, dtype, shape, Box.whole(shape), tensor))
 
     def _leftover(self) -> None:
+        """Every rank would find it, unless ranks register different things: then each has only its own to look at."""
+        left = self._left_over()
+        if self._world.mixed and left:
+            others = f"{len(left)} entries of the snapshot are not registered on this rank, whose keys are not those of others"
+            self.result.notes.append(others)
+            return
+        for name in left:
+            self._problem(f"{name}: in the snapshot, but nobody registered it")
+
+    def _left_over(self) -> list[str]:
         saved = [*self._catalogue.tensors, *(self._catalogue.objects - ALWAYS)]
         excluded = [owner for owner in self._registry.owners.values() if owner.include or owner.exclude]
-        for name in sorted(saved):
-            left_out = any(name.startswith(owner.name + ".") and not owner.takes(name) for owner in excluded)
-            if name not in self._claimed and not left_out:
-                self._problem(f"{name}: in the snapshot, but nobody registered it")
+        return [
+            name
+            for name in sorted(saved)
+            if name not in self._claimed
+            and not any(name.startswith(owner.name + ".") and not owner.takes(name) for owner in excluded)
+        ]
 
     def _other_world(self, kind: str, name: str) -> bool:
         return self._catalogue.is_per_rank(kind, name) and self._catalogue.world != self._world.size

@@ -17,6 +17,8 @@ class World:
     ranks: tuple[str, ...] = ("",)
     nodes: tuple[Mapping[str, Any], ...] = field(default=())
     attempt: str = ""
+    alike: tuple[int, ...] = ()  # ranks that declared the same keys as copies when they met; nobody: all did
+    mixed: bool = False  # ranks registered different keys (pipeline stages): what one lacks may be another's
 
     @cached_property
     def domains(self) -> dict[int, str]:
@@ -27,6 +29,11 @@ class World:
     @property
     def everyone(self) -> tuple[int, ...]:
         return tuple(range(self.size))
+
+    @property
+    def declaring(self) -> tuple[int, ...]:
+        """Who holds what this rank holds by declaration."""
+        return self.alike or self.everyone
 
     @property
     def domain_count(self) -> int:

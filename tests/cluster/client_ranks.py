@@ -260,13 +260,51 @@ def declared_over_sub_meshes() -> None:
         same(found, expected)
 
 
-def batch_norm_of_ddp_is_rank_zeros() -> None:
+def declared_over_stages() -> None:
+    """Pipeline stages of two ranks each, of different keys but for one, and all that is said of them is replicated=["*"]."""
+    rank = dist.get_rank()
+
+    def stage(seed: int) -> Built:
+        torch.manual_seed(seed)
+        model = nn.Module()
+        model.common = nn.Parameter(torch.rand(40, 40))
+        torch.manual_seed(seed + rank // 2)
+        for name in ("first", "second"):
+            setattr(model, f"{name}{rank // 2}", nn.Parameter(torch.rand(50, 50)))
+        return model, adamw(model)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    built = stage(1)
+    with connect_declared("stages", built) as client:
+        client.restore()
+        for number in (1, 2):
+            step(*built)
+            handle = client.snapshot(number, must=True)
+            assert client.wait("sealed", 30) == "durable", handle.status
+    expected = truth(built)
+    fresh = stage(5)
+    with connect_declared("stages", fresh) as client:
+        assert client.restore() == 2
+    same(truth(fresh), expected)
+
+
+def connect_declared(case: str, built: Built) -> Client:
+    client = Client.connect(job="parallel", socket=FOLDER / f"{case}.s", required=True)
+    client.register(model=built[0], optimizer=built[1], replicated=["*"])
+    return client
+
+
+def batch_norm_of_ddp_is_rank_zeros(case: str = "batch_norm", **how: Any) -> None:
     rank = dist.get_rank()
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     model(torch.randn(8, 4) + rank)
     mean = model.module[1].running_mean.clone()
     dist.broadcast(mean, 0)
-    with connect("batch_norm", model=model) as client:
+    with connect(case, model=model, **how) as client:
         client.restore()
         handle = client.snapshot(1, must=True)
         assert client.wait("sealed", 30) == "durable", handle.status
@@ -352,7 +390,9 @@ FIRST |= {
     "per rank": per_rank,
     "two groups": two_groups,
     "declared over sub-meshes": declared_over_sub_meshes,
+    "declared over stages": declared_over_stages,
     "batch norm": batch_norm_of_ddp_is_rank_zeros,
+    "batch norm declared": lambda: batch_norm_of_ddp_is_rank_zeros("batch_norm_declared", replicated=["*"]),
     "registered before it is wrapped": registered_before_it_is_wrapped,
     "one rank without a daemon": one_rank_without_a_daemon,
     "mismatch of one rank": mismatch_of_one_rank,

@@ -25,12 +25,12 @@ from tests.node.rank_daemon_double import RankDaemonDouble
 LAUNCH_TIMEOUT_S = 150
 SOCKETS = (
     "ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "wrapped", "tears", "tears_without_fence", "tears_without_reshard", "per_rank",
-    "two_groups", "sub_mesh", "batch_norm", "before", "compiled",
+    "two_groups", "sub_mesh", "stages", "batch_norm", "batch_norm_declared", "before", "compiled",
 )  # fmt: skip
 FIRST = (
     "ddp to fsdp", "fsdp to hsdp", "hsdp to tp", "tp to fsdp_tp", "fsdp_tp to wrapped", "wrapped to plain", "tears",
     "tears without fence", "tears without reshard", "per rank", "two groups", "declared over sub-meshes",
-    "batch norm", "registered before it is wrapped",
+    "declared over stages", "batch norm", "batch norm declared", "registered before it is wrapped",
     "one rank without a daemon",
     "mismatch of one rank", "compiled step",
 )  # fmt: skip

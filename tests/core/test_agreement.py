@@ -111,6 +111,16 @@ def test_different_capture_plans_void_the_snapshot() -> None:
     assert error.startswith("ranks 0, 1 captured by different plans")
 
 
+def test_plans_of_a_part_of_the_ranks_are_compared_among_those() -> None:
+    def plans(*ids: str) -> tuple[str, ...]:
+        layouts = {rank: build_layout(rank, len(ids), [], 64, name) for rank, name in enumerate(ids)}
+        return agree(layouts, sums(*[{}] * len(ids))).errors
+
+    assert plans("x|0:p", "x|0:p", "x|2:q", "x|2:q", "x") == ()
+    assert plans("x|0:p", "x|0:q", "x|2:q")[0].startswith("ranks 0, 1 captured by different plans")
+    assert plans("x|0:p", "y|1:p")[0].startswith("ranks 0, 1 captured by different plans")
+
+
 def test_objects_are_compared_on_the_ranks_that_have_them() -> None:
     layouts = ranks([], [], [])
     found = agree(layouts, sums({"o:a": "1", "o:b": "1"}, {"o:a": "1", "o:b": "2"}, {"o:a": "1"}))

@@ -1,11 +1,12 @@
-"""The wait before an epoch opens, at one steward-elect: bounded, and shorter once everybody had been there (D11)."""
+"""The wait before an epoch opens, at one steward-elect: bounded, and shorter once everybody had been there (D11). One that lost
+what it knew does not wait for an epoch that runs already."""
 
 from __future__ import annotations
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.ids import NodeInfo
+from ckptd.core.ids import EpochRecord, NodeInfo
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.machine.steward.restore import LEFT_PATIENCE_S
 from ckptd.core.policy import Policy
@@ -19,10 +20,10 @@ SLACK_S = 5.0
 class Machine:
     """Node a, which is the steward-elect; what it says to itself arrives at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, trains: bool = False) -> None:
         self.machine, self.now = JobMachine("1/job", A, Policy(replicas=1)), 0.0
         self.done: list[ins.Instruction] = []
-        self.feed(ev.RankJoined(0, "x", RANKS, NODES, ASK))
+        self.feed(ev.RankJoined(0, "x", RANKS, NODES, ASK, trains=trains))
 
     def feed(self, event: ev.Event) -> None:
         events = [event]
@@ -34,6 +35,15 @@ class Machine:
 
     def other_reports(self) -> None:
         self.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None)))
+
+    def ticks(self, seconds: float) -> None:
+        for _ in range(int(seconds / TICK_S)):
+            self.now += TICK_S
+            self.feed(ev.Tick())
+
+    def sent_to(self, node: str, kind: type) -> list[msg.Message]:
+        sent = [do for do in self.done if isinstance(do, ins.Send) and do.to == node]
+        return [do.message for do in sent if isinstance(do.message, kind)]
 
     def until_failed(self, limit_s: float) -> float:
         """Seconds until the local rank's restore() is told to raise."""
@@ -57,3 +67,24 @@ def test_a_rank_that_left_again_is_not_waited_for_so_long() -> None:
     machine.other_reports()
     assert any(isinstance(do, ins.Send) and isinstance(do.message, msg.InventoryRequest) for do in machine.done)
     machine.until_failed(LEFT_PATIENCE_S + SLACK_S)
+
+
+def test_a_rank_that_trains_makes_a_daemon_that_knows_nothing_ask_the_others() -> None:
+    assert not Machine().sent_to("b", msg.Inventory)
+    assert Machine(trains=True).sent_to("b", msg.Inventory) == [msg.Inventory("", None, ())]
+
+
+def test_the_epoch_of_ranks_that_train_is_not_opened_again() -> None:
+    """P14: it ran all the time; waiting for the others to join would keep the steward silent for join_timeout_s."""
+    machine = Machine(trains=True)
+    machine.feed(ev.Received("b", msg.Stale(EpochRecord(1, "x", RANKS, NODES))))
+    machine.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), None, None, trains=True)))  # on its way
+    machine.ticks(SLACK_S)
+    (hello, *_) = machine.sent_to("b", msg.StewardHello)
+    assert isinstance(hello, msg.StewardHello)
+    known = machine.machine.ctx.record
+    machine.feed(ev.Received("b", msg.Inventory("", known, (), session=hello.nonce, serial=0, done=True)))
+    machine.ticks(1.0)
+    assert [do.round for do in machine.done if isinstance(do, ins.FinishRestore)] == [1]
+    assert not any(isinstance(do, ins.FailJoin) for do in machine.done)
+    assert machine.machine.view()["phase"] == "running"

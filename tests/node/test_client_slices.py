@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from ckptd_client import dtypes
 from ckptd_client.entries import Copies, Entry, Mode, Owner, State
+from ckptd_client.likeness import likeness
 from ckptd_client.plan import make_plan
+from ckptd_client.registry import Registry
 from ckptd_client.slices import Slice, slices_of
 from ckptd_client.world import World
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,10 +21,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptd.core.agreement import Agreement, agree, tensor_name
 from ckptd.core.box import Box, covers, disjoint
 from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE
+from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Layout
 
 OWNER = Owner("model", "module", None)
 
@@ -163,6 +166,59 @@ def test_who_shares_is_structure_or_declaration_never_a_guess() -> None:
 
 
 DECLARED = Owner("model", "module", None, replicated=("model.*",))
+
+
+def test_what_ddp_broadcasts_is_its_first_ranks_whatever_a_pattern_says() -> None:
+    """BatchNorm's statistics differ between ranks: a pattern that happens to match them would void every snapshot."""
+    world = World(1, 4, ("n0", "n1", "n2", "n3"))
+
+    def sharing(copies: Copies, *patterns: str) -> tuple[str, bool]:
+        owner = Owner("model", "module", None, replicated=patterns)
+        (part,) = slices_of(entry(torch.zeros(3), owner=owner, copies=copies), world)
+        return part.sharing, part.captured
+
+    whole, group = Copies((0, 1, 2, 3), first_only=True), Copies((0, 1), first_only=True)
+    assert sharing(whole, "*") == sharing(whole, "model.*", "other") == (UNIQUE, False)
+    assert sharing(group, "*") == (MAYBE, True)
+    assert sharing(whole, "model.w") == (REPLICA, True)  # whoever names it as it is, means it
+    assert sharing(Copies((0, 1)), "*") == (REPLICA, True)  # a parameter
+
+
+def staged(rank: int, keys: tuple[str, ...], alike: tuple[int, ...], replicas: int = 0) -> Layout:
+    """Four ranks on four nodes; what they hold is declared, nothing more is known."""
+    world = World(rank, 4, ("n0", "n1", "n2", "n3"), alike=alike)
+    owner = Owner("model", "module", None, replicated=("*",))
+    entries = [Entry(key, torch.zeros(8), "param", owner, Mode.FENCED) for key in keys]
+    return make_plan(State(entries), world, replicas, 0, None).layout
+
+
+def test_declared_keys_of_pipeline_stages_are_captured_within_each_stage() -> None:
+    """What a pattern matches is on the ranks that have it: planned over all ranks, some keys would be captured by nobody."""
+    stages = {rank: ("both", f"s{rank // 2}.a", f"s{rank // 2}.b") for rank in range(4)}
+    pairs = {rank: tuple(other for other in range(4) if other // 2 == rank // 2) for rank in range(4)}
+    layouts = {rank: staged(rank, keys, pairs[rank]) for rank, keys in stages.items()}
+    held = sorted((f.key, rank // 2) for rank, layout in layouts.items() for f in layout.fragments)
+    assert held == sorted([("both", 0), ("both", 1), ("s0.a", 0), ("s0.b", 0), ("s1.a", 1), ("s1.b", 1)])
+    sums = {r: [(tensor_name(f.key, f.box), b"-" * 16) for f in of.fragments] for r, of in layouts.items()}
+    assert agree(layouts, sums) == Agreement((), ())
+
+
+def test_ranks_of_one_stage_that_hold_other_keys_void_the_snapshot() -> None:
+    """They registered more since they met: the plan of each leaves to the other what that one does not have."""
+    alike = (0, 1), (0, 1), (2, 3), (2, 3)
+    layouts = {rank: staged(rank, ("a", "b") if rank == 1 else ("a",), alike[rank]) for rank in range(4)}
+    (error,) = agree(layouts, {rank: [] for rank in range(4)}).errors
+    assert error.startswith("ranks 0, 1 captured by different plans")
+
+
+def test_a_name_of_what_is_declared() -> None:
+    def name(*entries: Entry) -> str:
+        return likeness(Registry(), State(list(entries))).declared
+
+    mine, other = (entry(torch.zeros(size), owner=DECLARED) for size in (3, 4))
+    buffer = entry(torch.zeros(9), owner=DECLARED, copies=Copies((0, 1), first_only=True))
+    assert name(mine) == name(mine, buffer) == name(mine, entry(torch.zeros(2)))
+    assert len({name(), name(mine), name(other), name(mine, other)}) == 4
 
 
 def test_declared_copies_over_sister_meshes_are_captured_once() -> None:

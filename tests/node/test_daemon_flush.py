@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ckptd.core.machine.steward import flush
-from ckptd.daemon import durable
+from ckptd.daemon import durable, retention
+from ckptd.daemon.server import FLUSH_THREADS_MAX
 from ckptd.persist.commits import list_commits
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import Rank, Rig, rig
@@ -125,6 +126,38 @@ async def test_hanging_commits_of_one_job_leave_threads_for_the_others(
         await other.heard(wire.Level, step=3, durable=True)
         go.set()
         await stuck.heard(wire.Level, step=3, durable=True)
+
+
+async def test_a_retention_that_hangs_keeps_one_thread_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P5, P14: a delete that never ended kept a flush thread for ever, and each commit began another one."""
+    go, passes = threading.Event(), []
+
+    def hangs(storage: Any, job: str, policy: Any, *, cancelled: threading.Event) -> None:
+        passes.append(cancelled)
+        assert go.wait(60)
+
+    monkeypatch.setattr(retention, "retain", hangs)
+    monkeypatch.setattr(retention, "RETENTION_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(retention, "CANCEL_PATIENCE_S", 0.05)
+    async with rig(storage_root=tmp_path, memory_budget="256MiB") as house:
+        rank, other = house.rank(), house.rank("other")
+        await rank.begin("a")
+        for step in range(1, FLUSH_THREADS_MAX + 2):
+            await rank.sealed(step)
+            rank.say(wire.WaitFor(step, "durable"))
+            await rank.heard(wire.Level, step=step, durable=True)
+        await eventually(lambda: "does not let go" in house.problems().get("retention", ""))
+        assert len(passes) == 1
+        assert passes[0].is_set()
+        await other.begin("a")
+        await other.sealed(3)
+        other.say(wire.WaitFor(3, "durable"))
+        await other.heard(wire.Level, step=3, durable=True)
+        go.set()
+        await eventually(lambda: len(passes) == 3)  # of both jobs, and once more for what was committed meanwhile
+        await eventually(lambda: "retention" not in house.problems())
 
 
 async def failing(house: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, list[Any]]:

@@ -298,3 +298,25 @@ async def test_one_users_jobs_stay_within_his_part() -> None:
         text = str(await eventually(lambda: house.problems().get("no_memory")))
         assert f"uid {os.getuid()}" in text
         assert house.daemon.arena.used_bytes <= 10 << 20
+
+
+async def test_faults_of_ours_that_a_rank_brings_about_are_one_trace_and_a_count(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P13: whoever may connect must not be able to fill the log."""
+    handled = []
+
+    def broken(*arguments: Any) -> None:
+        handled.append(arguments)
+        raise KeyError("nobody expected this")
+
+    monkeypatch.setattr(ranks.Ranks, "on_message", broken)
+    with caplog.at_level("WARNING"):
+        async with rig() as house:
+            for count in range(1, 9):
+                house.rank().say(wire.ListSteps(1))
+                await eventually(lambda: len(handled) == count)  # noqa: B023 - awaited here
+            assert "nobody expected" in house.problems()["internal"]
+            traces = [record for record in caplog.records if record.exc_info]
+            assert len(traces) == 1
+    assert sum("7 more" in record.getMessage() for record in caplog.records if "could not" not in record.getMessage()) == 1

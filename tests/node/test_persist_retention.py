@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,13 +44,31 @@ def steps_left(storage: PosixStorage) -> list[int]:
     return [info.snapshot.step for info in list_commits(storage, JOB)]
 
 
-def now(storage: PosixStorage, policy: Policy, **options: float) -> Retained:
-    return retain(storage, JOB, policy, grace_s=0, **options)
+def now(storage: PosixStorage, policy: Policy, grace_s: float = 0, **options: Any) -> Retained:
+    return retain(storage, JOB, policy, grace_s=grace_s, **options)
 
 
 def test_a_job_that_has_nothing(storage: PosixStorage) -> None:
     assert now(storage, Policy()) == Retained()
     assert storage.list("") == [entry for entry in storage.list("") if entry.name.startswith(".")]
+
+
+def test_a_pass_that_is_called_off_stops_before_the_next_checkpoint(storage: PosixStorage, world: World) -> None:
+    fill(storage, world)
+    cancelled = threading.Event()
+    delete = storage.delete_tree
+
+    def called_off(path: str) -> None:
+        delete(path)
+        cancelled.set()
+
+    storage.delete_tree = called_off  # type: ignore[method-assign]
+    now(storage, Policy(keep_last=1), grace_s=3600)  # hides three
+    with pytest.raises(CkptdError, match="called off"):
+        now(storage, Policy(keep_last=1), cancelled=cancelled)
+    left = [entry.name for entry in storage.list(epoch_dir(JOB, 1))]
+    assert len([name for name in left if name.startswith("step-")]) == 3  # one of four is deleted
+    assert steps_left(storage) == [40]
 
 
 def test_keep_last(storage: PosixStorage, world: World) -> None:

@@ -29,6 +29,7 @@ class Host:
         self.alive = self.paused = False
         self.memory: dict[int, Mem] = {}
         self.persisted: EpochRecord | None = None
+        self.ran: EpochRecord | None = None  # persisted with it
         self.procs: dict[int, Proc] = {}  # attached rank processes
         self.machine: JobMachine
         self.fetching = Fetching(self)
@@ -50,7 +51,7 @@ class Host:
         self._queue.clear()
         self.machine = self.world.make_machine(self)
         self.world.net.forget_views(self.name)
-        self.feed(ev.Restarted(self.persisted))
+        self.feed(ev.Restarted(self.persisted, self.ran))
         for mem in list(self.memory.values()):
             self._adopt(mem)
         self.world.clock.after(TICK_S * self.world.rng.random(), self._tick, self.life)
@@ -82,7 +83,7 @@ class Host:
         self.world.oracle.lost(self)
         self.memory.clear()
         if self.world.rng.random() < 0.5:
-            self.persisted = None  # a new machine in its place
+            self.persisted = self.ran = None  # a new machine in its place
 
     def pause(self, paused: bool) -> None:
         if not self.alive or self.paused == paused:
@@ -146,7 +147,7 @@ class Host:
 
     def _PersistEpoch(self, do: ins.PersistEpoch) -> None:  # noqa: N802
         self.world.oracle.persisted(self, do.record)
-        self.persisted = do.record
+        self.persisted, self.ran = do.record, do.ran
 
     def _ReadDurable(self, do: ins.ReadDurable) -> None:  # noqa: N802
         self.world.clock.after(0.02 + 0.1 * self.world.rng.random(), self._durable_read, self.life, do.attempt)
@@ -311,7 +312,8 @@ class Host:
             self.feed(ev.RankLeft(old.rank, False))
         self.procs[proc.rank] = proc
         run = proc.run
-        self.feed(ev.RankJoined(proc.rank, run.attempt, run.ranks, run.nodes, run.ask, running))
+        joined = ev.RankJoined(proc.rank, run.attempt, run.ranks, run.nodes, run.ask, running, trains=running)
+        self.feed(joined)
         self.world.clock.after(0.05, self._size, self.life, proc)
 
     def _size(self, life: int, proc: Proc) -> None:

@@ -30,6 +30,7 @@ class Context:
     now: float = 0.0
     out: list[Instruction] = field(default_factory=list)
     record: EpochRecord | None = None
+    ran: EpochRecord | None = None  # the newest one before ``record`` that trained here
     done: bool = False  # all ranks of ``record`` have restored: its steps count
     never: bool = False  # they certainly have not
     down: dict[str, float] = field(default_factory=dict)  # node -> since

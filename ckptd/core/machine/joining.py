@@ -8,7 +8,7 @@ from ckptd.core.events import RankJoined
 from ckptd.core.ids import NodeInfo
 from ckptd.core.instructions import FailJoin
 from ckptd.core.machine.context import RESEND_S, Context
-from ckptd.core.messages import JoinRefused, JoinReport, RestoreAsk
+from ckptd.core.messages import Inventory, JoinRefused, JoinReport, RestoreAsk
 
 PATIENCE_S = 5.0  # beyond the steward's own limits, before a node gives up on the steward
 ATTEMPTS_KEPT_MAX = 64
@@ -23,6 +23,7 @@ class Join:
     since: float = 0.0
     told_at: float = -1e9
     answered: bool = False  # the epoch is opening
+    trains: bool = False  # the epoch of this attempt runs, and this daemon lost what it knew of it
 
 
 class Joining:
@@ -45,6 +46,7 @@ class Joining:
             self.fail("mismatch", "local ranks disagree about the world")
             return
         join.asks[event.rank] = event.ask
+        join.trains |= event.trains
         self._tell(join)
 
     def on_left(self, rank: int) -> None:
@@ -102,5 +104,16 @@ class Joining:
         for rank, ask in sorted(join.asks.items()):
             by_ask.setdefault(ask, []).append(rank)
         for ask, here in by_ask.items():
-            report = JoinReport(join.attempt, join.ranks, join.nodes, tuple(here), ask, self._ctx.record, join.answered)
+            report = JoinReport(
+                join.attempt, join.ranks, join.nodes, tuple(here), ask, self._ctx.record, join.answered, join.trains
+            )
             self._ctx.send(join.ranks[0], report)
+        self._seek(join)
+
+    def _seek(self, join: Join) -> None:
+        """Whoever knows the epoch that these ranks train in answers a knock of one who does not with its record."""
+        record, me = self._ctx.record, self._ctx.me.node
+        if join.trains and (record is None or record.nonce != join.attempt):
+            for node in join.nodes:
+                if node.node != me:
+                    self._ctx.send(node.node, Inventory("", record, ()))

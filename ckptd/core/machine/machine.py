@@ -129,7 +129,7 @@ class JobMachine:
     # --- life ---------------------------------------------------------------------------------------------------
     def _restarted(self, event: ev.Restarted) -> None:
         if event.known is not None and self.ctx.record is None:
-            self.ctx.record = event.known
+            self.ctx.record, self.ctx.ran = event.known, event.ran
             self.ctx.learn((*event.known.nodes, *event.known.holders))
 
     def _tick(self, event: ev.Tick) -> None:
@@ -144,6 +144,7 @@ class JobMachine:
     def _node_up(self, event: ev.NodeUp) -> None:
         self.ctx.down.pop(event.node, None)
         self.replication.act()
+        self.uplink.on_node_up(event.node)
         self.steward.on_link(event.node)
 
     def _node_down(self, event: ev.NodeDown) -> None:
@@ -216,7 +217,7 @@ class JobMachine:
         self.ctx.send(
             sender,
             msg.Inventory(message.attempt, self.ctx.record, facts, layouts, self.levels.certified(),
-                          done=self.ctx.done, never=self.ctx.never, incarnation=self.ctx.me.incarnation),
+                          done=self.ctx.done, never=self.ctx.never, incarnation=self.ctx.me.incarnation, ran=self.ctx.ran),
         )  # fmt: skip
 
     def _inventory(self, sender: str, message: msg.Inventory) -> None:
@@ -246,6 +247,7 @@ class JobMachine:
     def _enter(self, record: EpochRecord) -> None:
         """A newer epoch that we heard of from the side."""
         self._leave(record.nonce)
+        self.steward.restoring.overtaken(record)
         self.opening.enter(record)
 
     def _leave(self, nonce: str) -> None:

@@ -60,7 +60,9 @@ class Opening:
     def enter(self, record: EpochRecord) -> None:
         """From here on nothing of an older epoch is obeyed."""
         ctx = self._ctx
-        ctx.emit(PersistEpoch(record))
+        if ctx.done or any(snapshot.epoch == ctx.number for snapshot in self._slots.sealed):
+            ctx.ran = ctx.record
+        ctx.emit(PersistEpoch(record, ctx.ran))
         if self.open is not None and self.open.record.nonce != record.nonce:
             ctx.emit(FailRestore(self.open.round, "superseded", f"epoch {record.number} was opened"))
         here = self._joining.join.asks if self._joining.join is not None else {}

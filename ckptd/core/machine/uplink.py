@@ -33,6 +33,7 @@ OUTBOX_MAX = 8192  # messages nobody heard; beyond, the session is given up and 
 RESENT_MAX = 64  # messages repeated at once
 SESSIONS_LEFT_MAX = 256  # remembered, so that a late hello does not open one of them again
 KNOCK_S = 1.0  # between attempts to find the steward
+DOUBT_S = 5.0  # after its link came back; one that knows of our session says Heard every two seconds
 
 Fact: TypeAlias = "RankState | Sealed | Missed | Held | Inventory"
 Certified = tuple[tuple[SnapshotId, int, bool], ...]
@@ -55,10 +56,13 @@ class Uplink:
         self._waiting_since = 0.0
         self._sent_at = 0.0
         self._knocked_at = -1e9
+        self._doubted_since: float | None = None  # the steward's link came back: it may be one who remembers nothing
 
     # --- the session --------------------------------------------------------------------------------------------
     def on_hello(self, sender: str, hello: StewardHello) -> None:
         """Answered with an inventory, unless a steward earlier in the succession is up."""
+        if sender == self.steward:
+            self._doubted_since = None
         if hello.nonce == self.session and sender == self.steward:
             self.tell_inventory()  # it was not sure whether we are still the same
             return
@@ -70,6 +74,7 @@ class Uplink:
         self._leave()
         self._opened()
         self.steward, self.session, self._serial = sender, hello.nonce, 0
+        self._doubted_since = None
         self._outbox.clear()
         self._known_layouts.clear()
         self._told.clear()
@@ -78,7 +83,7 @@ class Uplink:
 
     def close(self) -> None:
         self._leave()
-        self.steward, self.session = "", ""
+        self.steward, self.session, self._doubted_since = "", "", None
         self._outbox.clear()
 
     def _leave(self) -> None:
@@ -89,6 +94,7 @@ class Uplink:
     def on_heard(self, sender: str, message: Heard) -> None:
         if not self.is_from_steward(sender, message.session):
             return
+        self._doubted_since = None
         before = len(self._outbox)
         while self._outbox and self._outbox[0].serial <= message.serial:
             self._outbox.popleft()
@@ -104,10 +110,18 @@ class Uplink:
         if self.stalled() and ctx.now - self._knocked_at >= KNOCK_S:
             self.knock()
 
+    def on_node_up(self, node: str) -> None:
+        """A daemon that lost its state directory does not even know that there is a job: who has nothing to say must not
+        wait for its word for ever."""
+        if self.session and node == self.steward:
+            self._doubted_since = self._ctx.now
+
     def stalled(self) -> bool:
-        """Nobody hears us although we have something to say."""
+        """Nobody hears us although we have something to say, or it is not the one any more who did."""
         if not self.session:
             return bool(self._ranks.here or self._slots.sealed)
+        if self._doubted_since is not None and self._ctx.now - self._doubted_since > DOUBT_S:
+            return True
         patience = self._ctx.policy.steward_timeout_s / 2
         if len(self._outbox) > OUTBOX_MAX:
             self.close()

@@ -41,15 +41,24 @@ class Gather:
 
     def lineage(self) -> EpochRecord | None:
         """The newest epoch that took effect. One that certainly never completed its restore left nothing behind; what
-        was decided upon before it counts."""
-        known = {record.number: record for record in self.records}
+        was decided upon before it counts, or what trained meanwhile without its knowledge (two starts, a partition)."""
         record = self.newest()
         while record is not None and self._never_ran(record):
-            number, ancestry = record.before
-            if number <= 0:
-                return None
-            record = known.get(number) or EpochRecord(number, "", (), (), ancestry)
+            record = self._trained_between(record) or self._before(record)
         return record
+
+    def _before(self, record: EpochRecord) -> EpochRecord | None:
+        number, ancestry = record.before
+        if number <= 0:
+            return None
+        known = {record.number: record for record in self.records}
+        return known.get(number) or EpochRecord(number, "", (), (), ancestry)
+
+    def _trained_between(self, record: EpochRecord) -> EpochRecord | None:
+        """An epoch that ``record`` was decided without, and that left something to lose."""
+        trained = {snapshot.epoch for snapshot in self.heard_of()}
+        between = [r for r in self.records if record.before[0] < r.number < record.number and r.number in trained]
+        return max(between, key=lambda record: record.number, default=None)
 
     def _never_ran(self, record: EpochRecord) -> bool:
         """A member with ranks knows that they did not load, or never entered it: then nobody can have completed it."""
@@ -131,7 +140,8 @@ class Gathering:
         if gather is None or gather.asking_since is None or message.attempt != gather.attempt:
             return
         gather.answers[sender] = message
-        self._learn(gather, message.known)
+        for record in (message.known, message.ran):
+            self._learn(gather, record)
 
     def on_durable(self, event: DurableRead) -> None:
         gather = self.gather

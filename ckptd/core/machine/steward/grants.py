@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ckptd.core.balance import plans_in
 from ckptd.core.events import REFUSED_AT_ONCE
 from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.capture import LATE
@@ -32,7 +33,7 @@ class Granted:
     need: int = 0  # the margin by which it would have been in time on all ranks
     late: bool = False
     step: int | None = None  # what it became
-    plan_id: str = ""
+    plans: dict[str, str] = field(default_factory=dict)  # who -> plan, of the ranks that sealed
     sealed: set[int] = field(default_factory=set)
     missed: set[int] = field(default_factory=set)
     void: str = ""
@@ -70,14 +71,14 @@ class Grants:
         grant.sealed.add(rank)
         self._took(grant, message.came_at)
         if grant.step is None:
-            grant.step, grant.plan_id = step, message.plan_id
+            grant.step = step
         if grant.void:
             self._void_step(step, grant.void)
             self._drop_settled(grant)
         elif grant.step != step:
             self.void(grant, f"captured at step {grant.step} and, on rank {rank}, at {step}")
             self._void_step(step, grant.void)
-        elif grant.plan_id != message.plan_id:
+        elif any(grant.plans.setdefault(who, plan) != plan for who, plan in plans_in(message.plan_id)):
             self.void(grant, f"rank {rank} captured by another plan")
         elif len(grant.sealed) == self._world():
             self._completed(grant)

@@ -254,6 +254,12 @@ class Restoring:
             self.restore = None
             self.gathering.ask()
 
+    def overtaken(self, record: EpochRecord) -> None:
+        """The attempt that was gathered here has its epoch already: an earlier life of this daemon opened it."""
+        gather = self.gathering.gather
+        if gather is not None and gather.attempt == record.nonce and self.restore is None:
+            self.gathering.gather = self._claiming = None
+
     def stood_still(self) -> None:
         """This process was stopped: whether the ranks still stand there must be heard anew."""
         if self.gathering.gather is not None:

@@ -107,8 +107,8 @@ class Steward:
         record = self._ctx.record
         if self._done and record is not None and record.nonce == message.attempt:
             self.restoring.say_done(record, sender)
-        else:
-            self.restoring.on_report(sender, message)
+        elif not (message.trains and record is not None and record.nonce == message.attempt):
+            self.restoring.on_report(sender, message)  # else there is nothing to open: inventories say that it runs
 
     def _restored(self, record: EpochRecord | None) -> None:
         """The restore ended: completed (record), or called off. Either way somebody has to look after what memory holds."""

@@ -1,0 +1,78 @@
+"""Old checkpoints of one job go after each commit: one pass at a time, in one flush thread, with a limit (P5, P12)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial
+from typing import Any
+
+from ckptd.core.errors import CkptdError
+from ckptd.daemon.services import Services
+from ckptd.persist.retention import retain
+from ckptd.persist.storage.base import Storage
+
+RETENTION_TIMEOUT_S = 3600.0  # of one pass: this node alone reads whole checkpoints back before it deletes any
+CANCEL_PATIENCE_S = 5.0  # for a pass that was called off: it notices between two files, unless storage hangs
+KIND = "retention"
+
+
+class Retention:
+    """``hung``: threads of the job that storage does not let go of, shared with its flushes (Durable); a pass that hangs is
+    one of them, and no other begins until it ends: several would take the threads of all jobs."""
+
+    def __init__(self, services: Services, job: str, hung: set[asyncio.Future[Any]], hung_max: int) -> None:
+        self._services, self._job = services, job
+        self._hung, self._hung_max = hung, hung_max
+        self._due = self._running = False
+        self._cancelled = threading.Event()
+
+    def begin(self) -> None:
+        """There was a commit. One pass sees all that were there when it began."""
+        self._due = True
+        if not self._running and self._services.storage is not None:
+            self._running = True
+            self._services.spawn(self._run(self._services.storage), f"retention {self._job}")
+
+    def cancel(self) -> None:
+        self._due = False
+        self._cancelled.set()
+
+    async def _run(self, storage: Storage) -> None:
+        try:
+            while self._due:
+                self._due = False
+                await self._pass(storage)
+        except (CkptdError, OSError) as error:
+            self._services.health.event(KIND, str(error), job=self._job)
+        finally:
+            self._running = False
+            self._cancelled.set()  # the daemon stops: so does the thread
+
+    async def _pass(self, storage: Storage) -> None:
+        if len(self._hung) >= self._hung_max:
+            raise CkptdError("storage does not let go of earlier tries", where=self._services.node.node)
+        self._cancelled = cancelled = threading.Event()
+        call = partial(retain, storage, self._job, self._services.policy, cancelled=cancelled)
+        thread = self._services.flush.submit(call)
+        work = asyncio.wrap_future(thread)
+        await asyncio.wait({work}, timeout=RETENTION_TIMEOUT_S)
+        if not work.done() and not thread.cancel():
+            cancelled.set()
+            await asyncio.wait({work}, timeout=CANCEL_PATIENCE_S)
+            await self._until_let_go(work)
+        if work.cancelled():
+            raise CkptdError(f"no flush thread was free for {RETENTION_TIMEOUT_S:.0f} s", where=self._job)
+        work.result()
+
+    async def _until_let_go(self, work: asyncio.Future[Any]) -> None:
+        if work.done():
+            return
+        text = "storage does not let go of a retention; old checkpoints stay until it does"
+        self._services.health.report(KIND, text, job=self._job, which="hung")
+        self._hung.add(work)
+        try:
+            await asyncio.wait({work})
+        finally:
+            self._hung.discard(work)
+            self._services.health.clear(KIND, job=self._job, which="hung")
