@@ -284,8 +284,10 @@ class Engine:
             if not job.stop and mark_of(tensor, copy.source) != mark:
                 copy.owner.writes_unfenced = True
                 job.stop = f"{copy.key} was written while it was copied"
-        for copy in job.unproven:
-            if not job.stop and any(copy.differs(begin, length) for begin, length in copy.chunks()):
+        for copy, tensor, mark in job.unproven:
+            if not job.stop and mark_of(tensor, copy.source) != mark:
+                job.stop = f"{copy.key} was written while it was compared"
+            elif not job.stop and any(copy.differs(begin, length) for begin, length in copy.chunks()):
                 job.stop = self._another(job, copy)
         if job.frozen is not None and not job.stop:
             (self.statics.finished if job.fills else self.statics.proved)(job.frozen)

@@ -59,7 +59,9 @@ def _sort(
     elif mode is Mode.STATIC and job.fills:
         job.static.append((copy, tensor, mark_of(tensor, copy.source)))
         later.append(copy)
+    elif mode is Mode.STATIC and proven:
+        job.held.append(copy)
     elif mode is Mode.STATIC:
-        (job.held if proven else job.unproven).append(copy)
+        job.unproven.append((copy, tensor, mark_of(tensor, copy.source)))
     else:
         now.append(copy)
