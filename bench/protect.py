@@ -1,6 +1,7 @@
 """One replica between two processes over loopback, next to raw TCP with the same streams and mode in the same run.
 
 python -m bench.protect --json out.json
+python -m bench.protect --pace 2.5e9    # as over a wire of 20 Gb/s
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from bench.common import Report, Row, arguments, interleave
+from bench.pace import pace_pushes, paced
 from bench.state import JOB, make_arena, sealed_slot
 from ckptd.core.ids import SnapshotId
 from ckptd.protect.fetch import Fetcher
@@ -107,7 +109,8 @@ def _serve_sealed(sock: socket.socket, into: memoryview) -> None:
     sock.sendall(b"k")
 
 
-def peer(key_hex: str, nbytes: int) -> None:
+def peer(key_hex: str, nbytes: int, pace: float = 0.0) -> None:
+    pace_pushes(pace / STREAMS)
     key = ClusterKey(bytes.fromhex(key_hex))
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
@@ -135,8 +138,8 @@ class RawTcp:
     """Plain sockets, the same number of streams, warm buffers on both ends, nothing else done; ``sealed``: AES-256-GCM of
     each chunk through one scratch per stream, which is the least that mode aead can do."""
 
-    def __init__(self, port: int, view: memoryview, *, sealed: bool) -> None:
-        self._port, self._view, self._sealed = port, view, sealed
+    def __init__(self, port: int, view: memoryview, *, sealed: bool, pace: float = 0.0) -> None:
+        self._port, self._view, self._sealed, self._pace = port, view, sealed, pace
 
     def __call__(self) -> None:
         part = -(-len(self._view) // STREAMS)
@@ -145,6 +148,7 @@ class RawTcp:
 
     def _stream(self, index: int, view: memoryview) -> None:
         with socket.create_connection(("127.0.0.1", self._port)) as sock:
+            paced(sock, self._pace / STREAMS)
             sock.sendall((SEALED if self._sealed else RAW) + bytes([index]))
             aead, scratch = AESGCM(RAW_KEY), memoryview(bytearray(CHUNK_BYTES + TAG_BYTES))
             for number, at in enumerate(range(0, len(view), CHUNK_BYTES)):
@@ -179,7 +183,9 @@ class Loop:
 
 
 def main() -> int:
-    args = arguments(__doc__ or "")
+    pace_help = "bytes/s the wire carries, all streams together (0: what loopback does)"
+    args = arguments(__doc__ or "", pace={"type": float, "default": 0.0, "help": pace_help})
+    pace_pushes(args.pace / STREAMS)
     nbytes = int(args.bytes)
     key = ClusterKey.generate()
     arena = make_arena(3 * nbytes)
@@ -187,7 +193,7 @@ def main() -> int:
     assert slot.record is not None
     payload = slot.record.layout.payload_bytes
     child = subprocess.Popen(
-        [sys.executable, "-c", f"from bench.protect import peer; peer({key.secret.hex()!r}, {payload})"],
+        [sys.executable, "-c", f"from bench.protect import peer; peer({key.secret.hex()!r}, {payload}, {args.pace})"],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     report = Report("protect: one replica of a sealed slot; restore: the same slices fetched from a peer")
@@ -197,8 +203,8 @@ def main() -> int:
         view = slot.payload[:payload]
         loops = {mode: Loop(port, mode, key, nbytes) for mode in ("none", "aead")}
         contenders = {
-            "raw none": RawTcp(port, view, sealed=False),
-            "raw aead": RawTcp(port, view, sealed=True),
+            "raw none": RawTcp(port, view, sealed=False, pace=args.pace),
+            "raw aead": RawTcp(port, view, sealed=True, pace=args.pace),
         }
         spans = tuple((f.offset, f.nbytes) for f in slot.record.layout.fragments)
         into = arena.allocate(slot.tenant, payload, 1 << 20).payload[: sum(n for _, n in spans)]

@@ -44,6 +44,11 @@ def blocks_of(layout: Layout, tier: int = 0) -> Blocks:
     return found
 
 
+def live_blocks(layout: Layout, tier: int = 0) -> Blocks:
+    """Those of the live part: the first ones."""
+    return tuple(block for block in blocks_of(layout, tier) if block[0] < layout.frozen_at)
+
+
 def block_count(layout: Layout, tier: int = 0) -> int:
     return len(blocks_of(layout, tier))
 
@@ -59,7 +64,7 @@ def live_sums(live: memoryview, layout: Layout) -> bytes:
     """The sums of the live part's blocks; the frozen part's come after them. Raises ValueError when it is too short."""
     if len(live) < layout.frozen_at:
         raise ValueError(f"live part of {len(live)} bytes, the layout needs {layout.frozen_at}")
-    return _sums_of(live, [block for block in blocks_of(layout) if block[0] < layout.frozen_at])
+    return _sums_of(live, live_blocks(layout))
 
 
 def _sums_of(payload: Payload, blocks: Iterable[tuple[int, int]]) -> bytes:

@@ -13,15 +13,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-import xxhash
-
 from ckptd.arena.arena import Slot, SlotRecord
+from ckptd.arena.payload import Payload
 from ckptd.arena.sums import bad_blocks
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
+from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.settle import Tasks, ask, settle
-from ckptd.protect.verify import count_bad, first_wrong, stored_units
+from ckptd.protect.verify import count_bad, fresh_sums, stored_sums, units
 from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
 from ckptd.wire.peer import FetchAsk, FetchBad, FetchDone
 
@@ -84,11 +84,12 @@ class Fetcher:
     ) -> tuple[bool, str]:
         """Fill ``into`` with those spans of the slot's payload, one after the other. (False, why) leaves it undefined."""
         assert len(into) == sum(length for _, length in spans), "the buffer is as long as the spans"
+        landing = await asyncio.get_running_loop().run_in_executor(self._work, _landing, spans, into)
         transfer = secrets.token_hex(16)
         answer: asyncio.Future[FetchDone] = asyncio.get_running_loop().create_future()
         self._asked[transfer] = answer
         try:
-            incoming = self._transport.expect(into, aad=_aad(job, snapshot, rank))
+            incoming = self._transport.expect(into, aad=_aad(job, snapshot, rank), witness=landing.saw)
         except TransferError as error:
             del self._asked[transfer]
             return False, str(error)
@@ -99,7 +100,7 @@ class Fetcher:
             done = await self._await_both(node, job, request, answer, arrived)
             if not done.ok:
                 return False, done.reason
-            if await first_wrong(self._work, into, done.units, done.sums) is None:
+            if landing.joined() == done.sums:
                 return True, ""
             wrong = True
             self._send(node, job, FetchBad(snapshot, rank))
@@ -178,19 +179,19 @@ class Fetcher:
         if len(ask.spans) > SPANS_MAX or not all(_inside(held, at, n) for at, n in ask.spans):
             raise ValueError("spans outside of the slot")
         failpoint("fetch.serve")
-        units = stored_units(record.layout, record.sums, record.tier, ask.spans)
+        stored = stored_sums(record.layout, record.sums, record.tier, ask.spans)
         ticket = Ticket.decode(ask.ticket)
         if ticket.aad != _aad(record.job, ask.snapshot, ask.rank):
             raise TransferError("the ticket is for another transfer")
         views = [slot.payload[at : at + n] for at, n in ask.spans]
-        partial = [span for span, whole in zip(ask.spans, _whole(ask.spans, units), strict=True) if not whole]
+        partial = [span for span, known in zip(ask.spans, stored, strict=True) if known is None]
         if partial and bad_blocks(slot.payload, record.layout, record.sums, partial, record.tier):
             return FetchDone(ask.transfer, False, reason=DAMAGE)
-        sums = _sums(ask.spans, units, views)
+        sums = _sums(slot.payload, ask.spans, stored)
         if slot.record is not record:  # what was summed may not be what was verified: it was filled anew
             raise CkptdError("the slot was freed")
         self._transport.push(ticket, views, streams=self._streams, cancelled=self._closing)
-        return FetchDone(ask.transfer, True, tuple(length for length, _ in units), sums)
+        return FetchDone(ask.transfer, True, sums)
 
     async def _look(self, job: str, slot: Slot) -> None:
         record = slot.record
@@ -205,28 +206,20 @@ def _inside(held: Spans, at: int, length: int) -> bool:
     return length >= 0 and any(first <= at and at + length <= first + n for first, n in held)
 
 
-def _whole(spans: Spans, units: list[tuple[int, bytes | None]]) -> list[bool]:
-    """Per span: does it consist of whole blocks?"""
-    found, at = [], 0
-    for _, length in spans:
-        whole = length == 0 or units[at][1] is not None
-        found.append(whole)
-        left = length
-        while left > 0:
-            left -= units[at][0]
-            at += 1
-    return found
+def _sums(payload: Payload, spans: Spans, stored: list[bytes | None]) -> bytes:
+    return b"".join(
+        fresh_sums(payload, span) if known is None else known
+        for span, known in zip(spans, stored, strict=True)
+    )
 
 
-def _sums(spans: Spans, units: list[tuple[int, bytes | None]], views: list[memoryview]) -> bytes:
-    parts, at = [], 0
-    for (_, length), view in zip(spans, views, strict=True):
-        left = length
-        while left > 0:
-            size, stored = units[at]
-            parts.append(stored if stored is not None else xxhash.xxh3_128_digest(view))
-            left, at = left - size, at + 1
-    return b"".join(parts)
+def _landing(spans: Spans, into: memoryview) -> LandingSums:
+    """Of the spans' units, where they will lie once they stand in a row."""
+    at, row = 0, []
+    for _, length in units(spans):
+        row.append((at, length))
+        at += length
+    return LandingSums(into, row)
 
 
 def _aad(job: str, snapshot: SnapshotId, rank: int) -> bytes:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from ckptd.arena.arena import Arena, NoMemory, Slot, SlotRecord, Tenant
 from ckptd.arena.frozen import leans
-from ckptd.arena.sums import SUM_BYTES, block_count, lower_tier
+from ckptd.arena.sums import SUM_BYTES, block_count, live_blocks, lower_tier
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.protect.frozen import FrozenParts
+from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.settle import Tasks, ask, settle
 from ckptd.protect.verify import count_bad
 from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
@@ -181,11 +182,12 @@ class Replicator:
             return None, f"no memory: {error.what}"
         try:
             slot.fill()
-            await self._let_in(node, job, offer, slot.extent[:nbytes])
+            live = live_blocks(layout, offer.tier)
+            landing = LandingSums(slot.extent[:nbytes], live)
+            if await self._let_in(node, job, offer, landing) != offer.sums[: SUM_BYTES * len(live)]:
+                raise Changed(DAMAGE)
             if leans(record):
                 await self._frozen.support(slot, node, record)
-            if await count_bad(self._work, slot.reads(layout), layout, offer.sums, offer.tier, live_only=True):
-                raise Changed(DAMAGE)
             await loop.run_in_executor(self._work, _seal, slot, record)
         except BaseException as error:
             self._arena.release(slot)
@@ -196,13 +198,15 @@ class Replicator:
             raise
         return slot, ""
 
-    async def _let_in(self, node: str, job: str, offer: ReplicaOffer, into: memoryview) -> None:
-        """Raises TransferError. However it ends, nothing writes into the memory afterwards: it may be released."""
-        incoming = self._transport.expect(into, aad=_aad(job, offer))
+    async def _let_in(self, node: str, job: str, offer: ReplicaOffer, landing: LandingSums) -> bytes:
+        """The sums of the blocks as they landed. Raises TransferError. However it ends, nothing writes into the memory afterwards:
+        it may be released."""
+        incoming = self._transport.expect(landing.buffer, aad=_aad(job, offer), witness=landing.saw)
         try:
             ticket = self._receiving[node, offer.transfer].ticket = incoming.ticket.encode()
             self._send(node, job, ReplicaTicket(offer.transfer, ticket))
             await asyncio.wrap_future(incoming.done)
+            return landing.joined()
         finally:
             await settle(incoming)
 

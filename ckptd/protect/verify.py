@@ -1,82 +1,55 @@
-"""Sums of what was received, made by several threads: on fast links hashing would else be a third of the time."""
+"""Sums of what is held: every block of a slot against its seal, and the sums that go along with slices of it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 
 import xxhash
 
 from ckptd.arena.payload import Payload
-from ckptd.arena.sums import HASH_THREADS, SPLIT_BYTES_MIN, SUM_BYTES, bad_blocks, blocks_of, hash_shares
-from ckptd.core.layout import Layout
+from ckptd.arena.sums import SUM_BYTES, bad_blocks, blocks_of, hash_shares
+from ckptd.core.layout import BLOCK_BYTES, Layout
+
+Span = tuple[int, int]  # (offset, length)
 
 
-async def count_bad(
-    work: Executor, payload: Payload, layout: Layout, sums: bytes, tier: int, *, live_only: bool = False
-) -> int:
-    """Blocks of a tier-``tier`` replica that do not match their sums. ``live_only``: the frozen part is not looked at."""
-    spans = ((0, layout.live_bytes(tier)),) if live_only else layout.spans(tier)
+async def count_bad(work: Executor, payload: Payload, layout: Layout, sums: bytes, tier: int) -> int:
+    """Blocks of a tier-``tier`` replica that do not match their sums."""
     loop = asyncio.get_running_loop()
     found = await asyncio.gather(
         *(
             loop.run_in_executor(work, bad_blocks, payload, layout, sums, share, tier)
-            for share in hash_shares(spans)
+            for share in hash_shares(layout.spans(tier))
         )
     )
     return len({block for part in found for block in part})
 
 
-def stored_units(
-    layout: Layout, sums: bytes, tier: int, spans: Sequence[tuple[int, int]]
-) -> list[tuple[int, bytes | None]]:
-    """How the receiver of these spans can check them: (length, stored sum) per whole block, (length, None) where a span
-    covers blocks in part and needs a sum of its own."""
-    starts = {at: index for index, (at, _) in enumerate(blocks_of(layout, tier))}
+def units(spans: Iterable[Span]) -> list[Span]:
+    """What travels with a sum of its own: each span, cut every BLOCK_BYTES from its own start. Both ends of a fetch cut alike,
+    so that the asker knows the units before the first byte; spans of whole blocks fall into just these blocks."""
+    return [
+        (at, min(BLOCK_BYTES, start + length - at))
+        for start, length in spans
+        for at in range(start, start + length, BLOCK_BYTES)
+    ]
+
+
+def stored_sums(layout: Layout, sums: bytes, tier: int, spans: Sequence[Span]) -> list[bytes | None]:
+    """Per span the sums made at the seal of its units, None where some unit is not a whole block."""
     blocks = blocks_of(layout, tier)
-    units: list[tuple[int, bytes | None]] = []
-    for at, length in spans:
-        whole = _whole_blocks(starts, blocks, at, length)
-        if whole is None:
-            units.append((length, None))
-        else:
-            units += [(blocks[i][1], bytes(sums[i * SUM_BYTES : (i + 1) * SUM_BYTES])) for i in whole]
-    return units
-
-
-def _whole_blocks(
-    starts: dict[int, int], blocks: Sequence[tuple[int, int]], at: int, length: int
-) -> list[int] | None:
-    found: list[int] = []
-    while length > 0:
-        index = starts.get(at)
-        if index is None or blocks[index][1] > length:
-            return None
-        found.append(index)
-        at, length = at + blocks[index][1], length - blocks[index][1]
+    starts = {at: index for index, (at, _) in enumerate(blocks)}
+    found: list[bytes | None] = []
+    for span in spans:
+        cut = tuple(units([span]))
+        first = starts.get(span[0], len(blocks))
+        whole = blocks[first : first + len(cut)] == cut
+        found.append(sums[first * SUM_BYTES : (first + len(cut)) * SUM_BYTES] if whole else None)
     return found
 
 
-async def first_wrong(work: Executor, data: memoryview, lengths: Sequence[int], sums: bytes) -> int | None:
-    """Index of the first unit whose bytes do not match, None when all do."""
-    if len(sums) != SUM_BYTES * len(lengths) or sum(lengths) != len(data):
-        return 0
-    parts = HASH_THREADS if len(data) >= SPLIT_BYTES_MIN else 1
-    loop = asyncio.get_running_loop()
-    found = await asyncio.gather(
-        *(loop.run_in_executor(work, _wrong_of, data, lengths, sums, i, parts) for i in range(parts))
-    )
-    return min((index for index in found if index is not None), default=None)
-
-
-def _wrong_of(data: memoryview, lengths: Sequence[int], sums: bytes, first: int, step: int) -> int | None:
-    """Looks at every ``step``-th unit."""
-    at = 0
-    for index, length in enumerate(lengths):
-        if index % step == first:
-            expected = sums[index * SUM_BYTES : (index + 1) * SUM_BYTES]
-            if xxhash.xxh3_128_digest(data[at : at + length]) != expected:
-                return index
-        at += length
-    return None
+def fresh_sums(payload: Payload, span: Span) -> bytes:
+    """The sums of a span's units, made now."""
+    return b"".join([xxhash.xxh3_128_digest(payload[at : at + length]) for at, length in units([span])])

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -42,6 +42,7 @@ import msgspec
 from ckptd.core.errors import CkptdError
 
 Mode = Literal["none", "aead"]
+Witness = Callable[[int, int], None]  # of (offset, length) in a buffer that is being filled, see Transport.expect
 
 TICKET_ID_BYTES = 16
 TICKET_KEY_BYTES = 32
@@ -117,8 +118,18 @@ class Transport(Protocol):
     @property
     def address(self) -> str: ...
 
-    def expect(self, buffer: memoryview, *, aad: bytes = b"", ttl_s: float = TICKET_TTL_S) -> Incoming:
-        """Issue a ticket for filling exactly ``buffer``. Raises TransferError when too many are outstanding."""
+    def expect(
+        self,
+        buffer: memoryview,
+        *,
+        aad: bytes = b"",
+        ttl_s: float = TICKET_TTL_S,
+        witness: Witness | None = None,
+    ) -> Incoming:
+        """Issue a ticket for filling exactly ``buffer``. Raises TransferError when too many are outstanding.
+
+        ``witness(offset, length)`` is called for every byte once, as soon as it lies in the buffer and before ``done``, in the
+        thread that put it there, so it may be called by several threads at once. It must not block."""
         ...
 
     def push(

@@ -21,6 +21,7 @@ from ckptd.wire.bulk import (
     Mode,
     Ticket,
     TransferError,
+    Witness,
     chunk_count,
     flat,
 )
@@ -29,8 +30,10 @@ from ckptd.wire.bulk import (
 class Landing:
     """One announced transfer (bulk.Incoming). Thread-safe. ``done`` resolves once no stream can touch the buffer."""
 
-    def __init__(self, ticket: Ticket, buffer: memoryview, deadline: float) -> None:
-        self.ticket, self.deadline = ticket, deadline
+    def __init__(
+        self, ticket: Ticket, buffer: memoryview, deadline: float, witness: Witness | None = None
+    ) -> None:
+        self.ticket, self.deadline, self._witness = ticket, deadline, witness
         self.done: Future[int] = Future()
         self.done.set_running_or_notify_cancel()  # only cancel() below ends it early
         self._settled = False
@@ -82,8 +85,10 @@ class Landing:
             self._seen[index] = 1
         return self._buffer[offset : offset + length]
 
-    def landed(self) -> None:
-        """A claimed chunk is in the buffer, whole."""
+    def landed(self, offset: int, length: int) -> None:
+        """A claimed chunk is in the buffer, whole. Before it counts, its witness has seen it."""
+        if self._witness is not None:
+            self._witness(offset, length)
         with self._lock:
             self._missing -= 1
 
@@ -144,14 +149,22 @@ class Landings:
         self._lock = threading.Lock()
         self._closed = False
 
-    def expect(self, buffer: memoryview, address: str, mode: Mode, aad: bytes, deadline: float) -> Landing:
+    def expect(
+        self,
+        buffer: memoryview,
+        address: str,
+        mode: Mode,
+        aad: bytes,
+        deadline: float,
+        witness: Witness | None = None,
+    ) -> Landing:
         """Raises TransferError: bounds, too many, or closed."""
         view = flat(buffer)
         if len(aad) > AAD_BYTES_MAX or len(view) > BUFFER_BYTES_MAX or view.readonly:
             raise TransferError("a transfer whose buffer or aad is out of bounds")
         key = secrets.token_bytes(TICKET_KEY_BYTES)
         ticket = Ticket(secrets.token_bytes(TICKET_ID_BYTES), key, address, len(view), mode, aad)
-        landing = Landing(ticket, view, deadline)
+        landing = Landing(ticket, view, deadline, witness)
         with self._lock:
             if self._closed or len(self._by_id) >= TICKETS_MAX:
                 raise TransferError("closed" if self._closed else f"{TICKETS_MAX} transfers are announced already")

@@ -28,7 +28,7 @@ import msgspec
 from ckptd.core.errors import CkptdError
 from ckptd.wire.codec import CONTROL_MESSAGE_BYTES_MAX
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: both ends of a fetch know where its units end, FetchDone does not say it
 FRAME_BYTES_MAX = 256 * 1024  # ZMQ_MAXMSGSIZE
 NAME_BYTES_MAX = 256  # node, incarnation, job
 TEXT_BYTES_MAX = 1024  # of a refusal

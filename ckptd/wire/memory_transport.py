@@ -17,6 +17,7 @@ from ckptd.wire.bulk import (
     Spans,
     Ticket,
     TransferError,
+    Witness,
     chunk_count,
 )
 from ckptd.wire.landing import Landing, Landings
@@ -43,8 +44,16 @@ class MemoryTransport:
         network.transports[self.address] = self
         threading.Thread(target=self._expire, name="memory-transport", daemon=True).start()
 
-    def expect(self, buffer: memoryview, *, aad: bytes = b"", ttl_s: float = TICKET_TTL_S) -> Landing:
-        return self._landings.expect(buffer, self.address, "none", aad, time.monotonic() + ttl_s)
+    def expect(
+        self,
+        buffer: memoryview,
+        *,
+        aad: bytes = b"",
+        ttl_s: float = TICKET_TTL_S,
+        witness: Witness | None = None,
+    ) -> Landing:
+        deadline = time.monotonic() + ttl_s
+        return self._landings.expect(buffer, self.address, "none", aad, deadline, witness)
 
     def push(
         self,
@@ -99,7 +108,7 @@ def _copy(landing: Landing, source: Spans, cancelled: threading.Event) -> None:
             for piece in source.cut(offset, length):
                 into[at : at + len(piece)] = piece
                 at += len(piece)
-            landing.landed()
+            landing.landed(offset, length)
         landing.end(0)
     except TransferError as error:
         landing.fail(error)

@@ -54,12 +54,11 @@ class FetchAsk:
 
 @dataclass(frozen=True, slots=True)
 class FetchDone:
-    """Holder -> asker. The bytes sent fall into units of these lengths, each with an xxh3_128: the sum made at the seal
-    where a unit is a whole block, a sum of what was sent (its blocks verified first) elsewhere."""
+    """Holder -> asker. Each span, cut every BLOCK_BYTES from its start, has an xxh3_128 per unit: the sum made at the seal where
+    all units of the span are whole blocks, a sum of what was sent (its blocks verified first) elsewhere."""
 
     transfer: str
     ok: bool
-    units: tuple[int, ...] = ()
     sums: bytes = b""
     reason: str = ""
 

@@ -14,6 +14,7 @@ from ckptd.wire.bulk import (
     TICKET_TTL_S,
     Mode,
     Ticket,
+    Witness,
 )
 from ckptd.wire.keys import ClusterKey
 from ckptd.wire.landing import Landing, Landings
@@ -59,8 +60,16 @@ class TcpTransport:
         """Streams that are being received right now, for metrics."""
         return self._gate.streams
 
-    def expect(self, buffer: memoryview, *, aad: bytes = b"", ttl_s: float = TICKET_TTL_S) -> Landing:
-        return self._landings.expect(buffer, self.address, self._mode, aad, time.monotonic() + ttl_s)
+    def expect(
+        self,
+        buffer: memoryview,
+        *,
+        aad: bytes = b"",
+        ttl_s: float = TICKET_TTL_S,
+        witness: Witness | None = None,
+    ) -> Landing:
+        deadline = time.monotonic() + ttl_s
+        return self._landings.expect(buffer, self.address, self._mode, aad, deadline, witness)
 
     def push(
         self,

@@ -62,7 +62,7 @@ class Stream:
             if flags:
                 raise frames.Malformed(f"chunk with flags {flags:#x}")
             self._take(wire, cipher, head, self._landing.claim(offset, length))
-            self._landing.landed()
+            self._landing.landed(offset, length)
             self._chunks += 1
 
     def _take(

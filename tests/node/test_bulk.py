@@ -78,6 +78,29 @@ def test_many_spans_of_all_sizes_become_one_row(sender: Transport, receiver: Tra
     assert into == source
 
 
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("streams", [1, 3])
+def test_the_witness_sees_every_byte_once_when_it_is_there_and_before_done(
+    sender: Transport, receiver: Transport, nbytes: int, streams: int
+) -> None:
+    """P10: what it makes sums of is what stays in the buffer."""
+    source, into = noise(nbytes), bytearray(nbytes)
+    seen: list[tuple[int, int]] = []
+
+    def witness(offset: int, length: int) -> None:
+        assert into[offset : offset + length] == source[offset : offset + length]
+        assert not incoming.done.done()
+        seen.append((offset, length))
+
+    incoming = receiver.expect(memoryview(into), witness=witness)
+    sender.push(incoming.ticket, [memoryview(source)], streams=streams)
+    assert incoming.done.result(0) == nbytes
+    seen.sort()
+    assert all(length > 0 for _, length in seen)
+    assert [at for at, _ in seen] == [sum(n for _, n in seen[:i]) for i in range(len(seen))]
+    assert sum(length for _, length in seen) == nbytes
+
+
 def test_more_spans_than_one_system_call_takes(sender: Transport, receiver: Transport) -> None:
     source = memoryview(noise(5000 * 3))
     into = bytearray(len(source))

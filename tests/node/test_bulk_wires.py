@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +105,15 @@ def test_a_cut_stream_fails_on_both_sides(
             sender.push(replace(incoming.ticket, address=proxy.address), [memoryview(bytes(NBYTES))], streams=1)
         with pytest.raises(TransferError):
             incoming.done.result(10)
+
+
+def test_a_window_smaller_than_what_a_reader_waits_for(sender: TcpTransport, receiver: TcpTransport) -> None:
+    """A reader asks for a whole chunk at once; the receive buffer holds a hundredth of it."""
+    receiver._gate._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # accepted sockets inherit it
+    source, into = random.Random(3).randbytes(CHUNK_BYTES // 8), bytearray(CHUNK_BYTES // 8)
+    incoming = receiver.expect(memoryview(into))
+    sender.push(incoming.ticket, [memoryview(source)], streams=1)
+    assert into == source
 
 
 def test_one_of_several_streams_breaking_fails_the_transfer(sender: TcpTransport, receiver: TcpTransport) -> None:

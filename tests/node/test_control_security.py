@@ -165,10 +165,10 @@ async def test_a_peer_of_another_version_is_named_and_not_up(a: Link) -> None:
     newer.curve_server, newer.curve_secretkey = True, KEY.curve_server.secret
     port = newer.bind_to_random_port("tcp://127.0.0.1")
     a.connect(NodeInfo("new", f"tcp://127.0.0.1:{port}", "", ""))
-    for answer in (b"W\0\2future", b"R\0\2future"):
+    for answer in (b"W\0\7future", b"R\0\7future"):
         identity, _ = await eventually(lambda: _received(newer))
         newer.send_multipart([identity, answer])
-    await eventually(lambda: a.said("speaks version 2"))
+    await eventually(lambda: a.said("speaks version 7"))
     await eventually(lambda: a.up("new") is False, 6)
     assert ("new", True) not in a.peers, "not for a moment"
     context.destroy(0)
@@ -245,7 +245,7 @@ async def test_nothing_is_taken_before_hello(a: Link, raw: RawPeer) -> None:
 
 async def test_junk_is_a_problem_and_nothing_else(a: Link, raw: RawPeer) -> None:
     assert (await raw.greet("x", "i1", "a"))[0] == lf.WELCOME
-    for junk in (b"", b"\0", b"Z", b"M", b"M" + bytes(40), b"H", b"H\0\1\xc1", b"\xff" * 1000):
+    for junk in (b"", b"\0", b"Z", b"M", b"M" + bytes(40), b"H", b"H\0\2\xc1", b"\xff" * 1000):
         raw.socket.send(junk)
     for number, letter in enumerate((lf.Letter(JOB, b"\xc1"), lf.Letter(JOB, b"\x92\xa5Grant\x80"), lf.Letter("", b""))):
         raw.socket.send(next(letter.frames(number)))

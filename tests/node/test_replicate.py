@@ -166,6 +166,20 @@ async def test_a_damaged_stream_is_refused_and_counted_by_whoever_received_it(a:
     assert not b.arena.slots
 
 
+async def test_damage_at_the_peer_after_the_bytes_landed_is_found_by_the_next_who_reads_them(a: Peer, b: Peer) -> None:
+    """P10: a replica was looked at as it landed, and never counts as verified for whoever it is served to."""
+    assert await a.replicator.replicate(JOB, a.sealed(7), 0, "b") == (True, "")
+    (held,) = b.arrived
+    whole, part = (0, 4096), (100, 50)
+    held.payload[120] ^= 1
+    for span, reason in ((whole, "the slices do not match their sums"), (part, "damage")):
+        into = memoryview(bytearray(span[1]))
+        assert await a.fetcher.fetch(JOB, "b", SnapshotId(3, 7), 0, (span,), into) == (False, reason)
+        await eventually(lambda: b.damage)
+        b.damage.clear()
+        await eventually(lambda: not b.fetcher._tasks.running)
+
+
 async def test_a_slot_that_is_freed_and_filled_again_meanwhile_is_never_sealed_as_the_old_one(a: Peer, b: Peer) -> None:
     """P1: the receiver checks against the sums of what was offered."""
     slot = a.sealed(7)

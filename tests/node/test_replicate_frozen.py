@@ -76,8 +76,7 @@ async def test_a_damaged_frozen_part_is_refused_and_leaves_nothing(peers: tuple[
     assert not ok and "frozen part" in reason
     assert b.arrived == [] and b.arena.slots == {}
     await eventually(lambda: a.damage)
-    assert "do not match" in a.damage[0]
-    assert b.refused == ["a"]
+    assert len(a.damage) == 1 and b.refused == [], "the holder finds it before it sends a byte"
 
 
 async def test_no_memory_for_the_frozen_part_is_said(peers: tuple[Peer, Peer, Post]) -> None:
