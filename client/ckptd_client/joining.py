@@ -10,10 +10,10 @@ from typing import Any
 from ckptd.core.errors import CkptdError
 from ckptd_client import rendezvous
 from ckptd_client.entries import State
-from ckptd_client.likeness import likeness
 from ckptd_client.plan import predicted_bytes
 from ckptd_client.registry import Registry
 from ckptd_client.session import IDLE, JOINING, Session
+from ckptd_client.slices import declared_name
 from ckptd_client.troubles import Troubles
 from ckptd_client.world import World
 
@@ -40,7 +40,7 @@ class Joiner:
         self.give_up()
         session = self._session
         node = session.node if session.link.up else None
-        world = rendezvous.meet(session.job, node, trouble, deadline, said=likeness(self._registry, state))
+        world = rendezvous.meet(session.job, node, trouble, deadline, declared=declared_name(state))
         session.join(world, *self._bytes(state, world), ask, restoring=True)
         return world
 
@@ -74,7 +74,7 @@ class Joiner:
             deadline = time.monotonic() + FOREVER_S
             world = rendezvous.meet(
                 session.job, session.node, session.link.trouble, deadline, self._given_up.is_set,
-                said=likeness(self._registry, state),
+                declared=declared_name(state),
             )  # fmt: skip
             session.join(world, *self._bytes(state, world), None, restoring=False)
             with session.changed:

@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ckptd.core.errors import CkptdError
-from ckptd_client.likeness import Likeness
 from ckptd_client.world import World
 
 POLL_S = 0.02
@@ -50,13 +49,13 @@ def meet(
     deadline: float,
     given_up: Callable[[], bool] | None = None,
     *,
-    said: Likeness = Likeness(),  # noqa: B008 - frozen
+    declared: str = "",
 ) -> World:
     """Every rank calls it. ``node``: this rank's daemon (NodeInfo), or None with the ``trouble``; then all ranks raise
-    CkptdError, as they do at ``deadline`` (monotonic seconds). ``given_up``: checked while waiting. ``said``: of what this rank
-    registered."""
+    CkptdError, as they do at ``deadline`` (monotonic seconds). ``given_up``: checked while waiting. ``declared``: a name of
+    what this rank declares to be copies."""
     rank, size = rank_and_size()
-    mine = {"node": node, "trouble": trouble, "token": secrets.token_hex(8), **asdict(said)}
+    mine = {"node": node, "trouble": trouble, "token": secrets.token_hex(8), "declared": declared}
     if size == 1:
         attempt: str = secrets.token_hex(16)
         answers: list[dict[str, Any]] = [mine]
@@ -72,9 +71,8 @@ def meet(
             hint="start `ckptd run` on every node, or pass allow_fresh=True to train without a checkpoint",
         )  # fmt: skip
     _check_identities(job, [answer["node"] for answer in answers])
-    alike = tuple(r for r, answer in enumerate(answers) if answer["declared"] == said.declared)
-    mixed = any(answer["registered"] != said.registered for answer in answers)
-    return replace(_world(rank, attempt, [answer["node"] for answer in answers]), alike=alike, mixed=mixed)
+    alike = tuple(r for r, answer in enumerate(answers) if answer["declared"] == declared)
+    return replace(_world(rank, attempt, [answer["node"] for answer in answers]), alike=alike)
 
 
 def _check_identities(job: str, of_rank: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ckptd.core.box import Box
 from ckptd.core.errors import CkptdError
 from ckptd.core.layout import MAYBE, REPLICA, UNIQUE
 from ckptd_client import dtypes
-from ckptd_client.entries import Entry, matches
+from ckptd_client.entries import Entry, State, matches
 from ckptd_client.naming import is_dtensor, local_of, root_mesh
 from ckptd_client.world import World
 
@@ -72,7 +73,15 @@ def slices_of(entry: Entry, world: World) -> list[Slice]:
     return [Slice(entry.key, dtype, shape, box, box.offsets, entry.role, sharing, holders, captured, declared)]
 
 
-def is_declared(entry: Entry) -> bool:
+def declared_name(state: State) -> str:
+    """Equal on two ranks that declare the same tensors to be copies: what one of them holds by declaration, both do. Optimizer
+    state is left out, which is born later and named by its parameters."""
+    entries = [entry for entry in state.entries if entry.role != "optim" and _is_declared(entry)]
+    rows = sorted(f"{entry.key} {entry.tensor.dtype} {tuple(entry.tensor.shape)}" for entry in entries)
+    return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
+
+
+def _is_declared(entry: Entry) -> bool:
     """Buffers that DDP broadcasts differ between ranks whatever a pattern says: it must name such a one as it is."""
     if entry.copies is not None and entry.copies.first_only:
         return entry.key in entry.owner.replicated
@@ -90,7 +99,7 @@ def _check_memory(entry: Entry) -> None:
 
 def _plain_sharing(entry: Entry, world: World) -> tuple[str, tuple[int, ...], bool, bool]:
     """(sharing, holders, captured, declared). What structure says of the whole job needs no declaration."""
-    copies, declared = entry.copies, is_declared(entry)
+    copies, declared = entry.copies, _is_declared(entry)
     if world.size == 1:
         return UNIQUE, (), True, False
     if copies is not None and len(copies.ranks) == world.size:
@@ -162,7 +171,7 @@ def _dtensor_sharing(
     holders = tuple(sorted(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist()))
     if mesh.size() == world.size:
         return (REPLICA, holders, False) if len(holders) > 1 else (UNIQUE, (), False)
-    if is_declared(entry):
+    if _is_declared(entry):
         alike = set(world.declaring)
         return REPLICA, tuple(rank for rank in _in_all_cuts(mesh, holders, world) if rank in alike), True
     return MAYBE, (), False  # a sub-mesh: other parts of the job may hold other values

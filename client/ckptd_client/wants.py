@@ -259,11 +259,10 @@ class _Matcher:
             self.result.targets.append(Target(key, dtype, shape, Box.whole(shape), tensor))
 
     def _leftover(self) -> None:
-        """Every rank would find it, unless ranks register different things: then each has only its own to look at."""
+        """Of ranks that declared different keys (pipeline stages) each looks after its own."""
         left = self._left_over()
-        if self._world.mixed and left:
-            others = f"{len(left)} entries of the snapshot are not registered on this rank, whose keys are not those of others"
-            self.result.notes.append(others)
+        if left and self._world.declaring != self._world.everyone:
+            self.result.notes.append(f"{len(left)} entries of the snapshot are not registered on this rank: of other stages")
             return
         for name in left:
             self._problem(f"{name}: in the snapshot, but nobody registered it")

@@ -18,7 +18,6 @@ class World:
     nodes: tuple[Mapping[str, Any], ...] = field(default=())
     attempt: str = ""
     alike: tuple[int, ...] = ()  # ranks that declared the same keys as copies when they met; nobody: all did
-    mixed: bool = False  # ranks registered different keys (pipeline stages): what one lacks may be another's
 
     @cached_property
     def domains(self) -> dict[int, str]:

@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from ckptd_client import dtypes
 from ckptd_client.entries import Copies, Entry, Mode, Owner, State
-from ckptd_client.likeness import likeness
 from ckptd_client.plan import make_plan
-from ckptd_client.registry import Registry
-from ckptd_client.slices import Slice, slices_of
+from ckptd_client.slices import Slice, declared_name, slices_of
 from ckptd_client.world import World
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -213,7 +211,7 @@ def test_ranks_of_one_stage_that_hold_other_keys_void_the_snapshot() -> None:
 
 def test_a_name_of_what_is_declared() -> None:
     def name(*entries: Entry) -> str:
-        return likeness(Registry(), State(list(entries))).declared
+        return declared_name(State(list(entries)))
 
     mine, other = (entry(torch.zeros(size), owner=DECLARED) for size in (3, 4))
     buffer = entry(torch.zeros(9), owner=DECLARED, copies=Copies((0, 1), first_only=True))
