@@ -17,7 +17,9 @@ class Holdings:
         self._ctx, self._slots, self._uplink, self._replication = ctx, slots, uplink, replication
 
     def refusal(self, snapshot: SnapshotId, rank: int) -> str:
-        """Why a replica of this is not wanted here now; "": it is. A peer keeps peer_sets generations of a rank."""
+        """Why a replica of this is not wanted here now; "": it is. A peer keeps peer_sets generations of a rank, and takes in
+        one older than what it has beside them: those may be waiting for just this one to be protected, and their places are
+        free only then (P14). There are never more than the rank's own slots."""
         if snapshot in self._slots.void:
             return "void"
         if self._beyond_fork(snapshot):
@@ -25,7 +27,7 @@ class Holdings:
         others = {
             slot.fact.snapshot
             for slot in self._slots.holdings()
-            if slot.fact is not None and not slot.own and slot.rank == rank and slot.fact.snapshot != snapshot
+            if slot.fact is not None and not slot.own and slot.rank == rank and slot.fact.snapshot < snapshot
         }
         return "full" if len(others) >= self._ctx.policy.peer_sets else ""
 

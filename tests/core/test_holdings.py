@@ -1,0 +1,34 @@
+"""How many replicas a peer keeps of a rank, and which one it takes in all the same (D9, P8, P14)."""
+
+from __future__ import annotations
+
+from ckptd.core import events as ev
+from ckptd.core.ids import NodeInfo, SnapshotId
+from ckptd.core.layout_build import build_layout
+from ckptd.core.machine.machine import JobMachine
+from ckptd.core.policy import Policy
+
+HERE = NodeInfo("b", "tcp://b", "b", "b", "b#1")
+
+
+def holding(*steps: int) -> JobMachine:
+    """A peer that keeps replicas of rank 0 of these steps."""
+    machine = JobMachine("1/job", HERE, Policy(replicas=1, peer_sets=2))
+    for slot, step in enumerate(steps):
+        layout = build_layout(0, 2, [], 64)
+        machine.handle(ev.ReplicaArrived(SnapshotId(1, step), 0, 1, slot, layout, ()), 0.0)
+    return machine
+
+
+def test_a_newer_one_waits_until_an_older_one_is_released() -> None:
+    assert holding(3, 4).admits_replica(SnapshotId(1, 5), 0) == "full"
+    assert holding(3, 4).admits_replica(SnapshotId(1, 5), 1) == "", "another rank has places of its own"
+    assert holding(3).admits_replica(SnapshotId(1, 5), 0) == ""
+
+
+def test_an_older_one_is_taken_in_beside_newer_ones() -> None:
+    """Three snapshots in a staircase of levels held each other's places for ever: the copy of the middle one had been lost, and
+    the newest had taken its place (simulator, seeds 4542 and 5842)."""
+    assert holding(3, 5).admits_replica(SnapshotId(1, 4), 0) == ""
+    assert holding(3, 4).admits_replica(SnapshotId(1, 4), 0) == "", "the same one again, of another tier"
+    assert holding(3, 4, 6).admits_replica(SnapshotId(1, 5), 0) == "full"
