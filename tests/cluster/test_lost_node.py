@@ -18,7 +18,7 @@ def protected(nodes: Cluster) -> tuple[list[Node], list[Trainer]]:
     pair = nodes.several(2)
     world = nodes.world(pair, JOB)
     assert together(world, "restore") == [None, None]
-    together(world, "train", steps=2)
+    together(world, "train", steps=2, snapshot=False)
     together(world, "snapshot", must=True)
     assert all("protected" in str(answer) for answer in together(world, "wait", level="protected"))
     return pair, world
