@@ -6,6 +6,7 @@ or the traceback.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -38,6 +39,7 @@ from tests.cluster.client_models import (
     whole,
 )
 
+HANGS_AFTER_S = 120.0  # then each thread says where it is; the launch's limit is a little more
 FOLDER = Path(sys.argv[1])
 Cases = dict[str, Callable[[], None]]
 
@@ -434,9 +436,11 @@ SECOND |= {"per rank into two": per_rank_values_need_reshard}
 
 def main() -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(HANGS_AFTER_S)
     dist.init_process_group("gloo")
     results = {}
     for name, case in {"one": FIRST, "two": SECOND}[sys.argv[2]].items():
+        print(f"rank {os.environ['RANK']} begins {name}", file=sys.stderr, flush=True)
         try:
             case()
             results[name] = None

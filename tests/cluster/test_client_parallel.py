@@ -56,7 +56,8 @@ def launch(folder: Path, part: str, ranks: int) -> Results:
             _, errors = launched.communicate(timeout=LAUNCH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(launched.pid, signal.SIGKILL)
-            raise
+            _, errors = launched.communicate()
+            raise AssertionError(f"the ranks hang: {errors[-20_000:]}") from None
     found: Results = {}
     for rank in range(ranks):
         path = folder / f"{part}.{rank}.json"
