@@ -265,7 +265,7 @@ class Engine:
         try:
             if job.stop:
                 if job.fills:
-                    self.statics.forget()
+                    self.statics.forget(job.frozen)
                 self._on_void(job, job.stop)
             else:
                 self.statics.names(job.frozen)
@@ -284,16 +284,21 @@ class Engine:
             if not job.stop and mark_of(tensor, copy.source) != mark:
                 copy.owner.writes_unfenced = True
                 job.stop = f"{copy.key} was written while it was copied"
-        for copy in job.unproven:
-            if not job.stop and any(copy.differs(begin, length) for begin, length in copy.chunks()):
+        for copy, tensor, mark in job.unproven:
+            if job.stop:
+                break
+            differs = any(copy.differs(begin, length) for begin, length in copy.chunks())
+            if mark_of(tensor, copy.source) != mark:  # what snapshot() saw is not there to be compared any more
+                job.stop = f"{copy.key} was written while it was compared"
+            elif differs:
                 job.stop = self._another(job, copy)
         if job.frozen is not None and not job.stop:
             (self.statics.finished if job.fills else self.statics.proved)(job.frozen)
 
     def _another(self, job: Job, copy: Copy) -> str:
         """What lies in the frozen slot is not what the parameter is now. Why the snapshot is void."""
-        if job.frozen is not None and self.statics.found(job.frozen):
-            self.statics.forget()
+        if job.found:
+            self.statics.forget(job.frozen)
             return f"{copy.key} is not what was kept of it: it is captured anew"
         copy.owner.writes_unfenced = True
         return f"hidden write to {copy.key}"

@@ -60,6 +60,9 @@ def _sort(
         job.static.append((copy, tensor, mark_of(tensor, copy.source)))
         later.append(copy)
     elif mode is Mode.STATIC:
-        (job.held if proven else job.unproven).append(copy)
+        if proven:
+            job.held.append(copy)
+        else:
+            job.unproven.append((copy, tensor, mark_of(tensor, copy.source)))
     else:
         now.append(copy)

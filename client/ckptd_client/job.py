@@ -51,6 +51,7 @@ class Job:
     slot: SlotView
     frozen: SlotView | None  # what the snapshot leans on
     fills: bool  # is the frozen slot captured into?
+    found: bool  # was it captured before this rank's newest start or restore, and not compared since?
     connection: int
     plan: Plan
     handle: Handle
@@ -61,7 +62,7 @@ class Job:
     fenced: list[Copy] = field(default_factory=list)  # what an audit compares, wherever it lies
     static: list[tuple[Copy, Tensor, Mark]] = field(default_factory=list)  # frozen, copied this time; what it is of
     held: list[Copy] = field(default_factory=list)  # frozen, in their slot since an earlier snapshot
-    unproven: list[Copy] = field(default_factory=list)  # the same, to be compared this time
+    unproven: list[tuple[Copy, Tensor, Mark]] = field(default_factory=list)  # the same, to be compared this time
     device: DeviceBatch | None = None
     blocked_s: float = 0.0
     stop: str = ""
