@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from ckptd_client import Client
+from ckptd_client.entries import Owner
+from ckptd_client.segments import SlotView
 from torch import nn
 
 from ckptd.wire import rank as wire
@@ -321,3 +323,55 @@ def test_a_frozen_parameter_that_becomes_what_was_kept_after_its_snapshot(
         slow_look.set()
         assert handle.wait("sealed", 30).startswith("void: model.0.weight was written while it was compared")
         assert not any(owner.writes_unfenced for owner in client._registry.owners.values())
+
+
+def test_a_device_is_told_what_to_copy_while_a_frozen_part_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: the fence waits until its copies are enqueued, by the thread that compares."""
+    from ckptd_client import copying
+    from ckptd_client.capture import Engine
+    from ckptd_client.job import Job
+    from ckptd_client.statics import mark_of
+
+    said: list[str] = []
+    ended = threading.Event()
+
+    class Device:
+        def enqueue(self) -> None:
+            said.append("enqueued")
+
+        def hold_back(self) -> None:
+            """Nothing to hold."""
+
+        def done(self) -> bool:
+            return True
+
+        def finish(self) -> None:
+            ended.set()
+
+    segment: Any = type("Memory", (), {"pin": lambda self: None, "unpin": lambda self: None})()
+    slot = SlotView(1, segment, 0, 0)
+
+    def job(step: int, frozen: SlotView | None = None) -> Job:
+        made: Any = None
+        return Job(step, step, 0, slot, frozen, False, False, 1, made, made, 0, False, False)
+
+    engine = Engine(lambda job: None, lambda job, reason: None)
+    weight = torch.zeros(3 * copying.CHUNK_BYTES, dtype=torch.uint8)
+    same = weight.clone()
+    copy = copying.Copy("w", Owner("model", "module", None), weight, same.data_ptr(), weight.nbytes, 0)
+    first, second = job(1, slot), job(2)
+    first.unproven = [(copy, weight, mark_of(weight, weight))]
+    second.device = Device()
+    differs = copying.Copy.differs
+
+    def look(self: copying.Copy, begin: int, length: int) -> bool:
+        said.append("looked")
+        if len(said) == 1:
+            engine.submit(second)
+        return differs(self, begin, length)
+
+    monkeypatch.setattr(copying.Copy, "differs", look)
+    engine.submit(first)
+    assert ended.wait(20)
+    engine.close()
+    assert said == ["looked", "enqueued", "looked", "looked"]
