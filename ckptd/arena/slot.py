@@ -102,6 +102,7 @@ class Slot:
         with self.segment.lock:
             self._require(FREE)
             self.grant = grant
+            self._stand_alone()  # of a seal that failed
             self._become(replace(self.row, state=FILLING))
 
     def seal(self, record: SlotRecord) -> None:

@@ -49,10 +49,7 @@ class Frozen:
     async def support(self, slot: Slot, rank: int, frozen_id: int, layout: Layout) -> bytes:
         """``slot`` leans on the one that the rank says it captured its frozen part into, and which is sealed now if it was not
         yet. The sums of the frozen part. Raises CkptdError, ValueError."""
-        frozen = self.slots.get(frozen_id)
-        if frozen is None or (frozen.tenant.kind, frozen.tenant.rank) != ("own", rank):
-            raise ValueError("the slot of its frozen part is not here")
-        slot.lean(frozen)
+        frozen = self.hold(slot, rank, frozen_id)
         async with self._sealing.setdefault(frozen.id, asyncio.Lock()):
             if frozen.record is None:
                 await self._services.in_work(self._seal, frozen, layout)
@@ -63,6 +60,16 @@ class Frozen:
             raise ValueError("its frozen part is damaged")
         return frozen.record.sums
 
+    def hold(self, slot: Slot, rank: int, frozen_id: int) -> Slot:
+        """``slot``, about to be sealed, leans on this one of the rank's: it stays. Raises ValueError."""
+        frozen = self.slots.get(frozen_id)
+        if frozen is None or (frozen.tenant.kind, frozen.tenant.rank) != ("own", rank):
+            raise ValueError("the slot of its frozen part is not here")
+        if slot.record is not None:  # what it holds leans on what it was captured with
+            raise ValueError("the slot is sealed already")
+        slot.lean(frozen)
+        return frozen
+
     def _seal(self, slot: Slot, layout: Layout) -> None:
         sums = block_sums(slot.extent, layout.frozen)
         slot.seal(SlotRecord(self._job, NO_SNAPSHOT, layout.rank, 0, layout.frozen, 0, sums, ()))
@@ -71,11 +78,12 @@ class Frozen:
         """Nothing leans on it anew: one of the snapshots that do was found damaged."""
         self._contents.pop(slot.id, None)
 
-    def tidy(self) -> None:
-        """Let go of what nothing leans on."""
-        for slot in list(self.slots.values()):
-            if not slot.leaning and not self.in_use(slot):
-                self._let_go(slot)
+    def tidy(self) -> bool:
+        """Let go of what nothing leans on. Was there any?"""
+        unused = [slot for slot in self.slots.values() if not slot.leaning and not self.in_use(slot)]
+        for slot in unused:
+            self._let_go(slot)
+        return bool(unused)
 
     def drop_all(self) -> None:
         for slot in list(self.slots.values()):

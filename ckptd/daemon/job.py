@@ -32,6 +32,7 @@ from ckptd.daemon.summary import summary
 from ckptd.observe.report import JobReport
 
 TRACE_CHARS_MAX = 300  # of one event or instruction in the debug log
+GROW_RETRY_S = 5.0  # seats that are short of memory ask for it again
 WRITE_RETRY_S = 5.0  # an epoch that could not be written down
 LEVELS_KEPT_MAX = 256  # snapshots whose level is remembered for status
 
@@ -60,6 +61,7 @@ class JobShell:
         self._behind = Behind(services, job)
         self._revival = Revival(services, self)
         self._queue: deque[ev.Event] = deque()
+        self._grown_at = services.now()
         self._running = False
         self._actions: dict[type, Callable[[Any], None]] = {
             ins.Send: self._send,
@@ -105,6 +107,10 @@ class JobShell:
     def tick(self) -> None:
         self.feed(ev.Tick())
         self._behind.look(progress(self.machine))
+        if self.services.now() - self._grown_at >= GROW_RETRY_S:  # memory may have come free elsewhere
+            self._grown_at = self.services.now()
+            self.frozen.tidy()
+            self.seats.grow()
         if self._unwritten_at is not None and self.services.now() - self._unwritten_at >= WRITE_RETRY_S:
             self._write_epoch()
 

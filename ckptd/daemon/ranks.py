@@ -173,6 +173,12 @@ class Ranks:
             while len(seat.layouts) >= LAYOUTS_PER_SEAT_MAX:
                 seat.layouts.pop(next(iter(seat.layouts)))
             seat.layouts[message.layout_id] = self._services.decode(data)
+        if message.frozen >= 0:
+            try:
+                self._job.frozen.hold(slot, seat.rank, message.frozen)  # a wish for another one may be the next message
+            except ValueError as error:
+                self._job.feed(ev.RankMissed(seat.rank, message.grant, f"seal failed: {error}"))
+                return
         self.captured_at[message.step] = self._services.wall()
         while len(self.captured_at) > CAPTURES_KEPT_MAX:
             del self.captured_at[next(iter(self.captured_at))]
@@ -193,8 +199,7 @@ class Ranks:
                 frozen = await self._job.frozen.support(slot, seat.rank, message.frozen, layout)
             number = record.number if record is not None else 0
             sealed = await self._services.in_work(self._make_record, slot, layout, frozen, message, number)
-        except (CkptdError, ValueError) as error:
-            seat.layouts.pop(message.layout_id, None)
+        except (CkptdError, ValueError) as error:  # the layout stays known: its rank does not send it again
             self._missed(seat, slot, message, f"seal failed: {error}")
         except Exception as error:  # the machine keeps the slot until it has an answer
             self._services.went_wrong(f"seal {self._job.job} step {message.step}", error)

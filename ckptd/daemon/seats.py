@@ -19,6 +19,7 @@ from ckptd.wire.rank_link import RankSession
 
 SLOT_GRAIN_BYTES = 2 << 20  # slots grow in these, so that small changes of a layout need no new memory
 META_BYTES_MIN = 1 << 20  # layout, sums and digests of a slot
+OVERSIZE = 2  # a slot of more than this many times what is needed was made for something else
 META_SHIFT = 7  # and one 128th of a large payload
 
 
@@ -38,6 +39,8 @@ class Seat:
     resize_again: bool = False
     frozen: Slot | None = None  # where its trainer captures the frozen part, or has captured it
     frozen_wanted: int = 0  # bytes of a new one
+    frozen_bytes: int = 0  # of the rank's frozen part, which its slots' records describe too
+    adopted: set[int] = field(default_factory=set)  # FREE slots that came back, of which nobody knows what they were for
     granted: dict[int, RankSession] = field(default_factory=dict)  # grant -> who may be filling its slot
     watched: int = -1  # pidfd of the process whose connection ended: its death is still to be told
     left: bool = False  # the rank lives on another node in the newest epoch
@@ -67,22 +70,25 @@ class Seats:
         seat.slots[slot.id] = self.slots[slot.id] = slot
         if free:
             seat.free.add(slot.id)
+            seat.adopted.add(slot.id)
             self._feed(SlotsReady(seat.rank, (slot.id,)))
 
     def attach(self, rank: int, session: RankSession, state_bytes: int, frozen_bytes: int = 0) -> Seat:
-        seat = self.by_rank.setdefault(rank, Seat(rank))
+        seat, frozen_bytes = self.by_rank.setdefault(rank, Seat(rank)), max(frozen_bytes, 0)
         if seat.session is not session:
             seat.layouts.clear()
             kept = self._frozen.kept_for(rank) if frozen_bytes else None
             if kept is not None and self._services.arena.foreign_mapper(kept, session.process):
                 kept = None
             seat.frozen, seat.frozen_wanted = kept, 0 if kept is not None else frozen_bytes
+        seat.frozen_bytes = frozen_bytes
         self.unwatch(seat)
         seat.session = session
         seat.state_bytes = max(state_bytes, 1)
         for slot_id in sorted(seat.free):
-            if self._foreign_mapper(slot_id, session):
+            if self._foreign_mapper(slot_id, session) or self._oversized(seat, slot_id):
                 self._retire(seat, slot_id)
+        seat.adopted.clear()
         for slot in (*seat.slots.values(), *([seat.frozen] if seat.frozen is not None else [])):
             self._map(seat, slot)
         self.resize(seat, seat.state_bytes)
@@ -117,8 +123,14 @@ class Seats:
             seat.watched = -1
 
     def resize(self, seat: Seat, state_bytes: int, frozen_bytes: int = 0) -> None:
-        """``frozen_bytes``: a new slot of this size for its frozen part is wanted, unless one waits to be filled."""
-        seat.state_bytes = state_bytes
+        """``frozen_bytes``: a new slot of this size for its frozen part is wanted, unless one waits to be filled; below 0: the
+        rank has no frozen part any more."""
+        seat.state_bytes = max(state_bytes, 1)
+        if frozen_bytes < 0:
+            seat.frozen, seat.frozen_wanted, seat.frozen_bytes = None, 0, 0
+            asyncio.get_running_loop().call_soon(self.tidy)
+        frozen_bytes = max(frozen_bytes, 0)
+        seat.frozen_bytes = frozen_bytes or seat.frozen_bytes
         waits = seat.frozen is not None and seat.frozen.record is None and seat.frozen.capacity >= frozen_bytes
         if frozen_bytes and not waits:
             seat.frozen_wanted = frozen_bytes
@@ -146,8 +158,7 @@ class Seats:
                 if not self._useful(seat, slot_id):
                     self._retire(seat, slot_id)
                     retired = True
-        self._frozen.tidy()
-        if retired:
+        if self._frozen.tidy() or retired:
             self.grow()
 
     def forget_frozen(self, frozen: Slot) -> None:
@@ -168,7 +179,7 @@ class Seats:
         if seat.session is None:
             return not seat.left
         return (
-            seat.slots[slot_id].capacity >= seat.state_bytes
+            self._fits(seat, seat.slots[slot_id])
             and not self._foreign_mapper(slot_id, seat.session)
             and len(seat.slots) <= self._services.policy.own_slots
         )
@@ -220,15 +231,15 @@ class Seats:
 
     async def _size_once(self, seat: Seat) -> None:
         for slot_id in sorted(seat.free):
-            if seat.slots[slot_id].capacity < seat.state_bytes:
+            if not self._fits(seat, seat.slots[slot_id]):
                 self._retire(seat, slot_id)
         if seat.frozen_wanted and not await self._give_frozen(seat):
             return
         while seat.session is not None and self._fitting(seat) < self._services.policy.own_slots:
-            slot = await self._allocate(seat, seat.state_bytes)
+            slot = await self._allocate(seat, seat.state_bytes, seat.frozen_bytes)
             if slot is None:
                 return
-            if seat.session is None or slot.capacity < seat.state_bytes:
+            if seat.session is None or not self._fits(seat, slot):
                 self._services.arena.retire(slot)
                 continue
             seat.slots[slot.id] = self.slots[slot.id] = slot
@@ -237,13 +248,27 @@ class Seats:
             self._feed(SlotsReady(seat.rank, (slot.id,)))
 
     def _fitting(self, seat: Seat) -> int:
-        return sum(1 for slot in seat.slots.values() if slot.capacity >= seat.state_bytes)
+        return sum(1 for slot in seat.slots.values() if self._fits(seat, slot))
+
+    @staticmethod
+    def _fits(seat: Seat, slot: Slot) -> bool:
+        """Has it room for the live part, and for a record of both parts?"""
+        record = meta_bytes(seat.state_bytes + seat.frozen_bytes)
+        return slot.capacity >= seat.state_bytes and slot.row.meta_capacity >= record
+
+    @staticmethod
+    def _oversized(seat: Seat, slot_id: int) -> bool:
+        """Was it for a frozen part that was not sealed before the daemon ended? As a slot for snapshots it would keep that
+        memory from the next one."""
+        return slot_id in seat.adopted and seat.slots[slot_id].capacity > OVERSIZE * max(seat.state_bytes, SLOT_GRAIN_BYTES)
 
     async def _give_frozen(self, seat: Seat) -> bool:
         """Before the slots that snapshots are granted: a grant is of no use without it."""
         session, nbytes = seat.session, seat.frozen_wanted
         slot = await self._allocate(seat, nbytes)
         if slot is None:
+            seat.frozen = None  # the rank cannot use the one it has: nothing but snapshots may keep that memory now
+            seat.resize_again = self._frozen.tidy() or seat.resize_again
             return False
         if session is None or seat.session is not session or seat.frozen_wanted != nbytes:
             self._services.arena.retire(slot)
@@ -252,17 +277,19 @@ class Seats:
         seat.frozen, seat.frozen_wanted = slot, 0
         self._frozen.add(slot)
         self._map(seat, slot)
-        self._frozen.tidy()
+        if self._frozen.tidy():
+            asyncio.get_running_loop().call_soon(self.grow)
         return True
 
-    async def _allocate(self, seat: Seat, nbytes: int) -> Slot | None:
+    async def _allocate(self, seat: Seat, nbytes: int, described_bytes: int = 0) -> Slot | None:
+        """``described_bytes``: what its record describes beyond what lies in it."""
         payload = -(-nbytes // SLOT_GRAIN_BYTES) * SLOT_GRAIN_BYTES
         tenant = Tenant(self._job, self._uid, "own", seat.rank)
         arena: Arena = self._services.arena
         try:
             process = seat.session.process if seat.session else None
             slot = await self._services.in_work(
-                partial(arena.allocate, tenant, payload, meta_bytes(payload), mapper=process)
+                partial(arena.allocate, tenant, payload, meta_bytes(payload + described_bytes), mapper=process)
             )
         except NoMemory as error:
             have = self._fitting(seat)

@@ -128,10 +128,13 @@ class GaveUp:
     reason: str
 
 
+NOTHING_FROZEN = -1
+
+
 @dataclass(frozen=True)
 class Resize:
     """The layout's live part needs this many bytes per slot now. frozen_bytes > 0: the rank needs a slot of this size to
-    capture its frozen part into, anew."""
+    capture its frozen part into, anew. NOTHING_FROZEN: it has no frozen part any more."""
 
     state_bytes: int
     frozen_bytes: int = 0

@@ -201,9 +201,9 @@ class Engine:
 
     def _task(self) -> Callable[[], None] | None:
         """What the thread does next. Under the lock. Devices first: the fence waits for what is not yet enqueued."""
-        for job in self._jobs:
-            if job.device is not None and not job.enqueued and not job.stop:
-                return partial(self._enqueue, job)
+        waiting = self._not_enqueued()
+        if waiting is not None:
+            return partial(self._enqueue, waiting)
         found = self._claim()
         if found is not None:
             return partial(self._run, *found, helping=False)
@@ -213,6 +213,10 @@ class Engine:
         if first.copied and not first.on_device and (first.stop or not first.audit):
             return partial(self._end, first)
         return None
+
+    def _not_enqueued(self) -> Job | None:
+        """Under the lock."""
+        return next((j for j in self._jobs if j.device is not None and not j.enqueued and not j.stop), None)
 
     def _claim(self) -> tuple[Job, Chunk] | None:
         """The next piece of the oldest job that has one. Under the lock."""
@@ -265,7 +269,7 @@ class Engine:
         try:
             if job.stop:
                 if job.fills:
-                    self.statics.forget()
+                    self.statics.forget(job.frozen)
                 self._on_void(job, job.stop)
             else:
                 self.statics.names(job.frozen)
@@ -285,17 +289,31 @@ class Engine:
                 copy.owner.writes_unfenced = True
                 job.stop = f"{copy.key} was written while it was copied"
         for copy, tensor, mark in job.unproven:
-            if not job.stop and mark_of(tensor, copy.source) != mark:
+            if job.stop:
+                break
+            differs = self._differs(copy)
+            if mark_of(tensor, copy.source) != mark:  # what snapshot() saw is not there to be compared any more
                 job.stop = f"{copy.key} was written while it was compared"
-            elif not job.stop and any(copy.differs(begin, length) for begin, length in copy.chunks()):
+            elif differs:
                 job.stop = self._another(job, copy)
         if job.frozen is not None and not job.stop:
             (self.statics.finished if job.fills else self.statics.proved)(job.frozen)
 
+    def _differs(self, copy: Copy) -> bool:
+        """Gigabytes may have to be compared. The next snapshot's copies are enqueued meanwhile: a fence waits for that."""
+        for begin, length in copy.chunks():
+            with self._changed:
+                waiting = self._not_enqueued()
+            if waiting is not None:
+                self._enqueue(waiting)
+            if copy.differs(begin, length):
+                return True
+        return False
+
     def _another(self, job: Job, copy: Copy) -> str:
         """What lies in the frozen slot is not what the parameter is now. Why the snapshot is void."""
-        if job.frozen is not None and self.statics.found(job.frozen):
-            self.statics.forget()
+        if job.found:
+            self.statics.forget(job.frozen)
             return f"{copy.key} is not what was kept of it: it is captured anew"
         copy.owner.writes_unfenced = True
         return f"hidden write to {copy.key}"

@@ -31,6 +31,8 @@ class FrozenCapture:
     def __init__(self, session: Session, engine: Engine, troubles: Troubles) -> None:
         self._session, self._engine, self._troubles = session, engine, troubles
         self._changes = 0
+        self._counted: tuple[Mark, ...] = ()  # what they were at the newest change
+        self._asked = False  # for a slot, since the newest one that was not needed
 
     def slot_for(self, plan: Plan, tensors: Sequence[Tensor], patience_s: float) -> FrozenSlot:
         """For a plan with a frozen part; the slot comes pinned. Raises Skip: there is none now. ``patience_s``: to wait for
@@ -43,7 +45,7 @@ class FrozenCapture:
         held = statics.slot_of(layout_id, marks)
         if held is not None:
             return FrozenSlot(held, False)
-        self._count(plan, statics.changed(layout_id, marks))
+        self._count(plan, statics.changed(layout_id, marks), marks)
         kept = self._kept(layout_id)
         if kept is not None:
             statics.begin(kept, layout_id, marks, found=True)
@@ -61,10 +63,22 @@ class FrozenCapture:
         if job.device is not None or not self._engine.drain(bound_s):
             raise Skip("frozen parameters are still being captured")
 
-    def _count(self, plan: Plan, changed: list[int]) -> None:
-        """What changes again and again is not frozen: its owner's such parameters are copied with the others from then on."""
-        if not changed:
+    def not_needed(self, plan: Plan) -> None:
+        """The plan has no frozen part (any more): its memory may go once no snapshot leans on it."""
+        session = self._session
+        if not (session.frozen_slot >= 0 or self._asked) or not self._engine.idle:
+            return  # never had one, or a capture under way may still name it
+        self._engine.statics.forget()
+        with session.changed:
+            session.frozen_slot, self._asked = -1, False
+        session.link.send(wire.Resize(plan.layout.frozen_at, wire.NOTHING_FROZEN))
+
+    def _count(self, plan: Plan, changed: list[int], marks: tuple[Mark, ...]) -> None:
+        """What changes again and again is not frozen: its owner's such parameters are copied with the others from then on.
+        A change counts once, however many snapshots wait for the memory to capture it into."""
+        if not changed or marks == self._counted:
             return
+        self._counted = marks
         self._changes += 1
         if self._changes >= CHANGES_MAX:
             sources = _sources(plan)
@@ -88,6 +102,7 @@ class FrozenCapture:
         if fresh is not None:
             return fresh
         live, frozen = plan.layout.frozen_at, plan.layout.frozen_bytes
+        self._asked = True
         self._session.link.send(wire.Resize(live, frozen))
         if patience_s > 0:
             self._session.wait(lambda: self._look(plan) is not None, time.monotonic() + patience_s)

@@ -51,6 +51,7 @@ class Job:
     slot: SlotView
     frozen: SlotView | None  # what the snapshot leans on
     fills: bool  # is the frozen slot captured into?
+    found: bool  # was it captured before this rank's newest start or restore, and not compared since?
     connection: int
     plan: Plan
     handle: Handle

@@ -54,6 +54,7 @@ class Snapshots:
         """After a restore: whatever step comes first may be captured."""
         self._steps_at_taken = -1
         self._recall = None
+        self._engine.statics.doubt()
 
     # --- the call -----------------------------------------------------------------------------------------------
     def take(
@@ -64,11 +65,12 @@ class Snapshots:
         patience_s = (
             min(self._must_timeout_s, self._must_timeout_s if wait_s is None else wait_s) if must else 0.0
         )
+        deadline = time.monotonic() + patience_s
         grant: Grant | None = None
         try:
             grant, slot = self._grant(handle.step, must or keep, must, patience_s)
             try:
-                self._capture(handle, grant, slot, meta, keep, patience_s)
+                self._capture(handle, grant, slot, meta, keep, deadline)
             finally:
                 slot.segment.unpin()
             return
@@ -143,7 +145,7 @@ class Snapshots:
 
     # --- the capture --------------------------------------------------------------------------------------------
     def _capture(
-        self, handle: Handle, grant: Grant, slot: SlotView, meta: dict[str, Any], keep: bool, patience_s: float
+        self, handle: Handle, grant: Grant, slot: SlotView, meta: dict[str, Any], keep: bool, deadline: float
     ) -> None:
         began = time.monotonic()
         session = self._session
@@ -153,8 +155,11 @@ class Snapshots:
         ):
             raise Skip("busy")
         tensors, packed, plan = self._lookup(handle.step, meta)
+        if not plan.layout.frozen_bytes:
+            self._frozen.not_needed(plan)
         if plan.layout.frozen_at > slot.capacity:
             self._ask_for_more(plan.layout.frozen_at, slot.capacity)
+        patience_s = max(0.0, deadline - time.monotonic())
         frozen = self._frozen.slot_for(plan, tensors, patience_s) if plan.layout.frozen_bytes else None
         try:
             job = self._job(handle, grant, slot, frozen, plan, len(packed), keep)
@@ -202,7 +207,9 @@ class Snapshots:
         every = int(self._session.policy.get("audit_every", 0))
         return Job(
             step=handle.step, grant=grant.number, came_at=grant.came_at, slot=slot, frozen=frozen.slot if frozen else None,
-            fills=frozen is not None and frozen.to_fill, connection=self._session.connection, plan=plan, handle=handle,
+            fills=frozen is not None and frozen.to_fill,
+            found=frozen is not None and self._engine.statics.found(frozen.slot),
+            connection=self._session.connection, plan=plan, handle=handle,
             objects_bytes=objects_bytes, keep=keep, audit=every > 0 and (self._taken + 1) % every == 0,
         )  # fmt: skip
 

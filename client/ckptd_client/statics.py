@@ -11,16 +11,19 @@ import threading
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptd_client.segments import SlotView
 
-Mark = tuple[int, int, int]  # (data pointer, its version, version of the DTensor around it)
+Mark = tuple[StorageWeakRef, int, int, int]  # (its storage, data pointer, its version, version of the DTensor around it)
 
 
 def mark_of(tensor: Tensor, local: Tensor) -> Mark:
     """``local``: what this rank has of ``tensor``. A write to a DTensor does not count as one to its local part, nor the
-    other way round."""
-    return local.data_ptr(), local._version, tensor._version
+    other way round. Memory that was let go comes back under the same address, so the storage counts: held weakly, it is no
+    other one's as long as the mark lives."""
+    storage = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
+    return storage, local.data_ptr(), local._version, tensor._version
 
 
 @dataclass
@@ -32,7 +35,8 @@ class _Held:
     marks: tuple[Mark, ...]
     done: bool = False
     trusted: bool = False
-    found: bool = False  # captured by an earlier life of this rank: whether it is the same is to be seen
+    found: bool = False  # captured by an earlier life of this rank, or before a restore: whether it is the same is to be seen
+    remark: bool = False  # the parameters were written by a restore: what they are now is compared with it
 
 
 class Statics:
@@ -48,7 +52,11 @@ class Statics:
         """The slot that holds these very parameters, pinned for the caller."""
         with self._lock:
             held = self._held
-            if held is None or not held.done or (held.layout_id, held.marks) != (layout_id, marks):
+            if held is None or not held.done or held.layout_id != layout_id:
+                return None
+            if held.remark:
+                held.marks, held.remark = marks, False
+            if held.marks != marks:
                 return None
             held.slot.segment.pin()
             return held.slot
@@ -82,8 +90,16 @@ class Statics:
 
     def keep_only(self, slots: set[SlotView]) -> None:
         """A slot that is not mapped any more is not looked at again."""
-        if self._held is not None and self._held.slot not in slots:
-            self.forget()
+        held = self._held
+        if held is not None and held.slot not in slots:
+            self.forget(held.slot)
+
+    def doubt(self) -> None:
+        """A restore has written the parameters, most likely with what they were: that is to be seen."""
+        with self._lock:
+            if self._held is not None:
+                self._held.found = self._held.remark = True
+                self._held.trusted = False
 
     # --- the capture thread -------------------------------------------------------------------------------------
     def finished(self, slot: SlotView) -> None:
@@ -101,8 +117,11 @@ class Statics:
         if slot is not None:
             self._named = slot
 
-    def forget(self) -> None:
+    def forget(self, slot: SlotView | None = None) -> None:
+        """``slot``: only if it is this one."""
         with self._lock:
+            if slot is not None and self._held is not None and self._held.slot is not slot:
+                return
             held, self._held = self._held, None
         if held is not None:
             held.slot.segment.unpin()

@@ -6,15 +6,16 @@ client's own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -42,6 +43,14 @@ SECOND = (
 Results = dict[str, list[str | None]]
 
 
+def end_tree(pid: int) -> None:
+    """The workers are in sessions of their own."""
+    top = psutil.Process(pid)
+    for process in [*top.children(recursive=True), top]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def launch(folder: Path, part: str, ranks: int) -> Results:
     """case -> traceback per rank."""
     command = [
@@ -55,7 +64,7 @@ def launch(folder: Path, part: str, ranks: int) -> Results:
         try:
             _, errors = launched.communicate(timeout=LAUNCH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(launched.pid, signal.SIGKILL)
+            end_tree(launched.pid)
             _, errors = launched.communicate()
             raise AssertionError(f"the ranks hang: {errors[-20_000:]}") from None
     found: Results = {}

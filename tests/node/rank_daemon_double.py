@@ -345,7 +345,7 @@ class RankDaemonDouble:
 
     def _give_frozen(self, peer: Peer, nbytes: int) -> None:
         waiting = [size for slot, (_, size) in peer.frozen.items() if slot not in peer.sealed_frozen]
-        if nbytes and not any(size >= nbytes for size in waiting):
+        if nbytes > 0 and not any(size >= nbytes for size in waiting):
             self._map(peer, peer.frozen, nbytes)
 
     def _map(self, peer: Peer, into: dict[int, tuple[int, int]], capacity: int) -> int:
