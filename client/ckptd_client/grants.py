@@ -61,6 +61,9 @@ class Grants:
         self._overdue.discard(number)
         return len(self._untaken) < before
 
-    def clear(self) -> None:
+    def clear(self) -> list[int]:
+        """The numbers of those that were here, untaken."""
+        gone = [grant.number for grant in self._untaken]
         self._untaken.clear()
         self._overdue.clear()
+        return gone

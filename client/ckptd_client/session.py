@@ -246,7 +246,8 @@ class Session:
         body = pack_world(world.ranks, world.nodes)
         with self.changed:
             self._drop_inbox()
-            self.grants.clear()
+            for number in self.grants.clear():  # else their slots would wait for this rank's word for ever
+                self.link.send(wire.GaveUp(number, self.called, "the rank joins anew"))
             self.world, self._join = world, (message, body)
             self.phase, self.restoring = JOINING, restoring
             self.called = self._before = self._optimizer_steps = -1

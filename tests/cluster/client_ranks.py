@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,13 @@ def connect(case: str, **objects: Any) -> Client:
     return client
 
 
+def until_durable(client: Client, handle: Any) -> None:
+    began, taken = time.monotonic(), handle.status
+    status = client.wait("sealed", 30)
+    told = f"{status!r} after {time.monotonic() - began:.1f} s; the handle said {taken!r}, now {handle.status!r}"
+    assert status == "durable", f"{told}; {client.health().problems}"
+
+
 def refusal(client: Client) -> str:
     """The error that restore() raises."""
     try:
@@ -72,7 +80,7 @@ def saves(way: str, then: str) -> None:
             assert handle.taken, handle.status
             expected = truth(built)
             train(built, 1)
-            assert client.wait("sealed", 30) == "durable", handle.status
+            until_durable(client, handle)
     if dist.get_rank() == 0:
         torch.save(expected, FOLDER / f"{way}.truth")
     restores(way, then, expected)
@@ -203,7 +211,7 @@ def per_rank() -> None:
         client.restore()
         torch.manual_seed(rank)
         handle = client.snapshot(1, must=True)
-        assert client.wait("sealed", 30) == "durable", handle.status
+        until_durable(client, handle)
         expected = torch.rand(4)
     fresh, mine, other = stages(3 - rank), Own(), Resharded()
     mine.value = other.value = -1
@@ -229,12 +237,12 @@ def two_groups() -> None:
     with connect("two_groups", model=model, optimizer=optimizer) as client:
         client.restore()
         handle = client.snapshot(1, must=True)
-        assert client.wait("sealed", 30) == "durable", handle.status
+        until_durable(client, handle)
         torch.manual_seed(20 + rank)
         model(torch.randn(4, IN) + rank).square().mean().backward()
         optimizer.step()
         handle = client.snapshot(2, must=True)
-        assert client.wait("sealed", 30) == "durable", handle.status
+        until_durable(client, handle)
     expected = truth(built)
     fresh = staged()
     with connect("two_groups", model=fresh[0], optimizer=fresh[1]) as client:
@@ -253,7 +261,7 @@ def declared_over_sub_meshes() -> None:
     with connect("sub_mesh", model=model, replicated=["*"]) as client:
         client.restore()
         handle = client.snapshot(1, must=True)
-        assert client.wait("sealed", 30) == "durable", handle.status
+        until_durable(client, handle)
     expected = {name: whole(value) for name, value in model.state_dict().items()}
     fresh = shared(2)
     with connect("sub_mesh", model=fresh, replicated=["*"]) as client:
@@ -286,7 +294,7 @@ def declared_over_stages() -> None:
         for number in (1, 2):
             step(*built)
             handle = client.snapshot(number, must=True)
-            assert client.wait("sealed", 30) == "durable", handle.status
+            until_durable(client, handle)
     expected = truth(built)
     fresh = stage(5)
     with connect_declared("stages", fresh) as client:
@@ -309,7 +317,7 @@ def batch_norm_of_ddp_is_rank_zeros(case: str = "batch_norm", **how: Any) -> Non
     with connect(case, model=model, **how) as client:
         client.restore()
         handle = client.snapshot(1, must=True)
-        assert client.wait("sealed", 30) == "durable", handle.status
+        until_durable(client, handle)
         with torch.no_grad():
             model.module[1].running_mean.zero_()
         assert client.restore() == 1
@@ -374,7 +382,7 @@ def compiled_step_is_fenced() -> None:
             expected = model.weight.detach().clone()
             handle = client.snapshot(number, must=True)
             step()
-            assert client.wait("sealed", 30) == "durable", handle.status
+            until_durable(client, handle)
         failpoint.arm("")
         fresh = nn.Linear(200, 200)
     with connect(
@@ -446,6 +454,7 @@ def main() -> None:
             results[name] = None
         except Exception:
             results[name] = traceback.format_exc()
+            print(f"rank {os.environ['RANK']}: {results[name]}", file=sys.stderr, flush=True)
             failpoint.arm("")
         dist.barrier()  # so that a failure does not shift the ranks against each other
     (FOLDER / f"{sys.argv[2]}.{os.environ['RANK']}.json").write_text(json.dumps(results))

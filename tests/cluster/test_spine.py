@@ -39,6 +39,26 @@ def test_peer_memory_gives_the_step_back_into_a_smaller_world(nodes: Cluster) ->
     assert alone.do("train", steps=2)["step"] == 8
 
 
+def test_a_second_restore_in_the_same_processes_goes_on(nodes: Cluster) -> None:
+    """P14: back to the last snapshot after a spike of the loss. What had been granted ahead is given back."""
+    first, second = nodes.several(2)
+    world = nodes.world([first, second], JOB, kind="fsdp")
+    together(world, "restore")
+    for _ in range(3):
+        together(world, "train", steps=1, snapshot=False)
+        digests = together(world, "digest")
+        together(world, "snapshot", must=True)
+        assert all("protected" in str(answer) for answer in together(world, "wait", level="protected"))
+    for _ in range(2):
+        together(world, "train", steps=2, snapshot=False)
+        assert together(world, "restore") == [3, 3]
+        assert together(world, "digest") == digests
+    for _ in range(4):  # more than there are slots
+        together(world, "train", steps=1, snapshot=False)
+        together(world, "snapshot", must=True)
+        assert all("protected" in str(answer) for answer in together(world, "wait", level="protected", timeout=20))
+
+
 def test_own_memory_survives_the_trainer(nodes: Cluster) -> None:
     """P6: a trainer is killed; its daemon's memory alone gives the state back."""
     node = nodes.node(replicas=0)

@@ -428,6 +428,10 @@ class RankDaemonDouble:
             peer.sealed_frozen.add(message.frozen)
             payload += os.pread(peer.frozen[message.frozen][0], layout.frozen_bytes, 4096)
         peer.free.append(slot)
+        if message.grant in self.voided:  # another rank had given it up before
+            _send(peer, wire.Level(self.epoch, message.step, -1, 1, False, self.voided[message.grant]))
+            self._grant_free()
+            return
         snapshot = (self.epoch, message.step)
         held = self.held.setdefault(snapshot, {})
         held[peer.rank] = Held(layout, payload, message.objects_bytes)
