@@ -110,7 +110,10 @@ def test_four_ranks(four: Results, case: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", SECOND)
-def test_two_ranks_restore_what_four_have_saved(two: Results, case: str) -> None:
+def test_two_ranks_restore_what_four_have_saved(four: Results, two: Results, case: str) -> None:
+    for saving in FIRST:
+        if saving.startswith(case.split(" into ")[0] + " to "):
+            failures(four, saving)  # skips where this torch could not even train it
     assert len(two[case]) == 2
     assert not failures(two, case)
 
