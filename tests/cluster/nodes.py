@@ -127,6 +127,20 @@ class Node:
         """To the daemon alone, found without asking it: it may be stopped."""
         os.kill(self._daemon().pid, number)
 
+    def crash(self) -> None:
+        """kill -9 of the daemon alone; returns once the one that the keeper starts in its place answers."""
+        before = self.daemon_pid()
+        self.signal_daemon(signal.SIGKILL)
+        until(lambda: self.daemon_other_than(before), 20, "the daemon to be back")
+
+    def daemon_other_than(self, pid: int) -> int:
+        """Its process id; 0 while it is that one or does not answer."""
+        try:
+            now = self.daemon_pid()
+        except OSError:
+            return 0
+        return now if now != pid else 0
+
     def _daemon(self) -> psutil.Process:
         assert self.process is not None
         children = psutil.Process(self.process.pid).children()
@@ -187,7 +201,7 @@ class Trainer:
         }  # fmt: skip
         if failpoint:
             variables["CKPTD_FAILPOINT"] = failpoint
-        self.rank = rank
+        self.node, self.job, self.kind, self.rank = node, job, kind, rank
         self.log = node.root / f"trainer-{job}-{rank}.log"
         order = {"env": variables | (env or {}), "uid": uid, "job": job, "kind": kind}
         self._in, self._out, self.pid, self._pidfd = self._fork(order)
@@ -283,6 +297,12 @@ class Cluster:
         ]
         self.trainers += made
         return made
+
+    def again(self, world: Sequence[Trainer]) -> list[Trainer]:
+        """The same job on the same nodes. Killed first, for ranks that say goodbye have their last step written to storage."""
+        for trainer in world:
+            trainer.kill()
+        return self.world([trainer.node for trainer in world], world[0].job, kind=world[0].kind)
 
     def close(self) -> None:
         for trainer in self.trainers:

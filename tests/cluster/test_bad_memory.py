@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from tests.cluster.damage import flip_in_file, flip_in_memory
-from tests.cluster.nodes import Cluster, Trainer, TrainerError, together
+from tests.cluster.nodes import Cluster, TrainerError, together
 from tests.cluster.test_bad_restore import protected
 
 JOB = "flip"
@@ -24,7 +24,7 @@ def test_a_flipped_bit_is_found_and_another_copy_used(nodes: Cluster) -> None:
     newest = protected(world)
     ours = bytes.fromhex(world[0].do("bytes_of", name="2.weight"))
     assert flip_in_memory(first.daemon_pid(), ours) == 1  # rank 0's own slot
-    world = start_again(nodes, world)
+    world = nodes.again(world)
     assert together(world, "restore") == [4, 4]
     assert together(world, "digest") == [newest, newest]
     moved = world[0].do("last_restore")["bytes"]
@@ -33,7 +33,7 @@ def test_a_flipped_bit_is_found_and_another_copy_used(nodes: Cluster) -> None:
     assert "slot" in first.problems()["damage"]
     # The copy that is left is hit as well: both ranks go back to the older snapshot, and are told what was passed over.
     assert sum(flip_in_memory(node.daemon_pid(), ours) for node in (first, second)) >= 1
-    world = start_again(nodes, world)
+    world = nodes.again(world)
     assert together(world, "restore") == [2, 2]
     assert together(world, "digest") == [older, older]
     passed = world[1].do("last_restore")["passed_over"]
@@ -41,13 +41,6 @@ def test_a_flipped_bit_is_found_and_another_copy_used(nodes: Cluster) -> None:
     # And when nothing is whole any more, that is an error on every rank and not a fresh start.
     for path in storage.rglob("*.safetensors"):
         flip_in_file(path)
-    world = start_again(nodes, world)
+    world = nodes.again(world)
     for error in together(world, "restore"):
         assert isinstance(error, TrainerError) and str(error).startswith("CkptdError"), error
-
-
-def start_again(nodes: Cluster, world: list[Trainer]) -> list[Trainer]:
-    """Killed, for ranks that say goodbye have their last step written to storage."""
-    for trainer in world:
-        trainer.kill()
-    return nodes.world(nodes.nodes[:2], JOB, kind="fsdp")

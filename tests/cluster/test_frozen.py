@@ -7,35 +7,26 @@ from pathlib import Path
 
 from tests.cluster.damage import flip_in_memory
 from tests.cluster.nodes import Cluster, Node, Trainer, together
+from tests.cluster.test_bad_restore import protected
 from tests.waiting import until
 
 JOB = "adapters"
 MIB = 1 << 20
 FROZEN_BYTES = 16 * MIB  # of the whole job; each of two ranks has half of it
-RECEIVED = "ckptd_replica_bytes_total"
 QUARANTINED = f'ckptd_quarantines_total{{job="{os.getuid()}/{JOB}",where="memory"}}'
 
 
-def sized(node: Node, own_bytes: int) -> None:
-    until(lambda: node.get("/status")["memory"]["own_bytes"] == own_bytes, 20, f"{own_bytes} bytes of own slots")
-
-
-def protected(world: list[Trainer]) -> str:
-    """One more step, protected; its digest."""
-    together(world, "train", steps=1, snapshot=False)
-    digest = world[0].do("digest") if len(world) == 1 else together(world, "digest")[0]
-    assert all("skipped" not in status for status in together(world, "snapshot", must=True))
-    until(lambda: all("protected" in str(s) for s in together(world, "wait", level="protected")), 30, "protection")
-    return str(digest)
+def trained(nodes: Cluster, steps: int) -> tuple[Node, Node, list[Trainer], str]:
+    """Two nodes with a rank each, after so many protected steps; the newest one's digest."""
+    first, second = nodes.several(2)
+    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
+    together(world, "restore")
+    return first, second, world, [protected(world, steps=1) for _ in range(steps)][-1]
 
 
 def test_frozen_parameters_lie_in_memory_once_and_come_back_from_a_peer(nodes: Cluster) -> None:
     """P3, P9: a node dies; the survivor has both halves of the frozen part, though they were sent once."""
-    first, second = nodes.several(2)
-    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
-    together(world, "restore")
-    for _ in range(5):
-        digest = protected(world)
+    first, second, world, digest = trained(nodes, 5)
     memory = first.get("/status")["memory"]
     slots = int(first.settings.get("own_slots", 3))
     assert memory["own_bytes"] < slots * 4 * MIB + FROZEN_BYTES // 2 + 4 * MIB, memory
@@ -68,9 +59,7 @@ def test_a_killed_daemon_finds_the_frozen_part_again(nodes: Cluster) -> None:
     digest = trainer.do("digest")
     assert "skipped" not in trainer.do("snapshot", must=True)
     assert trainer.do("wait", level="sealed") == "sealed"
-    before = node.daemon_pid()
-    next(process for process in node.processes() if process.pid == before).kill()
-    until(lambda: _pid(node) not in (0, before), 20, "the daemon to be back")
+    node.crash()
     until(lambda: node.newest(JOB, "sealed") == 3, 20, "the step that was sealed before")
     trainer.kill()
     (again,) = nodes.world([node], JOB, kind="adapters")
@@ -86,9 +75,7 @@ def test_training_goes_on_over_a_killed_daemon(nodes: Cluster) -> None:
     trainer.do("restore")
     trainer.do("train", steps=2)
     trainer.do("snapshot", must=True)
-    before = node.daemon_pid()
-    next(process for process in node.processes() if process.pid == before).kill()
-    until(lambda: _pid(node) not in (0, before), 20, "the daemon to be back")
+    node.crash()
     until(lambda: "skipped" not in trainer.do("train", steps=1)["statuses"][0], 20, "snapshots to go on")
     trainer.do("train", steps=2)
     until(lambda: node.newest(JOB, "sealed") > 3, 20, "a newer step")
@@ -97,25 +84,17 @@ def test_training_goes_on_over_a_killed_daemon(nodes: Cluster) -> None:
 
 def test_a_trainer_that_starts_again_leans_on_what_was_kept(nodes: Cluster) -> None:
     """P14: no memory beyond what there is, and nothing is sent to the peer again."""
-    first, second = nodes.several(2)
-    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
-    together(world, "restore")
-    for _ in range(3):
-        protected(world)
+    first, second, world, _ = trained(nodes, 3)
     memory = [node.get("/status")["memory"] for node in (first, second)]
-    for trainer in world:
-        trainer.kill()
-    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
+    world = nodes.again(world)
     assert together(world, "restore") == [3, 3]
     for _ in range(3):
-        digest = protected(world)
+        digest = protected(world, steps=1)
         for node, before in zip((first, second), memory, strict=True):
             now = node.get("/status")["memory"]
             assert now["own_bytes"] <= before["own_bytes"], "captured into what was there"
             assert now["peer_bytes"] < before["peer_bytes"] + FROZEN_BYTES // 4, "and not sent again"
-    world[0].kill()
-    world[1].kill()
-    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
+    world = nodes.again(world)
     assert together(world, "restore") == [6, 6]
     assert together(world, "digest") == [digest, digest]
 
@@ -146,21 +125,15 @@ def _taken(trainer: Trainer) -> bool:
 
 
 def test_a_new_base_model_is_captured_and_the_old_one_goes(nodes: Cluster) -> None:
-    first, second = nodes.several(2)
-    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
-    together(world, "restore")
-    for _ in range(3):
-        protected(world)
+    first, second, world, _ = trained(nodes, 3)
     before = [node.get("/status")["memory"] for node in (first, second)]
     together(world, "thaw")
     for _ in range(5):
-        digest = protected(world)
+        digest = protected(world, steps=1)
     for node, memory in zip((first, second), before, strict=True):
         until(lambda: node.get("/status")["memory"]["own_bytes"] <= memory["own_bytes"], 20, "the old copy to go")  # noqa: B023
         until(lambda: node.get("/status")["memory"]["peer_bytes"] <= memory["peer_bytes"], 20, "the old copy to go")  # noqa: B023
-    for trainer in world:
-        trainer.kill()
-    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
+    world = nodes.again(world)
     assert together(world, "restore") == [8, 8]
     assert together(world, "digest") == [digest, digest]
 
@@ -186,32 +159,17 @@ def test_storage_has_the_frozen_part_in_every_checkpoint(nodes: Cluster) -> None
 
 def test_damage_in_a_frozen_part_is_found_and_it_is_captured_anew(nodes: Cluster) -> None:
     """P10: every snapshot that leans on it is damaged; the peer's copies serve, and the next snapshot gets a sound one."""
-    first, second = nodes.several(2)
-    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
-    together(world, "restore")
-    for _ in range(2):
-        digest = protected(world)
+    first, second, world, digest = trained(nodes, 2)
     ours = bytes.fromhex(world[0].do("bytes_of", name="3.1.weight"))
     assert flip_in_memory(first.daemon_pid(), ours) == 1, "rank 0's own copy, once"
-    for trainer in world:
-        trainer.kill()
-    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
+    world = nodes.again(world)
     assert together(world, "restore") == [2, 2]
     assert together(world, "digest") == [digest, digest]
     assert world[0].do("last_restore")["bytes"]["peer"] > 0
     assert first.metric(QUARANTINED) >= 1 and second.metric(QUARANTINED) == 0
     for _ in range(3):
-        digest = protected(world)
-    for trainer in world:
-        trainer.kill()
-    world = nodes.world([first, second], JOB, kind="adapters_fsdp")
+        digest = protected(world, steps=1)
+    world = nodes.again(world)
     assert together(world, "restore") == [5, 5]
     assert together(world, "digest") == [digest, digest]
     assert first.metric(QUARANTINED) >= 1 and second.metric(QUARANTINED) == 0
-
-
-def _pid(node: Node) -> int:
-    try:
-        return node.daemon_pid()
-    except OSError:
-        return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from tests.cluster.nodes import Cluster, together
@@ -88,24 +89,14 @@ def test_a_killed_daemon_comes_back_with_its_memory(nodes: Cluster) -> None:
     trainer.do("wait", level="sealed")
     until(lambda: node.get("/status")["memory"]["own_bytes"] == SLOTS * SLOT_BYTES, 20, "all slots")
     before, used = node.daemon_pid(), node.get("/status")["memory"]["own_bytes"]
-    for victim in node.processes():
-        if victim.pid == before:
-            victim.kill()
+    node.signal_daemon(signal.SIGKILL)
     trainer.do("train", steps=3)
-    after = until(lambda: _other_daemon(node, before), 20, "the daemon to be back")
+    after = until(lambda: node.daemon_other_than(before), 20, "the daemon to be back")
     assert after != before
     assert node.get("/status")["memory"]["own_bytes"] == used
     until(lambda: node.newest(JOB, "sealed") >= 3, 20, "the step that was sealed before")
     until(lambda: "skipped" not in trainer.do("train", steps=1)["statuses"][0], 20, "snapshots to go on")
     until(lambda: node.newest(JOB, "sealed") > 3, 20, "a newer step")
-
-
-def _other_daemon(node: object, before: int) -> int:
-    try:
-        pid = node.daemon_pid()  # type: ignore[attr-defined]
-    except OSError:
-        return 0
-    return pid if pid != before else 0
 
 
 def test_durable_gives_the_step_back_after_everything_died(nodes: Cluster) -> None:

@@ -16,7 +16,7 @@ from ckptd_client.segments import SlotView
 from torch import nn
 
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, assert_same, connected
+from tests.node.client_training import Training, assert_same, connected, stored
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -26,11 +26,7 @@ def test_frozen_parameters_are_copied_once_and_again_when_they_change(
 ) -> None:
     from ckptd_client import copying as copies
 
-    training = Training(width=400)
-    for parameter in training.model[0].parameters():
-        parameter.requires_grad_(False)
-    frozen = training.model[0].weight
-    training.optimizer = torch.optim.AdamW([p for p in training.model.parameters() if p.requires_grad])
+    training, frozen = with_adapter()
     copied: list[str] = []
     run = copies.Copy.run
     monkeypatch.setattr(copies.Copy, "run", lambda self, *at: (copied.append(self.key), run(self, *at))[1])
@@ -64,11 +60,7 @@ def test_parameters_called_frozen_that_change_all_the_time_are_captured_with_the
     daemon: RankDaemonDouble,
 ) -> None:
     """A teacher inside of the module, moved by hand after each step: no snapshot is lost to it for long."""
-    training = Training(width=400)
-    teacher = nn.Linear(400, 400).requires_grad_(False)
-    training.model.add_module("teacher", teacher)
-    net = training.model
-    training.optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    training, teacher = with_frozen_module("teacher")
     with connected(daemon, training) as client:
         client.restore()
         taken = []
@@ -88,9 +80,7 @@ def test_a_frozen_parameter_written_behind_our_back_is_found_and_copied_at_once_
     daemon: RankDaemonDouble,
 ) -> None:
     """A momentum encoder: requires_grad=False, written through .data, which bumps no version."""
-    training = Training(width=400)
-    momentum = nn.Linear(400, 400).requires_grad_(False)
-    training.model.add_module("momentum", momentum)
+    training, momentum = with_frozen_module("momentum")
     net = training.model
 
     def step() -> None:
@@ -99,7 +89,6 @@ def test_a_frozen_parameter_written_behind_our_back_is_found_and_copied_at_once_
         training.optimizer.step()
         momentum.weight.data.mul_(0.9).add_(net[0].weight.data, alpha=0.1)
 
-    training.optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
     with connected(daemon, training) as client:
         client.restore()
         results = []
@@ -119,10 +108,21 @@ def test_a_frozen_parameter_written_behind_our_back_is_found_and_copied_at_once_
 def with_adapter(width: int = 400) -> tuple[Training, torch.Tensor]:
     """A training whose first layer is frozen; its weight."""
     training = Training(width=width)
-    for parameter in training.model[0].parameters():
-        parameter.requires_grad_(False)
-    training.optimizer = torch.optim.AdamW([p for p in training.model.parameters() if p.requires_grad])
+    training.model[0].requires_grad_(False)
+    optimize_the_rest(training)
     return training, training.model[0].weight
+
+
+def with_frozen_module(name: str) -> tuple[Training, nn.Linear]:
+    """A training with a frozen layer more that nothing computes with; that layer."""
+    training, layer = Training(width=400), nn.Linear(400, 400).requires_grad_(False)
+    training.model.add_module(name, layer)
+    optimize_the_rest(training)
+    return training, layer
+
+
+def optimize_the_rest(training: Training) -> None:
+    training.optimizer = torch.optim.AdamW([p for p in training.model.parameters() if p.requires_grad])
 
 
 def snapshot(client: Client, training: Training, daemon: RankDaemonDouble, step: int) -> None:
@@ -152,6 +152,8 @@ def test_other_memory_under_the_same_address_is_another_content(daemon: RankDaem
             snapshot(client, training, daemon, step)
         swap(2.0)
         snapshot(client, training, daemon, 4)
+        found = stored(daemon.held[1, 4][0])["model.0.weight"]
+        assert torch.equal(found, torch.full((400, 400), 2.0)), "not what lay there before"
 
 
 def test_a_change_counts_once_however_long_its_memory_takes(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,7 @@ async def test_our_own_standstill_is_not_held_against_peers() -> None:
             await a.met(child.info)
             threading.Event().wait(QUICK_S * 2)  # the event loop stands still
             await stays(lambda: a.peers == [("c", True)], QUICK_S / 2)
+            assert a.up("c") and not a.problems
 
 
 async def test_a_peer_that_moves_is_followed(pair: tuple[Link, Link]) -> None:

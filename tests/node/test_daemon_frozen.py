@@ -173,6 +173,9 @@ async def test_a_frozen_slot_that_found_no_memory_comes_when_there_is_some(monke
         house.daemon._forget_job(f"{os.getuid()}/other")
         await task
         await eventually(lambda: allocated(house) == 3)
+        frozen = house.shell().seats.by_rank[0].frozen
+        assert frozen is not None and frozen.capacity >= layout.frozen_bytes
+        assert "no_memory" not in house.problems()
 
 
 async def test_memory_of_a_frozen_part_that_goes_serves_who_waits_for_it() -> None:
@@ -185,6 +188,7 @@ async def test_memory_of_a_frozen_part_that_goes_serves_who_waits_for_it() -> No
         await eventually(lambda: "no_memory" in house.problems())
         rank.say(wire.Resize(12 * MIB, wire.NOTHING_FROZEN))
         await eventually(lambda: allocated(house) == 3 and "no_memory" not in house.problems())
+        assert not house.shell().frozen.slots and house.shell().seats.by_rank[0].frozen is None
 
 
 async def test_what_the_rank_cannot_use_and_no_snapshot_needs_makes_room_for_another() -> None:

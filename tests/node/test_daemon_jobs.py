@@ -228,6 +228,7 @@ async def test_a_finished_job_keeps_its_memory_until_it_is_durable(monkeypatch: 
         told = shell.levels[newest]
         shell.levels[newest] = ins.TellLevel(newest, told.level, told.wanted, True)
         await eventually(lambda: house.daemon.arena.used_bytes == 0)
+        assert shell.job not in house.daemon.jobs
 
 
 async def test_names_that_were_only_asked_about_are_forgotten() -> None:
@@ -288,6 +289,7 @@ async def test_memory_of_a_rank_that_moved_away_comes_back_when_its_old_trainer_
         await stays(lambda: len(free & shell.seats.slots.keys()) == 3)
         rank.close()
         await eventually(lambda: not free & shell.seats.slots.keys())
+        assert len(free) == 3 and not free & house.daemon.arena.slots.keys(), "the arena has it back"
 
 
 async def test_one_users_jobs_stay_within_his_part() -> None:

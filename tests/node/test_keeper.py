@@ -311,9 +311,10 @@ def test_the_next_keeper_removes_what_killed_ones_left_and_nothing_else(runtime:
 def test_a_directory_that_cannot_be_listed_is_no_reason_not_to_start(runtime: Path) -> None:
     runtime.chmod(0o300)
     try:
-        keep(runtime, "true")
+        keep(runtime, "touch", str(ran := runtime / "ran"))
     finally:
         runtime.chmod(0o700)
+    assert list(runtime.iterdir()) == [ran], "the daemon was started, and the keeper's own directory is gone"
 
 
 def test_without_a_keeper_nothing_is_kept_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
