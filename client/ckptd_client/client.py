@@ -148,8 +148,8 @@ class Client:
         Returns its step, None only when it is proven that the job has none. source: None, "memory" or "durable". only:
         shell patterns of keys to load. strict=False: load what fits. allow_fresh=True: None instead of an error when nothing
         can be reached or recovered. Raises CkptdError on all ranks; nothing is written unless every rank can load, and the error
-        says so when a rank's objects are dirty all the same. ``last_restore["mode"]``: "verified", or "direct" where the daemon had
-        no room for all bytes at once.
+        says so when a rank's objects are dirty all the same. ``last_restore["mode"]``: "verified", "direct" where the daemon had
+        no room for all bytes at once, or "fresh".
         """
         if source not in (None, "memory", "durable"):
             raise ValueError(f'source is None, "memory" or "durable", not {source!r}')

@@ -37,10 +37,13 @@ log = logging.getLogger("ckptd")
 
 @dataclass
 class Outcome:
-    """``step`` None: proven that there is nothing. ``facts``: seconds, bytes by source, remarks."""
+    """``step`` None: proven that there is nothing. ``facts``: seconds, bytes by source, remarks; the same keys in either case,
+    so that a program can print them without a look at which it is."""
 
     step: int | None
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(
+        default_factory=lambda: {"epoch": None, "step": None, "mode": "fresh", "bytes": {}, "seconds": {}}
+    )
     restored: Restored = field(default_factory=Restored)
 
 

@@ -65,6 +65,7 @@ def test_own_memory_survives_the_trainer(nodes: Cluster) -> None:
     node = nodes.node(replicas=0)
     (trainer,) = nodes.world([node], JOB)
     assert trainer.do("restore") is None
+    assert trainer.do("last_restore")["mode"] == "fresh" and trainer.do("last_restore")["bytes"] == {}
     trainer.do("train", steps=3)
     digest = trainer.do("digest")
     trainer.do("snapshot", must=True)
