@@ -6,6 +6,7 @@
 PYTHON ?= python3
 TEST_WORKERS ?= auto
 TEST_ARGS ?=
+MUTANTS_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -14,13 +15,14 @@ RUN_ENV := OMP_NUM_THREADS=1
 PYTEST := $(RUN_ENV) $(BIN)/pytest -n $(TEST_WORKERS) --maxprocesses=4 --dist=worksteal
 EVERYDAY := not chaos and not soak and not elastic
 
-.PHONY: help demo test chaos soak bench clean
+.PHONY: help demo test chaos soak mutants bench clean
 
 help:
 	@echo "make demo    four nodes, five failures, every claim checked (under 5 minutes on 2 cores)"
 	@echo "make test    ruff, mypy --strict, pytest (under 10 minutes on 2 cores)"
 	@echo "make chaos   the longer runs under faults"
-	@echo "make soak    hours"
+	@echo "make soak    for CKPTD_SOAK_S seconds, an hour unless told otherwise"
+	@echo "make mutants deliberate mistakes in the core and in commits: which do the tests find? (45 minutes on 2 cores)"
 	@echo "make bench   speed beside the machine's own limits; results in bench/results/"
 	@echo "make clean   remove what was made here"
 
@@ -30,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 	@echo "== installing into .venv (once, some minutes)"
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-		$(BIN)/python -m pip install --no-cache-dir -c constraints.txt -e '.[demo,test]'
+		$(BIN)/python -m pip install --no-cache-dir -c constraints.txt -e '.[demo,rs,test]'
 	@touch $@
 
 demo: $(STAMP)
@@ -52,9 +54,13 @@ chaos: $(STAMP)
 soak: $(STAMP)
 	@$(RUN_ENV) $(BIN)/pytest -v -m soak --timeout=14400 $(TEST_ARGS)
 
+# Begins where an interrupted run stopped. MUTANTS_ARGS="--only levels.py" looks at some of them.
+mutants: $(STAMP)
+	@$(RUN_ENV) $(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+
 bench: $(STAMP)
 	@mkdir -p bench/results
-	@missed=""; for name in stall protect persist restore; do \
+	@missed=""; for name in stall protect erasure persist restore; do \
 		echo "== $$name"; $(BIN)/python -m bench.$$name --json bench/results/$$name.json || missed="$$missed $$name"; done; \
 	test -z "$$missed" || { echo "floors missed or benchmark failed:$$missed"; exit 1; }
 

@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from ckptd.core.pacing import FLOOR_BYTES_S, OVERHEAD_MAX
 from ckptd.core.policy import Policy
+from ckptd.core.redundancy import AUTO, FORMS, REPLICAS_MAX, Replicas, parse
 from ckptd.identity import NODE_ID_PATTERN, address_of, kept_node_id, uid_of
 from ckptd.units import machine_memory_bytes, parse_budget
 
@@ -25,6 +27,8 @@ HTTP_SUFFIX = ".http"
 SOCKET_PATH_BYTES_MAX = 107  # sun_path, less its NUL
 PORT_MAX = 65535
 DAY_S = 86400.0
+LABEL_CHARACTERS_MAX = 128
+PACING_FLOOR_MIN_BYTES_S = 16 * 1024  # slower, and a stream's receiver might take it for dead
 
 Seconds = Annotated[float, Field(gt=0, le=DAY_S)]
 Port = Annotated[int, Field(ge=0, le=PORT_MAX)]
@@ -58,6 +62,26 @@ def _of_policy(name: str, group: str, text: str, unit: str = "", **bounds: Any) 
     return _set(getattr(_POLICY, name), group, text, unit, **bounds)
 
 
+def _in_both_forms(values: dict[str, Any]) -> dict[str, Any]:
+    """What cannot be read is left for its field to refuse. Raises ValueError when the two contradict each other: of parity
+    ``replicas`` says how many losses it survives, so that all that `ckptd config` prints can be given again."""
+    text, copies = values.get("redundancy"), values.get("replicas")
+    try:
+        asked = parse(str(text)) if text is not None else None
+        short = Replicas(int(copies)) if copies is not None else None
+    except ValueError:
+        return values
+    if text is None:
+        return values if short is None else {**values, "redundancy": short.text}
+    means = 1 if asked is None else asked.tolerates
+    if short is not None and short.copies != means:
+        said = AUTO if asked is None else asked.text
+        raise ValueError(
+            f"redundancy={said} and {short.text} contradict each other: give one of the two, replicas is the short form"
+        )
+    return {**values, "replicas": means, "redundancy": str(text)}
+
+
 class Config(BaseSettings):
     """All settings of one daemon, validated; ``Config()`` is all defaults (neither file nor environment is read)."""
 
@@ -68,6 +92,9 @@ class Config(BaseSettings):
     node_id: str = _set("", "identity", "name of this node; empty: made from the host name and kept in state_dir",
                         pattern=f"^({NODE_ID_PATTERN})?$")  # fmt: skip
     domain: str = _set("", "identity", "failure domain (rack, switch, PDU); empty: the node itself")
+    parallel_group: str = _set(
+        "", "identity", "tensor- or pipeline-parallel group of this node's ranks: copies go to other groups first",
+        max_length=LABEL_CHARACTERS_MAX)  # fmt: skip
     state_dir: Path = _set(
         _default_state_dir, "identity", "epochs and identity, kept over restarts; this daemon's alone"
     )
@@ -101,14 +128,22 @@ class Config(BaseSettings):
     user_budget: str = _set(
         "100%", "memory", "part of it that the jobs of one user may take", "bytes, GiB or % of memory_budget"
     )
-    replicas: int = _of_policy("replicas", "memory", "copies in other failure domains", "copies", ge=0, le=16)
-    own_slots: int = _of_policy("own_slots", "memory", "own generations: 2 waits for protection, 3 for a flush, 4 never",
-                                "slots per rank", ge=2, le=16)  # fmt: skip
+    redundancy: str = _set("replicas=1", "memory", f"how a snapshot outlives nodes: {FORMS}")
+    replicas: int = _of_policy(
+        "replicas", "memory", "short for redundancy: copies in other failure domains", "copies",
+        ge=0, le=REPLICAS_MAX)  # fmt: skip
+    own_slots: int = _of_policy(
+        "own_slots", "memory", "own generations: 2 captures after protection, 3 also during it, 4 never waits",
+        "slots per rank", ge=2, le=16,
+    )  # fmt: skip
     peer_sets: int = _of_policy(
         "peer_sets", "memory", "generations kept for each rank protected here", "sets", ge=1, le=16
     )
     job_linger_s: Annotated[float, Field(ge=0, le=DAY_S)] = _set(
         600.0, "memory", "a finished job's memory is kept this long, and until it is durable")  # fmt: skip
+
+    drain_on_stop_s: Annotated[float, Field(ge=0, le=DAY_S)] = _set(
+        0.0, "memory", "on SIGTERM, hand away what only this node holds for at most so long, then stop; 0: off")  # fmt: skip
 
     fence_timeout_s: Seconds = _set(
         30.0, "training", "the optimizer waits for a copy this long, then the step is void"
@@ -118,6 +153,21 @@ class Config(BaseSettings):
     )
     grant_margin_max_steps: int = _of_policy("grant_margin_max_steps", "training", "how far ahead captures are granted",
                                              ge=1, le=100_000)  # fmt: skip
+
+    pacing: Literal["off", "aimd", "windows"] = _set(
+        "aimd", "pacing", "off: never; aimd: by step times; windows: also only in the gaps ranks mark"
+    )
+    overhead_max: float = _set(
+        OVERHEAD_MAX, "pacing", "how much longer a step may take with our traffic beside it", "share of a step",
+        gt=0, le=1,
+    )  # fmt: skip
+    pacing_floor_bytes_s: int = _set(
+        FLOOR_BYTES_S, "pacing", "never slower than this, whatever it costs training", "bytes/s",
+        ge=PACING_FLOOR_MIN_BYTES_S,
+    )  # fmt: skip
+    pacing_deadline_s: Seconds = _of_policy(
+        "pacing_deadline_s", "pacing", "a copy is made within this, whatever it costs training"
+    )
 
     storage_root: Path | None = _set(
         None, "durable", "shared directory for durable checkpoints; none: memory only"
@@ -165,6 +215,18 @@ class Config(BaseSettings):
     log_format: Literal["text", "json"] = _set("text", "process", "one line per event: key=value, or JSON")
 
     # --- checks -------------------------------------------------------------------------------------------------
+    @model_validator(mode="before")
+    @classmethod
+    def _two_forms(cls, values: Any) -> Any:
+        """``replicas`` and ``redundancy`` say the same: whichever was given makes the other."""
+        return _in_both_forms(values) if isinstance(values, dict) else values
+
+    @field_validator("redundancy")
+    @classmethod
+    def _canonical(cls, text: str) -> str:
+        found = parse(text)
+        return AUTO if found is None else found.text
+
     @field_validator("key_file", "storage_root", mode="before")
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
@@ -244,8 +306,10 @@ class Config(BaseSettings):
     # --- what the daemon asks -----------------------------------------------------------------------------------
     def policy(self) -> Policy:
         """The core's knobs."""
-        names = Policy.__dataclass_fields__.keys() - {"durable"}
-        return Policy(**{name: getattr(self, name) for name in names}, durable=self.storage_root is not None)
+        names = Policy.__dataclass_fields__.keys() - {"durable", "redundancy"}
+        chosen = parse(self.redundancy) or Replicas(self.replicas)
+        values = {name: getattr(self, name) for name in names}
+        return Policy(**values, redundancy=chosen, durable=self.storage_root is not None)
 
     def memory_budget_bytes(self) -> int:
         return parse_budget(self.memory_budget, machine_memory_bytes())

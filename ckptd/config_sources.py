@@ -20,12 +20,16 @@ FILE_VARIABLE = "CKPTD_CONFIG"
 PREFIX = "CKPTD_"
 DEFAULT = "default"
 FILE_BYTES_MAX = 1 << 20
+TWO_FORMS = (
+    "redundancy",
+    "replicas",
+)  # of one decision: the stronger source's form replaces the weaker one's
 # Names with our prefix that are no settings: what the client, deploy/torchrun/launch.sh, the keeper and the tests read,
 # and what Kubernetes puts into every pod beside a Service called "ckptd".
 OTHER_VARIABLES = frozenset(
     {FILE_VARIABLE, "CKPTD_AUTOSTART", "CKPTD_FAILPOINT", "CKPTD_LOG", "CKPTD_WAIT_S"}
 )
-OTHER_PREFIXES = ("CKPTD_SERVICE_", "CKPTD_PORT", "CKPTD_TEST_", "CKPTD_KEEPER", "CKPTD_DEMO_")
+OTHER_PREFIXES = ("CKPTD_SERVICE_", "CKPTD_PORT", "CKPTD_TEST_", "CKPTD_KEEPER", "CKPTD_DEMO_", "CKPTD_NOTICE_")
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,13 @@ def load(
         _from_environment(variables),
         _from_flags(flags or {}),
     ):
+        if any(form in source for form in TWO_FORMS):
+            for form in TWO_FORMS:
+                values.pop(form, None)
         values.update(source)
         origins.update({name: origin_of(name) for name in source})
+    given = next((form for form in TWO_FORMS if form in values), TWO_FORMS[0])
+    origins.update({form: origins[given] for form in TWO_FORMS if form not in values})
     try:
         return Loaded(Config(**values), origins)
     except ValidationError as error:

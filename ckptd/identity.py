@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import pwd
+import re
 import secrets
 import socket
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from ckptd.core.errors import CkptdError
+from ckptd.directory import make_directories, sync_path
 
 NODE_ID_FILE = "node_id"
 NODE_ID_RANDOM_BYTES = 3
@@ -48,16 +50,20 @@ def kept_node_id(state_dir: Path) -> str:
     """The identity kept in ``state_dir``, made there at the first start. Raises CkptdError."""
     kept = state_dir / NODE_ID_FILE
     try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directories(state_dir, 0o700)
         if not kept.exists():
             _write_once(kept, _fresh_node_id())
-        return kept.read_text().strip()
+        found = kept.read_text("ascii", "replace").strip()
     except OSError as error:
         raise CkptdError(
             f"the node's identity cannot be kept: {error}",
             where=str(kept),
             hint="set state_dir to a directory of yours",
         ) from error
+    if not re.fullmatch(NODE_ID_PATTERN, found):
+        hint = "write the node's name into it; removed, the node gets a new one and is a stranger to its peers"
+        raise CkptdError("the node's kept identity is damaged", where=str(kept), hint=hint)
+    return found
 
 
 def _fresh_node_id() -> str:
@@ -79,3 +85,4 @@ def _write_once(path: Path, text: str) -> None:
         return
     finally:
         fresh.unlink()
+        sync_path(path.parent)  # also for the one who came second: the first may not have got so far

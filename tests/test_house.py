@@ -15,22 +15,24 @@ FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 
 # What a room of ckptd/ may import of ckptd/, beside itself, the core and the error type. recover reads what persist wrote;
-# process, units and identity are leaves: facts about a process, sizes as people write them, who this node is.
+# process, units, directory and identity are leaves: facts about a process, sizes as people write them, directories that
+# outlive a power cut, who this node is.
 ROOMS: dict[str, frozenset[str]] = {
     "core": frozenset(),
-    "wire": frozenset({"process"}),
+    "wire": frozenset({"process", "directory"}),
     "process": frozenset(),
     "units": frozenset(),
     "arena": frozenset({"process"}),
     "observe": frozenset(),
     "protect": frozenset({"arena", "wire"}),
-    "persist": frozenset({"arena", "wire"}),
-    "recover": frozenset({"arena", "wire", "persist"}),
-    "identity": frozenset(),
+    "persist": frozenset({"arena", "wire", "directory"}),
+    "recover": frozenset({"arena", "wire", "persist", "protect"}),  # from parity and from storage
+    "directory": frozenset(),
+    "identity": frozenset({"directory"}),
     "config": frozenset({"units", "identity"}),
     "config_sources": frozenset({"config", "units"}),
     "errors": frozenset(),
-    "daemon": frozenset({"arena", "wire", "observe", "protect", "persist", "recover", "config", "process"}),
+    "daemon": frozenset({"arena", "wire", "observe", "protect", "persist", "recover", "config", "process", "directory"}),
 }
 ALWAYS_ALLOWED = frozenset({"core", "errors"})
 

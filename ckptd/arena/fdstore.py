@@ -124,7 +124,7 @@ def _listen_fds() -> dict[str, int]:
     count = os.environ.pop("LISTEN_FDS", "")
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     taken: dict[str, int] = {}
-    if pid != str(os.getpid()) or not count.isdigit():
+    if pid != str(os.getpid()) or not _is_number(count):
         return taken
     for index in range(int(count)):
         fd = FIRST_FD + index
@@ -139,4 +139,8 @@ def _listen_fds() -> dict[str, int]:
 
 def _watchdog_s() -> float:
     pid, usec = os.environ.pop("WATCHDOG_PID", ""), os.environ.pop("WATCHDOG_USEC", "")
-    return int(usec) / 1e6 if usec.isdigit() and pid in ("", str(os.getpid())) else 0.0
+    return int(usec) / 1e6 if _is_number(usec) and pid in ("", str(os.getpid())) else 0.0
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()

@@ -58,6 +58,14 @@ def run_under_keeper(argv: list[str], watchdog_s: float = 0.0) -> int:
     os.execv(sys.executable, [sys.executable, "-I", "-S", script, str(watchdog_s), *argv])
 
 
+def failpoint(name: str) -> None:
+    """ckptd/core/failpoint.py, which an isolated script cannot import by name; nothing at all unless something is armed."""
+    if "CKPTD_FAILPOINT" in os.environ:
+        import runpy
+
+        runpy.run_path(os.path.join(os.path.dirname(__file__), "..", "core", "failpoint.py"))["failpoint"](name)
+
+
 class Store:
     """Descriptors by name, in the order they came."""
 
@@ -204,6 +212,7 @@ class KeeperProcess:
                     return code
                 say(f"the daemon ended with {code}, it starts again in {self._delay:.1f} s")
                 self._pause()
+                failpoint("keeper.restart")
                 if self._stops:
                     return code
         finally:
@@ -284,8 +293,10 @@ class KeeperProcess:
     def _note(self, child: Child, note: dict[str, str], fds: list[int]) -> None:
         name = note.get("FDNAME", "stored")
         if note.get("FDSTOREREMOVE") == "1":
+            failpoint("keeper.remove")
             self._store.remove(name)
         elif note.get("FDSTORE") == "1" and is_name(name):
+            failpoint("keeper.store")
             while fds:
                 self._store.put(name, fds.pop(0))
         if note.get("READY") == "1":

@@ -124,13 +124,13 @@ def _open(data: bytes) -> tuple[int, bytes] | None:
 
 def _parse(serial: int, body: bytes) -> Header:
     version, name, size, (job, uid, kind, rank), incarnation, mappers, rows = msgpack.unpackb(body)
-    if version != LEDGER_VERSION:
+    if _whole(version) != LEDGER_VERSION:
         raise ValueError(f"version {version}, ours is {LEDGER_VERSION}")
-    if kind not in KINDS or type(job) is not str or type(incarnation) is not str:
+    if kind not in KINDS or not type(job) is type(incarnation) is type(name) is str:
         raise ValueError("tenant of an unknown kind")
     return Header(
         name=name,
-        size=size,
+        size=_whole(size),
         tenant=Tenant(job, _whole(uid), kind, _whole(rank)),
         incarnation=incarnation,
         mappers=tuple((_whole(pid), _whole(started)) for pid, started in mappers),
@@ -143,7 +143,7 @@ def _row(row: Any) -> SlotRow:
     *numbers, state, meta_bytes, meta_sum = row
     slot_id, offset, capacity, meta_capacity = map(_whole, numbers)
     if state not in (FREE, FILLING, SEALED) or type(meta_sum) is not bytes:
-        raise ValueError(f"slot {slot_id} in state {state!r}")
+        raise ValueError(f"slot {slot_id} in an unknown state")
     return SlotRow(slot_id, offset, capacity, meta_capacity, state, _whole(meta_bytes), meta_sum)
 
 
@@ -175,5 +175,5 @@ def _check_slots(rows: tuple[SlotRow, ...], size: int) -> None:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is not a whole number")
+        raise ValueError(f"a {type(value).__name__} is not a whole number")
     return value

@@ -9,9 +9,11 @@ import msgpack
 
 from ckptd.arena.sums import SUM_BYTES, block_count
 from ckptd.core.ids import SnapshotId
+from ckptd.core.lanes import Part, packed_part, unpacked_part
 from ckptd.core.layout import Layout
 
 RECORD_VERSION = 1
+PARITY_VERSION = 2  # of a part of a lane; all others are written as before
 
 
 @dataclass(frozen=True)
@@ -25,28 +27,34 @@ class SlotRecord:
     sums: bytes  # 16 per block of those
     digests: tuple[tuple[str, bytes], ...]
     keep: bool = False
+    part: Part | None = None  # it holds no rank's state but this part of a lane's parity
 
 
 def encode_record(record: SlotRecord) -> bytes:
     where = [record.job, [record.snapshot.epoch, record.snapshot.step], record.rank, record.tier]
     what = [record.layout.encoded, record.objects_bytes, record.sums, record.digests, record.keep]
-    packed: bytes = msgpack.packb([RECORD_VERSION, *where, *what])
+    body = [RECORD_VERSION, *where, *what]
+    if record.part is not None:
+        body = [PARITY_VERSION, *where, *what, packed_part(record.part)]
+    packed: bytes = msgpack.packb(body)
     return packed
 
 
 def decode_record(data: bytes) -> SlotRecord:
     """Raises ValueError for anything that is not a whole, consistent record."""
     try:
-        version, job, (epoch, step), rank, tier, layout, objects_bytes, sums, digests, keep = msgpack.unpackb(
-            data
-        )
-        pairs = tuple((str(name), bytes(value)) for name, value in digests)
+        version, *fields = msgpack.unpackb(data)
+        part = unpacked_part(fields.pop()) if version == PARITY_VERSION else None
+        job, (epoch, step), rank, tier, layout, objects_bytes, sums, digests, keep = fields
+        pairs = tuple((name, value) for name, value in digests)
     except (TypeError, ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"not a slot record: {error}") from error
-    if version != RECORD_VERSION:
-        raise ValueError(f"slot record of version {version}, ours is {RECORD_VERSION}")
-    _require_ints(epoch=epoch, step=step, rank=rank, tier=tier, objects_bytes=objects_bytes)
-    if not (isinstance(job, str) and isinstance(sums, bytes) and isinstance(layout, bytes)):
+    _require_ints(version=version, epoch=epoch, step=step, rank=rank, tier=tier, objects_bytes=objects_bytes)
+    if version not in (RECORD_VERSION, PARITY_VERSION):
+        raise ValueError(f"slot record of version {version}, ours are {RECORD_VERSION} and {PARITY_VERSION}")
+    if not all(type(name) is str and type(value) is bytes for name, value in pairs):
+        raise ValueError("slot record whose digests are not pairs of text and bytes")
+    if not (type(job) is str and type(sums) is type(layout) is bytes and type(keep) is bool):
         raise ValueError("slot record with a field of another type")
     record = SlotRecord(
         job,
@@ -57,7 +65,8 @@ def decode_record(data: bytes) -> SlotRecord:
         objects_bytes,
         sums,
         pairs,
-        bool(keep),
+        keep,
+        part,
     )
     check_record(record)
     return record
@@ -67,6 +76,8 @@ def check_record(record: SlotRecord) -> None:
     """Sums and objects agree with the layout. Raises ValueError."""
     if len(record.sums) != SUM_BYTES * block_count(record.layout, record.tier):
         raise ValueError("slot record whose sums do not match its layout")
+    if record.part is not None and record.rank != record.part.lane.holding_rank:
+        raise ValueError("slot record of parity under another number than its lane's")
     if record.objects_bytes > record.layout.objects_capacity:
         raise ValueError("slot record whose objects are larger than their region")
 
@@ -74,4 +85,4 @@ def check_record(record: SlotRecord) -> None:
 def _require_ints(**values: Any) -> None:
     for name, value in values.items():
         if type(value) is not int or value < 0:
-            raise ValueError(f"slot record: {name} is {value!r}")
+            raise ValueError(f"slot record: {name} is not a whole number")

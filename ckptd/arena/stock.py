@@ -14,6 +14,7 @@ from ckptd.arena.budget import NoMemory, gibibytes, headroom
 from ckptd.arena.segment import Segment
 from ckptd.arena.slot import Slot
 from ckptd.arena.tenant import Tenant
+from ckptd.core.failpoint import failpoint
 
 log = logging.getLogger("ckptd.arena")
 
@@ -90,6 +91,7 @@ class Stock:
             self._number = max(self._number, number_of(segment.name), *segment.slots)
 
     def keep(self, segment: Segment) -> None:
+        failpoint("arena.keep")
         if not self.keeper.store(segment.name, segment.fd):
             log.warning("segment %s is not in the keeper: a crash of the daemon loses it", segment.name)
 
@@ -170,6 +172,7 @@ class Stock:
         with self.lock:
             if self.segments.pop(segment.name, None) is None:
                 return
+            failpoint("arena.drop")
             self.keeper.remove(segment.name)
             future = self._reaper.submit(segment.destroy)
             self._dying[future] = segment.size

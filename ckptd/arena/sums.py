@@ -16,7 +16,7 @@ import xxhash
 
 from ckptd.arena.payload import Payload
 from ckptd.core.agreement import object_name, tensor_name
-from ckptd.core.layout import MAYBE, REPLICA, Layout
+from ckptd.core.layout import BLOCK_BYTES, MAYBE, REPLICA, Layout
 
 SUM_BYTES = 16
 HASH_THREADS = 2  # one alone would take a third of the time on fast links, and half of it from own memory
@@ -50,7 +50,9 @@ def live_blocks(layout: Layout, tier: int = 0) -> Blocks:
 
 
 def block_count(layout: Layout, tier: int = 0) -> int:
-    return len(blocks_of(layout, tier))
+    """How many ``blocks_of`` has, without making that table: a forged layout may speak of a PiB."""
+    held = [f.nbytes for f in layout.fragments if f.tier >= tier]
+    return sum(-(-nbytes // BLOCK_BYTES) for nbytes in (layout.objects_capacity, *held))
 
 
 def block_sums(payload: Payload, layout: Layout, tier: int = 0) -> bytes:
@@ -161,7 +163,7 @@ def _object_digests(payload: Payload, layout: Layout, objects_bytes: int) -> lis
         objects = msgpack.unpackb(payload[:objects_bytes], max_map_len=OBJECTS_MAX)
     except Exception as error:  # msgpack raises ValueError and types of its own
         raise ValueError(f"objects region: {error}") from error
-    if type(objects) is not dict or not all(type(v) is bytes for v in objects.values()):
+    if type(objects) is not dict or not all(type(k) is str and type(v) is bytes for k, v in objects.items()):
         raise ValueError("the objects region is not a map of names to bytes")
     return [(object_name(name), xxhash.xxh3_128_digest(value)) for name, value in objects.items()]
 

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from ckptd.cli.check import preflight
+from ckptd.cli.drain import drain
 from ckptd.cli.listing import ls
 from ckptd.cli.node import run
+from ckptd.cli.plan import plan
 from ckptd.cli.settings import config
 from ckptd.cli.status import status
 from ckptd.cli.verify import verify
@@ -22,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, config, preflight, status, ls, verify):
+for command in (run, config, preflight, plan, status, ls, drain, verify):
     app.command()(command)
 
 

@@ -10,27 +10,22 @@ import typer
 from ckptd.cli import checks
 from ckptd.cli.checks import Check
 from ckptd.cli.flags import Loaded, with_settings
-from ckptd.cli.sizing import Sizing, sizing
+from ckptd.cli.sizing import formula, sizing
+from ckptd.cli.state_flags import Ddp, FrozenBytes, StateBytes
 from ckptd.config import Config
 from ckptd.core.errors import CkptdError
+from ckptd.core.sizing import Sizing
 from ckptd.units import format_bytes, parse_bytes
 
 
 @with_settings
 def preflight(
     loaded: Loaded,
-    state_bytes: Annotated[
-        str | None,
-        typer.Option(help="one snapshot of the whole job, each tensor once: 12GiB", metavar="SIZE"),
-    ] = None,
-    frozen_bytes: Annotated[
-        str, typer.Option(help="what of it is frozen (requires_grad=False), as an adapter's base model", metavar="SIZE")
-    ] = "0",
+    state_bytes: StateBytes = None,
+    frozen_bytes: FrozenBytes = "0",
     nodes: Annotated[int, typer.Option(min=1, help="nodes of the job")] = 1,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="ranks on each")] = 1,
-    ddp: Annotated[
-        bool, typer.Option("--ddp/--sharded", help="every rank holds all of it, or its shard")
-    ] = False,
+    ddp: Ddp = False,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """Check memory, storage, addresses, ports, keys and limits of this node. Exit status 1 when something is wrong."""
@@ -69,7 +64,7 @@ def _guarded(name: str, check: Callable[[Config], Check], config: Config) -> Che
 
 
 def _fits(asked: Sizing, budget: int) -> Check:
-    text = f"needs {format_bytes(asked.needed_bytes)} per node = {asked.formula()}; the budget is {format_bytes(budget)}"
+    text = f"needs {format_bytes(asked.needed_bytes)} per node = {formula(asked)}; the budget is {format_bytes(budget)}"
     text += f"; one rank's slot is {format_bytes(asked.slot_bytes)}"
     if asked.needed_bytes <= budget:
         lost = f"survives the loss of {asked.tolerates} of {asked.nodes} nodes at once"
@@ -79,10 +74,8 @@ def _fits(asked: Sizing, budget: int) -> Check:
         return Check(
             "state", False, text, "not even local generations fit: raise memory_budget or use more nodes"
         )
-    hint = (
-        f"own_slots={less.own_slots} replicas={less.replicas} would fit ({format_bytes(less.needed_bytes)})"
-    )
-    return Check("state", False, text, f"{hint}; or raise memory_budget, or use more nodes")
+    hint = f"own_slots={less.own_slots} {less.redundancy.text} would fit ({format_bytes(less.needed_bytes)})"
+    return Check("state", False, text, f"{hint}; `ckptd plan` weighs parity; or raise memory_budget, or use more nodes")
 
 
 def _size(text: str, option: str) -> int:

@@ -151,6 +151,14 @@ def memlock(config: Config) -> Check:
                  "ulimit -l unlimited (LimitMEMLOCK=infinity) for ranks that register memory")  # fmt: skip
 
 
+def parity(config: Config) -> Check:
+    """Loads ISA-L and has it compute a few bytes."""
+    from ckptd.protect import erasure
+
+    slow = erasure.slow_for(config.policy().redundancy)
+    return Check("parity", None if slow else True, slow or erasure.describe(), slow and erasure.HINT)
+
+
 def _answers(path: Path) -> bool:
     """Does a process listen at this socket?"""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
@@ -179,4 +187,5 @@ ALL: dict[str, Callable[[Config], Check]] = {
     "storage": storage,
     "files": files,
     "memlock": memlock,
+    "parity": parity,
 }

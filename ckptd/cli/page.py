@@ -13,6 +13,7 @@ from ckptd.core.errors import CkptdError
 
 TIMEOUT_S = 15.0  # the daemon itself gives up after 10 s
 ANSWER_BYTES_MAX = 64 << 20
+PORT_MAX = 65535
 
 
 def fetch(loaded: Loaded, path: str) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def fetch(loaded: Loaded, path: str) -> dict[str, Any]:
         body = json.loads(answer.read(ANSWER_BYTES_MAX))
     except ConnectionRefusedError as error:
         raise _nobody(announced, "the daemon that wrote it is gone") from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise CkptdError(
             f"the daemon did not answer: {error!r}", where=f"http://{host}:{port}{path}"
         ) from error
@@ -45,9 +46,17 @@ def _announced(loaded: Loaded) -> Path:
     return system if is_default and not own.exists() and system.exists() else own
 
 
+def socket_of(loaded: Loaded) -> Path:
+    """The rank socket of the daemon that ``fetch`` asks."""
+    own = loaded.config.socket
+    return own if _announced(loaded) == loaded.config.http_file() else SYSTEM_RUN_DIR / SOCKET_NAME
+
+
 def _address(announced: Path) -> tuple[str, int]:
     try:
         host, _, port = announced.read_text().strip().rpartition(":")
+        if not (port.isascii() and port.isdecimal() and int(port) <= PORT_MAX):
+            raise ValueError("no port stands there")
         return host, int(port)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _nobody(announced, "none has announced itself") from error

@@ -12,9 +12,18 @@ from ckptd.cli.flags import Loaded, with_settings
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ckptd.observe.report import HealthReport, JobReport, StatusReport
+    from ckptd.observe.report import HealthReport, JobReport, PacingReport, StatusReport
 
 LEVELS = ("sealed", "protected", "durable")
+STATE_WORDS = {
+    "no step times": "no rank reports steps",
+    "measuring": "not enough steps seen",
+    "within": "traffic does not slow training",
+    "floor": "at pacing_floor_bytes_s",
+    "deadline": "a deadline comes first",
+    "held": "a look at steps without traffic",
+    "windows": "in the gaps between communication",
+}
 
 
 @with_settings
@@ -63,10 +72,25 @@ def _node(report: StatusReport) -> RenderableType:
         ["node", f"{node.get('id', NONE)}  domain {node.get('domain') or NONE}  pid {node.get('pid', NONE)}"],
         ["links", f"control {node.get('control', NONE)}  bulk {node.get('bulk', NONE)}"],
         ["memory", f"{used}  ({', '.join(parts)})"],
+        ["pacing", _pacing(report.get("pacing", {}))],
         ["storage", root if storage.get("ok", True) else f"{root}: {storage.get('reason') or 'not usable'}"],
         ["health", good(report.get("health", {}).get("ok", True), "ok", "see the problems")],
     ]
     return table("", ("", f"ckptd {node.get('version', '')}"), cells)
+
+
+def _pacing(pacing: PacingReport) -> str:
+    """One line: is traffic held back, how much, and why."""
+    from ckptd.cli.show import NONE, size
+
+    state, rate, slowdown = pacing.get("state", NONE), pacing.get("rate_bytes_s"), pacing.get("slowdown")
+    limit = "no limit" if rate is None else f"at most {size(int(rate))}/s"
+    known = (
+        ""
+        if slowdown is None
+        else f", steps {slowdown:+.1%} beside traffic, {pacing.get('overhead_max', 0):.1%} allowed"
+    )
+    return f"{STATE_WORDS.get(state, state)}: {limit}{known}"
 
 
 def _problems(health: HealthReport) -> Iterator[RenderableType]:
@@ -87,20 +111,32 @@ def _job(job: JobReport) -> Iterator[RenderableType]:
     yield ""
     newest, lag = job.get("newest", {}), job.get("lag", {})
     levels = [[level, step(newest.get(level)), lag.get(level, NONE)] for level in LEVELS]
-    held = f"{job.get('level', NONE)} of {job.get('wanted', NONE)} wanted copies elsewhere"
+    held = f"{job.get('level', NONE)} of {job.get('wanted', NONE)} domains may be lost ({job.get('redundancy') or NONE}"
+    held += ", lowered for want of memory)" if job.get("rung") else ")"
     title = f"job {job.get('job', '')}: epoch {job.get('epoch', NONE)}, {job.get('phase', '')}, "
     title += f"{job.get('world', NONE)} ranks, steward {job.get('steward') or NONE}"
     yield title
     yield good(not job.get("degraded", False), f"protection: {held}", f"DEGRADED: {held}")
     yield table("", ("level", ">newest step", ">steps behind"), levels)
+    yield from _outlook(job)
     yield from _members(job)
+
+
+def _outlook(job: JobReport) -> Iterator[RenderableType]:
+    from ckptd.cli.outlook import COLUMNS, notes, row
+    from ckptd.cli.show import table
+
+    rows = job.get("outlook", [])
+    if rows:
+        yield table("", COLUMNS, [row(outlook) for outlook in rows])
+        yield from notes(rows)
 
 
 def _members(job: JobReport) -> Iterator[RenderableType]:
     from ckptd.cli.show import good, size, step, table
 
     nodes = [
-        [n.get("node", ""), n.get("domain", ""), good(n.get("up", False), "up", "DOWN"),
+        [n.get("node", ""), n.get("domain", ""), good(n.get("up", False), "up, leaving" if n.get("leaving") else "up", "DOWN"),
          size(n.get("memory", {}).get("used_bytes")), size(n.get("memory", {}).get("budget_bytes"))]
         for n in job.get("nodes", [])
     ]  # fmt: skip

@@ -7,7 +7,8 @@ volume 0, intersects nothing and is always covered.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -59,17 +60,25 @@ def covers(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     return not uncovered(Box.whole(shape), boxes)
 
 
+SWEEP_STEPS_MAX = 1_000_000  # slabs of one sweep, some seconds; 4096 boxes of a grid take about as many
+
+
 def uncovered(box: Box, boxes: Iterable[Box]) -> list[Box]:
     """The part of ``box`` outside all ``boxes``, as disjoint boxes in C order.
 
-    Sweeps one dimension after the other: n boxes of a grid cost O(n log n), not O(n²).
+    Sweeps one dimension after the other: n boxes of a grid cost O(n log n), not O(n²). Boxes that cross each other in many
+    dimensions can make it exponential (it decides tautology of formulas): after SWEEP_STEPS_MAX the answer is the whole box,
+    as if nothing covered it, for nobody may believe what was not proven.
     """
     if box.volume == 0:
         return []
     inside = list(dict.fromkeys(part for other in boxes if (part := intersect(box, other)) is not None))
     if box in inside:
         return []
-    return [Box(offsets, sizes) for offsets, sizes in _gaps(box, inside, 0)]
+    try:
+        return [Box(offsets, sizes) for offsets, sizes in _gaps(box, inside, 0, iter(range(SWEEP_STEPS_MAX)))]
+    except StopIteration:
+        return [box]
 
 
 def without(box: Box, part: Box) -> list[Box]:
@@ -99,8 +108,11 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     return disjoint_spans([(box.offsets, box.sizes) for box in boxes])
 
 
-def disjoint_spans(spans: Sequence[Span]) -> bool:
-    """``disjoint`` of many boxes."""
+PAIRS_MAX = 2_000_000  # of boxes that are compared two by two, about 1 s
+
+
+def disjoint_spans(spans: Sequence[Span], ragged_max: int | None = None) -> bool:
+    """``disjoint`` of many boxes. ragged_max: ValueError when more than so many lie in no grid (up to 2000: bounded work)."""
     solid = [span for span in spans if 0 not in span[1]]
     if len(solid) < 2:
         return True
@@ -112,10 +124,42 @@ def disjoint_spans(spans: Sequence[Span]) -> bool:
         return True
     if len(cut) == 1:
         return False
+    if ragged_max is not None and len(solid) > ragged_max:
+        raise ValueError(f"{len(solid)} boxes that lie in no grid, at most {ragged_max} are compared")
+    meeting, dim = min((_meeting(solid, dim), dim) for dim in range(len(solid[0][0])))
+    if meeting <= PAIRS_MAX:  # sweeping cuts through all dimensions at once, which a few boxes of many can make exponential
+        return not _any_meet(solid, dim)
     boxes = [Box(*span) for span in solid]
     frame = _frame(boxes)
     union = frame.volume - sum(gap.volume for gap in uncovered(frame, boxes))
     return union == sum(box.volume for box in boxes)
+
+
+def _meeting(spans: Sequence[Span], dim: int) -> int:
+    """Pairs of boxes whose extents in this dimension overlap."""
+    ends = sorted(at[dim] + size[dim] for at, size in spans)
+    apart = sum(bisect_right(ends, at[dim]) for at, _ in spans)
+    return len(spans) * (len(spans) - 1) // 2 - apart
+
+
+def _any_meet(spans: Sequence[Span], dim: int) -> bool:
+    """Do any two boxes overlap? ``dim``: the one in which the fewest pairs do."""
+    active: list[Span] = []
+    for span in sorted(spans, key=lambda span: span[0][dim]):
+        start = span[0][dim]
+        active = [other for other in active if other[0][dim] + other[1][dim] > start]
+        if any(_meet(span, other) for other in active):
+            return True
+        active.append(span)
+    return False
+
+
+def _meet(a: Span, b: Span) -> bool:
+    """Boxes that are not empty."""
+    return all(
+        a_from < b_from + b_size and b_from < a_from + a_size
+        for a_from, a_size, b_from, b_size in zip(a[0], a[1], b[0], b[1], strict=True)
+    )
 
 
 def _extents(spans: Sequence[Span]) -> list[list[tuple[int, int]]]:
@@ -128,8 +172,9 @@ def _extents(spans: Sequence[Span]) -> list[list[tuple[int, int]]]:
 _Part = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of the dimensions not yet swept
 
 
-def _gaps(box: Box, inside: Sequence[Box], dim: int) -> list[_Part]:
-    """Sweep dimension ``dim``: cut where a box begins or ends, ask the next dimension about each slab."""
+def _gaps(box: Box, inside: Sequence[Box], dim: int, steps: Iterator[int]) -> list[_Part]:
+    """Sweep dimension ``dim``: cut where a box begins or ends, ask the next dimension about each slab. Raises StopIteration
+    when there are no steps left."""
     if not inside:
         return [(box.offsets[dim:], box.sizes[dim:])]
     if dim == len(box.sizes):
@@ -147,7 +192,8 @@ def _gaps(box: Box, inside: Sequence[Box], dim: int) -> list[_Part]:
         for index in ends.get(start, ()):
             del active[index]
         active.update(dict.fromkeys(begins.get(start, ())))
-        below = _gaps(box, [inside[index] for index in active], dim + 1)
+        next(steps)
+        below = _gaps(box, [inside[index] for index in active], dim + 1, steps)
         if slabs and slabs[-1][2] == below:
             slabs[-1] = (slabs[-1][0], stop, below)
         else:

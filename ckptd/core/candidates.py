@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ckptd.core.agreement import agree
 from ckptd.core.balance import plans_in
 from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.lanes import Lane, decodable, member_digests
 from ckptd.core.layout import Layout
 from ckptd.core.messages import HoldingFact, RestoreAsk, Source
 from ckptd.core.protection import level, slice_classes
@@ -19,7 +20,8 @@ REASONS_MAX = 8  # missing ranks or slices named per snapshot; the rest is count
 class Candidate:
     """One restorable snapshot.
 
-    memory: the sources alone hold all of it. durable: a commit may fill gaps. layouts: of the ranks in ``sources``.
+    memory: the sources alone hold all of it. durable: a commit may fill gaps. layouts: of the ranks in ``sources``, and of
+    those that only parity can bring.
     per_rank is decided here only when ``memory``; otherwise the manifest says it.
     """
 
@@ -29,6 +31,7 @@ class Candidate:
     sources: tuple[Source, ...] = ()
     layouts: dict[int, Layout] = field(default_factory=dict)
     per_rank: tuple[str, ...] = ()
+    part_layouts: tuple[Layout, ...] = ()  # of the parity among the sources
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def find_candidates(
     restorable: list[Candidate] = []
     passed: list[PassedOver] = []
     for snapshot in sorted(everything, reverse=True):
-        outcome = _judge(snapshot, found.get(snapshot, {}), layouts, snapshot in durable, ask.source)
+        outcome = _judge(snapshot, found.get(snapshot, _Held()), layouts, snapshot in durable, ask.source)
         if isinstance(outcome, Candidate):
             restorable.append(outcome)
         else:
@@ -82,7 +85,33 @@ def find_candidates(
     return Candidates(tuple(restorable), tuple(passed))
 
 
-_Held = dict[int, list[tuple[str, HoldingFact]]]  # rank -> (node, holding)
+@dataclass
+class _Held:
+    """Of one snapshot: rank -> (node, holding), and the parity with its (node, holding)."""
+
+    ranks: dict[int, list[tuple[str, HoldingFact]]] = field(default_factory=dict)
+    parts: list[tuple[str, HoldingFact]] = field(default_factory=list)
+
+    def lanes(self) -> dict[Lane, dict[int, set[str]]]:
+        """lane -> position -> nodes with its parity"""
+        found: dict[Lane, dict[int, set[str]]] = {}
+        for node, fact in self.parts:
+            if fact.part is not None:
+                found.setdefault(fact.part.lane, {}).setdefault(fact.part.position, set()).add(node)
+        return found
+
+    def spared(self) -> dict[int, Lane]:
+        """The ranks that parity can bring now."""
+        found: dict[int, Lane] = {}
+        for lane, parts in self.lanes().items():
+            data = {
+                at
+                for rank, at in lane.ranks().items()
+                if any(f.tier <= 1 for _, f in self.ranks.get(rank, ()))
+            }
+            if decodable(lane, data, parts):
+                found.update(dict.fromkeys(lane.ranks(), lane))
+        return found
 
 
 def _related(record: EpochRecord | None, snapshot: SnapshotId) -> bool:
@@ -106,8 +135,13 @@ def _by_snapshot(
     for node, facts in sorted(holdings.items()):
         for fact in facts:
             known = layouts.get(fact.layout_id)
-            if known is not None and known.rank == fact.rank and _related(record, fact.snapshot):
-                found.setdefault(fact.snapshot, {}).setdefault(fact.rank, []).append((node, fact))
+            if known is None or known.rank != fact.rank or not _related(record, fact.snapshot):
+                continue
+            held = found.setdefault(fact.snapshot, _Held())
+            if fact.part is not None:
+                held.parts.append((node, fact))
+            else:
+                held.ranks.setdefault(fact.rank, []).append((node, fact))
     return found
 
 
@@ -121,32 +155,45 @@ def _judge(
     doubt = _doubt(held, layouts)
     if doubt:
         return Candidate(snapshot, False, True) if durable else doubt
-    own = {rank: layouts[found[0][1].layout_id] for rank, found in sorted(held.items())}
+    own = {rank: layouts[found[0][1].layout_id] for rank, found in sorted(held.ranks.items())}
+    own |= _by_parity(held, layouts, own)
     sources = tuple(
         Source(node, rank, fact.tier, fact.layout_id)
-        for rank, found in sorted(held.items())
+        for rank, found in sorted(held.ranks.items())
         for node, fact in sorted(found, key=lambda entry: (entry[1].tier, entry[0]))
-    )
+    ) + tuple(Source(node, fact.rank, 0, fact.layout_id, fact.part) for node, fact in held.parts)
+    parts = {fact.layout_id: layouts[fact.layout_id] for _, fact in held.parts}
     per_rank: tuple[str, ...] = ()
     lacking = _lacking(own, held)
     if not lacking:
-        verdict = agree(own, {rank: _digests(found) for rank, found in held.items()})
+        verdict = agree(own, _all_digests(held))
         if verdict.errors:
             lacking = "; ".join(verdict.errors[:REASONS_MAX])
-            own, sources = {}, ()
+            own, sources, parts = {}, (), {}
         else:
             per_rank = verdict.per_rank
     if lacking and not durable:
         return lacking
-    return Candidate(snapshot, not lacking, durable, sources, own, per_rank)
+    return Candidate(snapshot, not lacking, durable, sources, own, per_rank, tuple(parts.values()))
+
+
+def _by_parity(held: _Held, layouts: Mapping[str, Layout], own: Mapping[int, Layout]) -> dict[int, Layout]:
+    """The layouts of ranks that no slot is left of, but parity."""
+    found: dict[int, Layout] = {}
+    for rank, lane in held.spared().items():
+        layout = layouts.get(lane.members[lane.ranks()[rank]].layout_id)
+        if rank not in own and layout is not None and layout.rank == rank:
+            found[rank] = layout
+    return dict(sorted(found.items()))
 
 
 def _doubt(held: _Held, layouts: Mapping[str, Layout]) -> str:
     """Holders must not contradict each other about the same rank, nor ranks about the world and the plan."""
     worlds: dict[int, int] = {}  # -> the first rank that has it
     plans: dict[str, dict[str, int]] = {}  # who plans -> plan -> the same
-    for rank, found in sorted(held.items()):
-        if len({fact.layout_id for _, fact in found}) > 1:
+    told = {member.rank: member.layout_id for lane in held.lanes() for member in lane.members}
+    for rank, found in sorted(held.ranks.items()):
+        if len({fact.layout_id for _, fact in found} | {told.get(rank, found[0][1].layout_id)}) > 1:
             return f"rank {rank} is held with different layouts"
         sums: dict[str, bytes] = {}
         for node, fact in found:
@@ -170,8 +217,8 @@ def _lacking(own: Mapping[int, Layout], held: _Held) -> str:
     missing = [rank for rank in range(world) if rank not in own]
     if missing:
         return f"memory of those who answered holds nothing of {_some('rank', missing)}"
-    holders = {rank: [(node, fact.tier) for node, fact in found] for rank, found in held.items()}
-    if level(slice_classes(own), holders) >= 0:
+    holders = {rank: [(node, fact.tier) for node, fact in found] for rank, found in held.ranks.items()}
+    if level(slice_classes(own), holders, dict.fromkeys(held.spared(), 0)) >= 0:
         return ""
     return f"memory of those who answered lacks {_some('slice', _missing_slices(own, held))}"
 
@@ -181,7 +228,7 @@ def _missing_slices(own: Mapping[int, Layout], held: _Held) -> list[str]:
     here: set[tuple[str, object]] = set()
     wanted: dict[tuple[str, object], str] = {}
     for rank, layout in own.items():
-        tier = min(fact.tier for _, fact in held[rank])
+        tier = min((fact.tier for _, fact in held.ranks.get(rank, ())), default=1)
         for fragment in layout.fragments:
             alone = rank if fragment.sharing != "replica" else -1
             name = (fragment.key, (fragment.box, alone))
@@ -189,6 +236,14 @@ def _missing_slices(own: Mapping[int, Layout], held: _Held) -> list[str]:
             if tier <= fragment.tier:
                 here.add(name)
     return [text for name, text in wanted.items() if name not in here]
+
+
+def _all_digests(held: _Held) -> dict[int, list[tuple[str, bytes]]]:
+    """rank -> digests, from its own slots or from parity that protects it"""
+    found = {
+        rank: list(pairs) for _, fact in held.parts for rank, pairs in member_digests(fact.digests).items()
+    }
+    return found | {rank: _digests(holders) for rank, holders in held.ranks.items()}
 
 
 def _digests(found: Sequence[tuple[str, HoldingFact]]) -> list[tuple[str, bytes]]:

@@ -98,7 +98,7 @@ class Catalogue:
         try:
             return _read(body)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"not a catalogue: {error!r}") from error
+            raise ValueError(f"not a catalogue: {type(error).__name__} {error}") from error
 
     def to_bytes(self) -> bytes:
         packed: bytes = msgpack.packb(self.to_dict())
@@ -129,26 +129,26 @@ def _entry(row: Any) -> TensorEntry:
     dtype, shape, role = row
     dims = tuple(shape)
     if len(dims) > DIMENSIONS_MAX or not all(type(size) is int and size >= 0 for size in dims):
-        raise ValueError(f"bad shape {shape!r}")
+        raise ValueError("a shape that is not made of sizes")
     return TensorEntry(_text(dtype), dims, _text(role))
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > KEY_CHARACTERS_MAX:
-        raise ValueError(f"not a short text: {value!r:.80}")
+        raise ValueError("not a short text")
     return value
 
 
 def _rank(value: Any, world: int) -> int:
     if type(value) is not int or not 0 <= value < world:
-        raise ValueError(f"rank {value!r:.40} outside a world of {world}")
+        raise ValueError(f"a rank outside a world of {world}")
     return value
 
 
 def _read(body: Any) -> Catalogue:
     world = body["world"]
     if type(world) is not int or not 0 <= world <= WORLD_MAX:
-        raise ValueError(f"bad world {world!r:.40}")
+        raise ValueError("a world that is no number within bounds")
     everyone = tuple(range(world)) if ALL in body["objects"].values() else ()
     objects = {
         _text(name): everyone if ranks == ALL else tuple(sorted(_rank(rank, world) for rank in ranks))

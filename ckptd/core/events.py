@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.lanes import Part
 from ckptd.core.layout import Layout
 from ckptd.core.messages import Message, RestoreAsk
 
@@ -106,6 +107,8 @@ class HoldingFound:
     layout: Layout
     digests: tuple[tuple[str, bytes], ...]
     keep: bool = False
+    part: Part | None = None  # it is a lane's parity
+    layouts: tuple[Layout, ...] = ()  # of the lane's members
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,29 @@ class ReplicaSent:
     to: str
     ok: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityMade:
+    """A lane's parity was made here and verified. digests, layouts: of its members."""
+
+    snapshot: SnapshotId
+    part: Part
+    slot: int
+    layout: Layout
+    digests: tuple[tuple[str, bytes], ...]
+    layouts: tuple[Layout, ...]
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParityFailed:
+    """Result of a MakeParity: a source refused, vanished or is damaged, or there is no memory."""
+
+    snapshot: SnapshotId
+    part: Part
+    data: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +243,13 @@ class FlushAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """This node is to go soon: hand away what only it holds. on=False: it stays after all."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Restarted:
     """First event of a machine whose daemon came back: what it had persisted (instructions.PersistEpoch)."""
 
@@ -231,6 +264,6 @@ class Tick:
 
 Event = (
     RankJoined | RankLeft | SlotsReady | SlotsGone | RankProgress | RankMissed | SlotSealed | SlotDamaged | HoldingFound
-    | ReplicaArrived | ReplicaSent | NodeUp | NodeDown | Received | EpochClaimed | DurableRead | FilesWritten
-    | CommitDone | RankFetched | RankLoaded | FlushAsked | Restarted | Tick
+    | ReplicaArrived | ReplicaSent | ParityMade | ParityFailed | NodeUp | NodeDown | Received | EpochClaimed | DurableRead
+    | FilesWritten | CommitDone | RankFetched | RankLoaded | FlushAsked | DrainAsked | Restarted | Tick
 )  # fmt: skip

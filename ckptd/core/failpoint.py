@@ -1,8 +1,8 @@
 """Named places where a test can make a process die, stop, wait or fail: ``CKPTD_FAILPOINT=name:action[,name:action]``.
 
-Actions: ``kill`` (SIGKILL to itself), ``kill_once=FILE`` (the same unless FILE exists, which it makes: a daemon that is
-started again lives), ``stop`` (SIGSTOP), ``sleep=SECONDS``, ``error`` (raises FailpointError). Unset: a dictionary look-up.
-The core never calls it (it decides nothing); rooms with effects do.
+Actions: ``kill`` (SIGKILL to itself), ``stop`` (SIGSTOP), each also once: ``kill_once=FILE`` does it unless FILE exists, which it
+makes (a daemon that is started again lives); ``sleep=SECONDS``, ``error`` (raises FailpointError). Unset: a dictionary look-up.
+The core never calls it (it decides nothing); rooms with effects do. The keeper, which imports nothing, loads this file by its path.
 """
 
 from __future__ import annotations
@@ -37,13 +37,11 @@ def _act(name: str, action: str) -> None:
     import signal
     import time
 
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif action.startswith("kill_once="):
-        if _first(action.removeprefix("kill_once=")):
-            os.kill(os.getpid(), signal.SIGKILL)
-    elif action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    once, _, path = action.partition("_once=")
+    deadly = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+    if once in deadly:
+        if not path or _first(path):
+            os.kill(os.getpid(), deadly[once])
     elif action == "error":
         raise FailpointError(name)
     elif action.startswith("sleep="):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -15,13 +16,15 @@ class SnapshotId:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A daemon as others reach it. ``domain`` is its failure domain (rack, switch, PDU)."""
+    """A daemon as others reach it. ``domain`` is its failure domain (rack, switch, PDU), ``parallel_group`` the tensor- or
+    pipeline-parallel group of its ranks; "": it says nothing of that."""
 
     node: str
     control: str  # "tcp://ip:port", the ROUTER of the control link
     bulk: str  # "ip:port", the bulk listener
     domain: str
     incarnation: str = ""  # changes with every start of the process
+    parallel_group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,15 @@ class EpochRecord:
     number: int
     nonce: str
     ranks: tuple[str, ...]  # node id of rank i
-    nodes: tuple[NodeInfo, ...]  # the members, in the order of succession of the steward
+    nodes: tuple[NodeInfo, ...]  # the members, in the order of their seats (core.placement.seats)
     ancestry: tuple[SnapshotId, ...] = ()
     holders: tuple[NodeInfo, ...] = ()  # other daemons that may still hold memory of an ancestor
     # Number and ancestry that count if this epoch never ran. 0: not known; -1: proven that there was nothing before.
     before: tuple[int, tuple[SnapshotId, ...]] = (0, ())
+
+    def __hash__(self) -> int:
+        """Not of all nodes: it is looked up in caches for every message, and there may be thousands of them."""
+        return self.number
 
     @property
     def world(self) -> int:
@@ -54,3 +61,8 @@ class EpochRecord:
         if snapshot.epoch == self.number:
             return True
         return any(snapshot.epoch == fork.epoch and snapshot.step <= fork.step for fork in self.ancestry)
+
+
+def parallel_groups(nodes: Iterable[NodeInfo]) -> dict[str, str]:
+    """node -> label, of those that have one: placement's ``together``."""
+    return {node.node: node.parallel_group for node in nodes if node.parallel_group}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.lanes import Part
 from ckptd.core.messages import Message, Source, WritePiece
 
 
@@ -152,6 +153,17 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True)
+class MakeParity:
+    """Make this part of a lane from the sources, verified -> ParityMade; with ``data`` the slot of the part's own member, as a
+    tier-1 copy -> ReplicaArrived. Either way ParityFailed when it cannot be done."""
+
+    snapshot: SnapshotId
+    part: Part
+    sources: tuple[Source, ...]
+    data: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WriteFiles:
     """Write these pieces of held slots under this attempt -> FilesWritten. The slots are pinned until then."""
 
@@ -191,6 +203,6 @@ class Alarm:
 
 Instruction = (
     Send | Connect | PersistEpoch | ReadDurable | ClaimEpoch | PrepareRestore | LoadNow | FailJoin | FailRestore
-    | FinishRestore | GiveSlot | TakeBack | Supersede | TellLevel | FreeSlot | Replicate | WriteFiles
+    | FinishRestore | GiveSlot | TakeBack | Supersede | TellLevel | FreeSlot | Replicate | MakeParity | WriteFiles
     | CancelWrite | Commit | Alarm
 )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.lanes import Part
 
 
 # --- joining, inventory, restore --------------------------------------------------------------------------------
@@ -43,7 +44,11 @@ class InventoryRequest:
 
 @dataclass(frozen=True, slots=True)
 class HoldingFact:
-    """The sender's memory holds this rank's slot of this snapshot, sums verified. tier 0: all of it."""
+    """The sender's memory holds this rank's slot of this snapshot, sums verified. tier 0: all of it.
+
+    part: it is no rank's slot but a lane's parity, under the lane's holding rank; the digests are those of its members, each
+    name behind "RANK|".
+    """
 
     snapshot: SnapshotId
     rank: int
@@ -51,6 +56,7 @@ class HoldingFact:
     layout_id: str
     digests: tuple[tuple[str, bytes], ...] = ()  # of MAYBE/REPLICA fragments ("t:key") and objects ("o:name")
     keep: bool = False
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +79,13 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a rank's slot of the chosen snapshot is held in memory."""
+    """Where a rank's slot of a snapshot is held in memory, or a lane's parity (``part``)."""
 
     node: str
     rank: int
     tier: int
     layout_id: str
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +228,60 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Shortage:
+    """Node -> steward: copies or parity that this node wanted could not be made for want of memory somewhere; or (short=False)
+    they can again."""
+
+    epoch: int
+    short: bool
+    reason: str = ""
+    session: str = ""
+    serial: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Node -> steward: this node is about to go, what it holds shall lie elsewhere before; or (leaving=False) it stays."""
+
+    epoch: int
+    leaving: bool
+    session: str = ""
+    serial: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Departures:
+    """Steward -> nodes: these are about to go, place nothing on them that another one can take."""
+
+    epoch: int
+    session: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """Steward -> a leaving node: what holds only as long as it stays. ``slots`` of so many bytes (slots and parts of parity) are
+    needed from it, ``stuck`` of them have nowhere to go. falls: (snapshot, level now, level without the leaving nodes)."""
+
+    epoch: int
+    session: str
+    slots: int
+    nbytes: int
+    stuck: int = 0
+    reasons: tuple[str, ...] = ()
+    falls: tuple[tuple[SnapshotId, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """Steward -> nodes: protect what comes in this way, as there is no memory for what the policy wants (P8), or is again."""
+
+    epoch: int
+    session: str
+    redundancy: str  # redundancy.parse
+
+
+@dataclass(frozen=True, slots=True)
 class Certificate:
     """Steward -> members and old holders: what holds now. level -1: incomplete, 0: sealed everywhere, f: protected(f).
 
@@ -335,6 +396,19 @@ class Holders:
 
 
 @dataclass(frozen=True, slots=True)
+class ParityOrder:
+    """Steward -> node: hold this part of a lane, made from these sources; or, with ``data``, the slot of the part's own member,
+    which is held nowhere any more, as a tier-1 copy."""
+
+    epoch: int
+    session: str
+    snapshot: SnapshotId
+    part: Part
+    sources: tuple[Source, ...]
+    data: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Stale:
     """Answer to a message of an older epoch: the job has moved on."""
 
@@ -343,6 +417,7 @@ class Stale:
 
 Message = (
     JoinReport | InventoryRequest | Inventory | EpochOpen | JoinRefused | Vote | RestoreGo | RestoreAbort | RestoreDone
-    | RankState | Grant | Sealed | Missed | Void | Held | Certificate | LayoutRequest | LayoutReply
-    | WriteOrder | Wrote | WriteCancel | FlushAsk | StewardHello | Heard | Holders | Stale
+    | RankState | Grant | Sealed | Missed | Void | Held | Shortage | Leaving | Departures | Remainder | InForce
+    | Certificate | LayoutRequest | LayoutReply | WriteOrder | Wrote | WriteCancel | FlushAsk | StewardHello | Heard
+    | Holders | ParityOrder | Stale
 )  # fmt: skip

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptd.core.pacing import DEADLINE_S
+from ckptd.core.redundancy import Redundancy, Replicas
+
+ONE_COPY = Replicas(1)
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    replicas: int = 1  # copies in other failure domains
-    own_slots: int = 3  # per rank: 2 waits for protection, 3 only for a pinned flush, 4 never
+    """``replicas`` is the short form of ``redundancy``: Policy(replicas=2) has Replicas(2), and Policy(redundancy=xor(4)) has
+    replicas 1, the losses that it survives. Raises ValueError when both are given and differ."""
+
+    replicas: int = 1  # copies in other failure domains; of parity the failure domains it may lose
+    own_slots: int = 3  # per rank: 2 captures after protection, 3 also during it, 4 never waits
     peer_sets: int = 2  # generations a peer keeps per rank it protects
     flush_every_steps: int = 0  # 0: only on request, keep=True, breakpoint
     flush_every_s: float = 0.0  # 0: off; whichever comes first
@@ -19,7 +27,26 @@ class Policy:
     breakpoint_grace_s: float = 10.0  # ranks dead, nobody back: flush what memory holds
     steward_timeout_s: float = 10.0  # steward unreachable: the successor speaks
     replicate_retry_s: float = 1.0
+    pacing_deadline_s: float = DEADLINE_S  # a copy is made within this
     write_timeout_s: float = 600.0
     keep_last: int = 3  # durable checkpoints
     keep_every_steps: int = 0  # and every multiple of this, 0: none
     durable: bool = True  # a storage root is configured
+    redundancy: Redundancy = ONE_COPY
+
+    def __post_init__(self) -> None:
+        if self.replicas == self.redundancy.tolerates:
+            return
+        if self.redundancy == ONE_COPY:
+            object.__setattr__(self, "redundancy", Replicas(self.replicas))
+        elif self.replicas == ONE_COPY.copies:
+            object.__setattr__(self, "replicas", self.redundancy.tolerates)
+        else:
+            raise ValueError(
+                f"replicas={self.replicas} and redundancy={self.redundancy.text} contradict each other"
+            )
+
+    @property
+    def tolerates(self) -> int:
+        """The level that is wanted: failure domains that may be lost at once."""
+        return self.redundancy.tolerates

@@ -32,11 +32,16 @@ def slice_classes(layouts: Mapping[int, Layout]) -> Classes:
     return _classes(_Keyed(ids, tuple(layouts[rank] for rank in ranks)))
 
 
-def level(classes: Classes, holders: Mapping[int, Iterable[tuple[str, int]]]) -> int:
+def level(
+    classes: Classes,
+    holders: Mapping[int, Iterable[tuple[str, int]]],
+    spared: Mapping[int, int] | None = None,
+) -> int:
     """The number of failure domains that may be lost now without losing any slice; -1: something is held nowhere.
 
     holders: rank -> (failure domain, tier) of each verified holding of that rank's slot. A tier-t holding has the objects
-    and the fragments of tier >= t; tier 0 is all of it.
+    and the fragments of tier >= t; tier 0 is all of it. spared: rank -> how many domains may be lost before parity cannot
+    bring its tier-1 prefix any more (lanes.tolerance); whoever has both is counted by the better one.
     """
     if not classes.complete:
         return -1
@@ -57,14 +62,16 @@ def level(classes: Classes, holders: Mapping[int, Iterable[tuple[str, int]]]) ->
             masks[rank, tier] = mask
         return mask
 
-    fewest = len(bits)
+    by_parity = {rank: count + 1 for rank, count in (spared or {}).items()}
+    fewest = max(len(bits), *by_parity.values()) if by_parity else len(bits)
     for rank, tier in classes.alone:
-        fewest = min(fewest, domains(rank, tier).bit_count())
+        fewest = min(fewest, max(domains(rank, tier).bit_count(), by_parity.get(rank, 0) if tier >= 1 else 0))
     for copies in classes.shared:
         union = 0
         for rank, tier in copies:
             union |= domains(rank, tier)
-        fewest = min(fewest, union.bit_count())
+        parity = max((by_parity.get(rank, 0) for rank, tier in copies if tier >= 1), default=0)
+        fewest = min(fewest, max(union.bit_count(), parity))
     return fewest - 1
 
 

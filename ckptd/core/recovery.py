@@ -1,4 +1,4 @@
-"""Where each wanted slice comes from: own memory, then a peer's memory, then durable storage, per slice (design D11, P9)."""
+"""Where each wanted slice comes from: own memory, a peer's memory, parity, durable storage, per slice (design D11, P9)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ckptd.core.box import Box, contains, intersect, merge, without
 from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.layout import Layout
 
-OWN, PEER, DURABLE = "own", "peer", "durable"
+OWN, PEER, PARITY, DURABLE = "own", "peer", "parity", "durable"
+BY_PARITY = "*parity"  # in place of a node: the rank's slot can be had from parity
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class Want:
 
 @dataclass(frozen=True)
 class Held:
-    """A verified holding of ``rank``'s slot on ``node``. tier 0: all of it; t: objects and fragments of tier >= t."""
+    """A verified holding of ``rank``'s slot on ``node``, or what parity brings of it (BY_PARITY, tier 1). tier 0: all of it; t:
+    objects and fragments of tier >= t."""
 
     node: str
     rank: int
@@ -54,7 +56,7 @@ class Piece:
     want: int
     key: str
     box: Box
-    source: str  # OWN | PEER | DURABLE
+    source: str  # OWN | PEER | PARITY | DURABLE
     node: str
     rank: int
     fragment: int
@@ -74,7 +76,7 @@ class Plan:
     mismatched: tuple[str, ...] = ()
 
     def bytes_by_source(self) -> dict[str, int]:
-        total = {OWN: 0, PEER: 0, DURABLE: 0}
+        total = {OWN: 0, PEER: 0, PARITY: 0, DURABLE: 0}
         for piece in self.pieces:
             total[piece.source] += piece.nbytes
         return total
@@ -187,9 +189,9 @@ class _Planner:
         key = self.index.canonical(want.key)
         found = self._copies(key, want)
         left = [want.box]
-        for source in (OWN, PEER):
+        for source in (OWN, PEER, PARITY):
             for box, copies in found:
-                usable = [copy for copy in copies if (copy.node == self.own_node) == (source == OWN)]
+                usable = [copy for copy in copies if self._kind(copy) == source]
                 if usable and left:
                     left = self._take(want, key, left, box, source, usable)
         for box in self.durable.get(key) or self.durable.get(want.key, ()):
@@ -220,6 +222,9 @@ class _Planner:
                 result.append((box, copies))
         result.sort(key=lambda entry: (not contains(entry[0], want.box), -entry[0].volume, entry[0].offsets))
         return result
+
+    def _kind(self, copy: Copy) -> str:
+        return OWN if copy.node == self.own_node else PARITY if copy.node == BY_PARITY else PEER
 
     def _usable(self, copy: Copy, own_only: bool) -> bool:
         if own_only and copy.rank != self.rank:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.core.errors import CkptdError
+from ckptd.daemon.drain import Drain
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 from ckptd.wire import rank as wire
@@ -17,8 +18,8 @@ from ckptd.wire.rank_link import RankLink, RankSession
 
 
 class Door:
-    def __init__(self, services: Services, job: Callable[[str], JobShell]) -> None:
-        self._services, self._job = services, job
+    def __init__(self, services: Services, job: Callable[[str], JobShell], drain: Drain) -> None:
+        self._services, self._job, self._drain = services, job, drain
         self._faults = Complaints()
         self._jobs: dict[RankSession, str] = {}  # by name: a job that was forgotten meanwhile begins anew
 
@@ -39,7 +40,9 @@ class Door:
     def _on_message(self, session: RankSession, message: Any, fds: list[int]) -> None:
         """Raises ValueError for garbage: the link closes that one connection."""
         job = self._jobs.get(session)
-        if job is not None:
+        if isinstance(message, wire.DrainAsk):
+            self._drain.on_ask(session, message)
+        elif job is not None:
             self._to_job(session, job, message, fds)
         elif isinstance(message, wire.Hello):
             self._hello(session, message)
@@ -87,6 +90,7 @@ class Door:
             "audit_every": config.audit_every,
             "restore_timeout_s": config.restore_timeout_s,
             "durable": bool(config.storage_root),
+            "pacing": config.pacing,
         }
 
     def _on_close(self, session: RankSession, reason: str) -> None:

@@ -18,7 +18,7 @@ from ckptd.core.layout import Layout
 from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
 from ckptd.persist.commit import commit
-from ckptd.persist.commits import list_commits
+from ckptd.persist.commits import list_commits, list_durable
 from ckptd.persist.lineage import claim_epoch, newest_record
 from ckptd.persist.pieces import HeldPiece
 from ckptd.persist.sums import SlotDamage
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 T = TypeVar("T")
 
+WRITE_SHARE = 0.5  # of write_timeout_s: by then pacing has let all bytes through
 CANCEL_PATIENCE_S = 5.0  # for a write that was called off: it notices within a few MiB, unless storage hangs
 HUNG_MAX = 2  # threads of one job that storage does not let go of; the others are for other jobs
 LIST_TIMEOUT_S = 5.0  # storage that does not answer by then: what memory holds is listed without it
@@ -63,7 +64,7 @@ class Durable:
             return
         try:
             record = await self._services.on_disk(newest_record, storage, job)
-            commits = await self._services.on_disk(list_commits, storage, job)
+            commits = await self._services.on_disk(list_durable, storage, job)
         except (CkptdError, OSError) as error:
             self._services.health.report("storage", str(error))
             self._job.feed(ev.DurableRead(attempt, False, reason=str(error)))
@@ -99,11 +100,13 @@ class Durable:
         try:
             pieces, moved = self._held(do)
             if storage is not None:
-                call = partial(
-                    write_pieces, storage, self._job.job, do.snapshot, do.attempt, self._services.node.node,
-                    pieces, write.cancelled, per_rank=do.per_rank,
-                )  # fmt: skip
-                report = await self._in_flush(call, write.given_up)
+                within_s = WRITE_SHARE * self._services.config.write_timeout_s
+                with self._services.pacer.transfer("flush", moved, within_s) as pace:
+                    call = partial(
+                        write_pieces, storage, self._job.job, do.snapshot, do.attempt, self._services.node.node,
+                        pieces, write.cancelled, per_rank=do.per_rank, pace=pace,
+                    )  # fmt: skip
+                    report = await self._in_flush(call, write.given_up)
                 ok, reason = True, ""
                 self._services.metrics.flushed(self._job.job, self._services.now() - started, moved)
                 self._services.health.clear("flush", job=self._job.job)

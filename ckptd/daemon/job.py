@@ -16,13 +16,16 @@ from ckptd.arena.frozen import leans
 from ckptd.arena.ledger import FILLING
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
+from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.machine.view import progress
 from ckptd.daemon.behind import Behind
 from ckptd.daemon.durable import Durable
 from ckptd.daemon.frozen import Frozen
+from ckptd.daemon.lane_parts import LaneParts
 from ckptd.daemon.mail import Mail
+from ckptd.daemon.meter import Meter
 from ckptd.daemon.ranks import Ranks
 from ckptd.daemon.restore import Restore
 from ckptd.daemon.revival import Revival
@@ -57,12 +60,14 @@ class JobShell:
         self.ranks = Ranks(services, self)
         self.restore = Restore(services, self)
         self.durable = Durable(services, self)
+        self.parity = LaneParts(services, self)
         self.mail = Mail(services, job, self.feed)
+        self.meter = Meter(services, self)
         self._behind = Behind(services, job)
         self._revival = Revival(services, self)
         self._queue: deque[ev.Event] = deque()
         self._grown_at = services.now()
-        self._running = False
+        self._running = self.dropped = False
         self._actions: dict[type, Callable[[Any], None]] = {
             ins.Send: self._send,
             ins.Connect: self._connect,
@@ -80,6 +85,7 @@ class JobShell:
             ins.TellLevel: self._tell_level,
             ins.FreeSlot: self._free_slot,
             ins.Replicate: self._replicate,
+            ins.MakeParity: self.parity.make,
             ins.WriteFiles: self.durable.write,
             ins.CancelWrite: self.durable.cancel,
             ins.Commit: self.durable.commit,
@@ -183,6 +189,9 @@ class JobShell:
                 self.services.arena.release(slot)
             return
         r = slot.record
+        if r.part is not None:
+            self.parity.adopt(slot, r)
+            return
         self.feed(ev.HoldingFound(slot.id, r.snapshot, r.rank, r.tier, own, r.layout, r.digests, r.keep))
 
     def arrived(self, slot: Slot) -> None:
@@ -218,6 +227,7 @@ class JobShell:
 
     def drop(self) -> None:
         """The job is over: all its memory goes."""
+        self.dropped = True
         self.seats.drop_all()
         for slot in self.slots.values():
             self.services.arena.retire(slot)
@@ -238,8 +248,11 @@ class JobShell:
 
     def _persist_epoch(self, do: ins.PersistEpoch) -> None:
         self.record, self.ran = do.record, do.ran
+        failpoint("epoch.entered")
         self._write_epoch()
+        failpoint("epoch.persisted")
         self.ranks.begin()
+        self.meter.begin()
         parent = do.record.parent
         log.info(
             "job=%s epoch=%d opened: %d ranks on %s, %s", self.job, do.record.number, do.record.world,
@@ -268,10 +281,12 @@ class JobShell:
         while len(self.levels) > LEVELS_KEPT_MAX:
             del self.levels[min(self.levels)]
         self._count_level(before, do)
+        failpoint("level.certified")
         if not do.void and do.level >= do.wanted and do.snapshot == max(self.levels):
             for kind in ("degraded", "breakpoint"):
                 self.services.health.clear(kind, job=self.job)
         self.ranks.tell_level(do)
+        self.meter.told(do)
 
     def _count_level(self, before: ins.TellLevel | None, now: ins.TellLevel) -> None:
         metrics = self.services.metrics
@@ -294,6 +309,7 @@ class JobShell:
             )
 
     def _free_slot(self, do: ins.FreeSlot) -> None:
+        failpoint("slot.release")
         self._damaged.discard(do.slot)
         if do.slot in self.seats.slots:
             self.seats.freed(do.slot)
@@ -314,12 +330,17 @@ class JobShell:
         if slot is not None and record is not None and record.snapshot == do.snapshot:
             started, count = self.services.now(), record.layout.live_bytes(do.tier)
             try:
-                ok, reason = await self.services.replicator.replicate(self.job, slot, do.tier, do.to)
+                within_s = self.ranks.within_s()
+                ok, reason = await self.services.replicator.replicate(
+                    self.job, slot, do.tier, do.to, within_s
+                )
             except Exception as error:  # the machine waits for an answer before it sends it again
                 reason = f"internal: {error!r}"
                 self.services.went_wrong(f"replicate {self.job} {do.snapshot}", error)
             if ok:
-                self.services.metrics.replicated(self.job, self.services.now() - started, count)
+                seconds = self.services.now() - started
+                self.services.metrics.replicated(self.job, seconds, count)
+                self.meter.replicated(count, seconds)
             elif reason == "damage":
                 self.damaged(slot, record, "found while sending it to a peer")
         self.feed(ev.ReplicaSent(do.snapshot, do.rank, do.tier, do.to, ok, reason))

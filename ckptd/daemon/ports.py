@@ -6,32 +6,33 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from ckptd.core.errors import CkptdError
 from ckptd.daemon.services import log
-from ckptd.daemon.state import StateDir
+from ckptd.daemon.state import FULL, StateDir
 from ckptd.wire.control import ControlLink
 
 FILE = "ports.json"
 FIRST_PORT, PORTS = 20000, 8000  # below the ports that systems give away and below Kubernetes' node ports
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 T = TypeVar("T")
 
 
 class Ports(msgspec.Struct, frozen=True):
     """0: none was kept."""
 
-    control: int = 0
-    bulk: int = 0
+    control: Port = 0
+    bulk: Port = 0
 
 
 def kept(state: StateDir, node: str, address: str) -> Ports:
     """What does not parse counts as nothing: those of the first start then."""
     try:
         return msgspec.json.decode((state.path / FILE).read_bytes(), type=Ports)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return first(f"{node} {address} {state.path.absolute()}")
 
 
@@ -43,8 +44,17 @@ def first(who: str) -> Ports:
 
 
 def keep(state: StateDir, control: str, bulk: str) -> None:
-    """``control``, ``bulk``: the addresses in use."""
-    state.write(FILE, msgspec.json.encode(Ports(_port(control), _port(bulk))))
+    """``control``, ``bulk``: the addresses in use. Without room for them the daemon goes on; ``state`` is in trouble then."""
+    data = msgspec.json.encode(Ports(_port(control), _port(bulk)))
+    path = state.path / FILE
+    if path.exists() and path.read_bytes() == data:
+        return
+    try:
+        state.write(FILE, data)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        log.warning("the ports are not kept: %s", error)
 
 
 def listen(make: Callable[[int], T], wanted: int, last: int) -> T:

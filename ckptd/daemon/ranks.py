@@ -13,9 +13,11 @@ from ckptd.arena.sums import digests, live_sums
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.core.messages import RestoreAsk
+from ckptd.core.steptimes import Cadence
 from ckptd.daemon.seats import Seat
 from ckptd.daemon.services import Services, log
 from ckptd.observe.sight import Sight
@@ -42,11 +44,14 @@ class Ranks:
         self._finished: set[int] = set()
         self.progress: dict[int, int] = {}  # rank -> newest step called
         self.captured_at: dict[int, float] = {}  # step -> unix time at which a local rank handed it over
+        self.cadence = Cadence()
         self.sealing: set[int] = set()  # slots whose sums are being made
 
     def begin(self) -> None:
         """A new epoch: how far ranks were in the one before says nothing."""
         self.progress.clear()
+        self.cadence = Cadence()
+        self._services.pacer.forget(f"{self._job.job}/")
 
     def on_message(self, session: RankSession, message: Any, fds: list[int]) -> None:
         """One frame of a rank. Raises ValueError for what a well-meaning client never sends; the link then closes it."""
@@ -70,7 +75,8 @@ class Ranks:
         elif seat is None:
             return
         elif isinstance(message, wire.Called):
-            self.progress[seat.rank] = message.step
+            self._called(seat, message)
+            self._job.meter.stepped(message.step)
             feed(ev.RankProgress(seat.rank, message.step, message.asks))
         elif isinstance(message, wire.SealedSlot):
             self._sealed(session, seat, message, fds)
@@ -82,10 +88,30 @@ class Ranks:
         elif isinstance(message, wire.Skipped):
             self._services.metrics.skipped(self._job.job, message.reason)
         elif isinstance(message, wire.WaitFor):
+            self._services.pacer.waits()
             if message.level == "durable":
                 feed(ev.FlushAsked(message.step))
         else:
             self._job.restore.on_message(session, seat, message, fds)
+
+    def _called(self, seat: Seat, message: wire.Called) -> None:
+        """Raises ValueError for step times that are none."""
+        if message.step > self.progress.get(seat.rank, -1):
+            self._services.pacer.trains()
+        self.progress[seat.rank] = message.step
+        self.cadence.called(message.step, self._services.now())
+        if message.times:
+            self._services.pacer.stepped(self._name(seat), message.times, message.spans or ())
+
+    def _name(self, seat: Seat) -> str:
+        """Of the rank, on this node."""
+        return f"{self._job.job}/{seat.rank}"
+
+    def within_s(self) -> float:
+        """How soon a copy must be made: before the next captures that the job asks for have used up the rank's own slots."""
+        seconds, config = self.cadence.seconds, self._services.config
+        soon = config.pacing_deadline_s if seconds is None else (config.own_slots - 1) * seconds
+        return min(config.pacing_deadline_s, soon)
 
     def _take_offer(self, session: RankSession, fds: dict[str, int]) -> None:
         """A daemon without a keeper lost its memory; the trainer still maps it and gives it back (D1, P7)."""
@@ -134,6 +160,7 @@ class Ranks:
         seat = self._job.seats.detach(session)
         if seat is None:
             return
+        self._services.pacer.forget(self._name(seat))
         if message.finished:
             self._finished.add(seat.rank)
         self._job.feed(ev.RankLeft(seat.rank, True))
@@ -157,6 +184,7 @@ class Ranks:
         seat = self._job.seats.detach(session)
         if seat is None:
             return
+        self._services.pacer.forget(self._name(seat))
         if reason == "dead" or not session.alive:
             self._job.feed(ev.RankLeft(seat.rank, False))
             return
@@ -209,7 +237,9 @@ class Ranks:
                 self._missed(seat, slot, message, "a newer epoch opened")
                 return
             self.sealing.discard(slot.id)
-            self._services.metrics.sealed(self._job.job, self._services.now() - started, layout.frozen_at)
+            seconds = self._services.now() - started
+            self._services.metrics.sealed(self._job.job, seconds, layout.frozen_at)
+            self._job.meter.captured(layout.frozen_at, message.capture_s, seconds)
             facts = layout, sealed.digests, message.keep, message.came_at
             self._job.feed(ev.SlotSealed(seat.rank, slot.id, message.grant, message.step, *facts))
 
@@ -232,7 +262,9 @@ class Ranks:
     def _make_record(
         self, slot: Slot, layout: Layout, frozen_sums: bytes, message: wire.SealedSlot, epoch: int
     ) -> SlotRecord:
+        failpoint("seal.begin")
         sums = live_sums(slot.extent, layout) + frozen_sums
+        failpoint("seal.summed")
         record = SlotRecord(
             job=self._job.job,
             snapshot=SnapshotId(epoch, message.step),
@@ -245,6 +277,7 @@ class Ranks:
             keep=message.keep,
         )
         slot.seal(record)
+        failpoint("seal.written")
         return record
 
     # --- words to the ranks -------------------------------------------------------------------------------------
@@ -267,6 +300,7 @@ class Ranks:
         seat.granted[do.grant] = seat.session
         while len(seat.granted) > GRANTS_PER_SEAT_MAX:
             seat.granted.pop(next(iter(seat.granted)))
+        failpoint("grant.given")
         seat.session.send(wire.GrantSlot(do.slot, do.grant, do.from_step))
 
     def take_back(self, do: ins.TakeBack) -> None:

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 from ckptd.arena.arena import NoMemory, Slot, SlotRecord, Tenant
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
+from ckptd.core.instructions import MakeParity
+from ckptd.core.layout import Layout
 from ckptd.daemon.seats import settle
 from ckptd.daemon.services import Services
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.sums import FileDamage
+from ckptd.protect.columns import Columns
 from ckptd.recover.host import Unrecoverable
 
 if TYPE_CHECKING:
@@ -64,6 +67,12 @@ class RebuildHost:
             self._job.job, node, snapshot, rank, tuple(spans), into
         )
         return ok, reason
+
+    def lane_columns(self, order: MakeParity, layouts: dict[int, Layout], parts: Layout) -> Columns:
+        return self._services.parity.columns(self._job.job, order, layouts, parts, protects=False)
+
+    async def lane_cards(self, order: MakeParity) -> dict[int, SlotRecord]:
+        return await self._services.parity.kept_cards(self._job.job, order)
 
     async def room(self, rank: int, nbytes: int) -> Slot:
         """A FREE own slot of the rank when it is large enough (warm, and costs nothing), else scratch memory."""

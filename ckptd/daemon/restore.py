@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
 from ckptd.daemon.rebuild_host import RebuildHost
 from ckptd.daemon.seats import Seat
 from ckptd.daemon.services import Services, log
@@ -81,6 +82,9 @@ class Restore:
         self._drop_round()
         host = RebuildHost(self._services, self._job)
         self._round = Round(do, host, self._services.now(), set(do.ranks))
+        joined_at = self._joined_at.get(do.record.nonce)
+        if joined_at is not None:
+            self._job.meter.decided(self._round.started - joined_at)
         if do.snapshot is None:
             for rank in do.ranks:
                 self._tell(rank, wire.Opened(do.record.number, do.round, None, list(do.errors)))
@@ -105,7 +109,7 @@ class Restore:
     def fail(self, do: ins.FailRestore) -> None:
         current = self._current(do.round)
         if current is not None:
-            for rank in current.do.ranks:
+            for rank in self._still_theirs(current):
                 self._tell(rank, wire.Failed(do.code, do.reason, HINTS.get(do.code, "")))
             self._joined_at.pop(current.do.record.nonce, None)
         self._drop_round()
@@ -113,10 +117,15 @@ class Restore:
     def finish(self, do: ins.FinishRestore) -> None:
         current = self._current(do.round)
         if current is not None:
-            for rank in current.do.ranks:
+            for rank in self._still_theirs(current):
                 self._tell(rank, wire.Ready(current.do.record.number))
             self._joined_at.pop(current.do.record.nonce, None)
         self._drop_round()
+
+    def _still_theirs(self, current: Round) -> list[int]:
+        """Ranks whose process stands in this round: a seat may be a later start's by now, which it is not the end of."""
+        nonce = current.do.record.nonce
+        return [rank for rank in current.do.ranks if self._attempts.get(rank, nonce) == nonce]
 
     def abandon(self) -> None:
         """The ranks come back by themselves."""
@@ -159,6 +168,9 @@ class Restore:
             seconds = {**loading.handover.seconds, "load": message.seconds}
             outcome = "ok" if message.ok else "failed"
             self._services.metrics.restored(self._job.job, outcome, loading.handover.bytes_by_source, seconds)
+            if message.ok:
+                self._job.meter.restored(loading.handover.bytes_by_source, seconds)
+        failpoint("restore.done")
         self._job.feed(ev.RankLoaded(rank, current.do.round, message.ok, message.reason))
 
     async def _offer(self, current: Round) -> None:
@@ -235,6 +247,7 @@ class Restore:
 
     def _fetched(self, current: Round, rank: int, ok: bool, code: str = "", reason: str = "") -> None:
         if self._round is current:
+            failpoint("restore.vote")
             current.waiting.discard(rank)
             self._job.feed(ev.RankFetched(rank, current.do.round, ok, code, reason))
 

@@ -19,8 +19,10 @@ from ckptd.core import events as ev
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo, SnapshotId
 from ckptd.core.messages import Message
+from ckptd.core.pacing import Pacing
 from ckptd.daemon import ports
 from ckptd.daemon.door import Door
+from ckptd.daemon.drain import Drain
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 from ckptd.daemon.state import StateDir
@@ -29,8 +31,12 @@ from ckptd.daemon.storage import SharedCheck, open_storage
 from ckptd.observe.health import Health
 from ckptd.observe.http import HttpServer
 from ckptd.observe.metrics import Metrics
+from ckptd.protect import erasure
+from ckptd.protect.cards import Cards
 from ckptd.protect.fetch import Fetcher
 from ckptd.protect.frozen import FrozenParts
+from ckptd.protect.pacer import Pacer
+from ckptd.protect.parity import ParityMaker
 from ckptd.protect.replicate import Replicator
 from ckptd.wire.control import ControlLink
 from ckptd.wire.keys import ClusterKey
@@ -41,6 +47,7 @@ WORK_THREADS_MAX = 4
 DISK_THREADS_MAX = 4  # short words with storage; a restore reads with threads of its own
 FLUSH_THREADS_MAX = 4  # flushes and commits at once, over all jobs
 STOP_TIMEOUT_S = 5.0
+STATE_LOOK_S = 5.0  # a state directory that was full at the start is tried again
 
 
 class Daemon:
@@ -68,18 +75,31 @@ class Daemon:
             uid_budget_bytes=config.user_budget_bytes(),
         )
         self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()  # asked to stop once more
         self._open = False
+        self._state_look_at = 0.0
 
     async def run(self) -> int:
         os.nice(self.config.nice)
         for number in (signal.SIGTERM, signal.SIGINT):  # before anybody can know that we are up
-            asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         await self._start()
         try:
-            await self._live()
+            await self._live(self._stopping)
+            await self._drain_first()
         finally:
             await self._stop()
         return 0
+
+    def _on_signal(self) -> None:
+        (self._hurry if self._stopping.is_set() else self._stopping).set()
+
+    async def _drain_first(self) -> None:
+        """What others need of this node, they get before it stops: for at most drain_on_stop_s, or until asked to stop again."""
+        if self.config.drain_on_stop_s > 0:
+            self.drain.begin("stop")
+            await self._live(self._hurry, self.config.drain_on_stop_s)
+            self.drain.tell_end()
 
     # --- start --------------------------------------------------------------------------------------------------
     async def _start(self) -> None:
@@ -91,23 +111,31 @@ class Daemon:
         ports.keep(self.state, self.control.address, self.transport.address)
         node = NodeInfo(
             config.node_id, self.control.address, self.transport.address, config.domain or config.node_id,
-            self.incarnation,
+            self.incarnation, config.parallel_group,
         )  # fmt: skip
         root = str(config.storage_root or "")
         storage, token = open_storage(root, config.node_id, self.health, fresh=not adopted)
         work = ThreadPoolExecutor(WORK_THREADS_MAX, thread_name_prefix="work")
         disk = ThreadPoolExecutor(DISK_THREADS_MAX, thread_name_prefix="disk")
         flush = ThreadPoolExecutor(FLUSH_THREADS_MAX, thread_name_prefix="flush")
-        fetcher = Fetcher(self.transport, self._send, work, config.bulk_streams)
+        pacer = self._make_pacer()
+        fetcher = Fetcher(self.transport, self._send, work, config.bulk_streams, pacer)
+        fetcher.within_s = config.pacing_deadline_s
         frozen = FrozenParts(self.arena, fetcher, work)
+        cards = Cards(config.node_id, self._send, work)
         self.services = Services(
             config=config,
             node=node,
             policy=config.policy(),
             state=self.state,
             arena=self.arena,
-            replicator=Replicator(self.transport, self.arena, self._send, work, frozen, config.bulk_streams),
+            replicator=Replicator(
+                self.transport, self.arena, self._send, work, frozen, config.bulk_streams, pacer
+            ),
             fetcher=fetcher,
+            pacer=pacer,
+            cards=cards,
+            parity=ParityMaker(config.node_id, self.arena, fetcher, cards, work),
             storage=storage,
             health=self.health,
             metrics=self.metrics,
@@ -119,19 +147,14 @@ class Daemon:
             forget_job=self._forget_job,
             forget_if_empty=self._forget_if_empty,
         )
-        frozen.find = lambda job, content: self.job(job).frozen.find(content)
-        frozen.on_arrived = lambda job, slot: self.job(job).frozen.add(slot)
-        self.services.replicator.on_arrived = lambda job, slot: self.job(job).arrived(slot)
-        self.services.replicator.on_refused = self.services.fetcher.on_refused = self._refused_bytes
-        self.services.fetcher.held = lambda job, snapshot, rank: self.job(job).held(snapshot, rank)
-        self.services.fetcher.on_damage = lambda job, slot, reason: self.job(job).damaged(
-            slot, slot.record, reason
-        )
-        self.services.replicator.refusal = self._refusal
+        self._introduce(frozen, cards)
+        if slow := erasure.slow_for(self.services.policy.redundancy):
+            log.warning("%s; hint: %s", slow, erasure.HINT)
         self.shared = SharedCheck(self.services, token)
         self._open = True
         self._take_up_jobs(adopted)
-        self.door = Door(self.services, self.job)
+        self.drain = Drain(self.services, self.jobs)
+        self.door = Door(self.services, self.job, self.drain)
         self.door.start(Path(config.socket))
         self.status = Status(self.services, self.jobs, lambda: self.peers_up)
         self.http = HttpServer(
@@ -144,12 +167,33 @@ class Daemon:
         page = f"http://{host}:{port}"
         log.info("ready socket=%s control=%s bulk=%s page=%s", config.socket, node.control, node.bulk, page)
 
+    def _introduce(self, frozen: FrozenParts, cards: Cards) -> None:
+        """The rooms that look after copies find the jobs' memory, and tell the jobs what came."""
+        frozen.find = lambda job, content: self.job(job).frozen.find(content)
+        frozen.on_arrived = lambda job, slot: self.job(job).frozen.add(slot)
+        self.services.replicator.on_arrived = lambda job, slot: self.job(job).arrived(slot)
+        self.services.replicator.on_refused = self.services.fetcher.on_refused = self._refused_bytes
+        cards.held = self.services.fetcher.held = lambda job, snapshot, rank: self.job(job).held(snapshot, rank)
+        self.services.parity.find_frozen = frozen.find
+        self.services.parity.add_frozen = frozen.on_arrived
+        self.services.fetcher.on_damage = lambda job, slot, reason: self.job(job).damaged(
+            slot, slot.record, reason
+        )
+        self.services.replicator.refusal = self._refusal
+
     def _make_transport(self, port: int) -> TcpTransport:
         config = self.config
         return TcpTransport(
             config.bind_address, port, mode=config.bulk_mode_in_force(), secret=self.secret,
             advertise=config.advertise(), connections_max=config.connections_max,
         )  # fmt: skip
+
+    def _make_pacer(self) -> Pacer:
+        config = self.config
+        pacer = Pacer(config.pacing, Pacing(config.overhead_max, config.pacing_floor_bytes_s))
+        pacer.on_state = lambda before, now: log.debug("pacing: %s -> %s", before, now)
+        self.transport.on_bytes(pacer.received)
+        return pacer
 
     def _make_control(self, port: int) -> ControlLink:
         config = self.config
@@ -201,19 +245,37 @@ class Daemon:
             self.health.forget(job)
 
     # --- live ---------------------------------------------------------------------------------------------------
-    async def _live(self) -> None:
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        while not self._stopping.is_set():
+    async def _live(self, until: asyncio.Event, limit_s: float | None = None) -> None:
+        """limit_s: of a drain, which also ends when there is nothing left to hand away."""
+        ends = self.services.now() + limit_s if limit_s is not None else None
+        ending = asyncio.ensure_future(until.wait())
+        while not until.is_set() and (ends is None or (self.services.now() < ends and not self.drain.done())):
             for shell in list(self.jobs.values()):
                 shell.tick()
+            self.drain.tick()
             self._tell_memory()
+            self.services.pacer.look()
+            self._look_at_state()
             self.keeper.watchdog()
-            await asyncio.wait([stopping], timeout=TICK_S)
+            await asyncio.wait([ending], timeout=TICK_S)
+        ending.cancel()
 
     def _tell_memory(self) -> None:
         memory = self.status.memory()
         used = {kind: memory[f"{kind}_bytes"] for kind in ("own", "peer", "scratch")}  # type: ignore[literal-required]
         self.metrics.memory(self.arena.budget_bytes, used)
+
+    def _look_at_state(self) -> None:
+        """It was full when we started, with memory that is worth more than what cannot be written down."""
+        now = self.services.now()
+        if not self.state.trouble or now < self._state_look_at:
+            return
+        self._state_look_at = now + STATE_LOOK_S
+        if self.state.look():
+            self.health.clear("state")
+        else:
+            text = f"the state directory cannot be written: {self.state.trouble} [{self.state.path}]"
+            self.health.report("state", text)
 
     def _send(self, node: str, job: str, message: object) -> bool:
         return self.control.send(node, job, message)
@@ -227,11 +289,12 @@ class Daemon:
         services = self.services
         if isinstance(message, Message):
             self.job(job).mail.deliver(node, message)
-        elif self.shared.on_message(node, message):
+        elif self.shared.on_message(node, message) or self.drain.on_message(node, message):
             return
         elif not (
             services.replicator.on_message(node, job, message)
             or services.fetcher.on_message(node, job, message)
+            or services.cards.on_message(node, job, message)
         ):
             self.status.on_message(node, job, message)
 

@@ -18,7 +18,10 @@ from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
 from ckptd.observe.metrics import Metrics
 from ckptd.persist.storage.base import Storage
+from ckptd.protect.cards import Cards
 from ckptd.protect.fetch import Fetcher
+from ckptd.protect.pacer import Pacer
+from ckptd.protect.parity import ParityMaker
 from ckptd.protect.replicate import Replicator
 
 if TYPE_CHECKING:
@@ -37,6 +40,9 @@ class Services:
     arena: Arena
     replicator: Replicator
     fetcher: Fetcher
+    pacer: Pacer
+    cards: Cards
+    parity: ParityMaker
     storage: Storage | None
     health: Health
     metrics: Metrics

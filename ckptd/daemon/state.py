@@ -6,6 +6,7 @@ and had forgotten an epoch could serve a stale trainer.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import asdict
@@ -15,20 +16,42 @@ import msgspec
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord
+from ckptd.directory import make_directories, sync_path
+
+TEMPORARY = ".tmp"
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class StateDir:
-    """Raises CkptdError when the directory cannot be written, which is found out at start."""
+    """Raises CkptdError when the directory cannot be written, which is found out at start. One that was in use and is only full
+    does not keep a daemon from starting again: it may hold memory that nobody else has (P7). Then ``trouble`` says so."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.trouble = ""
+        was_used = (path / "epochs").is_dir()
         try:
-            (path / "epochs").mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_directories(path / "epochs", 0o700)
+            for place in (path, path / "epochs"):
+                for left in place.glob(f"*{TEMPORARY}"):  # of a life that ended in the middle of write()
+                    left.unlink(missing_ok=True)
             self.write("probe", b"ok")
         except OSError as error:
-            raise CkptdError(
-                f"state directory is not writable: {error.strerror}", where=str(path), hint="set state_dir"
-            ) from error
+            if not was_used or error.errno not in FULL:
+                raise CkptdError(
+                    f"state directory is not writable: {error.strerror}", where=str(path), hint="set state_dir"
+                ) from error
+            self.trouble = str(error)
+
+    def look(self) -> bool:
+        """Can it be written now?"""
+        try:
+            self.write("probe", b"ok")
+            self.trouble = ""
+        except OSError as error:
+            self.trouble = str(error)
+        return not self.trouble
 
     def persist_epoch(self, job: str, record: EpochRecord, ran: EpochRecord | None) -> None:
         """``ran``: see instructions.PersistEpoch."""
@@ -47,8 +70,9 @@ class StateDir:
             try:
                 body = json.loads(path.read_bytes())
                 record = msgspec.convert(body["record"], EpochRecord)
-                found[str(body["job"])] = record, msgspec.convert(body.get("ran"), EpochRecord | None)
-            except (ValueError, KeyError, msgspec.ValidationError) as error:
+                job = msgspec.convert(body["job"], str)
+                found[job] = record, msgspec.convert(body.get("ran"), EpochRecord | None)
+            except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError) as error:
                 raise CkptdError(
                     f"epoch record does not parse: {error}",
                     where=str(path),
@@ -59,17 +83,17 @@ class StateDir:
     def write(self, name: str, body: bytes) -> None:
         """One file, replaced atomically and fsynced with its directory."""
         path = self.path / name
-        temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-        with open(temporary, "wb") as file:
-            file.write(body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        temporary = path.with_name(path.name + f".{os.getpid()}{TEMPORARY}")
         try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+            with open(temporary, "wb") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_path(path.parent)
 
 
 def _file_name(job: str) -> str:

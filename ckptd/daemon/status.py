@@ -7,13 +7,20 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from ckptd.core.errors import CkptdError
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services
 from ckptd.observe.http import Routes
-from ckptd.observe.report import ListReport, MemoryReport, RankReport, SnapshotReport, StatusReport
+from ckptd.observe.report import (
+    ListReport,
+    MemoryReport,
+    PacingReport,
+    RankReport,
+    SnapshotReport,
+    StatusReport,
+)
 from ckptd.observe.sight import Sight
 from ckptd.wire.peer import StatusAsk, StatusReply
 
@@ -45,9 +52,12 @@ class Status:
             for job, shell in self._jobs.items():
                 summary = shell.summary()
                 self._services.metrics.lag(job, summary.get("lag", {}))
+                self._services.metrics.rung(job, summary.get("rung", 0))
+                self._services.metrics.outlook(job, shell.meter.outlook(), summary.get("unprotected_s", 0.0))
                 self._services.metrics.ranks(job, sum(1 for s in shell.seats.by_rank.values() if s.session))
             up = self._peers_up()
             self._services.metrics.peers(sum(up.values()), len(up))
+            self._services.metrics.pacing(self._pacing())
             return render(sight)
 
         return fresh
@@ -62,6 +72,7 @@ class Status:
             if sight.sees(job):
                 report = shell.summary()
                 report["ranks"] = _ranks(shell, report["ranks"], told)
+                report["outlook"] = shell.meter.outlook()
                 for peer in report.get("nodes", []):
                     if peer["node"] in memory:
                         peer["memory"] = memory[peer["node"]]
@@ -80,6 +91,7 @@ class Status:
                 "socket": str(config.socket),
             },
             "memory": self.memory(),
+            "pacing": self._pacing(),
             "storage": {
                 "root": str(config.storage_root or ""),
                 "ok": not self._services.health.has("storage"),
@@ -89,6 +101,9 @@ class Status:
             "peers": [{"node": peer, "up": is_up, "domain": ""} for peer, is_up in sorted(up.items())],
             "jobs": jobs,
         }
+
+    def _pacing(self) -> PacingReport:
+        return cast(PacingReport, self._services.pacer.report())
 
     def memory(self) -> MemoryReport:
         arena = self._services.arena

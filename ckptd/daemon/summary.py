@@ -29,7 +29,10 @@ def summary(job: JobShell) -> JobReport:
         if told.durable:
             newest["durable"] = snapshot.step
     trained = max([*job.ranks.progress.values(), newest["sealed"]])
-    nodes: list[PeerReport] = [{"node": n.node, "domain": n.domain} for n in record.nodes] if record else []
+    leaving = job.machine.ctx.leaving
+    nodes: list[PeerReport] = [
+        {"node": n.node, "domain": n.domain, "leaving": n.node in leaving} for n in (record.nodes if record else ())
+    ]
     return {
         "job": job.job,
         "epoch": record.number if record else 0,
@@ -40,9 +43,12 @@ def summary(job: JobShell) -> JobReport:
         "ranks": _rank_reports(job),
         "newest": newest,
         "lag": {name: trained - step for name, step in newest.items() if step >= 0},
+        "redundancy": str(view.get("redundancy", "")),
+        "rung": int(view.get("rung", 0)),
         "wanted": wanted,
         "level": level,
         "degraded": bool(record) and level < wanted,
+        "unprotected_s": round(job.meter.unprotected_s(), 3),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SOURCES = ("own", "peer", "durable")
+SOURCES = ("own", "peer", "parity", "durable")
 LOSS_RELATIVE_MAX = 1e-5  # against the unbroken run of another world size
 NAMES_SHOWN_MAX = 3
 NOTHING_DIED = "nothing"

@@ -115,6 +115,7 @@ class HttpServer:
         return uvicorn.Config(
             self._app(),
             log_config=None,
+            log_level="error",  # below it comes a line for each request of garbage, as many as anybody likes
             access_log=False,
             lifespan="off",
             ws="none",

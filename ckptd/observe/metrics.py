@@ -6,7 +6,7 @@ Names end in their unit. ``job`` is ``{uid}/{name}``; label values that come fro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,6 +20,8 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ckptd.core.pacing import STATES
+from ckptd.observe.report import OutlookReport, PacingReport
 from ckptd.observe.sight import ALL, Sight
 
 # From a copy of a few megabytes (1 ms) to a state of terabytes on a slow disk (10 min).
@@ -62,6 +64,7 @@ class Metrics:
         self._make_pipeline()
         self._make_losses()
         self._make_restore()
+        self._make_outlook()
         self._make_node()
 
     # --- making -------------------------------------------------------------------------------------------------
@@ -112,6 +115,10 @@ class Metrics:
         self._protect_bytes = self._count(
             "ckptd_protected_bytes_total", "Bytes of replicas verified on peers", "job"
         )
+        self._parity_s = self._time("ckptd_parity_seconds", "One part of a lane's parity, order to sealed", "job")
+        self._parity_bytes = self._count(
+            "ckptd_parity_bytes_total", "Bytes of parity made here, or of slots made from parity", "job", "kind"
+        )
         self._flush_s = self._time(
             "ckptd_flush_seconds", "This node's part of one durable snapshot, order to fsync", "job"
         )
@@ -132,6 +139,9 @@ class Metrics:
             "job",
             "where",
         )
+        self._rung = self._gauge(
+            "ckptd_ladder_rung", "Rungs that protection stands below its policy for want of memory", "job"
+        )
         self._alarms = self._count("ckptd_alarms_total", "Alarms raised by the daemon", "job", "kind")
 
     def _make_restore(self) -> None:
@@ -143,6 +153,22 @@ class Metrics:
             "ckptd_restore_bytes_total", "Bytes loaded by source", "job", "source"
         )
 
+    def _make_outlook(self) -> None:
+        labels = "job", "failure"
+        self._lost_steps = self._gauge(
+            "ckptd_outlook_lost_steps", "Steps of training lost if such a failure happened now", *labels
+        )
+        self._lost_s = self._gauge("ckptd_outlook_lost_seconds", "The same in seconds of training", *labels)
+        self._restore_in = self._gauge(
+            "ckptd_outlook_restore_seconds", "Seconds of the restore then, from measured rates", *labels
+        )
+        self._unprotected = self._gauge(
+            "ckptd_unprotected_seconds", "For how long nothing has had the protection that is wanted", "job"
+        )
+        self._protection_s = self._time(
+            "ckptd_time_to_protection_seconds", "From complete, or from a loss, to fully protected", "job", "cause"
+        )
+
     def _make_node(self) -> None:
         self._budget = self._gauge(
             "ckptd_memory_budget_bytes", "Memory ckptd may use for snapshots on this node"
@@ -152,6 +178,22 @@ class Metrics:
             "ckptd_peers_up", "Nodes of this node's jobs that answer on the control link"
         )
         self._peers = self._gauge("ckptd_peers", "Nodes of this node's jobs")
+        self._pace_rate = self._gauge(
+            "ckptd_pacing_rate_bytes", "Bytes per second that copies and flushes may send now; -1: no limit"
+        )
+        self._pace_slowdown = self._gauge(
+            "ckptd_pacing_slowdown_ratio",
+            "Steps with our traffic beside steps without, less 1; -1: not known",
+        )
+        self._pace_baseline = self._gauge(
+            "ckptd_pacing_step_seconds", "Median step without our traffic; 0: not known"
+        )
+        self._pace_state = self._gauge("ckptd_pacing_state", "1 for the state pacing is in", "state")
+        self._throttled = self._gauge(
+            "ckptd_pacing_throttled_seconds",
+            "Time that sends have waited for their turn, all together",
+            "kind",
+        )
         self._ranks = self._gauge("ckptd_ranks", "Ranks connected to this daemon", "job")
 
     # --- telling: the journey of a snapshot ---------------------------------------------------------------------
@@ -167,6 +209,11 @@ class Metrics:
         """One replica of one slot was verified by a peer."""
         self._protect_s.labels(job).observe(seconds)
         self._protect_bytes.labels(job).inc(nbytes)
+
+    def encoded(self, job: str, seconds: float, nbytes: int, *, data: bool) -> None:
+        """A part of a lane was made here; with ``data`` a slot that only parity could bring."""
+        self._parity_s.labels(job).observe(seconds)
+        self._parity_bytes.labels(job, "data" if data else "parity").inc(nbytes)
 
     def flushed(self, job: str, seconds: float, nbytes: int) -> None:
         self._flush_s.labels(job).observe(seconds)
@@ -218,12 +265,45 @@ class Metrics:
         for kind, used in used_bytes.items():
             self._used.labels(kind).set(used)
 
+    def pacing(self, report: PacingReport) -> None:
+        rate, slowdown = report.get("rate_bytes_s"), report.get("slowdown")
+        self._pace_rate.set(-1 if rate is None else rate)
+        self._pace_slowdown.set(-1 if slowdown is None else slowdown)
+        self._pace_baseline.set(report.get("step_s") or 0)
+        for state in STATES:
+            self._pace_state.labels(state).set(state == report.get("state"))
+        for kind, seconds in report.get("throttled_s", {}).items():
+            self._throttled.labels(kind).set(seconds)
+
     def peers(self, up: int, known: int) -> None:
         self._peers_up.set(up)
         self._peers.set(known)
 
     def ranks(self, job: str, connected: int) -> None:
         self._ranks.labels(job).set(connected)
+
+    def rung(self, job: str, rung: int) -> None:
+        """Of the ladder; 0: protection is what the policy wants."""
+        self._rung.labels(job).set(rung)
+
+    def outlook(self, job: str, rows: Iterable[OutlookReport], unprotected_s: float) -> None:
+        """What was not measured has no series."""
+        self._unprotected.labels(job).set(unprotected_s)
+        for row in rows:
+            failure = row["failure"]
+            self._lost_steps.labels(job, failure).set(row["lost_steps"])
+            self._set_or_drop(self._lost_s, row.get("lost_s"), job, failure)
+            self._set_or_drop(self._restore_in, row.get("restore_s"), job, failure)
+
+    def _set_or_drop(self, gauge: Gauge, value: float | None, job: str, failure: str) -> None:
+        if value is None:
+            gauge.remove_by_labels({"job": job, "failure": failure})
+        else:
+            gauge.labels(job, failure).set(value)
+
+    def protected_after(self, job: str, cause: str, seconds: float) -> None:
+        """``cause``: one of core.exposure.CAUSES."""
+        self._protection_s.labels(job, cause).observe(seconds)
 
     def forget(self, job: str) -> None:
         """The job's memory is gone: so are its series."""

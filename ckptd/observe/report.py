@@ -55,6 +55,7 @@ class PeerReport(TypedDict, total=False):
     node: str
     domain: str
     up: bool
+    leaving: bool  # it is about to go (`ckptd drain`)
     memory: MemoryReport  # where the peer answered the status question
 
 
@@ -64,6 +65,45 @@ class RankReport(TypedDict, total=False):
     step: int  # newest step for which snapshot() was called
     free_slots: int
     up: bool  # its process is connected
+
+
+class DrainJob(TypedDict, total=False):
+    """What a job still needs of a node that is to go."""
+
+    job: str
+    leaving: bool
+    known: bool  # its steward has looked; the rest means nothing before
+    done: bool  # nothing is needed
+    slots: int
+    bytes: int
+    stuck: int  # of slots: nobody can take them
+    reasons: list[str]
+    falls: list[dict[str, int]]  # epoch, step, level, without: its level if the node went now, -1: it is lost
+
+
+class DrainReport(TypedDict, total=False):
+    node: str
+    draining: bool
+    jobs: list[DrainJob]
+
+
+class OutlookReport(TypedDict, total=False):
+    """If a failure of this class happened now (core.outlook)."""
+
+    failure: str  # "process", "node", "domain", "all"
+    victim: str  # the node or domain whose loss costs most; empty: they are alike
+    exact: bool  # false: from certified levels alone, perhaps too pessimistic (not the steward's node)
+    step: int  # a restore comes back to it; -1: to the beginning
+    source: str  # slowest place that something comes from: "own", "peer", "parity", "durable"; empty: nothing is left
+    lost_steps: int
+    lost_steps_worst: int  # the most it was lately, just before a newer step took its place
+    lost_s: float  # of training; absent: no two steps were seen yet
+    lost_s_worst: float
+    move_bytes: int  # from elsewhere, by all ranks together
+    restore_s: float  # absent: see not_measured
+    phases: dict[str, float]  # seconds: decide, transfer, load
+    basis: list[str]  # what the seconds come from
+    not_measured: list[str]
 
 
 class JobReport(TypedDict, total=False):
@@ -76,12 +116,29 @@ class JobReport(TypedDict, total=False):
     ranks: list[RankReport]
     newest: dict[str, int]  # level name ("sealed", "protected", "durable") -> newest step that holds it
     lag: dict[str, int]  # level name -> steps behind training
-    wanted: int  # copies in other failure domains the policy asks for
+    redundancy: str  # in force: "replicas=1", "xor(4)", "rs(4,2)"
+    rung: int  # of the ladder; 0: what the policy wants, more: lower for want of memory
+    wanted: int  # failure domains whose loss the policy wants a snapshot to survive
     level: int  # what the newest protected snapshot really has
     degraded: bool
+    outlook: list[OutlookReport]
+    unprotected_s: float  # since when nothing has the level that is wanted; 0.0: something has
+
+
+class PacingReport(TypedDict, total=False):
+    mode: str
+    state: str  # core.pacing.STATES
+    rate_bytes_s: float | None  # None: no limit
+    line_bytes_s: float  # the fastest that bytes went lately; 0: not known
+    slowdown: float | None  # of the worst rank, None: not known
+    step_s: float | None  # median step without traffic
+    overhead_max: float
+    throttled_s: dict[str, float]  # "protect", "flush" -> seconds waited
+    sent_bytes: dict[str, int]  # the same, since the daemon's start
 
 
 class StatusReport(TypedDict, total=False):
+    pacing: PacingReport
     node: NodeReport
     memory: MemoryReport
     storage: StorageReport

@@ -18,7 +18,15 @@ from ckptd.persist import report as r
 from ckptd.persist.assemble import assemble
 from ckptd.persist.names import DATA, KEEP, MANIFEST, PART, SIDE, attempt_dir, epoch_dir, hidden_dir, step_dir
 from ckptd.persist.side import check_side
-from ckptd.persist.storage.base import FileReader, NotFound, Storage, StorageError, put_file, read_file
+from ckptd.persist.storage.base import (
+    FileReader,
+    NotFound,
+    Storage,
+    StorageError,
+    put_file,
+    read_file,
+    sync_above,
+)
 from ckptd.persist.sums import FileDamage, digest
 
 COMMIT_TURNS = 4  # beside another committer of the same attempt
@@ -58,7 +66,7 @@ def commit(
     if keep:  # the other attempt may not have known
         put_file(storage, f"{step_dir(job, snapshot)}/{KEEP}", b"")
         storage.sync_dir(step_dir(job, snapshot))
-    _sync_above(storage, job, snapshot)
+    sync_above(storage, epoch_dir(job, snapshot.epoch))
     storage.delete_tree(directory)
     failpoint("persist.commit.done")
 
@@ -182,12 +190,3 @@ def _drop_strangers(storage: Storage, directory: str, wanted: set[str]) -> None:
     for entry in storage.list(directory):
         if entry.name not in wanted and not entry.is_dir:
             storage.delete(f"{directory}/{entry.name}")
-
-
-def _sync_above(storage: Storage, job: str, snapshot: SnapshotId) -> None:
-    """Every directory on the way, whoever made it: the checkpoint is durable only if its path is (P4)."""
-    path = epoch_dir(job, snapshot.epoch)
-    while path:
-        storage.sync_dir(path)
-        path = path.rpartition("/")[0]
-    storage.sync_dir("")

@@ -19,7 +19,15 @@ from ckptd.persist.names import (
     record_path,
     step_of_dir,
 )
-from ckptd.persist.storage.base import NotFound, Storage, StorageError, list_or_empty, put_file, read_file
+from ckptd.persist.storage.base import (
+    NotFound,
+    Storage,
+    StorageError,
+    list_or_empty,
+    put_file,
+    read_file,
+    sync_above,
+)
 from ckptd.persist.sums import FileDamage, digest
 
 FORMAT = "ckptd-epoch"
@@ -51,18 +59,18 @@ def claim_epoch(storage: Storage, job: str, record: EpochRecord) -> tuple[bool, 
     storage.make_dir(directory)
     ok = put_file(storage, path, _encode(record)) or _read(storage, path).nonce == record.nonce
     failpoint("persist.claim.published")
-    storage.sync_dir(directory)
+    sync_above(storage, directory)
     highest = highest_epoch(storage, job)
     return ok and highest == record.number, highest
 
 
 def _claimed(storage: Storage, path: str, nonce: str) -> bool:
-    """Is it ours already? The directory is synced once more: whoever claimed may have died before."""
+    """Is it ours already? Its way is synced once more: whoever claimed may have died before."""
     try:
         ours = _read(storage, path).nonce == nonce
     except NotFound:
         return False
-    storage.sync_dir(path.rpartition("/")[0])
+    sync_above(storage, path.rpartition("/")[0])
     return ours
 
 
@@ -108,7 +116,7 @@ def _read(storage: Storage, path: str) -> EpochRecord:
         raise FileDamage("damaged epoch record", where=where, hint=hint)
     try:
         claim = msgspec.json.decode(found[2], type=_Claim)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CkptdError(
             f"cannot read the epoch record: {error}", where=where, hint="upgrade ckptd"
         ) from error

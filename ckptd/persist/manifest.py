@@ -11,6 +11,8 @@ from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.layout import BLOCK_BYTES
+from ckptd.core.layout_check import WORLD_MAX
+from ckptd.persist.names import DATA, SIDE
 from ckptd.persist.sums import FileDamage, block_count, digest
 
 FORMAT = "ckptd-checkpoint"
@@ -18,6 +20,7 @@ VERSION = 1
 MANIFEST_BYTES_MAX = 1 << 30
 _NO_SUM = b"0" * 32
 _SUM = re.compile(rb'"xxh3_128":"([0-9a-f]{32})"')
+_HEX = re.compile(r"[0-9a-f]{32}")
 _SUM_WITHIN_BYTES = (
     256  # of the file's start; format, version and checksum stand there in every version to come
 )
@@ -117,7 +120,7 @@ def decode(data: bytes | bytearray, where: str) -> Manifest:
     """Raises CkptdError for another format or a newer version, FileDamage for anything that is not intact."""
     try:
         head = msgspec.json.decode(data, type=_Head)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileDamage(f"damaged manifest: {error}", where=where) from error
     if head.format != FORMAT:
         raise CkptdError(f"not a ckptd checkpoint but {head.format!r}", where=where)
@@ -131,7 +134,7 @@ def decode(data: bytes | bytearray, where: str) -> Manifest:
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
         _check(manifest)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise FileDamage(f"damaged manifest: {error}", where=where) from error
     return manifest
 
@@ -140,18 +143,48 @@ def _check(manifest: Manifest) -> None:
     """Everything a reader relies on when it computes addresses. Raises ValueError."""
     if manifest.block_bytes != BLOCK_BYTES:
         raise ValueError(f"blocks of {manifest.block_bytes} bytes")
+    if not 0 < manifest.world <= WORLD_MAX:
+        raise ValueError(f"a world of {manifest.world}")
     for tensor in manifest.tensors:
+        _check_rank(tensor.rank, manifest.world)
         itemsize = ITEMSIZE.get(tensor.dtype)
         if itemsize is None:
             raise ValueError(f"{tensor.key}: unknown dtype {tensor.dtype!r}")
         for chunk in tensor.chunks:
             _check_chunk(tensor, chunk, itemsize, manifest.files)
     for file in manifest.files:
-        if not 0 <= file.side < len(manifest.sides):
-            raise ValueError(f"{file.path}: no such side file")
+        _check_file(file, manifest.sides)
+    for side in manifest.sides:
+        if not (_is_name(side.path, SIDE) and _is_sum(side.sum) and side.size >= 0):
+            raise ValueError(f"{side.path}: not a side file")
     for ref in manifest.objects:
+        for rank in ref.ranks or ():
+            _check_rank(rank, manifest.world)
         if not 0 <= ref.side < len(manifest.sides) or min(ref.at, ref.nbytes) < 0:
             raise ValueError(f"object {ref.name}: no such side file")
+
+
+def _check_file(file: DataFile, sides: list[SideFile]) -> None:
+    if not 0 <= file.side < len(sides):
+        raise ValueError(f"{file.path}: no such side file")
+    numbers = (file.blocks, file.sums_at, file.data_start, file.size - file.data_start)
+    sums = _is_sum(file.header_sum) and _is_sum(file.sums_sum)
+    if not (_is_name(file.path, DATA) and sums and min(numbers) >= 0):
+        raise ValueError(f"{file.path}: not a data file")
+
+
+def _check_rank(rank: int | None, world: int) -> None:
+    if rank is not None and not 0 <= rank < world:
+        raise ValueError(f"rank {rank} in a world of {world}")
+
+
+def _is_name(path: str, suffix: str) -> bool:
+    """A file of the checkpoint's own directory."""
+    return path.endswith(suffix) and not {"/", "\0"} & set(path)
+
+
+def _is_sum(text: str) -> bool:
+    return _HEX.fullmatch(text) is not None
 
 
 def _check_chunk(tensor: Tensor, chunk: Chunk, itemsize: int, files: list[DataFile]) -> None:

@@ -19,13 +19,15 @@ GONE = ".gone"
 DATA = ".safetensors"
 SIDE = ".side"
 
-_JOB = re.compile(r"\d{1,10}/[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_JOB = re.compile(r"[0-9]{1,10}/[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_EPOCH = re.compile(r"epoch-(\d{6,})")
-_STEP = re.compile(r"step-(\d{10,})")
-_ATTEMPT = re.compile(r"step-\d{10,}\.[A-Za-z0-9_-]+\.part")
-_HIDDEN = re.compile(r"step-\d{10,}\.[A-Za-z0-9_-]+\.gone")
-_RECORD = re.compile(r"epoch-(\d{6,})\.json")
+# A number has one form: two directories of one step would be taken for one.
+_EPOCH_NUMBER, _STEP_NUMBER = r"([0-9]{6}|[1-9][0-9]{6,18})", r"([0-9]{10}|[1-9][0-9]{10,18})"
+_EPOCH = re.compile(rf"epoch-{_EPOCH_NUMBER}")
+_STEP = re.compile(rf"step-{_STEP_NUMBER}")
+_ATTEMPT = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.part")
+_HIDDEN = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.gone")
+_RECORD = re.compile(rf"epoch-{_EPOCH_NUMBER}\.json")
 
 
 def check_job(job: str) -> str:

@@ -190,7 +190,9 @@ def _blobs(held: HeldPiece) -> list[ObjectBlob]:
             raise SlotDamage(held.slot, rank, "", f"memory damage in the objects, block {block}")
     try:
         found = msgpack.unpackb(bytes(held.payload[: record.objects_bytes]), strict_map_key=True)
-        return [ObjectBlob(rank, str(name), bytes(blob)) for name, blob in found.items()]
-    except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        if not all(type(name) is str and type(blob) is bytes for name, blob in found.items()):
+            raise ValueError("a name that is no text, or a value that is no bytes")
+        return [ObjectBlob(rank, name, blob) for name, blob in found.items()]
+    except (ValueError, AttributeError, msgpack.UnpackException) as error:
         text = "the objects are not a msgpack map of name to bytes"
         raise CkptdError(text, where=f"slot of rank {rank}") from error

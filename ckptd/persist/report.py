@@ -75,7 +75,7 @@ def decode(data: bytes) -> Report:
         raise CkptdError(f"a writer's report of {len(data)} bytes")
     try:
         report = msgspec.msgpack.decode(data, type=Report)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CkptdError(f"malformed writer's report: {error}") from error
     if report.version != REPORT_VERSION:
         raise CkptdError(

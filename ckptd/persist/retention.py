@@ -16,10 +16,12 @@ from ckptd.persist.lineage import newest_record
 from ckptd.persist.manifest import MANIFEST_BYTES_MAX
 from ckptd.persist.names import (
     MANIFEST,
+    PART,
     VERIFIED,
     check_job,
     epoch_dir,
     epoch_of_dir,
+    epochs_dir,
     hidden_dir,
     is_attempt,
     is_hidden,
@@ -27,7 +29,15 @@ from ckptd.persist.names import (
     step_dir,
     step_of_dir,
 )
-from ckptd.persist.storage.base import NotFound, Storage, StorageError, list_or_empty, put_file, read_file
+from ckptd.persist.storage.base import (
+    NotFound,
+    Storage,
+    StorageError,
+    list_or_empty,
+    put_file,
+    read_file,
+    sync_above,
+)
 from ckptd.persist.sums import digest
 from ckptd.persist.verify import verify_at
 
@@ -112,6 +122,8 @@ def _read_back(
         done.problems += [f"{report.path}: {problem}" for problem in report.problems]
         return False
     failpoint("persist.retain.verified")
+    # Its committer may not have come to that yet, or never will: nothing may go for what a power cut would still take back.
+    sync_above(storage, epoch_dir(job, snapshot.epoch))
     manifest = read_file(storage, f"{directory}/{MANIFEST}", MANIFEST_BYTES_MAX)
     put_file(storage, f"{directory}/{VERIFIED}", digest(manifest).hex().encode())
     storage.sync_dir(directory)
@@ -145,6 +157,8 @@ def _sweep(
     cancelled: threading.Event | None,
 ) -> None:
     fresh = leased(storage, job, now_s, stale_s)
+    for directory in (job, epochs_dir(job)):
+        _drop_litter(storage, directory, now_s - attempt_stale_s)
     for top in list_or_empty(storage, job):
         epoch = epoch_of_dir(top.name) if top.is_dir else None
         if epoch is None:
@@ -155,12 +169,21 @@ def _sweep(
             path = f"{directory}/{entry.name}"
             step = step_of_dir(entry.name)
             if step is not None:
+                _drop_litter(storage, path, now_s - attempt_stale_s)
                 _delete_retired(storage, job, SnapshotId(epoch, step), now_s - grace_s, fresh, done)
             elif is_hidden(entry.name) or (
                 is_attempt(entry.name) and _newest(storage, path, entry.mtime_s) <= now_s - attempt_stale_s
             ):
                 storage.delete_tree(path)
                 done.deleted.append(storage.locate(path))
+
+
+def _drop_litter(storage: Storage, directory: str, before_s: float) -> None:
+    """Small files that died, with their process or with the power, before they got their name or could be deleted."""
+    for entry in list_or_empty(storage, directory):
+        ours = entry.name.startswith(f"{CLOCK}-") or entry.name.endswith(PART)
+        if ours and not entry.is_dir and entry.mtime_s <= before_s:
+            storage.delete(f"{directory}/{entry.name}")
 
 
 def _delete_retired(

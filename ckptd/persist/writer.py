@@ -28,6 +28,7 @@ from ckptd.persist.side import SideWriter
 from ckptd.persist.storage.base import Storage, StorageError, SyncFailed
 from ckptd.persist.stream import write_chunk
 from ckptd.persist.sums import SUM_BYTES, block_count, digest
+from ckptd.wire.bulk import Pace
 
 WRITER_THREADS = 2
 SYNC_TRIES = 2  # a file whose fsync failed is written anew under another name once, then the attempt fails
@@ -63,16 +64,18 @@ def write_pieces(
     cancelled: threading.Event,
     progress: Progress | None = None,
     *,
+    pace: Pace | None = None,
     per_rank: Collection[str] = (),
     bytes_max: int = FILE_BYTES_MAX,
     threads: int = WRITER_THREADS,
 ) -> bytes:
-    """Write the pieces and return the report for ``commit``. Blocks; a cancel is noticed within a few MiB.
+    """Write the pieces and return the report for ``commit``. Blocks; a cancel is noticed within a few MiB. ``pace`` is asked after
+    each few MiB, so that the next ones wait.
 
     per_rank: "t:key" of slices that differ between ranks in this snapshot. Raises SlotDamage (quarantine that slot),
     Cancelled, StorageError; whatever it raises, its files are deleted unless the storage itself refuses.
     """
-    run = _Run(storage, attempt_dir(job, snapshot, attempt), node, cancelled, progress)
+    run = _Run(storage, attempt_dir(job, snapshot, attempt), node, cancelled, progress, pace)
     run.origin = {"version": REPORT_VERSION, "job": job, "epoch": snapshot.epoch, "step": snapshot.step}
     try:
         chunks = chunks_of(pieces, per_rank)
@@ -98,9 +101,10 @@ class _Run:
         node: str,
         cancelled: threading.Event,
         progress: Progress | None,
+        pace: Pace | None = None,
     ) -> None:
         self.storage, self.directory, self.node = storage, directory, node
-        self._cancelled, self._progress = cancelled, progress
+        self._cancelled, self._progress, self._pace = cancelled, progress, pace
         self.origin: dict[str, object] = {}
         self.total = 0
         self.ranks: list[int] = []
@@ -216,8 +220,20 @@ class _Run:
             self._created.append(f"{path}{PART}")
             return path
 
+    def _stopped(self) -> bool:
+        return self._cancelled.is_set() or self._stop.is_set()
+
+    def _wait_turn(self, nbytes: int) -> None:
+        while self._pace is not None and nbytes > 0:
+            allowed = self._pace.take(nbytes, self._stopped)
+            if not allowed:
+                return
+            self._pace.sent(allowed)
+            nbytes -= allowed
+
     def _tick(self, nbytes: int) -> None:
-        if self._cancelled.is_set() or self._stop.is_set():
+        self._wait_turn(nbytes)
+        if self._stopped():
             raise Cancelled("the write was cancelled", where=self.storage.locate(self.directory))
         with self._lock:
             self._done += nbytes

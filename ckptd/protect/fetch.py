@@ -19,18 +19,22 @@ from ckptd.arena.sums import bad_blocks
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
+from ckptd.core.pacing import DEADLINE_S
 from ckptd.protect.landing_sums import LandingSums
-from ckptd.protect.settle import Tasks, ask, settle
+from ckptd.protect.pacer import Pacer
+from ckptd.protect.settle import Answers, Tasks, ask, settle
 from ckptd.protect.verify import count_bad, fresh_sums, stored_sums, units
 from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
 from ckptd.wire.peer import FetchAsk, FetchBad, FetchDone
 
-ASK_TIMEOUT_S = 600.0  # the first byte or a word; a ticket that nobody uses expires long before
+ASK_TIMEOUT_S = 600.0  # the first byte or a word: a queue at the holder; one that dies is noticed sooner
 ANSWER_TIMEOUT_S = 15.0  # from the last byte to the holder's word on it
 SPANS_MAX = 1_000_000
+SERVING_MAX = 4096  # transfers under way or waiting for their turn; who is not among them asks again
 SERVED_MAX = 4096  # transfers remembered, so that a repeated ask is not served twice
 SERVED_KEPT_S = 60.0  # an answer with its sums may be megabytes; an asker waits ANSWER_TIMEOUT_S for it
 PUSHES_MAX = 8
+PACED_MAX = 4  # for protection, beside them: restores do not wait for these
 DAMAGE = "damage"
 
 Send = Callable[[str, str, object], bool]
@@ -42,12 +46,21 @@ class Fetcher:
     ``on_refused(job, node)`` of bytes from that node that did not match."""
 
     def __init__(
-        self, transport: Transport, send: Send, work: Executor, streams: int = STREAMS_DEFAULT
+        self,
+        transport: Transport,
+        send: Send,
+        work: Executor,
+        streams: int = STREAMS_DEFAULT,
+        pacer: Pacer | None = None,
     ) -> None:
         self._transport, self._send, self._work, self._streams = transport, send, work, streams
+        self._pacer = pacer or Pacer()
+        self.within_s = DEADLINE_S  # of what is fetched for protection
         self._pushes = ThreadPoolExecutor(PUSHES_MAX, thread_name_prefix="serve")
-        self._asked: dict[str, asyncio.Future[FetchDone]] = {}
-        self._served: dict[tuple[str, str], FetchDone | None] = {}
+        self._paced = ThreadPoolExecutor(PACED_MAX, thread_name_prefix="lend")
+        self._answers: Answers[FetchDone] = Answers()
+        self._serving: set[tuple[str, str]] = set()
+        self._served: dict[tuple[str, str], FetchDone] = {}
         self._tasks = Tasks()
         self._closing = threading.Event()
         self.held: Callable[[str, SnapshotId, int], Slot | None] = lambda job, snapshot, rank: None
@@ -63,9 +76,7 @@ class Fetcher:
             if slot is not None:
                 self.look(job, slot)
         elif isinstance(message, FetchDone):
-            waiting = self._asked.get(message.transfer)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(message)
+            self._answers.came(message.transfer, message)
         else:
             return False
         return True
@@ -76,28 +87,32 @@ class Fetcher:
 
     def close(self) -> None:
         self._closing.set()
-        self._pushes.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pushes, self._paced):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # --- asking -------------------------------------------------------------------------------------------------
     async def fetch(
-        self, job: str, node: str, snapshot: SnapshotId, rank: int, spans: Spans, into: memoryview
-    ) -> tuple[bool, str]:
-        """Fill ``into`` with those spans of the slot's payload, one after the other. (False, why) leaves it undefined."""
+        self, job: str, node: str, snapshot: SnapshotId, rank: int, spans: Spans, into: memoryview,
+        *, protects: float = 0.0,
+    ) -> tuple[bool, str]:  # fmt: skip
+        """Fill ``into`` with those spans of the slot's payload, one after the other. (False, why) leaves it undefined.
+        ``protects``: what part of one slot's protection this is (1: all of it). Nobody waits for that to go on training, so the
+        holder paces it; 0: for a restore."""
         assert len(into) == sum(length for _, length in spans), "the buffer is as long as the spans"
         landing = await asyncio.get_running_loop().run_in_executor(self._work, _landing, spans, into)
         transfer = secrets.token_hex(16)
-        answer: asyncio.Future[FetchDone] = asyncio.get_running_loop().create_future()
-        self._asked[transfer] = answer
         try:
-            incoming = self._transport.expect(into, aad=_aad(job, snapshot, rank), witness=landing.saw)
+            aad = _aad(job, snapshot, rank)
+            incoming = self._transport.expect(into, aad=aad, ttl_s=ASK_TIMEOUT_S, witness=landing.saw)
         except TransferError as error:
-            del self._asked[transfer]
             return False, str(error)
-        request = FetchAsk(transfer, snapshot, rank, spans, incoming.ticket.encode())
+        within_s = self.within_s * min(protects, 1.0)
+        request = FetchAsk(transfer, snapshot, rank, spans, incoming.ticket.encode(), within_s)
         arrived = asyncio.wrap_future(incoming.done)
         wrong = False
         try:
-            done = await self._await_both(node, job, request, answer, arrived)
+            with self._answers.to(transfer) as answer:
+                done = await self._await_both(node, job, request, answer, arrived)
             if not done.ok:
                 return False, done.reason
             if landing.joined() == done.sums:
@@ -108,7 +123,6 @@ class Fetcher:
         except TransferError as error:
             return False, str(error)
         finally:
-            del self._asked[transfer]
             arrived.cancel()
             await settle(incoming)  # whoever asked may use the memory for something else now
             if wrong or isinstance(incoming.done.exception(), Changed):
@@ -122,8 +136,8 @@ class Fetcher:
         answer: asyncio.Future[FetchDone],
         arrived: asyncio.Future[int],
     ) -> FetchDone:
-        """The bytes, then the word on them. The transport bounds the wait for the bytes: a ticket that nobody uses expires,
-        a stream that stalls is dropped. Raises TransferError."""
+        """The bytes, then the word on them. The ticket lives as long as we ask, for the holder serves a few at a time; once
+        bytes come the transport bounds the wait: a stream that stalls is dropped. Raises TransferError."""
 
         def say() -> bool:
             return self._send(node, job, request)
@@ -141,13 +155,11 @@ class Fetcher:
     def _on_ask(self, node: str, job: str, ask: FetchAsk) -> None:
         key = (node, ask.transfer)
         if key in self._served:
-            outcome = self._served[key]
-            if outcome is not None:
-                self._send(node, job, outcome)
+            self._send(node, job, self._served[key])
             return
-        self._served[key] = None
-        while len(self._served) > SERVED_MAX:
-            self._served.pop(next(iter(self._served)))
+        if key in self._serving or len(self._serving) >= SERVING_MAX:
+            return
+        self._serving.add(key)
         self._tasks.spawn(self._serve(node, job, ask))
 
     async def _serve(self, node: str, job: str, ask: FetchAsk) -> None:
@@ -159,18 +171,22 @@ class Fetcher:
                 outcome = FetchDone(ask.transfer, False, reason="not held here")
             else:
                 loop = asyncio.get_running_loop()
-                outcome = await loop.run_in_executor(self._pushes, self._deliver, slot, record, ask)
+                pool = self._paced if ask.within_s > 0 else self._pushes
+                outcome = await loop.run_in_executor(pool, self._deliver, slot, record, ask)
                 if outcome.reason == DAMAGE and slot.record is record:  # else it holds something else by now
                     self.on_damage(job, slot, "found while serving a restore")
         except (CkptdError, ValueError) as error:
             outcome = FetchDone(ask.transfer, False, reason=str(error))
         finally:
-            if (node, ask.transfer) in self._served:
-                self._served[node, ask.transfer] = outcome
-                asyncio.get_running_loop().call_later(
-                    SERVED_KEPT_S, self._served.pop, (node, ask.transfer), None
-                )
+            self._remember((node, ask.transfer), outcome)
             self._send(node, job, outcome)
+
+    def _remember(self, key: tuple[str, str], outcome: FetchDone) -> None:
+        self._serving.discard(key)
+        self._served[key] = outcome
+        while len(self._served) > SERVED_MAX:
+            self._served.pop(next(iter(self._served)))
+        asyncio.get_running_loop().call_later(SERVED_KEPT_S, self._served.pop, key, None)
 
     def _deliver(self, slot: Slot, record: SlotRecord, ask: FetchAsk) -> FetchDone:
         """In a thread. Whole blocks go with the sums made at their seal, so the asker's one look checks memory and wire;
@@ -190,8 +206,16 @@ class Fetcher:
         sums = _sums(slot.payload, ask.spans, stored)
         if slot.record is not record:  # what was summed may not be what was verified: it was filled anew
             raise CkptdError("the slot was freed")
-        self._transport.push(ticket, views, streams=self._streams, cancelled=self._closing)
+        self._push(ticket, views, ask.within_s)
         return FetchDone(ask.transfer, True, sums)
+
+    def _push(self, ticket: Ticket, views: list[memoryview], within_s: float) -> None:
+        if within_s <= 0:
+            self._transport.push(ticket, views, streams=self._streams, cancelled=self._closing)
+            return
+        streams = 1 if self._pacer.paced else self._streams
+        with self._pacer.transfer("protect", ticket.nbytes, within_s) as pace:
+            self._transport.push(ticket, views, streams=streams, cancelled=self._closing, pace=pace)
 
     async def _look(self, job: str, slot: Slot) -> None:
         record = slot.record

@@ -58,7 +58,8 @@ class FrozenParts:
             slot.fill()
             spans = ((record.layout.frozen_at, nbytes),)
             into = slot.extent[:nbytes]
-            ok, why = await self._fetcher.fetch(record.job, node, record.snapshot, record.rank, spans, into)
+            what = record.job, node, record.snapshot, record.rank, spans
+            ok, why = await self._fetcher.fetch(*what, into, protects=1.0)
             if not ok:
                 raise CkptdError(f"its frozen part: {why}", where=node)
             if await loop.run_in_executor(self._work, bad_blocks, slot.extent, part.layout, part.sums, None, part.tier):

@@ -1,7 +1,8 @@
 """One replica: offer, ticket, push, verify, seal (design D8, D4). Both sides, for every job of this daemon.
 
 The sender repeats its offer until it hears something; the receiver remembers each transfer, so that a repeated offer finds
-the ticket or the outcome that got lost. Bytes go straight into the receiver's arena and count only when every block matched.
+the ticket or the outcome that got lost, or hears that the receiver is at work. Bytes go straight into the receiver's arena
+and count only when every block matched.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from ckptd.arena.arena import Arena, NoMemory, Slot, SlotRecord, Tenant
 from ckptd.arena.frozen import leans
@@ -22,14 +24,19 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.landing_sums import LandingSums
+from ckptd.protect.pacer import Pacer, Transfer
 from ckptd.protect.settle import Tasks, ask, settle
+from ckptd.protect.turns import Turns
 from ckptd.protect.verify import count_bad
 from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
 from ckptd.wire.peer import ReplicaDone, ReplicaOffer, ReplicaTicket
 
-OFFER_TIMEOUT_S = 30.0  # no ticket by then: the peer is allocating for too long, or gone
-VERIFY_TIMEOUT_S = 60.0  # from the last byte to the receiver's word
+OFFER_TIMEOUT_S = 30.0  # no ticket by then, and no word that the peer is at work on it
+VERIFY_TIMEOUT_S = 60.0  # the same, from the last byte to the receiver's verdict
 PUSHES_MAX = 8  # at once, over all peers and jobs
+PACED_PUSHES_MAX = 2  # more would share the same rate, and hold scratch memory that restores want
+PACED_STREAMS = 1
+WITHIN_S = 300.0  # a copy is made in this time whatever it costs training, unless the caller says otherwise
 RECORD_MARGIN_BYTES = 64 * 1024  # of a slot's record beyond layout, sums and digests
 OUTCOMES_KEPT_MAX = 4096
 DAMAGE = "damage"
@@ -41,6 +48,7 @@ Send = Callable[[str, str, object], bool]
 class _Sending:
     ticket: asyncio.Future[bytes]
     done: asyncio.Future[tuple[bool, str]]
+    heard: bool = False  # the receiver said that it is at work
 
 
 @dataclass
@@ -60,9 +68,11 @@ class Replicator:
         work: Executor,
         frozen: FrozenParts,
         streams: int = STREAMS_DEFAULT,
+        pacer: Pacer | None = None,
     ):
         self._transport, self._arena, self._send, self._frozen = transport, arena, send, frozen
-        self._work, self._streams = work, streams
+        self._work, self._streams, self._pacer = work, streams, pacer or Pacer()
+        self._turns = Turns(lambda: PACED_PUSHES_MAX if self._pacer.paced else PUSHES_MAX)
         self._pushes = ThreadPoolExecutor(PUSHES_MAX, thread_name_prefix="push")
         self._sending: dict[str, _Sending] = {}
         self._receiving: dict[tuple[str, str], _Receiving] = {}
@@ -78,8 +88,10 @@ class Replicator:
             self._on_offer(node, job, message)
         elif isinstance(message, ReplicaTicket):
             sending = self._sending.get(message.transfer)
-            if sending is not None and not sending.ticket.done():
-                sending.ticket.set_result(message.ticket)
+            if sending is not None:
+                sending.heard = True
+                if message.ticket and not sending.ticket.done():
+                    sending.ticket.set_result(message.ticket)
         elif isinstance(message, ReplicaDone):
             sending = self._sending.get(message.transfer)
             if sending is not None and not sending.done.done():
@@ -92,14 +104,26 @@ class Replicator:
         self._pushes.shutdown(wait=False, cancel_futures=True)
 
     # --- sender -------------------------------------------------------------------------------------------------
-    async def replicate(self, job: str, slot: Slot, tier: int, to: str) -> tuple[bool, str]:
+    async def replicate(
+        self, job: str, slot: Slot, tier: int, to: str, within_s: float = WITHIN_S
+    ) -> tuple[bool, str]:
         """Send the slot's tier prefix to that node. (True, "") once it verified and sealed it; else why not.
 
-        "damage": our own copy does not match its sums.
+        "damage": our own copy does not match its sums. ``within_s``: pacing gives way to be done in so many seconds.
         """
         record = slot.record
         if record is None:
             return False, "slot is gone"
+
+        def gone() -> bool:  # released or void meanwhile: the memory may be filled with another snapshot at any time
+            return slot.record is not record
+
+        with self._pacer.transfer("protect", record.layout.live_bytes(tier), within_s, gone) as pace:
+            return await self._replicate(job, slot, record, tier, to, pace)
+
+    async def _replicate(
+        self, job: str, slot: Slot, record: SlotRecord, tier: int, to: str, pace: Transfer
+    ) -> tuple[bool, str]:
         loop = asyncio.get_running_loop()
         transfer = secrets.token_hex(16)
         sending = self._sending[transfer] = _Sending(loop.create_future(), loop.create_future())
@@ -110,13 +134,17 @@ class Replicator:
             return self._send(to, job, offer)
 
         try:
-            heard = await ask(say, (sending.ticket, sending.done), OFFER_TIMEOUT_S)
-            if not sending.ticket.done():
-                return sending.done.result() if heard else (False, "no answer")
-            ticket = _ticket_for(job, offer, sending.ticket.result())
-            span = slot.extent[: record.layout.live_bytes(tier)]  # the peer asks for the frozen part if it lacks it
-            await loop.run_in_executor(self._pushes, self._push, ticket, span, cancelled)
-            if not await ask(say, (sending.done,), VERIFY_TIMEOUT_S, said=True):
+            async with self._turns:  # before the offer: a ticket that waits for its turn expires
+                if slot.record is not record:
+                    return False, "slot is gone"
+                heard = await _word(say, sending, (sending.ticket, sending.done), OFFER_TIMEOUT_S)
+                if not sending.ticket.done():
+                    return sending.done.result() if heard else (False, "no answer")
+                ticket = _ticket_for(job, offer, sending.ticket.result())
+                # Only the live part: the peer asks for the frozen one if it lacks it.
+                span = slot.extent[: record.layout.live_bytes(tier)]
+                await loop.run_in_executor(self._pushes, self._push, ticket, span, cancelled, pace)
+            if not await _word(say, sending, (sending.done,), VERIFY_TIMEOUT_S, said=True):
                 return False, "no word after the last byte"
             ok, reason = sending.done.result()
             if not ok and reason == DAMAGE and not await self._ours_is_bad(slot, record):
@@ -128,9 +156,10 @@ class Replicator:
             cancelled.set()
             del self._sending[transfer]
 
-    def _push(self, ticket: Ticket, span: memoryview, cancelled: threading.Event) -> None:
+    def _push(self, ticket: Ticket, span: memoryview, cancelled: threading.Event, pace: Transfer) -> None:
         failpoint("protect.push")
-        self._transport.push(ticket, [span], streams=self._streams, cancelled=cancelled)
+        streams = PACED_STREAMS if self._pacer.paced else self._streams
+        self._transport.push(ticket, [span], streams=streams, cancelled=cancelled, pace=pace)
 
     async def _ours_is_bad(self, slot: Slot, record: SlotRecord) -> bool:
         return bool(await count_bad(self._work, slot.payload, record.layout, record.sums, record.tier))
@@ -142,9 +171,7 @@ class Replicator:
         if outcome is not None:
             self._send(node, job, outcome)
         elif key in self._receiving:
-            ticket = self._receiving[key].ticket
-            if ticket:
-                self._send(node, job, ReplicaTicket(offer.transfer, ticket))
+            self._send(node, job, ReplicaTicket(offer.transfer, self._receiving[key].ticket))
         elif reason := self.refusal(job, offer.snapshot, offer.rank):
             self._send(node, job, ReplicaDone(offer.transfer, False, reason))
         else:
@@ -157,6 +184,7 @@ class Replicator:
         try:
             slot, reason = await self._take(node, job, offer)
             ok = slot is not None
+            failpoint("protect.sealed")
             if slot is not None:
                 self.on_arrived(job, slot)
         except (CkptdError, ValueError) as error:
@@ -209,6 +237,25 @@ class Replicator:
             return landing.joined()
         finally:
             await settle(incoming)
+
+
+async def _word(
+    say: Callable[[], bool],
+    sending: _Sending,
+    answers: Collection[asyncio.Future[Any]],
+    timeout_s: float,
+    *,
+    said: bool = False,
+) -> bool:
+    """One of the answers is there. The receiver may have to touch memory for the first time, or to fetch a frozen part of any
+    size; while it is at work it says so to each repeated offer, and its own limits end it."""
+    sending.heard = True
+    while sending.heard:
+        sending.heard = False
+        if await ask(say, answers, timeout_s, said=said):
+            return True
+        said = True
+    return False
 
 
 def _seal(slot: Slot, record: SlotRecord) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Coroutine
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from concurrent.futures import Executor
+from typing import Any, Generic, TypeVar
 
 from ckptd.wire.bulk import Incoming
 
+T = TypeVar("T")
 log = logging.getLogger("ckptd.protect")
 
 REPEAT_S = 1.0  # a message that may have been lost is said again
@@ -16,12 +19,69 @@ UNREACHABLE_S = 3.0  # the control link takes nothing for the node for so long: 
 
 
 async def settle(incoming: Incoming) -> None:
-    """End the transfer, if it has not ended, and return when no stream can write into its buffer any more."""
+    """End the transfer, if it has not ended, and return when no stream can write into its buffer any more; not before, even
+    when this is cancelled: the streams are interrupted, so it takes moments."""
     incoming.cancel()
     done = asyncio.wrap_future(incoming.done)
-    await asyncio.wait([done])
+    stopped: asyncio.CancelledError | None = None
+    while not done.done():
+        try:
+            await asyncio.wait([done])
+        except asyncio.CancelledError as error:
+            stopped = error
     if not done.cancelled():
         done.exception()  # looked at, so that asyncio does not complain; whoever needed it has it
+    if stopped is not None:
+        raise stopped
+
+
+async def all_done(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they return, in order. However it ends, none of them runs any more: what they write into may be used again. The first
+    error is raised, and calls off the rest."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+async def in_thread(work: Executor, call: Callable[..., T], *args: Any) -> T:
+    """Called off or not, the thread has ended when this returns."""
+    running = asyncio.get_running_loop().run_in_executor(work, call, *args)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+class Answers(Generic[T]):
+    """Words of other nodes on what they were asked, by the number of the transfer."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, asyncio.Future[T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @contextlib.contextmanager
+    def to(self, transfer: str) -> Iterator[asyncio.Future[T]]:
+        """The answer that is waited for meanwhile."""
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting[transfer] = answer
+        try:
+            yield answer
+        finally:
+            del self._waiting[transfer]
+
+    def came(self, transfer: str, word: T) -> None:
+        """What nobody waits for any more, or comes twice, is nothing."""
+        waiting = self._waiting.get(transfer)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(word)
 
 
 class Tasks:

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 
 import xxhash
 
+from ckptd.arena.arena import Slot, SlotRecord
 from ckptd.arena.payload import Payload
 from ckptd.arena.sums import SUM_BYTES, bad_blocks, blocks_of, hash_shares
 from ckptd.core.layout import BLOCK_BYTES, Layout
@@ -53,3 +54,15 @@ def stored_sums(layout: Layout, sums: bytes, tier: int, spans: Sequence[Span]) -
 def fresh_sums(payload: Payload, span: Span) -> bytes:
     """The sums of a span's units, made now."""
     return b"".join([xxhash.xxh3_128_digest(payload[at : at + length]) for at, length in units([span])])
+
+
+def copy_verified(slot: Slot, record: SlotRecord, spans: Sequence[Span], into: memoryview) -> bool:
+    """These spans of the payload in a row. False: a block that they touch does not match its sum, or the slot was freed."""
+    payload = slot.payload
+    if bad_blocks(payload, record.layout, record.sums, spans, record.tier):
+        return False
+    at = 0
+    for offset, length in spans:
+        into[at : at + length] = payload[offset : offset + length]
+        at += length
+    return slot.record is record

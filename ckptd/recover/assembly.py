@@ -17,7 +17,7 @@ class Assembly:
     """``pieces``: rows of wire.rank.LoadPlan; their segment is an index into ``fds``, which are ours."""
 
     pieces: list[list[Any]] = field(default_factory=list)
-    bytes_by_source: dict[str, int] = field(default_factory=lambda: {"own": 0, "peer": 0, "durable": 0})
+    bytes_by_source: dict[str, int] = field(default_factory=lambda: {"own": 0, "peer": 0, "parity": 0, "durable": 0})
     segment_bytes: list[int] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
     _segment_index: dict[str, int] = field(default_factory=dict)

@@ -18,7 +18,7 @@ def split_objects(region: bytes | memoryview) -> dict[str, bytes]:
         body = unpacker.unpack()
     except (ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"objects region does not parse: {error}") from error
-    if not isinstance(body, dict) or not all(isinstance(v, bytes) for v in body.values()):
+    if type(body) is not dict or not all(type(k) is str and type(v) is bytes for k, v in body.items()):
         raise ValueError("objects region is not a map of names to bytes")
     return body
 

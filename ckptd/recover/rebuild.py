@@ -20,9 +20,10 @@ from ckptd.core.failpoint import failpoint
 from ckptd.core.instructions import PrepareRestore
 from ckptd.core.layout import Layout
 from ckptd.core.protection import level, slice_classes
-from ckptd.core.recovery import DURABLE, OWN, Held, Piece, Plan, SourceIndex, Want, plan_recovery
+from ckptd.core.recovery import DURABLE, OWN, PARITY, Held, Piece, Plan, SourceIndex, Want, plan_recovery
 from ckptd.persist.reader import Checkpoint
 from ckptd.recover.assembly import Assembly
+from ckptd.recover.by_parity import ByParity
 from ckptd.recover.handover import Blobs, Handover
 from ckptd.recover.host import Host, Unrecoverable
 from ckptd.recover.objects import ObjectPool, split_objects
@@ -42,13 +43,13 @@ class Rebuild:
     def __init__(self, host: Host, do: PrepareRestore) -> None:
         assert do.snapshot is not None
         self._host, self._do, self._snapshot = host, do, do.snapshot
-        self._layouts = {
-            source.layout_id: Layout.decode(do.layouts[source.layout_id]) for source in do.sources
-        }
+        self._layouts = {name: Layout.decode(data) for name, data in do.layouts.items()}
         self._held = [
             Held(source.node, source.rank, source.tier, self._layouts[source.layout_id])
             for source in do.sources
+            if source.part is None
         ]
+        self._by_parity = ByParity(host, do.snapshot, do.sources, self._layouts)
         self._threads = Threads(host.executor)
         self._stored = Stored(do.durable, self._open, lambda error: host.unreadable(self._snapshot, error))
         self._index: tuple[frozenset[tuple[str, int]], SourceIndex] | None = (
@@ -63,7 +64,7 @@ class Rebuild:
     # --- what the snapshot holds --------------------------------------------------------------------------------
     async def catalogue(self) -> bytes:
         """The catalogue for wire.rank.Opened. Raises CkptdError when some rank's objects are nowhere to be had."""
-        layouts = {held.rank: held.layout for held in self._held}
+        layouts = {held.rank: held.layout for held in (*self._by_parity.held(()), *self._held)}
         if await self._threads.run(self._memory_is_whole, layouts):
             for rank in sorted(layouts):
                 self._objects[rank] = await self._rank_objects(rank)
@@ -95,7 +96,8 @@ class Rebuild:
         holders: dict[int, list[tuple[str, int]]] = {}
         for held in self._held:
             holders.setdefault(held.rank, []).append((held.node, held.tier))
-        return level(slice_classes(layouts), holders) >= 0
+        spared = {held.rank: 0 for held in self._by_parity.held(())}
+        return level(slice_classes(layouts), holders, spared) >= 0
 
     async def _rank_objects(self, rank: int) -> dict[str, bytes]:
         for held in sorted(self._held, key=lambda held: (held.node != self._host.node, held.node)):
@@ -105,6 +107,10 @@ class Rebuild:
             if region is not None:
                 return split_objects(region)
             self._lose(held.node, rank)
+        while any(held.rank == rank for held in self._by_parity.held(self._lost)):
+            region = await self._by_parity.objects(rank, self._lost)
+            if region is not None:
+                return split_objects(region)
         if self._stored.ok:
             return await self._stored.call(partial(stored_objects, rank))
         raise CkptdError(f"no copy of rank {rank}'s objects is readable", where=str(self._snapshot))
@@ -139,7 +145,7 @@ class Rebuild:
         an older snapshot, can still take its place; and once more, each when its turn has come."""
         room = await self._host.scratch(rank, SCRATCH_BYTES_MAX, SCRATCH_BYTES_MIN)
         plan = await self._sound_plan(rank, asked)
-        usable = usable_bytes(room.capacity, len(self._held) + 1)
+        usable = usable_bytes(room.capacity, len(self._held) + len(self._by_parity.held(())) + 1)
         parts = await self._threads.run(parts_of, plan, asked, first, usable)
         for part in reversed(parts[1:]):
             (await self._gather(rank, part, room)).release()
@@ -184,7 +190,7 @@ class Rebuild:
         lost = frozenset(self._lost)
         if self._index is None or self._index[0] != lost:
             left = [held for held in self._held if (held.node, held.rank) not in lost]
-            self._index = lost, SourceIndex(left)
+            self._index = lost, SourceIndex([*left, *self._by_parity.held(lost)])
         assert self._catalogue is not None, "wants come after the catalogue"
         return plan_recovery(asked, self._index[1], self._host.node, rank, durable, self._catalogue.per_rank)
 
@@ -263,6 +269,10 @@ class Rebuild:
     ) -> bool:
         if kind == DURABLE:
             return await self._stored.read(group, into)
+        if kind == PARITY:
+            brought = await self._by_parity.fetch(holder, group, into, self._lost)
+            self._index = None if not brought else self._index  # also when only the lane itself is given up
+            return brought
         layout = next(held.layout for held in self._held if held.node == node and held.rank == holder)
         spans: list[tuple[int, int]] = []
         for piece in group:

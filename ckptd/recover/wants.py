@@ -37,23 +37,26 @@ class Wants:
         try:
             body = msgpack.unpackb(data, max_array_len=WANTS_MAX)
             rows = [Slice(k, d, tuple(s), Box(tuple(o), tuple(z))) for k, d, s, o, z in body["tensors"]]
-            objects = tuple(str(name) for name in body["objects"])
-            first = int(body.get("first", 0))
+            objects, first = tuple(body["objects"]), body.get("first", 0)
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise ValueError(f"wants do not parse: {error}") from error
         for row in rows:
             _check(row)
+        if type(first) is not int or not all(type(name) is str for name in objects):
+            raise ValueError("wants: objects are no names, or their first part no number")
         return Wants(tuple(rows), objects, min(max(first, 0), len(rows)))
 
 
 def _check(row: Slice) -> None:
     box = row.box
-    if not isinstance(row.key, str) or row.dtype not in ITEMSIZE or len(row.shape) > NDIM_MAX:
-        raise ValueError(f"wants: bad key or dtype: {row.key!r} {row.dtype!r}")
+    if not type(row.key) is type(row.dtype) is str:
+        raise ValueError("wants: a key or a dtype is no text")
+    if row.dtype not in ITEMSIZE or len(row.shape) > NDIM_MAX:
+        raise ValueError(f"wants: bad dtype or shape of {row.key}: {row.dtype}")
     if len(box.offsets) != len(row.shape) or len(box.sizes) != len(row.shape):
         raise ValueError(f"wants: box and shape of {row.key} differ in dimensions")
     for offset, size, extent in zip(box.offsets, box.sizes, row.shape, strict=True):
-        if not (isinstance(offset, int) and isinstance(size, int) and offset >= 0 and size >= 0):
+        if not type(offset) is type(size) is type(extent) is int or min(offset, size) < 0:
             raise ValueError(f"wants: bad box of {row.key}")
         if offset + size > extent:
             raise ValueError(f"wants: box of {row.key} is outside of its shape")

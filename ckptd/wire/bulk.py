@@ -99,6 +99,18 @@ class Ticket:
         return ticket
 
 
+class Pace(Protocol):
+    """When a sender may send. Called by the threads of its streams."""
+
+    def take(self, nbytes: int, stopped: Callable[[], bool]) -> int:
+        """How many of these bytes may go now, at least one; waits until then. 0: ``stopped`` said so."""
+        ...
+
+    def sent(self, nbytes: int) -> None:
+        """They have gone, or have failed to: once after each ``take`` that allowed any."""
+        ...
+
+
 class Incoming(Protocol):
     """An announced transfer. ``done`` resolves to the number of bytes, or raises TransferError; after ``done`` (and only
     then) the transport no longer touches the buffer."""
@@ -139,8 +151,10 @@ class Transport(Protocol):
         *,
         streams: int = STREAMS_DEFAULT,
         cancelled: threading.Event | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """Send the spans one after the other into the ticket's buffer; blocks until the receiver has confirmed it.
+        """Send the spans one after the other into the ticket's buffer, as fast as ``pace`` lets it; blocks until the receiver has
+        confirmed it.
         Raises TransferError (refused, broken, cancelled, or the spans are not exactly ``ticket.nbytes`` long)."""
         ...
 

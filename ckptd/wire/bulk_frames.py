@@ -56,6 +56,8 @@ class Hello:
     @staticmethod
     def unpack(data: bytes) -> Hello:
         """Raises Malformed. Another version's fields mean nothing here: look at ``version`` first."""
+        if len(data) != HELLO_BYTES:
+            raise Malformed("a greeting of another length")
         magic, version, stream, streams, mode, ticket, push = _HELLO.unpack(data)
         if magic != _MAGIC or mode not in _MODES:
             raise Malformed("not a bulk stream")
@@ -70,6 +72,8 @@ def pack_reply(status: int, body: bytes = bytes(32)) -> bytes:
 
 def unpack_reply(data: bytes) -> bytes:
     """The body of a reply. Raises TransferError with the receiver's reason, or Malformed."""
+    if len(data) != REPLY_BYTES:
+        raise Malformed("an answer of another length")
     magic, status, body = _REPLY.unpack(data)
     if magic != _REPLY_MAGIC:
         raise Malformed("the answer is not a bulk receiver's")

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from zmq.utils import z85
 
 from ckptd.core.errors import CkptdError
+from ckptd.directory import sync_path
 
 KEY_BYTES = 32
 KEY_FILE_BYTES_MAX = 256
@@ -95,6 +96,7 @@ class ClusterKey:
             file.write(f"{MAGIC} {self.secret.hex()}\n".encode())
             file.flush()
             os.fsync(fd)
+        sync_path(Path(path).parent)
 
     @staticmethod
     def load(path: str | os.PathLike[str], *, group_readable: bool = False) -> ClusterKey:

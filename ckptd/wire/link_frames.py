@@ -28,7 +28,7 @@ import msgspec
 from ckptd.core.errors import CkptdError
 from ckptd.wire.codec import CONTROL_MESSAGE_BYTES_MAX
 
-PROTOCOL_VERSION = 2  # 2: both ends of a fetch know where its units end, FetchDone does not say it
+PROTOCOL_VERSION = 3  # 2: both ends of a fetch know where its units end; 3: a fetch says whether it may be paced
 FRAME_BYTES_MAX = 256 * 1024  # ZMQ_MAXMSGSIZE
 NAME_BYTES_MAX = 256  # node, incarnation, job
 TEXT_BYTES_MAX = 1024  # of a refusal
@@ -41,7 +41,7 @@ VERSION_CODE, DUPLICATE, MISDIRECTED, GREET_FIRST = "version", "duplicate", "mis
 _VERSIONED = struct.Struct(">BH")
 _PART = struct.Struct(">BQII")
 _JOB = struct.Struct(">H")
-_JOB_KEY = re.compile(r"(\d{1,10}/[A-Za-z0-9][A-Za-z0-9._-]{0,99})?")  # wire.names.job_key; empty: about the node
+_JOB_KEY = re.compile(r"([0-9]{1,10}/[A-Za-z0-9][A-Za-z0-9._-]{0,99})?")  # wire.names.job_key; empty: about the node
 PART_BYTES_MAX = FRAME_BYTES_MAX - _PART.size
 PARTS_MAX = -(-(CONTROL_MESSAGE_BYTES_MAX + _JOB.size + NAME_BYTES_MAX) // PART_BYTES_MAX)
 
@@ -132,6 +132,8 @@ class Assembler:
 def _open(payload: memoryview) -> tuple[str, memoryview]:
     try:
         (length,) = _JOB.unpack_from(payload)
+        if length > len(payload) - _JOB.size:
+            raise BadFrame("an envelope that is cut off")
         job = bytes(payload[_JOB.size : _JOB.size + length]).decode()
     except (struct.error, UnicodeDecodeError) as error:
         raise BadFrame(f"an envelope that does not parse: {error}") from error

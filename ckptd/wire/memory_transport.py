@@ -14,6 +14,7 @@ from ckptd.wire.bulk import (
     STREAMS_DEFAULT,
     TICKET_ID_BYTES,
     TICKET_TTL_S,
+    Pace,
     Spans,
     Ticket,
     TransferError,
@@ -62,6 +63,7 @@ class MemoryTransport:
         *,
         streams: int = STREAMS_DEFAULT,
         cancelled: threading.Event | None = None,
+        pace: Pace | None = None,
     ) -> None:
         source = Spans(spans)
         if source.nbytes != ticket.nbytes:
@@ -73,7 +75,7 @@ class MemoryTransport:
             raise TransferError("cannot connect: nobody is there", where=ticket.address)
         hello = frames.Hello(0, 1, ticket.mode, ticket.id, secrets.token_bytes(TICKET_ID_BYTES))
         landing = receiver._enter(ticket, hello, self._bulk_key)
-        _copy(landing, source, cancelled or threading.Event())
+        _copy(landing, source, cancelled or threading.Event(), pace)
 
     def _enter(self, ticket: Ticket, hello: frames.Hello, bulk_key: bytes) -> Landing:
         landing = self._landings.find(ticket.id)
@@ -97,13 +99,14 @@ class MemoryTransport:
         self._landings.close()
 
 
-def _copy(landing: Landing, source: Spans, cancelled: threading.Event) -> None:
+def _copy(landing: Landing, source: Spans, cancelled: threading.Event, pace: Pace | None) -> None:
     try:
         for index in range(chunk_count(source.nbytes)):
             if cancelled.is_set() or landing.failed:
                 raise TransferError("cancelled", where=landing.ticket.address)
             offset = index * CHUNK_BYTES
             length = min(CHUNK_BYTES, source.nbytes - offset)
+            _await_pace(pace, length, cancelled, landing)
             into, at = landing.claim(offset, length), 0
             for piece in source.cut(offset, length):
                 into[at : at + len(piece)] = piece
@@ -115,3 +118,12 @@ def _copy(landing: Landing, source: Spans, cancelled: threading.Event) -> None:
         raise
     finally:
         landing.leave(0, time.monotonic())
+
+
+def _await_pace(pace: Pace | None, nbytes: int, cancelled: threading.Event, landing: Landing) -> None:
+    while pace is not None and nbytes > 0:
+        allowed = pace.take(nbytes, lambda: cancelled.is_set() or landing.failed)
+        if not allowed:
+            raise TransferError("cancelled", where=landing.ticket.address)
+        pace.sent(allowed)
+        nbytes -= allowed

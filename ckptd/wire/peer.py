@@ -28,8 +28,10 @@ class ReplicaOffer:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTicket:
+    """Receiver -> sender: push now; once said, or without a ticket: at work on it."""
+
     transfer: str
-    ticket: bytes  # wire.bulk.Ticket.encode()
+    ticket: bytes  # wire.bulk.Ticket.encode(); empty while memory is made ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,15 @@ class ReplicaDone:
 
 @dataclass(frozen=True, slots=True)
 class FetchAsk:
-    """Push me these byte spans of that held slot, one after the other, verified against your sums first."""
+    """Push me these byte spans of that held slot, one after the other, verified against your sums first. within_s: for
+    protection, so paced, and done within so many seconds; 0: for a restore, as fast as it goes."""
 
     transfer: str
     snapshot: SnapshotId
     rank: int
     spans: tuple[tuple[int, int], ...]  # (payload offset, length)
     ticket: bytes
+    within_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +76,49 @@ class FetchBad:
 
 
 @dataclass(frozen=True, slots=True)
+class CardAsk:
+    """What does your slot of this rank say about itself? For parity over it, which keeps it."""
+
+    transfer: str
+    snapshot: SnapshotId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Holder -> asker. sums cover the blocks of the tier-1 prefixes."""
+
+    transfer: str
+    ok: bool
+    reason: str = ""
+    layout: bytes = b""
+    objects_bytes: int = 0
+    sums: bytes = b""
+    digests: tuple[tuple[str, bytes], ...] = ()
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StatusAsk:
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
+    request: str
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOrder:
+    """`ckptd drain NODE`, passed on: "on", "off" or "look". Holders of the cluster key are one trust domain."""
+
+    request: str
+    want: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReply:
     request: str
     body: dict[str, Any] = field(default_factory=dict)
 
@@ -90,5 +131,6 @@ class StorageToken:
 
 
 PEER_MESSAGES = (
-    ReplicaOffer, ReplicaTicket, ReplicaDone, FetchAsk, FetchDone, FetchBad, StatusAsk, StatusReply, StorageToken,
+    ReplicaOffer, ReplicaTicket, ReplicaDone, FetchAsk, FetchDone, FetchBad, CardAsk, Card, StatusAsk, StatusReply,
+    DrainOrder, DrainReply, StorageToken,
 )  # fmt: skip

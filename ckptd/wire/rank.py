@@ -94,10 +94,17 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Called:
-    """snapshot(step) was called. asks: must=True waits for a grant of exactly this step."""
+    """snapshot(step) was called, or was the newest call when this report was due. asks: must=True waits for a grant of exactly
+    this step.
+
+    times: rows [begin, end, steps between them, 1 if a capture or a wait of ours lay in it], seconds of CLOCK_MONOTONIC.
+    spans: [begin, end] of each communication in the newest row, in seconds from its begin. Both only to a daemon whose Welcome
+    asks for them (policy "pacing"), so older ones never see them."""
 
     step: int
     asks: bool = False
+    times: list[list[float]] | None = None
+    spans: list[list[float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,15 @@ class ListSteps:
 @dataclass(frozen=True)
 class AskHealth:
     request: int
+
+
+@dataclass(frozen=True)
+class DrainAsk:
+    """`ckptd drain`, without a Hello. want: "on", "off", or "look" for news. node: another one of the cluster; "": this daemon's.
+    Only root and the daemon's own user may (SO_PEERCRED)."""
+
+    want: str
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -291,6 +307,15 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class DrainState:
+    """Answer to DrainAsk. jobs: those that hold something, as ckptd.observe.report.DrainJob."""
+
+    node: str
+    draining: bool
+    jobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Health:
     """Answer to AskHealth (request > 0) or news (request 0)."""
 
@@ -302,9 +327,9 @@ class Health:
 
 TO_DAEMON = (
     Hello, Offer, Join, Wants, WantsRefused, LoadedPart, Loaded, Called, SealedSlot, GaveUp, Resize, Skipped, WaitFor, ListSteps,
-    AskHealth, Goodbye,
+    AskHealth, DrainAsk, Goodbye,
 )  # fmt: skip
 TO_RANK = (
     Welcome, Refused, Mapped, Retire, Opened, LoadPlan, Failed, Ready, GrantSlot, TakeBack, Level, Superseded, Steps,
-    Health,
+    DrainState, Health,
 )  # fmt: skip

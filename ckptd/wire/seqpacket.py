@@ -46,8 +46,15 @@ class FrameError(ValueError):
 
 # --- frames ---------------------------------------------------------------------------------------
 def encode_frame(message: object) -> bytes:
-    """Raises FrameError when the message is larger than FRAME_BYTES_MAX."""
-    values = {field.name: getattr(message, field.name) for field in fields(message)}  # type: ignore[arg-type]
+    """Raises FrameError when the message is larger than FRAME_BYTES_MAX.
+
+    What is not known and need not be is left out: a peer that was made before there was such a field never hears of it.
+    """
+    values = {
+        field.name: value
+        for field in fields(message)  # type: ignore[arg-type]
+        if (value := getattr(message, field.name)) is not None or field.default is not None
+    }
     data: bytes = msgpack.packb([type(message).__name__, values])
     if len(data) > wire.FRAME_BYTES_MAX:
         limit = wire.FRAME_BYTES_MAX
@@ -59,16 +66,20 @@ def decode_frame(data: bytes | memoryview, classes: Sequence[type]) -> Any:
     """One of ``classes`` with checked field names and types. Raises FrameError for anything else."""
     try:
         frame = msgpack.unpackb(
-            data, strict_map_key=False, max_array_len=ITEMS_MAX, max_map_len=ITEMS_MAX, max_ext_len=0
+            data, strict_map_key=False, max_array_len=ITEMS_MAX, max_map_len=ITEMS_MAX, max_ext_len=0, ext_hook=_no_ext
         )
     except Exception as error:  # msgpack raises ValueError, its own types and UnicodeDecodeError
         raise FrameError(f"not msgpack: {error}") from error
-    if not (isinstance(frame, list) and len(frame) == 2 and isinstance(frame[1], dict)):
+    if not (isinstance(frame, list) and len(frame) == 2 and type(frame[0]) is str and isinstance(frame[1], dict)):
         raise FrameError("a frame is [class, fields]")
     found = next((cls for cls in classes if cls.__name__ == frame[0]), None)
     if found is None:
-        raise FrameError(f"unknown class {str(frame[0])[:40]!r}")
+        raise FrameError(f"unknown class {frame[0][:40]!r}")
     return _build(found, frame[1])
+
+
+def _no_ext(code: int, data: bytes) -> object:
+    raise ValueError(f"ext type {code}")
 
 
 def _build(cls: type, values: dict[Any, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ckptd.wire.bulk import (
     CONNECTIONS_MAX,
@@ -13,6 +13,7 @@ from ckptd.wire.bulk import (
     STREAMS_DEFAULT,
     TICKET_TTL_S,
     Mode,
+    Pace,
     Ticket,
     Witness,
 )
@@ -60,6 +61,10 @@ class TcpTransport:
         """Streams that are being received right now, for metrics."""
         return self._gate.streams
 
+    def on_bytes(self, call: Callable[[], None]) -> None:
+        """``call``, from the streams' threads, whenever bytes of a transfer have come."""
+        self._gate.on_bytes = call
+
     def expect(
         self,
         buffer: memoryview,
@@ -78,9 +83,10 @@ class TcpTransport:
         *,
         streams: int = STREAMS_DEFAULT,
         cancelled: threading.Event | None = None,
+        pace: Pace | None = None,
     ) -> None:
         push = Push(
-            ticket, spans, self._bulk_key, self._pool, cancelled, self._closing,
+            ticket, spans, self._bulk_key, self._pool, cancelled, self._closing, pace,
             idle_timeout_s=self._idle_timeout_s, handshake_timeout_s=self._handshake_timeout_s,
         )  # fmt: skip
         push.run(streams)

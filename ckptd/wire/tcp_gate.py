@@ -14,6 +14,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from ckptd.core.errors import CkptdError
 from ckptd.wire import bulk_frames as frames
@@ -74,6 +75,7 @@ class Gate:
         self._connections_max = connections_max
         self._idle_timeout_s, self._handshake_timeout_s = idle_timeout_s, handshake_timeout_s
         self._pool = ScratchPool()
+        self.on_bytes: Callable[[], None] = lambda: None
         self._shaking: dict[socket.socket, Handshake] = {}  # in order of arrival
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
@@ -199,8 +201,9 @@ class Gate:
         if self.streams >= self._connections_max:
             return frames.BUSY
         stream = Stream(
-            shake.sock, landing, hello.stream, secret, self._idle_timeout_s, self._handshake_timeout_s, self._pool
-        )
+            shake.sock, landing, hello.stream, secret, self._idle_timeout_s, self._handshake_timeout_s, self._pool,
+            lambda: self.on_bytes(),
+        )  # fmt: skip
         status = landing.admit(hello, stream.interrupt, time.monotonic())
         if status == frames.OK:
             self._release(shake)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import select
 import socket
 import struct
@@ -19,15 +20,24 @@ from ckptd.core.errors import CkptdError
 from ckptd.wire.bulk import IDLE_TIMEOUT_S, POLL_S, TransferError
 
 IOV_MAX = 1024  # buffers of one sendmsg
+PORT_MAX = 65535
+_PORT = re.compile(r"[0-9]{1,5}")  # int() takes more: signs, underscores, other scripts
 
 
 class Wire:
-    """``stopped`` is asked between chunks and at least every POLL_S while blocked."""
+    """``stopped`` is asked between chunks and at least every POLL_S while blocked. ``moved`` hears of bytes that came, in parts of
+    POLL_S at the most."""
 
     def __init__(
-        self, sock: socket.socket, stopped: Callable[[], bool], *, idle_timeout_s: float = IDLE_TIMEOUT_S
+        self,
+        sock: socket.socket,
+        stopped: Callable[[], bool],
+        *,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.sock, self._stopped, self._idle_timeout_s = sock, stopped, idle_timeout_s
+        self._moved = moved
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         interval = struct.pack("ll", int(POLL_S), int(POLL_S % 1 * 1e6))
@@ -73,6 +83,7 @@ class Wire:
         got = self.sock.recv_into(view, 0, socket.MSG_WAITALL)
         if got == 0:
             raise TransferError("the other side closed the stream")
+        self._moved()
         return got
 
     def _move(self, call: Callable[[memoryview], int], view: memoryview) -> None:
@@ -137,9 +148,11 @@ def split_address(address: str) -> tuple[str, int]:
     host = host.strip("[]")
     try:
         ipaddress.ip_address(host)
-        return host, int(port)
     except ValueError as error:
         raise TransferError("not an ip:port address", where=address) from error
+    if not _PORT.fullmatch(port) or int(port) > PORT_MAX:
+        raise TransferError("not an ip:port address", where=address)
+    return host, int(port)
 
 
 def join_address(host: str, port: int) -> str:

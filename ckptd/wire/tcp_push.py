@@ -14,6 +14,7 @@ from ckptd.wire.bulk import (
     CHUNK_BYTES,
     STREAMS_MAX,
     TICKET_ID_BYTES,
+    Pace,
     Spans,
     Ticket,
     TransferError,
@@ -32,12 +33,13 @@ class Push:
         pool: ScratchPool,
         cancelled: threading.Event | None,
         closing: threading.Event,
+        pace: Pace | None = None,
         *,
         idle_timeout_s: float,
         handshake_timeout_s: float,
     ) -> None:
         self._ticket, self._spans, self._bulk_key = ticket, Spans(spans), bulk_key
-        self._pool = pool
+        self._pool, self._pace = pool, pace
         self._cancelled, self._closing = cancelled or threading.Event(), closing
         self._idle_timeout_s, self._handshake_timeout_s = idle_timeout_s, handshake_timeout_s
         self._id = secrets.token_bytes(TICKET_ID_BYTES)
@@ -107,13 +109,40 @@ class Push:
         self, wire: Wire, cipher: frames.ChunkCipher | None, head: bytes, pieces: list[memoryview]
     ) -> None:
         if cipher is None:
-            wire.write([head, *pieces])
+            self._write(wire, [memoryview(head), *pieces])
         else:
             plain = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             with self._pool.take(self._stopped) as scratch:
-                wire.write([head, cipher.seal(head, plain, scratch)])
+                self._write(wire, [memoryview(head), memoryview(cipher.seal(head, plain, scratch))])
+
+    def _write(self, wire: Wire, views: list[memoryview]) -> None:
+        """As one, or in the pieces that the pace allows. Raises TransferError when it is called off meanwhile."""
+        left = sum(map(len, views))
+        while self._pace is not None and left > 0:
+            allowed = self._pace.take(left, self._stopped)
+            if not allowed:
+                raise TransferError("cancelled")
+            now, views = _split(views, allowed)
+            try:
+                wire.write(now)
+            finally:
+                self._pace.sent(allowed)
+            left -= allowed
+        if left:
+            wire.write(views)
 
     def _hear_done(self, wire: Wire, secret: frames.StreamSecret, chunks: int) -> None:
         proof = frames.unpack_reply(wire.read(frames.REPLY_BYTES))
         if not secret.check(proof, "done", struct.pack(">Q", chunks)):
             raise TransferError("the receiver's confirmation does not match what was sent")
+
+
+def _split(views: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first ``nbytes`` of them, and the rest."""
+    first: list[memoryview] = []
+    for index, view in enumerate(views):
+        if len(view) > nbytes:
+            return [*first, view[:nbytes]] if nbytes else first, [view[nbytes:], *views[index + 1 :]]
+        first.append(view)
+        nbytes -= len(view)
+    return first, []

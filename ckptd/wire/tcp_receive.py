@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from cryptography.exceptions import InvalidTag
 
@@ -28,10 +29,11 @@ class Stream:
         idle_timeout_s: float,
         straggler_timeout_s: float,
         pool: ScratchPool,
+        moved: Callable[[], None],
     ) -> None:
         self._sock, self._landing, self._number, self._secret = sock, landing, number, secret
         self._idle_timeout_s, self._straggler_timeout_s = idle_timeout_s, straggler_timeout_s
-        self._chunks, self._pool = 0, pool
+        self._chunks, self._pool, self._moved = 0, pool, moved
 
     def interrupt(self) -> None:
         shut(self._sock)
@@ -39,7 +41,8 @@ class Stream:
     def run(self) -> None:
         ended = False
         try:
-            wire = Wire(self._sock, lambda: self._landing.failed, idle_timeout_s=self._idle_timeout_s)
+            stopped, idle_s = (lambda: self._landing.failed), self._idle_timeout_s
+            wire = Wire(self._sock, stopped, idle_timeout_s=idle_s, moved=self._moved)
             wire.write([frames.pack_reply(frames.OK, self._secret.proof("receiver"))])
             self._receive(wire)
             self._landing.end(self._number)

@@ -165,6 +165,7 @@ class Restore:
             "bytes": loading.bytes,
             "seconds": {**loading.seconds, "load": loading.load_s},
         }
+        failpoint("restore.loaded")
         self._session.link.send(wire.Loaded(message.round, True, "", loading.load_s))
 
     def _known(self, fd: int, nbytes: int) -> Segment | None:

@@ -23,6 +23,7 @@ from ckptd_client.grants import Grant, Grants
 from ckptd_client.handles import Handle
 from ckptd_client.link import Link, close_all
 from ckptd_client.segments import Segments, SlotView
+from ckptd_client.stepclock import StepClock
 from ckptd_client.troubles import Troubles
 from ckptd_client.world import World
 
@@ -47,6 +48,7 @@ class Session:
         self.frozen_slot = -1  # where the frozen part may be captured, or was; -1: nowhere yet
         self.frozen_holds = ""  # layout id of what was in it when it was mapped
         self.grants = Grants()
+        self.clock = StepClock()
         self.policy: dict[str, Any] = {}
         self.node: dict[str, Any] | None = None
         self.connection = 0  # grows with every welcome; 0: never connected
@@ -90,6 +92,8 @@ class Session:
         with self.changed:
             self.connection += 1
             self.policy, self.node = dict(welcome.policy), dict(welcome.node)
+            self.clock.on = self.policy.get("pacing", "off") != "off"
+            self.clock.each = self.policy.get("pacing") == "windows"
             rejoin = self._join if self.phase in (READY, JOINING) and not self.restoring else None
             self.changed.notify_all()
         self.troubles.clear("daemon")
@@ -182,6 +186,7 @@ class Session:
         if message.epoch != self.epoch:
             self.levels.clear()
             self._handles.clear()
+            self.clock.forget()
         self.epoch, self.phase = message.epoch, READY
         self._ready_at = time.monotonic()
         if self.called >= 0:
@@ -315,7 +320,12 @@ class Session:
                 self._expire()
                 self._before = self.called
             self.called, self._optimizer_steps = step, optimizer_steps
-        self.link.send_or_drop(wire.Called(step, asks))
+        self.link.send_or_drop(wire.Called(step, asks, *self.clock.report()))
+
+    def stepped(self, mark: int, busy: bool) -> None:
+        """A step of training ends: the daemon hears of it with the next call, or now when that is long in coming."""
+        if self.clock.stepped(mark, busy) and self.called >= 0 and self.phase == READY:
+            self.link.send_or_drop(wire.Called(self.called, False, *self.clock.report()))
 
     def take(self, step: int, wait_s: float = 0.0) -> Grant | None:
         """The grant for this step; ``wait_s`` > 0 waits for one (must=True)."""
@@ -327,6 +337,8 @@ class Session:
             return bool(taken) or self.phase != READY or not self.link.up
 
         self._asking = wait_s > 0
+        if self._asking:
+            self.clock.disturb()
         self.wait(look, time.monotonic() + wait_s)
         self._asking = False
         return taken[0] if taken else None

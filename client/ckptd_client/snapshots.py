@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.events import NO_MEMORY
+from ckptd.core.failpoint import failpoint
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
 from ckptd_client import fence, libc, resolve
@@ -70,6 +71,7 @@ class Snapshots:
         try:
             grant, slot = self._grant(handle.step, must or keep, must, patience_s)
             try:
+                failpoint("capture.granted")
                 self._capture(handle, grant, slot, meta, keep, deadline)
             finally:
                 slot.segment.unpin()
@@ -149,6 +151,7 @@ class Snapshots:
     ) -> None:
         began = time.monotonic()
         session = self._session
+        session.clock.disturb()
         self._engine.settle(began + AUDIT_TIMEOUT_S)  # an earlier snapshot that no optimizer step came after
         if self._engine.busy(slot) and not self._engine.drain(
             float(session.policy.get("fence_timeout_s", 0.0))
@@ -242,6 +245,7 @@ class Snapshots:
         )
         try:
             sent = session.link.send(note, fds)
+            failpoint("capture.sealed")
         finally:
             for fd in fds:
                 os.close(fd)

@@ -11,8 +11,9 @@ import collections
 import ctypes
 import datetime
 import enum
-import operator
+import math
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -31,6 +32,7 @@ REF_MARK = "#"  # between an object's name and the number of a tensor in it: the
 TUPLE, SET, FROZENSET, COUNTER, ORDERED, ENUM, PATH, DATETIME, NDARRAY, NPSCALAR = range(1, 11)
 SIZE, DTYPE, BIGINT, COMPLEX, TENSOR, REF, GENERATOR = range(11, 18)
 
+NUMPY_DTYPE = re.compile(r"[<>|=][?bBiufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")  # numpy parses far more
 REMEDY = (
     "turn it into numbers, strings, lists, dicts or tensors in state_dict(), or leave it out with exclude="
 )
@@ -67,7 +69,7 @@ def decode(data: bytes | memoryview, find: FindTensor | None = None) -> Any:
 
     try:
         return unpack(data)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"state does not parse: {error or type(error).__name__}") from error
 
 
@@ -105,9 +107,13 @@ def tensor_bytes(value: Tensor) -> bytes:
 
 
 def tensor_from_bytes(dtype: str, shape: list[int], data: bytes) -> Tensor:
+    """Raises ValueError, KeyError or RuntimeError when they do not belong together; nothing is allocated before."""
+    kind = TORCH[dtype]
+    if type(data) is not bytes or math.prod(shape) * kind.itemsize != len(data):
+        raise ValueError(f"a tensor of {dtype} with other bytes than its shape needs")
     if not data:
-        return torch.empty(shape, dtype=TORCH[dtype])
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(TORCH[dtype]).view(shape)
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).view(shape)
 
 
 def _plain_form(value: Any) -> tuple[int, Any]:
@@ -172,10 +178,9 @@ def _decode_ext(code: int, body: bytes, unpack: Callable[[bytes], Any], find: Fi
 def _enum(value: Any) -> enum.Enum:
     """Only classes that the program has imported itself: nothing is imported or run because a file says so."""
     module, name, member = value
-    try:
-        found = operator.attrgetter(name)(sys.modules[module])
-    except (KeyError, AttributeError):
-        found = None
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):  # what stands there: a module's __getattr__ or a property would run, and may import
+        found = getattr(found, "__dict__", {}).get(part)
     if not (isinstance(found, type) and issubclass(found, enum.Enum)):
         raise ValueError(f"Enum {module}.{name} is not imported in this program: import it before restore()")
     return found(member)
@@ -185,6 +190,8 @@ def _numpy(value: Any) -> Any:
     import numpy
 
     dtype, shape, data = value
+    if not NUMPY_DTYPE.fullmatch(dtype):
+        raise ValueError("no numpy dtype that is saved")
     return numpy.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
 

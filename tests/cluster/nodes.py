@@ -165,14 +165,14 @@ class Node:
 
 
 @functools.cache
-def template() -> socket.socket:
+def template(module: str = "tests.cluster.template") -> socket.socket:
     """The one that ranks are forked from; it ends with this process."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.template", str(its.fileno())], env=env, pass_fds=[its.fileno()],
+            [sys.executable, "-m", module, str(its.fileno())], env=env, pass_fds=[its.fileno()],
             stdin=subprocess.DEVNULL, start_new_session=True, cwd=REPO,
         )  # fmt: skip
     ours.settimeout(START_TIMEOUT_S)
@@ -184,6 +184,12 @@ def template() -> socket.socket:
 def end_template(link: socket.socket, process: subprocess.Popen[bytes]) -> None:
     link.close()
     process.wait(END_TIMEOUT_S)
+
+
+def fork_rank(link: socket.socket, order: dict[str, Any], stdio: list[int]) -> int:
+    """Its process id. ``link``: to the template."""
+    socket.send_fds(link, [json.dumps(order).encode()], stdio)
+    return int(link.recv(16))
 
 
 class Trainer:
@@ -210,11 +216,9 @@ class Trainer:
         in_read, in_write = os.pipe()
         out_read, out_write = os.pipe()
         with open(self.log, "ab") as log:
-            given = [in_read, out_write, log.fileno()]
-            socket.send_fds(template(), [json.dumps(order).encode()], given)
+            pid = fork_rank(template(), order, [in_read, out_write, log.fileno()])
         os.close(in_read)
         os.close(out_write)
-        pid = int(template().recv(16))
         return os.fdopen(in_write, "w", buffering=1), os.fdopen(out_read, "rb", buffering=0), pid, os.pidfd_open(pid)
 
     def ask(self, do: str, **how: Any) -> None:

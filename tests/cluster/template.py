@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ckptd.core import failpoint
@@ -22,9 +23,10 @@ ORDER_BYTES_MAX = 1 << 16
 LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")  # torch's own, at first use
 
 
-def main() -> None:
+def main(rank_main: Callable[[str, str], None], late_imports: Sequence[str]) -> None:
+    """``rank_main``: (job, kind), in the process of the rank."""
     link = socket.socket(fileno=int(sys.argv[1]))
-    for name in LATE_IMPORTS:
+    for name in late_imports:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped by the kernel
     link.send(b"ready")
@@ -35,13 +37,13 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             link.close()
-            become(json.loads(data), fds)
+            become(rank_main, json.loads(data), fds)
         for fd in fds:
             os.close(fd)
         link.send(str(pid).encode())
 
 
-def become(order: dict[str, Any], fds: list[int]) -> NoReturn:
+def become(rank_main: Callable[[str, str], None], order: dict[str, Any], fds: list[int]) -> NoReturn:
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -56,7 +58,7 @@ def become(order: dict[str, Any], fds: list[int]) -> NoReturn:
             os.setgroups([])
             os.setgid(order["uid"])
             os.setuid(order["uid"])
-        trainer.main(order["job"], order["kind"])
+        rank_main(order["job"], order["kind"])
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -67,4 +69,4 @@ def become(order: dict[str, Any], fds: list[int]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    main(trainer.main, LATE_IMPORTS)

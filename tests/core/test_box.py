@@ -183,3 +183,14 @@ def test_split_gives_bounded_contiguous_pieces_in_order(data: st.DataObject, sha
     pieces = split(box, most)
     assert all(piece.volume <= most for piece in pieces)
     assert [index for piece in pieces for index in elements(piece)] == list(elements(box)), "in C order, each once"
+
+
+def test_boxes_that_cross_in_many_dimensions_are_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Box i is cut in dimension i alone: a sweep needs 2**n steps. What was not proven to be covered is not."""
+    monkeypatch.setattr("ckptd.core.box.SWEEP_STEPS_MAX", 10_000)
+    dims = 40
+    boxes = [Box((0,) * dims, tuple(1 if dim == cut else 2 for dim in range(dims))) for cut in range(dims)]
+    whole = Box.whole((2,) * dims)
+    assert uncovered(whole, boxes) == [whole]
+    assert not disjoint(boxes)
+    assert uncovered(whole, [*boxes, whole]) == []

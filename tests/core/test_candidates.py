@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from ckptd.core.box import Box
 from ckptd.core.candidates import Candidates, find_candidates
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import REPLICA, Layout
+from ckptd.core.lanes import Lane, Member, Part, joined_digests, part_layout
+from ckptd.core.layout import MAYBE, REPLICA, Layout
 from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.linear import linear_bytes
 from ckptd.core.messages import HoldingFact, RestoreAsk
 from tests.core.test_protection import complete
 from tests.core.worlds import World, epoch, fsdp, quick, worlds
@@ -140,9 +142,56 @@ def test_holders_that_contradict_each_other_are_not_believed() -> None:
     assert result.passed_over[0].reason == "ranks 0, 1 differ in world or capture plan"
 
 
+def test_ranks_of_different_worlds_are_never_put_together() -> None:
+    """Their plans are the same, but a slice of one world is another one's in the other."""
+    small, large = fsdp(1), fsdp(2)
+    holdings, layouts = found(small, ("a", NEW, 0, 0), extra=large.by_id())
+    holdings["b"] = [large.fact(NEW, 1)]
+    result = find_candidates(RECORD, holdings, layouts)
+    assert [p.reason for p in result.passed_over] == ["ranks 0, 1 differ in world or capture plan"]
+    (durable,) = find_candidates(RECORD, holdings, layouts, commits=[NEW]).restorable
+    assert (durable.memory, durable.sources) == (False, ())
+
+
+def test_a_rank_whose_slots_are_all_gone_is_restored_from_parity() -> None:
+    world = fsdp(3)
+    members = tuple(
+        Member(rank, linear_bytes(layout), layout.layout_id) for rank, layout in world.layouts.items()
+    )
+    lane = Lane(3, 0, 1, members)
+    known = part_layout(lane, 64)
+    digests = joined_digests({rank: world.digests(rank) for rank in world.layouts})
+    holdings, layouts = found(world, ("b", NEW, 1, 0), ("c", NEW, 2, 0), extra={known.layout_id: known})
+    for position, node in enumerate("bc", 1):
+        part = Part(lane, position)
+        holdings[node].append(HoldingFact(NEW, known.rank, 0, known.layout_id, digests, part=part))
+    (best,) = find_candidates(RECORD, holdings, layouts).restorable
+    assert (best.memory, best.layouts, best.per_rank) == (True, world.layouts, ("o:rng",))
+    assert sorted((s.node, s.rank) for s in best.sources) == [("b", 1), ("b", 3), ("c", 2), ("c", 3)]
+    del holdings["c"][1]
+    passed = find_candidates(RECORD, holdings, layouts).passed_over
+    assert [p.reason for p in passed] == ["memory of those who answered holds nothing of rank 0"]
+
+
 def test_a_holding_whose_layout_nobody_knows_is_no_holding() -> None:
     holdings, _ = found(fsdp(1), ("a", NEW, 0, 0))
     assert find_candidates(RECORD, holdings, {}) == Candidates((), ())
+
+
+def test_only_slices_that_are_nowhere_are_named() -> None:
+    """Of rank 0 there is a tier-1 copy: rank 1 has the copy by contract, but its own value of a plain buffer."""
+    items = [
+        LayoutItem(key, "F32", (4,), Box((0,), (4,)), "param", sharing, tier)
+        for key, sharing, tier in (("copy", REPLICA, 0), ("plain", MAYBE, 0), ("here", MAYBE, 1))
+    ]
+    world = World(2, {rank: build_layout(rank, 2, items, 64) for rank in range(2)}, {})
+    layouts = world.by_id()
+    holdings = {
+        node: [HoldingFact(NEW, rank, tier, world.layouts[rank].layout_id)]
+        for node, rank, tier in (("a", 0, 1), ("b", 1, 0))
+    }
+    (passed,) = find_candidates(RECORD, holdings, layouts).passed_over
+    assert passed.reason == "memory of those who answered lacks slice plain of rank 0"
 
 
 def test_long_reasons_are_counted() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from ckptd.core.box import Box
-from ckptd.core.catalogue import Catalogue, TensorEntry, object_names
+from ckptd.core.catalogue import CATALOGUE_BYTES_MAX, Catalogue, TensorEntry, object_names
 from ckptd.core.layout import MAYBE
 from ckptd.core.layout_build import LayoutItem, build_layout
 from tests.core.worlds import World, quick, worlds
@@ -43,6 +43,15 @@ def test_the_format_that_ranks_read() -> None:
     assert found.tensor("head", 1) == TensorEntry("BF16", (4, 2), "param")
     assert found.tensor("x", 0) is None
     assert (found.owners("lr"), found.owners("x"), found.objects_of(1)) == ((0,), (), ("rng",))
+
+
+def test_a_catalogue_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Catalogue.from_layouts({}, {}, []).to_bytes()
+    monkeypatch.setattr("ckptd.core.catalogue.CATALOGUE_BYTES_MAX", len(data))
+    assert Catalogue.from_bytes(data).world == 0
+    monkeypatch.setattr("ckptd.core.catalogue.CATALOGUE_BYTES_MAX", len(data) - 1)
+    with pytest.raises(ValueError, match="at most"):
+        Catalogue.from_bytes(data)
 
 
 def test_equal_names_of_different_shape_keep_both() -> None:
@@ -86,3 +95,5 @@ def test_a_malformed_catalogue_is_a_value_error(wrong: dict[str, Any]) -> None:
         Catalogue.from_bytes(msgpack.packb({**GOOD, **wrong}))
     with pytest.raises(ValueError, match="not a catalogue"):
         Catalogue.from_bytes(b"\xc1")
+    with pytest.raises(ValueError, match="at most"):
+        Catalogue.from_bytes(bytes(CATALOGUE_BYTES_MAX + 1))

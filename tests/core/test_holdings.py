@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ckptd.core import events as ev
+from ckptd.core import messages as msg
 from ckptd.core.ids import NodeInfo, SnapshotId
 from ckptd.core.layout_build import build_layout
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.policy import Policy
+from tests.core.machines import EPOCH, Member, at, layout, record_of
 
 HERE = NodeInfo("b", "tcp://b", "b", "b", "b#1")
 
@@ -32,3 +34,16 @@ def test_an_older_one_is_taken_in_beside_newer_ones() -> None:
     assert holding(3, 5).admits_replica(SnapshotId(1, 4), 0) == ""
     assert holding(3, 4).admits_replica(SnapshotId(1, 4), 0) == "", "the same one again, of another tier"
     assert holding(3, 4, 6).admits_replica(SnapshotId(1, 5), 0) == "full"
+
+
+def test_memory_of_an_epoch_refutes_that_its_ranks_never_loaded() -> None:
+    """Its ranks give it back to a daemon that was restarted, and had heard an old word of that restore meanwhile."""
+    node = Member(record_of("abc"), running=False)
+    node.hear("a", msg.EpochOpen("now", node.record, 1, None, durable=False))
+    node.hear("a", msg.RestoreAbort(EPOCH, 1, "left", "rank 0 is gone"))
+    told = []
+    for slot, step in ((1, 7), (2, 8)):
+        node.hear("c", msg.InventoryRequest(f"next {slot}", ()))
+        told.append(node.said(msg.Inventory, "c")[-1])
+        node.feed(ev.HoldingFound(slot, at(step), 1, 0, True, layout(1, 3), ()))
+    assert [(one.done, one.never) for one in told] == [(False, True), (True, False)]

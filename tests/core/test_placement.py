@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.ids import NodeInfo
-from ckptd.core.placement import alternatives, peers
+from ckptd.core.placement import alternatives, peers, preference, seats
 from tests.core.worlds import node, quick
 
 
@@ -94,6 +95,9 @@ def test_holders_are_in_different_domains(numbers: list[int], replicas: int) -> 
     nodes = in_domains(numbers)
     where = {n.node: n.domain for n in nodes}
     chosen, more = peers(nodes, replicas), alternatives(nodes, replicas)
+    assert all(
+        preference(node.node, nodes, replicas) == chosen[node.node] + more[node.node] for node in nodes
+    )
     assert list(chosen) == list(more) == list(where)
     for name, held in chosen.items():
         used = [where[name], *(where[peer] for peer in held)]
@@ -136,8 +140,174 @@ def test_alternatives_differ_for_nodes_that_lost_the_same_peer() -> None:
     assert len(two["n0"]) == 2
 
 
+def test_the_first_alternative_is_in_a_domain_that_has_no_replica_yet() -> None:
+    nodes = in_domains([0, 0, 1, 1, 2, 2])
+    where = {n.node: n.domain for n in nodes}
+    chosen, more = peers(nodes, 1), alternatives(nodes, 1)
+    assert all(where[more[name][0]] != where[chosen[name][0]] for name in where)
+
+
+def test_of_equal_alternatives_the_one_that_holds_less_comes_first() -> None:
+    nodes = in_domains([0, 0, 1, 1, 1])
+    load = Counter(peer for held in peers(nodes, 1).values() for peer in held)
+    assert (peers(nodes, 1)["n0"], load["n3"], load["n4"]) == (("n2",), 1, 0)
+    assert alternatives(nodes, 1)["n0"] == ("n4", "n3")
+
+
+def test_the_largest_domains_are_dealt_first_though_they_come_last() -> None:
+    """Else fewer groups can be made, and what is left over goes to nodes that hold enough already."""
+    nodes = in_domains([0, 1, 1, 2, 2, 3, 3])
+    load = Counter(peer for held in peers(nodes, 2).values() for peer in held)
+    assert set(load.values()) == {2}
+
+
+def test_neighbours_that_make_a_group_do_so_though_others_cannot() -> None:
+    assert peers(in_domains([0, 0, 0, 1]), 1)["n3"] == ("n2",)
+
+
 def test_a_thousand_nodes_place_quickly_and_evenly() -> None:
     nodes = [node(f"n{i}", f"rack{i % 40}") for i in range(1000)]
     load = Counter(peer for held in peers(nodes, 2).values() for peer in held)
     assert max(load.values()) <= 3
     assert sum(load.values()) == 2000
+
+
+# --- nodes of one model-parallel group --------------------------------------------------------------------------
+def labels_of(nodes: Sequence[NodeInfo], size: int) -> dict[str, str]:
+    """Neighbours in the list are one model-parallel group, as ranks are numbered."""
+    return {n.node: f"tp{at // size}" for at, n in enumerate(nodes)}
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "replicas"), [(16, 2, 1), (16, 4, 1), (12, 3, 2), (12, 4, 2), (8, 4, 1)]
+)
+def test_replicas_lie_outside_the_nodes_own_parallel_group(count: int, size: int, replicas: int) -> None:
+    nodes = line(count)
+    together = labels_of(nodes, size)
+    chosen = peers(nodes, replicas, together)
+    for name, held in chosen.items():
+        assert len({together[name], *(together[peer] for peer in held)}) == replicas + 1
+    assert len(holder_sets(chosen)) == count // (replicas + 1), "as few fatal sets as without labels"
+    more = alternatives(nodes, replicas, together)
+    assert together[more["n000"][0]] != together["n000"]
+
+
+@quick
+@given(domains, st.integers(1, 3), st.lists(st.integers(0, 3), min_size=9, max_size=9))
+def test_labels_never_weaken_what_domains_demand(
+    numbers: list[int], replicas: int, labelled: list[int]
+) -> None:
+    nodes = in_domains(numbers)
+    where = {n.node: n.domain for n in nodes}
+    together = {n.node: f"l{label}" for n, label in zip(nodes, labelled, strict=False)}
+    for name, held in peers(nodes, replicas, together).items():
+        used = [where[name], *(where[peer] for peer in held)]
+        assert len(set(used)) == len(used) == min(replicas, len(set(numbers)) - 1) + 1
+    assert peers(nodes, replicas, {}) == peers(nodes, replicas)
+    assert peers(nodes, replicas, dict.fromkeys(where, "one")).keys() == where.keys()
+
+
+# --- who moves when nodes come and go ---------------------------------------------------------------------------
+def moved(old: Sequence[NodeInfo], new: Sequence[NodeInfo], replicas: int) -> tuple[int, int]:
+    """(copies that go to a node which did not hold them, those of them that had to: the holder left)."""
+    before, after = peers(old, replicas), peers(new, replicas)
+    here = {n.node for n in new}
+    sent = sum(len(set(after[name]) - set(before[name])) for name in after if name in before)
+    gone = sum(len(set(before[name]) - here) for name in after if name in before)
+    return sent, gone
+
+
+fleets = st.tuples(st.integers(2, 40), st.integers(1, 3), st.randoms(use_true_random=False))
+
+
+@quick
+@given(fleets)
+def test_newcomers_take_the_places_of_those_who_left(fleet: tuple[int, int, Any]) -> None:
+    count, replicas, rng = fleet
+    old = line(count)
+    left = set(rng.sample(range(count), rng.randint(1, count - 1)))
+    new = [node(f"new{i}") if i in left else n for i, n in enumerate(old)]
+    rng.shuffle(new)
+    seated = seats(old, new, replicas)
+    assert sorted(n.node for n in seated) == sorted(n.node for n in new)
+    sent, gone = moved(old, seated, replicas)
+    assert sent == gone, "nothing moves that was not lost"
+
+
+@quick
+@given(fleets)
+def test_one_node_more_or_less_moves_no_more_than_the_groups_at_the_end(fleet: tuple[int, int, Any]) -> None:
+    count, replicas, rng = fleet
+    old, m = line(count + replicas + 1), replicas + 1
+    less = [n for n in old if n is not rng.choice(old)]
+    sent, gone = moved(old, seats(old, less, replicas), replicas)
+    ring = (3 * m - 1) * replicas  # a broken group, the last full one and the remainder: at most 3m - 1 nodes
+    assert sent <= gone + ring
+    sent, gone = moved(old, seats(old, [*old, node("new")], replicas), replicas)
+    assert (gone, sent <= ring) == (0, True)
+
+
+def test_a_newcomer_of_the_lost_domain_is_not_wasted_on_another_group() -> None:
+    """n0 and n2 left. Only the newcomer of domain 2 can complete n3's group, which has domain 0 already."""
+    old = in_domains([0, 1, 2, 0])
+    new = [node("two", "d2"), *old[1::2], node("zero", "d0")]
+    assert [n.node for n in seats(old, new, 1)] == ["zero", "n1", "two", "n3"]
+    assert moved(old, seats(old, new, 1), 1) == (2, 2)
+
+
+def test_newcomers_of_one_domain_do_not_fill_one_group() -> None:
+    """All of the first group left, and n4: its peer, too, gets one, and the whole pair n2, n3 stays as it is."""
+    old = in_domains([0, 1, 2, 3, 4, 5])
+    new = [node("x", "d0"), node("y", "d0"), node("z", "d2"), old[2], old[3], old[5]]
+    seated = seats(old, new, 1)
+    assert [n.node for n in seated] == ["x", "z", "n2", "n3", "y", "n5"]
+    assert moved(old, seated, 1) == (1, 1)
+
+
+def test_seats_follow_the_groups_that_labels_made() -> None:
+    """n0 and n2 hold each other's, for n0 and n1 are one parallel group."""
+    old = line(4)
+    together = labels_of(old, 2)
+    new = [old[0], node("new"), *old[2:]]
+    seated = seats(old, new, 1, {**together, "new": together["n001"]})
+    assert [n.node for n in seated] == ["n000", "n002", "new", "n003"]
+
+
+def test_without_seats_one_lost_node_moves_nearly_everything() -> None:
+    """What it is for: 64 nodes, node 3 is lost."""
+    old = line(64)
+    less = [n for n in old if n.node != "n003"]
+    assert moved(old, less, 1) == (60, 1)
+    assert moved(old, seats(old, less, 1), 1) == (2, 1)
+    racks = [node(f"n{i:03d}", f"rack{i // 16}") for i in range(64)]
+    changed = [*(n for n in racks if n.node != "n003"), node("new", "rack9")]
+    assert moved(racks, seats(racks, changed, 1), 1) == (1, 1)
+
+
+@quick
+@given(domains, st.integers(0, 3), st.lists(st.integers(0, 5), max_size=4), st.randoms(use_true_random=False))
+def test_seats_in_any_domains_place_as_well_as_any_order(
+    numbers: list[int], replicas: int, coming: list[int], rng: Any
+) -> None:
+    old = in_domains(numbers)
+    new = [n for n in old if rng.random() < 0.7] + [node(f"new{i}", f"d{d}") for i, d in enumerate(coming)]
+    seated = seats(old, new, replicas)
+    assert sorted(n.node for n in seated) == sorted(n.node for n in new)
+    assert seats(seated, seated, replicas) == seats(seated, new, replicas), (
+        "the order it is given in does not matter"
+    )
+    assert peers(seats(seated, new, replicas), replicas) == peers(seated, replicas), (
+        "nobody left, nothing moves"
+    )
+    where = {n.node: n.domain for n in new}
+    for name, held in peers(seated, replicas).items():
+        assert (
+            len({where[name], *(where[peer] for peer in held)})
+            == min(replicas, len(set(where.values())) - 1) + 1
+        )
+
+
+def test_seats_of_the_first_epoch_are_as_they_come_and_addresses_are_the_new_ones() -> None:
+    assert seats([], line(3), 1) == tuple(line(3))
+    again = NodeInfo("n000", "tcp://elsewhere:1", "elsewhere:2", "n000", "2")
+    assert seats(line(2), [again, node("n001")], 1)[0] is again

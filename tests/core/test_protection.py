@@ -81,6 +81,22 @@ def test_copies_by_contract_count_together_and_objects_alone() -> None:
     assert level(classes, {0: [("d2", 1)], 1: [("d2", 1)], 2: [("d2", 1)]}) == -1, "w itself is nowhere"
 
 
+def test_parity_counts_for_copies_by_contract_only_where_it_covers_them() -> None:
+    """It has the tier-1 prefix of each rank: w of tier 0 is lost with the two domains that captured it."""
+    own: Holders = {rank: [(f"d{rank}", 0)] for rank in range(3)}
+    spared = dict.fromkeys(range(3), 2)
+    assert level(slice_classes(ddp(0).layouts), own, spared) == 1
+    assert level(slice_classes(ddp(1).layouts), own, spared) == 2
+
+
+def test_an_empty_slice_needs_no_holder() -> None:
+    items = [
+        LayoutItem("w", "F32", (4,), Box((0,), (4,)), "param", UNIQUE, 1),
+        LayoutItem("none", "F32", (0,), Box((0,), (0,)), "param", UNIQUE, 0),
+    ]
+    assert level(slice_classes({0: build_layout(0, 1, items, 64)}), {0: [("a", 1), ("b", 1)]}) == 1
+
+
 def test_plain_copies_count_alone() -> None:
     item = LayoutItem("w", "F32", (4,), Box((0,), (4,)), "param", MAYBE, 1)
     layouts = {rank: build_layout(rank, 2, [item], 64) for rank in range(2)}

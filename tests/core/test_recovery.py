@@ -13,7 +13,7 @@ from ckptd.core.box import Box, contains, covers, runs
 from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.layout import MAYBE, REPLICA
 from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.recovery import DURABLE, OWN, PEER, Held, Plan, SourceIndex, Want, plan_recovery
+from ckptd.core.recovery import DURABLE, OWN, PARITY, PEER, Held, Plan, SourceIndex, Want, plan_recovery
 from tests.core.worlds import World, boxes_in, cells, elements, fsdp, quick, rows_of, value, worlds
 
 Damage = set[tuple[str, int] | tuple[str, int, int]]
@@ -141,12 +141,22 @@ def test_any_world_into_any_world(new: int) -> None:
     assert rank <= new
 
 
+def test_of_many_boxes_only_those_near_the_want_are_looked_at() -> None:
+    """1024 ranks restore into another sharding: none of them compares each want with the boxes of all."""
+    world = fsdp(1024, shape=(1024, 2), keys=1)
+    index = SourceIndex([Held("a", rank, 0, layout) for rank, layout in world.layouts.items()])
+    entry = index.get("k0")
+    assert entry is not None
+    near = entry.kinds[world.tensors["k0"]].overlapping(Box((500, 0), (3, 2)))
+    assert sorted(box.offsets[0] for box in near) == [500, 501, 502]
+
+
 def test_uncovered_slices_are_named() -> None:
     world = fsdp(3, shape=(6, 2), keys=1)
     held = [Held("a", 0, 0, world.layouts[0]), Held("b", 2, 0, world.layouts[2])]
     plan = plan_recovery(wants_of(world, ("k0", Box((1, 0), (4, 2)))), held, "a", 0)
     assert plan.uncovered == ((10, Box((2, 0), (2, 2))),)
-    assert plan.bytes_by_source() == {OWN: 8, PEER: 8, DURABLE: 0}
+    assert plan.bytes_by_source() == {OWN: 8, PEER: 8, PARITY: 0, DURABLE: 0}
     assert plan_recovery([], held, "a", 0) == Plan(())
 
 

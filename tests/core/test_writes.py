@@ -112,6 +112,20 @@ def test_whole_slots_stay_with_their_owner_when_that_is_fair() -> None:
     }
 
 
+def test_copies_by_contract_even_out_what_whole_slots_left_uneven() -> None:
+    """Rank 0 has three slices of its own, rank 1 has one, and both have two more: those go to rank 1's node."""
+
+    def item(key: str, sharing: str) -> LayoutItem:
+        return LayoutItem(key, "F32", (64,), Box((0,), (64,)), "param", sharing, 1)
+
+    copies = [item(f"c{i}", REPLICA) for i in range(2)]
+    own = {0: [item(f"k{i}", UNIQUE) for i in range(3)], 1: [item("k3", UNIQUE)]}
+    layouts = {rank: build_layout(rank, 2, items + copies) for rank, items in own.items()}
+    orders = assign_writes(layouts, {"a": [(0, 0), (1, 1)], "b": [(1, 0), (0, 1)]})
+    assert {node: [piece.rank for piece in pieces] for node, pieces in orders.items()} == {"a": [0], "b": [1]}
+    assert orders["b"][0].fragments is None
+
+
 def test_survivors_share_a_dead_nodes_slices() -> None:
     """n3 is gone; n2 has its replica, and n3 had n2's: n0 and n1 cannot help with those, but the two ranks split evenly."""
     world = fsdp(4, shape=(64, 4), keys=16)

@@ -13,6 +13,7 @@ from ckptd.arena.frozen import content_of
 from ckptd.core.ids import SnapshotId
 from ckptd.protect.fetch import Fetcher
 from ckptd.protect.frozen import FrozenParts
+from ckptd.protect.pacer import Pacer
 from ckptd.protect.replicate import Replicator
 from ckptd.wire.bulk import Ticket
 from ckptd.wire.codec import decode, encode
@@ -51,7 +52,9 @@ class Post:
 
 
 class Peer:
-    def __init__(self, post: Post, node: str, *, mode: str = "none", budget_bytes: int = 64 * MIB) -> None:
+    def __init__(
+        self, post: Post, node: str, *, mode: str = "none", budget_bytes: int = 64 * MIB, pacer: Pacer | None = None
+    ) -> None:
         self.node, self.post = node, post
         self.arena: Arena = small_arena(budget_bytes)
         self.work = ThreadPoolExecutor(2)
@@ -60,10 +63,12 @@ class Peer:
         self.arrived: list[Slot] = []
         self.damage: list[str] = []
         self.refused: list[str] = []  # nodes whose bytes did not match
-        self.fetcher = Fetcher(self.transport, self._send, self.work)
+        self.pacer = pacer or Pacer()
+        self.fetcher = Fetcher(self.transport, self._send, self.work, pacer=self.pacer)
         self.frozen = FrozenParts(self.arena, self.fetcher, self.work)
         self.frozen.find = self._find_frozen
-        self.replicator = Replicator(self.transport, self.arena, self._send, self.work, self.frozen)
+        rooms = self.transport, self.arena, self._send, self.work, self.frozen
+        self.replicator = Replicator(*rooms, pacer=self.pacer)
         self.replicator.on_arrived = lambda job, slot: self.arrived.append(slot)
         self.fetcher.held = self._held
         self.fetcher.on_damage = lambda job, slot, reason: self.damage.append(reason)

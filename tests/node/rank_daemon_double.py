@@ -371,7 +371,9 @@ class RankDaemonDouble:
             self._grant_free()
 
     def _grant_free(self) -> None:
-        """One grant for what is asked, before the others."""
+        """One grant for what is asked, before the others; none while some rank has a void one: it would take that."""
+        if len(self._members()) > 1 and any(n in self.voided for peer in self._members() for n in peer.granted):
+            return
         if self._asked is not None and self.on_asked and not any(step <= self._asked for step in self._grant_steps.values()):
             self.grant(self._asked)
         while self.granting == "always" and self._ready and all(peer.free for peer in self._members()):
@@ -401,16 +403,22 @@ class RankDaemonDouble:
             peer.free.append(slot)
             self._resize(peer, peer.needs)  # one that fits no more goes
         if message.grant in self._grant_steps:
-            del self._grant_steps[message.grant]
-            self.voided[message.grant] = message.reason
-            for rank, step in self._sealed.pop(message.grant, {}).items():
-                self.held[self.epoch, step].pop(rank, None)
-                self._tell(wire.Level(self.epoch, step, -1, 1, False, message.reason))
-            self.held = {snapshot: ranks for snapshot, ranks in self.held.items() if ranks}
-            for other in self._members():
-                if other is not peer and message.grant in other.granted:
-                    _send(other, wire.TakeBack(message.grant, message.reason))
+            later = [n for n in sorted(self._grant_steps) if n > message.grant and len(self._members()) > 1]
+            for number in (message.grant, *later):  # else two ranks would go on one step apart
+                self._void(number, message.reason, peer if number == message.grant else None)
         self._grant_free()
+
+    def _void(self, number: int, reason: str, gave_up: Peer | None) -> None:
+        """For every rank; ``gave_up``: who has said so."""
+        del self._grant_steps[number]
+        self.voided[number] = reason
+        for rank, step in self._sealed.pop(number, {}).items():
+            self.held[self.epoch, step].pop(rank, None)
+            self._tell(wire.Level(self.epoch, step, -1, 1, False, reason))
+        self.held = {snapshot: ranks for snapshot, ranks in self.held.items() if ranks}
+        for other in self._members():
+            if other is not gave_up and number in other.granted:
+                _send(other, wire.TakeBack(number, reason))
 
     def _on_sealedslot(self, peer: Peer, message: wire.SealedSlot, fds: list[int]) -> None:
         if fds:

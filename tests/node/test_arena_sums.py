@@ -22,7 +22,8 @@ from ckptd.arena.sums import (
     hash_shares,
 )
 from ckptd.core.layout import Layout
-from tests.node.slots import small_layout, write_payload
+from ckptd.core.layout_build import build_layout
+from tests.node.slots import frozen_layout, small_layout, write_payload
 
 
 @pytest.fixture
@@ -124,3 +125,9 @@ def test_shares_are_the_spans_dealt_out_evenly(spans: list[tuple[int, int]]) -> 
     if sum(length for _, length in spans) >= SPLIT_BYTES_MIN:
         sizes = [sum(length for _, length in share) for share in shares]
         assert len(sizes) == HASH_THREADS and max(sizes) - min(sizes) <= HASH_THREADS
+
+
+@pytest.mark.parametrize("layout", [small_layout(), frozen_layout(), frozen_layout().frozen, build_layout(0, 1, [], 0)])
+def test_blocks_are_counted_as_they_are_listed(layout: Layout) -> None:
+    for tier in range(-1, 5):
+        assert block_count(layout, tier) == len(blocks_of(layout, tier))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -10,8 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,10 @@ from ckptd.cli.flags import text_of, unit_of
 from ckptd.cli.settings import printable
 from ckptd.config import Config
 from ckptd.core.ids import SnapshotId
-from ckptd.observe.http import HttpServer, Routes
-from ckptd.observe.sight import Sight
 from ckptd.persist.storage.posix import PosixStorage
 from tests.node.checkpoints import JOB, save, small_world
 from tests.node.commands import Cli, places
+from tests.node.status_page import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -61,7 +58,7 @@ def test_python_m_ckptd_is_ckptd() -> None:
 
 def test_every_command_explains_itself(cli: Cli) -> None:
     shown = cli("--help")
-    for name in ("run", "keygen", "config", "preflight", "status", "ls", "verify", "demo", "version"):
+    for name in ("run", "keygen", "config", "preflight", "plan", "status", "ls", "verify", "demo", "version"):
         assert name in shown.out
         assert cli(name, "--help").code == 0
 
@@ -162,6 +159,15 @@ STATUS = {
             "degraded": True, "newest": {"sealed": 120, "protected": 118, "durable": -1}, "lag": {"sealed": 0},
             "nodes": [{"node": "n1", "domain": "rack2", "up": False}],
             "ranks": [{"rank": 0, "node": "n0", "step": 120, "free_slots": 2}],
+            "outlook": [
+                {"failure": "process", "victim": "", "exact": True, "step": 120, "source": "own", "lost_steps": 3,
+                 "lost_steps_worst": 7, "lost_s": 1.5, "move_bytes": 0, "restore_s": 0.05, "basis": ["own: 4 seals"],
+                 "not_measured": []},
+                {"failure": "node", "victim": "n1", "exact": False, "step": 118, "source": "peer", "lost_steps": 5,
+                 "lost_steps_worst": 9, "move_bytes": GIB, "basis": ["own: 4 seals"], "not_measured": ["decide"]},
+                {"failure": "all", "victim": "", "exact": True, "step": -1, "source": "", "lost_steps": 123,
+                 "lost_steps_worst": 123, "move_bytes": 0, "basis": [], "not_measured": ["nothing to restore"]},
+            ],
         }
     ],
 }  # fmt: skip
@@ -200,33 +206,6 @@ LISTED = {
 }
 
 
-class Page:
-    """A real HttpServer in a thread of its own, announced where ``--socket`` of this folder says."""
-
-    def __init__(self, folder: Path, answers: Mapping[str, dict[str, Any]]) -> None:
-        self._answers, self._announce = answers, folder / "ckptd.http"
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self._server = HttpServer("127.0.0.1", 0, self._routes(), announce=self._announce)
-        asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result(10)
-
-    def _routes(self) -> Routes:
-        async def status(sight: Sight) -> dict[str, Any]:
-            return self._answers["status"]
-
-        async def listed(sight: Sight) -> dict[str, Any]:
-            return self._answers["ls"]
-
-        return Routes(lambda sight: b"", lambda sight: {"ok": True}, status, listed)
-
-    def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
-
-
 @pytest.fixture
 def answers() -> dict[str, dict[str, Any]]:
     return {"status": json.loads(json.dumps(STATUS)), "ls": json.loads(json.dumps(LISTED))}
@@ -260,6 +239,13 @@ def test_status_for_people(cli: Cli, tmp_path: Path) -> None:
     assert re.search(r"protected +118", shown.out)
     assert re.search(r"durable +- ", shown.out)
     assert re.search(r"n1 +rack2 +DOWN", shown.out)
+    assert re.search(r"a process +step 120 +own memory +3 +up to 7 +1\.5 s +0 B +about 50 ms", shown.out)
+    lost = r"one node, worst n1 +step 118 +peer memory +5 +up to 9 +not measured yet +1\.0 GiB +not measured yet"
+    assert re.search(lost, shown.out)
+    assert re.search(r"all nodes +the beginning +- +123 +up to 123 .* -", shown.out)
+    for note in ("measured: own: 4 seals;", "not measured yet: decide\n", "perhaps better than shown"):
+        assert note in shown.out
+    assert "nothing to restore" not in shown.out
 
 
 @pytest.mark.usefixtures("page")

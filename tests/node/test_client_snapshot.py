@@ -341,7 +341,8 @@ def test_an_audit_of_the_last_step_does_not_wait_for_an_optimizer(daemon: RankDa
     training = Training()
     with connected(daemon, training) as client:
         first_snapshot(client, training, "durable")
-        assert client._engine.idle and daemon.held[1, 1], "compared and handed over, though no step came after it"
+        assert daemon.held[1, 1]
+        until(lambda: client._engine.idle, what="compared and handed over, though no step came after it")
 
 
 def test_the_fence_gives_up_at_its_timeout_and_training_goes_on(daemon: RankDaemonDouble) -> None:

@@ -8,6 +8,7 @@ import enum
 import pathlib
 import subprocess
 import sys
+import types
 from typing import Any
 
 import msgpack
@@ -163,3 +164,15 @@ def test_equal_sets_are_equal_bytes_in_processes_with_other_hash_seeds() -> None
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == tree.encode({"s": set("abcdefgh")}, "x").hex()
+
+
+def test_an_enum_is_looked_up_without_running_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P13: a module's own __getattr__ may import whatever it likes; state from a file does not reach it."""
+    asked: list[str] = []
+    lazy = types.ModuleType("lazy_module")
+    lazy.__getattr__ = asked.append  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "lazy_module", lazy)
+    body = msgpack.packb(["lazy_module", "submodule.Colour", "r"])
+    with pytest.raises(ValueError, match="not imported"):
+        tree.decode(msgpack.packb(msgpack.ExtType(tree.ENUM, body)))
+    assert asked == []

@@ -14,6 +14,7 @@ from ckptd.config import Config
 from ckptd.config_sources import load
 from ckptd.core.errors import CkptdError
 from ckptd.core.policy import Policy
+from ckptd.core.redundancy import Parity, Redundancy, Replicas
 
 NO_FILE = Path("/nonexistent/ckptd.toml")
 
@@ -94,6 +95,9 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     [
         ({"keep_last": "0"}, "keep_last"),
         ({"replicas": "many"}, "replicas"),
+        ({"replicas": "17"}, "replicas"),
+        ({"redundancy": "raid"}, "write replicas=K, xor(N), rs(K,M) or auto"),
+        ({"redundancy": "xor(1)"}, "at least 2"),
         ({"memory_budget": "120%"}, "between 0% and 100%"),
         ({"memory_budget": "12 parsecs"}, "not a size"),
         ({"bulk_mode": "tls"}, "bulk_mode"),
@@ -126,6 +130,56 @@ def test_policy_is_the_cores_with_equal_defaults() -> None:
     assert Config(storage_root=Path("/mnt")).policy() == Policy()
     assert Config().policy() == dataclasses.replace(Policy(), durable=False)
     assert Config(replicas=3, flush_every_s=60.0).policy().flush_every_s == 60.0
+
+
+@pytest.mark.parametrize(
+    ("text", "policy", "replicas"),
+    [
+        ("xor(4)", Parity(3, 1), 1),
+        ("rs(4, 2)", Parity(4, 2), 2),
+        ("replicas=3", Replicas(3), 3),
+        ("2", Replicas(2), 2),
+        ("auto", Replicas(1), 1),
+    ],
+)
+def test_redundancy_is_accepted_in_all_its_forms(text: str, policy: Redundancy, replicas: int) -> None:
+    config = settings(environ={"CKPTD_REDUNDANCY": text}).config
+    assert (config.policy().redundancy, config.replicas, config.policy().replicas) == (
+        policy,
+        replicas,
+        replicas,
+    )
+    assert config.redundancy in (policy.text, "auto")
+    assert Config(**config.model_dump()) == config, "what is printed can be given again"
+
+
+def test_replicas_is_the_short_form_of_redundancy() -> None:
+    found = settings(flags={"replicas": "2"})
+    assert (found.config.redundancy, found.config.policy().redundancy) == ("replicas=2", Replicas(2))
+    assert found.origins["redundancy"] == found.origins["replicas"] == "flag:--replicas"
+    assert Config(replicas=2, redundancy="replicas=2") == found.config
+
+
+@pytest.mark.parametrize("text", ["xor(4)", "replicas=1", "auto", "rs(4,3)"])
+def test_two_forms_that_differ_are_refused(text: str) -> None:
+    with pytest.raises(CkptdError, match="contradict each other: give one of the two"):
+        settings(flags={"replicas": "2", "redundancy": text})
+
+
+def test_the_stronger_sources_form_replaces_the_weaker_ones(tmp_path: Path) -> None:
+    found = settings(toml(tmp_path, "replicas = 2\n"), {"redundancy": "xor(4)"})
+    assert (found.config.redundancy, found.config.replicas) == ("xor(4)", 1)
+    assert found.origins["replicas"] == "flag:--redundancy"
+    found = settings(toml(tmp_path, 'redundancy = "xor(4)"\n'), environ={"CKPTD_REPLICAS": "2"})
+    assert (found.config.redundancy, found.config.replicas) == ("replicas=2", 2)
+
+
+def test_a_policy_has_both_forms_too() -> None:
+    assert Policy(replicas=2).redundancy == Replicas(2)
+    assert Policy(redundancy=Parity(4, 2)).replicas == 2
+    assert dataclasses.replace(Policy(), replicas=0).redundancy == Replicas(0)
+    with pytest.raises(ValueError, match="contradict"):
+        Policy(replicas=3, redundancy=Parity(4, 2))
 
 
 def test_every_setting_says_what_it_is_and_limits_carry_their_unit() -> None:

@@ -245,7 +245,7 @@ async def test_nothing_is_taken_before_hello(a: Link, raw: RawPeer) -> None:
 
 async def test_junk_is_a_problem_and_nothing_else(a: Link, raw: RawPeer) -> None:
     assert (await raw.greet("x", "i1", "a"))[0] == lf.WELCOME
-    for junk in (b"", b"\0", b"Z", b"M", b"M" + bytes(40), b"H", b"H\0\2\xc1", b"\xff" * 1000):
+    for junk in (b"", b"\0", b"Z", b"M", b"M" + bytes(40), b"H", b"H\0" + bytes([lf.PROTOCOL_VERSION]) + b"\xc1", b"\xff" * 1000):
         raw.socket.send(junk)
     for number, letter in enumerate((lf.Letter(JOB, b"\xc1"), lf.Letter(JOB, b"\x92\xa5Grant\x80"), lf.Letter("", b""))):
         raw.socket.send(next(letter.frames(number)))

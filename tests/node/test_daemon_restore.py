@@ -372,3 +372,18 @@ async def test_one_failed_source_does_not_cost_a_second_slot(
         await again.heard(wire.Failed)
         await eventually(lambda: not shell.seats.lent and len(shell.seats.by_rank[0].free) == 3)
         assert len(lent) == 1
+
+
+async def test_a_restore_that_was_given_up_is_not_told_to_who_came_after() -> None:
+    """D11: the round of a dead start ends when the next one opens its epoch. That end is not the next one's."""
+    async with rig() as here:
+        first = here.rank()
+        await first.begin("a")
+        await first.sealed(1)
+        second = here.rank()
+        second.join("b")
+        await second.opened()  # and it never answers
+        third = here.rank()
+        third.join("c")
+        await third.opened()
+        assert not [message for message, _ in third.seen if isinstance(message, wire.Failed)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,6 +15,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.protect import fetch, settle
 from ckptd.wire.bulk import Ticket
 from ckptd.wire.peer import FetchAsk, FetchBad, FetchDone
+from ckptd.wire.tcp import TcpTransport
 from tests.node.links import eventually, stays
 from tests.node.peers import Peer, Post
 from tests.node.proxy import Proxy, flip
@@ -119,7 +121,7 @@ async def test_every_message_may_come_three_times(post: Post, asker: Peer, slot:
     ok, reason, data = await fetched(asker, ((0, 5000),))
     assert (ok, reason) == (True, "")
     assert data == bytes(slot.payload[:5000])
-    await stays(lambda: not asker.fetcher._asked, 0.05)  # those that come late find nobody, and hurt nobody
+    await stays(lambda: not asker.fetcher._answers, 0.05)  # those that come late find nobody, and hurt nobody
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -226,20 +228,21 @@ async def test_the_memory_is_free_when_a_fetch_is_cancelled(holder: Peer, asker:
     arm("fetch.serve:sleep=0.5")
     into = bytearray(5000)
     task = asyncio.ensure_future(fetched(asker, ((0, 5000),), into))
-    await eventually(lambda: holder.fetcher._served)
+    await eventually(lambda: holder.fetcher._serving)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     into[:] = b"\xee" * 5000
-    await eventually(lambda: all(holder.fetcher._served.values()), what="the holder's end of it")
+    await eventually(lambda: not holder.fetcher._serving, what="the holder's end of it")
     assert into == b"\xee" * 5000
-    assert not asker.fetcher._asked
+    assert not asker.fetcher._answers
 
 
+@pytest.mark.parametrize("times", [1, 2])
 async def test_a_cancelled_fetch_waits_until_no_stream_can_touch_its_memory(
-    asker: Peer, slot: Slot, monkeypatch: pytest.MonkeyPatch
+    asker: Peer, slot: Slot, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """Race: cancelled while a stream of it is about to decrypt a chunk into the memory."""
+    """Race: cancelled while a stream of it is about to decrypt a chunk into the memory; and again, by whoever is impatient."""
     if asker.transport._mode == "none":
         pytest.skip("mode none writes in the very call that is interrupted")
     arm("bulk.open:sleep=0.3")
@@ -248,7 +251,9 @@ async def test_a_cancelled_fetch_waits_until_no_stream_can_touch_its_memory(
     into = bytearray(5000)
     task = asyncio.ensure_future(fetched(asker, ((0, 5000),), into))
     await eventually(lambda: reached == ["bulk.open"])
-    task.cancel()
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0)
     with pytest.raises(asyncio.CancelledError):
         await task
     into[:] = b"\xee" * 5000
@@ -259,3 +264,33 @@ async def test_a_cancelled_fetch_waits_until_no_stream_can_touch_its_memory(
 async def test_a_fault_of_the_holder_is_an_answer(asker: Peer, slot: Slot) -> None:
     arm("fetch.serve:error")
     assert (await fetched(asker, ((0, 10),)))[:2] == (False, "internal")
+
+
+async def test_a_queue_at_the_holder_lets_no_ticket_expire(
+    holder: Peer, asker: Peer, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many ranks restore from one node, which serves a few at a time; a copy that fails is not asked again (P9)."""
+    monkeypatch.setattr(fetch, "ASK_TIMEOUT_S", 30.0)
+    monkeypatch.setitem(TcpTransport.expect.__kwdefaults__, "ttl_s", 0.6)
+    holder.fetcher._pushes = ThreadPoolExecutor(1)
+    arm("fetch.serve:sleep=0.4")
+    results = await asyncio.gather(*(fetched(asker, ((at * 1000, 1000),)) for at in range(3)))
+    assert [(ok, reason) for ok, reason, _ in results] == [(True, "")] * 3
+
+
+async def test_more_asks_than_are_remembered_are_all_served_once(
+    holder: Peer, asker: Peer, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits in the queue asks again and again; that neither serves him twice nor pushes another out."""
+    monkeypatch.setattr(fetch, "SERVED_MAX", 2)
+    monkeypatch.setattr(fetch, "SERVING_MAX", 2)
+    monkeypatch.setattr(fetch, "ASK_TIMEOUT_S", 30.0)
+    pushes: list[bytes] = []
+    push = holder.transport.push
+    monkeypatch.setattr(holder.transport, "push", lambda ticket, *a, **o: (pushes.append(ticket.id), push(ticket, *a, **o)))
+    holder.fetcher._pushes = ThreadPoolExecutor(1)
+    arm("fetch.serve:sleep=0.2")
+    results = await asyncio.gather(*(fetched(asker, ((at * 1000, 1000),)) for at in range(6)))
+    assert [(ok, reason) for ok, reason, _ in results] == [(True, "")] * 6
+    await eventually(lambda: not holder.fetcher._tasks.running, what="nothing is left to serve")
+    assert len(pushes) == len(set(pushes)) == 6

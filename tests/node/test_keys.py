@@ -31,6 +31,13 @@ def test_a_saved_key_loads_and_its_file_is_private_whatever_the_umask(tmp_path: 
     assert ClusterKey.load(path) == key
 
 
+def test_a_saved_key_is_durable_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    ClusterKey.generate().save(tmp_path / "key")
+    assert synced == [str(tmp_path / "key"), str(tmp_path)]
+
+
 def test_save_never_replaces_a_file(file: Path, tmp_path: Path) -> None:
     text = file.read_bytes()
     with pytest.raises(CkptdError, match="exists"):

@@ -102,6 +102,21 @@ def test_free_text_from_ranks_cannot_grow_the_registry() -> None:
     assert max(map(len, reasons)) <= 64
 
 
+def test_what_a_failure_would_cost() -> None:
+    """What is not measured any more has no series: an old number would be taken for a new one."""
+    metrics = Metrics("n0", "1")
+    metrics.outlook(MINE, [{"failure": "node", "lost_steps": 3, "lost_s": 1.5, "restore_s": 0.5}], 2.0)
+    assert value(metrics, "ckptd_outlook_lost_steps", job=MINE, failure="node") == 3
+    assert value(metrics, "ckptd_outlook_lost_seconds", job=MINE, failure="node") == 1.5
+    assert value(metrics, "ckptd_outlook_restore_seconds", job=MINE, failure="node") == 0.5
+    assert value(metrics, "ckptd_unprotected_seconds", job=MINE) == 2
+    metrics.outlook(MINE, [{"failure": "node", "lost_steps": 9}], 0.0)
+    assert value(metrics, "ckptd_outlook_lost_steps", job=MINE, failure="node") == 9
+    assert value(metrics, "ckptd_outlook_restore_seconds", job=MINE, failure="node") is None
+    metrics.protected_after(MINE, "repair", 4.0)
+    assert value(metrics, "ckptd_time_to_protection_seconds_count", job=MINE, cause="repair") == 1
+
+
 def test_one_users_series_are_invisible_to_another() -> None:
     """P13."""
     metrics = Metrics("n0", "1")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +21,7 @@ from ckptd.persist.commit import commit
 from ckptd.persist.commits import list_commits
 from ckptd.persist.names import KEEP, MANIFEST, PART, attempt_dir, epoch_dir, step_dir
 from ckptd.persist.reader import Checkpoint
-from ckptd.persist.storage.base import Storage, StorageError
+from ckptd.persist.storage.base import NotFound, Storage, StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage
@@ -223,23 +225,31 @@ def test_a_node_that_wrote_somewhere_else(tmp_path: Path) -> None:
     nothing_committed(there)
 
 
-@pytest.mark.parametrize("kind", ["truncate", "header", "sums", "missing"])
-def test_files_are_checked_before_the_commit(storage: PosixStorage, kind: str) -> None:
+@pytest.mark.parametrize("writer", [0, 1])
+@pytest.mark.parametrize("kind", ["truncate", "header", "sums", "side", "missing"])
+def test_files_are_checked_before_the_commit(storage: PosixStorage, kind: str, writer: int) -> None:
+    """P4: of every writer, not only of the first one."""
     world = small_world()
     reports = write_all(storage, world, SNAPSHOT, "a1")
-    suffix = ".side.part" if kind == "sums" else ".safetensors.part"
+    suffix = ".side.part" if kind in ("sums", "side") else ".safetensors.part"
     directory = Path(storage.locate(attempt_dir(JOB, SNAPSHOT, "a1")))
-    victim = next(path for path in sorted(directory.iterdir()) if path.name.endswith(suffix))
+    side, files = r.decode(reports[writer]).side, r.decode(reports[writer]).files
+    assert side is not None and files
+    name = side.path if kind in ("sums", "side") else files[0].path
+    victim = directory / f"{name}{PART}"
+    assert victim.name.endswith(suffix)
     if kind == "truncate":
         with victim.open("r+b") as file:
             file.truncate(victim.stat().st_size - 1)
     elif kind == "missing":
         victim.unlink()
     else:
-        flip(victim, 40)
+        flip(victim, -1 if kind == "side" else 40)
+    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CkptdError) as caught:
         commit_all(storage, world, SNAPSHOT, reports)
     assert victim.name.removesuffix(PART) in caught.value.where
+    assert len(os.listdir("/proc/self/fd")) == before, "no file stays open"
     nothing_committed(storage)
 
 
@@ -247,6 +257,44 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+def test_what_vanished_under_the_hands_of_a_commit_is_looked_for_once_more(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another committer of this attempt may have been there."""
+    world = small_world()
+    reports = write_all(storage, world, SNAPSHOT, "a1")
+    real, moved = storage.move_dir, []
+
+    def gone_at_first(source: str, to: str) -> bool:
+        moved.append(source)
+        if len(moved) == 1:
+            raise NotFound("gone")
+        return real(source, to)
+
+    monkeypatch.setattr(storage, "move_dir", gone_at_first)
+    commit_all(storage, world, SNAPSHOT, reports)
+    assert list_commits(storage, JOB) == [CommitInfo(SNAPSHOT)]
+
+
+def test_a_mark_that_came_with_a_second_attempt_is_durable(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P4, P12: retention would delete it after a power cut."""
+    world = small_world()
+    first, second = (write_all(storage, world, SNAPSHOT, attempt) for attempt in ("a1", "a2"))
+    commit_all(storage, world, SNAPSHOT, first, "a1")
+    synced: list[str] = []
+    real = storage.sync_dir
+    monkeypatch.setattr(storage, "sync_dir", lambda path: (synced.append(path), real(path)))
+    commit_all(storage, world, SNAPSHOT, second, "a2", keep=True)
+    assert step_dir(JOB, SNAPSHOT) in synced
+
+
+def test_a_commit_leaves_no_file_open(storage: PosixStorage) -> None:
+    save(storage, small_world())
+    before = len(os.listdir("/proc/self/fd"))
+    save(storage, small_world(), SnapshotId(1, 20))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_malformed_reports(storage: PosixStorage) -> None:
@@ -261,6 +309,26 @@ def test_malformed_reports(storage: PosixStorage) -> None:
     evil = msgspec.structs.replace(evil, side=msgspec.structs.replace(evil.side, path="../../x.side"))
     with pytest.raises(StorageError, match="unsafe"):
         commit_all(storage, world, SNAPSHOT, [r.encode(evil), good[1]])
+    nothing_committed(storage)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        (lambda file: {"sums_sum": bytes(16)}, "the block sums do not match"),
+        (lambda file: {"sums_at": 1 << 30}, "bytes at 1073741824 in a file of"),
+        (lambda file: {"path": f"{file.path}.txt"}, "reports a file named"),
+    ],
+)
+def test_reports_that_files_do_not_bear_out(storage: PosixStorage, changed: Any, match: str) -> None:
+    """P10: a writer's word is not enough, whatever happened to its memory."""
+    world = small_world()
+    good = write_all(storage, world, SNAPSHOT, "a1")
+    report = r.decode(good[0])
+    first, *rest = report.files
+    bad = msgspec.structs.replace(report, files=[msgspec.structs.replace(first, **changed(first)), *rest])
+    with pytest.raises(CkptdError, match=match):
+        commit_all(storage, world, SNAPSHOT, [r.encode(bad), good[1]])
     nothing_committed(storage)
 
 

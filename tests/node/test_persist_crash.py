@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.core import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
-from ckptd.persist.commits import list_commits
+from ckptd.persist.commits import list_commits, list_durable
 from ckptd.persist.lineage import claim_epoch, newest_record
 from ckptd.persist.names import DATA, PART, attempt_dir, epoch_dir, step_dir
 from ckptd.persist.reader import Checkpoint
@@ -118,7 +119,7 @@ def test_the_model_finds_a_missing_directory_sync(monkeypatch: pytest.MonkeyPatc
     """Without the last syncs an acknowledged checkpoint can be lost: the test above would see it."""
     from ckptd.persist import commit as module
 
-    monkeypatch.setattr(module, "_sync_above", lambda *_: None)
+    monkeypatch.setattr(module, "sync_above", lambda *_: None)
     lost = 0
     for seed in range(8):
         after, done, _ = crashed(0, seed)
@@ -164,6 +165,45 @@ def test_a_power_cut_in_retention_never_takes_the_last() -> None:
             retain(after, JOB, Policy(keep_last=1), grace_s=0)
             assert listed(after) == {SnapshotId(1, 30)}
             assert [entry.name for entry in after.list(epoch_dir(JOB, 1))] == ["step-0000000030"]
+
+
+def half_committed(monkeypatch: pytest.MonkeyPatch) -> CrashStorage:
+    """OLD is durable; the committer of NEW died when it had made it visible, before it synced the directory."""
+    storage = CrashStorage()
+    claim_epoch(storage, JOB, epoch_record(1, 2))
+    save(storage, tiny_world(1), OLD)
+    monkeypatch.setattr(failpoint, "_armed", {"persist.commit.visible": "error"})
+    with pytest.raises(failpoint.FailpointError):
+        save(storage, tiny_world(2), NEW)
+    monkeypatch.undo()
+    assert listed(storage) == {OLD, NEW}
+    return storage
+
+
+def test_nothing_goes_for_a_commit_that_a_power_cut_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P12: retention on another node sees it, counts it as the last one, and hides the old one."""
+    worlds = {OLD: tiny_world(1), NEW: tiny_world(2)}
+    before = half_committed(monkeypatch).operations
+    for cut_at in range(1, 30):
+        for seed in range(8):
+            storage = half_committed(monkeypatch)
+            storage.cut_at = before + cut_at
+            with suppress(PowerCut):
+                retain(storage, JOB, Policy(keep_last=1), grace_s=0)
+            found = listed(storage.restarted(seed))
+            assert found, f"nothing is left: operation {cut_at}, seed {seed}"
+            expect_whole(storage.restarted(seed), found, worlds)
+
+
+def test_what_is_listed_as_durable_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P4: a new steward reads the list and tells the ranks; without the syncs it may tell them of a half committed one."""
+    lost = 0
+    for seed in range(8):
+        storage = half_committed(monkeypatch)
+        lost += NEW not in listed(storage.restarted(seed))
+        assert {info.snapshot for info in list_durable(storage, JOB)} == {OLD, NEW}
+        assert listed(storage.restarted(seed)) == {OLD, NEW}
+    assert lost, "the model takes nothing back"
 
 
 # --- kill -9 of real processes --------------------------------------------------------------------------------------

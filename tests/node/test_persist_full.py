@@ -21,6 +21,7 @@ from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import StorageError, list_or_empty
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
+from tests import places
 from tests.node.checkpoints import JOB, check_all, save, small_world, write_all
 
 SNAPSHOT = SnapshotId(1, 10)
@@ -31,19 +32,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], check=True)
-    try:
+    with places.small_disk(tmp_path / "disk", "24m") as place:
         yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill_up(path: Path) -> None:
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(1 << 16)):
-            pass
 
 
 @pytest.mark.root
@@ -83,7 +73,7 @@ def test_a_full_disk_does_not_stop_readers(small_disk: Path) -> None:
     storage = PosixStorage(str(small_disk / "root"))
     world = small_world(1)
     save(storage, world)
-    fill_up(small_disk / "ballast")
+    places.fill(small_disk / "ballast")
     with Checkpoint.open(storage, JOB, SNAPSHOT) as checkpoint:
         check_all(checkpoint, world)
 

@@ -11,7 +11,7 @@ import pytest
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.persist.lineage import claim_epoch, highest_epoch, newest_record
-from ckptd.persist.names import record_path
+from ckptd.persist.names import epochs_dir, record_path
 from ckptd.persist.preflight import check_tokens, place_token, probe
 from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.memory import MemoryStorage
@@ -41,6 +41,27 @@ def test_claims_grow(storage: PosixStorage) -> None:
     assert claim_epoch(storage, "1000/other", first) == (True, 1)
 
 
+def test_a_number_below_the_highest_is_not_taken(storage: PosixStorage) -> None:
+    """P12: nothing of it is left, for whoever reads the lineage later."""
+    claim_epoch(storage, JOB, epoch_record(3))
+    assert claim_epoch(storage, JOB, epoch_record(2)) == (False, 3)
+    assert [entry.name for entry in storage.list(epochs_dir(JOB))] == ["epoch-000003.json"]
+
+
+def test_a_claim_is_durable_whoever_made_its_directories(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P4: they may be those of a process that died before it synced them; asked again it is the same."""
+    storage.make_dir(epochs_dir(JOB))
+    synced: list[str] = []
+    real = storage.sync_dir
+    monkeypatch.setattr(storage, "sync_dir", lambda path: (synced.append(path), real(path)))
+    for _ in range(2):
+        synced.clear()
+        assert claim_epoch(storage, JOB, epoch_record(3)) == (True, 3)
+        assert {epochs_dir(JOB), JOB, JOB.partition("/")[0], ""} <= set(synced)
+
+
 def test_only_one_of_many_wins(storage: PosixStorage) -> None:
     start = threading.Barrier(8)
 
@@ -66,6 +87,8 @@ def test_a_checkpoint_without_a_claim_takes_its_number(storage: PosixStorage) ->
     assert highest_epoch(storage, JOB) == 4
     assert newest_record(storage, JOB) == record, "told by the manifest"
     assert claim_epoch(storage, JOB, epoch_record(3)) == (False, 4)
+    assert claim_epoch(storage, JOB, record) == (True, 4), "nobody else has claimed it"
+    assert storage.open(record_path(JOB, 4)).close() is None, "the claim, for whoever comes when the checkpoint is gone"
 
 
 def test_an_epoch_that_never_got_to_storage_is_passed_over(storage: PosixStorage) -> None:
@@ -101,6 +124,17 @@ def test_a_claim_of_a_newer_version_is_refused(storage: PosixStorage) -> None:
     text = b'{"xxh3_128":"' + digest(body).hex().encode() + b'","claim":' + body + b"}\n"
     Path(storage.locate(record_path(JOB, 1))).write_bytes(text)
     with pytest.raises(CkptdError, match="version 99"):
+        newest_record(storage, JOB)
+
+
+def test_a_claim_that_is_whole_and_no_record_is_an_error_of_ours(storage: PosixStorage) -> None:
+    from ckptd.persist.sums import digest
+
+    claim_epoch(storage, JOB, epoch_record(1))
+    body = b'{"format": "ckptd", "version": 1}'
+    text = b'{"xxh3_128":"' + digest(body).hex().encode() + b'","claim":' + body + b"}\n"
+    Path(storage.locate(record_path(JOB, 1))).write_bytes(text)
+    with pytest.raises(CkptdError, match="cannot read the epoch record"):
         newest_record(storage, JOB)
 
 

@@ -16,9 +16,10 @@ from ckptd.core.policy import Policy
 from ckptd.persist import lease as lease_module
 from ckptd.persist.commits import list_commits
 from ckptd.persist.lineage import claim_epoch
-from ckptd.persist.names import attempt_dir, epoch_dir, leases_dir, step_dir
+from ckptd.persist.names import attempt_dir, epoch_dir, epochs_dir, leases_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import Retained, retain
+from ckptd.persist.storage.base import write_file
 from ckptd.persist.storage.posix import PosixStorage
 from tests.node.checkpoints import JOB, World, check_all, epoch_record, save, small_world, write_all
 
@@ -51,6 +52,23 @@ def now(storage: PosixStorage, policy: Policy, grace_s: float = 0, **options: An
 def test_a_job_that_has_nothing(storage: PosixStorage) -> None:
     assert now(storage, Policy()) == Retained()
     assert storage.list("") == [entry for entry in storage.list("") if entry.name.startswith(".")]
+
+
+def test_what_died_before_it_had_its_name_goes(storage: PosixStorage, world: World) -> None:
+    """Found by power cuts: one such file per cut, for ever. Those of others who are at work stay."""
+    claim_epoch(storage, JOB, epoch_record(1, 2))
+    fill(storage, world, (10,))
+    left = [f"{JOB}/clock-0a1b.77.part", f"{JOB}/clock-0a1b", f"{epochs_dir(JOB)}/epoch-000002.json.99.part"]
+    left.append(f"{step_dir(JOB, SnapshotId(1, 10))}/verified.77.part")
+    for path in left:
+        write_file(storage, path, b"")
+    now(storage, Policy())
+    assert all(storage.open(path).close() is None for path in left)
+    now(storage, Policy(), attempt_stale_s=0)
+    assert [entry.name for entry in storage.list(JOB)] == ["epoch-000001", "epochs"]
+    assert [entry.name for entry in storage.list(epochs_dir(JOB))] == ["epoch-000001.json"]
+    names = [entry.name for entry in storage.list(step_dir(JOB, SnapshotId(1, 10)))]
+    assert not [name for name in names if name.endswith(".part")]
 
 
 def test_a_pass_that_is_called_off_stops_before_the_next_checkpoint(storage: PosixStorage, world: World) -> None:
@@ -155,6 +173,35 @@ def test_grace_for_readers_without_a_lease(storage: PosixStorage, world: World) 
     assert not directory.exists()
 
 
+def test_a_pass_says_what_it_kept_and_leaves_no_clock_behind(storage: PosixStorage, world: World) -> None:
+    fill(storage, world)
+    assert now(storage, Policy(keep_last=2)).kept == [SnapshotId(1, 30), SnapshotId(1, 40)]
+    assert not [entry.name for entry in storage.list(JOB) if entry.name.startswith("clock")]
+
+
+def test_the_mark_of_a_pass_that_died_does_not_shorten_the_grace(storage: PosixStorage, world: World) -> None:
+    """It died before it hid the manifest; readers came since."""
+    fill(storage, world, (10, 20))
+    directory = Path(storage.locate(step_dir(JOB, SnapshotId(1, 10))))
+    (directory / "retired").touch()
+    old = time.time() - 100
+    os.utime(directory / "retired", (old, old))
+    for _ in range(2):
+        assert retain(storage, JOB, Policy(keep_last=1), grace_s=60).deleted == []
+    assert list(directory.glob("*.safetensors"))
+
+
+def test_a_retired_one_whose_mark_a_power_cut_took_has_its_grace_anew_and_goes(storage: PosixStorage, world: World) -> None:
+    fill(storage, world, (10, 20))
+    retain(storage, JOB, Policy(keep_last=1), grace_s=60)
+    directory = Path(storage.locate(step_dir(JOB, SnapshotId(1, 10))))
+    (directory / "retired").unlink()
+    assert retain(storage, JOB, Policy(keep_last=1), grace_s=60).deleted == []
+    old = time.time() - 100
+    os.utime(directory / "retired", (old, old))
+    assert len(retain(storage, JOB, Policy(keep_last=1), grace_s=60).deleted) == 1
+
+
 def test_a_reader_is_waited_for(storage: PosixStorage, world: World) -> None:
     fill(storage, world, (10, 20))
     checkpoint = Checkpoint.open(storage, JOB, SnapshotId(1, 10))
@@ -235,7 +282,7 @@ def test_aborted_attempts_are_swept_when_they_are_old(storage: PosixStorage, wor
     empty.mkdir()
     for path in directory.iterdir():
         os.utime(path, (1, 1))
-    now(storage, Policy())
+    assert now(storage, Policy()).deleted == [str(directory)]
     assert not directory.exists()
     assert empty.exists(), "somebody is about to write"
     assert steps_left(storage) == [10]

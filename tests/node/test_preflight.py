@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from ckptd.cli.sizing import Sizing, sizing
+from ckptd.cli.sizing import formula, sizing
 from ckptd.core.policy import Policy
+from ckptd.core.redundancy import Parity, Redundancy, Replicas
+from ckptd.core.sizing import Sizing
+from ckptd.protect import erasure
 from tests.node.commands import Cli, Ran, places
 
 GIB = 1 << 30
@@ -88,44 +91,99 @@ def test_preflight_is_a_table_for_people(cli: Cli, tmp_path: Path) -> None:
     assert cli("preflight", "--state-bytes", "lots").code == 2
 
 
-def asked(**changes: Any) -> Sizing:
-    base: dict[str, Any] = {"state_bytes": 12 * GIB, "nodes": 4, "ranks_per_node": 1, "replicas": 1}
+ONE_COPY = Replicas(1)
+
+
+def asked(redundancy: Redundancy = ONE_COPY, **changes: Any) -> Sizing:
+    base: dict[str, Any] = {
+        "state_bytes": 12 * GIB,
+        "nodes": 4,
+        "ranks_per_node": 1,
+        "redundancy": redundancy,
+    }
     return Sizing(**{**base, "own_slots": 2, "peer_sets": 2, **changes})
+
+
+def steady(size: Sizing) -> float:
+    return size.steady_bytes(size.where)
 
 
 def test_steady_memory_is_four_states_of_a_node_with_one_replica() -> None:
     """P8: replicas=1 with 2 own and 2 peer sets is 4 x S per node."""
-    assert asked().steady_bytes(4) == 4 * 12 * GIB / 4
-    assert asked().steady_bytes(3) / asked().steady_bytes(4) == pytest.approx(4 / 3)
+    assert steady(asked()) == 4 * 12 * GIB / 4
+    assert asked().steady_bytes(asked().left) / steady(asked()) == pytest.approx(4 / 3)
+
+
+def test_parity_takes_its_share_of_a_state() -> None:
+    """xor(4): a third of S for each set; after a loss groups are smaller and parity larger."""
+    size = asked(Parity(3, 1))
+    assert steady(size) == pytest.approx((2 + 2 / 3) * 3 * GIB)
+    assert size.new_set_bytes() == pytest.approx((1 + 1 / 2) * 4 * GIB)
+    assert size.sent_bytes == asked().sent_bytes == 3 * GIB
+    assert "2 own + 0.333 of parity x 2 sets" in formula(size)
+    assert steady(asked(Parity(4, 2), nodes=12)) == pytest.approx((2 + 2 / 2) * GIB)
+    assert steady(asked(Parity(3, 1), frozen_bytes=12 * GIB)) == pytest.approx((1 + 1 / 3) * 3 * GIB)
+
+
+def test_domains_are_lost_whole() -> None:
+    """Two racks of two nodes: the loss of one leaves two nodes with everything, and nobody else."""
+    racks = asked(domains=("a", "a", "b", "b"))
+    assert (racks.tolerates, racks.left) == (1, ("b", "b"))
+    assert racks.new_set_bytes() == 12 * GIB / 2, "there is no other domain left for a copy"
+    uneven = asked(nodes=3, domains=("a", "a", "b"))
+    assert uneven.held(uneven.where) == 2, "b holds for both nodes of a"
 
 
 def test_what_is_frozen_is_held_once_and_once_per_copy() -> None:
     """An adapter of 1 GiB on a base model of 11 GiB."""
     adapter = asked(frozen_bytes=11 * GIB)
-    assert adapter.steady_bytes(4) == (4 * 1 + 2 * 11) * GIB / 4 < asked().steady_bytes(4)
-    assert asked(frozen_bytes=11 * GIB, replicated=True).steady_bytes(4) == (2 * 2 * 1 + 2 * 11) * GIB / 4
+    assert steady(adapter) == (4 * 1 + 2 * 11) * GIB / 4 < steady(asked())
+    assert steady(asked(frozen_bytes=11 * GIB, replicated=True)) == (2 * 2 * 1 + 2 * 11) * GIB / 4
     assert adapter.slot_bytes == GIB // 4
 
 
 def test_ddp_needs_no_peer_memory() -> None:
     """About 2 x (f+1)/N x S."""
-    assert asked(replicated=True).steady_bytes(4) == 2 * 2 * 12 * GIB / 4
+    assert steady(asked(replicated=True)) == 2 * 2 * 12 * GIB / 4
+    assert steady(asked(Parity(3, 1), replicated=True)) == 2 * 2 * 12 * GIB / 4
+    assert asked(replicated=True).sent_bytes == 0
 
 
 def test_a_lost_node_is_part_of_the_sum() -> None:
     size = asked()
-    assert size.needed_bytes == int(size.steady_bytes(4) + 2 * 12 * GIB / 3)
-    assert size.needed_bytes > size.steady_bytes(3)
+    assert size.needed_bytes == int(steady(size) + 2 * 12 * GIB / 3)
+    assert size.needed_bytes > size.steady_bytes(size.left)
 
 
 def test_one_node_has_nobody_to_copy_to() -> None:
-    alone = asked(nodes=1, replicas=2)
-    assert alone.tolerates == 0
-    assert alone.needed_bytes == (2 + 1) * 12 * GIB
+    for redundancy in (Replicas(2), Parity(3, 1)):
+        alone = asked(redundancy, nodes=1)
+        assert alone.tolerates == 0
+        assert alone.needed_bytes == (2 + 1) * 12 * GIB
 
 
 def test_the_ladder_goes_down_to_local_only() -> None:
-    steps = asked(own_slots=4, replicas=2).fallbacks()
-    assert [(s.own_slots, s.replicas) for s in steps] == [(3, 2), (2, 2), (2, 1), (2, 0)]
+    steps = asked(Replicas(2), own_slots=4).fallbacks()
+    assert [(s.own_slots, s.redundancy.tolerates) for s in steps] == [(3, 2), (2, 2), (2, 1), (2, 0)]
     assert asked().fitting(1) is None
     assert sizing(Policy(), 1, 1, 1, replicated=False).fitting(1 << 20) is not None
+
+
+def test_preflight_says_which_kernel_makes_parity(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ISA-L it is worth knowing, not wrong: XOR needs nothing, and numpy recovers what ISA-L encoded."""
+    _, found = preflight(cli, tmp_path, "--redundancy", "rs(4,2)")
+    assert (found["parity"]["ok"], found["parity"]["hint"]) == (True, "")
+    assert found["parity"]["text"].startswith("ISA-L")
+    monkeypatch.setattr(erasure, "candidates", lambda: ["/no/such/libisal.so.2"])
+    erasure.kernel.cache_clear()
+    try:
+        _, slow = preflight(cli, tmp_path, "--redundancy", "rs(4,2)")
+        _, fine = preflight(cli, tmp_path, "--redundancy", "xor(4)")
+    finally:
+        erasure.kernel.cache_clear()
+    assert slow["parity"]["ok"] is None
+    assert slow["parity"]["text"] == "no ISA-L: parity for rs(4,2) takes many times longer"
+    assert slow["parity"]["hint"].startswith("pip install 'ckptd[rs]'")
+    assert (fine["parity"]["ok"], fine["parity"]["hint"]) == (True, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.protect import replicate, settle
 from ckptd.wire.bulk import Ticket
 from ckptd.wire.peer import ReplicaDone, ReplicaOffer, ReplicaTicket
+from ckptd.wire.tcp import TcpTransport
 from tests.node.links import eventually, stays
 from tests.node.peers import Peer, Post
 from tests.node.proxy import Proxy, flip
@@ -261,3 +263,55 @@ async def test_a_ticket_for_another_transfer_is_not_used(post: Post, a: Peer, b:
     post.copies = copies
     assert await a.replicator.replicate(JOB, slot, 0, "b") == (False, "the ticket is for another transfer")
     assert bytes(into) == bytes(len(into))
+
+
+async def test_replicas_that_wait_for_their_turn_are_not_offered_yet(
+    post: Post, b: Peer, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ticket that is not used soon expires, and four failures in a row would send the copy to another node."""
+    monkeypatch.setattr(replicate, "PUSHES_MAX", 1)
+    monkeypatch.setitem(TcpTransport.expect.__kwdefaults__, "ttl_s", 0.4)
+    a = Peer(post, "a", mode=mode)
+    try:
+        arm("protect.push:sleep=0.3")
+        results = await asyncio.gather(*(a.replicator.replicate(JOB, a.sealed(step), 1, "b") for step in range(4)))
+        assert results == [(True, "")] * 4
+        assert len(b.arrived) == 4
+    finally:
+        a.close()
+
+
+async def test_memory_may_take_longer_than_an_offer_waits(
+    b: Peer, a: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is touched for the first time comes at 0.4 to 2.3 GB/s. Each offer that was given up would take more of it."""
+    monkeypatch.setattr(replicate, "OFFER_TIMEOUT_S", 0.2)
+    allocate, calls = b.arena.allocate, list[int]()
+
+    def slowly(*args: object) -> Slot:
+        calls.append(1)
+        threading.Event().wait(1.0)
+        return allocate(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(b.arena, "allocate", slowly)
+    assert await a.replicator.replicate(JOB, a.sealed(), 1, "b") == (True, "")
+    assert (len(calls), len(b.arrived)) == (1, 1)
+
+
+async def test_a_slot_that_is_freed_while_it_waits_its_turn_is_not_sent(
+    post: Post, b: Peer, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it holds by then would not match its sums: a false alarm at the peer."""
+    monkeypatch.setattr(replicate, "PUSHES_MAX", 1)
+    a = Peer(post, "a", mode=mode)
+    try:
+        arm("protect.push:sleep=0.3")
+        slots = [a.sealed(step) for step in (1, 2)]
+        tasks = [asyncio.ensure_future(a.replicator.replicate(JOB, slot, 1, "b")) for slot in slots]
+        await eventually(lambda: post.sent(ReplicaTicket))
+        slots[1].free()
+        assert await asyncio.gather(*tasks) == [(True, ""), (False, "slot is gone")]
+        assert b.refused == []
+        assert {m.snapshot.step for m in post.log if isinstance(m, ReplicaOffer)} == {1}
+    finally:
+        a.close()

@@ -10,7 +10,8 @@ import pytest
 from ckptd.arena.arena import Slot
 from ckptd.arena.sums import bad_blocks
 from ckptd.core.failpoint import arm
-from ckptd.wire.peer import FetchAsk
+from ckptd.protect import replicate, settle
+from ckptd.wire.peer import FetchAsk, ReplicaOffer
 from tests.node.links import eventually
 from tests.node.peers import Peer, Post
 from tests.node.slots import JOB
@@ -85,3 +86,35 @@ async def test_no_memory_for_the_frozen_part_is_said(peers: tuple[Peer, Peer, Po
     ok, reason = await a.replicator.replicate(JOB, a.sealed_frozen(), 1, "b")
     assert not ok and "memory" in reason
     assert b.arena.slots == {}
+
+
+async def test_a_frozen_part_may_take_longer_than_the_word_on_the_bytes(
+    peers: tuple[Peer, Peer, Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base model is many times what the adapter's replica is. A sender that gave up would offer it anew, and each try takes
+    memory of its own at the peer while all wait for the same frozen part (P8)."""
+    a, b, _ = peers
+    monkeypatch.setattr(settle, "REPEAT_S", 0.05)
+    monkeypatch.setattr(replicate, "VERIFY_TIMEOUT_S", 0.3)
+    arm("fetch.serve:sleep=1.2")
+    assert await a.replicator.replicate(JOB, a.sealed_frozen(), 1, "b") == (True, "")
+    assert len(b.arrived) == 1 and is_sound(b.arrived[0])
+    assert len(b.arena.slots) == 2
+
+
+async def test_a_receiver_that_falls_silent_after_the_last_byte_is_given_up(
+    peers: tuple[Peer, Peer, Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _, post = peers
+    monkeypatch.setattr(settle, "REPEAT_S", 0.05)
+    monkeypatch.setattr(replicate, "VERIFY_TIMEOUT_S", 0.3)
+    arm("fetch.serve:sleep=3")
+    offered = 0
+
+    def copies(sender: str, to: str, message: object) -> int:
+        nonlocal offered
+        offered += isinstance(message, ReplicaOffer)
+        return 0 if sender == "b" and offered > 3 else 1
+
+    post.copies = copies
+    assert await a.replicator.replicate(JOB, a.sealed_frozen(), 1, "b") == (False, "no word after the last byte")

@@ -72,3 +72,23 @@ def test_bad_settings_end_it_at_once_with_the_reason(tmp_path: Path, environ: di
     assert ran.returncode == 1
     assert "ckptd keygen" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+WITHOUT_ISA_L = "from ckptd.protect import erasure as e; e.candidates = list; from ckptd.cli import main; main()"
+
+
+@pytest.mark.parametrize(("redundancy", "warned"), [("rs(4,2)", True), ("xor(4)", False)])
+def test_reed_solomon_without_isa_l_is_a_warning_with_a_remedy(
+    tmp_path: Path, environ: dict[str, str], redundancy: str, warned: bool
+) -> None:
+    command = [sys.executable, "-c", WITHOUT_ISA_L, "run", "--no-keeper", "--plain-loopback"]
+    command += [*places(tmp_path), "--memory-budget", "32MiB", "--redundancy", redundancy]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environ, stderr=log, stdout=log)
+    try:
+        until((tmp_path / "ckptd.http").exists, 30, "the page's announcement")
+    finally:
+        process.terminate()
+        process.wait(STOP_TIMEOUT_S)
+    said = (tmp_path / "log").read_text()
+    assert ("no ISA-L: parity for rs(4,2)" in said) == ("pip install 'ckptd[rs]'" in said) == warned

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -25,13 +27,56 @@ def test_the_newest_epoch_and_the_one_that_ran_before_it(tmp_path: Path) -> None
     assert state.epochs() == {"0/two": (NEWEST, RAN)}
 
 
+def test_it_is_durable_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P4: every directory on the way that was not there before."""
+    synced: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+    StateDir(tmp_path / "var" / "ckptd")
+    made = {tmp_path, tmp_path / "var", tmp_path / "var" / "ckptd"}
+    assert {str(place) for place in made} <= set(synced)
+
+
+def test_half_written_files_of_an_earlier_life_go(tmp_path: Path) -> None:
+    StateDir(tmp_path).persist_epoch("0/one", RAN, None)
+    (tmp_path / "epochs" / "0.one.json.77.tmp").write_bytes(b"{")
+    (tmp_path / "ports.json.77.tmp").write_bytes(b"")
+    assert StateDir(tmp_path).epochs() == {"0/one": (RAN, None)}
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
 def test_a_record_that_does_not_parse_is_no_older_one(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     state.persist_epoch("0/one", NEWEST, RAN)
     (path,) = (tmp_path / "epochs").glob("*.json")
     body = json.loads(path.read_bytes())
-    path.write_text(json.dumps({key: body[key] for key in ("job", "record")}))  # of a version that knew only the newest
+    path.write_text(
+        json.dumps({key: body[key] for key in ("job", "record")})
+    )  # of a version that knew only the newest
     assert state.epochs() == {"0/one": (NEWEST, None)}
     path.write_text(json.dumps({**body, "ran": {"number": 7}}))
     with pytest.raises(CkptdError, match="does not parse"):
         state.epochs()
+
+
+def test_a_full_directory_that_was_in_use_is_no_reason_not_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P7: the daemon may hold memory that nobody else has. What was written is still there, and nothing half-written."""
+    state = StateDir(tmp_path / "used")
+    state.persist_epoch("0/one", RAN, None)
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptd.daemon.state.os.fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            state.persist_epoch("0/one", NEWEST, RAN)
+        again = StateDir(tmp_path / "used")
+        assert "No space" in again.trouble and not again.look()
+        assert again.epochs() == {"0/one": (RAN, None)}
+        assert not list((tmp_path / "used").rglob("*.tmp"))
+        with pytest.raises(CkptdError, match="not writable"):
+            StateDir(tmp_path / "new")
+    assert again.look() and not again.trouble

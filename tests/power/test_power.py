@@ -6,96 +6,50 @@ durable, as a power cut does, then the journal is replayed by mounting again. Th
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-import struct
-import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from ckptd.core.ids import SnapshotId
+from ckptd.identity import kept_node_id
 from ckptd.persist.commits import list_commits
 from ckptd.persist.lineage import claim_epoch, newest_record
 from ckptd.persist.names import DATA, epoch_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage import posix, posix_file
-from ckptd.persist.storage.base import list_or_empty
+from ckptd.persist.storage.base import SyncFailed, list_or_empty, write_file
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.storage.posix_file import PosixWriter
 from ckptd.persist.verify import verify_at
 from tests.node.checkpoints import JOB, World, check_all, epoch_record, save, small_world
+from tests.power.disk import Disk, NoDisk, private_mounts
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a file system on a loop device"),
-]
-
-SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN are the same number
-NO_LOG_FLUSH = 2
-IMAGE_BYTES = 320 << 20  # the least XFS takes
-MKFS = {"ext4": ("mkfs.ext4", "-q", "-F"), "xfs": ("mkfs.xfs", "-q", "-f")}
-RETRIES_MAX = 3  # of a umount while the kernel still finishes
+pytestmark = pytest.mark.root
 
 
 class PowerCut(BaseException):
     """Nothing of the process may go on."""
 
 
-class Machine:
-    """A file system that loses its power and comes back."""
-
-    def __init__(self, kind: str, place: Path) -> None:
-        self.kind, self.image, self.mount = kind, place / "image", place / "mount"
-        self.mount.mkdir()
-        with self.image.open("wb") as file:
-            file.truncate(IMAGE_BYTES)
-        subprocess.run([*MKFS[kind], str(self.image)], check=True, capture_output=True)
-        self.up()
-
-    def up(self) -> None:
-        subprocess.run(["mount", "-o", "loop", str(self.image), str(self.mount)], check=True)
-
-    def cut(self) -> None:
-        fd = os.open(self.mount, os.O_RDONLY)
-        try:
-            fcntl.ioctl(fd, SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
-        finally:
-            os.close(fd)
-
-    def down(self) -> None:
-        for left in reversed(range(RETRIES_MAX)):
-            done = subprocess.run(["umount", str(self.mount)], capture_output=True, check=False)
-            if done.returncode == 0:
-                return
-            assert left, done.stderr.decode()
-
-    def reboot(self) -> None:
-        self.down()
-        self.up()
-
-
 @pytest.fixture(params=["ext4", "xfs"])
-def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
-    if shutil.which(MKFS[request.param][0]) is None:
-        pytest.skip(f"{MKFS[request.param][0]} is not installed")
-    made = Machine(request.param, tmp_path)
-    try:
+def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    with ExitStack() as opened:
+        try:
+            opened.enter_context(private_mounts())
+            made = Disk(request.param, tmp_path)
+        except NoDisk as why:
+            pytest.skip(str(why))
+        opened.callback(made.close)
         yield made
-    finally:
-        with suppress(AssertionError):
-            made.down()
-        subprocess.run(["umount", "-l", str(made.mount)], capture_output=True, check=False)
-        made.image.unlink()
 
 
 class Cutting(PosixStorage):
     """Cuts the power before the ``cut_at``-th operation (0: never)."""
 
-    def __init__(self, machine: Machine, *, direct: bool, cut_at: int = 0) -> None:
+    def __init__(self, machine: Disk, *, direct: bool, cut_at: int = 0) -> None:
         super().__init__(str(machine.mount / "root"), direct=direct)
         self.machine, self.cut_at, self.count, self.dark = machine, cut_at, 0, False
 
@@ -175,7 +129,7 @@ def acknowledged(storage: PosixStorage, world: World, snapshot: SnapshotId) -> b
     return True
 
 
-def test_a_power_cut_before_every_operation(machine: Machine) -> None:
+def test_a_power_cut_before_every_operation(machine: Disk) -> None:
     worlds: dict[SnapshotId, World] = {SnapshotId(1, 1): small_world(2, rows=300)}
     storage = Cutting(machine, direct=True)
     claim_epoch(storage, JOB, epoch_record(1, 2))
@@ -205,10 +159,10 @@ def test_a_power_cut_before_every_operation(machine: Machine) -> None:
     assert outcomes == {True, False}
 
 
-def test_without_fsync_the_same_cut_loses_it(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fsync_the_same_cut_loses_it(machine: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The method itself: switch our fsyncs off, and an acknowledged checkpoint is gone or torn."""
     monkeypatch.setattr(posix_file, "sync", lambda *_: None)
-    monkeypatch.setattr(posix, "sync", lambda *_: None)
+    monkeypatch.setattr(posix, "sync_entries", lambda *_: None)
     storage = PosixStorage(str(machine.mount / "root"), direct=False)
     save(storage, small_world(2, rows=300), SnapshotId(1, 1))
     machine.cut()
@@ -218,7 +172,31 @@ def test_without_fsync_the_same_cut_loses_it(machine: Machine, monkeypatch: pyte
     assert not found or not all(verify_at(after, step_dir(JOB, snapshot)).ok for snapshot in found)
 
 
-def test_a_claim_survives(machine: Machine) -> None:
+def test_a_sync_that_comes_too_late_is_no_success(machine: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P4: XFS answers the fsync of a directory with success when it was shut down just before, and its changes are gone."""
+    storage = PosixStorage(str(machine.mount / "root"))
+    storage.make_dir("1000")
+    write_file(storage, "1000/first", b"first")
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        machine.cut()
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(SyncFailed):
+        storage.sync_dir("1000")
+
+
+def test_the_identity_survives(machine: Disk) -> None:
+    """P4: the name under which this node told the others its facts."""
+    found = kept_node_id(machine.mount / "state" / "ckptd")
+    machine.cut()
+    machine.reboot()
+    assert kept_node_id(machine.mount / "state" / "ckptd") == found
+
+
+def test_a_claim_survives(machine: Disk) -> None:
     for number in range(1, 6):
         assert claim_epoch(PosixStorage(str(machine.mount / "root")), JOB, epoch_record(number)) == (
             True,

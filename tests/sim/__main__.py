@@ -1,4 +1,4 @@
-"""python -m tests.sim --seed N [--trace] | --seeds A:B"""
+"""python -m tests.sim --seed N [--trace] | --seeds A:B | --seconds S, with --coverage: how often everything happened"""
 
 from __future__ import annotations
 
@@ -8,32 +8,60 @@ import time
 import traceback
 from collections import Counter
 
+from tests.sim.census import Census, for_seconds, run_all, run_seed
 from tests.sim.mutants import MUTANTS
-from tests.sim.world import World
+from tests.sim.transitions import OFTEN, rare, table
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", default="0:100", help="A:B, when no seed is given")
+    parser.add_argument("--seconds", type=float, default=0.0, help="from seed A on, for so long")
     parser.add_argument("--trace", action="store_true", help="every event and instruction")
     parser.add_argument("--mutant", default="", choices=["", *MUTANTS])
+    parser.add_argument(
+        "--coverage", action="store_true", help=f"every transition, and those met fewer than {OFTEN} times"
+    )
     options = parser.parse_args()
+    began = time.monotonic()
+    census = _one(options) if options.seed is not None else _many(options)
+    print(f"{len(census.failures)} of {census.seeds} failed in {time.monotonic() - began:.1f} s")
+    print(
+        table(census.counts)
+        if options.coverage
+        else "\n".join(f"{n:8d}  {what}" for what, n in sorted(census.counts.items()))
+    )
+    if options.coverage:
+        print(f"fewer than {OFTEN} times: {rare(census.counts) or 'none'}")
+    return 1 if census.failures else 0
+
+
+def _one(options: argparse.Namespace) -> Census:
+    try:
+        counts = run_seed(
+            options.seed, mutant=options.mutant, coverage=options.coverage, verbose=options.trace
+        )
+    except Exception:  # whatever it is, it is the result
+        text = traceback.format_exc()
+        print(f"seed {options.seed}: {text}")
+        return Census(1, Counter(), [text])
+    return Census(1, counts)
+
+
+def _many(options: argparse.Namespace) -> Census:
     first, last = map(int, options.seeds.split(":"))
-    seeds = [options.seed] if options.seed is not None else range(first, last)
-    counts: Counter[str] = Counter()
-    failed, began = 0, time.monotonic()
-    for seed in seeds:
-        try:
-            counts += World(seed, mutant=options.mutant, verbose=options.trace).run().counts
-        except Exception:  # a report for each seed, then the next
-            failed += 1
-            text = traceback.format_exc() if options.seed is not None else traceback.format_exc().splitlines()[-1]
-            print(f"seed {seed}: {text}")
-    print(f"{failed} of {len(seeds)} failed in {time.monotonic() - began:.1f} s")
-    for what, count in sorted(counts.items()):
-        print(f"{count:8d}  {what}")
-    return 1 if failed else 0
+    census, said = Census(), 0
+    found = (
+        for_seconds(options.seconds, first, coverage=options.coverage)
+        if options.seconds
+        else run_all(first, last, mutant=options.mutant, coverage=options.coverage)
+    )
+    for census in found:
+        for failure in census.failures[said:]:
+            print(failure, flush=True)
+        said = len(census.failures)
+    return census
 
 
 if __name__ == "__main__":

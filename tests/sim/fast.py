@@ -83,7 +83,14 @@ class FastRun(Run):
 
 class FastWorld(World):
     def __init__(
-        self, seed: int, speed: Speed, *, nodes: int = 1, per_node: int = 1, own_slots: int = 3, mutant: str = ""
+        self,
+        seed: int,
+        speed: Speed,
+        *,
+        nodes: int = 1,
+        per_node: int = 1,
+        own_slots: int = 3,
+        mutant: str = "",
     ) -> None:
         super().__init__(seed, mutant=mutant)
         self.speed = speed
@@ -99,13 +106,16 @@ class FastWorld(World):
 
     def link_delay(self) -> float:
         stalls = self.rng.random() < self.speed.stall
-        return self.speed.link_s * (0.5 + self.rng.random()) + (self.rng.random() * self.speed.stall_s if stalls else 0.0)
+        return self.speed.link_s * (0.5 + self.rng.random()) + (
+            self.rng.random() * self.speed.stall_s if stalls else 0.0
+        )
 
     def train(self, steps: int) -> int:
         """Snapshots that were certified, of so many steps with snapshot() in each."""
         for host in self.hosts.values():
             host.start()
-        run = FastRun(self, "a1", list(self.hosts.values()), self._per_node, RestoreAsk())
+        seats = [host for host in self.hosts.values() for _ in range(self._per_node)]
+        run = FastRun(self, "a1", seats, RestoreAsk())
         run.procs = [FastProc(run, rank, self.hosts[name]) for rank, name in enumerate(run.ranks)]
         self.launcher.run = run
         run.start()

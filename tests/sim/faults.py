@@ -1,15 +1,40 @@
-"""What goes wrong: nodes die with their memory, daemons crash, stop, are cut off; ranks die; storage vanishes; bits flip."""
+"""What goes wrong: nodes die with their memory, daemons crash, stop, are cut off; ranks die; storage and disks fail; bits flip."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import TYPE_CHECKING
 
+from ckptd.core import instructions as ins
+from ckptd.core.events import OTHER_MAPPER, STILL_READ, DrainAsked, FlushAsked
 from ckptd.core.ids import SnapshotId
+from ckptd.core.machine.context import succession
+from tests.sim.disk import Written
+from tests.sim.traps import AT, SPRUNG_WITHIN_S, OldClock, Trap
+from tests.sim.writes import SYNC_S
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
     from tests.sim.world import World
+
+STORAGE_S = (1.0, 8.0)
+STOP_S = (0.2, 6.0)
+CUT_S = (0.5, 8.0)
+STATE_S = (2.0, 12.0)
+SLOW_MOST = 50.0  # times, of a link for bulk
+FEW_OF = 0.15  # of the seeds
+IN_USE_OF = 0.002  # of the slots that are given
+
+MISFIT_OF = 0.03  # of the ranks that restore
+
+WRITTEN_OF = 0.05  # of the starts of the job
+
+# How a daemon ends: what of its node is left.
+DAEMON = "daemon lost"  # the keeper has the memory, ranks live
+KEEPER = "daemon and keeper lost"  # ranks live
+REBOOT = "node rebooted"  # the disk is left, as far as it was synced
+NODE = "node lost"  # a new machine in its place, or one whose disk survived
 
 
 class Faults:
@@ -20,17 +45,52 @@ class Faults:
         self.corruption = self.rng.random() < 0.2
         self.aimed = self.rng.random() < 0.25  # at the steward, when a snapshot has just become complete
         self._kinds: list[Callable[[], None]] = [
-            self._node, self._node, self._daemon, self._daemon, self._rank, self._rank, self._pause, self._partition,
-            self._storage, self._damage, self._two_nodes,
+            self._node, self._node, self._node, self._daemon, self._daemon, self._daemon, self._rank, self._rank, self._rank,
+            self._pause, self._pause, self._partition, self._partition, self._storage, self._storage, self._damage,
+            self._damage, self._two_nodes, self._keeper, self._deaf, self._clog, self._slow_link, self._trap, self._trap,
+            self._state_dir, self._squeeze, self._squeeze, self._power, self._flush_asked,
         ]  # fmt: skip
         if world.harsh:  # what is usually survived, so that what is survived wrongly shows
             self._kinds = [
-                self._daemon, self._daemon, self._rank, self._pause, self._partition, self._partition, self._damage,
-                self._damage, self._damage, self._node, self._storage,
+                self._daemon, self._daemon, self._daemon, self._daemon, self._rank, self._rank, self._pause, self._pause,
+                self._partition, self._partition, self._partition, self._partition, self._damage, self._damage, self._damage,
+                self._damage, self._damage, self._damage, self._node, self._node, self._storage, self._storage,
+                self._deaf, self._clog, self._trap, self._trap, self._squeeze, self._state_dir,
             ]  # fmt: skip
+        elif not world.large and self.rng.random() < FEW_OF:  # a few kinds, often: they meet each other
+            self._kinds = self.rng.sample(sorted(set(self._kinds), key=lambda kind: kind.__name__), 3)
+            self.rate = 0.6
 
     def start(self) -> None:
         self.world.clock.after(3.0, self._next)
+        self._plan_drains()
+
+    def _plan_drains(self) -> None:
+        """In every third world nodes are asked to go; some go, some stay after all, some are asked until the end. Drawn apart,
+        so that a seed of before shows what it showed."""
+        rng = Random(f"drains {self.world.seed}")
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            name, at = rng.choice(sorted(self.world.hosts)), rng.uniform(4.0, 25.0)
+            after = rng.choice([self._gone, self._stays, None])
+            self.world.clock.after(at, self._drain, self.world.hosts[name], True)
+            if after is not None:
+                self.world.clock.after(at + rng.uniform(0.5, 8.0), after, self.world.hosts[name])
+
+    def _drain(self, host: Host, on: bool) -> None:
+        if host.alive:
+            self.world.trace(host.name, "!", "is to go" if on else "stays")
+            self.world.oracle.count("a node asked to go" if on else "a node that stays after all")
+            host.feed(DrainAsked(on))
+
+    def _gone(self, host: Host) -> None:
+        if self.active and host.alive:
+            said = host.machine.view()["drain"]
+            if said["known"] and not said["slots"]:
+                self.world.oracle.count("a drained node gone")
+            self.kill(host, NODE)
+
+    def _stays(self, host: Host) -> None:
+        self._drain(host, False)
 
     def stop(self) -> None:
         self.active = False
@@ -45,105 +105,283 @@ class Faults:
             self.rng.choice(self._kinds)()
             self._next()
 
+    def _count(self, what: str) -> None:
+        self.world.oracle.count("fault: " + what)
+
     def on_complete(self, snapshot: SnapshotId) -> None:
         """All ranks hold it, nobody has certified it."""
         if not self.active or not self.aimed or self.rng.random() > 0.1:
             return
         record = self.world.oracle.records.get(snapshot.epoch)
         if record is not None:
-            self.world.clock.after(0.0, self._kill_steward, record.nodes[0].node, snapshot)
+            self.world.clock.after(0.0, self._kill_steward, succession(record)[0], snapshot)
 
     def _kill_steward(self, node: str, snapshot: SnapshotId) -> None:
         host = self.world.hosts[node]
         if host.alive and snapshot in self.world.oracle.complete_uncertified:
-            self.kill(host, memory=self.rng.random() < 0.5)
+            self.kill(host, DAEMON if self.rng.random() < 0.5 else NODE)
 
-    # --- kinds --------------------------------------------------------------------------------------------------
-    def kill(self, host: Host, *, memory: bool) -> None:
-        """memory: the whole node dies, with its ranks."""
-        world = self.world
-        world.trouble()
-        world.trace(host.name, "!", "node dies" if memory else "daemon dies")
+    # --- daemons and nodes --------------------------------------------------------------------------------------
+    def kill(self, host: Host, how: str) -> None:
+        """Of all jobs: they share the process."""
+        self.world.trouble()
+        for world in self.world.everyone:
+            self._kill_one(world, world.hosts[host.name], how)
+        self._count(how)
+        self.world.clock.after(0.3 + self.rng.expovariate(0.5), self._revive, host.name)
+
+    def _kill_one(self, world: World, host: Host, how: str) -> None:
+        world.trace(host.name, "!", how)
         if host.alive and host.machine.steward.active and world.oracle.complete_uncertified:
             world.oracle.count("steward lost between holdings and certificate")
         host.stop()
-        if memory:
-            run = world.launcher.run
-            host.lose_memory()
-            for old in [*world.launcher.old, *([run] if run is not None else [])]:
-                for proc in old.procs:
+        if how == DAEMON:
+            return
+        host.lose_memory()
+        # Without storage only daemons can say that the job has run before: not all of them may forget it.
+        if how == NODE and self.rng.random() < 0.5 and world.policy.durable:
+            host.state.replaced()
+        if how in (NODE, REBOOT):
+            host.state.power_cut()
+            for run in [
+                *world.launcher.old,
+                *([world.launcher.run] if world.launcher.run is not None else []),
+            ]:
+                for proc in run.procs:
                     if proc.host is host:
                         proc.die()
-            world.oracle.check_all()
-        world.oracle.count("node lost" if memory else "daemon lost")
-        world.clock.after(0.3 + self.rng.expovariate(0.5), self._revive, host)
+        world.oracle.check_all()
 
-    def _revive(self, host: Host) -> None:
-        if not host.alive:
-            self.world.trouble()
-            host.start()
+    def _revive(self, name: str) -> None:
+        self.world.trouble()
+        for world in self.world.everyone:
+            if not world.hosts[name].alive:
+                world.hosts[name].start()
 
     def _some(self) -> Host | None:
         alive = [host for host in self.world.hosts.values() if host.alive]
         return self.rng.choice(alive) if alive else None
 
-    def _node(self) -> None:
+    def _kill_some(self, how: str) -> None:
         host = self._some()
         if host is not None:
-            self.kill(host, memory=True)
+            self.kill(host, how)
+
+    def _node(self) -> None:
+        self._kill_some(NODE if self.rng.random() < 0.8 else REBOOT)
 
     def _two_nodes(self) -> None:
         self._node()
         self._node()
 
     def _daemon(self) -> None:
-        host = self._some()
-        if host is not None:
-            self.kill(host, memory=False)
+        self._kill_some(DAEMON)
+
+    def _keeper(self) -> None:
+        self._kill_some(KEEPER)
 
     def _rank(self) -> None:
-        run = self.world.launcher.run
+        run = self.rng.choice(self.world.everyone).launcher.run
         if run is not None:
-            self.world.oracle.count("rank lost")
+            self._count("rank lost")
             self.rng.choice(run.procs).die()
 
     def _pause(self) -> None:
         host = self._some()
-        if host is not None:
-            self.world.trouble()
-            self.world.trace(host.name, "!", "stops")
-            host.pause(True)
-            self.world.clock.after(self.rng.uniform(0.2, 6.0), host.pause, False)
+        if host is None:
+            return
+        if self.rng.random() < 0.3:
+            self._count("daemon stopped with an old time")
+            for world in self.world.everyone:
+                one = world.hosts[host.name]
+                one.trap = OldClock(one, lambda one=one: self._stop(one))  # type: ignore[misc]
+        else:
+            self._count("daemon stopped")
+            self._stop(host)
 
+    def _stop(self, host: Host) -> None:
+        self.world.trouble()
+        self.world.trace(host.name, "!", "stops")
+        seconds = self.rng.uniform(*STOP_S)
+        for world in self.world.everyone:
+            world.hosts[host.name].pause(True)
+            self.world.clock.after(seconds, world.hosts[host.name].pause, False)
+
+    def _trap(self) -> None:
+        """The steward's daemon more often than others."""
+        host = self._some()
+        stewards = [h for h in self.world.hosts.values() if h.alive and h.machine.steward.active]
+        if stewards and self.rng.random() < 0.5:
+            host = self.rng.choice(stewards)
+        if host is None:
+            return
+        self._set(host, self.rng.choice(AT))
+
+    def on_start(self, hosts: list[Host]) -> None:
+        """The job begins on these: one of them may not survive writing its epoch down."""
+        if self.active and self.rng.random() < WRITTEN_OF:
+            self._set(self.rng.choice(hosts), ins.PersistEpoch)
+
+    def _set(self, host: Host, at: type) -> None:
+        how = self.rng.choice([DAEMON, DAEMON, REBOOT, KEEPER, "stop", "stop"])
+
+        def strike(do: ins.Instruction) -> None:
+            self._sprung(host, how, do)
+
+        trap = host.trap = Trap(host, at, strike)
+        self.world.clock.after(SPRUNG_WITHIN_S, self._take_away, host, trap)
+
+    def _sprung(self, host: Host, how: str, do: ins.Instruction) -> None:
+        self.world.trouble()
+        if how == "stop":
+            self._count("daemon stopped between two instructions")
+            host.put_back(do)
+            self._stop(host)
+            return
+        self._count("daemon dies between two instructions")
+        if isinstance(do, ins.PersistEpoch):
+            self._count("daemon dies while an epoch is written down")
+            host.state.cut(Written(do.record, do.ran), self.rng)
+        self.kill(host, how)
+
+    @staticmethod
+    def _take_away(host: Host, trap: Trap) -> None:
+        if host.trap is trap:
+            host.trap = None
+
+    # --- cables -------------------------------------------------------------------------------------------------
     def _partition(self) -> None:
         names = list(self.world.hosts)
         self.rng.shuffle(names)
         away = set(names[: self.rng.randint(1, max(1, len(names) // 2))])
+        self._count("partition")
         self.world.trouble()
         self.world.trace(",".join(sorted(away)), "!", "cut off")
         self.world.net.split(away)
-        self.world.clock.after(self.rng.uniform(0.5, 8.0), self._heal)
+        self.world.clock.after(self.rng.uniform(*CUT_S), self._heal)
 
     def _heal(self) -> None:
         self.world.trouble()
         self.world.net.heal()
 
-    def _storage(self) -> None:
-        self.world.store.up = False
-        self.world.clock.after(self.rng.uniform(1.0, 8.0), self._storage_back)
+    def _pair(self) -> tuple[str, str]:
+        a, b = self.rng.sample(sorted(self.world.hosts), 2)
+        return a, b
 
-    def _storage_back(self) -> None:
-        self.world.store.up = True
+    def _deaf(self) -> None:
+        """One node does not hear another, or nobody; the other way round all is well."""
+        a, b = self._pair()
+        ways = (
+            {(a, b)} if self.rng.random() < 0.6 else {(a, other) for other in self.world.hosts if other != a}
+        )
+        self._count("one way lost")
+        self.world.trouble()
+        self.world.trace(a, "!", f"is not heard by {sorted(way[1] for way in ways)}")
+        self.world.net.links.deaf |= ways
+        self.world.net.changed()
+        self.world.clock.after(self.rng.uniform(*CUT_S), self._heal)
+
+    def _clog(self) -> None:
+        """Links of some nodes stop one after the other, and open again in another order."""
+        names = sorted(self.world.hosts)
+        now, links = self.world.clock.now, self.world.net.links
+        self._count("clog")
+        self.world.trouble()
+        for a in self.rng.sample(names, self.rng.randint(1, max(1, len(names) // 2))):
+            end = now + self.rng.uniform(*CUT_S)
+            both = self.rng.random() < 0.5
+            self.world.trace(a, "!", f"is clogged until {end:.3f}")
+            for b in names:
+                if b != a:
+                    links.clogged[a, b] = max(end, links.clogged.get((a, b), 0.0))
+                    if both:
+                        links.clogged[b, a] = max(end, links.clogged.get((b, a), 0.0))
+            self.world.clock.after(end - now, self._unclog)
+        self.world.net.changed()
+
+    def _unclog(self) -> None:
+        now, links = self.world.clock.now, self.world.net.links
+        links.clogged = {way: end for way, end in links.clogged.items() if end > now}
+        self.world.trouble()
+        self.world.net.changed()
+
+    def _slow_link(self) -> None:
+        a, b = self._pair()
+        self._count("slow link")
+        self.world.net.links.slow[a, b] = self.rng.uniform(5.0, SLOW_MOST)
+        self.world.clock.after(self.rng.uniform(*CUT_S), self.world.net.links.slow.pop, (a, b), None)
+
+    # --- storage and disks --------------------------------------------------------------------------------------
+    def _storage(self) -> None:
+        kind = self.rng.choice(["up", "up", "full", "slow", "failing"])
+        self._count("storage " + {"up": "away"}.get(kind, kind))
+        for world in self.world.everyone:
+            setattr(world.store, kind, kind != "up")
+            self.world.clock.after(self.rng.uniform(*STORAGE_S), setattr, world.store, kind, kind == "up")
+
+    def _power(self) -> None:
+        """Of the storage: what was not synced is lost or torn. At once, or between the next write and its sync."""
+        for world in self.world.everyone:
+            if self.rng.random() < 0.3:
+                self._cut(world)
+            else:
+                world.store.when_written = lambda world=world: self.world.clock.after(
+                    SYNC_S / 2, self._cut, world
+                )  # type: ignore[misc]
+
+    def _cut(self, world: World) -> None:
+        if self.active:
+            self._count("storage loses power")
+            world.trace("store", "!", "loses power")
+            if world.store.power_cut():
+                self._count("un-synced writes lost")
+
+    def _state_dir(self) -> None:
+        host = self._some()
+        if host is not None:
+            failing = self.rng.choice(["EIO", "ENOSPC", "fsync"])
+            self._count("state directory " + failing)
+            host.state.failing = failing
+            self.world.clock.after(self.rng.uniform(*STATE_S), host.state.mended)
+
+    # --- memory -------------------------------------------------------------------------------------------------
+    def _squeeze(self) -> None:
+        host = self._some()
+        if host is not None:
+            self._count("memory short")
+            host.squeeze(True)
+            self.world.clock.after(self.rng.uniform(*CUT_S), host.squeeze, False)
+
+    def slot_in_use(self) -> str:
+        """Why a slot that is given cannot be taken; "": it can."""
+        if not self.active or self.rng.random() > IN_USE_OF:
+            return ""
+        return self.rng.choice([STILL_READ, OTHER_MAPPER])
 
     def _damage(self) -> None:
         """A bit flips in memory."""
-        host = self._some()
+        world = self.rng.choice(self.world.everyone)
+        alive = [host for host in world.hosts.values() if host.alive]
+        host = self.rng.choice(alive) if alive else None
         sealed = [mem for mem in host.memory.values() if mem.state == "sealed"] if host is not None else []
         if host is None or not sealed:
             return
         mem = self.rng.choice(sealed)
         if mem.content and mem.snapshot is not None:
-            self.world.trace(host.name, "!", f"a bit of slot {mem.id} flips")
-            self.world.oracle.damaged(host, mem.snapshot)
+            world.trace(host.name, "!", f"a bit of slot {mem.id} flips")
+            world.oracle.damaged(host, mem.snapshot)
             mem.content[self.rng.randrange(len(mem.content))] = ("flip", 0)
-            self.world.oracle.count("bit flip")
+            self._count("bit flip")
+
+    # --- trainers that do not fit -------------------------------------------------------------------------------
+    def misfit(self) -> str:
+        """What is wrong with a rank that restores: its model does not fit, its bytes do not come, it cannot take them."""
+        if not self.active or self.rng.random() > MISFIT_OF:
+            return ""
+        return self.rng.choice(["mismatch", "timeout", "load", "load"])
+
+    # --- wishes -------------------------------------------------------------------------------------------------
+    def _flush_asked(self) -> None:
+        host = self._some()
+        if host is not None:
+            host.feed(FlushAsked(None))

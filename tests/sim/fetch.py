@@ -9,8 +9,9 @@ from ckptd.core import instructions as ins
 from ckptd.core.box import Box
 from ckptd.core.layout import Layout
 from ckptd.core.machine.context import decode_layout
-from ckptd.core.recovery import Held, Piece, Plan, SourceIndex, Want, plan_recovery
-from tests.sim.state import SHARDED, Token, shard
+from ckptd.core.recovery import BY_PARITY, PARITY, Held, Piece, Plan, SourceIndex, Want, plan_recovery
+from tests.sim import parity
+from tests.sim.state import SHARDED, Mem, Token, shard
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -21,12 +22,30 @@ class Fetching:
         self.host = host
         self.do: ins.PrepareRestore | None = None
         self.ready: dict[int, tuple[Token, ...]] = {}
+        self._lent: list[Mem] = []  # FREE slots that bytes are fetched into
 
     def drop(self) -> None:
-        self.do, self.ready = None, {}
+        """The daemon is gone, and what it knew."""
+        self.do, self.ready, self._lent = None, {}, []
+
+    def _give_back(self) -> None:
+        lent = self._lent
+        self.drop()
+        for mem in lent:
+            self.host.memory[mem.id] = mem
+            self.host.feed(ev.SlotsReady(mem.rank, (mem.id,)))
+
+    def _lend(self, rank: int) -> None:
+        free = [
+            mem for mem in self.host.memory.values() if mem.own and mem.rank == rank and mem.state == "free"
+        ]
+        if free:
+            self._lent.append(free[0])
+            del self.host.memory[free[0].id]
+            self.host.feed(ev.SlotsGone(rank, (free[0].id,)))
 
     def prepare(self, do: ins.PrepareRestore) -> None:
-        self.drop()
+        self._give_back()
         self.do = do
         if do.snapshot is None:
             for rank in do.ranks:
@@ -41,6 +60,11 @@ class Fetching:
     def _fetch(self, life: int, do: ins.PrepareRestore, rank: int) -> None:
         if life != self.host.life or self.do is not do or rank not in self.host.procs:
             return
+        misfit = self.host.world.faults.misfit()
+        if misfit in ("mismatch", "timeout"):
+            self.host.feed(ev.RankFetched(rank, do.round, False, misfit, "the model does not fit"))
+            return
+        self._lend(rank)
         layouts = {name: decode_layout(data) for name, data in do.layouts.items()}
         plan = self._plan(do, rank, layouts)
         if plan.uncovered or plan.mismatched:
@@ -68,10 +92,20 @@ class Fetching:
             Want(2, "b", "U8", (2,), Box((0,), (2,))),
         ]
         sources = [
-            Held(s.node, s.rank, s.tier, layouts[s.layout_id]) for s in do.sources if s.layout_id in layouts
+            Held(s.node, s.rank, s.tier, layouts[s.layout_id])
+            for s in do.sources
+            if s.layout_id in layouts and s.part is None
+        ]
+        of_rank = {layout.rank: layout for layout in layouts.values()}
+        sources += [
+            Held(BY_PARITY, rank, 1, of_rank[rank])
+            for rank in parity.lost_ranks(self.host, do)
+            if rank in of_rank
         ]
         committed = self.host.world.store.commits.get(do.snapshot) if do.durable and do.snapshot else None
-        durable = {key: list(boxes) for key, boxes in committed.tensors.items()} if committed is not None else {}
+        durable = (
+            {key: list(boxes) for key, boxes in committed.tensors.items()} if committed is not None else {}
+        )
         return plan_recovery(wants, SourceIndex(sources), self.host.name, rank, durable, do.per_rank)
 
     def _read(self, do: ins.PrepareRestore, piece: Piece) -> tuple[Token, str]:
@@ -79,9 +113,12 @@ class Fetching:
         assert do.snapshot is not None
         if piece.source == "durable":
             committed = world.store.commits.get(do.snapshot)
-            if committed is None or not world.store.up:
+            if committed is None or world.store.refuses(writes=False):
                 return ("", 0), "storage is gone"
             return committed.tensors[piece.key][piece.stored], ""
+        if piece.source == PARITY:
+            world.oracle.count("a slice from parity")
+            return parity.token(self.host, do, piece.rank, piece.fragment)
         peer = world.hosts[piece.node]
         if not peer.alive or peer.paused or not world.net.reaches(self.host.name, piece.node):
             return ("", 0), f"{piece.node} is unreachable"
@@ -102,6 +139,9 @@ class Fetching:
     def _loaded(self, life: int, do: ins.PrepareRestore, rank: int) -> None:
         proc = self.host.procs.get(rank)
         if life == self.host.life and self.do is do and proc is not None:
+            if self.host.world.faults.misfit() == "load":
+                self.host.feed(ev.RankLoaded(rank, do.round, False, "out of memory"))
+                return
             proc.opened(do.snapshot, self.ready[rank])
             self.host.feed(ev.RankLoaded(rank, do.round))
 
@@ -109,14 +149,14 @@ class Fetching:
         do = self.do
         if do is None:  # the daemon was restarted since its ranks have loaded
             for proc in self.host.procs.values():
-                if self.host.persisted is not None and proc.run.attempt == self.host.persisted.nonce:
-                    proc.may_train(self.host.persisted)
+                if self.host.record is not None and proc.run.attempt == self.host.record.nonce:
+                    proc.may_train(self.host.record)
         elif do.round == number:
             for rank in do.ranks:
                 proc = self.host.procs.get(rank)
                 if proc is not None:
                     proc.may_train(do.record)
-            self.drop()
+            self._give_back()
 
     def fail(self, do: ins.FailRestore) -> None:
         if self.do is not None and self.do.round == do.round:
@@ -124,4 +164,4 @@ class Fetching:
                 proc = self.host.procs.get(rank)
                 if proc is not None and not proc.ready:
                     proc.failed(do.code, do.reason)
-            self.drop()
+            self._give_back()

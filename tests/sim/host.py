@@ -1,25 +1,32 @@
-"""A node: the daemon's process around a real JobMachine, the memory that outlives it, and its state directory."""
+"""A node: one job's share of the daemon's process around a real JobMachine, and the memory that outlives it."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.layout import Layout
 from ckptd.core.machine.machine import JobMachine
+from tests.sim import parity
+from tests.sim.copies import Copies
+from tests.sim.disk import RETRY_S, StateFile, Written
 from tests.sim.fetch import Fetching
-from tests.sim.state import DAMAGE, Mem
+from tests.sim.state import Mem
 from tests.sim.writes import Writes
 
 if TYPE_CHECKING:
+    from tests.sim.faults import Trap
     from tests.sim.trainer import Proc
     from tests.sim.world import World
 
 TICK_S = 0.25
 UNIX_S = 0.001  # between a rank and its daemon
+DRIFT = 0.01  # clocks of two nodes run apart by at most this, and have begun anywhere
+BOOTED_S = 1e5
 
 
 class Host:
@@ -28,30 +35,48 @@ class Host:
         self.life = 0
         self.alive = self.paused = False
         self.memory: dict[int, Mem] = {}
-        self.persisted: EpochRecord | None = None
-        self.ran: EpochRecord | None = None  # persisted with it
+        self.state = StateFile()
+        self.record: EpochRecord | None = None  # the newest epoch, as the process knows it
+        self.ran: EpochRecord | None = None
         self.procs: dict[int, Proc] = {}  # attached rank processes
         self.machine: JobMachine
         self.fetching = Fetching(self)
         self.writes = Writes(self)
+        self.copies = Copies(self)
+        self.trap: Trap | None = None  # what happens between two instructions
+        self.squeezed = False  # no memory for what is new
+        self.no_room_for: frozenset[str] = frozenset()  # "copies", "parity": as a budget may leave it
+        self.saw_at = 0.0  # when what is being done now was known to be so: earlier than now in a process that was stopped
         self._slots = 0
         self._queue: deque[ev.Event] = deque()
+        self._batch: deque[ins.Instruction] = deque()
         self._busy = False
+        self._held: tuple[ev.Event, float] | None = (
+            None  # with the time that was read for it before the process was stopped
+        )
+        self._booted, self._rate = world.clock_of(name)
 
     @property
     def info(self) -> NodeInfo:
         return NodeInfo(self.name, f"tcp://{self.name}", self.name, self.domain, f"{self.name}#{self.life}")
 
+    def clock(self) -> float:
+        """This node's own, monotonic."""
+        return self._booted + self._rate * self.world.clock.now
+
     # --- life ---------------------------------------------------------------------------------------------------
     def start(self) -> None:
         """The daemon's process begins; it adopts what memory there is."""
         self.life += 1
-        self.alive, self.paused = True, False
+        self.alive, self.paused, self.trap, self._held = True, False, None, None
         self.procs.clear()
         self._queue.clear()
+        self._batch.clear()
+        known = self.state.visible
+        self.record, self.ran = known.record, known.ran
         self.machine = self.world.make_machine(self)
         self.world.net.forget_views(self.name)
-        self.feed(ev.Restarted(self.persisted, self.ran))
+        self.feed(ev.Restarted(known.record, known.ran))
         for mem in list(self.memory.values()):
             self._adopt(mem)
         self.world.clock.after(TICK_S * self.world.rng.random(), self._tick, self.life)
@@ -61,7 +86,18 @@ class Host:
         if mem.state == "sealed" and mem.fact is not None and mem.layout is not None:
             fact = mem.fact
             self.feed(
-                ev.HoldingFound(mem.id, fact.snapshot, fact.rank, fact.tier, mem.own, mem.layout, fact.digests, fact.keep)
+                ev.HoldingFound(
+                    mem.id,
+                    fact.snapshot,
+                    fact.rank,
+                    fact.tier,
+                    mem.own,
+                    mem.layout,
+                    fact.digests,
+                    fact.keep,
+                    fact.part,
+                    mem.layouts,
+                )
             )
         elif mem.own:
             mem.state, mem.content = "free", None
@@ -71,8 +107,11 @@ class Host:
 
     def stop(self) -> None:
         """kill -9 on the daemon: memory stays."""
-        self.alive = self.paused = False
+        self.alive = self.paused = self.squeezed = False
         self.life += 1
+        self.trap = self._held = None
+        self._queue.clear()
+        self._batch.clear()
         self.fetching.drop()
         for proc in list(self.procs.values()):
             proc.disconnected()
@@ -82,16 +121,15 @@ class Host:
     def lose_memory(self) -> None:
         self.world.oracle.lost(self)
         self.memory.clear()
-        if self.world.rng.random() < 0.5:
-            self.persisted = self.ran = None  # a new machine in its place
 
     def pause(self, paused: bool) -> None:
+        """SIGSTOP, SIGCONT. It goes on with what it was doing."""
         if not self.alive or self.paused == paused:
             return
         self.paused = paused
         self.world.trouble()
         self.world.net.changed()
-        if not paused:
+        if not paused and not self._busy:
             self._drain()
 
     def _tick(self, life: int) -> None:
@@ -116,20 +154,45 @@ class Host:
     def _drain(self) -> None:
         self._busy = True
         try:
-            while self._queue and self.alive and not self.paused:
-                event = self._queue.popleft()
-                self.world.trace(self.name, "<", event)
-                for do in self.machine.handle(event, self.world.clock.now):
-                    if not self.alive:
-                        break
-                    self.world.trace(self.name, ">", do)
-                    self._do(do)
-                self.world.after_event(self)
+            while self.alive and not self.paused and (self._batch or self._held or self._queue):
+                if self._batch:
+                    self._next(self._batch.popleft())
+                elif self._held is not None:
+                    (event, now), self._held = self._held, None
+                    self._handle(event, now)
+                else:
+                    self.saw_at = self.world.clock.now
+                    self._take(self._queue.popleft())
         finally:
             self._busy = False
 
-    def _do(self, do: ins.Instruction) -> None:
+    def _take(self, event: ev.Event) -> None:
+        now = self.clock()
+        if self.trap is not None and self.trap.stops_at(event):
+            self._held = event, now  # the time is read, the process is stopped, and later goes on with it
+        else:
+            self._handle(event, now)
+
+    def _handle(self, event: ev.Event, now: float) -> None:
+        self.world.trace(self.name, "<", event)
+        watch = self.world.watch
+        if watch is not None:
+            watch.before(self, event)
+        done = self.machine.handle(event, now)
+        if watch is not None:
+            watch.after(self, event, done)
+        self._batch.extend(done)
+        self.world.after_event(self)
+
+    def _next(self, do: ins.Instruction) -> None:
+        if self.trap is not None and self.trap.springs(do):
+            return
+        self.world.trace(self.name, ">", do)
         getattr(self, "_" + type(do).__name__)(do)
+
+    def put_back(self, do: ins.Instruction) -> None:
+        """Stopped just before this one."""
+        self._batch.appendleft(do)
 
     def later(self, seconds: float, event: ev.Event) -> None:
         self.world.clock.after(seconds, self.feed_if, self.life, event)
@@ -147,26 +210,20 @@ class Host:
 
     def _PersistEpoch(self, do: ins.PersistEpoch) -> None:  # noqa: N802
         self.world.oracle.persisted(self, do.record)
-        self.persisted, self.ran = do.record, do.ran
+        self.record, self.ran = do.record, do.ran
+        self._write_epoch(self.life)
+
+    def _write_epoch(self, life: int) -> None:
+        """A state directory that does not work stops nobody; it is tried again."""
+        if life == self.life and not self.state.write(Written(self.record, self.ran)):
+            self.world.oracle.count("an epoch that could not be written down")
+            self.world.clock.after(RETRY_S, self._write_epoch, life)
 
     def _ReadDurable(self, do: ins.ReadDurable) -> None:  # noqa: N802
-        self.world.clock.after(0.02 + 0.1 * self.world.rng.random(), self._durable_read, self.life, do.attempt)
-
-    def _durable_read(self, life: int, attempt: str) -> None:
-        store = self.world.store
-        if store.up:
-            answer = ev.DurableRead(attempt, True, store.newest(), tuple(sorted(store.commits)))
-        else:
-            answer = ev.DurableRead(attempt, False, reason="gone")
-        self.feed_if(life, answer)
+        self.writes.read(do)
 
     def _ClaimEpoch(self, do: ins.ClaimEpoch) -> None:  # noqa: N802
-        self.world.clock.after(0.02, self._claimed, self.life, do)
-
-    def _claimed(self, life: int, do: ins.ClaimEpoch) -> None:
-        up = self.world.store.up
-        ok, taken = self.world.store.claim(do.record) if up else (True, 0)
-        self.feed_if(life, ev.EpochClaimed(do.attempt, do.record.number, ok, taken, "" if up else "storage is gone"))
+        self.writes.claim(do)
 
     def _PrepareRestore(self, do: ins.PrepareRestore) -> None:  # noqa: N802
         self.fetching.prepare(do)
@@ -187,8 +244,9 @@ class Host:
 
     def _GiveSlot(self, do: ins.GiveSlot) -> None:  # noqa: N802
         mem, proc = self.memory.get(do.slot), self.procs.get(do.rank)
-        if proc is None or mem is None:
-            self.later(0.0, ev.RankMissed(do.rank, do.grant, ev.NOT_HERE))
+        reason = ev.NOT_HERE if proc is None or mem is None else self.world.faults.slot_in_use()
+        if proc is None or mem is None or reason:
+            self.later(0.0, ev.RankMissed(do.rank, do.grant, reason))
             return
         assert mem.state == "free", f"slot {mem.id} was given while {mem.state}"
         mem.state, mem.grant = "filling", do.grant
@@ -235,66 +293,20 @@ class Host:
     def _Alarm(self, do: ins.Alarm) -> None:  # noqa: N802
         self.world.oracle.count("alarm " + do.kind)
 
-    # --- replicas -----------------------------------------------------------------------------------------------
     def _Replicate(self, do: ins.Replicate) -> None:  # noqa: N802
-        self.world.clock.after(self.world.net.latency(), self._offer, self.life, do)
+        self.copies.send(do)
 
-    def _offer(self, life: int, do: ins.Replicate) -> None:
-        peer = self.world.hosts[do.to]
-        mem = self.memory.get(do.slot)
-        reason = ""
-        if life != self.life:
-            return
-        if not peer.alive or peer.paused or not self.world.net.reaches(self.name, do.to):
-            reason = "unreachable"
-        elif mem is None or mem.snapshot != do.snapshot:
-            reason = "slot is gone"
-        else:
-            reason = peer.machine.admits_replica(do.snapshot, do.rank)
-        if reason:
-            delay = 1.0 if reason == "unreachable" else 2 * self.world.net.latency()
-            self.later(delay, self._sent(do, reason))
-            return
-        assert mem is not None and mem.content is not None and mem.layout is not None and mem.fact is not None
-        first_half = list(mem.content)
-        seconds = self.world.replicate_s * (0.5 + self.world.rng.random())
-        self.world.clock.after(seconds, self._transferred, (life, peer.life), do, mem, mem.sums, first_half)
+    def _MakeParity(self, do: ins.MakeParity) -> None:  # noqa: N802
+        parity.make(self, do)
 
-    @staticmethod
-    def _sent(do: ins.Replicate, reason: str) -> ev.ReplicaSent:
-        return ev.ReplicaSent(do.snapshot, do.rank, do.tier, do.to, not reason, reason)
-
-    def _transferred(self, lives: tuple[int, int], do: ins.Replicate, mem: Mem, sums: Any, first: Any) -> None:
-        """Half of the bytes were read at the beginning, half now: a slot that was reused meanwhile gives a mixture."""
-        peer = self.world.hosts[do.to]
-        if peer.life != lives[1] or not self.world.net.reaches(self.name, do.to) or self.life != lives[0]:
-            self.world.clock.after(1.0, self.feed_if, lives[0], self._sent(do, "the connection broke"))
-            return
-        now = mem.content or [DAMAGE] * len(first)
-        mixed = [a if i % 2 else b for i, (a, b) in enumerate(zip(first, [*now, *first[len(now) :]], strict=False))]
-        if tuple(mixed) != sums and not self.world.mutant("no verify"):
-            if mem.snapshot == do.snapshot and not mem.intact:
-                self.feed(ev.SlotDamaged(mem.id, "found while sending"))
-            self.later(0.0, self._sent(do, "damage"))
-            return
-        if mem.layout is None:
-            return
-        peer.take_replica(do.snapshot, do.rank, do.tier, mem, mixed, sums)
-        self.later(self.world.net.latency(), self._sent(do, ""))
-
-    def take_replica(self, snapshot: SnapshotId, rank: int, tier: int, source: Mem, content: Any, sums: Any) -> None:
-        from ckptd.core.messages import HoldingFact
-        from tests.sim.state import digests_of
-
-        assert source.layout is not None
-        layout = source.layout
-        digests = digests_of(layout, sums)
-        keep = source.fact.keep if source.fact is not None else False
-        fact = HoldingFact(snapshot, rank, tier, layout.layout_id, digests, keep)
-        mem = self.new_mem(rank, own=False)
-        mem.state, mem.content, mem.sums, mem.fact, mem.layout = "sealed", list(content), tuple(sums), fact, layout
-        self.world.oracle.held(self, mem)
-        self.feed(ev.ReplicaArrived(snapshot, rank, tier, mem.id, layout, digests, keep))
+    def known_layouts(self) -> dict[str, Layout]:
+        found = [
+            layout
+            for mem in self.memory.values()
+            for layout in (mem.layout, *mem.layouts)
+            if layout is not None
+        ]
+        return {layout.layout_id: layout for layout in found}
 
     # --- own slots ----------------------------------------------------------------------------------------------
     def new_mem(self, rank: int, *, own: bool) -> Mem:
@@ -312,18 +324,45 @@ class Host:
             self.feed(ev.RankLeft(old.rank, False))
         self.procs[proc.rank] = proc
         run = proc.run
-        joined = ev.RankJoined(proc.rank, run.attempt, run.ranks, run.nodes, run.ask, running, trains=running)
+        ranks, ask = run.joining(proc.rank)
+        joined = ev.RankJoined(proc.rank, run.attempt, ranks, run.nodes, ask, running, trains=running)
         self.feed(joined)
         self.world.clock.after(0.05, self._size, self.life, proc)
 
     def _size(self, life: int, proc: Proc) -> None:
-        if life != self.life or self.procs.get(proc.rank) is not proc:
-            return
-        have = sum(1 for mem in self.memory.values() if mem.own and mem.rank == proc.rank)
-        new = [self.new_mem(proc.rank, own=True).id for _ in range(self.world.policy.own_slots - have)]
+        if life == self.life and self.procs.get(proc.rank) is proc and not self.squeezed:
+            self.grow(proc.rank)
+
+    def grow(self, rank: int) -> None:
+        have = sum(1 for mem in self.memory.values() if mem.own and mem.rank == rank)
+        new = [self.new_mem(rank, own=True).id for _ in range(self.world.policy.own_slots - have)]
         if new:
-            self.feed(ev.SlotsReady(proc.rank, tuple(new)))
+            self.feed(ev.SlotsReady(rank, tuple(new)))
+
+    def squeeze(self, squeezed: bool) -> None:
+        """Memory is short: FREE slots go, nothing new is taken in. When it is over, ranks get their slots back."""
+        if not self.alive:
+            return
+        self.squeezed = squeezed
+        for rank in list(self.procs):
+            if squeezed:
+                self._shrink(rank)
+            else:
+                self.grow(rank)
+
+    def _shrink(self, rank: int) -> None:
+        free = [
+            mem.id for mem in self.memory.values() if mem.own and mem.rank == rank and mem.state == "free"
+        ]
+        for slot in free:
+            del self.memory[slot]
+        if free:
+            self.feed(ev.SlotsGone(rank, tuple(free)))
 
     def best(self, snapshot: SnapshotId, rank: int) -> Mem | None:
-        held = [m for m in self.memory.values() if m.state == "sealed" and m.snapshot == snapshot and m.rank == rank]
+        held = [
+            m
+            for m in self.memory.values()
+            if m.state == "sealed" and m.snapshot == snapshot and m.rank == rank
+        ]
         return min(held, key=lambda m: m.fact.tier if m.fact else 0, default=None)

@@ -99,7 +99,13 @@ MUTANTS: dict[str, Mutant] = {
     "no second copy": never_make_a_copy_again,
     "no pins": free_a_slot_while_it_is_written,
     "doomed slot": give_a_doomed_slot_again,
-    "no verify": lambda machine: None,  # the shell acknowledges and uses what it did not verify (host.py, fetch.py)
+    "no file sync": lambda machine: None,  # a writer reports before its files are synced (writes.py)
+    "no manifest sync": lambda machine: (
+        None
+    ),  # a commit is acknowledged before its manifest is synced (writes.py)
+    "no verify": lambda machine: (
+        None
+    ),  # the shell acknowledges and uses what it did not verify (host.py, fetch.py)
 }
 
 # Too rare for a test that looks at 400 seeds, with what we believe to be the reason, and where it was found.

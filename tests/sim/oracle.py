@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.lanes import Part
 from ckptd.core.layout import Layout
 from ckptd.core.protection import level, slice_classes
+from tests.sim.parity import spared
 from tests.sim.state import Mem
 from tests.sim.store import Broken
 
@@ -49,6 +51,9 @@ class Oracle:
         self.layouts: dict[SnapshotId, dict[int, Layout]] = {}
         self.promises: dict[SnapshotId, Promise] = {}
         self.certified_ever: dict[SnapshotId, int] = {}  # best level
+        self.known_at: dict[
+            SnapshotId, float
+        ] = {}  # when it was certified, or acknowledged as durable, for the first time
         self.complete_uncertified: set[SnapshotId] = set()
         self.records: dict[int, EpochRecord] = {}
         self.done: set[int] = set()  # epochs whose restore was completed
@@ -73,14 +78,20 @@ class Oracle:
             self.world.on_complete(snapshot)
 
     def truth(
-        self, snapshot: SnapshotId, *, among: set[str] | None = None, graves: bool = False, attempt: str = ""
+        self,
+        snapshot: SnapshotId,
+        *,
+        among: set[str] | None = None,
+        graves: float | None = None,
+        attempt: str = "",
     ) -> int:
         """How many domains may be lost now, from the real content of memory. graves: as one may believe who has not noticed
-        what died just now, nor a flipped bit. attempt: what each node held when it told its inventory to this one."""
+        what died after that moment, nor a flipped bit. attempt: what each node held when it told its inventory to this one."""
         layouts = self.layouts.get(snapshot, {})
         if not layouts or len(layouts) < next(iter(layouts.values())).world:
             return -1
         holders: dict[int, list[tuple[str, int]]] = {}
+        parts: list[tuple[str, Part]] = []
         now = self.world.clock.now
         for host, memory in self._memories(graves):
             if among is not None and host.name not in among:
@@ -89,20 +100,30 @@ class Oracle:
             for mem in memory:
                 if mem.since > until:
                     continue
-                if mem.fact is not None and mem.fact.snapshot == snapshot and mem.state == "sealed" and (mem.intact or graves):
+                if (
+                    mem.fact is None
+                    or mem.snapshot != snapshot
+                    or mem.state != "sealed"
+                    or not (mem.intact or graves is not None)
+                ):
+                    continue
+                if mem.fact.part is not None:
+                    parts.append((host.domain, mem.fact.part))
+                else:
                     holders.setdefault(mem.rank, []).append((host.domain, mem.fact.tier))
-        return level(slice_classes(layouts), holders)
+        return level(slice_classes(layouts), holders, spared(holders, parts))
 
-    def _memories(self, graves: bool) -> list[tuple[Host, list[Mem]]]:
+    def _memories(self, graves: float | None) -> list[tuple[Host, list[Mem]]]:
         found = [(host, list(host.memory.values())) for host in self.world.hosts.values()]
-        if graves:
-            now = self.world.clock.now
-            found += [(host, memory) for died, host, memory in self.graves if now - died < BLIND_S]
+        if graves is not None:
+            found += [(host, memory) for died, host, memory in self.graves if died > graves]
         return found
 
     def lost(self, host: Host) -> None:
         """A node dies with its memory."""
-        self.graves.append((self.world.clock.now, host, [mem for mem in host.memory.values() if mem.state == "sealed"]))
+        self.graves.append(
+            (self.world.clock.now, host, [mem for mem in host.memory.values() if mem.state == "sealed"])
+        )
         for promise in self.promises.values():
             promise.lost.add(host.domain)
 
@@ -139,7 +160,9 @@ class Oracle:
             if other > snapshot and best >= min(at, wanted) and self._same_lineage(snapshot, other):
                 return True
         return any(
-            number > snapshot.epoch and number in self.done and not self.records[number].is_candidate(snapshot)
+            number > snapshot.epoch
+            and number in self.done
+            and not self.records[number].is_candidate(snapshot)
             for number in self.records
         )
 
@@ -172,7 +195,7 @@ class Oracle:
         if before is not None and before.level == message.level:
             return
         if message.level >= 0 and (before is None or message.level > before.level):
-            now = self.truth(snapshot, graves=True)
+            now = self.truth(snapshot, graves=host.saw_at - BLIND_S)
             if now < message.level and not self._superseded(snapshot, message.level):
                 raise Broken(f"P2 {snapshot} is certified at {message.level}, in truth it is {now}")
         if message.level >= 0:
@@ -180,12 +203,13 @@ class Oracle:
             best = self.certified_ever.get(snapshot, -1)
             self.certified_ever[snapshot] = max(best, message.level)
             self.complete_uncertified.discard(snapshot)
-        lost = {host.domain for died, host, _ in self.graves if self.world.clock.now - died < BLIND_S}
+        lost = {dead.domain for died, dead, _ in self.graves if died > host.saw_at - BLIND_S}
         lost |= {h.domain for h in self.world.hosts.values() for m in h.memory.values()
                  if m.snapshot == snapshot and not m.intact}  # fmt: skip
         self.promises[snapshot] = Promise(message.level, lost)
 
     def _count_new(self, snapshot: SnapshotId) -> None:
+        self.known_at.setdefault(snapshot, self.world.clock.now)
         if snapshot not in self.certified_ever:
             self.counts["certified"] += 1
             if any(old.step == snapshot.step and old.epoch < snapshot.epoch for old in self.certified_ever):
@@ -205,9 +229,9 @@ class Oracle:
     # --- epochs -------------------------------------------------------------------------------------------------
     def persisted(self, host: Host, record: EpochRecord) -> None:
         """P12: no way back to an older epoch, no two records of one number."""
-        before = host.persisted
-        if before is not None and record.number <= before.number:
-            raise Broken(f"P12 {host.name} went from epoch {before.number} to {record.number}")
+        before = max(host.record.number if host.record is not None else 0, host.state.durable.number)
+        if record.number <= before:
+            raise Broken(f"P12 {host.name} went from epoch {before} to {record.number}")
 
     def _done(self, message: msg.RestoreDone) -> None:
         if message.epoch not in self.done and message.epoch in self.records:
@@ -231,15 +255,23 @@ class Oracle:
             self.counts["an epoch of which nobody knows whether it ran"] += 1
             return
         commits = set(gather.durable.commits if gather.durable is not None else ())
+        if any(error.startswith("storage did not answer") for error in message.errors):
+            commits = set()  # it has answered since
         best = self._best_restorable(answered, commits, gather.attempt)
         if best is not None and (message.snapshot is None or message.snapshot < best):
             raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
         self._everyone_was_asked(host, set(gather.answers))
 
-    def _best_restorable(self, answered: set[str], commits: set[SnapshotId], attempt: str) -> SnapshotId | None:
+    def _best_restorable(
+        self, answered: set[str], commits: set[SnapshotId], attempt: str
+    ) -> SnapshotId | None:
         """The newest snapshot of the lineage that a level was promised for and that can be had from those who answered."""
         lineage = self._lineage()
-        promised = [s for s, p in self.promises.items() if p.level >= 0 and (lineage is None or lineage.is_candidate(s))]
+        promised = [
+            s
+            for s, p in self.promises.items()
+            if p.level >= 0 and (lineage is None or lineage.is_candidate(s))
+        ]
         found = [s for s in promised if self.truth(s, among=answered, attempt=attempt) >= 0]
         found += [s for s in commits if lineage is None or lineage.is_candidate(s)]
         return max(found, default=None)
@@ -254,7 +286,8 @@ class Oracle:
         for other in self.world.hosts.values():
             promised = {snapshot for snapshot, promise in self.promises.items() if promise.level >= 0}
             holds = any(m.snapshot in promised for m in other.memory.values() if m.state == "sealed")
-            could = other.alive and not other.paused and self.world.net.reaches(host.name, other.name)
+            heard = self.world.net.links.beats(host.name, other.name, self.world.clock.now)
+            could = other.alive and not other.paused and heard
             if could and holds and other.name not in answered and self._matters(other):
                 raise Broken(f"P3 {other.name} holds memory of the job and was not asked")
 
@@ -312,11 +345,14 @@ class Oracle:
         number = next(record.number for record in self.records.values() if record.nonce == run.attempt)
         ran = [self.records[n] for n in self.done if n < number]
         last = max(ran, key=lambda record: record.number, default=None)
-        known = {*self.certified_ever, *self.world.store.ever}
+        # What another start of the job, which this one supersedes, certified after it had been asked is lost with it.
+        asked = min(at for (attempt, _), at in self.told_at.items() if attempt == run.attempt)
+        known = [snapshot for snapshot, at in self.known_at.items() if at < asked]
         if any(last is None or last.is_candidate(snapshot) for snapshot in known):
             raise Broken("P1 a fresh start was called proven although the job has had checkpoints")
 
     def committed(self, snapshot: SnapshotId) -> None:
+        self.known_at.setdefault(snapshot, self.world.clock.now)
         self.counts["committed"] += 1
 
 

@@ -76,6 +76,8 @@ class Mem:
     fact: HoldingFact | None = None
     layout: Layout | None = None
     since: float = 0.0  # sealed at
+    layouts: tuple[Layout, ...] = ()  # of a lane's members, whose parity this is
+    lengths: tuple[int, ...] = ()  # tokens of each of them
 
     @property
     def intact(self) -> bool:

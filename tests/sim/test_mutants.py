@@ -12,7 +12,9 @@ SEEDS_MAX = 400
 
 @pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(RARE)))
 def test_the_mistake_is_found(name: str) -> None:
-    assert any(breaks(seed, name) for seed in range(SEEDS_MAX)), f"{name!r} went unnoticed in {SEEDS_MAX} seeds"
+    assert any(breaks(seed, name) for seed in range(SEEDS_MAX)), (
+        f"{name!r} went unnoticed in {SEEDS_MAX} seeds"
+    )
 
 
 def breaks(seed: int, name: str) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from ckptd.core.machine.steward.decide import spread
 from ckptd.core.messages import RestoreAsk
+from ckptd.core.redundancy import Replicas
 from tests.sim.trainer import Run
 from tests.sim.world import World
 
@@ -19,7 +20,11 @@ INSTANT_S = 0.0005  # less than a message takes
 
 def cluster() -> World:
     """Hosts only; nobody starts the job but the test."""
-    world = next(w for w in map(World, range(SEED, 1000)) if len(w.hosts) == SIZE and w.policy.replicas == 1)
+    world = next(
+        w
+        for w in map(World, range(SEED, 1000))
+        if len(w.hosts) == SIZE and w.policy.redundancy == Replicas(1)
+    )
     world.faults.active = False
     world.calm = True
     world.net.calm()
@@ -30,7 +35,7 @@ def cluster() -> World:
 
 def start(world: World, attempt: str, *nodes: int) -> Run:
     hosts = list(world.hosts.values())
-    run = Run(world, attempt, [hosts[i] for i in nodes], 1, RestoreAsk(allow_fresh=True))
+    run = Run(world, attempt, [hosts[i] for i in nodes], RestoreAsk(allow_fresh=True))
     if world.launcher.run is not None:
         world.launcher.old.append(world.launcher.run)
     world.launcher.run = run
@@ -53,14 +58,14 @@ def dies_at_its_restore(world: World, run: Run) -> None:
     """Its epoch is open on the steward's node; before anybody has loaded, a rank is gone."""
     steward = world.hosts[run.nodes[0].node]
     deadline = world.clock.now + START_S
-    while steward.persisted is None or steward.persisted.nonce != run.attempt:
+    while steward.record is None or steward.record.nonce != run.attempt:
         assert world.clock.now < deadline, "it was never opened"
         world.clock.run(world.clock.now + INSTANT_S)
     run.kill()
 
 
 def known(world: World) -> set[str]:
-    return {host.persisted.nonce for host in world.hosts.values() if host.persisted is not None}
+    return {host.record.nonce for host in world.hosts.values() if host.record is not None}
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -36,7 +36,7 @@ def wipe(world: World, index: int, *, ranks_die: bool) -> None:
     host.stop()
     world.oracle.lost(host)
     host.memory.clear()
-    host.persisted = host.ran = None
+    host.state.replaced()
     world.clock.run(world.clock.now + NOTICED_S)
     host.start()
 
@@ -46,8 +46,10 @@ def test_its_ranks_train_on_and_snapshots_go_on(index: int) -> None:
     world = trained()
     before = set(world.oracle.certified_ever)
     wipe(world, index, ranks_die=False)
-    assert world.clock.run(world.clock.now + BACK_S, lambda: len(set(world.oracle.certified_ever) - before) >= 2)
-    assert {host.persisted.number for host in world.hosts.values() if host.persisted} == {1}
+    assert world.clock.run(
+        world.clock.now + BACK_S, lambda: len(set(world.oracle.certified_ever) - before) >= 2
+    )
+    assert {host.record.number for host in world.hosts.values() if host.record} == {1}
     assert world.launcher.starts == 1
     world.oracle.check_all()
 

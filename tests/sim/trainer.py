@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 FENCE = 4.0  # the optimizer waits this many usual captures for one
+TWICE_OF = 0.06  # of the starts: two schedulers, each on half of the nodes
+CONFUSED_OF = 0.02  # of the starts: a rank asks for another restore, or for another world, than the others
 MUST_S = 3.0  # snapshot(must=True) waits this long for its grant
 
 
@@ -60,14 +62,14 @@ class Proc:
         if self.conn == self.host.life and self.host.alive:
             self.world.clock.after(UNIX_S, self.host.feed_if, self.conn, event)
 
-    def die(self) -> None:
-        """The process is gone; its daemon's pidfd fires."""
+    def die(self, *, clean: bool = False) -> None:
+        """The process is gone: it said goodbye, or its daemon's pidfd fires."""
         if not self.alive:
             return
         self.alive = False
         if self.host.procs.get(self.rank) is self:
             del self.host.procs[self.rank]
-            self.tell(ev.RankLeft(self.rank, False))
+            self.tell(ev.RankLeft(self.rank, clean))
 
     def failed(self, code: str, reason: str) -> None:
         """restore() raised: the trainer ends."""
@@ -129,7 +131,7 @@ class Proc:
         self.grants.pop(give.grant, None)
         mem = self.filling = self.host.memory[give.slot]
         assert mem.state == "filling", f"a capture into a slot that is {mem.state}"
-        layout = layout_of(self.rank, self.run.domains, self.world.policy.replicas)
+        layout = layout_of(self.rank, self.run.domains, self.world.policy.tolerates)
         token = self.world.token(self.run, step)
         half = [token] * (len(layout.fragments) // 2)
         mem.content = half
@@ -153,7 +155,7 @@ class Proc:
             return
         if conn == self.conn and self.filling is mem and self.host.alive:
             self.filling = None
-            layout = layout_of(self.rank, self.run.domains, self.world.policy.replicas)
+            layout = layout_of(self.rank, self.run.domains, self.world.policy.tolerates)
             mem.content = [token] * (len(layout.fragments) + 1)
             if self.world.corrupts(self, layout):
                 at = next(i for i, f in enumerate(layout.fragments) if f.key == "norm")
@@ -168,11 +170,11 @@ class Proc:
         host = self.host
         if conn != host.life or mem.state != "filling" or mem.content is None or mem.grant != give.grant:
             return
-        record = host.persisted
+        record = host.record
         if record is None or record.nonce != attempt:
             host.feed_if(conn, ev.RankMissed(self.rank, give.grant, "a newer epoch opened"))
             return
-        layout = layout_of(self.rank, self.run.domains, self.world.policy.replicas)
+        layout = layout_of(self.rank, self.run.domains, self.world.policy.tolerates)
         mem.state, mem.layout, mem.sums = "sealed", layout, tuple(mem.content)
         keep = self.run.keeps(step)
         digests = digests_of(layout, mem.sums)
@@ -185,11 +187,12 @@ class Proc:
 class Run:
     """One start of the job: ranks on nodes, training in lockstep."""
 
-    def __init__(self, world: World, attempt: str, hosts: list[Host], per_node: int, ask: RestoreAsk | None) -> None:
+    def __init__(self, world: World, attempt: str, seats: list[Host], ask: RestoreAsk | None) -> None:
+        """seats: the node of each rank."""
         self.world, self.attempt, self.ask = world, attempt, ask
-        self.ranks = tuple(host.name for host in hosts for _ in range(per_node))
-        self.nodes: tuple[NodeInfo, ...] = tuple(host.info for host in hosts)
-        self.domains = tuple(host.domain for host in hosts for _ in range(per_node))
+        self.ranks = tuple(host.name for host in seats)
+        self.nodes: tuple[NodeInfo, ...] = tuple(host.info for host in dict.fromkeys(seats))
+        self.domains = tuple(host.domain for host in seats)
         self.failures: list[str] = []
         self.step = 0
         self.stopped = False
@@ -197,6 +200,17 @@ class Run:
         self._left_to_ready = len(self.ranks)
         self.procs = [Proc(self, rank, world.hosts[name]) for rank, name in enumerate(self.ranks)]
         self.salt = world.rng.randrange(1 << 30)
+        self.confused = ""  # what rank 0 says otherwise than the others
+        if len(seats) > 1 and not world.calm and world.rng.random() < CONFUSED_OF:
+            self.confused = world.rng.choice(["ask", "world"])
+
+    def joining(self, rank: int) -> tuple[tuple[str, ...], RestoreAsk | None]:
+        """The world and the ask that this rank names."""
+        if rank or not self.confused:
+            return self.ranks, self.ask
+        if self.confused == "ask":
+            return self.ranks, RestoreAsk(source="memory", step=1)
+        return (*self.ranks, self.ranks[0]), self.ask
 
     def world_changed(self, layouts: dict[int, Layout]) -> bool:
         return len(layouts) != len(self.ranks)
@@ -246,6 +260,11 @@ class Run:
     def _musts(self, step: int) -> bool:
         return (step * 104729 + self.salt) % 23 == 0
 
+    def say_goodbye(self) -> None:
+        """The training loop has ended."""
+        for proc in self.procs:
+            proc.die(clean=True)
+
     def kill(self) -> None:
         self.stopped = True
         for proc in self.procs:
@@ -261,6 +280,7 @@ class Launcher:
         self.old: list[Run] = []
         self.starts = 0
         self.ended = False
+        self.twice = False  # two starts live side by side, and nobody has cleared that up
 
     def look(self) -> None:
         """Every half second: is the job alive?"""
@@ -289,19 +309,49 @@ class Launcher:
 
     def start(self) -> None:
         world = self.world
-        up = [h for h in world.hosts.values() if h.alive and not h.paused and world.net.side.get(h.name, 0) == 0]
-        if not up:
+        up = [
+            h for h in world.hosts.values() if h.alive and not h.paused and world.net.side.get(h.name, 0) == 0
+        ]
+        everyone = world.policy.durable or len(up) == len(world.hosts)
+        if not up or not everyone:  # without storage, only the nodes that ran it before know that it ran
             world.clock.after(1.0, self._start_if_none)
             return
         for run in self.old:
             if world.calm:
                 run.kill()
         world.rng.shuffle(up)
-        count = len(up) if world.calm or world.rng.random() < 0.6 else world.rng.randint(1, len(up))
+        if len(up) > 1 and not world.calm and world.policy.durable and world.rng.random() < TWICE_OF:
+            world.oracle.count("fault: the job started twice at once")
+            self.twice = True
+            self.old.append(self._begin(up[len(up) // 2 :]))
+            up = up[: len(up) // 2]
+        part = world.calm or world.rng.random() < 0.6 or not world.policy.durable
+        count = len(up) if part else world.rng.randint(1, len(up))
+        self.run = self._begin(up[:count])
+
+    def clear_up(self) -> None:
+        """Of two starts of one job, storage commits only what the later one has; whoever runs the job ends both of them."""
+        if self.twice:
+            self.twice = False
+            for run in [*self.old, *([self.run] if self.run is not None else [])]:
+                run.kill()
+
+    def _begin(self, hosts: list[Host]) -> Run:
         self.starts += 1
-        per_node = world.rng.choice([1, 1, 2]) if len(up) <= 8 else 1
-        self.run = Run(world, f"a{self.starts}", up[:count], per_node, self._ask())
-        self.run.start()
+        run = Run(self.world, f"a{self.starts}", self._seats(hosts), self._ask())
+        run.start()
+        self.world.faults.on_start(hosts)
+        return run
+
+    def _seats(self, hosts: list[Host]) -> list[Host]:
+        """A node has some ranks, usually as many as the others; they follow each other, or go round."""
+        rng = self.world.rng
+        if len(hosts) > 8:
+            return hosts
+        if rng.random() < 0.1:
+            return [host for host in hosts for _ in range(rng.choice([1, 1, 2, 3]))]
+        per_node = rng.choice([1, 1, 1, 1, 2, 2, 3 if len(hosts) < 4 else 1])
+        return hosts * per_node if rng.random() < 0.2 else [host for host in hosts for _ in range(per_node)]
 
     def _ask(self) -> RestoreAsk | None:
         world, last = self.world, self.old[-1].failures if self.old else []

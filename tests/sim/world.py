@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -11,16 +12,18 @@ from ckptd.core.events import FlushAsked
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.core.machine.machine import JobMachine
-from ckptd.core.policy import Policy
 from tests.sim.clock import Clock
 from tests.sim.faults import Faults
-from tests.sim.host import Host
+from tests.sim.host import BOOTED_S, DRIFT, Host
+from tests.sim.links import Links
 from tests.sim.mutants import MUTANTS
 from tests.sim.net import Net
 from tests.sim.oracle import Oracle
+from tests.sim.shape import draw
 from tests.sim.state import Token
 from tests.sim.store import Broken, Store
 from tests.sim.trainer import Launcher, Proc, Run
+from tests.sim.watch import Watch
 
 FAULTY_S = 30.0  # simulated seconds with faults
 CALM_S = 240.0  # at most, until everything completes, is protected and durable
@@ -29,57 +32,60 @@ VALIDATE_EVERY = 16  # events of a host
 
 
 class World:
-    def __init__(self, seed: int, *, mutant: str = "", verbose: bool = False) -> None:
-        self.seed, self.rng = seed, Random(seed)
+    """``beside``: another job's world on the same nodes, with the same clock and cables. What happens to a node happens to
+    both. A tenant's key has the name of the first job under another uid."""
+
+    def __init__(
+        self, seed: int, *, mutant: str = "", verbose: bool = False, beside: World | None = None
+    ) -> None:
+        self.seed, self.rng = seed, Random(seed if beside is None else ~seed)
         self.verbose, self._mutant = verbose, mutant
-        rng = self.rng
-        self.clock = Clock()
-        size = rng.choice([2, 2, 3, 3, 3, 4, 4, 4, 5, 6]) if seed % 50 else rng.choice([12, 24, 64])
-        self.large = size > 8
-        self.harsh = seed % 4 == 3 and not self.large
-        self.policy = self._policy(size)
+        self.everyone: list[World] = beside.everyone if beside is not None else []
+        self.everyone.append(self)
+        self.job = f"{len(self.everyone) - 1}/job"
+        self.clock = beside.clock if beside is not None else Clock()
         self.step_s = 0.25
-        self.capture_s = self.step_s * self._ratio()
-        self.replicate_s = self.step_s * self._ratio()
-        self.flush_s = self.step_s * self._ratio()
+        shape = self.shape = draw(seed, self.rng, self.step_s)
+        self.large, self.harsh, self.policy = shape.large, shape.harsh, shape.policy
+        self.capture_s, self.replicate_s, self.flush_s = shape.capture_s, shape.replicate_s, shape.flush_s
         self.fetch_s = 0.1
         self.seal_s = 0.01
-        self.stride = rng.choice([1, 1, 1, 5])
+        self.stride = shape.stride
         self.calm = False
+        self.watch: Watch | None = None
         self._troubled_at = -1e9
-        self.net = Net(self, rng)
-        self.store = Store(self.policy)
+        self._clocks = beside._clocks if beside is not None else {}
+        self.net = Net(self, self.rng, beside.net.links if beside is not None else Links())
+        self.store = Store(self.policy, self.rng)
         self.oracle = Oracle(self)
-        spread = rng.random() < 0.8
-        domains = size if spread else max(2, size // 2)
-        self.hosts = {f"n{i}": Host(self, f"n{i}", f"d{i % domains}") for i in range(size)}
+        nodes = (
+            beside.hosts
+            if beside is not None
+            else {f"n{i}": domain for i, domain in enumerate(shape.domains)}
+        )
+        self.hosts = {name: Host(self, name, getattr(at, "domain", at)) for name, at in nodes.items()}
         self.launcher = Launcher(self)
-        self.faults = Faults(self)
+        self.faults = Faults(self) if beside is None else beside.faults
         self._events = 0
         self._asked_for: SnapshotId | None = None
+        self._goodbye = (
+            self.rng.random() < 0.2
+        )  # the job ends by itself; nobody asks for its last step to be durable
+        if beside is None:
+            for _ in range(shape.jobs - 1):
+                World(seed, mutant=mutant, verbose=verbose, beside=self)
 
-    def _ratio(self) -> float:
-        return float(10 ** self.rng.uniform(-1, 1))
-
-    def _policy(self, size: int) -> Policy:
-        rng = self.rng
-        return Policy(
-            replicas=rng.choice([0, 1, 1, 1, 1, 2]) if size > 2 else 1,
-            own_slots=rng.choice([2, 2, 3, 3, 4]),
-            flush_every_steps=rng.choice([0, 5, 20]),
-            inventory_timeout_s=1.0,
-            join_timeout_s=8.0,
-            restore_timeout_s=8.0,
-            breakpoint_grace_s=1.5,
-            steward_timeout_s=2.0,
-            replicate_retry_s=0.5,
-            write_timeout_s=8.0,
-            keep_last=2,
-        )
+    def clock_of(self, node: str) -> tuple[float, float]:
+        """When it was booted, and how fast its clock runs."""
+        found = self._clocks.get(node)
+        if found is None:
+            rate = 1.0 + self.rng.uniform(-DRIFT, DRIFT)
+            found = self._clocks[node] = (self.rng.uniform(0.0, BOOTED_S), rate)
+        return found
 
     # --- services of the parts ----------------------------------------------------------------------------------
     def make_machine(self, host: Host) -> JobMachine:
-        machine = JobMachine("0/job", host.info, self.policy)
+        machine = JobMachine(self.job, host.info, self.policy)
         if self._mutant:
             MUTANTS[self._mutant](machine)
         return machine
@@ -92,17 +98,18 @@ class World:
 
     def corrupts(self, proc: Proc, layout: Layout) -> bool:
         """Silent corruption: one rank's copy by contract differs."""
-        holders = min(self.policy.replicas + 1, len(set(proc.run.domains)))
+        holders = min(self.policy.tolerates + 1, len(set(proc.run.domains)))
         shared = holders > 1 and any(f.key == "norm" for f in layout.fragments)
         return shared and not self.calm and self.faults.corruption and self.rng.random() < 0.01
 
     def wanted_now(self) -> int:
         run = self.launcher.run
         domains = set(run.domains) if run is not None else {h.domain for h in self.hosts.values()}
-        return max(0, min(self.policy.replicas, len(domains) - 1))
+        return max(0, min(self.policy.tolerates, len(domains) - 1))
 
     def trouble(self) -> None:
-        self._troubled_at = self.clock.now
+        for world in self.everyone:
+            world._troubled_at = self.clock.now
 
     def trouble_since(self, seconds: float) -> bool:
         return self.net.loss > 0 or self.clock.now - self._troubled_at < seconds
@@ -121,30 +128,44 @@ class World:
 
     # --- a whole life -------------------------------------------------------------------------------------------
     def run(self) -> Oracle:
-        """Raises Broken when a promise is."""
-        for host in self.hosts.values():
-            host.start()
-        self.launcher.look()
+        """Raises Broken when a promise is. Returns the first job's oracle, with the counts of all."""
+        for world in self.everyone:
+            world.watch = self.watch
+            for host in world.hosts.values():
+                host.start()
+            world.launcher.look()
         self.faults.start()
         self.clock.run(FAULTY_S / 3 if self.large else FAULTY_S)
         self._calm_down()
-        before = set(self.oracle.certified_ever)
-        self._wait("snapshots keep completing", lambda: len(self._of_this_run() - before) >= ENOUGH_SNAPSHOTS)
-        self._finish()
-        self.oracle.check_all()
+        before = {world.job: set(world.oracle.certified_ever) for world in self.everyone}
+        for world in self.everyone:
+            world._wait("snapshots keep completing", partial(world._keep_completing, before[world.job]))
+        for world in self.everyone:
+            world._finish()
+            world.oracle.check_all()
+            if world is not self:
+                self.oracle.counts += world.oracle.counts
         return self.oracle
 
     def _calm_down(self) -> None:
         """Faults stop; what died comes back."""
-        self.calm = True
         self.faults.stop()
-        self.trouble()  # a partition that heals now is noticed a little later, as after any other
-        self.net.calm()
-        self.store.up = True
-        for host in self.hosts.values():
-            host.pause(False)
-            if not host.alive:
-                host.start()
+        for world in self.everyone:
+            world.calm = True
+            world.trouble()  # a partition that heals now is noticed a little later, as after any other
+            world.net.calm()
+            world.store.calm()
+            for host in world.hosts.values():
+                host.trap = None
+                host.state.mended()
+                host.pause(False)
+                host.squeeze(False)
+                if not host.alive:
+                    host.start()
+            world.launcher.clear_up()
+
+    def _keep_completing(self, before: set[SnapshotId]) -> bool:
+        return len(self._of_this_run() - before) >= ENOUGH_SNAPSHOTS
 
     def _finish(self) -> None:
         """Training ends; everything becomes protected and durable (P14)."""
@@ -152,15 +173,21 @@ class World:
         assert run is not None
         run.stopped = True
         self.launcher.ended = True
+        if self._goodbye:
+            run.say_goodbye()
         self._wait("everything becomes protected", self._protected)
-        self._wait("everything becomes durable", self._durable)
+        if self.policy.durable:
+            self._wait("everything becomes durable", self._durable)
 
     def _newest(self) -> SnapshotId:
-        return max(self._of_this_run())
+        """That there still is: a bit may have flipped in the last one before anybody had a copy (its level has fallen to -1)."""
+        ever = self._of_this_run()
+        there = [s for s in ever if self.oracle.truth(s) >= 0 or s in self.store.commits]
+        return max(there or ever)
 
     def _of_this_run(self) -> set[SnapshotId]:
         run, records = self.launcher.run, self.oracle.records
-        if run is None or not run.training:
+        if run is None or not (run.training or self.launcher.ended):
             return set()
         return {s for s in self.oracle.certified_ever if records[s.epoch].nonce == run.attempt}
 
@@ -172,7 +199,12 @@ class World:
     def _durable(self) -> bool:
         """A last capture may still have been under way: the newest one is asked for again when it changes."""
         newest = self._newest()
-        if newest != self._asked_for:
+        claimed = self.store.newest()
+        if claimed is not None and claimed.number > newest.epoch:
+            # A known limit (docs/TESTING.md): a claim that storage carried out when its start was over. Every flush says so.
+            self.oracle.count("shut out by the late claim of a start that is over")
+            return True
+        if newest != self._asked_for and not self._goodbye:
             self._asked_for = newest
             for host in self.hosts.values():
                 host.feed(FlushAsked(newest.step))
@@ -181,4 +213,3 @@ class World:
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
         if not self.clock.run(self.clock.now + CALM_S, condition):
             raise Broken(f"P14 not within {CALM_S} simulated seconds: {what}")
-

@@ -43,7 +43,7 @@ class Capture:
         elif slot is None:
             self._uplink.tell_missed(message.grant, rank, NO_SLOT)
         else:
-            slot.state, slot.grant, slot.doomed = FILLING, message.grant, False
+            slot.state, slot.epoch, slot.grant, slot.doomed = FILLING, message.epoch, message.grant, False
             # must=True after a void: the steward asks for that very step anew, when nobody holds the void one any more.
             self._slots.void.pop(SnapshotId(self._ctx.number, message.from_step), None)
             self._ctx.emit(GiveSlot(rank, slot.id, message.grant, message.from_step))
@@ -76,7 +76,6 @@ class Capture:
         for slot in list(self._slots.sealed.get(snapshot, ())):
             assert slot.fact is not None, "a sealed slot has its fact"
             if not slot.released:
-                slot.released = True
                 self._uplink.tell_held(slot.fact, lost=True)
         self._slots.release(snapshot)
         for rank in self._ctx.local_ranks():
@@ -102,7 +101,7 @@ class Capture:
         if slot.state == FREE:  # captured under a grant from before this daemon's restart
             self._ctx.emit(FreeSlot(slot.id))
             return None
-        snapshot = SnapshotId(self._ctx.number, event.step)
+        snapshot = SnapshotId(slot.epoch, event.step)  # the rank may be of an epoch that is over
         if slot.doomed or slot.grant != event.grant or snapshot in self._slots.void:
             # The rank believes that it was captured: without this word it would wait for a level for ever.
             self._ctx.emit(TellLevel(snapshot, -1, 0, False, self._slots.void.get(snapshot, "its grant was void")))

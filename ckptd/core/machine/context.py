@@ -11,6 +11,7 @@ from ckptd.core.instructions import Connect, Instruction, Send
 from ckptd.core.layout import Layout
 from ckptd.core.messages import Message
 from ckptd.core.policy import Policy
+from ckptd.core.redundancy import Redundancy
 
 RESEND_S = 0.5  # what was not answered is said again after this
 LAYOUTS_CACHED_MAX = 512
@@ -29,12 +30,16 @@ class Context:
     policy: Policy
     now: float = 0.0
     out: list[Instruction] = field(default_factory=list)
+    in_force: Redundancy | None = None  # what the steward says of this epoch; None: what the policy wants
     record: EpochRecord | None = None
     ran: EpochRecord | None = None  # the newest one before ``record`` that trained here
     done: bool = False  # all ranks of ``record`` have restored: its steps count
     never: bool = False  # they certainly have not
+    leaving: frozenset[str] = frozenset()  # nodes that are about to go, as the steward says
     down: dict[str, float] = field(default_factory=dict)  # node -> since
-    heard_at: dict[str, float] = field(default_factory=dict)  # node -> when it said something
+    spoke_at: dict[str, float] = field(
+        default_factory=dict
+    )  # node whose link is down, as we were told last -> when it spoke
     nodes: dict[str, NodeInfo] = field(default_factory=dict)
 
     def emit(self, *instructions: Instruction) -> None:
@@ -68,6 +73,11 @@ class Context:
         return local_ranks(self.record, self.me.node)
 
     @property
+    def redundancy(self) -> Redundancy:
+        """How new snapshots are protected now."""
+        return self.in_force or self.policy.redundancy
+
+    @property
     def number(self) -> int:
         return self.record.number if self.record is not None else 0
 
@@ -75,21 +85,34 @@ class Context:
         return self.record is not None and self.record.is_candidate(snapshot)
 
 
-@lru_cache(maxsize=64)
 def local_ranks(record: EpochRecord | None, node: str) -> tuple[int, ...]:
-    if record is None:
-        return ()
-    return tuple(rank for rank, where in enumerate(record.ranks) if where == node)
+    return ranks_by_node(record).get(node, ()) if record is not None else ()
+
+
+@lru_cache(maxsize=64)
+def ranks_by_node(record: EpochRecord) -> dict[str, tuple[int, ...]]:
+    found: dict[str, list[int]] = {}
+    for rank, node in enumerate(record.ranks):
+        found.setdefault(node, []).append(rank)
+    return {node: tuple(ranks) for node, ranks in found.items()}
 
 
 @lru_cache(maxsize=64)
 def audience(record: EpochRecord) -> tuple[str, ...]:
     """Whom an epoch concerns: its members and daemons outside that hold memory of an ancestor."""
-    return tuple(dict.fromkeys([*(node.node for node in record.nodes), *(node.node for node in record.holders)]))
+    return tuple(
+        dict.fromkeys([*(node.node for node in record.nodes), *(node.node for node in record.holders)])
+    )
 
 
 @lru_cache(maxsize=64)
 def place_in_order(record: EpochRecord, node: str) -> int:
     """Place in the succession of the steward; outsiders come last."""
-    names = [member.node for member in record.nodes]
+    names = succession(record)
     return names.index(node) if node in names else len(names)
+
+
+@lru_cache(maxsize=64)
+def succession(record: EpochRecord) -> tuple[str, ...]:
+    """Members in the order in which they become steward: the node of rank 0, then the others as they sit."""
+    return tuple(dict.fromkeys([*record.ranks[:1], *(member.node for member in record.nodes)]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from ckptd.core.events import HoldingFound, ReplicaArrived, SlotDamaged
+from dataclasses import replace
+
+from ckptd.core.events import HoldingFound, ParityMade, ReplicaArrived, SlotDamaged
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import FreeSlot
 from ckptd.core.machine.context import Context
-from ckptd.core.machine.replicate import Replication
+from ckptd.core.machine.replicate import VOID, Replication
 from ckptd.core.machine.slots import SEALED, Slot, Slots
 from ckptd.core.machine.uplink import Uplink
 from ckptd.core.messages import Held, HoldingFact
@@ -21,7 +23,7 @@ class Holdings:
         one older than what it has beside them: those may be waiting for just this one to be protected, and their places are
         free only then (P14). There are never more than the rank's own slots."""
         if snapshot in self._slots.void:
-            return "void"
+            return VOID
         if self._beyond_fork(snapshot):
             return "stale epoch"
         others = {
@@ -44,12 +46,24 @@ class Holdings:
         for slot in known:  # the fuller one takes its place
             self._slots.retire(slot)
 
+    def on_made(self, event: ParityMade) -> None:
+        """A part of a lane is held here from now on."""
+        unwanted = event.snapshot in self._slots.void or self._beyond_fork(event.snapshot)
+        if unwanted or self._slots.best(event.snapshot, event.layout.rank) is not None:
+            self._ctx.emit(FreeSlot(event.slot))
+            return
+        rank, layout = event.layout.rank, event.layout
+        fact = HoldingFact(event.snapshot, rank, 0, layout.layout_id, event.digests, event.keep, event.part)
+        self._slots.hold(Slot(event.slot, rank, own=False), fact, layout, event.layouts)
+        self._uplink.tell_held(fact)
+
     def on_found(self, event: HoldingFound) -> None:
         fact = HoldingFact(
             event.snapshot, event.rank, event.tier, event.layout.layout_id, event.digests, event.keep
         )
+        fact = replace(fact, part=event.part)
         slot = Slot(event.slot, event.rank, own=event.own)
-        self._slots.hold(slot, fact, event.layout)
+        self._slots.hold(slot, fact, event.layout, event.layouts)
         if self._ctx.record is not None and event.snapshot.epoch == self._ctx.number:
             self._ctx.done, self._ctx.never = True, False  # it could not have been captured otherwise
         if event.own:
@@ -64,7 +78,8 @@ class Holdings:
         self._slots.quarantine(slot)
         self._uplink.tell_held(fact, lost=True)
         record = self._ctx.record
-        if record is not None and fact.snapshot.epoch == record.number and not slot.own:
+        owned = fact.part is None and not slot.own
+        if record is not None and fact.snapshot.epoch == record.number and owned:
             self._ctx.send(record.ranks[fact.rank], Held(record.number, fact, lost=True))
 
     def drop_beyond_fork(self) -> None:

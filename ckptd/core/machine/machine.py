@@ -12,20 +12,27 @@ from ckptd.core.instructions import Instruction, Supersede
 from ckptd.core.machine import view
 from ckptd.core.machine.capture import Capture
 from ckptd.core.machine.context import Context
+from ckptd.core.machine.encoding import Encoding
 from ckptd.core.machine.flush_asks import FlushAsks
 from ckptd.core.machine.holdings import Holdings
 from ckptd.core.machine.joining import Joining
+from ckptd.core.machine.leaving import Leaving
 from ckptd.core.machine.levels import Levels
 from ckptd.core.machine.opening import Opening
 from ckptd.core.machine.ranks import Ranks
 from ckptd.core.machine.replicate import Replication
+from ckptd.core.machine.shortage import Shortages
 from ckptd.core.machine.slots import Slots
 from ckptd.core.machine.steward.steward import Steward
 from ckptd.core.machine.uplink import Uplink
 from ckptd.core.machine.writing import Writing
 from ckptd.core.policy import Policy
+from ckptd.core.redundancy import parse
 
-FREEZE_PATIENCE_S = 5.0  # beyond inventory_timeout_s: what an inventory named stays until the decision can be known
+SPOKE_S = 2.0  # without a word, a node whose link had been down and not been told to be up again is down
+FREEZE_PATIENCE_S = (
+    5.0  # beyond inventory_timeout_s: what an inventory named stays until the decision can be known
+)
 
 
 class JobMachine:
@@ -44,10 +51,17 @@ class JobMachine:
         self.capture = Capture(ctx, self.ranks, self.slots, self.uplink)
         self.replication = Replication(ctx, self.slots)
         self.holdings = Holdings(ctx, self.slots, self.uplink, self.replication)
+        self.encoding = Encoding(ctx, self.slots, self.levels, self.holdings)
+        self.shortages = Shortages(ctx, self.uplink)
+        self.leaving = Leaving(ctx, self.uplink)
         self.writing = Writing(ctx, self.slots)
         self.asks = FlushAsks(ctx, self.uplink, self.levels)
         self.steward = Steward(ctx)
-        self._events: dict[type, Callable[[Any], None]] = {
+        self._events = self._event_table()
+        self._messages = self._message_table()
+
+    def _event_table(self) -> dict[type, Callable[[Any], None]]:
+        return {
             ev.RankJoined: self._rank_joined,
             ev.RankLeft: self._rank_left,
             ev.SlotsReady: lambda e: self.slots.add(e.rank, e.slots),
@@ -57,8 +71,10 @@ class JobMachine:
             ev.SlotSealed: self._slot_sealed,
             ev.SlotDamaged: self.holdings.on_damaged,
             ev.HoldingFound: self.holdings.on_found,
-            ev.ReplicaArrived: self.holdings.on_arrived,
-            ev.ReplicaSent: self.replication.on_sent,
+            ev.ReplicaArrived: self._replica_arrived,
+            ev.ReplicaSent: self._replica_sent,
+            ev.ParityMade: self._parity_made,
+            ev.ParityFailed: self._parity_failed,
             ev.NodeUp: self._node_up,
             ev.NodeDown: self._node_down,
             ev.Received: self._received,
@@ -69,11 +85,14 @@ class JobMachine:
             ev.RankFetched: self.opening.on_fetched,
             ev.RankLoaded: self.opening.on_loaded,
             ev.FlushAsked: self.asks.on_asked,
+            ev.DrainAsked: self.leaving.on_asked,
             ev.Restarted: self._restarted,
             ev.Tick: self._tick,
         }
+
+    def _message_table(self) -> dict[type, Callable[[str, Any], None]]:
         of_session = self.uplink.is_from_steward
-        self._messages: dict[type, Callable[[str, Any], None]] = {
+        return {
             msg.JoinReport: self.steward.on_report,
             msg.InventoryRequest: self._inventory_request,
             msg.Inventory: self._inventory,
@@ -87,10 +106,16 @@ class JobMachine:
             msg.Sealed: self.steward.on_fact,
             msg.Missed: self.steward.on_fact,
             msg.Held: self._held,
+            msg.Shortage: self.steward.on_fact,
+            msg.Leaving: self.steward.on_fact,
+            msg.Departures: lambda s, m: self._departures(m) if of_session(s, m.session) else None,
+            msg.Remainder: lambda s, m: self.leaving.on_remainder(m) if of_session(s, m.session) else None,
+            msg.InForce: lambda s, m: self._in_force(m) if of_session(s, m.session) else None,
             msg.Grant: lambda s, m: self.capture.on_grant(m) if of_session(s, m.session) else None,
             msg.Void: lambda s, m: self.capture.on_void(m) if of_session(s, m.session) else None,
             msg.Certificate: self._certificate,
             msg.Holders: lambda s, m: self.replication.on_holders(m) if of_session(s, m.session) else None,
+            msg.ParityOrder: lambda s, m: self.encoding.on_order(m) if of_session(s, m.session) else None,
             msg.LayoutRequest: self.uplink.on_layout_request,
             msg.LayoutReply: lambda s, m: self.steward.on_layouts(m),
             msg.WriteOrder: self.writing.on_order,
@@ -133,21 +158,34 @@ class JobMachine:
             self.ctx.learn((*event.known.nodes, *event.known.holders))
 
     def _tick(self, event: ev.Tick) -> None:
+        self._look_for_silent()
         self.slots.on_tick()
         self.joining.on_tick()
         self.opening.on_tick()
         self.uplink.on_tick()
         self.replication.act()
+        self.encoding.act()
+        self.shortages.on_tick()
+        self.leaving.on_tick()
         self.asks.on_tick()
         self.steward.on_tick()
 
     def _node_up(self, event: ev.NodeUp) -> None:
         self.ctx.down.pop(event.node, None)
+        self.ctx.spoke_at.pop(event.node, None)
         self.replication.act()
         self.uplink.on_node_up(event.node)
         self.steward.on_link(event.node)
 
+    def _look_for_silent(self) -> None:
+        """It spoke while our own link to it was down, and was taken for up. The link says nothing when it goes again."""
+        for node, spoke_at in list(self.ctx.spoke_at.items()):
+            if self.ctx.now - spoke_at > SPOKE_S:
+                del self.ctx.spoke_at[node]
+                self._node_down(ev.NodeDown(node))
+
     def _node_down(self, event: ev.NodeDown) -> None:
+        self.ctx.spoke_at.pop(event.node, None)
         self.ctx.down.setdefault(event.node, self.ctx.now)
         self.replication.on_down(event.node)
         self.steward.on_link(event.node)
@@ -156,8 +194,11 @@ class JobMachine:
         """An older epoch is told so; a newer one that we have not been let into is not ours to judge."""
         message, sender = event.message, event.sender
         epoch = getattr(message, "epoch", None)
+        if sender in self.ctx.spoke_at:
+            self.ctx.spoke_at[sender] = self.ctx.now
         if sender != self.ctx.me.node and sender in self.ctx.down:
             del self.ctx.down[sender]  # it speaks
+            self.ctx.spoke_at[sender] = self.ctx.now
             self.steward.on_link(sender)
         if epoch is not None and epoch != self.ctx.number:
             self._other_epoch(sender, epoch)
@@ -198,6 +239,36 @@ class JobMachine:
         self.joining.on_left(event.rank)
         self.capture.on_left(event.rank)
 
+    def _replica_sent(self, event: ev.ReplicaSent) -> None:
+        if self.replication.on_sent(event):
+            self.shortages.on_result(event.ok, event.reason, event.to)
+
+    def _parity_made(self, event: ev.ParityMade) -> None:
+        self.shortages.on_result(True, "", self.ctx.me.node)
+        self.encoding.on_made(event)
+
+    def _parity_failed(self, event: ev.ParityFailed) -> None:
+        if not event.data:  # what a loss took is made again on any rung
+            self.shortages.on_result(False, event.reason, self.ctx.me.node)
+        self.encoding.on_failed(event)
+
+    def _in_force(self, message: msg.InForce) -> None:
+        try:
+            found = parse(message.redundancy)
+        except ValueError:
+            return  # of another version
+        if found is not None:
+            self.ctx.in_force = found
+            self.replication.on_rung(found.text)
+
+    def _departures(self, message: msg.Departures) -> None:
+        self.leaving.on_departures(message)
+        self.replication.act()
+
+    def _replica_arrived(self, event: ev.ReplicaArrived) -> None:
+        self.holdings.on_arrived(event)
+        self.encoding.on_arrived(event)
+
     def _rank_progress(self, event: ev.RankProgress) -> None:
         self.capture.on_progress(event)
 
@@ -213,7 +284,7 @@ class JobMachine:
         self.slots.frozen_until = max(self.slots.frozen_until, self.ctx.now + freeze)
         self.slots.frozen_for = message.attempt
         facts = self.slots.facts()
-        layouts = {s.layout.layout_id: s.layout.encoded for s in self.slots.holdings() if s.layout is not None}
+        layouts = {name: layout.encoded for name, layout in self.slots.layouts().items()}
         self.ctx.send(
             sender,
             msg.Inventory(message.attempt, self.ctx.record, facts, layouts, self.levels.certified(),
@@ -256,6 +327,9 @@ class JobMachine:
             self.joining.retire(self.ctx.record.nonce)
         self.capture.forget_grants("a newer epoch opened")
         self.replication.forget_flights()
+        self.encoding.clear()
+        self.leaving.clear()
+        self.ctx.in_force = None
         self.writing.cancel_all()
         self.uplink.close()
         self.uplink.grant_seen = 0
@@ -299,4 +373,7 @@ class JobMachine:
     def _certificate(self, sender: str, message: msg.Certificate) -> None:
         if self.uplink.is_from_steward(sender, message.session):
             self.levels.on_certificate(message)
+            if message.releases:
+                self.replication.places_are_free()
             self.replication.act()
+            self.encoding.act()

@@ -41,12 +41,11 @@ class Opening:
         known = self._ctx.record
         return known is not None and (record.number < known.number or (record.number == known.number and record != known))
 
-    def on_open(self, sender: str, message: EpochOpen) -> bool:
-        """True when this node entered a newer epoch."""
+    def on_open(self, sender: str, message: EpochOpen) -> None:
         if self.refuses(message.record):
             assert self._ctx.record is not None
             self._ctx.send(sender, Stale(self._ctx.record))
-            return False
+            return
         newer = message.record != self._ctx.record
         if newer:
             self.enter(message.record)
@@ -55,7 +54,6 @@ class Opening:
             self._begin(sender, message)
         elif self.open is not None:
             self._repeat_votes()
-        return newer
 
     def enter(self, record: EpochRecord) -> None:
         """From here on nothing of an older epoch is obeyed."""

@@ -8,16 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ckptd.core import placement
 from ckptd.core.events import ReplicaSent
-from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.core.ids import EpochRecord, NodeInfo, parallel_groups
 from ckptd.core.instructions import Replicate
+from ckptd.core.lanes import replicated_ranks
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.slots import Slot, Slots
 from ckptd.core.messages import Held, Holders
-from ckptd.core.placement import alternatives, peers
+from ckptd.core.redundancy import Parity
 
 REFUSALS_MAX = 4  # in a row, before another node is asked instead
-FIRST_RETRY_S = 0.1  # doubled up to replicate_retry_s
+FIRST_RETRY_S = 0.02  # doubled up to replicate_retry_s
+VOID = "void"  # a peer's answer (Holdings.refusal)
+NEVER = float("inf")
 EXTRA = 1000  # more than there are replicas
 EXTRAS_MAX = 8
 RECHECK_S = 3.0  # a copy we made, but the steward does not know of after this long, is made again
@@ -29,6 +33,7 @@ class Copies:
 
     slot: Slot
     waits: bool  # found after a restart: the steward says first which copies there are
+    asked: bool = False  # by the steward, whatever the policy says of this rank
     extra: dict[int, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # number -> (tier, nodes to avoid)
     done: dict[int, tuple[str, float]] = field(default_factory=dict)  # number -> (node, since)
     flying: dict[int, str] = field(default_factory=dict)
@@ -39,24 +44,29 @@ class Replication:
     def __init__(self, ctx: Context, slots: Slots) -> None:
         self._ctx, self._slots = ctx, slots
         self._copies: dict[int, Copies] = {}  # by slot id
+        self._rung = ctx.policy.redundancy.text
 
     def on_held(self, slot: Slot, *, found: bool = False) -> None:
         """A slot that this node has to protect."""
         self._copies[slot.id] = Copies(slot, found)
         self.act()
 
-    def on_sent(self, event: ReplicaSent) -> None:
+    def on_sent(self, event: ReplicaSent) -> bool:
+        """False: it was one more than there usually are, which no lower rung of the ladder would do without (Holders)."""
+        usual = True
         for copies in self._copies.values():
             fact = copies.slot.fact
             if fact is None or (fact.snapshot, fact.rank) != (event.snapshot, event.rank):
                 continue
             number = next((n for n, to in copies.flying.items() if to == event.to), None)
             if number is not None:
+                usual &= number < EXTRA
                 del copies.flying[number]
                 self._count(copies, number, event)
             elif event.ok and event.tier:  # given up too early: it arrived all the same
                 copies.done.setdefault(event.tier, (event.to, self._ctx.now))
         self.act()
+        return usual
 
     def _count(self, copies: Copies, number: int, event: ReplicaSent) -> None:
         if event.ok:
@@ -64,6 +74,9 @@ class Replication:
             copies.refused.pop(event.to, None)
             return
         times = copies.refused.get(event.to, (0, 0.0))[0] + 1
+        if event.reason == VOID:  # it was told so, and will not take it; newer snapshots must not wait behind this one
+            copies.refused[event.to] = (times, NEVER)
+            return
         pause = min(FIRST_RETRY_S * 2 ** min(times - 1, 16), self._ctx.policy.replicate_retry_s)
         copies.refused[event.to] = (times, self._ctx.now + pause)
 
@@ -77,6 +90,7 @@ class Replication:
         if message.tier >= 0:
             self._add_extra(copies, message)
             return
+        copies.asked = True
         known = {tier: node for node, tier in message.nodes if node != self._ctx.me.node}
         fresh = {t: made for t, made in copies.done.items() if self._ctx.now - made[1] < RECHECK_S}
         extras = {n: made for n, made in copies.done.items() if n >= EXTRA}
@@ -85,12 +99,20 @@ class Replication:
 
     def _add_extra(self, copies: Copies, message: Holders) -> None:
         """At most one of them is under way at a time: the steward asks again as long as it misses one."""
-        number = EXTRA + len(copies.extra)
+        number = max(copies.extra, default=EXTRA - 1) + 1
         waiting = any(n not in copies.done for n in copies.extra)
         made = any(self._ctx.now - copies.done[n][1] < RECHECK_S for n in copies.extra if n in copies.done)
         if not waiting and not made and len(copies.extra) < EXTRAS_MAX:
             copies.extra[number] = (message.tier, tuple(node for node, _ in message.nodes))
             self.act()
+
+    def on_rung(self, text: str) -> None:
+        """What the steward had asked for under another rung of the ladder is asked for anew, if it still wants it."""
+        if text != self._rung:
+            self._rung = text
+            for copies in self._copies.values():
+                copies.asked = False
+        self.act()
 
     def on_peer_lost(self, node: str, message: Held) -> None:
         """The holder of a copy says that it is damaged."""
@@ -127,10 +149,30 @@ class Replication:
         gone = [i for i, copies in self._copies.items() if copies.slot.fact is None or copies.slot.released]
         for slot_id in gone:
             del self._copies[slot_id]
+        if gone:
+            self.places_are_free()
         for copies in self._copies.values():
             copies.done = {n: made for n, made in copies.done.items() if not self._ctx.lost(made[0])}
             copies.extra = {n: need for n, need in copies.extra.items() if n in copies.done or n in copies.flying
                             or not any(map(self._ctx.lost, need[1]))}  # fmt: skip
+
+    def _full(self, node: str, copies: Copies) -> bool:
+        """It holds as many older generations of this rank as it takes, from us. Their release is what to wait for; asking, and
+        another node after some refusals, would only spread the copies."""
+        fact = copies.slot.fact
+        assert fact is not None, "slots without content were dropped"
+        older = [
+            other.slot.fact.snapshot for other in self._copies.values()
+            if other.slot.fact is not None and other.slot.rank == copies.slot.rank
+            and other.slot.fact.snapshot < fact.snapshot and any(to == node for to, _ in other.done.values())
+        ]  # fmt: skip
+        return len(set(older)) >= self._ctx.policy.peer_sets
+
+    def places_are_free(self) -> None:
+        """What was released here is released on the peers, too: whoever was full a moment ago is asked again."""
+        for copies in self._copies.values():
+            for node, (times, not_before) in copies.refused.items():
+                copies.refused[node] = (times, min(not_before, self._ctx.now) if not_before != NEVER else NEVER)
 
     def _start(self, copies: Copies) -> bool:
         """True when something of it is on its way, or waits for a node that was only refused for now."""
@@ -139,28 +181,53 @@ class Replication:
         under_way = bool(copies.flying)
         if ctx.record is None or not ctx.is_candidate(fact.snapshot):
             return under_way
-        usual = {tier: (tier, ()) for tier in range(max(1, fact.tier), ctx.policy.replicas + 1)}
+        usual = {tier: (tier, ()) for tier in range(max(1, fact.tier), self._wanted(copies) + 1)}
         for number, (tier, avoid) in {**usual, **copies.extra}.items():
             if number in copies.done or number in copies.flying or tier < fact.tier:
                 continue
-            to, wait = self._target(copies, avoid)
+            to, wait = self._target(copies, avoid, number >= EXTRA)
             under_way |= wait or to is not None
             if to is not None:
                 copies.flying[number] = to
                 ctx.emit(Replicate(fact.snapshot, fact.rank, copies.slot.id, tier, to))
         return under_way
 
-    def _target(self, copies: Copies, avoid: tuple[str, ...]) -> tuple[str | None, bool]:
-        """The node for the next copy; or none, and whether one will do later."""
+    def _wanted(self, copies: Copies) -> int:
+        """Copies in other failure domains. What shares parity with others needs none, unless the steward asks for them."""
+        ctx, fact = self._ctx, copies.slot.fact
+        assert ctx.record is not None and fact is not None, "looked at before"
+        policy = ctx.redundancy
+        if isinstance(policy, Parity) and not copies.asked:
+            alone = replicated_ranks(ctx.record, policy) if fact.snapshot.epoch == ctx.number else frozenset()
+            return policy.tolerates if fact.rank in alone else 0
+        return policy.tolerates
+
+    def _target(self, copies: Copies, avoid: tuple[str, ...], extra: bool) -> tuple[str | None, bool]:
+        """The node for the next copy; or none, and whether one will do later. What is about to go is a last resort; for an extra
+        copy it is as good as gone already, and its domain is free."""
         ctx = self._ctx
-        used = avoid or [*(node for node, _ in copies.done.values()), *copies.flying.values()]
-        domains = {ctx.domain(node) for node in (*used, ctx.me.node)}
+        if ctx.record is None:
+            return None, False
+        flying = list(copies.flying.values())
+        used = [*avoid, *flying] if avoid else [*(node for node, _ in copies.done.values()), *flying]
+        gone = ctx.leaving if extra else frozenset()
+        domains = {ctx.domain(node) for node in (*used, ctx.me.node) if node not in gone}
+        found = preference(ctx.record, ctx.me, ctx.redundancy.tolerates)
+        free = [node for node in found if ctx.is_up(node) and ctx.domain(node) not in domains]
+        to, waits = self._first(copies, [node for node in free if node not in ctx.leaving])
+        if to is not None or waits or extra:
+            return to, waits
+        return self._first(copies, [node for node in free if node in ctx.leaving])
+
+    def _first(self, copies: Copies, nodes: list[str]) -> tuple[str | None, bool]:
         waiting = False
-        for node in preference(ctx.record, ctx.me, ctx.policy.replicas) if ctx.record is not None else ():
-            if not ctx.is_up(node) or ctx.domain(node) in domains:
-                continue
+        for node in nodes:
+            if self._full(node, copies):
+                return None, True
             times, not_before = copies.refused.get(node, (0, 0.0))
-            if ctx.now >= not_before:
+            if not_before == NEVER:
+                continue
+            if self._ctx.now >= not_before:
                 return node, True
             waiting = True
             if times < REFUSALS_MAX:
@@ -179,4 +246,4 @@ def preference(record: EpochRecord, me: NodeInfo, replicas: int) -> tuple[str, .
     """Where this node's copies go, best first. A daemon outside the epoch protects what it holds among the members."""
     inside = any(node.node == me.node for node in record.nodes)
     nodes = record.nodes if inside else (*record.nodes, me)
-    return peers(nodes, replicas)[me.node] + alternatives(nodes, replicas)[me.node]
+    return placement.preference(me.node, nodes, replicas, parallel_groups(nodes))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import FreeSlot
+from ckptd.core.lanes import Part
 from ckptd.core.layout import Layout
 from ckptd.core.machine.context import Context
 from ckptd.core.messages import HoldingFact
@@ -26,10 +27,12 @@ class Slot:
     rank: int
     own: bool
     state: str = FREE
+    epoch: int = 0  # of the grant that it was given under last
     grant: int = 0  # of a FILLING slot, or what a SEALED one was captured under (0: nobody's business any more)
     doomed: bool = False
     fact: HoldingFact | None = None
     layout: Layout | None = None
+    layouts: tuple[Layout, ...] = ()  # of a lane's members, where it holds their parity
     released: bool = False  # goes as soon as no pin holds it
     damaged: bool = False  # not used any more
 
@@ -76,8 +79,9 @@ class Slots:
         ]
 
     # --- holdings -----------------------------------------------------------------------------------------------
-    def hold(self, slot: Slot, fact: HoldingFact, layout: Layout) -> None:
+    def hold(self, slot: Slot, fact: HoldingFact, layout: Layout, layouts: tuple[Layout, ...] = ()) -> None:
         slot.state, slot.fact, slot.layout, slot.released, slot.damaged = SEALED, fact, layout, False, False
+        slot.layouts = layouts
         self.by_id[slot.id] = slot
         self.sealed.setdefault(fact.snapshot, []).append(slot)
 
@@ -90,6 +94,21 @@ class Slots:
         for held in self.sealed.values():
             yield from held
 
+    def part(self, snapshot: SnapshotId, part: Part) -> Slot | None:
+        """The slot that holds this part of a lane."""
+        held = (s for s in self.sealed.get(snapshot, ()) if s.fact is not None and s.fact.part == part)
+        return next((slot for slot in held if not slot.damaged), None)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Of everything held, and of what the parity held here protects."""
+        found = [
+            layout
+            for slot in self.holdings()
+            for layout in (slot.layout, *slot.layouts)
+            if layout is not None
+        ]
+        return {layout.layout_id: layout for layout in found}
+
     def facts(self) -> tuple[HoldingFact, ...]:
         return tuple(slot.fact for slot in self.holdings() if slot.fact is not None and not slot.released)
 
@@ -98,6 +117,7 @@ class Slots:
         self._forget(slot)
         slot.state, slot.grant, slot.doomed, slot.released = FREE, 0, False, False
         slot.fact = slot.layout = None
+        slot.layouts = ()
         if not slot.own:
             self.by_id.pop(slot.id, None)
         self._ctx.emit(FreeSlot(slot.id))

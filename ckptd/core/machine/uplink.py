@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
-from ckptd.core.machine.context import RESEND_S, Context, place_in_order
+from ckptd.core.machine.context import RESEND_S, Context, place_in_order, succession
 from ckptd.core.machine.ranks import Rank, Ranks
 from ckptd.core.machine.slots import Slots
 from ckptd.core.messages import (
@@ -23,9 +23,11 @@ from ckptd.core.messages import (
     Inventory,
     LayoutReply,
     LayoutRequest,
+    Leaving,
     Missed,
     RankState,
     Sealed,
+    Shortage,
     StewardHello,
 )
 
@@ -35,7 +37,7 @@ SESSIONS_LEFT_MAX = 256  # remembered, so that a late hello does not open one of
 KNOCK_S = 1.0  # between attempts to find the steward
 DOUBT_S = 5.0  # after its link came back; one that knows of our session says Heard every two seconds
 
-Fact: TypeAlias = "RankState | Sealed | Missed | Held | Inventory"
+Fact: TypeAlias = "RankState | Sealed | Missed | Held | Shortage | Leaving | Inventory"
 Certified = tuple[tuple[SnapshotId, int, bool], ...]
 
 
@@ -132,7 +134,7 @@ class Uplink:
         """Ask for a session: ``at`` one node, else at all that may be the steward, up to ourselves."""
         record = self._ctx.record
         self._knocked_at = self._ctx.now
-        names = [node.node for node in record.nodes] if record is not None else []
+        names = succession(record) if record is not None else ()
         me = self._ctx.me.node
         before = names[: names.index(me) + 1] if me in names else names
         for name in [at] if at else before:
@@ -187,12 +189,16 @@ class Uplink:
     def tell_held(self, fact: HoldingFact, *, lost: bool = False) -> None:
         self._say(Held(self._ctx.number, fact, lost))
 
+    def tell_shortage(self, short: bool, reason: str) -> None:
+        self._say(Shortage(self._ctx.number, short, reason))
+
+    def tell_leaving(self, leaving: bool) -> None:
+        self._say(Leaving(self._ctx.number, leaving))
+
     def on_layout_request(self, sender: str, message: LayoutRequest) -> None:
-        for slot in self._slots.holdings():
-            if slot.layout is not None and slot.layout.layout_id == message.layout_id:
-                reply = LayoutReply(self._ctx.number, {message.layout_id: slot.layout.encoded})
-                self._ctx.send(sender, reply)
-                return
+        found = self._slots.layouts().get(message.layout_id)
+        if found is not None:
+            self._ctx.send(sender, LayoutReply(self._ctx.number, {message.layout_id: found.encoded}))
 
     def _say(self, fact: Fact) -> None:
         if not self.session:

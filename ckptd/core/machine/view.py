@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from ckptd.core.ladder import rungs
+from ckptd.core.machine.context import Context
 from ckptd.core.machine.slots import FILLING, FREE, SEALED, Slot
 
 if TYPE_CHECKING:
@@ -38,7 +40,16 @@ def view(machine: JobMachine) -> dict[str, Any]:
         "lag": max(steps, default=newest) - newest if newest >= 0 else -1,
         "margin": machine.steward.grants.margin.steps,
         "down": sorted(ctx.down),
+        "redundancy": ctx.redundancy.text,
+        "rung": _rung(ctx),
+        "drain": machine.leaving.view(),
     }
+
+
+def _rung(ctx: Context) -> int:
+    """Of the ladder (P8); 0: what the policy wants."""
+    found = rungs(ctx.policy.redundancy, ctx.record.nodes) if ctx.record is not None else ()
+    return found.index(ctx.redundancy) if ctx.redundancy in found else 0
 
 
 def progress(machine: JobMachine) -> dict[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptd.core.events import FilesWritten
-from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import CancelWrite, WriteFiles
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.slots import Slot, Slots
@@ -67,9 +66,6 @@ class Writing:
             if write.answer is None and not write.cancelled:
                 write.cancelled = True
                 self._ctx.emit(CancelWrite(write.order.snapshot, write.order.attempt))
-
-    def writing(self, snapshot: SnapshotId) -> bool:
-        return any(write.answer is None and write.order.snapshot == snapshot for write in self._writes.values())
 
     def _pieces(self, order: WriteOrder) -> tuple[tuple[int, WritePiece], ...] | None:
         found: list[tuple[int, WritePiece]] = []

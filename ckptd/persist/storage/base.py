@@ -184,6 +184,14 @@ def put_file(storage: Storage, path: str, data: bytes) -> bool:
     return False
 
 
+def sync_above(storage: Storage, path: str) -> None:
+    """The directory ``path`` and all above it, whoever made them: what lies there is durable only if its way is (P4)."""
+    while path:
+        storage.sync_dir(path)
+        path = path.rpartition("/")[0]
+    storage.sync_dir("")
+
+
 def list_or_empty(storage: Storage, path: str) -> list[Entry]:
     try:
         return storage.list(path)

@@ -11,9 +11,11 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
+from ckptd.directory import make_directories
 from ckptd.persist.storage.base import Entry, StorageError, split_path, storage_error
-from ckptd.persist.storage.posix_file import PosixReader, PosixWriter, ScratchPool, sync
+from ckptd.persist.storage.posix_file import PosixReader, PosixWriter, ScratchPool, sync_entries
 
 MARKER = ".ckptd-root"
 DIR_MODE = 0o700  # a job's state is its user's alone (P13)
@@ -102,7 +104,7 @@ class PosixStorage:
 
     def sync_dir(self, path: str) -> None:
         with self._mapped("open the directory", path), self._at(path) as fd:
-            sync(fd, self.locate(path))
+            sync_entries(fd, self.locate(path))
 
     def open(self, path: str) -> PosixReader:
         with self._mapped("open the file", path), self._parent(path) as (fd, name):
@@ -144,8 +146,7 @@ class PosixStorage:
     # --- walking ----------------------------------------------------------------------------------------------
     def _create_root(self) -> None:
         if not os.path.isdir(self.root):
-            os.makedirs(self.root, mode=0o755, exist_ok=True)
-            self._sync_path(os.path.dirname(self.root))
+            make_directories(Path(self.root), 0o755)
         with suppress(FileExistsError):
             os.close(os.open(os.path.join(self.root, MARKER), _NEW, 0o644))
             self._sync_path(self.root)
@@ -153,7 +154,7 @@ class PosixStorage:
     def _sync_path(self, path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            sync(fd, path)
+            sync_entries(fd, path)
         finally:
             os.close(fd)
 
@@ -210,7 +211,7 @@ class PosixStorage:
                 inner = os.open(name, _DIR, dir_fd=fd)
                 try:
                     self._give(inner, path)
-                    sync(fd, self.locate(path))
+                    sync_entries(fd, self.locate(path))
                 except BaseException:
                     os.close(inner)
                     raise

@@ -11,9 +11,11 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 
+from ckptd.directory import sync_directory
 from ckptd.persist.storage.base import StorageError, SyncFailed, storage_error
 
 SCRATCH_BYTES = 8 << 20  # one write; also the bounce buffer of each open file
@@ -45,8 +47,17 @@ class ScratchPool:
 
 def sync(fd: int, where: str) -> None:
     """fsync or SyncFailed. Never tried twice: after a failure the kernel may call lost pages clean (P11)."""
+    _sync(os.fsync, fd, where)
+
+
+def sync_entries(fd: int, where: str) -> None:
+    """The same for a directory."""
+    _sync(sync_directory, fd, where)
+
+
+def _sync(call: Callable[[int], None], fd: int, where: str) -> None:
     try:
-        os.fsync(fd)
+        call(fd)
     except OSError as error:
         hint = "the bytes may be lost; look for disk errors in the kernel log"
         raise SyncFailed(

@@ -6,7 +6,7 @@ can ask of this epoch's nodes. Nothing is certified before everyone has told wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ckptd.core.ids import SnapshotId
@@ -14,6 +14,8 @@ from ckptd.core.instructions import Alarm
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.grants import Grants
 from ckptd.core.machine.steward.ledger import Facts, Ledger
+from ckptd.core.machine.steward.parity import Parities
+from ckptd.core.machine.steward.protecting import Protecting
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.messages import Certificate, Holders, Void
 
@@ -25,9 +27,14 @@ RELEASES_NAMED_MAX = 32  # in one certificate
 
 
 class Certify:
-    def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger, grants: Grants) -> None:
+    def __init__(
+        self, ctx: Context, sessions: Sessions, ledger: Ledger, grants: Grants, parities: Parities
+    ) -> None:
         self._ctx, self._sessions, self._ledger, self._grants = ctx, sessions, ledger, grants
+        self._parities = parities
+        self.follows: Callable[[Facts], bool] = lambda facts: False  # see Draining
         self.pinned: set[SnapshotId] = set()  # a flush needs them
+        self.protecting = Protecting(ctx)
         self._durable_told: dict[str, SnapshotId] = {}  # node -> newest that it knows to be durable
         self._serial = 0
         self._repeated_at = -1e9
@@ -38,7 +45,7 @@ class Certify:
         """The most that the policy asks for and this epoch's nodes could give."""
         record = self._ctx.record
         domains = {node.domain for node in record.nodes} if record is not None else set()
-        return max(0, min(self._ctx.policy.replicas, len(domains) - 1))
+        return max(0, min(self._ctx.policy.tolerates, len(domains) - 1))
 
     # --- after every change -------------------------------------------------------------------------------------
     def review(self) -> None:
@@ -67,7 +74,7 @@ class Certify:
             self._issue(facts, level)
         if facts.void:
             self._say_void(facts)
-            if not facts.holders:
+            if not facts.nodes():
                 self._ledger.drop(facts)
 
     def _find_void(self, facts: Facts) -> None:
@@ -95,6 +102,10 @@ class Certify:
         )
         self._rounds = 0
         self._broadcast(facts)
+        if 0 <= level < self.wanted():
+            self._parities.order(facts)
+        elif level >= 0:
+            self._parities.made_good(facts.snapshot)
         self._watch_degradation(facts)
 
     def _watch_degradation(self, facts: Facts) -> None:
@@ -152,16 +163,19 @@ class Certify:
     def _release(self) -> None:
         """Find what the newest certificates make unneeded, and name it in them."""
         wanted = self.wanted()
+        certified = [f for f in self._ledger.facts.values() if not f.void and self._certified_now(f)]
+        protecting = self.protecting.choose(certified, wanted)
         best = -1
         for snapshot in sorted(self._ledger.facts, reverse=True):
             facts = self._ledger.facts[snapshot]
             if facts.void:
                 continue
             level = min(facts.level, wanted)
-            if (best >= 0 and level <= best and not self._needed(facts)) or self._spent(facts):
+            needed = snapshot == protecting or self._needed(facts)
+            if (best >= 0 and level <= best and not needed) or self._spent(facts):
                 self._ledger.release(snapshot)
                 self._rounds = 0
-            elif self._certified_now(facts):
+            elif self._certified_now(facts) and not self.follows(facts):
                 best = max(best, level)
         self.name_releases()
 
@@ -210,6 +224,10 @@ class Certify:
         certified = [f for f in self._ledger.facts.values() if not f.void and self._certified_now(f)]
         return max(certified, key=lambda facts: facts.snapshot, default=None)
 
+    def repeat_now(self) -> None:
+        """What is to be done about what is held has changed."""
+        self._rounds, self._repeated_at = 0, -1e9
+
     def repeat_soon(self) -> None:
         """Somebody asks for what may have been certified already."""
         self._rounds = 0
@@ -217,11 +235,16 @@ class Certify:
     # --- again and again ----------------------------------------------------------------------------------------
     def on_tick(self) -> None:
         pause = REPEAT_S if self._rounds < REPEATS_LIVELY else IDLE_S
-        if self._ctx.now - self._repeated_at < pause or not self._sessions.settled():
+        if not self._sessions.settled():
+            return
+        if self.protecting.overdue():
+            self._release()
+        if self._ctx.now - self._repeated_at < pause:
             return
         self._repeated_at = self._ctx.now
         self._rounds += 1
         self.tell_durable()
+        self._parities.forget(set(self._ledger.facts))
         for snapshot in sorted(self._ledger.facts):
             facts = self._ledger.facts[snapshot]
             if facts.void:
@@ -231,8 +254,7 @@ class Certify:
                 self._ask_for_copies(facts)
 
     def _say_void(self, facts: Facts) -> None:
-        nodes = {node for held in facts.holders.values() for node in held}
-        for node in sorted(nodes):
+        for node in sorted(facts.nodes()):
             if self._sessions.live(node):
                 self._ctx.send(
                     node, Void(self._ctx.number, 0, facts.void, facts.snapshot, self._sessions.session(node))
@@ -242,8 +264,12 @@ class Certify:
         """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""
         if facts.level < 0 or facts.level >= self.wanted() or not self._ctx.is_candidate(facts.snapshot):
             return
+        self._parities.order(facts)
+        by_parity = self._parities.ranks_in_lanes(facts)
         asked = False
         for rank, nodes in facts.holders.items():
+            if rank in by_parity:
+                continue
             live = sorted((tier, node) for node, tier in nodes.items() if self._sessions.live(node))
             if live and len({self._ctx.domain(node) for _, node in live}) <= self.wanted():
                 known = tuple((node, tier) for tier, node in live)
@@ -252,9 +278,9 @@ class Certify:
                 self._ctx.send(to, message)
                 asked = True
         if not asked:
-            self._ask_for_shared(facts)
+            self._ask_for_shared(facts, by_parity)
 
-    def _ask_for_shared(self, facts: Facts) -> None:
+    def _ask_for_shared(self, facts: Facts, by_parity: set[int]) -> None:
         """Every rank has its copies, but a slice that several ranks captured has lost one of these captures."""
         assert facts.classes is not None, "a complete snapshot has classes"
         for copies in facts.classes.shared:
@@ -264,6 +290,8 @@ class Certify:
                 for node, tier in facts.holders.get(rank, {}).items()
                 if tier <= needed and self._sessions.live(node)
             ]
+            if any(needed >= 1 and rank in by_parity for rank, needed in copies):
+                continue
             if holders and len({self._ctx.domain(node) for _, node, _, _ in holders}) <= self.wanted():
                 _, to, rank, needed = min(holders)
                 known = tuple(sorted({(node, tier) for tier, node, _, _ in holders}))

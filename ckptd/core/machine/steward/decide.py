@@ -7,9 +7,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckptd.core.candidates import Candidate, Candidates, find_candidates
-from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId, parallel_groups
 from ckptd.core.machine.steward.gather import Gather
 from ckptd.core.messages import RestoreAsk
+from ckptd.core.parity_groups import parity_seats
+from ckptd.core.placement import seats
+from ckptd.core.policy import ONE_COPY
+from ckptd.core.redundancy import Parity, Redundancy
 
 CLAIM_GAP = 8  # numbers left out when storage could not tell which ones are claimed ...
 CLAIM_SPREAD = 997  # ... and then by chance up to this: two starts that know nothing of each other take different ones
@@ -36,7 +40,7 @@ def may_decide(gather: Gather, down: set[str]) -> bool:
         return True
     if not missing <= down or any(node.node in missing for node in gather.nodes):
         return False
-    found = _find(gather, _ask(gather))
+    found = _find(gather, next(iter(gather.joined.values()), None))
     if not found.restorable:
         return False
     lost = [passed.snapshot for passed in found.passed_over if passed.certified >= 0]
@@ -44,20 +48,24 @@ def may_decide(gather: Gather, down: set[str]) -> bool:
 
 
 def decide(
-    gather: Gather, floor: int, excluded: Collection[SnapshotId], damaged: Mapping[SnapshotId, str]
+    gather: Gather,
+    floor: int,
+    excluded: Collection[SnapshotId],
+    damaged: Mapping[SnapshotId, str],
+    redundancy: Redundancy = ONE_COPY,
 ) -> Decision:
-    """floor: the record's number lies above it. excluded: not to be tried again. damaged: what was found when a snapshot was
-    tried (some are worth another try, without the damaged copies)."""
+    """floor: the record's number lies above it. redundancy: for which members are seated. excluded: not to be tried again.
+    damaged: what was found when a snapshot was tried (some are worth another try, without the damaged copies)."""
     ask = next(iter(gather.joined.values()), None)
     if ask is None:  # restore() was never called: a new lineage
-        return Decision(_record(gather, None, floor))
+        return Decision(_record(gather, None, floor, redundancy))
     found = _find(gather, ask)
     errors = _errors(gather, found, excluded, damaged)
     usable = [candidate for candidate in found.restorable if candidate.snapshot not in excluded]
     if usable:
-        return Decision(_record(gather, usable[0], floor), usable[0], errors=errors)
+        return Decision(_record(gather, usable[0], floor, redundancy), usable[0], errors=errors)
     if ask.allow_fresh or _proven_fresh(gather):
-        return Decision(_record(gather, None, floor), errors=errors)
+        return Decision(_record(gather, None, floor, redundancy), errors=errors)
     complete = not gather.missing() and gather.durable is not None and gather.durable.ok
     code = "unrecoverable" if complete or excluded else "unreachable"
     return Decision(code=code, reason="; ".join(errors) or _nothing(ask))
@@ -76,11 +84,7 @@ def spread(attempt: str) -> int:
     return CLAIM_GAP + zlib.crc32(attempt.encode()) % CLAIM_SPREAD
 
 
-def _ask(gather: Gather) -> RestoreAsk:
-    return next(iter(gather.joined.values()), None) or RestoreAsk()
-
-
-def _find(gather: Gather, ask: RestoreAsk) -> Candidates:
+def _find(gather: Gather, ask: RestoreAsk | None) -> Candidates:
     holdings = {node: answer.holdings for node, answer in gather.answers.items()}
     certified = [fact for answer in gather.answers.values() for fact in answer.certified]
     commits = gather.durable.commits if gather.durable is not None else ()
@@ -100,9 +104,13 @@ def _proven_fresh(gather: Gather) -> bool:
 
 
 def _remembers_nothing(gather: Gather, record: EpochRecord) -> bool:
+    """A fresh start that was only declared left an older lineage behind, unless it never ran: then the witness must know that
+    it did."""
     witnesses = [node for node in record.nodes if node.node in record.ranks and node.incarnation]
+    answers = [(node, gather.answers[node.node]) for node in witnesses if node.node in gather.answers]
+    nothing_before = record.before[0] < 0
     return any(
-        node.node in gather.answers and gather.answers[node.node].incarnation == node.incarnation for node in witnesses
+        answer.incarnation == node.incarnation and (answer.done or nothing_before) for node, answer in answers
     )
 
 
@@ -123,13 +131,11 @@ def _errors(
     return tuple(errors[:ERRORS_MAX])
 
 
-def _record(gather: Gather, candidate: Candidate | None, floor: int) -> EpochRecord:
+def _record(gather: Gather, candidate: Candidate | None, floor: int, redundancy: Redundancy) -> EpochRecord:
     last = gather.newest()
     number = 1 + max(floor, last.number if last is not None else 0)
     if gather.durable is None or not gather.durable.ok or (gather.missing() and not gather.claims):
         number += spread(gather.attempt)
-    first = gather.ranks[0]
-    nodes = tuple(sorted(gather.nodes, key=lambda node: node.node != first))  # stable: only rank 0's moves to the front
     ancestry: tuple[SnapshotId, ...] = ()
     lineage = gather.lineage()
     if candidate is not None:
@@ -137,7 +143,16 @@ def _record(gather: Gather, candidate: Candidate | None, floor: int) -> EpochRec
     before = (lineage.number, lineage.ancestry) if lineage is not None else (0, ())
     if lineage is None and candidate is None and _proven_fresh(gather):
         before = (-1, ())
-    return EpochRecord(number, gather.attempt, gather.ranks, nodes, ancestry, _holders(gather), before)
+    return EpochRecord(number, gather.attempt, gather.ranks, _seated(gather, redundancy), ancestry, _holders(gather), before)
+
+
+def _seated(gather: Gather, redundancy: Redundancy) -> tuple[NodeInfo, ...]:
+    """The members such that copies and parity move as little as can be from where the epoch before had placed them."""
+    last = gather.lineage()
+    before = last.nodes if last is not None else ()
+    if isinstance(redundancy, Parity):
+        return parity_seats(before, gather.nodes)
+    return seats(before, gather.nodes, redundancy.tolerates, parallel_groups(gather.nodes))
 
 
 def _ancestry(lineage: EpochRecord | None, snapshot: SnapshotId) -> tuple[SnapshotId, ...]:

@@ -16,6 +16,7 @@ from ckptd.core.machine.context import RESEND_S, Context
 from ckptd.core.machine.steward.certify import Certify
 from ckptd.core.machine.steward.grants import Grants
 from ckptd.core.machine.steward.ledger import Facts, Ledger
+from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.messages import FlushAsk, WriteCancel, WriteOrder, WritePiece, Wrote
 from ckptd.core.writes import assign_writes
@@ -24,6 +25,7 @@ BACKOFF_FIRST_S = 1.0  # after a failed flush, doubled up to
 BACKOFF_MAX_S = 60.0
 BACKOFF_ASKED_MAX_S = 5.0  # while somebody waits for it
 ASKS_KEPT_MAX = 64
+MEND_S = 1.0  # what only parity can bring is asked for again after this
 ATTEMPT_BYTES = 12
 
 
@@ -40,9 +42,17 @@ class Flush:
 
 
 class Flushing:
-    def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger, grants: Grants, certify: Certify) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        sessions: Sessions,
+        ledger: Ledger,
+        grants: Grants,
+        certify: Certify,
+        parities: Parities,
+    ) -> None:
         self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
-        self._grants, self._certify = grants, certify
+        self._grants, self._certify, self._parities = grants, certify, parities
         self.flush: Flush | None = None
         self.asked: set[int] = set()  # steps of this epoch
         self._count = 0
@@ -152,7 +162,11 @@ class Flushing:
         try:
             orders = assign_writes(layouts, self._ledger.live_holdings(facts), per_rank)
         except ValueError:
-            self._ledger.dirty.add(facts.snapshot)  # a holder went while we looked
+            self._ledger.dirty.add(
+                facts.snapshot
+            )  # a holder went while we looked, or only parity is left of a slot
+            self._parities.order(facts, at_once=True)
+            self._not_before = self._ctx.now + MEND_S
             return
         self._count += 1
         me, now = self._ctx.me, self._ctx.now

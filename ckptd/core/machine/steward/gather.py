@@ -127,7 +127,7 @@ class Gathering:
         """All ranks are here: ask for inventories. Also to ask once more, after a restore met damage."""
         gather = self.gather
         assert gather is not None, "only a gathering asks"
-        gather.asking_since, gather.said_at = self._ctx.now, -1e9
+        gather.asking_since = self._ctx.now
         gather.answers, gather.durable = {}, None
         for node in gather.nodes:
             gather.asked[node.node] = node

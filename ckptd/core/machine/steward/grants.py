@@ -125,12 +125,16 @@ class Grants:
         self._drop_settled(grant)
 
     def _void_step(self, step: int, reason: str) -> None:
-        for facts in self._ledger.facts.values():
-            certified = facts.certificate is not None and facts.certificate.level >= 0
-            of_step = facts.snapshot.epoch == self._ctx.number and facts.snapshot.step == step
-            if of_step and not facts.void and not certified:  # what was certified stays, whatever one grant became
-                facts.void = reason
-                self._ledger.dirty.add(facts.snapshot)
+        """What was certified stays, whatever one grant became. Another steward may have done so while we were cut off: before
+        everyone has told, nobody can say that it was not (P3). What is then not whole is void for that (certify.py)."""
+        facts = self._ledger.facts.get(SnapshotId(self._ctx.number, step))
+        if facts is None or facts.void:
+            return
+        certified = facts.certificate is not None and facts.certificate.level >= 0
+        heard = self._ledger.heard.get(facts.snapshot, -1) >= 0
+        if not certified and not heard and self._sessions.members_live():
+            facts.void = reason
+        self._ledger.dirty.add(facts.snapshot)
 
     def _say_void(self, grant: Granted) -> None:
         grant.said_at = self._ctx.now
@@ -271,4 +275,8 @@ class Grants:
 
     def _ranks_of(self, node: str) -> set[int]:
         record = self._ctx.record
-        return {rank for rank, where in enumerate(record.ranks) if where == node} if record is not None else set()
+        return (
+            {rank for rank, where in enumerate(record.ranks) if where == node}
+            if record is not None
+            else set()
+        )

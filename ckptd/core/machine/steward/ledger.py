@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ckptd.core.agreement import Agreement, agree
 from ckptd.core.ids import SnapshotId
+from ckptd.core.lanes import NOBODY, Lane, Part, member_digests, tolerance
 from ckptd.core.layout import Layout
 from ckptd.core.machine.context import RESEND_S, Context, decode_layout
 from ckptd.core.messages import Certificate, HoldingFact, LayoutRequest
@@ -26,6 +27,10 @@ class Facts:
     holders: dict[int, dict[str, int]] = field(default_factory=dict)  # rank -> node -> tier
     layout_ids: dict[int, str] = field(default_factory=dict)
     digests: dict[int, tuple[tuple[str, bytes], ...]] = field(default_factory=dict)
+    parts: dict[Lane, dict[int, set[str]]] = field(default_factory=dict)  # lane -> position -> nodes with its parity
+    seats: dict[Lane, tuple[str, ...]] = field(default_factory=dict)  # lane -> nodes that are to hold it, by position
+    tolerated: dict[Lane, int] = field(default_factory=dict)  # lane -> losses it survives now, where that was looked at
+    moved: dict[tuple[Lane, int], str] = field(default_factory=dict)  # (lane, position) -> where it was asked for last
     keep: bool = False
     durable: bool = False
     failures: int = 0  # of flushes
@@ -34,7 +39,21 @@ class Facts:
     classes: Classes | None = None
     level: int = -1  # now; not bounded by what the policy wants
     certificate: Certificate | None = None
+    leans_since: float | None = None  # below its level without nodes that are about to go
     again: bool = False  # released once: somebody who missed that may still hold copies nobody told of
+
+    def nodes(self) -> set[str]:
+        """Who holds something of it."""
+        found = {node for nodes in self.holders.values() for node in nodes}
+        return found.union(*(nodes for held in self.parts.values() for nodes in held.values()))
+
+    def vouching(self, rank: int) -> list[str]:
+        """Nodes that know the layout of this rank: holders of its slot, and of parity of its lane."""
+        lanes = [held for lane, held in self.parts.items() if rank in lane.ranks()]
+        return [
+            *self.holders.get(rank, ()),
+            *sorted({node for held in lanes for nodes in held.values() for node in nodes}),
+        ]
 
 
 class Ledger:
@@ -69,8 +88,12 @@ class Ledger:
             again = fact.snapshot in self._again
             facts = Facts(fact.snapshot, durable=fact.snapshot in self.durable, again=again)
             self.facts[fact.snapshot] = facts
+        if fact.part is not None:
+            self._add_part(node, facts, fact, fact.part)
+            return
         if facts.layout_ids.setdefault(fact.rank, fact.layout_id) != fact.layout_id:
             return  # two captures of one rank: the first one counts, the other never completes anything
+        facts.tolerated.clear()
         nodes = facts.holders.setdefault(fact.rank, {})
         nodes[node] = min(fact.tier, nodes.get(node, fact.tier))
         if fact.tier == 0 or fact.rank not in facts.digests:  # a prefix may lack some
@@ -78,22 +101,48 @@ class Ledger:
         facts.keep |= fact.keep
         self.dirty.add(fact.snapshot)
 
-    def remove(self, node: str, snapshot: SnapshotId, rank: int) -> None:
-        facts = self.facts.get(snapshot)
+    def _add_part(self, node: str, facts: Facts, fact: HoldingFact, part: Part) -> None:
+        """It also vouches for the layouts and digests of its lane's members, whose own slots may be gone."""
+        facts.parts.setdefault(part.lane, {}).setdefault(part.position, set()).add(node)
+        facts.tolerated.pop(part.lane, None)
+        for member in part.lane.members:
+            if member.rank != NOBODY:
+                facts.layout_ids.setdefault(member.rank, member.layout_id)
+        for rank, digests in member_digests(fact.digests).items():
+            facts.digests.setdefault(rank, digests)
+        facts.keep |= fact.keep
+        self.dirty.add(fact.snapshot)
+
+    def remove(self, node: str, fact: HoldingFact) -> None:
+        facts = self.facts.get(fact.snapshot)
         if facts is None:
             return
-        nodes = facts.holders.get(rank, {})
-        nodes.pop(node, None)
-        if not nodes:
-            facts.holders.pop(rank, None)
-        if not facts.holders and (facts.void or facts.certificate is None):
-            self.drop(facts)
-        self.dirty.add(snapshot)
+        if fact.part is not None:
+            facts.parts.get(fact.part.lane, {}).get(fact.part.position, set()).discard(node)
+        else:
+            nodes = facts.holders.get(fact.rank, {})
+            nodes.pop(node, None)
+            if not nodes:
+                facts.holders.pop(fact.rank, None)
+        self._changed(facts)
 
     def forget_node(self, node: str) -> None:
         for facts in list(self.facts.values()):
-            for rank in [rank for rank, nodes in facts.holders.items() if node in nodes]:
-                self.remove(node, facts.snapshot, rank)
+            if node not in facts.nodes():
+                continue
+            for nodes in facts.holders.values():
+                nodes.pop(node, None)
+            for held in facts.parts.values():
+                for holders in held.values():
+                    holders.discard(node)
+            facts.holders = {rank: nodes for rank, nodes in facts.holders.items() if nodes}
+            self._changed(facts)
+
+    def _changed(self, facts: Facts) -> None:
+        facts.tolerated.clear()
+        if not facts.nodes() and (facts.void or facts.certificate is None):
+            self.drop(facts)
+        self.dirty.add(facts.snapshot)
 
     def learn_layouts(self, layouts: dict[str, bytes]) -> None:
         for name, data in layouts.items():
@@ -113,6 +162,8 @@ class Ledger:
                 self.dirty.add(snapshot)
 
     def all_dirty(self) -> None:
+        for facts in self.facts.values():
+            facts.tolerated.clear()
         self.dirty.update(self.facts)
 
     def release(self, snapshot: SnapshotId) -> None:
@@ -147,21 +198,47 @@ class Ledger:
         if facts.classes is None:
             facts.level = -1
             return
-        domain = self._ctx.domain
-        holders = {
-            rank: [(domain(node), tier) for node, tier in nodes.items() if self._live(node)]
-            for rank, nodes in facts.holders.items()
-        }
-        facts.level = level(facts.classes, holders)
+        facts.level = self.level_with(facts, self._live)
         if facts.agreement is None and facts.level >= 0:
             facts.agreement = agree(self.layouts_of(facts), facts.digests)
+
+    def level_with(self, facts: Facts, counts: Callable[[str], bool]) -> int:
+        """Its level if only the nodes that ``counts`` says held something."""
+        if facts.classes is None:
+            return -1
+        domain = self._ctx.domain
+        holders = {
+            rank: [(domain(node), tier) for node, tier in nodes.items() if counts(node)]
+            for rank, nodes in facts.holders.items()
+        }
+        return level(facts.classes, holders, self._spared(facts, holders, counts))
+
+    def _spared(
+        self, facts: Facts, holders: dict[int, list[tuple[str, int]]], counts: Callable[[str], bool]
+    ) -> dict[int, int]:
+        """rank -> losses after which parity still brings it."""
+        found: dict[int, int] = {}
+        for lane, parts in facts.parts.items():
+            count = facts.tolerated.get(lane) if counts is self._live else None
+            if count is None:  # each part that arrives changes one lane of many
+                data = {at: {d for d, tier in holders.get(rank, ()) if tier <= 1} for rank, at in lane.ranks().items()}
+                live = {at: {self._ctx.domain(n) for n in nodes if counts(n)} for at, nodes in parts.items()}
+                count = tolerance(lane, data, live)
+                if counts is self._live:
+                    facts.tolerated[lane] = count
+            for rank in lane.ranks():
+                found[rank] = max(count, found.get(rank, -1))
+        return {rank: count for rank, count in found.items() if count >= 0}
 
     def unread(self, facts: Facts) -> bool:
         """A layout is on its way from a live holder: until then nothing can be said about this snapshot."""
         return any(
-            name not in self.layouts and any(self._live(node) for node in facts.holders.get(rank, ()))
+            name not in self.layouts and any(map(self._live, facts.vouching(rank)))
             for rank, name in facts.layout_ids.items()
         )
+
+    def knows_layouts(self, facts: Facts) -> bool:
+        return all(name in self.layouts for name in facts.layout_ids.values())
 
     def layouts_of(self, facts: Facts) -> dict[int, Layout]:
         return {rank: self.layouts[name] for rank, name in facts.layout_ids.items()}
@@ -175,13 +252,9 @@ class Ledger:
                     found.setdefault(node, []).append((rank, tier))
         return found
 
-    def newest_complete(self) -> Facts | None:
-        usable = [f for f in self.facts.values() if f.level >= 0 and not f.void and self._ctx.is_candidate(f.snapshot)]
-        return max(usable, key=lambda facts: facts.snapshot, default=None)
-
     def _classes(self, facts: Facts) -> Classes | None:
         """None until every rank of the snapshot's world is known with its layout."""
-        if not facts.layout_ids or any(name not in self.layouts for name in facts.layout_ids.values()):
+        if not facts.layout_ids or not self.knows_layouts(facts):
             return None
         layouts = self.layouts_of(facts)
         classes = slice_classes(layouts)
@@ -197,7 +270,7 @@ class Ledger:
             for rank, name in facts.layout_ids.items():
                 if name in self.layouts or name in asked:
                     continue
-                node = next((n for n in facts.holders.get(rank, ()) if self._live(n)), None)
+                node = next(filter(self._live, facts.vouching(rank)), None)
                 if node is not None:
                     asked.add(name)
                     self._ctx.send(node, LayoutRequest(number, name))

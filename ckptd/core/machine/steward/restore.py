@@ -28,8 +28,12 @@ from ckptd.core.messages import (
 
 NEWER = "a newer start of the job joined"
 REFUSALS_KEPT_MAX = 16
-CLAIM_TIMEOUT_S = 10.0  # storage that does not answer: the epoch opens without its claim, made up for before a commit
-LEFT_PATIENCE_S = 15.0  # all ranks stood here, and one does not any more: its restore() has most likely raised
+CLAIM_TIMEOUT_S = (
+    10.0  # storage that does not answer: the epoch opens without its claim, made up for before a commit
+)
+LEFT_PATIENCE_S = (
+    15.0  # all ranks stood here, and one does not any more: its restore() has most likely raised
+)
 STRAGGLERS_S = 0.5  # after a bad vote, until the next decision
 DECISIONS_MAX = 16  # per attempt
 
@@ -50,8 +54,8 @@ class Restore:
 
 
 class Restoring:
-    def __init__(self, ctx: Context, finished: Callable[[EpochRecord | None], None]) -> None:
-        """finished: the record whose restore is complete, or None when it was called off."""
+    def __init__(self, ctx: Context, finished: Callable[[EpochRecord], None]) -> None:
+        """finished: the record whose restore is complete."""
         self._ctx, self._finished = ctx, finished
         self.gathering = Gathering(ctx)
         self.restore: Restore | None = None
@@ -61,7 +65,9 @@ class Restoring:
         self._claimed_at = 0.0
         self._floor = 0
         self._decisions = 0
-        self._tried: dict[SnapshotId, tuple[int, str]] = {}  # damaged: how many sources it had, what was found
+        self._tried: dict[
+            SnapshotId, tuple[int, str]
+        ] = {}  # damaged: how many sources it had, what was found
 
     @property
     def busy(self) -> bool:
@@ -104,7 +110,12 @@ class Restoring:
 
     def _decide_if_ready(self) -> None:
         gather = self.gathering.gather
-        if gather is None or gather.asking_since is None or self._claiming is not None or self.restore is not None:
+        if (
+            gather is None
+            or gather.asking_since is None
+            or self._claiming is not None
+            or self.restore is not None
+        ):
             return
         late = self._ctx.now - gather.asking_since >= self._ctx.policy.inventory_timeout_s
         if self.gathering.complete() and (late or may_decide(gather, set(self._ctx.down))):
@@ -116,9 +127,11 @@ class Restoring:
         self._decisions += 1
         excluded = [s for s, (sources, _) in self._tried.items() if self._sources_now(s) >= sources]
         damaged = {s: reason for s, (_, reason) in self._tried.items()}
-        decision = decide(gather, max(self._floor, self._ctx.number), excluded, damaged)
+        decision = decide(gather, max(self._floor, self._ctx.number), excluded, damaged, self._ctx.policy.redundancy)
         if decision.record is None or self._decisions > DECISIONS_MAX:
-            self._refuse(decision.code or "unrecoverable", decision.reason or "every snapshot found is damaged")
+            self._refuse(
+                decision.code or "unrecoverable", decision.reason or "every snapshot found is damaged"
+            )
             return
         self._claim(decision)
 
@@ -126,7 +139,9 @@ class Restoring:
         """A damaged snapshot is tried again when damaged holdings were dropped since."""
         gather = self.gathering.gather
         assert gather is not None, "only a gathering decides"
-        return sum(fact.snapshot == snapshot for answer in gather.answers.values() for fact in answer.holdings)
+        return sum(
+            fact.snapshot == snapshot for answer in gather.answers.values() for fact in answer.holdings
+        )
 
     # --- the claim ----------------------------------------------------------------------------------------------
     def _claim(self, decision: Decision) -> None:
@@ -140,7 +155,9 @@ class Restoring:
         if decision is None or decision.record is None or event.number != decision.record.number:
             return
         if not self.gathering.complete():
-            self._claiming = None  # the ranks went meanwhile; if they are back, it is decided anew
+            # The ranks went meanwhile, or we stood still. If they are back it is decided anew, perhaps otherwise: under this
+            # number storage has what was decided now.
+            self._claiming, self._floor = None, max(self._floor, event.number)
         elif not event.ok and event.taken >= event.number:
             self._claim(replace(decision, record=replace(decision.record, number=event.taken + 1)))
         elif event.reason and self._ctx.policy.durable:
@@ -160,7 +177,8 @@ class Restoring:
         record, found = decision.record, decision.candidate
         assert record is not None, "refusals open nothing"
         self._floor = record.number
-        layouts = {layout.layout_id: layout.encoded for layout in found.layouts.values()} if found is not None else {}
+        known = (*found.layouts.values(), *found.part_layouts) if found is not None else ()
+        layouts = {layout.layout_id: layout.encoded for layout in known}
         message = EpochOpen(
             record.nonce,
             record,
@@ -242,9 +260,10 @@ class Restoring:
         restore = self.restore
         if restore is not None:
             for node in restore.record.nodes:
-                self._ctx.send(node.node, RestoreAbort(restore.record.number, restore.message.round, code, reason))
+                self._ctx.send(
+                    node.node, RestoreAbort(restore.record.number, restore.message.round, code, reason)
+                )
         self.gathering.gather = self.restore = self._claiming = None
-        self._finished(None)
 
     def on_higher(self, record: EpochRecord) -> None:
         """Somebody knows a newer epoch than the one that is being opened here: decide again, above it."""
@@ -311,7 +330,9 @@ class Restoring:
         record = restore.record
         if restore.message.snapshot is not None and len(restore.fetched) == record.world:
             self._say_go(restore)
-        lacking = {record.ranks[rank] for rank in range(record.world) if rank not in restore.fetched | restore.loaded}
+        lacking = {
+            record.ranks[rank] for rank in range(record.world) if rank not in restore.fetched | restore.loaded
+        }
         members = {node.node for node in record.nodes}
         for node in (*sorted(lacking), *(other for other in self._everyone() if other not in members)):
             self._say_open(restore, node)

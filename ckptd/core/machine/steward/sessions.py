@@ -25,6 +25,7 @@ class Seat:
     done: bool = False
     owes: bool = False  # an acknowledgement
     heard_at: float = 0.0  # when the last one was sent
+    incarnation: str = ""  # of the daemon that took it
 
 
 class Sessions:
@@ -33,6 +34,7 @@ class Sessions:
     def __init__(self, ctx: Context, deliver: Callable[[str, Fact], None], reset: Callable[[str], None]) -> None:
         self._ctx, self._deliver, self._reset = ctx, deliver, reset
         self.seats: dict[str, Seat] = {}
+        self.leaving: set[str] = set()  # live or not: they said so in their session
         self._count = 0
 
     def start(self) -> None:
@@ -42,6 +44,7 @@ class Sessions:
 
     def stop(self) -> None:
         self.seats.clear()
+        self.leaving.clear()
 
     def invite(self, node: str) -> None:
         """Open a new session with this node, at most one per KNOCK_S."""
@@ -49,6 +52,7 @@ class Sessions:
         if seat is not None and now - seat.created_at < KNOCK_S:
             return
         self._count += 1
+        self.leaving.discard(node)  # it says so again
         me = self._ctx.me
         self.seats[node] = Seat(f"{me.node}.{me.incarnation}.{self._count}", now, now, now)
         self._reset(node)
@@ -58,6 +62,9 @@ class Sessions:
         seat = self.seats.get(sender)
         if seat is None or seat.session != fact.session or fact.serial - seat.expected > BUFFERED_MAX:
             return
+        if isinstance(fact, Inventory) and (seat.incarnation or fact.incarnation) != fact.incarnation:
+            self.invite(sender)  # another process took up the session, and counts from zero: all that it says would be old
+            return
         seat.owes = True
         if fact.serial < seat.expected:
             return
@@ -66,7 +73,7 @@ class Sessions:
             ready = seat.early.pop(seat.expected)
             seat.expected += 1
             if isinstance(ready, Inventory):
-                seat.established, seat.done = True, ready.done
+                seat.established, seat.done, seat.incarnation = True, ready.done, ready.incarnation
             self._deliver(sender, ready)
             if self.seats.get(sender) is not seat:  # what it said ended this session
                 return
@@ -95,6 +102,10 @@ class Sessions:
     def live(self, node: str) -> bool:
         seat = self.seats.get(node)
         return seat is not None and seat.established and self._ctx.is_up(node)
+
+    def stays(self, node: str) -> bool:
+        """It is live and has not said that it is about to go."""
+        return node not in self.leaving and self.live(node)
 
     def settled(self) -> bool:
         """Everyone told what it holds, or is gone, or has been silent for long: the books can be relied upon."""

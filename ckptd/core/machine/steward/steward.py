@@ -5,15 +5,20 @@ It states facts that it can rebuild from holdings at any time: it keeps nothing 
 
 from __future__ import annotations
 
+from itertools import islice
+
 from ckptd.core.events import CommitDone
 from ckptd.core.ids import EpochRecord
 from ckptd.core.instructions import ReadDurable
-from ckptd.core.machine.context import Context, audience, place_in_order
+from ckptd.core.machine.context import Context, audience, place_in_order, succession
 from ckptd.core.machine.steward.certify import Certify
+from ckptd.core.machine.steward.draining import Draining
 from ckptd.core.machine.steward.flush import Flushing
 from ckptd.core.machine.steward.grants import Grants
 from ckptd.core.machine.steward.ledger import Ledger
+from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.restore import Restoring
+from ckptd.core.machine.steward.rung import Rung
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.machine.uplink import KNOCK_S, Fact
 from ckptd.core.messages import (
@@ -22,11 +27,16 @@ from ckptd.core.messages import (
     Inventory,
     JoinReport,
     LayoutReply,
+    Leaving,
     Missed,
     RankState,
     Sealed,
+    Shortage,
     Wrote,
 )
+
+RANKS_AT_ONCE_MAX = 256  # of a job whose books are looked through after every message
+PAUSE_PER_RANK_S = 5e-5  # between two looks through the books of a larger one
 
 
 class Steward:
@@ -36,11 +46,15 @@ class Steward:
         self.sessions = Sessions(ctx, self._deliver, self._reset)
         self.ledger = Ledger(ctx, self.sessions.live)
         self.grants = Grants(ctx, self.sessions, self.ledger)
-        self.certify = Certify(ctx, self.sessions, self.ledger, self.grants)
-        self.flushing = Flushing(ctx, self.sessions, self.ledger, self.grants, self.certify)
+        self.parities = Parities(ctx, self.sessions, self.ledger)
+        self.rung = Rung(ctx, self.sessions, self.ledger)
+        self.certify = Certify(ctx, self.sessions, self.ledger, self.grants, self.parities)
+        self.draining = Draining(ctx, self.sessions, self.ledger, self.parities, self.certify)
+        self.flushing = Flushing(ctx, self.sessions, self.ledger, self.grants, self.certify, self.parities)
         self.restoring = Restoring(ctx, self._restored)
         self._done = False  # of the epoch it speaks for
         self._told_done_at = -1e9
+        self._acted_at = -1e9
 
     # --- in and out of office -----------------------------------------------------------------------------------
     def on_tick(self) -> None:
@@ -52,7 +66,10 @@ class Steward:
             self._tell_done()
             self.ledger.ask_layouts(self._ctx.number)
             self.grants.on_tick()
+            if self.rung.on_tick():
+                self.certify.repeat_now()
             self.certify.on_tick()
+            self.draining.on_tick()
             self.flushing.on_tick()
             self._act()
 
@@ -61,8 +78,7 @@ class Steward:
         record, me = self._ctx.record, self._ctx.me.node
         if record is None or self.restoring.busy or place_in_order(record, me) >= len(record.nodes):
             return False
-        before = [node.node for node in record.nodes][: place_in_order(record, me)]
-        return all(map(self._ctx.lost, before))
+        return all(map(self._ctx.lost, islice(succession(record), place_in_order(record, me))))
 
     def start(self) -> None:
         self.active = True
@@ -70,6 +86,9 @@ class Steward:
         self.ledger.clear()
         self.grants.clear()
         self.flushing.clear()
+        self.rung.clear()
+        self.certify.protecting.clear()
+        self.draining.clear()
         self.sessions.stop()
         self.sessions.start()
         if self._ctx.policy.durable:  # of what no memory holds any more, only storage may know
@@ -110,9 +129,9 @@ class Steward:
         elif not (message.trains and record is not None and record.nonce == message.attempt):
             self.restoring.on_report(sender, message)  # else there is nothing to open: inventories say that it runs
 
-    def _restored(self, record: EpochRecord | None) -> None:
-        """The restore ended: completed (record), or called off. Either way somebody has to look after what memory holds."""
-        if record is None or self._ctx.record != record:
+    def _restored(self, record: EpochRecord) -> None:
+        """The restore is complete. After one that was called off, the next tick finds who looks after what memory holds."""
+        if self._ctx.record != record:
             return
         self._done = True
         self._say_done()
@@ -157,6 +176,10 @@ class Steward:
             self.grants.on_missed(fact)
         elif isinstance(fact, Held):
             self._on_held(sender, fact)
+        elif isinstance(fact, Shortage):
+            self.rung.on_shortage(sender, fact)
+        elif isinstance(fact, Leaving):
+            self.draining.on_leaving(sender, fact)
 
     def _on_inventory(self, sender: str, message: Inventory) -> None:
         self.ledger.forget_node(sender)
@@ -176,10 +199,11 @@ class Steward:
             self._say_done()
         self.ledger.all_dirty()
         self.certify.tell_all(sender)
+        self.rung.tell(sender)
 
     def _on_held(self, sender: str, message: Held) -> None:
         if message.lost:
-            self.ledger.remove(sender, message.fact.snapshot, message.fact.rank)
+            self.ledger.remove(sender, message.fact)
         else:
             self.ledger.add(sender, message.fact)
 
@@ -210,9 +234,15 @@ class Steward:
     def _reset(self, node: str) -> None:
         self.ledger.forget_node(node)
         self.grants.on_reset(node)
+        self.rung.forget(node)
 
     def _act(self) -> None:
-        if self.active:
+        """After every message; where that takes long because there are many ranks, again after a pause or with the next tick."""
+        record, now = self._ctx.record, self._ctx.now
+        ranks = record.world if record is not None else 0
+        pause = ranks * PAUSE_PER_RANK_S if ranks > RANKS_AT_ONCE_MAX else 0.0
+        if self.active and now - self._acted_at >= pause:
+            self._acted_at = now
             self.certify.review()
             if self._done and self._ctx.done:
                 self.grants.act()

@@ -1,0 +1,216 @@
+"""Nodes that are about to go: what only they hold is copied elsewhere as if they were gone, the most exposed first.
+
+Levels stay facts (P2): what a leaving node holds counts while it is there. Beside them stands the level that a snapshot would
+have without these nodes; where it is lower, copies are asked for, with the leaving node as their best source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptd.core.ids import SnapshotId
+from ckptd.core.machine.context import Context
+from ckptd.core.machine.steward.certify import Certify
+from ckptd.core.machine.steward.ledger import Facts, Ledger
+from ckptd.core.machine.steward.parity import Parities
+from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.messages import Departures, Holders, Leaving, Remainder
+
+LOOK_S = 0.5
+AGAIN_S = 2.0  # what is still missing is asked for again after this; who leaves is said as often
+AFTERWARDS_S = 20.0  # what was said before may arrive late; a new session begins with nobody leaving
+ASKED_AT_ONCE_MAX = 16  # copies: the most exposed ones are to have the network first
+FOLLOWS_S = 10.0  # so long a new snapshot may lean on leaving nodes before it counts, and before an older one goes for it
+NAMED_MAX = 8  # reasons and snapshots in one message
+
+
+@dataclass(frozen=True)
+class Need:
+    """``slots`` of so many bytes lie on these leaving nodes alone, among the nodes that are enough for the level. left: how many
+    domains hold it without them. ask: to whom and what; None: parity, or nobody can take it (stuck)."""
+
+    key: tuple[SnapshotId, int, int]
+    left: int
+    slots: int
+    nbytes: int
+    nodes: frozenset[str]
+    ask: tuple[str, Holders] | None = None
+    stuck: bool = False
+
+
+class Draining:
+    def __init__(
+        self, ctx: Context, sessions: Sessions, ledger: Ledger, parities: Parities, certify: Certify
+    ) -> None:
+        self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
+        self._parities, self._certify = parities, certify
+        certify.follows = self.follows
+        self._asked: dict[tuple[SnapshotId, int, int], float] = {}
+        self._said: frozenset[str] = frozenset()
+        self._said_at = self._until = self._looked_at = -1e9
+
+    def clear(self) -> None:
+        self._asked.clear()
+        self._said, self._said_at, self._until = frozenset(), -1e9, -1e9
+
+    def on_leaving(self, sender: str, message: Leaving) -> None:
+        if message.leaving:
+            self._sessions.leaving.add(sender)
+        else:
+            self._sessions.leaving.discard(sender)
+        self._looked_at = -1e9
+
+    def on_tick(self) -> None:
+        self._tell()
+        if not self._sessions.leaving or not self._sessions.settled() or self._ctx.now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = self._ctx.now
+        needs: list[Need] = []
+        falls: list[tuple[SnapshotId, int, int]] = []
+        coming: list[Need] = []  # of snapshots that are so new that an older one still stands in for them
+        for facts, level, without, counts in self._short():
+            found = [*self._copies(facts, level), *self._parity(facts)]
+            (needs if counts else coming).extend(found)
+            if counts:
+                falls.append((facts.snapshot, level, without))
+                self._ledger.dirty.add(facts.snapshot)  # it may have held back the release of an older one until now
+        self._ask([*needs, *coming])
+        for node in sorted(filter(self._sessions.live, self._sessions.leaving)):
+            self._tell_remainder(node, needs, falls)
+
+    # --- who leaves ---------------------------------------------------------------------------------------------
+    def _tell(self) -> None:
+        """Said again and again while somebody leaves, and for a while after: any message may be lost."""
+        now, leaving = self._ctx.now, frozenset(self._sessions.leaving)
+        changed = leaving != self._said
+        if leaving or changed:
+            self._until = now + AFTERWARDS_S
+        if now >= self._until or (not changed and now - self._said_at < AGAIN_S):
+            return
+        self._said, self._said_at = leaving, now
+        if changed:
+            self._ledger.all_dirty()  # what was held back for them may go
+        for node in filter(self._sessions.live, self._sessions.seats):
+            session = self._sessions.session(node)
+            self._ctx.send(node, Departures(self._ctx.number, session, tuple(sorted(leaving))))
+
+    def _tell_remainder(self, node: str, needs: list[Need], falls: list[tuple[SnapshotId, int, int]]) -> None:
+        own = [need for need in needs if node in need.nodes]
+        stuck = [need for need in own if need.stuck]
+        reasons = sorted({f"{_named(need)}: no failure domain is left that could take it" for need in stuck})
+        self._ctx.send(
+            node,
+            Remainder(
+                self._ctx.number,
+                self._sessions.session(node),
+                sum(need.slots for need in own),
+                sum(need.nbytes for need in own),
+                sum(need.slots for need in stuck),
+                tuple(reasons[:NAMED_MAX]),
+                tuple(falls[:NAMED_MAX]) if own else (),
+            ),
+        )
+
+    # --- what is needed -----------------------------------------------------------------------------------------
+    def follows(self, facts: Facts) -> bool:
+        """It leans on leaving nodes, but not for long: copies elsewhere are on their way. Until then no older one is released for
+        it, so that while ranks train there is always one that does without those nodes."""
+        if not self._sessions.leaving:
+            return False
+        if self._without(facts) >= self._level(facts):
+            facts.leans_since = None
+            return False
+        if facts.leans_since is None:
+            facts.leans_since = self._ctx.now
+        return self._ctx.now - facts.leans_since < FOLLOWS_S
+
+    def _level(self, facts: Facts) -> int:
+        return min(facts.level, self._certify.wanted())
+
+    def _without(self, facts: Facts) -> int:
+        return min(self._level(facts), self._ledger.level_with(facts, self._sessions.stays))
+
+    def _short(self) -> Iterator[tuple[Facts, int, int, bool]]:
+        """(snapshot, its level, its level without the leaving nodes, does it count) where they are needed, the newest first. What a
+        newer one that does not need them is as good as needs nothing."""
+        found = [facts for _, facts in sorted(self._ledger.facts.items(), reverse=True) if self._matters(facts)]
+        without = {facts.snapshot: self._without(facts) for facts in found}
+        wanted = self._certify.wanted()
+        safe = max((snapshot for snapshot, level in without.items() if level >= wanted), default=None)
+        best = -1
+        for facts in found:
+            snapshot, level = facts.snapshot, self._level(facts)
+            if without[snapshot] >= level:
+                best = max(best, level)
+            elif level > best:
+                counts = safe is None or snapshot < safe or not self.follows(facts)
+                yield facts, level, without[snapshot], counts
+
+    def _matters(self, facts: Facts) -> bool:
+        whole = not facts.void and facts.level >= 0 and facts.classes is not None
+        return whole and self._ctx.is_candidate(facts.snapshot)
+
+    def _copies(self, facts: Facts, level: int) -> Iterator[Need]:
+        """Slices that fewer staying domains hold than the level takes."""
+        assert facts.classes is not None, "looked at before"
+        by_parity = self._parities.ranks_in_lanes(facts)
+        for copies in (*(((rank, tier),) for rank, tier in facts.classes.alone), *facts.classes.shared):
+            if any(tier >= 1 and rank in by_parity for rank, tier in copies):
+                continue
+            holders = [
+                (self._sessions.stays(node), tier, node, rank, needed)
+                for rank, needed in copies
+                for node, tier in facts.holders.get(rank, {}).items()
+                if tier <= needed and self._sessions.live(node)
+            ]
+            staying = {self._ctx.domain(node) for stays, _, node, _, _ in holders if stays}
+            if len(staying) <= level and holders:
+                yield self._need(facts, sorted(holders), staying)
+
+    def _need(self, facts: Facts, holders: list[tuple[bool, int, str, int, int]], staying: set[str]) -> Need:
+        """Leaving nodes come first among the holders."""
+        record, domain = self._ctx.record, self._ctx.domain
+        assert record is not None, "a steward has an epoch"
+        leaving = frozenset(node for stays, _, node, _, _ in holders if not stays)
+        free = {n.domain for n in record.nodes if self._sessions.stays(n.node)} - staying
+        _, _, first, rank, needed = next((h for h in holders if free - {domain(h[2])}), holders[0])
+        tier = min(needed, max(1, self._ctx.policy.tolerates))
+        layout = self._ledger.layouts[facts.layout_ids[rank]]
+        known = tuple(sorted((node, t) for stays, t, node, _, _ in holders if stays))
+        ask = Holders(self._ctx.number, self._sessions.session(first), facts.snapshot, rank, known, tier)
+        stuck = not free - {domain(first)}
+        key = (facts.snapshot, rank, tier)
+        return Need(key, len(staying), 1, layout.live_bytes(tier), leaving, None if stuck else (first, ask), stuck)
+
+    def _parity(self, facts: Facts) -> Iterator[Need]:
+        for move in self._parities.moves(facts):
+            key = (facts.snapshot, -1 - move.lane, move.position)
+            yield Need(key, 0, move.slots, move.nbytes, move.nodes, None, not move.places)
+
+    # --- asking -------------------------------------------------------------------------------------------------
+    def _ask(self, needs: list[Need]) -> None:
+        """The most exposed first, the newest of those: what fewest domains would be left with."""
+        now = self._ctx.now
+        keys = {need.key for need in needs}
+        self._asked = {key: at for key, at in self._asked.items() if (key in keys or key[2] < 0) and now - at < AGAIN_S}
+        needs = sorted(needs, key=lambda need: (need.left, -need.key[0].epoch, -need.key[0].step, need.key[1:]))
+        for need in needs:
+            if need.ask is None or need.key in self._asked or len(self._asked) >= ASKED_AT_ONCE_MAX:
+                continue
+            self._asked[need.key] = now
+            self._ctx.send(*need.ask)
+        self._order_parity([need for need in needs if need.ask is None and not need.stuck])
+
+    def _order_parity(self, needs: list[Need]) -> None:
+        for snapshot in dict.fromkeys(need.key[0] for need in needs):
+            key = (snapshot, 0, -1)
+            if key not in self._asked:
+                self._asked[key] = self._ctx.now
+                self._parities.order(self._ledger.facts[snapshot])
+
+
+def _named(need: Need) -> str:
+    snapshot, rank, position = need.key
+    what = f"rank {rank}" if rank >= 0 else f"position {position} of parity group {-1 - rank}"
+    return f"step {snapshot.step}, {what}"

@@ -1,0 +1,221 @@
+"""Which parity of which snapshot is still missing, and who is to make it (design D8; REFT, section 4).
+
+Encoding begins when a snapshot is complete: nothing is sent for one that a rank misses. What a loss took is made anew on the node
+that takes its place: first parity where its position's data is, and data that no slot holds any more when it has been
+gone for a while, or at once when a flush needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from ckptd.core.ids import SnapshotId
+from ckptd.core.lanes import NOBODY, Lane, Member, Part, decodable, seatings, tolerance
+from ckptd.core.linear import linear_bytes
+from ckptd.core.machine.context import Context
+from ckptd.core.machine.steward.ledger import Facts, Ledger
+from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.messages import ParityOrder, Source
+from ckptd.core.redundancy import Parity
+
+
+@dataclass(frozen=True)
+class Held:
+    """Who holds a lane: position -> live nodes with its member's slot (the fullest first), with its parity. data, parts: without
+    the nodes that are about to go."""
+
+    lane: Lane
+    data: dict[int, list[str]]
+    parts: dict[int, list[str]]
+    all_data: dict[int, list[str]]
+    all_parts: dict[int, list[str]]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A position of which ``slots`` of so many bytes lie on these leaving nodes alone. places: somebody can take it."""
+
+    lane: int
+    position: int
+    slots: int
+    nbytes: int
+    nodes: frozenset[str]
+    places: bool
+
+
+class Parities:
+    def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger) -> None:
+        self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
+        self._short_since: dict[
+            SnapshotId, float
+        ] = {}  # below what is wanted, with data that only parity can bring
+
+    def ranks_in_lanes(self, facts: Facts) -> set[int]:
+        """They are protected by parity, and not by copies."""
+        return {rank for lane in self._lanes(facts) for rank in lane.ranks()}
+
+    def order(self, facts: Facts, *, at_once: bool = False) -> None:
+        """Ask for what is missing, of the most exposed lanes first. at_once: also for data, however recently it was lost."""
+        moves = facts.parts and self._sessions.leaving
+        if facts.level < 0 or facts.void or not (at_once or moves or isinstance(self._ctx.redundancy, Parity)):
+            return  # what has parity is made whole from it, and moved, whatever rung is in force now
+        lanes = [self._held(facts, lane) for lane in self._lanes(facts)]
+        patient = not at_once and not self._long_short(facts, any(map(_lost, lanes)))
+        for held in sorted(lanes, key=lambda held: (self._tolerates(held), held.lane.number)):
+            self._order_lane(facts, held, mend=not patient, at_once=at_once)
+
+    def moves(self, facts: Facts) -> list[Move]:
+        """What lies on leaving nodes alone, the most exposed lanes first."""
+        lanes = sorted(map(partial(self._held, facts), self._lanes(facts)), key=lambda h: (self._tolerates(h), h.lane.number))
+        return [move for held in lanes for move in self._moves_of(facts, held)]
+
+    def _moves_of(self, facts: Facts, held: Held) -> Iterator[Move]:
+        lane = held.lane
+        for at, member in enumerate(lane.members):
+            data = member.rank != NOBODY and not held.data.get(at)
+            lacks = (data, member.nbytes, held.all_data), (not held.parts.get(at), lane.parity * lane.chunk, held.all_parts)
+            found = [(nbytes, where[at]) for lacking, nbytes, where in lacks if lacking and where.get(at)]
+            if found:
+                nodes = frozenset(node for _, nodes in found for node in nodes)
+                places = self._seat_of(facts, held, at, anywhere=False, moves=True) is not None
+                yield Move(lane.number, at, len(found), sum(nbytes for nbytes, _ in found), nodes, places)
+
+    def forget(self, kept: set[SnapshotId]) -> None:
+        self._short_since = {
+            snapshot: since for snapshot, since in self._short_since.items() if snapshot in kept
+        }
+
+    def made_good(self, snapshot: SnapshotId) -> None:
+        """It is protected as wanted again: the next loss is waited for anew."""
+        self._short_since.pop(snapshot, None)
+
+    # --- what there is ------------------------------------------------------------------------------------------
+    def _lanes(self, facts: Facts) -> list[Lane]:
+        """Those that somebody holds parts of, and those that this epoch's snapshots are to have."""
+        if facts.snapshot.epoch == self._ctx.number and not facts.seats and self._ledger.knows_layouts(facts):
+            self._seat(facts)
+        return sorted({*facts.parts, *facts.seats}, key=lambda lane: lane.number)
+
+    def _seat(self, facts: Facts) -> None:
+        record = self._ctx.record
+        assert record is not None, "a steward has an epoch"
+        layouts = self._ledger.layouts_of(facts)
+        policy = self._ctx.redundancy
+        if not isinstance(policy, Parity) or len(layouts) != record.world:
+            return
+        for seating in seatings(record, policy):
+            members = tuple(
+                Member(rank, linear_bytes(layouts[rank]), layouts[rank].layout_id)
+                if rank != NOBODY
+                else Member(rank)
+                for rank in seating.ranks
+            )
+            facts.seats[Lane(record.world, seating.number, policy.parity, members)] = seating.nodes
+        if not facts.seats.keys() >= facts.parts.keys():
+            facts.seats.clear()  # it was encoded under another rung: a lane's number must mean one lane
+
+    def _held(self, facts: Facts, lane: Lane) -> Held:
+        data: dict[int, list[str]] = {}
+        for rank, at in lane.ranks().items():
+            found = sorted((tier, node) for node, tier in facts.holders.get(rank, {}).items() if tier <= 1)
+            data[at] = [node for _, node in found if self._sessions.live(node)]
+        parts = {at: sorted(filter(self._sessions.live, nodes)) for at, nodes in facts.parts.get(lane, {}).items()}
+        stays = self._sessions.stays
+        return Held(
+            lane,
+            {at: list(filter(stays, nodes)) for at, nodes in data.items()},
+            {at: list(filter(stays, nodes)) for at, nodes in parts.items()},
+            data,
+            parts,
+        )
+
+    def _tolerates(self, held: Held) -> int:
+        domain = self._ctx.domain
+        where = [
+            {at: {domain(node) for node in nodes} for at, nodes in found.items()} for found in (held.data, held.parts)
+        ]
+        return tolerance(held.lane, where[0], where[1])
+
+    def _long_short(self, facts: Facts, lost: bool) -> bool:
+        if not lost:
+            self._short_since.pop(facts.snapshot, None)
+            return False
+        since = self._short_since.setdefault(facts.snapshot, self._ctx.now)
+        return self._ctx.now - since >= self._ctx.policy.steward_timeout_s
+
+    # --- what is to be made -------------------------------------------------------------------------------------
+    def _order_lane(self, facts: Facts, held: Held, *, mend: bool, at_once: bool) -> None:
+        lane, data, parts = held.lane, held.data, held.parts
+        here = [at for at, nodes in held.all_data.items() if nodes], [at for at, nodes in held.all_parts.items() if nodes]
+        for at, member in enumerate(lane.members):
+            lacks_data, lacks_part = member.rank != NOBODY and not data.get(at), not parts.get(at)
+            lost, unmade = lacks_data and not held.all_data.get(at), not held.all_parts.get(at)
+            if (lost and (not mend or not decodable(lane, *here))) or not (lacks_data or lacks_part):
+                continue
+            leans = (lacks_data and not lost) or (lacks_part and not unmade)
+            to = self._seat_of(facts, held, at, anywhere=lost and at_once, moves=leans)
+            sources = self._sources(facts, held)
+            if to is None and leans and unmade and not lost:  # nowhere to move: it protects as long as it is there
+                to, lacks_data = self._seat_of(facts, held, at, anywhere=False, moves=False), False
+            if to is None:
+                continue
+            facts.moved[lane, at] = to
+            if lacks_data and (lost or any(held.all_parts.values())):  # without parity there is nothing to make it of
+                self._send(facts, Part(lane, at), to, sources, True)
+            if not lost and lacks_part:
+                self._send(facts, Part(lane, at), to, sources, False)
+
+    def _seat_of(self, facts: Facts, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
+        """The node that is to hold this position: where the rest of it is, where it was meant to be, or one whose domain no
+        other position lives in; one that is about to go when there is no other, unless it moves away from such a one.
+        anywhere: failing that any."""
+        domain, record, lane = self._ctx.domain, self._ctx.record, held.lane
+        assert record is not None, "a steward has an epoch"
+        others = {
+            domain(node)
+            for found in (held.data, held.parts)
+            for other, nodes in found.items()
+            if other != at
+            for node in nodes
+        }
+        others |= {domain(node) for (where, other), node in facts.moved.items()
+                   if where == lane and other != at and self._sessions.live(node)}  # fmt: skip
+        seats = facts.seats.get(lane)
+        chosen = facts.moved.get((lane, at))
+        first = [*held.data.get(at, ()), *held.parts.get(at, ())]
+        first += [chosen] if chosen and domain(chosen) not in others else []
+        first += [seats[at]] if seats else []
+        first += [] if moves else [*held.all_data.get(at, ()), *held.all_parts.get(at, ())]
+        spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(facts, node), node))
+        live = [node for node in (*first, *spare) if self._sessions.live(node)]
+        apart = [node for node in live if node in first or domain(node) not in others]
+        staying = next(filter(self._sessions.stays, apart), None)
+        if staying is not None or moves:
+            return staying
+        return next(iter(apart), None) or (next(iter(live), None) if anywhere else None)
+
+    def _load(self, facts: Facts, node: str) -> int:
+        return sum(node in nodes for held in facts.parts.values() for nodes in held.values())
+
+    def _sources(self, facts: Facts, held: Held) -> tuple[Source, ...]:
+        """Also on leaving nodes."""
+        lane, found = held.lane, []
+        for at, nodes in sorted(held.all_data.items()):
+            member = lane.members[at]
+            found += [
+                Source(node, member.rank, facts.holders[member.rank][node], member.layout_id)
+                for node in nodes
+            ]
+        for at, nodes in sorted(held.all_parts.items()):
+            found += [Source(node, lane.holding_rank, 0, "", Part(lane, at)) for node in nodes]
+        return tuple(found)
+
+    def _send(self, facts: Facts, part: Part, to: str, sources: tuple[Source, ...], data: bool) -> None:
+        session = self._sessions.session(to)
+        self._ctx.send(to, ParityOrder(self._ctx.number, session, facts.snapshot, part, sources, data))
+
+
+def _lost(held: Held) -> bool:
+    return any(not held.all_data.get(at) for at in held.lane.ranks().values())

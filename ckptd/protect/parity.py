@@ -1,0 +1,210 @@
+"""A position of a lane on this node: its parity, or the slot of its member that is held nowhere any more (REFT, section 4; D8).
+
+Whoever holds a position pulls what it needs, so a try that failed is merely done again. What is made of verified columns is summed
+and sealed as any slot; a slot that parity brought back must match the sums of its first seal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
+from ckptd.arena.frozen import content_of, frozen_record, leans
+from ckptd.arena.sums import bad_blocks, block_sums
+from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
+from ckptd.core.instructions import MakeParity
+from ckptd.core.lanes import joined_digests, part_layout
+from ckptd.core.layout import Layout
+from ckptd.core.messages import Source
+from ckptd.core.parity_groups import stripes_held
+from ckptd.protect import cards as slot_cards
+from ckptd.protect.cards import Cards
+from ckptd.protect.columns import Columns, Read, Spans
+from ckptd.protect.fetch import Fetcher
+from ckptd.protect.settle import in_thread
+from ckptd.protect.verify import copy_verified
+from ckptd.protect.windows import Windows
+
+RECORD_MARGIN_BYTES = 64 * 1024  # of a slot's record beyond layout, sums and digests
+DAMAGE = "damage"
+
+
+class ParityMaker:
+    """``find_frozen(job, content)``, ``add_frozen(job, slot)``: frozen parts that are here."""
+
+    def __init__(self, node: str, arena: Arena, fetcher: Fetcher, cards: Cards, work: Executor) -> None:
+        self._node, self._arena, self._fetcher, self._cards, self._work = node, arena, fetcher, cards, work
+        self.windows = Windows()
+        self.windows_restoring = Windows()  # its own: a restore does not wait behind what is paced
+        self.find_frozen: Callable[[str, str], Slot | None] = lambda job, content: None
+        self.add_frozen: Callable[[str, Slot], None] = lambda job, slot: None
+
+    # --- parity -------------------------------------------------------------------------------------------------
+    async def part(self, job: str, do: MakeParity) -> Slot:
+        """Sealed. Raises CkptdError, NoMemory among them."""
+        cards = await self._all_cards(job, do)
+        blob = await in_thread(self._work, slot_cards.packed, cards)
+        lane = do.part.lane
+        layout = part_layout(lane, len(blob))
+        digests = joined_digests({rank: sorted(card.digests) for rank, card in cards.items()})
+        meta = len(layout.encoded) + sum(len(n) + len(v) + 16 for n, v in digests) + (layout.payload_bytes >> 15)
+        slot = await self._allocate(job, lane.holding_rank, layout.payload_bytes, meta)
+        try:
+            slot.fill()
+            into = slot.extent[: layout.payload_bytes]
+            into[: layout.objects_capacity] = blob + bytes(layout.objects_capacity - len(blob))
+            columns = self.columns(job, do, {rank: card.layout for rank, card in cards.items()}, layout)
+            held = stripes_held(len(lane.members), lane.parity, do.part.position)
+            for number, (stripe, row) in enumerate(held):
+                at = layout.objects_capacity + number * lane.chunk
+                await columns.row(stripe, row, into[at : at + lane.chunk])
+            sums = await in_thread(self._work, block_sums, into, layout)
+            keep = any(card.keep for card in cards.values())
+            record = SlotRecord(
+                job, do.snapshot, lane.holding_rank, 0, layout, len(blob), sums, digests, keep, do.part
+            )
+            await in_thread(self._work, _seal, slot, record)
+        except BaseException:
+            self._arena.release(slot)
+            raise
+        return slot
+
+    # --- a slot that is lost ------------------------------------------------------------------------------------
+    async def data(self, job: str, do: MakeParity) -> Slot:
+        """A tier-1 replica of the position's member. Sealed. Raises CkptdError, NoMemory among them."""
+        kept = await self.kept_cards(job, do)
+        card, parts = kept[do.part.member.rank], await self._part_layout(job, do)
+        columns = self.columns(job, do, {rank: found.layout for rank, found in kept.items()}, parts)
+        layout, live = card.layout, card.layout.live_bytes(1)
+        slot = await self._allocate(job, card.rank, live, len(layout.encoded) + len(card.sums))
+        try:
+            slot.fill()
+            await columns.data(do.part.position, 0, slot.extent[:live])
+            if leans(card):
+                slot.lean(await self._frozen(job, card, columns, do.part.position, live))
+            payload = slot.reads(layout)
+            if await in_thread(self._work, bad_blocks, payload, layout, card.sums, None, 1):
+                raise CkptdError(DAMAGE, where=f"rank {card.rank} of {do.snapshot}")
+            await in_thread(self._work, _seal, slot, card)
+        except BaseException:
+            self._arena.release(slot)
+            raise
+        return slot
+
+    async def _frozen(self, job: str, card: SlotRecord, columns: Columns, position: int, start: int) -> Slot:
+        """The member's frozen part, which lies behind the live one in its row."""
+        part = frozen_record(card)
+        found = self.find_frozen(job, content_of(part))
+        if found is not None:
+            return found
+        nbytes = sum(length for at, length in card.layout.spans(1) if at >= card.layout.frozen_at)
+        slot = await self._allocate(job, card.rank, nbytes, len(part.layout.encoded) + len(part.sums))
+        try:
+            slot.fill()
+            await columns.data(position, start, slot.extent[:nbytes])
+            if await in_thread(self._work, bad_blocks, slot.extent, part.layout, part.sums, None, part.tier):
+                raise CkptdError(DAMAGE, where=f"frozen part of rank {card.rank}")
+            await in_thread(self._work, slot.seal, part)
+        except BaseException:
+            self._arena.release(slot)
+            raise
+        self.add_frozen(job, slot)
+        return slot
+
+    # --- cards --------------------------------------------------------------------------------------------------
+    async def _all_cards(self, job: str, do: MakeParity) -> dict[int, SlotRecord]:
+        """Of every member; of one whose slot is gone what the lane's other parts keep."""
+        found: dict[int, SlotRecord] = {}
+        kept: dict[int, SlotRecord] = {}
+        for rank, position in do.part.lane.ranks().items():
+            card = await self._card(job, do, rank)
+            if card is None:
+                kept = kept or await self.kept_cards(job, do)
+                card = kept[rank]
+            if card.layout.layout_id != do.part.lane.members[position].layout_id:
+                raise CkptdError(f"rank {rank} has another layout than its lane says", where=str(do.snapshot))
+            found[rank] = card
+        return found
+
+    async def _card(self, job: str, do: MakeParity, rank: int) -> SlotRecord | None:
+        for source in do.sources:
+            if source.part is None and source.rank == rank:
+                try:
+                    return await self._cards.ask(job, source.node, do.snapshot, rank)
+                except CkptdError:
+                    continue  # another holder, or the cards beside the parity
+        return None
+
+    async def kept_cards(self, job: str, do: MakeParity) -> dict[int, SlotRecord]:
+        """As the lane's parts keep them. Raises CkptdError: none of them can be read."""
+        why = ""
+        for source in do.sources:
+            if source.part is None or source.part.lane != do.part.lane:
+                continue
+            try:
+                layout = await self._layout_of(job, do, source)
+                blob = bytearray(layout.objects_capacity)
+                ok, why = await self._reader(job, do)(source, ((0, len(blob)),), memoryview(blob))
+                if ok:
+                    return await in_thread(self._work, slot_cards.unpacked, job, do.snapshot, blob)
+            except (CkptdError, ValueError) as error:
+                why = str(error)
+        raise CkptdError(f"no part of lane {do.part.lane.number} can be read", where=why)
+
+    async def _part_layout(self, job: str, do: MakeParity) -> Layout:
+        for source in do.sources:
+            if source.part is not None and source.part.lane == do.part.lane:
+                return await self._layout_of(job, do, source)
+        raise CkptdError(f"no part of lane {do.part.lane.number} is held")
+
+    async def _layout_of(self, job: str, do: MakeParity, source: Source) -> Layout:
+        """Parts of one lane differ in nothing but the length of their cards, which is the same on all of its nodes."""
+        card = await self._cards.ask(job, source.node, do.snapshot, source.rank)
+        return card.layout
+
+    # --- reading ------------------------------------------------------------------------------------------------
+    def columns(
+        self, job: str, do: MakeParity, layouts: dict[int, Layout], parts: Layout, *, protects: bool = True
+    ) -> Columns:
+        """``protects``: paced, as nobody waits for it; else for a restore."""
+        per_holder = do.part.lane.chunk * do.part.lane.parity
+        read = self._reader(job, do, per_holder if protects else 0)
+        windows = self.windows if protects else self.windows_restoring
+        return Columns(
+            do.part.lane, do.sources, layouts, parts, read=read, own_node=self._node, windows=windows, work=self._work
+        )
+
+    def _reader(self, job: str, do: MakeParity, per_holder: int = 0) -> Read:
+        """per_holder: bytes that each holder is asked for in all, as far as they are paced."""
+
+        async def read(source: Source, spans: Spans, into: memoryview) -> tuple[bool, str]:
+            if source.node == self._node:
+                return await self._own(job, do, source.rank, spans, into)
+            share = len(into) / per_holder if per_holder else 0.0
+            what = job, source.node, do.snapshot, source.rank, spans
+            return await self._fetcher.fetch(*what, into, protects=share)
+
+        return read
+
+    async def _own(self, job: str, do: MakeParity, rank: int, spans: Spans, into: memoryview) -> tuple[bool, str]:
+        slot = self._fetcher.held(job, do.snapshot, rank)
+        record = slot.record if slot is not None else None
+        if slot is None or record is None:
+            return False, "not held here"
+        if not await in_thread(self._work, copy_verified, slot, record, spans, into):
+            if slot.record is not record:
+                return False, "the slot was freed"
+            self._fetcher.on_damage(job, slot, "found while making parity")
+            return False, DAMAGE
+        return True, ""
+
+    async def _allocate(self, job: str, rank: int, nbytes: int, meta: int) -> Slot:
+        tenant = Tenant(job, int(job.split("/", 1)[0]), "peer", rank)
+        return await in_thread(self._work, self._arena.allocate, tenant, nbytes, meta + RECORD_MARGIN_BYTES)
+
+
+def _seal(slot: Slot, record: SlotRecord) -> None:
+    failpoint("protect.parity.seal")
+    slot.seal(record)

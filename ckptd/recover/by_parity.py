@@ -1,0 +1,170 @@
+"""Slices of slots that are held nowhere any more, made from the parity of their lanes (design D11; REFT, section 4).
+
+What is wanted is made, in windows, straight into the memory where it belongs: a lost slot is never rebuilt as a whole for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+
+import xxhash
+
+from ckptd.arena.arena import SlotRecord
+from ckptd.arena.sums import SUM_BYTES, blocks_of
+from ckptd.core.box import runs
+from ckptd.core.dtypes import ITEMSIZE
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
+from ckptd.core.instructions import MakeParity
+from ckptd.core.lanes import Lane, Part, decodable
+from ckptd.core.layout import BLOCK_BYTES, Fragment, Layout
+from ckptd.core.linear import linear_offset
+from ckptd.core.messages import Source
+from ckptd.core.recovery import BY_PARITY, Held, Piece
+from ckptd.protect.columns import Columns
+from ckptd.protect.settle import in_thread
+from ckptd.protect.windows import WINDOW_BYTES
+from ckptd.recover.host import Host
+
+Lost = Collection[tuple[str, int]]  # (node, rank) found damaged or gone
+
+
+class ByParity:
+    """``sources``: of the snapshot, its parity among them; layouts: by id, of the sources and of all members of their lanes."""
+
+    def __init__(
+        self, host: Host, snapshot: SnapshotId, sources: Sequence[Source], layouts: Mapping[str, Layout]
+    ) -> None:
+        self._host, self._snapshot, self._sources, self._layouts = host, snapshot, tuple(sources), layouts
+        self._lanes = {s.part.lane: layouts[s.layout_id] for s in sources if s.part is not None}
+        self._cards: dict[Lane, dict[int, SlotRecord]] = {}
+        self._broken: set[Lane] = set()  # what they brought did not match
+
+    def held(self, lost: Lost) -> list[Held]:
+        """What the lanes that are whole enough can bring."""
+        found = []
+        for lane in self._lanes:
+            if lane not in self._broken and self._decodable(lane, lost):
+                layouts = self._members(lane)
+                found += [Held(BY_PARITY, rank, 1, layouts[rank]) for rank in lane.ranks() if rank in layouts]
+        return found
+
+    def _decodable(self, lane: Lane, lost: Lost) -> bool:
+        places = lane.ranks()
+        usable = [source for source in self._sources if (source.node, source.rank) not in lost]
+        data = {places[s.rank] for s in usable if s.part is None and s.rank in places and s.tier <= 1}
+        return decodable(lane, data, {s.part.position for s in usable if s.part is not None and s.part.lane == lane})
+
+    def _members(self, lane: Lane) -> dict[int, Layout]:
+        ids = {member.rank: member.layout_id for member in lane.members}
+        return {rank: self._layouts[ids[rank]] for rank in lane.ranks() if ids[rank] in self._layouts}
+
+    def _lane_of(self, rank: int, lost: Lost) -> Lane | None:
+        """None: another rank's fetch has found meanwhile that it cannot be had."""
+        found = (
+            lane for lane in self._lanes
+            if rank in lane.ranks() and lane not in self._broken and self._decodable(lane, lost)
+        )  # fmt: skip
+        return next(found, None)
+
+    # --- slices -------------------------------------------------------------------------------------------------
+    async def fetch(self, rank: int, pieces: Sequence[Piece], into: memoryview, lost: set[tuple[str, int]]) -> bool:
+        """The pieces one after the other. False: it cannot be done from what there is; ``lost`` names what failed by now."""
+        lane = self._lane_of(rank, lost)
+        if lane is None:
+            return False
+        columns = self._columns(lane, lost)
+        layout, at = self._members(lane)[rank], 0
+        try:
+            for piece in pieces:
+                fragment = layout.fragments[piece.fragment]
+                room = into[at : at + piece.nbytes]
+                if piece.box == fragment.box:
+                    await self._whole(lane, columns, layout, fragment, room)
+                else:
+                    await self._partly(lane, columns, layout, fragment, piece, room)
+                at += piece.nbytes
+        except CkptdError as error:
+            self._note(lane, columns, lost, error)
+            return False
+        return True
+
+    async def objects(self, rank: int, lost: set[tuple[str, int]]) -> bytes | None:
+        """The rank's objects region; None: it cannot be had."""
+        lane = self._lane_of(rank, lost)
+        if lane is None:
+            return None
+        columns = self._columns(lane, lost)
+        layout = self._members(lane)[rank]
+        region = bytearray(layout.objects_capacity)
+        try:
+            await columns.data(lane.ranks()[rank], 0, memoryview(region))
+            await self._check(lane, layout, rank, 0, memoryview(region))
+        except CkptdError as error:
+            self._note(lane, columns, lost, error)
+            return None
+        return bytes(region)
+
+    async def _whole(
+        self, lane: Lane, columns: Columns, layout: Layout, fragment: Fragment, room: memoryview
+    ) -> None:
+        start = linear_offset(layout, fragment.offset)
+        await columns.data(lane.ranks()[layout.rank], start, room)
+        await self._check(lane, layout, layout.rank, fragment.offset, room)
+
+    async def _partly(
+        self, lane: Lane, columns: Columns, layout: Layout, fragment: Fragment, piece: Piece, room: memoryview
+    ) -> None:
+        """A window at a time of the range that the piece lies in: whole blocks, so that they can be checked."""
+        start, position = linear_offset(layout, fragment.offset), lane.ranks()[layout.rank]
+        wanted = list(runs(fragment.box, piece.box, ITEMSIZE[fragment.dtype]))
+        window, first, have = memoryview(bytearray(min(WINDOW_BYTES, fragment.nbytes))), 0, 0
+        at = 0
+        for offset, length in wanted:
+            while length:
+                if not first <= offset < first + have:
+                    first = offset // BLOCK_BYTES * BLOCK_BYTES
+                    have = min(len(window), fragment.nbytes - first)
+                    await columns.data(position, start + first, window[:have])
+                    await self._check(lane, layout, layout.rank, fragment.offset + first, window[:have])
+                part = min(length, first + have - offset)
+                room[at : at + part] = window[offset - first : offset - first + part]
+                at, offset, length = at + part, offset + part, length - part
+
+    async def _check(self, lane: Lane, layout: Layout, rank: int, offset: int, room: memoryview) -> None:
+        """Against the sums of the lost slot's own seal, which lie beside the parity. Raises CkptdError."""
+        if lane not in self._cards:
+            order = MakeParity(self._snapshot, Part(lane, 0), self._sources)
+            self._cards[lane] = await self._host.lane_cards(order)
+        sums = self._cards[lane][rank].sums
+        if not await in_thread(self._host.executor, _matches, layout, sums, offset, room):
+            self._broken.add(lane)
+            raise CkptdError("what parity brought does not match its sums", where=f"rank {rank}")
+
+    # --- columns ------------------------------------------------------------------------------------------------
+    def _columns(self, lane: Lane, lost: Lost) -> Columns:
+        order = MakeParity(self._snapshot, Part(lane, 0), self._sources)
+        columns = self._host.lane_columns(order, self._members(lane), self._lanes[lane])
+        for node, rank in lost:
+            columns.lose(node, rank)
+        return columns
+
+    def _note(self, lane: Lane, columns: Columns, lost: set[tuple[str, int]], error: CkptdError) -> None:
+        """What failed is not tried again in this restore; when nothing did, the lane itself cannot be used."""
+        failed = {(source.node, source.rank) for source, _ in columns.failed}
+        if failed <= lost:
+            self._broken.add(lane)
+        lost |= failed
+
+
+def _matches(layout: Layout, sums: bytes, offset: int, room: memoryview) -> bool:
+    """The blocks of a tier-1 replica that begin in this part of its payload."""
+    blocks, digest = blocks_of(layout, 1), xxhash.xxh3_128_digest
+    for index in range(bisect_left(blocks, (offset, 0)), len(blocks)):
+        at, size = blocks[index][0] - offset, blocks[index][1]
+        if at >= len(room):
+            break
+        if digest(room[at : at + size]) != sums[index * SUM_BYTES : (index + 1) * SUM_BYTES]:
+            return False
+    return True

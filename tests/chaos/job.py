@@ -1,0 +1,251 @@
+"""One job on real daemons for chaos: ranks that are forked, killed and started again, and the oracle that listens to them."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ckptd.config import Config
+from tests.chaos.oracle import Broken, Oracle, Verdict
+from tests.chaos.records import Records
+from tests.cluster.nodes import REPO, Node, fork_rank, template
+from tests.waiting import until
+
+JOB = "chaos"
+RESTORE_BOUND_S = 60.0  # of a restore, above all timeouts of its daemons
+PROTECT_BOUND_S = 60.0  # until a snapshot is protected again when all is well (P14)
+END_BOUND_S = 30.0
+SETTINGS: dict[str, Any] = {
+    "memory_budget": "96MiB", "inventory_timeout_s": 2, "steward_timeout_s": 3, "join_timeout_s": 20,
+    "restore_timeout_s": 30, "fence_timeout_s": 5, "replicate_retry_s": 0.3,
+}  # fmt: skip
+
+
+def settings_of(policy: str) -> dict[str, Any]:
+    """The daemons' settings for "replicas=2", "xor(3)", "rs(4,2)"."""
+    if "redundancy" in Config.model_fields:
+        return {"redundancy": policy}
+    kind, _, count = policy.partition("=")
+    if kind != "replicas":
+        raise SystemExit(f"this build of ckptd has no policy {policy}")
+    return {"replicas": int(count)}
+
+
+def survives(policy: str) -> int:
+    """How many domains may be lost at once."""
+    if policy.startswith("replicas="):
+        return int(policy.partition("=")[2])
+    if policy.startswith("rs("):
+        return int(policy[3:-1].split(",")[1])
+    return 1
+
+
+class Rank:
+    """One process, forked from the template."""
+
+    def __init__(self, node: Node, job: str, kind: str, env: dict[str, str]) -> None:
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
+        variables |= {
+            "CKPTD_SOCKET": str(node.socket),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPO),
+            **env,
+        }
+        self.node = node
+        with open(node.root / "ranks.log", "ab") as log, open(os.devnull, "rb") as nothing:
+            stdio = [nothing.fileno(), log.fileno(), log.fileno()]
+            order = {"env": variables, "uid": 0, "job": job, "kind": kind}
+            self.pid = fork_rank(template("tests.chaos.template"), order, stdio)
+        self.gone = False
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def alive(self) -> bool:
+        return not self.gone and psutil.pid_exists(self.pid)
+
+
+class Job:
+    """``places``: the nodes, one failure domain each."""
+
+    def __init__(self, root: Path, policy: str, count: int, *, failpoint: str = "", **settings: Any) -> None:
+        self.root, self.oracle, self.failpoint = root, Oracle(), failpoint
+        self.settings = {**SETTINGS, **settings_of(policy), **settings}
+        self.records = Records(root / "records")
+        self.generation = 0
+        self.ranks: list[Rank] = []
+        self.lost_now: set[str] = set()  # domains lost since the ranks were started
+        self._names = 0
+        self.places: list[Node] = []
+        for index in range(count):
+            self.places.append(self._launch(self._node(index)))
+        self.until_up()
+
+    # --- nodes --------------------------------------------------------------------------------------------------
+    def _node(self, index: int, name: str = "") -> Node:
+        self._names += 1
+        return Node(self.root, name or f"n{index}-{self._names}", index, domain=f"d{index}", **self.settings)
+
+    def _launch(self, node: Node) -> Node:
+        return node.start(wait=False, failpoint=self.failpoint)
+
+    def until_up(self) -> None:
+        for node in self.places:
+            node.until_up()
+
+    def lose(self, victims: Sequence[int]) -> None:
+        """These nodes with their memory, and the ranks on them, all at once."""
+        nodes = [self.places[index] for index in victims]
+        pids = [p.pid for node in nodes for p in node.processes()]
+        pids += [rank.pid for rank in self.ranks if rank.node in nodes and not rank.gone]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for node in nodes:
+            node.kill()
+        self._until_dead(rank for rank in self.ranks if rank.node in nodes)
+        domains = {f"d{index}" for index in victims}
+        self.lost_now |= domains
+        self.oracle.lost(domains)
+
+    def replace(self, victims: Sequence[int], how: str) -> None:
+        """``how``: "new" node, "wiped" (the same name, empty disk), "reboot" (its state directory is still there). Not awaited."""
+        for index in victims:
+            old = self.places[index]
+            name = "" if how == "new" else old.name
+            if how != "reboot":
+                shutil.rmtree(old.root / "state", ignore_errors=True)
+            self.places[index] = self._launch(self._node(index, name))
+
+    # --- ranks --------------------------------------------------------------------------------------------------
+    def start(
+        self, places: Sequence[int], *, fresh: bool = False, failpoints: Mapping[int, str] | None = None
+    ) -> int:
+        """A start of the job: rank i on the node at places[i]. ``failpoints``: rank -> what is armed there. Returns its
+        generation."""
+        assert not self.ranks, "the last start is still there"
+        self.generation += 1
+        self.lost_now = set()
+        self.oracle.started(self.generation, len(places))
+        kind = f"{self.generation} fresh" if fresh else str(self.generation)
+        for index, place in enumerate(places):
+            env = {
+                "RANK": str(index), "WORLD_SIZE": str(len(places)), "LOCAL_RANK": "0",
+                "CHAOS_STORE": str(self.root / f"store-{self.generation}"),
+                "CHAOS_RECORD": str(self.records.path(self.generation, index)),
+            }  # fmt: skip
+            if failpoints and index in failpoints:
+                env["CKPTD_FAILPOINT"] = failpoints[index]
+            self.ranks.append(Rank(self.places[place], JOB, kind, env))
+        return self.generation
+
+    def end(self) -> None:
+        """The launcher ends all ranks, as torchrun does when one has died."""
+        for rank in self.ranks:
+            rank.signal(signal.SIGKILL)
+        self._until_dead(self.ranks)
+        self.listen()
+        self.listen()
+        self.records.close(self.generation)
+        (self.root / f"store-{self.generation}").unlink(missing_ok=True)
+        self.ranks = []
+
+    def _until_dead(self, ranks: Any) -> None:
+        for rank in list(ranks):
+            if not rank.gone:
+                until(
+                    lambda rank=rank: not psutil.pid_exists(rank.pid), END_BOUND_S, "a killed rank to be gone"
+                )  # type: ignore[misc]
+                rank.gone = True
+
+    # --- listening ----------------------------------------------------------------------------------------------
+    def listen(self) -> None:
+        for generation, rank, fact in self.records.read():
+            self.oracle.heard(generation, rank, fact, self.lost_now)
+
+    def _heard(self, true: Callable[[], bool]) -> bool:
+        self.listen()
+        dead = [rank for rank in self.ranks if not rank.alive()]
+        if dead:
+            log = (dead[0].node.root / "ranks.log").read_text()[-2000:]
+            raise Broken(f"P5 a rank ended by itself: {log}")
+        return true()
+
+    def judge(self) -> Verdict:
+        """Of the start under way: waits until every rank has restored or was refused."""
+        generation = self.generation
+        until(
+            lambda: self._heard(lambda: self.oracle.done(generation)),
+            RESTORE_BOUND_S,
+            "the restore to end (D11)",
+        )
+        return self.oracle.judge(generation)
+
+    def until_level(self, level: int) -> None:
+        told = self.oracle.level_of
+        what = f"start {self.generation} to be told level {level} (P14)"
+        until(lambda: self._heard(lambda: told(self.generation) >= level), PROTECT_BOUND_S, what)
+
+    def newest_told(self, level: int) -> int:
+        """Step of this start; -1: none."""
+        told = self.oracle.told.items()
+        return max(
+            (made[1] for made, t in told if made[0] == self.generation and t.level >= level), default=-1
+        )
+
+    def until_newer(self, level: int, within_s: float = PROTECT_BOUND_S) -> int:
+        """A step that is not made yet is told at that level (P14). Returns it."""
+        now = max((made[1] for made in self.oracle.made if made[0] == self.generation), default=0)
+        what = f"a step above {now} to be told level {level} (P14)"
+        try:
+            until(lambda: self._heard(lambda: self.newest_told(level) > now), within_s, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}{self.report()}") from None
+        return self.newest_told(level)
+
+    def report(self) -> str:
+        """What the daemons say of themselves, for the message of a failure."""
+        lines = [""]
+        for node in self.places:
+            with suppress(OSError, ValueError):
+                job, log = node.job(JOB), node.log.read_text()[-1500:]
+                lines.append(
+                    f"{node.name}: newest {job.get('newest')}, problems {node.problems()}\n{job}\n{log}"
+                )
+        made = [line for line in self.oracle.recent if line[0] == self.generation]
+        return "\n".join([*lines, *(f"{line}" for line in made[-30:])])
+
+    def train_for(self, seconds: float) -> None:
+        over = time.monotonic() + seconds
+        until(lambda: self._heard(lambda: time.monotonic() >= over), seconds + END_BOUND_S)
+
+    def train_for_blind(self, seconds: float) -> None:
+        """The same while some ranks are dead already."""
+        over = time.monotonic() + seconds
+        until(lambda: time.monotonic() >= over, seconds + END_BOUND_S)
+
+    def refused(self) -> bool:
+        return any(outcome["k"] == "refused" for outcome in self.oracle.outcomes[self.generation].values())
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.signal(signal.SIGKILL)
+        for node in self.places:
+            node.kill()
+
+
+def shuffled(rng: random.Random, places: Sequence[int]) -> list[int]:
+    return rng.sample(list(places), len(places))
+
+
+__all__ = ["JOB", "Job", "Rank", "settings_of", "shuffled", "survives"]

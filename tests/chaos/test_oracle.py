@@ -1,0 +1,129 @@
+"""The oracle itself: what it must not let pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.chaos.oracle import Broken, Oracle
+from tests.chaos.state import EVERYTHING
+
+WORLD = 2
+
+
+def digests(generation: int, step: int, rank: int) -> dict[str, str]:
+    return {part: f"{generation}/{step}/{part}" for part in sorted(EVERYTHING)[rank::WORLD]}
+
+
+def trained(steps: int = 4, levels: dict[int, int] | None = None) -> Oracle:
+    """Generation 1 has started anew and made so many steps; ``levels``: step -> the level that a rank was told."""
+    oracle = Oracle()
+    oracle.started(1, WORLD)
+    for rank in range(WORLD):
+        restored(oracle, 1, rank, None, (-1, -1))
+        for step in range(1, steps + 1):
+            oracle.heard(1, rank, {"k": "made", "step": step, "digests": digests(1, step, rank)})
+            oracle.heard(1, rank, {"k": "called", "step": step, "status": "captured"})
+    for step, level in (levels or {}).items():
+        told(oracle, step, level)
+    return oracle
+
+
+def told(oracle: Oracle, step: int, level: int, **how: Any) -> None:
+    oracle.heard(1, 0, {"k": "level", "step": step, "level": level, "durable": False, "void": "", **how})
+
+
+def restored(
+    oracle: Oracle,
+    generation: int,
+    rank: int,
+    step: int | None,
+    made: tuple[int, int],
+    but: dict[str, Any] | None = None,
+) -> None:
+    """``but``: what is otherwise."""
+    fact = {"k": "restored", "step": step, "made": list(made), "digests": digests(*made, rank), "took": 0.1}
+    oracle.heard(generation, rank, fact | (but or {}))
+
+
+def both(oracle: Oracle, step: int) -> Oracle:
+    oracle.started(2, WORLD)
+    for rank in range(WORLD):
+        restored(oracle, 2, rank, step, (1, step))
+    return oracle
+
+
+def test_the_newest_acknowledged_or_a_newer_one() -> None:
+    for step in (3, 4):
+        assert not both(trained(levels={2: 1, 3: 0}), step).judge(2).error
+    verdict = both(trained(levels={2: 1, 3: 0}), 2).judge(2)
+    assert verdict.owed == (1, 3) and "was restored" in verdict.error
+
+
+def test_what_a_loss_takes_is_not_owed() -> None:
+    oracle = trained(levels={2: 1, 3: 0})
+    oracle.lost({"d0"})
+    assert oracle.owed(2) == (1, 2)
+    oracle.lost({"d0"})  # the same domain once more takes nothing else
+    assert oracle.owed(2) == (1, 2)
+    oracle.lost({"d1"})
+    assert oracle.owed(2) is None
+    told(oracle, 4, -1, durable=True)
+    oracle.lost({"d2"})
+    assert oracle.owed(2) == (1, 4)
+
+
+def test_nothing_only_if_nothing_is_owed() -> None:
+    for levels, error in (({3: 0}, True), ({}, False)):
+        oracle = trained(levels=levels)
+        oracle.started(2, WORLD)
+        for rank in range(WORLD):
+            oracle.heard(2, rank, {"k": "refused", "error": "gone", "took": 0.1})
+        assert bool(oracle.judge(2).error) == error
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "match"),
+    [
+        ([1], {"digests": {"p0": "other"}}, "other bytes"),
+        ([1], {"digests": {}}, "restored no"),
+        ([0, 1], {"made": [1, 2]}, "its state is of"),
+        ([1], {"step": 2, "made": [1, 2]}, "different snapshots"),
+        ([0, 1], {"step": 9, "made": [1, 9]}, "not captured"),
+    ],
+)
+def test_a_mixture_is_found(ranks: list[int], how: dict[str, Any], match: str) -> None:
+    oracle = both(trained(levels={3: 0}), 3)
+    for rank in ranks:
+        restored(oracle, 2, rank, 3, (1, 3), how)
+    with pytest.raises(Broken, match=match):
+        oracle.judge(2)
+
+
+def test_a_step_that_nobody_or_not_everybody_captured() -> None:
+    oracle = trained()
+    oracle.heard(1, 1, {"k": "called", "step": 4, "status": "skipped: not granted"})
+    with pytest.raises(Broken, match="not captured"):
+        both(oracle, 4).judge(2)
+    with pytest.raises(Broken, match="a rank skipped it"):
+        told(oracle, 4, 0)
+    with pytest.raises(Broken, match="not every rank"):
+        told(oracle, 5, 0)
+
+
+def test_a_step_of_a_lineage_that_was_left() -> None:
+    oracle = both(trained(levels={2: 1}), 2)
+    assert not oracle.judge(2).error
+    oracle.started(3, WORLD)
+    for rank in range(WORLD):
+        restored(oracle, 3, rank, 4, (1, 4))
+    with pytest.raises(Broken, match="not of its lineage"):
+        oracle.judge(3)
+
+
+def test_some_ranks_but_not_others() -> None:
+    oracle = both(trained(levels={2: 1}), 2)
+    oracle.heard(2, 1, {"k": "refused", "error": "no", "took": 0.1})
+    with pytest.raises(Broken, match="D11"):
+        oracle.judge(2)

@@ -1,0 +1,119 @@
+"""System calls of a live daemon that fail, through snapshots, replicas, flushes and a restore (strace -e inject).
+
+The daemon lives or ends cleanly and is brought back; nothing false is acknowledged; when the calls work again, or the node is
+replaced, what is owed comes back.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.job import Job
+from tests.places import needs_root
+from tests.short import short_folder
+from tests.waiting import until
+
+NODES = 3
+SICK = 1  # place of the daemon whose calls fail
+ATTACH_S = 20.0
+FAULT_S = 3.0
+BACK_S = 120.0  # its keeper aborts a daemon that hangs for 60 s
+STALL_BOUND_S = 8.0  # P5: fence_timeout_s of these daemons is 5
+pytestmark = [
+    *needs_root,
+    pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace"),
+]
+CASES = [
+    ("write", "ENOSPC"), ("pwrite64", "EIO"), ("pwrite64", "ENOSPC"), ("pwrite64", "EINTR"), ("fsync", "EIO"),
+    ("fdatasync", "EIO"), ("link,linkat", "EIO"), ("rename,renameat,renameat2", "EIO"), ("rename,renameat,renameat2", "ENOSPC"),
+    ("mkdir,mkdirat", "ENOSPC"), ("openat", "EMFILE"), ("mmap", "ENOMEM"), ("memfd_create", "EMFILE"), ("recvmsg", "ENOMEM"),
+    ("sendmsg", "ENOBUFS"), ("sendto", "ECONNRESET"), ("recvfrom", "ECONNRESET"), ("accept4", "EMFILE"), ("socket", "EMFILE"),
+    ("pread64", "EIO"), ("ftruncate,fallocate", "ENOSPC"),
+]  # fmt: skip
+EVERYDAY = {("fsync", "EIO")}
+
+
+class Injection:
+    """Fails every third of these calls in each thread of the process, until ``close``."""
+
+    def __init__(self, pid: int, calls: str, error: str, log: Path) -> None:
+        self._log = log
+        inject = f"inject={calls}:error={error}:when=2+3"
+        self._strace = subprocess.Popen(
+            ["strace", "-f", "-o", str(log), "-e", f"trace={calls}", "-e", inject, "-p", str(pid)],
+            stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True,
+        )  # fmt: skip
+        tracer = Path(f"/proc/{pid}/status")
+        until(lambda: f"TracerPid:\t{self._strace.pid}" in tracer.read_text(), ATTACH_S, "strace to attach")
+
+    def count(self) -> int:
+        return self._log.read_text(errors="replace").count("(INJECTED)") if self._log.exists() else 0
+
+    def close(self) -> None:
+        if self._strace.poll() is None:
+            self._strace.send_signal(signal.SIGTERM)  # it lets go of the process
+        self._strace.communicate(timeout=ATTACH_S)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with short_folder() as root:
+        made = Job(
+            root,
+            "replicas=1",
+            NODES,
+            storage_root=root / "storage",
+            flush_every_steps=2,
+            keep_last=1,
+            restore_timeout_s=20,
+        )
+        try:
+            made.start(range(NODES))
+            made.judge()
+            made.until_level(1)
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.mark.parametrize(
+    ("calls", "error"),
+    [case if case in EVERYDAY else pytest.param(*case, marks=pytest.mark.chaos) for case in CASES],
+)
+def test_a_call_that_fails_again_and_again(job: Job, calls: str, error: str) -> None:
+    """P2, P4, P5, P11: over training, flushes and a restore."""
+    sick = job.places[SICK]
+    injection = Injection(sick.daemon_pid(), calls, error, job.root / "strace.log")
+    try:
+        job.train_for(FAULT_S)
+        no_rank_waited_long(job)
+        job.end()
+        job.start([2, 1, 0])
+        verdict = job.judge()
+        assert not verdict.error or verdict.error.startswith("refused"), verdict
+        if not job.refused():
+            job.train_for(1.0)
+    finally:
+        injection.close()
+    job.end()
+    until(lambda: sick.daemon_other_than(0), BACK_S, "the daemon to answer")
+    job.start([0, 1, 2])
+    verdict = job.judge()
+    assert not verdict.error, verdict
+    job.until_newer(1)
+    no_rank_waited_long(job)
+    job.lose([SICK])
+    job.end()
+    job.start([0, 2])
+    verdict = job.judge()
+    assert not verdict.error, (verdict, injection.count())
+
+
+def no_rank_waited_long(job: Job) -> None:
+    assert job.oracle.slowest_s < STALL_BOUND_S, f"P5: training waited {job.oracle.slowest_s:.1f} s"

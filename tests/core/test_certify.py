@@ -1,0 +1,457 @@
+"""Certificates at one steward: what is certified, when it is void, what is released and what stays (P2, P3, P14)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.agreement import tensor_name
+from ckptd.core.box import Box
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.layout import REPLICA
+from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.machine.steward.certify import IDLE_S, REPEAT_S, REPEATS_LIVELY
+from ckptd.core.policy import Policy
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
+
+OLD = EPOCH - 1
+
+
+def steward(record: EpochRecord | None = None, *, running: bool = True, **policy: Any) -> Steward:
+    return Steward(
+        record or record_of(), Policy(**{"replicas": 1, "durable": False, **policy}), running=running
+    )
+
+
+BOTH = [layout(0), layout(1)]
+BOTH_HELD = [fact(7, 0), fact(7, 1)]
+OLD_ONES = [fact(4, rank, epoch=OLD) for rank in (0, 1)], [fact(5, rank, epoch=OLD) for rank in (0, 1)]
+
+
+def released(node: Steward) -> set[int]:
+    return {snapshot.step for certificate in node.certificates() for snapshot in certificate.releases}
+
+
+# --- levels -----------------------------------------------------------------------------------------------------------
+def test_the_level_is_that_of_the_slice_with_the_fewest_holders() -> None:
+    node = steward().train().capture(7, 0)
+    assert node.level(7) is None, "one rank is not a snapshot"
+    node.capture(7, 1)
+    assert node.level(7) == 0
+    node.copy(7, 0, to="b")
+    assert node.level(7) == 0, "rank 1 is on node b alone"
+    node.copy(7, 1, to="a")
+    assert (node.level(7), node.level(7, to="a")) == (1, 1)
+
+
+def test_a_copy_in_the_same_domain_protects_from_nothing() -> None:
+    record = record_of("abc")
+    nodes = tuple(replace(node, domain="rack" if node.node in "ab" else "other") for node in record.nodes)
+    node = steward(replace(record, nodes=nodes)).train().capture(7).protect(7)
+    assert node.level(7) == 0, "rank 0 and its replica lie in one rack"
+    node.copy(7, 0, to="c")
+    assert node.level(7) == 1
+
+
+def test_more_copies_than_the_policy_wants_are_not_promised() -> None:
+    node = steward(replicas=0).train().capture(7).protect(7)
+    assert (node.level(7), {c.wanted for c in node.certificates()}) == (0, {0})
+
+
+def test_more_than_the_nodes_can_give_is_not_wanted() -> None:
+    node = steward(replicas=2).train().capture(7)
+    assert {c.wanted for c in node.certificates()} == {1}
+
+
+def test_nothing_is_certified_before_everybody_has_told_what_it_holds() -> None:
+    """P3: what is not known yet would be taken for lost."""
+    node = steward(record_of("ab", outside="c"), steward_timeout_s=3.0)
+    node.others["b"].tell_inventory(*BOTH_HELD, layouts=BOTH)
+    assert node.level(7) is None
+    node.tick(2.0)
+    node.others["b"].held(BOTH_HELD[0])
+    assert node.level(7) is None
+    node.tick(1.5)
+    node.others["b"].held(BOTH_HELD[0])
+    assert node.level(7) == 0, "who was silent for long does not hold up the others"
+
+
+def test_whoever_is_known_to_be_down_is_not_waited_for() -> None:
+    node = steward(record_of("ab", outside="c"))
+    node.others["b"].tell_inventory(*BOTH_HELD, layouts=BOTH)
+    node.feed(ev.NodeDown("c"))
+    assert node.level(7) == 0
+
+
+def test_a_level_falls_with_the_node_that_held_a_copy() -> None:
+    node = steward().train().capture(7).protect(7)
+    node.feed(ev.NodeDown("b"))
+    assert node.level(7, to="a") == 0, "rank 1 is held by node a alone now (P2)"
+
+
+def test_copies_of_a_lost_node_do_not_count_when_it_is_back_until_it_has_told() -> None:
+    """It may be another process, without memory (P2)."""
+    node = steward().train().capture(7).protect(7)
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    assert node.level(7, to="a") == 0
+    node.tick(1.0)
+    node.others["b"].tell_inventory(fact(7, 1), fact(7, 0, 1))
+    assert node.level(7, to="a") == 1
+
+
+def test_a_node_that_begins_anew_has_what_it_says_and_nothing_more() -> None:
+    node = steward().train().capture(7).protect(7)
+    node.tick(1.0)
+    node.hear("b", msg.Inventory("", node.record, ()))  # a knock: it knows of no session
+    assert node.level(7, to="a") == 1, "nothing is said before it has told"
+    node.others["b"].tell_inventory()
+    assert node.level(7) == 0
+
+
+def test_a_damaged_copy_does_not_count() -> None:
+    node = steward().train().capture(7).protect(7)
+    node.others["b"].held(fact(7, 0, 1), lost=True)
+    assert node.level(7) == 0
+
+
+def test_a_session_that_begins_is_told_what_holds() -> None:
+    node = steward(record_of("ab", outside="c"), replicas=0).train()
+    node.feed(ev.NodeDown("c"))
+    node.capture(7).capture(8)
+    node.feed(ev.NodeUp("c"))
+    node.tick()
+    mark = node.mark
+    node.others["c"].tell_inventory()
+    assert [(c.snapshot.step, c.level) for c in node.certificates("c", mark)] == [(8, 0)], (
+        "step 7 was released"
+    )
+    assert {c.session for c in node.certificates("c", mark)} == {node.others["c"].session}
+
+
+# --- voids ------------------------------------------------------------------------------------------------------------
+def alarms(node: Steward, kind: str) -> list[str]:
+    return [do.text for do in only(node.done, ins.Alarm) if do.kind == kind]
+
+
+def test_copies_that_must_be_equal_and_differ_void_the_snapshot() -> None:
+    box = Box((0,), (4,))
+    held, layouts = [], []
+    for rank, digest in enumerate((b"x" * 16, b"y" * 16)):
+        layouts.append(build_layout(rank, 2, [LayoutItem("w", "F32", (4,), box, "param", REPLICA, 1)], 64))
+        held.append(
+            msg.HoldingFact(at(7), rank, 0, layouts[rank].layout_id, ((tensor_name("w", box), digest),))
+        )
+    node = steward()
+    node.others["b"].tell_inventory(*held, layouts=layouts)
+    assert len(alarms(node, "silent_corruption")) == 1
+    void = node.said(msg.Void, "b")[0]
+    assert (void.snapshot, void.grant, void.session) == (at(7), 0, node.others["b"].session)
+    assert void.reason in alarms(node, "silent_corruption")[0]
+    assert not [c for c in node.certificates() if c.level >= 0]
+
+
+def test_a_snapshot_of_which_a_part_is_nowhere_is_void() -> None:
+    """P14: the parts that are left would keep their slots for ever."""
+    node = steward().greet()
+    node.hear("a", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in BOTH}))
+    node.others["b"].held(fact(7, 1))
+    void = node.said(msg.Void, "b")[0]
+    assert (void.grant, void.snapshot) == (0, at(7))
+    assert node.level(7) is None
+
+
+def test_a_snapshot_whose_every_copy_is_lost_is_forgotten() -> None:
+    node = steward().train().capture(7)
+    node.others["b"].held(fact(7, 1), lost=True)
+    assert node.level(7) == -1
+    for slot in [slot.id for slot in node.machine.slots.holdings()]:
+        node.feed(ev.SlotDamaged(slot, "x"))
+    assert node.machine.steward.ledger.facts == {}
+
+
+def test_a_part_under_a_grant_that_stands_is_waited_for() -> None:
+    node = steward().train().capture(7, 1)
+    node.tick(5.0)
+    assert node.said(msg.Void) == []
+
+
+def test_a_part_whose_node_is_away_is_waited_for() -> None:
+    node = steward().train().capture(7)
+    node.feed(ev.NodeDown("b"))
+    node.tick(1.0)
+    assert not [v for v in node.said(msg.Void) if v.snapshot == at(7)], "node b may come back with it"
+    assert node.level(7, to="a") == -1, "reported as fallen (P2)"
+
+
+def test_the_last_copy_of_all_may_be_lost_at_once() -> None:
+    node = steward(record_of("a"), replicas=0)
+    node.machine.steward._done = node.machine.ctx.done = True  # else another node's inventory would say so
+    node.train(-1).capture(2)
+    (slot,) = [slot.id for slot in node.machine.slots.holdings()]
+    node.feed(ev.SlotDamaged(slot, "x"))
+    assert node.machine.steward.ledger.facts == {}
+
+
+def test_a_durable_one_is_not_void_because_memory_lost_a_part() -> None:
+    node = steward().greet()
+    node.machine.steward.ledger.mark_durable([at(7)])
+    node.others["b"].held(fact(7, 1))
+    assert node.said(msg.Void) == []
+
+
+def test_a_part_without_its_layout_is_not_judged() -> None:
+    """A steward that has just begun certified whole snapshots at -1 until their layouts arrived (P2)."""
+    node = steward()
+    node.others["b"].tell_inventory(*BOTH_HELD, certified=((at(7), 1, False),))
+    assert (node.certificates(), node.said(msg.Void)) == ([], [])
+    node.tick()
+    asked = [request.layout_id for request in node.said(msg.LayoutRequest, "b")]
+    assert sorted(asked) == sorted(one.layout_id for one in BOTH)
+    node.tick()
+    assert len(node.said(msg.LayoutRequest, "b")) == 2, "not before RESEND_S"
+    node.tick(0.5)
+    assert len(node.said(msg.LayoutRequest, "b")) == 4
+    node.hear("b", msg.LayoutReply(EPOCH, {"": b"no layout", **{one.layout_id: one.encoded for one in BOTH}}))
+    assert node.level(7) == 0
+    node.tick(1.0)
+    assert len(node.said(msg.LayoutRequest, "b")) == 4
+
+
+@pytest.mark.parametrize("level", [-1, 1])
+def test_what_was_certified_and_is_not_whole_is_reported_as_fallen(level: int) -> None:
+    """What nobody was ever told of is not spoken of."""
+    node = steward(record_of("abc"))
+    three = [layout(rank, 3) for rank in range(3)]
+    node.others["c"].tell_inventory()
+    node.feed(ev.NodeDown("c"))
+    node.others["b"].tell_inventory(fact(7, 1, world=3), certified=((at(7), level, False),), layouts=three)
+    assert node.level(7) == (-1 if level >= 0 else None)
+
+
+def test_leftovers_of_an_earlier_epoch_are_void_once_the_new_one_runs() -> None:
+    node = steward(record_of("ab", ancestry=(at(5, OLD),)))
+    node.others["b"].tell_inventory(OLD_ONES[0][1], layouts=BOTH)
+    assert [v.snapshot for v in node.said(msg.Void, "b")] == [at(4, OLD)]
+
+
+def test_leftovers_are_kept_until_the_new_epoch_runs() -> None:
+    """Its restore may still be called off."""
+    node = steward(record_of("ab", ancestry=(at(5, OLD),)), running=False)
+    node.others["b"].tell_inventory(OLD_ONES[0][1], layouts=BOTH, done=False)
+    assert node.said(msg.Void) == []
+
+
+def test_an_ancestor_that_is_whole_is_kept() -> None:
+    node = steward(record_of("ab", ancestry=(at(5, OLD),)))
+    node.others["b"].tell_inventory(*OLD_ONES[1], layouts=BOTH)
+    assert (node.level(5, epoch=OLD), node.said(msg.Void, "b")) == (0, [])
+
+
+def test_of_a_lineage_left_behind_only_the_best_one_is_kept() -> None:
+    """A declared fresh start: until the new lineage has something of its own the old one is not thrown away."""
+    node = steward()
+    node.others["b"].tell_inventory(*OLD_ONES[1], layouts=BOTH)
+    node.others["b"].tell_inventory(*OLD_ONES[0], *OLD_ONES[1])
+    assert {v.snapshot for v in node.said(msg.Void, "b")} == {at(4, OLD)}
+    assert node.level(5, epoch=OLD) == 0
+    node.train().capture(7)
+    assert released(node) == {5}, "now there is something of its own"
+
+
+# --- said again and again -------------------------------------------------------------------------------------------
+def test_certificates_are_repeated_lively_at_first_and_then_seldom() -> None:
+    node = steward().train().capture(7).protect(7)
+    mark = node.mark
+    node.tick(REPEAT_S * REPEATS_LIVELY)
+    assert REPEATS_LIVELY - 2 <= len(node.certificates("b", mark)) <= REPEATS_LIVELY + 1
+    node.tick(3 * REPEAT_S)
+    mark = node.mark
+    node.tick(2 * IDLE_S)
+    assert 1 <= len(node.certificates("b", mark)) <= 3
+    node.hear("b", msg.FlushAsk(EPOCH, 7))
+    mark = node.mark
+    node.tick(IDLE_S / 2)
+    assert len(node.certificates("b", mark)) > 3, "somebody asks: it may have missed the answer"
+    mark = node.mark
+    node.tick(IDLE_S)
+    node.capture(8)
+    mark = node.mark
+    node.tick(IDLE_S / 2)
+    assert len(node.certificates("b", mark)) > 3, "something new"
+
+
+def test_nothing_is_repeated_while_somebody_has_not_told_what_it_holds() -> None:
+    node = steward().train().capture(7).protect(7)
+    node.tick(1.0)
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    mark = node.mark
+    node.tick(REPEAT_S + 1.0)
+    assert node.certificates("a", mark) == []
+
+
+def test_whoever_holds_a_part_is_asked_for_the_copies_that_are_missing() -> None:
+    node = steward().train().capture(7)
+    mark = node.mark
+    node.tick(REPEAT_S + 0.5)
+    assert node.said(msg.Holders, "b", mark)[0] == msg.Holders(
+        EPOCH, node.others["b"].session, at(7), 1, (("b", 0),)
+    )
+    assert {m.rank for m in node.said(msg.Holders, "a", mark)} == {0}
+
+
+def test_only_for_the_ranks_that_lack_one() -> None:
+    node = steward().train().capture(7)
+    node.copy(7, 0, to="b")
+    mark = node.mark
+    node.tick(REPEAT_S + 0.5)
+    assert {m.rank for m in node.said(msg.Holders, since=mark)} == {1}
+
+
+def test_nobody_is_asked_for_copies_of_what_is_protected_or_was_left_behind() -> None:
+    node = steward().train().capture(7).protect(7)
+    mark = node.mark
+    node.tick(REPEAT_S + 0.5)
+    assert node.said(msg.Holders, since=mark) == []
+    node = steward()
+    node.others["b"].tell_inventory(*OLD_ONES[1], layouts=BOTH)
+    node.tick(REPEAT_S + 0.5)
+    assert (node.level(5, epoch=OLD), node.said(msg.Holders)) == (0, [])
+
+
+def test_a_void_is_said_again_to_who_holds_it() -> None:
+    node = steward().train().capture(7).capture(8, 0)
+    node.others["b"].missed(node.granted(8), 1, "no memory")
+    assert [v.snapshot for v in node.said(msg.Void, "a") if v.snapshot] == [at(8)]
+    assert only(node.done, ins.FreeSlot), "rank 0's slot is free again"
+    assert at(8) not in node.machine.steward.ledger.facts, "nobody holds it any more"
+
+
+def test_a_void_is_repeated_until_nobody_holds_it() -> None:
+    node = steward().train()
+    node.others["b"].sealed(node.granted(7), 7, 1)
+    node.feed(ev.RankMissed(0, node.granted(7), "no memory"))
+    mark = node.mark
+    node.tick(REPEAT_S + 0.5)
+    assert {v.snapshot for v in node.said(msg.Void, "b", mark)} >= {at(7)}
+    node.others["b"].held(fact(7, 1), lost=True)
+    mark = node.mark
+    node.tick(2 * REPEAT_S)
+    assert [v for v in node.said(msg.Void, "b", mark) if v.snapshot] == []
+
+
+# --- what is durable --------------------------------------------------------------------------------------------------
+def test_what_is_durable_is_told_to_a_node_that_does_not_know_it() -> None:
+    """When no memory holds it any more nothing else names it."""
+    node = steward().greet()
+    node.machine.steward.ledger.mark_durable([at(3), at(2)])
+    node.tick(REPEAT_S + 0.5)
+    said = node.certificates("b")
+    assert {(c.snapshot, c.durable, c.level, c.serial) for c in said} == {(at(3), True, -1, 0)}
+    assert said[0].session == node.others["b"].session
+
+
+def test_what_is_durable_is_not_told_to_a_node_that_said_so_itself() -> None:
+    node = steward()
+    node.others["b"].tell_inventory(certified=((at(3), 1, True), (at(2), 1, True), (at(4), 1, False)))
+    node.tick(REPEAT_S + 0.5)
+    assert node.certificates("b") == []
+    node.machine.steward.ledger.mark_durable([at(4)])
+    node.tick(REPEAT_S + 0.5)
+    assert {c.snapshot for c in node.certificates("b")} == {at(4)}
+
+
+def test_a_certificate_that_says_durable_is_not_said_twice() -> None:
+    node = steward(replicas=0).train().capture(7)
+    node.machine.steward.ledger.mark_durable([at(7)])
+    node.capture(8)
+    assert released(node) == {7}
+    assert [c.durable for c in node.certificates() if c.snapshot == at(7)][-1]
+    mark = node.mark
+    node.tick(REPEAT_S + 0.5)
+    assert {c.snapshot for c in node.certificates("b", mark)} == {at(8)}
+
+
+def test_a_certificate_of_what_is_in_memory_only_says_nothing_of_older_durable_ones() -> None:
+    node = steward().train().capture(7)
+    assert node.level(7) == 0
+    node.machine.steward.ledger.mark_durable([at(3)])
+    node.machine.steward.certify._durable_told.clear()
+    node.tick(REPEAT_S + 0.5)
+    mark = node.mark
+    node.copy(7, 0, "b")
+    node.copy(7, 1, "a")
+    node.machine.steward.ledger.mark_durable([at(4)])
+    node.tick(REPEAT_S + 0.5)
+    assert (at(4), True) in {(c.snapshot, c.durable) for c in node.certificates("b", mark)}
+
+
+def test_a_node_that_began_anew_hears_again_what_is_durable() -> None:
+    node = steward()
+    node.others["b"].tell_inventory(certified=((at(3), 1, True),))
+    node.hear("b", msg.Inventory("", node.record, ()))
+    node.tick(1.0)
+    node.others["b"].tell_inventory()
+    node.tick(REPEAT_S + 0.5)
+    assert {c.snapshot for c in node.certificates("b")} == {at(3)}
+
+
+def test_each_certificate_of_a_steward_has_a_greater_number() -> None:
+    """A node that hears them out of order believes the newest."""
+    node = steward().train().capture(7).protect(7)
+    node.others["b"].held(fact(7, 0, 1), lost=True)
+    numbers = list(dict.fromkeys((c.level, c.serial) for c in node.certificates("b")))
+    assert [level for level, _ in numbers] == [0, 1, 0]
+    assert len({serial for _, serial in numbers}) == 3
+    assert numbers == sorted(numbers, key=lambda one: one[1])
+
+
+def test_a_durable_one_of_another_lineage_is_not_told() -> None:
+    node = steward().greet()
+    node.machine.steward.ledger.mark_durable([SnapshotId(OLD, 3)])
+    node.tick(REPEAT_S + 0.5)
+    assert node.certificates("b") == []
+
+
+# --- degraded ---------------------------------------------------------------------------------------------------------
+def test_a_fallen_level_is_alarmed_once_and_again_after_it_had_risen() -> None:
+    node = steward(record_of("abc")).train().capture(7)
+    for rank in range(3):
+        for to in "bc":
+            node.copy(7, rank, to)
+    assert (node.level(7), alarms(node, "degraded")) == (1, []), "a level that is still rising is no alarm"
+    node.copy(7, 1, "a")
+    node.feed(ev.NodeDown("c"))
+    node.feed(ev.NodeDown("b"))
+    assert len(alarms(node, "degraded")) == 1
+    assert "step 7 survives the loss of 0 domains, 1 are wanted; gone: c" in alarms(node, "degraded")[0]
+    node.machine.steward.ledger.mark_durable([at(7)])
+    node.tick(1.0)
+    assert len(alarms(node, "degraded")) == 1, "another certificate, and no news"
+    node.feed(ev.NodeUp("c"))
+    node.tick(1.0)
+    node.others["c"].tell_inventory(*(fact(7, rank, world=3) for rank in range(3)))
+    node.feed(ev.NodeUp("b"))
+    node.tick(1.0)
+    node.others["b"].tell_inventory(*(fact(7, rank, world=3) for rank in range(3)))
+    assert node.level(7) == 1
+    node.feed(ev.NodeDown("c"))
+    assert len(alarms(node, "degraded")) == 2
+
+
+def test_a_shared_slice_that_lost_a_capture_gets_one_more_copy() -> None:
+    """Every rank has its copies, but a slice that ranks captured by contract lies in too few domains."""
+    item = LayoutItem("w", "F32", (4,), Box((0,), (4,)), "param", REPLICA, 0)
+    node = steward(record_of("abc"))
+    layouts = [build_layout(rank, 3, [item] if rank < 2 else [], 64) for rank in range(3)]
+    every = [msg.HoldingFact(at(7), rank, 0, layouts[rank].layout_id) for rank in range(3)]
+    node.others["c"].tell_inventory(*(replace(one, tier=1) for one in every[:2]), every[2], layouts=layouts)
+    node.others["b"].tell_inventory(*every)
+    assert node.level(7) == 0, "both captures of w lie on node b; node c has only the objects of these ranks"
+    node.tick(REPEAT_S + 0.5)
+    b = node.others["b"].session
+    assert set(node.said(msg.Holders)) == {msg.Holders(EPOCH, b, at(7), 0, (("b", 0),), 0)}

@@ -1,0 +1,325 @@
+"""A start of the job at its steward-elect: who is asked, what is chosen, who is refused, and two votes (D10, D11, P3, P12)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.ids import EpochRecord
+from ckptd.core.machine.steward.decide import CLAIM_GAP, spread
+from ckptd.core.machine.steward.gather import FRESH_S
+from ckptd.core.machine.steward.restore import (
+    CLAIM_TIMEOUT_S,
+)
+from ckptd.core.redundancy import Parity, Redundancy, Replicas
+from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
+from tests.core.machines import at, member, only, sent
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+def test_the_newest_whole_snapshot_is_chosen_with_its_sources() -> None:
+    node = Elect()
+    message = node.open()
+    assert (message.snapshot, message.durable) == (at(5, OLD), False)
+    assert {(s.node, s.rank) for s in message.sources} == {("b", 0), ("b", 1)}
+    assert message.layouts == LAYOUTS
+    assert (message.record.number, message.record.ranks, message.record.nodes) == (
+        OLD + 1,
+        ("a", "b"),
+        (A, B),
+    )
+    assert message.record.before == (OLD, ())
+
+
+def test_a_proven_fresh_start_restores_nothing() -> None:
+    node = Elect().start()
+    node.answer("b")
+    node.claimed()
+    message = node.opens()[-1]
+    assert (message.snapshot, message.record.number, message.record.before) == (None, 1, (-1, ()))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"certified": ((at(5, OLD), 0, False),)},
+        {"holdings": BOTH[:1]},
+        {"certified": ((at(5, OLD), -1, True),)},
+    ],
+)
+def test_a_job_that_has_had_snapshots_does_not_start_fresh_by_itself(told: dict[str, Any]) -> None:
+    """None may be returned only when it is proven that there is no checkpoint (D11)."""
+    node = Elect().start()
+    node.answer("b", *told.pop("holdings", ()), known=BEFORE, done=True, **told)
+    assert node.refusals() == [("now", "unrecoverable")]
+
+
+def test_while_somebody_is_silent_it_may_still_be_recovered() -> None:
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    node = Elect(known).start()
+    node.answer("b", known=known, done=True)
+    node.tick(2.5)
+    assert node.refusals()[0] == ("now", "unreachable")
+    node = Elect(durable=True).start()
+    node.answer("b", *BOTH[:1], known=BEFORE, done=True)
+    node.feed(ev.DurableRead("now", False, reason="EIO"))
+    assert node.refusals() == [("now", "unreachable")]
+    assert "storage did not answer: EIO" in sent(node.done, msg.JoinRefused)[0].reason
+
+
+def test_a_declared_fresh_start_leaves_the_lineage_behind() -> None:
+    node = Elect(ask=msg.RestoreAsk(allow_fresh=True)).start()
+    node.answer("b", *BOTH[:1], known=BEFORE, done=True)
+    node.claimed()
+    message = node.opens()[-1]
+    assert (message.snapshot, message.record.ancestry, message.record.before) == (None, (), (OLD, ()))
+    assert any("holds nothing of rank 1" in error for error in message.errors)
+
+
+def test_ranks_that_ask_for_no_restore_begin_a_lineage() -> None:
+    node = Elect(ask=None).start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    assert (node.claim.ancestry, node.claim.number) == ((), OLD + 1)
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (msg.RestoreAsk(step=3), "there is no checkpoint of step 3"),
+        (msg.RestoreAsk(source="memory", step=3), "there is no checkpoint of step 3 in memory"),
+        (msg.RestoreAsk(source="durable"), "not on durable storage"),
+    ],
+)
+def test_what_was_asked_for_and_is_not_there_is_named(ask: msg.RestoreAsk, text: str) -> None:
+    node = Elect(ask=ask).start(ask=ask)
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    assert text in sent(node.done, msg.JoinRefused)[0].reason
+
+
+def test_who_does_not_answer_is_waited_for_when_only_it_may_hold_what_was_asked_for() -> None:
+    """Although its link is down, and the others hold something newer."""
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    for ask, decided in ((msg.RestoreAsk(), True), (msg.RestoreAsk(step=3), False)):
+        node = Elect(known, ask=ask)
+        node.feed(ev.NodeDown("c"))
+        node.start().answer("b", *BOTH, known=known, done=True)
+        assert (bool(only(node.done, ins.ClaimEpoch)), node.refusals()) == (decided, [])
+    node.tick(2.5)
+    assert node.refusals()[0] == ("now", "unreachable")
+
+
+def test_a_start_that_nobody_remembers_may_have_had_a_snapshot() -> None:
+    """Only a daemon that has not been restarted since can say that there was none."""
+    known = replace(BEFORE, ranks=("b", "b"))
+    for incarnation, fresh in (("b#1", True), ("b#2", False), ("", False)):
+        node = Elect().start()
+        node.answer("b", known=known, done=True, incarnation=incarnation)
+        assert bool(only(node.done, ins.ClaimEpoch)) == fresh
+    node = Elect().start()
+    witness = replace(known, nodes=(A, replace(B, incarnation="")))
+    node.answer("b", known=witness, done=True)
+    assert node.refusals() == [("now", "unrecoverable")], "nobody knows which process that was"
+
+
+def test_a_start_after_one_that_never_ran_is_as_fresh_as_that_one_was() -> None:
+    for before, fresh in (((-1, ()), True), ((0, ()), False)):
+        node = Elect().start()
+        node.answer("b", known=replace(BEFORE, before=before), never=True)
+        assert bool(only(node.done, ins.ClaimEpoch)) == fresh
+        assert node.refusals() == ([] if fresh else [("now", "unrecoverable")])
+
+
+def test_a_start_after_one_that_had_restored_is_never_fresh() -> None:
+    node = Elect().start()
+    node.answer("b", known=replace(BEFORE, ancestry=(at(3, 2),)), done=True, incarnation="b#1")
+    assert node.refusals() == [("now", "unrecoverable")]
+
+
+def test_an_epoch_that_certainly_never_ran_left_nothing_behind() -> None:
+    """What was decided upon before it counts."""
+    never = EpochRecord(6, "never", ("a", "b"), (A, B), (at(5, OLD),), (), (OLD, ()))
+    node = Elect().start()
+    node.answer("b", *BOTH, known=never, never=True)
+    assert (node.claim.number, node.claim.ancestry, node.claim.before) == (7, (at(5, OLD),), (OLD, ()))
+    node = Elect().start()
+    node.answer("b", *BOTH, known=never)
+    assert node.claim.before == (6, (at(5, OLD),)), "it may have run"
+
+
+def test_epochs_that_never_ran_one_after_the_other_left_nothing_behind() -> None:
+    six = EpochRecord(6, "six", ("a", "b"), (A, B), (at(5, OLD),), (), (OLD, ()))
+    seven = EpochRecord(7, "seven", ("a", "b"), (A, B), (at(5, OLD),), (), (6, (at(5, OLD),)))
+    node = Elect().start(known=six)
+    node.answer("b", *BOTH, known=seven, never=True)
+    assert node.claim.before == (6, (at(5, OLD),)), "it may have run"
+    node = Elect().start(known=six)
+    node.answer("a", known=six, never=True)
+    node.answer("b", *BOTH, known=seven, never=True)
+    assert node.claim.before == (OLD, ())
+
+
+def test_an_epoch_that_a_member_never_entered_never_ran() -> None:
+    known = EpochRecord(6, "six", ("b", "b"), (B,), (at(5, OLD),), (), (OLD, ()))
+    node = Elect().start(known=known)
+    node.answer("b", *BOTH, known=BEFORE)
+    assert node.claim.before == (OLD, ())
+    node = Elect().start(known=known)
+    node.answer("b", *BOTH, known=None)
+    assert node.claim.before[0] == 6, "a daemon that has forgotten everything proves nothing"
+
+
+def test_an_epoch_that_left_a_snapshot_ran_whatever_anybody_says() -> None:
+    known = EpochRecord(6, "six", ("a", "b"), (A, B), (at(5, OLD),), (), (OLD, ()))
+    held = tuple(replace(one, snapshot=at(8, 6)) for one in BOTH)
+    node = Elect().start()
+    node.answer("b", *held, known=known, never=True)
+    assert node.claim.ancestry == (at(8, 6), at(5, OLD))
+
+
+def test_the_forks_are_handed_down() -> None:
+    last = EpochRecord(6, "six", ("a", "b"), (A, B), (at(5, OLD), at(3, 2)))
+    for chosen, ancestry in (
+        (at(8, 6), (at(8, 6), at(5, OLD), at(3, 2))),
+        (at(4, OLD), (at(4, OLD), at(3, 2))),
+        (at(2, 2), (at(2, 2),)),
+    ):
+        node = Elect().start()
+        node.answer("b", *(replace(one, snapshot=chosen) for one in BOTH), known=last, done=True)
+        assert node.claim.ancestry == ancestry
+
+
+def test_rank_0s_node_is_the_first_in_the_succession() -> None:
+    node = Elect()
+    node.nodes = (B, A)
+    node.start().answer("b", *BOTH, known=BEFORE, done=True)
+    assert node.claim.nodes == (A, B)
+
+
+@pytest.mark.parametrize(("redundancy", "seated"), [(Replicas(1), "bda"), (Parity(2, 1), "adb")])
+def test_members_sit_where_least_of_what_was_placed_moves(redundancy: Redundancy, seated: str) -> None:
+    """Copies are in pairs, of which one is left; of a group of parity any place is as good as another."""
+    known = replace(BEFORE, nodes=(A, C, B, member("d")), ranks=tuple("acbd"))
+    node = Elect(known, redundancy=redundancy)
+    node.nodes = (A, B, member("d"))
+    node.start().answer("b", *BOTH, known=known, done=True)
+    node.answer("d", known=known, done=True)
+    node.tick(2.5)
+    assert [info.node for info in node.claim.nodes] == list(seated)
+
+
+def test_outsiders_that_hold_something_or_may_are_remembered() -> None:
+    known = replace(BEFORE, nodes=(A, B, C, member("d"), member("e")), ranks=tuple("abcde"))
+    node = Elect(known).start()
+    node.answer("b", *BOTH, known=known, done=True)
+    node.answer("c", BOTH[0], known=known, done=True)
+    node.answer("d", known=known, done=True)
+    node.tick(2.5)
+    assert node.claim.holders == (C, member("e")), "node d holds nothing; node e did not answer"
+
+
+# --- the claim --------------------------------------------------------------------------------------------------------
+def test_a_number_that_is_taken_is_tried_again_above() -> None:
+    node = Elect().start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.claimed(ok=False, taken=9)
+    assert (node.claim.number, node.opens()) == (10, [])
+    node.claimed()
+    assert node.opens()[-1].record.number == 10
+
+
+def test_an_answer_about_another_number_is_none() -> None:
+    node = Elect().start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.feed(ev.EpochClaimed("now", 99, True))
+    assert node.opens() == []
+
+
+def test_storage_that_cannot_be_asked_makes_a_number_that_nobody_else_takes() -> None:
+    node = Elect(durable=True).start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.feed(ev.DurableRead("now", True, BEFORE))
+    node.claimed(ok=False, reason="EIO")
+    assert node.opens()[-1].record.number == OLD + 1 + spread("now")
+    assert spread("now") >= CLAIM_GAP
+    node = Elect(durable=True).start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.feed(ev.DurableRead("now", False, reason="EIO"))
+    assert node.claim.number == OLD + 1 + spread("now"), "nor was it read"
+
+
+def test_without_storage_a_silent_node_may_have_seen_higher_numbers() -> None:
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    node = Elect(known).start()
+    node.answer("b", *BOTH, known=known, done=True)
+    node.tick(2.5)
+    assert node.claim.number == OLD + 1 + spread("now")
+
+
+def test_a_claim_that_hangs_is_done_without() -> None:
+    node = Elect(durable=True).start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.feed(ev.DurableRead("now", True, BEFORE))
+    node.tick(CLAIM_TIMEOUT_S)
+    assert node.opens() == []
+    node.tick(0.5)
+    assert node.opens()[-1].record.number == OLD + 1 + spread("now")
+
+
+def test_ranks_that_went_during_the_claim_open_nothing() -> None:
+    node = Elect().start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.now += FRESH_S
+    node.claimed()
+    assert node.opens() == []
+    node.report()
+    node.tick(0.5)
+    assert len(only(node.done, ins.ClaimEpoch)) == 2, "if they are back, it is decided anew"
+
+
+def test_a_start_that_is_superseded_during_its_claim_leaves_no_claim_behind() -> None:
+    """What was decided for the one would open as the other's epoch."""
+    node = Elect().start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.join("two")
+    node.report("two")
+    node.claimed()
+    assert node.opens() == []
+    node.answer("b", *BOTH, attempt="two", known=BEFORE, done=True)
+    assert node.claim.nonce == "two"
+
+
+def test_an_epoch_that_an_earlier_life_had_opened_ends_the_claim() -> None:
+    node = Elect().start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    opened = EpochRecord(6, "now", ("a", "b"), (A, B), (at(5, OLD),), (), (OLD, ()))
+    node.hear("b", msg.Stale(opened))
+    node.join("two")
+    node.report("two")
+    node.answer("b", *BOTH, attempt="two", known=opened)
+    assert (node.claim.nonce, node.claim.number) == ("two", 7)
+
+
+@pytest.mark.parametrize("claims", [False, True])
+def test_an_epoch_that_somebody_saw_complete_is_not_decided_again(claims: bool) -> None:
+    """A daemon that came back in the middle: it speaks for its epoch, and its rank asks for that epoch's restore."""
+    node = Elect(BEFORE)
+    node.tick(reporting=False)
+    hello = sent(node.done, msg.StewardHello, "b")[-1].nonce
+    node.join("before")
+    node.report("before")
+    if claims:
+        node.answer("b", *BOTH, attempt="before", known=BEFORE)
+    told = len(only(node.done, ins.ClaimEpoch))
+    node.hear("b", msg.Inventory("", BEFORE, BOTH, LAYOUTS, done=True, session=hello))
+    assert sent(node.done, msg.RestoreDone, "a") != []
+    node.answer("b", *BOTH, attempt="before", known=BEFORE)
+    assert len(only(node.done, ins.ClaimEpoch)) == told == claims
+    node.join("two")
+    node.report("two")
+    node.answer("b", *BOTH, attempt="two", known=BEFORE, done=True)
+    assert node.claim.nonce == "two"

@@ -1,0 +1,257 @@
+"""What is made durable and when, one flush at a time (D11 to D13, P4, P14)."""
+
+from __future__ import annotations
+
+from ckptd.core import events as ev
+from ckptd.core import messages as msg
+from ckptd.core.machine.steward.flush import (
+    ASKS_KEPT_MAX,
+)
+from ckptd.core.machine.uplink import KNOCK_S
+from tests.core.flushes import (
+    OLD,
+    alarms,
+    ask,
+    committed,
+    flush_now,
+    orders,
+    step_of,
+    steward,
+    written,
+    wrote,
+)
+from tests.core.machines import EPOCH, at, fact, layout
+
+
+# --- what and when ----------------------------------------------------------------------------------------------------
+def test_a_step_that_was_asked_for_is_ordered_from_all_who_hold_it_and_committed_once() -> None:
+    node = steward().train().capture(7).protect(7)
+    assert step_of(node) is None
+    done = ask(node, 7)
+    assert step_of(node) == 7
+    (to_a,), (to_b,) = orders(done, "a"), orders(done, "b")
+    assert sorted(piece.rank for order in (to_a, to_b) for piece in order.pieces) == [0, 1]
+    assert to_a.attempt == to_b.attempt
+    (commit,) = written(node)
+    assert (commit.snapshot, commit.attempt, commit.record, commit.keep) == (
+        at(7),
+        to_a.attempt,
+        node.record,
+        False,
+    )
+    assert (commit.reports, set(commit.layouts)) == ((b"a", b"b"), {layout(0).layout_id, layout(1).layout_id})
+    committed(node)
+    assert (step_of(node), node.certificates()[-1].durable) == (None, True)
+    assert ask(node, 7) == [] or step_of(node) is None, "it is durable"
+
+
+def test_nothing_is_flushed_without_storage() -> None:
+    node = steward(durable=False).train().capture(7)
+    ask(node, 7)
+    assert step_of(node) is None
+
+
+def test_the_oldest_whole_one_that_is_not_before_the_step_is_taken() -> None:
+    node = steward().train().capture(7).capture(8).protect(8).capture(9)
+    ask(node, 8)
+    assert step_of(node) == 8
+    node = steward().train().capture(7)
+    ask(node, 8)
+    assert step_of(node) is None, "it is still to come"
+    node.capture(8)
+    node.tick()
+    assert step_of(node) == 8
+
+
+def test_of_several_wishes_the_earliest_is_first() -> None:
+    node = steward().train().capture(7).protect(7).capture(8)
+    for step in (8, 7):
+        node.hear("b", msg.FlushAsk(EPOCH, step))
+    node.tick()
+    assert step_of(node) == 7
+    written(node)
+    committed(node)
+    node.tick()
+    assert step_of(node) == 8
+
+
+def test_wishes_are_bounded_and_those_that_are_answered_forgotten() -> None:
+    node = steward().train().capture(7)
+    for step in range(100, 100 + ASKS_KEPT_MAX + 3):
+        node.hear("b", msg.FlushAsk(EPOCH, step))
+    assert len(node.machine.steward.flushing.asked) == ASKS_KEPT_MAX
+    node = steward().train().capture(7)
+    flush_now(node, 7)
+    node.capture(8)
+    ask(node, 6)
+    assert node.machine.steward.flushing.asked <= {7}
+    assert step_of(node) is None
+
+
+def test_a_marked_one_is_flushed_without_being_asked_for_and_first() -> None:
+    node = steward().train().capture(7, keep=True).protect(7).capture(8)
+    ask(node, 8)
+    assert step_of(node) == 7
+    (commit,) = written(node)
+    assert commit.keep
+    committed(node)
+    node.tick()
+    assert step_of(node) == 8
+
+
+def test_of_several_marked_ones_the_oldest_is_first_in_whatever_order_they_were_heard_of() -> None:
+    node = steward()
+    held = [fact(step, rank, rank ^ 1, keep=True) for step in (8, 7) for rank in (0, 1)]
+    node.others["b"].tell_inventory(*held, layouts=[layout(0), layout(1)])
+    node.tick()
+    assert step_of(node) == 7
+
+
+def test_every_so_many_steps() -> None:
+    node = steward(flush_every_steps=2).train(0).capture(1)
+    node.tick()
+    assert step_of(node) is None
+    node.capture(2)
+    node.tick()
+    assert step_of(node) == 2
+    written(node)
+    committed(node)
+    node.capture(3)
+    node.tick()
+    assert step_of(node) is None, "one step since"
+    node.capture(4)
+    node.tick()
+    assert step_of(node) == 4
+
+
+def test_every_so_many_seconds() -> None:
+    node = steward(flush_every_s=10.0).train().capture(7)
+    node.tick(9.0)
+    assert step_of(node) is None
+    node.tick(1.0)
+    assert step_of(node) == 7
+    written(node)
+    node.tick(2.0)
+    committed(node)
+    node.capture(8)
+    node.tick(9.5)
+    assert step_of(node) is None, "counted from the last commit"
+    node.tick(0.5)
+    assert step_of(node) == 8
+
+
+def test_what_is_older_than_something_durable_is_not_due() -> None:
+    node = steward(flush_every_steps=1).train().capture(7)
+    node.machine.steward.ledger.mark_durable([at(9)])
+    node.tick(1.0)
+    assert step_of(node) is None
+    node = steward(flush_every_steps=1).train().capture(7)
+    node.machine.steward.ledger.mark_durable([at(9, OLD)])
+    node.tick(1.0)
+    assert step_of(node) == 7, "that one is of another lineage"
+
+
+def test_what_is_void_or_incomplete_is_not_flushed() -> None:
+    node = steward().train().capture(7, 0)
+    ask(node, 7)
+    assert step_of(node) is None
+
+
+def test_nothing_begins_before_everybody_has_told() -> None:
+    node = steward().train().capture(7)
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    ask(node, 7)
+    assert step_of(node) is None
+    node.tick(1.0)
+    node.others["b"].tell_inventory(fact(7, 1))
+    node.tick()
+    assert step_of(node) == 7
+
+
+def test_the_newest_is_the_newest_in_whatever_order_they_were_heard_of() -> None:
+    node = steward(flush_every_steps=1).train()
+    node.capture(9, 1).capture(8).protect(8).capture(9, 0)
+    assert set(node.machine.steward.ledger.facts) == {at(8), at(9)}
+    node.tick()
+    assert step_of(node) == 9
+
+
+# --- when nobody trains -----------------------------------------------------------------------------------------------
+def test_when_all_have_said_goodbye_the_newest_is_flushed_at_once() -> None:
+    node = steward().train().capture(7)
+    node.feed(ev.RankLeft(0, clean=True))
+    node.tick()
+    assert step_of(node) is None
+    node.others["b"].state(1, 7, left="clean")
+    node.tick()
+    assert (step_of(node), alarms(node, "breakpoint")) == (7, [])
+
+
+def test_when_a_rank_died_and_nobody_comes_back_the_newest_is_flushed() -> None:
+    node = steward().train().capture(7)
+    node.others["b"].state(1, 7, left="died")
+    node.tick(2.75)
+    assert step_of(node) is None, "a new start of the job may come"
+    node.tick(0.75)
+    assert step_of(node) == 7
+    assert alarms(node, "breakpoint") == ["ranks are gone: step 7 is written from memory"]
+    wrote(node, "b", ok=False)
+    node.tick(5.0)
+    assert step_of(node) == 7
+    assert len(alarms(node, "breakpoint")) == 1, "said once"
+
+
+def test_each_time_that_ranks_are_gone_is_said() -> None:
+    node = steward().train().capture(7)
+    for step in (7, 8):
+        node.others["b"].state(1, step, left="died")
+        node.tick(3.5)
+        assert step_of(node) == step
+        written(node)
+        committed(node)
+        node.others["b"].state(1, step)
+        node.capture(8)
+        node.tick()
+    assert [text.split(":")[1] for text in alarms(node, "breakpoint")] == [
+        f" step {step} is written from memory" for step in (7, 8)
+    ]
+
+
+def test_ranks_of_which_a_new_office_hears_nothing_count_as_gone() -> None:
+    node = steward().train().capture(7).protect(7)
+    node.now += 10.0  # its process stood still
+    node.tick()
+    node.feed(ev.NodeDown("b"))
+    node.tick(3.5)
+    assert step_of(node) == 7
+
+
+def test_a_node_that_is_away_with_its_ranks_counts_as_death() -> None:
+    node = steward().train().capture(7).protect(7)
+    node.feed(ev.NodeDown("b"))
+    node.tick(3.5)
+    assert step_of(node) == 7
+    assert {order.pieces for order in orders(node.done, "b")} == set(), "written by who is left"
+
+
+def test_a_daemon_that_came_back_without_its_ranks_counts_as_death() -> None:
+    """It tells nothing of them: nobody says that they left."""
+    node = steward().train().capture(7).protect(7)
+    node.tick(KNOCK_S)
+    node.hear("b", msg.Inventory("", node.record, ()))
+    node.others["b"].tell_inventory(fact(7, 1), fact(7, 0, 1), incarnation="another")
+    node.tick(2.75)
+    assert step_of(node) is None
+    node.tick(0.75)
+    assert step_of(node) == 7
+
+
+def test_a_rank_that_is_back_in_time_trains_on() -> None:
+    node = steward().train().capture(7)
+    node.others["b"].state(1, 7, left="died")
+    node.tick(2.0)
+    node.others["b"].state(1, 7)
+    node.tick(2.0)
+    node.others["b"].state(1, 7, left="died")
+    node.tick(2.0)
+    assert step_of(node) is None

@@ -1,0 +1,299 @@
+"""A flush whose writers, storage or steward go away (D11 to D13, P4, P14)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.lanes import part_layout
+from ckptd.core.machine.steward.flush import (
+    BACKOFF_ASKED_MAX_S,
+    BACKOFF_FIRST_S,
+    BACKOFF_MAX_S,
+    MEND_S,
+)
+from ckptd.core.policy import Policy
+from ckptd.core.redundancy import Parity
+from tests.core.flushes import (
+    alarms,
+    ask,
+    committed,
+    flushing,
+    orders,
+    step_of,
+    steward,
+    written,
+    wrote,
+)
+from tests.core.machines import EPOCH, Steward, at, fact, layout, member, only, record_of, sent
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+def test_a_failed_write_cancels_the_try_and_the_next_one_has_another_name() -> None:
+    node = steward().train().capture(7)
+    ask(node, 7)
+    flush = flushing(node)
+    assert flush is not None
+    done = wrote(node, "b", ok=False, reason="no space")
+    assert alarms(node, "flush") == ["step 7: b: no space"]
+    assert {m.attempt for m in sent(done, msg.WriteCancel, "b")} == {flush.attempt}
+    assert step_of(node) is None
+    node.tick(BACKOFF_FIRST_S - 0.25)
+    assert step_of(node) is None
+    node.tick(0.5)
+    again = flushing(node)
+    assert again is not None and again.attempt != flush.attempt
+
+
+def waits(node: Steward) -> float:
+    """Seconds from a failure to the next try."""
+    wrote(node, "b", ok=False)
+    began = node.now
+    while step_of(node) is None:
+        node.tick()
+        assert node.now - began < 2 * BACKOFF_MAX_S
+    return node.now - began
+
+
+def test_the_pause_grows_up_to_a_limit_and_is_short_while_somebody_waits() -> None:
+    node = steward(flush_every_steps=1).train().capture(7)
+    node.tick()
+    assert [round(waits(node)) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    node = steward(flush_every_steps=1).train().capture(7)
+    node.hear("b", msg.FlushAsk(EPOCH, 7))
+    node.tick()
+    assert [round(waits(node)) for _ in range(5)] == [
+        1,
+        2,
+        4,
+        round(BACKOFF_ASKED_MAX_S),
+        round(BACKOFF_ASKED_MAX_S),
+    ]
+
+
+def test_a_new_wish_is_tried_at_once_and_a_success_forgives_failures() -> None:
+    node = steward(flush_every_steps=1).train().capture(7)
+    node.tick()
+    for _ in range(4):
+        waits(node)
+    wrote(node, "b", ok=False)
+    ask(node, 7)
+    assert step_of(node) == 7, "storage may be back"
+    written(node)
+    committed(node)
+    node.capture(8)
+    node.tick()
+    assert round(waits(node)) == 1
+
+
+def test_failures_are_counted_for_what_was_to_be_kept() -> None:
+    node = steward().train().capture(7, keep=True)
+    node.tick()
+    for failures in (1, 2, 3):
+        waits(node)
+        assert node.machine.steward.ledger.facts[at(7)].failures == failures
+
+
+def test_a_writer_that_goes_away_is_no_failure_of_storage() -> None:
+    node = steward().train().capture(7).protect(7)
+    ask(node, 7)
+    node.feed(ev.NodeDown("b"))
+    node.tick()
+    assert (alarms(node, "flush"), node.machine.steward.flushing._failures) == ([], 0)
+    node.tick()
+    assert step_of(node) == 7, "at once, from those who are left"
+    assert set(flushing(node).orders) == {"a"}  # type: ignore[union-attr]
+
+
+def test_a_writer_that_has_reported_may_go() -> None:
+    node = steward().train().capture(7).protect(7)
+    ask(node, 7)
+    before = flushing(node)
+    wrote(node, "b")
+    node.feed(ev.NodeDown("b"))
+    node.tick()
+    assert flushing(node) is before
+
+
+def test_a_writer_may_go_while_it_is_committed() -> None:
+    node = steward().train().capture(7).protect(7)
+    ask(node, 7)
+    before = flushing(node)
+    written(node)
+    before.reports.clear()  # type: ignore[union-attr]
+    node.feed(ev.NodeDown("b"))
+    node.tick()
+    assert flushing(node) is before
+
+
+def test_orders_are_said_again_to_who_has_not_reported() -> None:
+    node = steward().train().capture(7).protect(7)
+    ask(node, 7)
+    wrote(node, "b")
+    mark = node.mark
+    node.tick(0.75)
+    assert orders(node.done[mark:]) == []
+    node.tick(0.5)
+    assert (len(orders(node.done[mark:], "a")), orders(node.done[mark:], "b")) == (1, [])
+
+
+@pytest.mark.parametrize("committing", [False, True])
+def test_writing_and_committing_have_a_limit_each(committing: bool) -> None:
+    node = steward(write_timeout_s=6.0).train().capture(7)
+    ask(node, 7)
+    node.tick(5.0)
+    if committing:
+        written(node)
+        mark = node.mark
+        node.tick(5.0)
+        assert orders(node.done[mark:]) == [], "there is nothing to write any more"
+    assert alarms(node, "flush") == []
+    node.tick(1.5)
+    what = "the commit" if committing else "writing"
+    assert alarms(node, "flush") == [f"step 7: {what} took longer than write_timeout_s"]
+
+
+def test_reports_of_another_try_or_of_strangers_do_not_count() -> None:
+    node = steward().train().capture(7).protect(7)
+    ask(node, 7)
+    assert only(wrote(node, "b", attempt="another"), ins.Commit) == []
+    assert only(wrote(node, "x"), ins.Commit) == []
+    assert only(wrote(node, "a"), ins.Commit) == [], "node b has not reported of this try"
+    assert len(written(node)) == 1
+    assert only(wrote(node, "b"), ins.Commit) == [], "not twice"
+
+
+def test_a_commit_that_fails_is_tried_anew() -> None:
+    node = steward().train().capture(7)
+    ask(node, 7)
+    written(node)
+    committed(node, ok=False, reason="EIO")
+    assert (step_of(node), alarms(node, "flush")) == (None, ["step 7: EIO"])
+    assert not node.certificates()[-1].durable
+
+
+def test_an_earlier_try_that_fails_late_changes_nothing_and_one_that_succeeds_ends_the_flush() -> None:
+    node = steward().train().capture(7)
+    ask(node, 7)
+    written(node)
+    before = flushing(node)
+    committed(node, ok=False, attempt="an earlier try")
+    assert flushing(node) is before
+    done = committed(node, attempt="an earlier try")
+    assert step_of(node) is None
+    assert {m.attempt for m in sent(done, msg.WriteCancel)} == {before.attempt}  # type: ignore[union-attr]
+    assert node.certificates()[-1].durable
+
+
+def test_a_commit_of_another_snapshot_is_noted_and_this_one_goes_on() -> None:
+    node = steward().train().capture(7).protect(7).capture(8)
+    ask(node, 8)
+    node.feed(ev.CommitDone(at(7), "earlier", True))
+    assert (step_of(node), node.machine.steward.ledger.durable) == (8, {at(7)})
+
+
+def test_a_snapshot_that_went_while_it_was_written_is_not_committed() -> None:
+    node = steward().train().capture(7)
+    ask(node, 7)
+    del node.machine.steward.ledger.facts[at(7)]
+    assert written(node) == []
+    assert alarms(node, "flush") == ["step 7: the snapshot is gone"]
+
+
+def test_a_flush_pins_its_snapshot_and_its_end_unpins_it() -> None:
+    node = steward(replicas=0).train().capture(7)
+    ask(node, 7)
+    node.capture(8)
+    assert at(7) in node.machine.steward.ledger.facts
+    written(node)
+    committed(node)
+    assert at(7) not in node.machine.steward.ledger.facts, "released by step 8, which is as well protected"
+
+
+def test_the_end_of_a_flush_that_failed_unpins_its_snapshot_too() -> None:
+    node = steward(replicas=0).train().capture(7)
+    ask(node, 7)
+    node.capture(8)
+    assert at(7) in node.machine.steward.ledger.facts
+    wrote(node, "b", ok=False)
+    assert at(7) not in node.machine.steward.ledger.facts
+
+
+def test_what_only_parity_can_bring_is_made_for_a_flush_at_once() -> None:
+    """Otherwise a node that was lost gets the time to come back."""
+    record = record_of("abc")
+    record = replace(record, nodes=(*record.nodes, member("d")))
+    node = Steward(record, Policy(redundancy=Parity(2, 1), steward_timeout_s=20.0)).train().capture(7)
+    for to in "abc":
+        (order,) = node.said(msg.ParityOrder, to)[-1:]
+        made = part_layout(order.part.lane, 64)
+        if to == "a":
+            known = tuple(layout(rank, 3) for rank in range(3))
+            node.feed(ev.ParityMade(at(7), order.part, 900, made, (), known))
+        else:
+            held = msg.HoldingFact(at(7), order.part.lane.holding_rank, 0, made.layout_id, part=order.part)
+            node.others[to].held(held)
+    assert node.level(7) == 1
+    node.feed(ev.NodeDown("c"))
+    node.tick(2 * MEND_S)
+    assert [order.data for order in node.said(msg.ParityOrder, "d")] == []
+    ask(node, 7)
+    assert ([order.data for order in node.said(msg.ParityOrder, "d")], step_of(node)) == ([True], None)
+    node.tick(MEND_S - 0.25)
+    assert len(node.said(msg.ParityOrder, "d")) == 1
+    node.tick(0.25)
+    assert len(node.said(msg.ParityOrder, "d")) == 2, "it may have been lost"
+    node.others["d"].held(fact(7, 2, 0, world=3))
+    node.tick(MEND_S)
+    assert step_of(node) == 7
+
+
+def test_whoever_leaves_office_leaves_its_flush() -> None:
+    node = steward().train().capture(7)
+    ask(node, 7)
+    node.machine.steward.stop()
+    assert (step_of(node), node.machine.steward.certify.pinned) == (None, set())
+
+
+def test_a_new_office_knows_no_wishes_and_no_failures() -> None:
+    node = steward(flush_every_s=10.0).train().capture(7)
+    ask(node, 7)
+    wrote(node, "b", ok=False)
+    node.hear("b", msg.FlushAsk(EPOCH, 9))
+    node.now += 10.0  # its process stood still
+    node.tick()
+    flushing_ = node.machine.steward.flushing
+    assert (flushing_.asked, flushing_._failures, flushing_._not_before) == (set(), 0, 0.0)
+    node.others["b"].tell_inventory(fact(7, 1))
+    node.others["b"].state(1, 7)
+    node.tick(9.0)
+    assert step_of(node) is None
+    node.tick(1.5)
+    assert step_of(node) == 7, "flush_every_s counts from the new beginning"
+
+
+def test_a_new_office_begins_no_flush_where_the_one_before_stood() -> None:
+    node = steward().train().capture(7)
+    ask(node, 7)
+    node.now += 10.0  # its process stood still
+    node.tick()
+    assert (step_of(node), node.machine.steward.certify.pinned) == (None, set())
+
+
+def test_a_new_office_waits_for_the_ranks_anew_and_says_again_that_they_are_gone() -> None:
+    node = steward().train().capture(7)
+    node.others["b"].state(1, 7, left="died")
+    node.tick(3.5)
+    assert len(alarms(node, "breakpoint")) == 1
+    node.now += 10.0  # its process stood still
+    node.tick()
+    node.others["b"].tell_inventory(fact(7, 1))
+    node.others["b"].state(1, 7, left="died")
+    node.tick(2.5)
+    assert step_of(node) is None
+    node.tick(1.0)
+    assert (step_of(node), len(alarms(node, "breakpoint"))) == (7, 2)

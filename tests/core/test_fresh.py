@@ -1,0 +1,37 @@
+"""When restore() may say that there is nothing to restore: a declared fresh start counts only if it is known to have run."""
+
+from __future__ import annotations
+
+from ckptd.core.events import DurableRead
+from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.core.machine.steward.decide import decide
+from ckptd.core.machine.steward.gather import Gather
+from ckptd.core.messages import Inventory, RestoreAsk
+
+A = NodeInfo("a", "tcp://a", "a", "a", "a#1")
+TRAINED = EpochRecord(1, "x", ("b",), (NodeInfo("b", "tcp://b", "b", "b", "b#1"),), before=(-1, ()))
+
+
+def gathered(before: tuple[int, tuple[()]], *, done: bool) -> Gather:
+    """A third start asks a, which entered epoch 2 and has not been restarted since; epoch 1's node is gone for good."""
+    fresh = EpochRecord(2, "y", ("a",), (A,), before=before)
+    gather = Gather("z", ("a",), (A,), 0.0)
+    gather.joined, gather.asked = {0: RestoreAsk()}, {"a": A}
+    gather.answers = {"a": Inventory("z", fresh, (), done=done, incarnation="a#1")}
+    gather.durable = DurableRead("z", True, fresh)
+    gather.records = [fresh, TRAINED]
+    return gather
+
+
+def test_nobody_knows_whether_the_declared_fresh_start_ran() -> None:
+    refused = decide(gathered((1, ()), done=False), 2, (), {})
+    assert refused.record is None
+    assert refused.code == "unrecoverable"
+
+
+def test_it_ran_and_took_no_snapshot() -> None:
+    assert decide(gathered((1, ()), done=True), 2, (), {}).record is not None
+
+
+def test_there_was_nothing_before_it_anyway() -> None:
+    assert decide(gathered((-1, ()), done=False), 2, (), {}).record is not None

@@ -1,0 +1,234 @@
+"""Before an epoch opens: who is asked, who is waited for, and who is not the job (P3, D10, D11)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.machine.steward.gather import FRESH_S
+from ckptd.core.machine.steward.restore import (
+    REFUSALS_KEPT_MAX,
+)
+from ckptd.core.policy import Policy
+from tests.core.elect import BEFORE, BOTH, OLD, A, B, C, Elect
+from tests.core.machines import at, member, only, sent
+
+
+def test_inventories_are_asked_for_when_the_last_rank_stands_there() -> None:
+    node = Elect()
+    node.join()
+    assert sent(node.done, msg.InventoryRequest) == []
+    node.report()
+    assert sent(node.done, msg.InventoryRequest, "b") == [msg.InventoryRequest("now", (A, B))]
+
+
+def test_members_of_every_epoch_that_somebody_knows_are_asked_too() -> None:
+    """Daemons that no new rank names still hold memory (P3)."""
+    known = replace(BEFORE, nodes=(A, C), holders=(member("d"),), ranks=("a", "c"))
+    node = Elect().start(known=known)
+    assert all(sent(node.done, msg.InventoryRequest, to) for to in "bcd")
+    node = Elect(known).start()
+    assert all(sent(node.done, msg.InventoryRequest, to) for to in "bcd")
+    node = Elect().start()
+    node.answer("b", known=known)
+    node.tick(0.5)
+    assert all(sent(node.done, msg.InventoryRequest, to) for to in "cd"), "heard of in an answer"
+
+
+def test_there_are_links_to_all_who_are_asked_or_answered() -> None:
+    node = Elect()
+    node.report()
+    assert connected(node) >= {"b"}, "also when no rank has come here yet"
+    node.report(known=replace(BEFORE, nodes=(A, C), holders=(member("d"),), ranks=("a", "c")))
+    assert connected(node) >= {"b", "c", "d"}
+
+
+def connected(node: Elect) -> set[str]:
+    return {info.node for do in only(node.done, ins.Connect) for info in do.nodes}
+
+
+def test_who_has_not_answered_is_asked_again() -> None:
+    node = Elect(replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))).start()
+    node.answer("b")
+    mark = len(node.done)
+    node.tick(0.25)
+    assert sent(node.done[mark:], msg.InventoryRequest) == []
+    node.tick(0.5)
+    asked = [do.to for do in only(node.done[mark:], ins.Send) if isinstance(do.message, msg.InventoryRequest)]
+    assert asked == ["c"]
+
+
+def test_a_rank_counts_where_the_world_says_that_it_lives() -> None:
+    node = Elect()
+    node.join()
+    node.report(sender="c")
+    node.report(here=(0, 5, -1))
+    assert sent(node.done, msg.InventoryRequest) == []
+
+
+def test_reports_of_a_start_whose_rank_0_lives_elsewhere_are_not_ours() -> None:
+    node = Elect()
+    node.report(ranks=("b", "a"), here=(0,))
+    node.report(ranks=(), here=())
+    assert node.machine.steward.restoring.gathering.gather is None
+
+
+def test_ranks_that_name_different_worlds_or_wishes_are_refused() -> None:
+    node = Elect()
+    node.join()
+    node.report(nodes=(A, B, C))
+    assert node.refusals() == [("now", "mismatch")]
+    node = Elect()
+    node.join()
+    node.report(ask=msg.RestoreAsk(step=3))
+    assert node.refusals() == [("now", "mismatch")]
+    assert node.report() and node.refusals() == [("now", "mismatch")] * 2, "repeated to who did not hear it"
+    assert sent(node.done, msg.InventoryRequest) == []
+
+
+def test_a_newer_start_supersedes_and_the_older_one_does_not_come_back() -> None:
+    node = Elect()
+    node.join("one")
+    node.join("two")
+    assert ("one", "superseded") in node.refusals()
+    node.report("one")
+    node.report("two")
+    assert [m.attempt for m in sent(node.done, msg.InventoryRequest, "b")] == ["two"]
+    assert node.refusals().count(("one", "superseded")) >= 2
+
+
+def test_a_start_that_was_seen_before_cannot_supersede() -> None:
+    node = Elect()
+    node.report("one")
+    node.report("two")
+    for number in range(REFUSALS_KEPT_MAX):
+        node.report(f"t{number}")
+    assert len(node.machine.steward.restoring._refused) <= REFUSALS_KEPT_MAX
+    assert len(node.machine.steward.restoring._seen) <= REFUSALS_KEPT_MAX + 1
+
+
+def test_a_late_report_of_a_start_that_had_its_epoch_changes_nothing() -> None:
+    """That start is over; what it says must not call off the one that is gathering."""
+    node = Elect()
+    for attempt in ("one", "two"):
+        node.join(attempt)
+        node.report(attempt)
+        node.answer("b", *BOTH, attempt=attempt, known=BEFORE, done=True)
+        node.claimed()
+        for phase in ("fetched", "loaded"):
+            for rank in (0, 1):
+                node.vote(rank, phase)
+    node.join("three")
+    node.report("one")
+    assert node.refusals() == [("one", "superseded")]
+    node.report("three")
+    assert [m.attempt for m in sent(node.done, msg.InventoryRequest, "b")] == ["one", "two", "three"]
+
+
+# --- when to decide ---------------------------------------------------------------------------------------------------
+def test_it_is_decided_when_everybody_has_answered() -> None:
+    node = Elect().start()
+    assert only(node.done, ins.ClaimEpoch) == []
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    assert node.claim.ancestry == (at(5, OLD),)
+
+
+def test_whoever_is_silent_is_waited_for_and_named() -> None:
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    node = Elect(known).start()
+    node.answer("b", *BOTH, known=known, done=True)
+    node.tick(1.5)
+    assert only(node.done, ins.ClaimEpoch) == [], "node c may hold something newer (P3)"
+    node.tick(0.75)
+    node.claimed()
+    assert node.opens()[-1].errors[0] == "no answer from c"
+
+
+def test_a_node_that_is_down_is_not_waited_for_when_nothing_newer_can_be_there() -> None:
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    node = Elect(known)
+    node.feed(ev.NodeDown("c"))
+    node.start().answer("b", *BOTH, known=known, done=True)
+    assert len(only(node.done, ins.ClaimEpoch)) == 1
+
+
+def test_a_node_that_is_down_is_waited_for_when_something_newer_was_certified() -> None:
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    node = Elect(known)
+    node.feed(ev.NodeDown("c"))
+    node.start().answer("b", *BOTH, known=known, done=True, certified=((at(6, OLD), 1, False),))
+    assert only(node.done, ins.ClaimEpoch) == [], "it may be back with step 6"
+    node = Elect(known)
+    node.feed(ev.NodeDown("c"))
+    node.start().answer("b", known=known, done=True)
+    assert only(node.done, ins.ClaimEpoch) == [], "there is nothing without it"
+
+
+def test_a_node_that_is_down_is_waited_for_when_it_may_have_what_was_asked_for() -> None:
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    node = Elect(known, ask=msg.RestoreAsk(step=3))
+    node.feed(ev.NodeDown("c"))
+    node.start().answer("b", *BOTH, known=known, done=True)
+    assert node.refusals() == []
+    node.feed(ev.NodeUp("c"))
+    older = tuple(replace(one, snapshot=at(3, OLD)) for one in BOTH)
+    node.answer("c", *older, known=known, done=True)
+    assert node.claim.ancestry == (at(3, OLD),)
+
+
+def test_ranks_that_ask_for_no_restore_do_not_wait_for_a_node_that_is_down() -> None:
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    node = Elect(known, ask=None)
+    node.feed(ev.NodeDown("c"))
+    node.start().answer("b", *BOTH, known=known, done=True)
+    assert node.claim.ancestry == ()
+
+
+def test_a_member_of_the_new_start_is_waited_for_even_when_it_is_down() -> None:
+    node = Elect()
+    node.start()
+    node.feed(ev.NodeDown("b"))
+    node.tick(1.0, reporting=False)
+    assert only(node.done, ins.ClaimEpoch) == []
+
+
+def test_it_is_not_decided_for_ranks_that_are_not_heard_of_any_more() -> None:
+    """A dead attempt must not supersede a living one."""
+    node = Elect(inventory_timeout_s=10.0).start()
+    node.tick(FRESH_S, reporting=False)
+    node.answer("b", *BOTH, known=BEFORE)
+    assert only(node.done, ins.ClaimEpoch) == []
+    node.report()
+    node.tick(0.25, reporting=False)
+    assert len(only(node.done, ins.ClaimEpoch)) == 1
+
+
+def test_after_this_process_stood_still_the_ranks_must_be_heard_anew() -> None:
+    node = Elect().start()
+    node.now += Policy().steward_timeout_s
+    node.answer("b", *BOTH, known=BEFORE)
+    assert only(node.done, ins.ClaimEpoch) == []
+
+
+def test_storage_is_read_and_read_again_while_it_does_not_answer() -> None:
+    node = Elect(durable=True).start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    reads = [do for do in only(node.done, ins.ReadDurable) if do.attempt == "now"]
+    assert (len(reads), only(node.done, ins.ClaimEpoch)) == (1, [])
+    node.tick(0.75)
+    assert len([do for do in only(node.done, ins.ReadDurable) if do.attempt == "now"]) == 2
+    node.feed(ev.DurableRead("another", True))
+    assert only(node.done, ins.ClaimEpoch) == []
+    node.feed(ev.DurableRead("now", True, replace(BEFORE, number=9, nonce="newest")))
+    assert node.claim.number == 10
+    assert [do for do in only(Elect().start().done, ins.ReadDurable) if do.attempt] == [], (
+        "there is no storage"
+    )
+
+
+def test_answers_to_another_start_do_not_count() -> None:
+    node = Elect().start()
+    node.answer("b", *BOTH, attempt="another", known=BEFORE)
+    assert only(node.done, ins.ClaimEpoch) == []

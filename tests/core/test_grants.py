@@ -1,0 +1,500 @@
+"""Which steps are granted, when a grant is void, and that slots are never promised twice (D9, P14)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.machine.steward.grants import REFUSED_PAUSE_S, REPEAT_S, STUCK_S
+from ckptd.core.policy import Policy
+from tests.core.machines import Steward, at, fact, only, record_of
+
+POLICY = Policy(replicas=1, durable=False)
+
+
+def steward(ranks: str = "ab") -> Steward:
+    return Steward(record_of(ranks), POLICY)
+
+
+def granted(node: Steward, to: str = "b", since: int = 0) -> list[int]:
+    return [grant.from_step for grant in node.said(msg.Grant, to, since)]
+
+
+def voids(node: Steward, to: str = "b", since: int = 0) -> list[int]:
+    return [void.grant for void in node.said(msg.Void, to, since) if void.grant]
+
+
+# --- granting ---------------------------------------------------------------------------------------------------------
+def test_as_many_steps_are_granted_as_every_rank_has_room_for() -> None:
+    node = steward().greet()
+    node.slots(0, 1, 2)
+    assert granted(node) == [], "nobody knows of rank 1"
+    node.others["b"].state(1, 4, free=3)
+    assert granted(node) == [5, 6], "beyond the foremost rank, each one step further; rank 0 has two slots"
+    node.others["b"].state(1, 5, free=3)
+    assert granted(node) == [5, 6]
+
+
+def test_what_was_granted_is_not_granted_again_before_it_is_settled() -> None:
+    node = steward().train(6, free=2)
+    assert granted(node) == [7, 8]
+    node.capture(7)
+    assert granted(node) == [7, 8], "its slot holds step 7 now"
+    node.copy(7, 0, "b")
+    node.others["b"].state(1, 7, free=3)
+    node.slots(0, 50)
+    assert granted(node) == [7, 8, 9]
+
+
+def test_the_steps_of_new_grants_lie_beyond_those_that_stand() -> None:
+    node = steward().train(6, free=1)
+    node.slots(0, 60)
+    node.others["b"].state(1, 6, free=2)
+    assert granted(node) == [7, 8]
+    node.slots(0, 61)
+    node.others["b"].state(1, 9, free=3)
+    assert granted(node) == [7, 8, 10]
+
+
+def test_nothing_is_granted_while_a_rank_is_gone_or_its_node_is() -> None:
+    node = steward().greet()
+    node.slots(0, 1, 2)
+    node.others["b"].state(1, 4, left="died")
+    assert granted(node) == []
+    node = steward().greet()
+    node.others["b"].state(1, 4)
+    node.feed(ev.NodeDown("b"))
+    node.slots(0, 1, 2)
+    assert granted(node, "a") == []
+
+
+def test_nothing_is_granted_before_the_restore_is_done() -> None:
+    node = Steward(record_of(), POLICY, running=False)
+    node.others["b"].tell_inventory(done=False)
+    node.others["b"].state(1, 4)
+    node.slots(0, 1, 2)
+    node.tick(1.0)
+    assert granted(node) == []
+
+
+def test_grants_are_numbered_above_what_any_node_has_seen() -> None:
+    """A steward that follows another one: nodes have answered grants of that one."""
+    node = steward()
+    node.others["b"].tell_inventory(grant=40)
+    node.train(6, free=1)
+    assert [grant.grant for grant in node.said(msg.Grant, "b")] == [41]
+
+
+def test_a_grant_that_is_not_answered_is_said_again_to_who_has_not() -> None:
+    node = steward().train(6, free=1)
+    node.others["b"].sealed(node.granted(7), 7, 1)
+    marks = node.mark
+    node.tick(REPEAT_S - 0.25)
+    assert granted(node, "a", marks) == []
+    node.tick(0.25)
+    assert (granted(node, "a", marks), granted(node, "b", marks)) == ([7], [])
+
+
+def test_grants_go_in_the_session_of_their_node() -> None:
+    node = steward().train(6, free=1)
+    assert {grant.session for grant in node.said(msg.Grant, "b")} == {node.others["b"].session}
+
+
+# --- void -------------------------------------------------------------------------------------------------------------
+def test_a_grant_that_one_rank_misses_is_void_everywhere_and_those_after_it() -> None:
+    """A rank that left this one out would take the next where the others take this one, one step apart for ever."""
+    node = steward().train(6, free=3)
+    first, second = node.granted(7), node.granted(8)
+    node.others["b"].missed(second, 1, "no memory")
+    assert (voids(node, "a"), voids(node, "b")) == ([second, second + 1], [second + 1])
+    assert first in node.machine.steward.grants.open
+    taken_back = [do.grant for do in only(node.done, ins.TakeBack)]
+    assert taken_back == [second, second + 1]
+
+
+def test_nothing_is_granted_while_a_void_grant_is_with_some_rank() -> None:
+    node = steward().train(6, free=3)
+    mark = node.mark
+    node.others["b"].missed(node.granted(7), 1, "late at step 7")
+    node.tick(REPEAT_S)
+    assert granted(node, "b", mark) == []
+    for step in (7, 8, 9):
+        node.feed(ev.RankMissed(0, node.granted(step), "taken back"))
+    assert granted(node, "b", mark) == [], "rank 1 still has two of them"
+    for step in (8, 9):
+        node.others["b"].missed(node.granted(step), 1, "taken back")
+    assert granted(node, "b", mark) != []
+
+
+def test_a_void_is_said_again_until_everyone_has_answered() -> None:
+    node = steward().train(6, free=1)
+    node.feed(ev.RankMissed(0, node.granted(7), "no memory"))
+    mark = node.mark
+    node.tick(REPEAT_S)
+    assert (voids(node, "b", mark), voids(node, "a", mark)) == ([node.granted(7)], [])
+    node.others["b"].missed(node.granted(7), 1, "void")
+    mark = node.mark
+    node.tick(REPEAT_S)
+    assert node.granted(7) not in voids(node, "b", mark)
+
+
+def test_a_void_is_said_again_a_while_after_it_was_said_last() -> None:
+    node = steward().train(6, free=1)
+    node.tick(REPEAT_S - 0.25)
+    node.feed(ev.RankMissed(0, node.granted(7), "no memory"))
+    mark = node.mark
+    node.tick(REPEAT_S - 0.25)
+    assert voids(node, "b", mark) == []
+    node.tick(0.25)
+    assert voids(node, "b", mark) == [node.granted(7)]
+
+
+def test_what_was_sealed_under_a_void_grant_is_void_too() -> None:
+    node = steward().train(6, free=1).capture(7, 0)
+    node.others["b"].missed(node.granted(7), 1, "no memory")
+    (void,) = [v for v in node.said(msg.Void, "a") if v.snapshot]
+    assert (void.snapshot, void.reason) == (at(7), "rank 1 missed it: no memory")
+
+
+def test_what_is_sealed_after_the_grant_was_void_is_void_too() -> None:
+    node = steward().train(6, free=1)
+    grant = node.granted(7)
+    node.feed(ev.RankMissed(0, grant, "no memory"))
+    node.others["b"].sealed(grant, 7, 1)
+    (void,) = [v for v in node.said(msg.Void, "b") if v.snapshot]
+    assert (void.snapshot, void.reason) == (at(7), "rank 0 missed it: no memory")
+    assert grant not in node.machine.steward.grants.open, "everyone has answered"
+
+
+def test_what_all_sealed_under_a_void_grant_is_void_although_it_is_whole() -> None:
+    """They had taken it before they heard that it is void: whoever trusts the void has told its rank so."""
+    record = replace(record_of("abc"), ranks=("b", "c"))
+    node = Steward(record, POLICY)
+    node.feed(ev.NodeDown("b"))
+    node.tick(POLICY.steward_timeout_s)
+    node.feed(ev.NodeUp("b"))
+    node.tick()
+    node.train(6, free=2)
+    first, second = (grant.grant for grant in node.said(msg.Grant, "b"))
+    node.others["b"].missed(first, 0, "no memory")
+    for name, rank in (("b", 0), ("c", 1)):
+        node.others[name].sealed(second, 8, rank)
+    assert {v.snapshot for v in node.said(msg.Void) if v.snapshot} == {at(8)}
+    assert node.level(8) is None
+
+
+def test_ranks_that_took_a_grant_at_different_steps_void_both() -> None:
+    node = steward().train(6, free=1).capture(7, 0)
+    node.others["b"].sealed(node.granted(7), 8, 1)
+    voided = {v.snapshot: v.reason for v in node.said(msg.Void) if v.snapshot}
+    assert voided == dict.fromkeys((at(7), at(8)), "captured at step 7 and, on rank 1, at 8")
+
+
+def test_ranks_that_captured_by_different_plans_void_it() -> None:
+    """Each would leave out what it believes the other one has (D8)."""
+    node = steward().train(6, free=1).capture(7, 0)
+    assert node.said(msg.Void) == []
+    node = steward("abc").train(6, free=1)
+    node.others["b"].sealed(node.granted(7), 7, 1, plan="one")
+    node.others["c"].sealed(node.granted(7), 7, 2, plan="another")
+    assert "captured by another plan" in node.said(msg.Void, "a")[0].reason
+
+
+def test_a_node_that_began_anew_voids_what_its_ranks_had_not_sealed() -> None:
+    node = steward().train(6, free=2).capture(7)
+    node.tick(1.0)
+    node.hear("b", msg.Inventory("", node.record, ()))
+    assert voids(node, "a") == [node.granted(8)]
+    assert node.level(7) == 0
+    assert granted(node, "a")[-1] == 8, "nothing more until it has told of its ranks"
+
+
+def test_a_node_that_began_anew_answers_for_what_its_ranks_had_not_sealed() -> None:
+    """Nothing else would: it knows nothing of grants of the session before."""
+    node = steward().train(6, free=1)
+    node.tick(1.0)
+    node.hear("b", msg.Inventory("", node.record, ()))
+    node.feed(ev.RankMissed(0, node.granted(7), "taken back"))
+    assert node.machine.steward.grants.open == {}
+
+
+def test_what_is_known_of_a_ranks_slots_ends_with_the_session_of_its_node() -> None:
+    node = steward().train(6, free=0)
+    node.others["b"].state(1, 6, free=2)
+    node.tick(1.0)
+    node.hear("b", msg.Inventory("", node.record, ()))
+    node.others["b"].tell_inventory()
+    node.slots(0, 1, 2)
+    assert granted(node, "a") == []
+    node.others["b"].state(1, 6, free=1)
+    assert granted(node, "a") == [7]
+
+
+def test_what_was_certified_stays_whatever_a_later_grant_of_that_step_became() -> None:
+    node = steward().train(6, free=2).capture(7)
+    late = node.granted(8)
+    node.others["b"].sealed(late, 7, 1)
+    node.feed(ev.RankMissed(0, late, "no memory"))
+    assert node.level(7) == 0
+
+
+def test_a_rank_that_neither_seals_nor_gives_up_is_given_up() -> None:
+    node = steward().train(6, free=1).capture(7, 0)
+    node.tick(STUCK_S + 1.0)
+    assert voids(node) == [], "its step has not come yet"
+    node.others["b"].state(1, 9, free=1)
+    node.tick(STUCK_S - 1.0)
+    assert voids(node) == []
+    node.tick(2.0)
+    assert set(voids(node)) == {node.granted(7)}
+
+
+def test_a_rank_that_is_there_in_time_is_not_given_up() -> None:
+    node = steward().train(6, free=1)
+    node.others["b"].state(1, 9, free=1)
+    node.tick(STUCK_S - 1.0)
+    node.others["b"].sealed(node.granted(7), 7, 1)
+    node.tick(2.0)
+    assert voids(node) == []
+
+
+def test_what_one_rank_took_is_not_taken_off_the_time_of_another() -> None:
+    node = steward().train(6, free=1)
+    node.others["b"].state(1, 9, free=1)
+    node.tick(STUCK_S - 1.0)
+    node.others["b"].sealed(node.granted(7), 7, 1)
+    node.tick(1.0)
+    node.feed(ev.RankProgress(0, 9))
+    node.tick(STUCK_S - 1.0)
+    assert voids(node, "a") == []
+    node.tick(2.0)
+    assert set(voids(node, "a")) == {node.granted(7)}
+
+
+def test_a_step_that_was_completed_is_not_served_any_more() -> None:
+    node = steward().train(6, free=2)
+    grants = node.machine.steward.grants
+    assert not grants.serves(7)
+    node.capture(7, 1)
+    assert grants.serves(7)
+    node.capture(7, 0)
+    assert not grants.serves(7)
+    node.capture(8, 1)
+    node.feed(ev.RankMissed(0, node.granted(8), "no memory"))
+    assert not grants.serves(8)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+def test_after_a_grant_that_a_rank_could_not_even_take_there_is_a_pause() -> None:
+    """It was made again at once, without end (simulator, seed 551)."""
+    node = steward().train(6, free=1)
+    grant = node.granted(7)
+    mark = node.mark
+    node.feed(ev.RankMissed(0, grant, ev.OTHER_MAPPER))
+    node.others["b"].missed(grant, 1, ev.OTHER_MAPPER)
+    assert granted(node, "b", mark) == []
+    node.tick(REFUSED_PAUSE_S)
+    assert granted(node, "b", mark) == [8]
+
+
+def test_a_rank_that_gave_it_up_by_itself_makes_no_pause() -> None:
+    node = steward().train(6, free=1)
+    grant = node.granted(7)
+    mark = node.mark
+    node.feed(ev.RankMissed(0, grant, "fence_timeout"))
+    node.others["b"].missed(grant, 1, "void")
+    assert granted(node, "b", mark) == [8]
+
+
+# --- the margin -------------------------------------------------------------------------------------------------------
+def late(node: Steward, step: int, reached: int) -> None:
+    """Both ranks were beyond the step when its grant came."""
+    grant = node.granted(step)
+    node.feed(ev.RankProgress(0, reached))
+    node.others["b"].state(1, reached, free=1)
+    node.others["b"].missed(grant, 1, "late")
+    if node.machine.slots.filling(0, grant):
+        node.feed(ev.RankMissed(0, grant, "late"))
+
+
+def test_grants_that_came_too_late_make_the_next_ones_go_further_ahead() -> None:
+    node = steward().train(6, free=1)
+    late(node, 7, reached=10)
+    assert granted(node)[-1] == 15, "four steps beyond the next one: it had needed a margin of 4"
+    assert node.machine.steward.grants.margin.steps == 4
+
+
+def test_a_grant_that_was_in_time_everywhere_asks_for_no_margin() -> None:
+    node = steward().train(6, free=2)
+    grant = node.granted(7)
+    node.others["b"].sealed(grant, 7, 1, came_at=6)
+    node.capture(7, 0)
+    assert node.machine.steward.grants.margin.steps == 0
+
+
+def test_one_rank_for_which_it_came_too_late_is_enough() -> None:
+    node = steward().train(6, free=1)
+    node.others["b"].state(1, 10, free=1)
+    node.others["b"].missed(node.granted(7), 1, "late")
+    node.feed(ev.RankMissed(0, node.granted(7), "taken back"))
+    assert node.machine.steward.grants.margin.steps == 4
+
+
+def test_the_rank_that_was_furthest_counts() -> None:
+    node = steward("abc").train(6, free=1)
+    for name, rank, reached in (("b", 1, 8), ("c", 2, 11)):
+        node.others[name].state(rank, reached, free=1)
+        node.others[name].missed(node.granted(7), rank, "late")
+    node.feed(ev.RankMissed(0, node.granted(7), "taken back"))
+    assert node.machine.steward.grants.margin.steps == 5
+
+
+def test_a_grant_that_was_void_before_it_came_too_late_asks_for_no_margin() -> None:
+    node = steward().train(6, free=1)
+    grant = node.granted(7)
+    node.feed(ev.RankMissed(0, grant, "no memory"))
+    node.others["b"].state(1, 10, free=1)
+    node.others["b"].missed(grant, 1, "late")
+    assert grant not in node.machine.steward.grants.open
+    assert node.machine.steward.grants.margin.steps == 0
+
+
+def test_how_far_a_rank_was_when_the_grant_came_is_what_counts() -> None:
+    node = steward().train(6, free=1)
+    late(node, 7, reached=10)  # from now on 4 steps more than the next one
+    grant, step = node.granted(15), 15
+    node.feed(ev.RankProgress(0, step))
+    node.others["b"].sealed(grant, step, 1, came_at=12)
+    node.capture(step, 0)
+    assert list(node.machine.steward.grants.margin._needs) == [4, 2]
+
+
+# --- a step that a rank waits for -------------------------------------------------------------------------------------
+def test_a_step_that_a_rank_waits_for_is_granted_exactly() -> None:
+    node = steward().train(6, free=0)
+    node.slots(0, 1)
+    node.feed(ev.RankProgress(0, 7, asks=True))
+    node.others["b"].state(1, 6, free=1)
+    assert granted(node)[0] == 7
+    node.others["b"].state(1, 7, free=1)
+    node.capture(7)
+    assert node.level(7) == 0
+
+
+def test_a_step_that_a_rank_waits_for_is_granted_once_and_then_waited_for() -> None:
+    node = steward().train(6, free=0)
+    node.slots(0, 1, 2, 3)
+    node.feed(ev.RankProgress(0, 7, asks=True))
+    node.others["b"].state(1, 6, free=3)
+    node.tick(0.25)
+    grants = node.machine.steward.grants.open
+    assert [grant.from_step for grant in grants.values()] == [7, 8, 9]
+    node.tick(3 * REPEAT_S)
+    assert voids(node) == []
+    assert [grant.from_step for grant in grants.values()] == [7, 8, 9]
+
+
+def test_a_step_that_another_rank_has_passed_cannot_be_granted() -> None:
+    node = steward().train(6, free=0)
+    node.slots(0, 1)
+    node.feed(ev.RankProgress(0, 7, asks=True))
+    node.others["b"].state(1, 8, free=1)
+    assert 7 not in granted(node)
+
+
+def test_what_was_granted_beyond_it_gives_its_slots_back() -> None:
+    node = steward().train(6, free=1)
+    node.machine.steward.grants.open[node.granted(7)].from_step = 9  # as after a larger margin
+    node.feed(ev.RankProgress(0, 8, asks=True))
+    assert set(voids(node)) == {node.granted(7)}
+    node.feed(ev.RankMissed(0, node.granted(7), "taken back"))
+    node.others["b"].missed(node.granted(7), 1, "taken back")
+    assert granted(node)[-1] == 8
+
+
+def test_an_exact_grant_that_somebody_could_not_take_is_repeated_with_a_pause() -> None:
+    """The steward granted anew a thousand times a second."""
+    node = steward().train(6, free=0)
+    node.slots(0, 1)
+    node.feed(ev.RankProgress(0, 7, asks=True))
+    node.others["b"].state(1, 6, free=1)
+    grant = node.said(msg.Grant, "b")[0].grant
+    node.others["b"].missed(grant, 1, "fence_timeout")
+    node.feed(ev.RankMissed(0, grant, "void"))
+    assert granted(node).count(7) == 1
+    node.tick(REPEAT_S)
+    give_back(node)
+    assert granted(node).count(7) == 2
+
+
+def give_back(node: Steward) -> None:
+    """What was granted beyond the step that is waited for."""
+    for number in list(node.machine.steward.grants.open):
+        node.feed(ev.RankMissed(0, number, "taken back"))
+        node.others["b"].missed(number, 1, "taken back")
+
+
+def test_a_step_that_was_void_is_not_granted_again_while_a_part_of_it_is_held() -> None:
+    node = steward().train(6, free=0)
+    node.slots(0, 1)
+    node.feed(ev.RankProgress(0, 7, asks=True))
+    node.others["b"].state(1, 6, free=1)
+    grant = node.said(msg.Grant, "b")[0].grant
+    node.others["b"].sealed(grant, 7, 1)
+    node.feed(ev.RankMissed(0, grant, "fence_timeout"))
+    node.others["b"].state(1, 7, free=1, asks=7)
+    node.feed(ev.RankProgress(0, 7, asks=True))
+    for _ in range(2):
+        node.tick(REPEAT_S)
+        give_back(node)
+    assert granted(node).count(7) == 1
+    node.others["b"].held(fact(7, 1), lost=True)
+    node.tick(REPEAT_S)
+    give_back(node)
+    assert granted(node).count(7) == 2
+
+
+@pytest.mark.parametrize("free", [1, 2])
+def test_a_new_office_begins_with_empty_books(free: int) -> None:
+    """A process that was stopped for long: a successor may have granted meanwhile."""
+    node = steward().train(6, free=free)
+    node.now += POLICY.steward_timeout_s
+    mark = node.mark
+    node.tick()
+    assert node.machine.steward.grants.open == {}
+    node.others["b"].tell_inventory()
+    node.others["b"].state(1, 20, free=free)
+    assert min(granted(node, "b", mark), default=21) == 21
+
+
+def test_a_new_office_grants_from_where_the_ranks_are_then() -> None:
+    """After a restore of an older step too; grants beyond the old ones would leave out all that lies between."""
+    node = steward().train(6, free=1)
+    late(node, 7, reached=10)
+    node.now += POLICY.steward_timeout_s
+    node.tick()
+    assert node.machine.steward.grants.margin.steps == 0
+    node.others["b"].tell_inventory()
+    mark = node.mark
+    node.others["b"].state(1, 10, free=1)
+    node.feed(ev.RankMissed(0, node.granted(15), "taken back"))
+    assert granted(node, "b", mark) == [11]
+    late(node, 11, reached=13)
+    assert node.machine.steward.grants.margin.steps == 3
+
+
+def test_a_new_office_measures_from_where_the_ranks_are_then() -> None:
+    node = steward().train(6, free=3)
+    node.now += POLICY.steward_timeout_s
+    old = [node.granted(step) for step in (7, 8, 9)]
+    node.tick()
+    for grant in old:
+        node.feed(ev.RankMissed(0, grant, "taken back"))
+    node.others["b"].tell_inventory()
+    node.others["b"].state(1, 6, free=3)
+    late(node, 7, reached=8)
+    assert node.machine.steward.grants.margin.steps == 2

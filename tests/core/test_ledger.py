@@ -1,0 +1,181 @@
+"""The steward's books: what is written on every word of a node, and what is struck out again (design D9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptd.core.instructions import Send
+from ckptd.core.lanes import Lane, Member, Part, joined_digests, part_layout
+from ckptd.core.machine.context import Context
+from ckptd.core.machine.steward.ledger import RELEASED_KEPT_MAX, Facts, Ledger
+from ckptd.core.messages import HoldingFact, LayoutRequest
+from ckptd.core.policy import Policy
+from tests.core.machines import EPOCH, at, fact, layout, member
+
+WORLD = 3
+LAYOUTS = {one.layout_id: one.encoded for one in (layout(rank, WORLD) for rank in range(WORLD))}
+LANE = Lane(WORLD, 0, 1, tuple(Member(rank, 64, layout(rank, WORLD).layout_id) for rank in range(WORLD)))
+SHORT, LONG = (("o:x", b"1" * 16),), (("o:x", b"1" * 16), ("t:w|0", b"2" * 16))
+
+
+@dataclass
+class Books:
+    """Of a steward that is in session with everybody."""
+
+    ctx: Context = field(default_factory=lambda: Context("1/job", member("a"), Policy()))
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.ctx, lambda node: True)
+
+    def of(self, step: int = 7) -> Facts:
+        return self.ledger.facts[at(step)]
+
+    def slot(self, node: str, rank: int, step: int = 7, **more: Any) -> HoldingFact:
+        told = fact(step, rank, world=WORLD, **more)
+        self.ledger.add(node, told)
+        return told
+
+    def part(self, node: str, position: int, **more: Any) -> HoldingFact:
+        layout_id = part_layout(LANE, 64).layout_id
+        told = HoldingFact(at(7), LANE.holding_rank, 0, layout_id, part=Part(LANE, position), **more)
+        self.ledger.add(node, told)
+        return told
+
+    def lane(self) -> Books:
+        """Nodes a, b and c have a rank and a part each."""
+        self.ledger.learn_layouts(LAYOUTS)
+        for position, node in enumerate("abc"):
+            self.slot(node, position)
+            self.part(node, position)
+        return self
+
+    def level(self) -> int:
+        self.ledger.weigh(self.of())
+        return self.of().level
+
+    def release(self, *steps: int) -> None:
+        for step in steps:
+            self.ledger.release(at(step))
+
+    def asked(self) -> set[tuple[str, str]]:
+        """(whom, for which layout)"""
+        self.ledger.ask_layouts(EPOCH)
+        sends = [do for do in self.ctx.out if isinstance(do, Send)]
+        return {(do.to, do.message.layout_id) for do in sends if isinstance(do.message, LayoutRequest)}
+
+
+# --- a new term -----------------------------------------------------------------------------------------------------
+def test_a_new_term_knows_only_what_it_is_told_itself() -> None:
+    """Layouts are named by their content, and what is durable stays so."""
+    books = Books().lane()
+    books.slot("a", 0, 5)
+    books.ledger.mark_durable([at(5)])
+    books.ledger.heard[at(7)] = 1
+    books.release(3, 4)
+    books.ledger.weigh_anew(at(4))
+    books.ledger.clear()
+    assert (books.ledger.facts, books.ledger.heard, books.ledger.dirty) == ({}, {}, set())
+    for step in (3, 4, 5):
+        books.slot("b", 1, step)
+        assert books.of(step).nodes() == {"b"}
+    assert [(books.of(step).again, books.of(step).durable) for step in (4, 5)] == [
+        (False, False),
+        (False, True),
+    ]
+    assert books.ledger.knows_layouts(books.of(5))
+
+
+# --- slots and parts ------------------------------------------------------------------------------------------------
+def test_a_whole_slots_digests_count_and_not_a_prefixs() -> None:
+    books = Books()
+    books.slot("b", 0, tier=1, digests=SHORT)
+    assert books.of().digests == {0: SHORT}, "better than none"
+    books.slot("a", 0, digests=LONG)
+    books.slot("c", 0, tier=1, digests=SHORT)
+    assert books.of().digests == {0: LONG}
+
+
+def test_a_part_vouches_for_the_slots_of_its_lane() -> None:
+    """Their own holders may be gone, and with them whoever said these things first."""
+    books = Books()
+    books.part("d", 1, digests=joined_digests({0: SHORT, 2: LONG}), keep=True)
+    books.part("e", 2)
+    facts = books.of()
+    assert facts.layout_ids == {rank: layout(rank, WORLD).layout_id for rank in range(WORLD)}
+    assert facts.digests == {0: SHORT, 2: LONG}
+    assert facts.keep
+    assert books.asked() == {("d", name) for name in LAYOUTS}
+
+
+def test_only_parts_of_a_ranks_own_lane_vouch_for_it() -> None:
+    books = Books()
+    books.part("d", 1)
+    assert books.of().vouching(1) == ["d"]
+    assert books.of().vouching(WORLD + 1) == []
+
+
+def test_a_slot_that_arrives_raises_what_its_lane_survives() -> None:
+    books = Books().lane()
+    books.ledger.remove("c", fact(7, 2, world=WORLD))
+    assert books.level() == 0
+    books.slot("d", 2, tier=2)
+    assert books.level() == 0, "parity is of more than a replica of that tier has"
+    books.slot("d", 2)
+    assert books.level() == 1
+
+
+# --- nodes that are gone --------------------------------------------------------------------------------------------
+def test_a_forgotten_nodes_slots_and_parts_do_not_count() -> None:
+    books = Books().lane()
+    assert books.level() == 1
+    books.ledger.dirty.clear()
+    books.ledger.forget_node("c")
+    assert books.of().nodes() == {"a", "b"}
+    assert books.ledger.dirty == {at(7)}
+    assert books.level() == 0, "by the parity of the others"
+    books.ledger.forget_node("b")
+    assert books.level() == -1
+
+
+def test_what_nobody_holds_any_more_is_struck_out() -> None:
+    books = Books()
+    books.slot("b", 0)
+    books.part("b", 0)
+    books.ledger.forget_node("b")
+    assert books.ledger.facts == {}
+    told = books.slot("b", 0)
+    books.ledger.remove("b", told)
+    assert books.ledger.facts == {}
+
+
+# --- released -------------------------------------------------------------------------------------------------------
+def test_who_still_tells_of_a_released_one_hears_of_its_release_among_the_last() -> None:
+    books = Books()
+    books.release(*range(1, RELEASED_KEPT_MAX + 1))
+    books.slot("b", 0, 1)
+    assert books.ledger.facts == {}
+    books.release(100)
+    assert list(books.ledger.released)[-2:] == [at(1), at(100)]
+    assert at(2) not in books.ledger.released, "the oldest word went"
+
+
+def test_a_released_one_that_is_weighed_anew_counts_until_its_copies_are_gone() -> None:
+    """Whoever missed its release may hold copies that nobody told of: these hear of it again."""
+    books = Books()
+    books.release(7)
+    books.ledger.weigh_anew(at(7))
+    told = books.slot("b", 0)
+    assert books.of().nodes() == {"b"}
+    books.ledger.remove("b", told)
+    assert books.ledger.facts == {}
+    assert at(7) in books.ledger.released
+
+
+def test_that_it_was_weighed_anew_is_forgotten_with_its_release() -> None:
+    books = Books()
+    books.release(7)
+    books.ledger.weigh_anew(at(7))
+    books.release(7, *range(100, 100 + RELEASED_KEPT_MAX))
+    books.slot("b", 0)
+    assert not books.of().again

@@ -1,0 +1,466 @@
+"""An epoch on a member: older ones are refused, ranks fetch, vote and load together, and nobody waits for ever (P12, D10, D11)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.machine.joining import ATTEMPTS_KEPT_MAX, PATIENCE_S
+from ckptd.core.machine.opening import REJOIN_S, RESTORE_PATIENCE
+from ckptd.core.policy import Policy
+from tests.core.machines import EPOCH, Node, at, layout, only, record_of, sent
+
+POLICY = Policy(
+    replicas=1, durable=False, restore_timeout_s=10.0, join_timeout_s=20.0, inventory_timeout_s=2.0
+)
+BEFORE = record_of("abb", number=EPOCH - 1, nonce="before")
+RECORD = record_of("abb", ancestry=(at(5, EPOCH - 1),))
+WHOLE = at(5, EPOCH - 1)
+
+ASK = msg.RestoreAsk()
+
+
+@pytest.fixture
+def node() -> Node:
+    """Node b, with ranks 1 and 2, in the epoch before; it holds a snapshot of it."""
+    member = Node("b", BEFORE, POLICY)
+    for rank in (1, 2):
+        member.feed(ev.HoldingFound(rank, WHOLE, rank, 0, True, layout(rank, 3), ()))
+    return member
+
+
+def join(node: Node, *ranks: int, attempt: str = "now", ask: Any = ASK, **more: Any) -> list[ins.Instruction]:
+    done: list[ins.Instruction] = []
+    for rank in ranks:
+        done += node.feed(
+            ev.RankJoined(rank, attempt, RECORD.ranks, RECORD.nodes, ask, **{"running": False, **more})
+        )
+    return done
+
+
+def opened(
+    node: Node, record: EpochRecord = RECORD, snapshot: SnapshotId | None = WHOLE
+) -> list[ins.Instruction]:
+    return node.hear(
+        "a", msg.EpochOpen(record.nonce, record, record.number, snapshot, False, errors=("why",))
+    )
+
+
+def votes(done: list[ins.Instruction]) -> list[tuple[int, str, bool, str]]:
+    return [(v.rank, v.phase, v.ok, v.code) for v in sent(done, msg.Vote, "a")]
+
+
+def restoring(node: Node) -> Node:
+    """Both ranks stand there, the epoch is open, they fetch."""
+    join(node, 1, 2)
+    opened(node)
+    return node
+
+
+def fetched(node: Node, *ranks: int, ok: bool = True, code: str = "") -> list[ins.Instruction]:
+    return node.feed(*(ev.RankFetched(rank, EPOCH, ok, code) for rank in ranks))
+
+
+def loaded(node: Node, *ranks: int, ok: bool = True) -> list[ins.Instruction]:
+    return node.feed(*(ev.RankLoaded(rank, EPOCH, ok) for rank in ranks))
+
+
+def go(node: Node, round_: int = EPOCH, epoch: int = EPOCH) -> list[ins.Instruction]:
+    return node.hear("a", msg.RestoreGo(epoch, round_))
+
+
+# --- the whole way ----------------------------------------------------------------------------------------------------
+def test_ranks_fetch_vote_load_vote_and_train(node: Node) -> None:
+    join(node, 1, 2)
+    done = opened(node)
+    assert only(done, ins.PersistEpoch) == [ins.PersistEpoch(RECORD, BEFORE)]
+    (prepare,) = only(done, ins.PrepareRestore)
+    assert (prepare.record, prepare.round, prepare.ranks, prepare.snapshot) == (RECORD, EPOCH, (1, 2), WHOLE)
+    assert prepare.errors == ("why",)
+    assert node.machine.view()["phase"] == "restoring"
+    assert votes(fetched(node, 1, 2)) == [(1, "fetched", True, ""), (2, "fetched", True, "")]
+    assert only(go(node), ins.LoadNow) == [ins.LoadNow(EPOCH)]
+    assert votes(loaded(node, 1, 2)) == [(1, "loaded", True, ""), (2, "loaded", True, "")]
+    assert only(node.hear("a", msg.RestoreDone(EPOCH, EPOCH)), ins.FinishRestore) == [
+        ins.FinishRestore(EPOCH)
+    ]
+    assert (node.machine.view()["phase"], set(node.machine.ranks.here)) == ("running", {1, 2})
+
+
+def test_what_is_restored_stays_in_memory_until_all_have_it(node: Node) -> None:
+    """P1."""
+    restoring(node)
+    node.machine.slots.release(WHOLE)
+    assert only(node.done, ins.FreeSlot) == []
+    done = node.hear("a", msg.RestoreDone(EPOCH, EPOCH))
+    assert len(only(done, ins.FreeSlot)) == 2
+
+
+def test_when_there_is_nothing_to_restore_ranks_are_ready_at_once(node: Node) -> None:
+    join(node, 1, 2)
+    done = opened(node, replace(RECORD, ancestry=()), snapshot=None)
+    assert len(only(done, ins.PrepareRestore)) == 1
+    assert votes(done) == [(1, "loaded", True, ""), (2, "loaded", True, "")]
+
+
+def test_fetching_begins_when_the_last_local_rank_stands_there(node: Node) -> None:
+    join(node, 1)
+    assert only(opened(node), ins.PrepareRestore) == []
+    done = join(node, 2)
+    assert len(only(done, ins.PrepareRestore)) == 1
+    assert only(opened(node), ins.PrepareRestore) == [], "once"
+
+
+def test_a_holder_without_ranks_learns_of_the_epoch_and_fetches_nothing() -> None:
+    node = Node(
+        "x", replace(BEFORE, nodes=(*BEFORE.nodes,), holders=record_of("x").nodes), POLICY, running=False
+    )
+    done = opened(node, replace(RECORD, holders=record_of("x").nodes))
+    assert len(only(done, ins.PersistEpoch)) == 1
+    assert only(node.tick(REJOIN_S + 1.0), ins.PrepareRestore) == []
+    assert votes(node.done) == []
+
+
+def test_a_daemon_that_restarted_in_mid_restore_begins_it_anew(node: Node) -> None:
+    node = Node("b", RECORD, POLICY, running=False)
+    join(node, 1, 2)
+    assert len(only(opened(node), ins.PrepareRestore)) == 1, "it was in that epoch before it heard of it again"
+    node.hear("a", msg.RestoreDone(EPOCH, EPOCH))
+    assert only(opened(node), ins.PrepareRestore) == [], "late"
+    assert node.machine.view()["phase"] == "running"
+
+
+def test_a_second_restore_owes_the_first_one_nothing(node: Node) -> None:
+    """It loads when its own ranks have voted, and repeats its own votes alone."""
+    restoring(node)
+    fetched(node, 1, 2)
+    go(node)
+    newer = replace(RECORD, number=EPOCH + 1, nonce="then")
+    join(node, 1, 2, attempt="then")
+    opened(node, newer)
+    mark = node.mark
+    node.tick(POLICY.inventory_timeout_s)
+    assert votes(node.done[mark:]) == []
+    node.feed(*(ev.RankFetched(rank, EPOCH + 1, True, "") for rank in (1, 2)))
+    assert only(go(node, EPOCH + 1, EPOCH + 1), ins.LoadNow) == [ins.LoadNow(EPOCH + 1)]
+
+
+def test_what_is_heard_of_from_the_side_ends_a_restore_and_may_have_trained(node: Node) -> None:
+    restoring(node)
+    fetched(node, 1, 2)
+    assert inventory(node).never
+    mark = node.mark
+    node.hear("a", msg.Stale(record_of("abbc", number=EPOCH + 1, nonce="then")))
+    assert not inventory(node).never
+    assert "c" in node.machine.ctx.nodes
+    node.tick(POLICY.inventory_timeout_s)
+    assert votes(node.done[mark:]) == [], "nobody waits for them any more"
+
+
+def test_an_epoch_that_is_done_has_trained_whether_or_not_our_ranks_said_that_they_loaded(node: Node) -> None:
+    restoring(node)
+    node.hear("a", msg.RestoreDone(EPOCH, EPOCH))
+    assert (inventory(node).never, inventory(node).done) == (False, True)
+
+
+def test_the_nodes_of_a_world_are_known_from_the_first_rank_on(node: Node) -> None:
+    nodes = record_of("cbb").nodes
+    node.feed(ev.RankJoined(1, "now", ("c", "b", "b"), nodes, ASK, running=False))
+    assert "c" in node.machine.ctx.nodes, "the report goes there"
+
+
+# --- who is refused ---------------------------------------------------------------------------------------------------
+def test_an_older_epoch_and_another_of_the_same_number_are_refused(node: Node) -> None:
+    """P12."""
+    join(node, 1, 2, attempt="other")
+    for record in (replace(BEFORE, number=EPOCH - 2, nonce="other"), replace(BEFORE, nonce="other")):
+        done = opened(node, record)
+        assert only(done, ins.PersistEpoch) == []
+        assert sent(done, msg.Stale, "a") == [msg.Stale(BEFORE)]
+    assert node.machine.ctx.record == BEFORE
+
+
+def test_a_newer_epoch_ends_what_the_ranks_of_the_old_one_do(node: Node) -> None:
+    done = opened(node, replace(RECORD, nonce="elsewhere"))
+    assert [(do.rank, do.epoch) for do in only(done, ins.Supersede)] == [(1, EPOCH), (2, EPOCH)]
+
+
+def test_ranks_that_stand_at_the_new_epoch_or_are_gone_are_not_superseded(node: Node) -> None:
+    node.feed(ev.RankLeft(2, clean=False))
+    join(node, 1)
+    assert only(opened(node), ins.Supersede) == []
+
+
+def test_a_restore_under_way_is_ended_by_a_newer_epoch(node: Node) -> None:
+    restoring(node)
+    newer = replace(RECORD, number=EPOCH + 1, nonce="elsewhere")
+    done = opened(node, newer)
+    assert [(do.round, do.code) for do in only(done, ins.FailRestore)] == [(EPOCH, "superseded")]
+
+
+def test_another_decision_for_the_same_attempt_fails_nobody(node: Node) -> None:
+    """Damage was found: the same ranks fetch another snapshot under a new number."""
+    restoring(node)
+    newer = replace(RECORD, number=EPOCH + 1)
+    done = opened(node, newer)
+    assert only(done, ins.FailRestore) == []
+    assert [do.round for do in only(done, ins.PrepareRestore)] == [EPOCH + 1]
+    assert fetched(node, 1) == [], "of the round before"
+
+
+def test_a_newer_start_of_the_job_makes_the_older_ones_epoch_void(node: Node) -> None:
+    join(node, 1, 2, attempt="later still")
+    done = opened(node)
+    assert votes(done) == [(1, "fetched", False, "superseded"), (2, "fetched", False, "superseded")]
+    assert only(done, ins.PrepareRestore) == []
+
+
+# --- votes ------------------------------------------------------------------------------------------------------------
+def test_votes_are_repeated_until_the_restore_ends(node: Node) -> None:
+    restoring(node)
+    fetched(node, 1, 2)
+    node.tick(0.25)
+    assert len(votes(node.tick(0.5))) == 2
+    assert len(votes(opened(node))) == 2, "the steward asks"
+    node.hear("a", msg.RestoreDone(EPOCH, EPOCH))
+    assert votes(node.tick(2.0)) == []
+
+
+def test_a_failed_fetch_says_why(node: Node) -> None:
+    restoring(node)
+    assert votes(fetched(node, 1, ok=False, code="damage")) == [(1, "fetched", False, "damage")]
+
+
+def test_a_failed_load_says_so(node: Node) -> None:
+    restoring(node)
+    fetched(node, 1, 2)
+    assert loaded(node, 1) == [], "nobody said go"
+    go(node)
+    assert votes(loaded(node, 1, ok=False)) == [(1, "loaded", False, "load")]
+
+
+def test_only_the_round_that_is_open_is_loaded_once(node: Node) -> None:
+    restoring(node)
+    fetched(node, 1, 2)
+    assert only(go(node, EPOCH + 1), ins.LoadNow) == []
+    assert len(only(go(node), ins.LoadNow)) == 1
+    assert only(go(node), ins.LoadNow) == []
+
+
+def test_nothing_is_loaded_before_it_was_prepared(node: Node) -> None:
+    join(node, 1)
+    opened(node)
+    assert only(go(node), ins.LoadNow) == []
+
+
+@pytest.mark.parametrize("went", [False, True])
+def test_a_rank_that_dies_in_between_fails_the_restore(node: Node, went: bool) -> None:
+    restoring(node)
+    fetched(node, 1, 2)
+    if went:
+        go(node)
+    done = node.feed(ev.RankLeft(2, clean=False))
+    assert votes(done) == [(2, "loaded" if went else "fetched", False, "left")]
+    assert votes(node.feed(ev.RankLeft(0, clean=False))) == [], "no rank of ours"
+
+
+# --- ends that are no success -----------------------------------------------------------------------------------------
+def test_an_aborted_restore_fails_its_ranks(node: Node) -> None:
+    restoring(node)
+    abort = msg.RestoreAbort(EPOCH, EPOCH, "mismatch", "another model")
+    assert only(node.hear("a", replace(abort, round=EPOCH + 1)), ins.FailRestore) == []
+    assert only(node.hear("a", abort), ins.FailRestore) == [
+        ins.FailRestore(EPOCH, "mismatch", "another model")
+    ]
+    assert only(node.hear("a", abort), ins.FailRestore) == []
+    assert node.machine.view()["phase"] == "idle"
+
+
+def test_a_steward_that_is_not_heard_of_any_more_fails_the_restore(node: Node) -> None:
+    restoring(node)
+    limit = RESTORE_PATIENCE * POLICY.restore_timeout_s
+    assert only(node.tick(limit), ins.FailRestore) == []
+    (failed,) = only(node.tick(0.5), ins.FailRestore)
+    assert failed.code == "timeout"
+    assert only(node.tick(limit + 1.0), ins.FailRestore) == []
+
+
+def test_ranks_that_are_not_back_after_their_daemon_restarted_are_given_up(node: Node) -> None:
+    """Their restore() raised, so all must raise (D11)."""
+    opened(node)
+    assert votes(node.tick(REJOIN_S)) == []
+    assert votes(node.tick(0.25)) == [(1, "fetched", False, "left"), (2, "fetched", False, "left")]
+
+
+def test_a_go_after_a_restart_is_answered_with_a_vote_against() -> None:
+    node = Node("b", RECORD, POLICY, running=False)
+    assert votes(go(node)) == [(1, "loaded", False, "left"), (2, "loaded", False, "left")]
+    node = Node("b", RECORD, POLICY)
+    assert votes(go(node)) == [], "its ranks train"
+
+
+def inventory(node: Node) -> msg.Inventory:
+    return sent(node.hear("a", msg.InventoryRequest("asks", ())), msg.Inventory, "a")[0]
+
+
+def test_whether_an_epoch_ran_is_told_as_far_as_it_is_known(node: Node) -> None:
+    """What certainly never ran left nothing behind; everything else may have trained."""
+    join(node, 1, 2)
+    opened(node)
+    assert (inventory(node).never, inventory(node).done) == (True, False), "nobody has loaded"
+    fetched(node, 1, 2)
+    go(node)
+    loaded(node, 1)
+    assert inventory(node).never
+    loaded(node, 2)
+    assert not inventory(node).never, "the others may have, too"
+    node.hear("a", msg.RestoreDone(EPOCH, EPOCH))
+    assert (inventory(node).never, inventory(node).done) == (False, True)
+
+
+def test_a_restore_that_was_called_off_never_ran(node: Node) -> None:
+    restoring(node)
+    fetched(node, 1, 2)
+    go(node)
+    loaded(node, 1, 2)
+    node.hear("a", msg.RestoreAbort(EPOCH, EPOCH, "timeout", "x"))
+    assert inventory(node).never
+
+
+def test_the_newest_epoch_that_trained_here_is_told_beside_a_newer_one(node: Node) -> None:
+    assert inventory(node).ran is None
+    opened(node)
+    assert inventory(node).ran == BEFORE
+    opened(node, replace(RECORD, number=EPOCH + 1))
+    assert inventory(node).ran == BEFORE, "the one in between never did"
+
+
+def test_an_epoch_that_left_snapshots_here_has_trained() -> None:
+    node = Node("b", BEFORE, POLICY, running=False)
+    opened(node)
+    assert inventory(node).ran is None
+    node = Node("b", BEFORE, POLICY, running=False)
+    node.machine.slots.hold(*held(BEFORE))
+    opened(node)
+    assert inventory(node).ran == BEFORE
+
+
+def held(record: EpochRecord) -> tuple[Any, Any, Any]:
+    from ckptd.core.machine.slots import Slot
+
+    one = layout(1, 3)
+    return Slot(9, 1, own=True), msg.HoldingFact(at(5, record.number), 1, 0, one.layout_id), one
+
+
+# --- before the epoch -------------------------------------------------------------------------------------------------
+def reports(done: list[ins.Instruction]) -> list[msg.JoinReport]:
+    return sent(done, msg.JoinReport, "a")
+
+
+def test_local_ranks_are_reported_to_rank_0s_node_until_it_answers(node: Node) -> None:
+    assert [r.here for r in reports(join(node, 1))] == [(1,)]
+    (report,) = reports(join(node, 2))
+    assert (report.here, report.known, report.opened, report.trains) == ((1, 2), BEFORE, False, False)
+    assert reports(node.tick(0.25)) == []
+    assert len(reports(node.tick(0.25))) == 1
+    opened(node)
+    assert reports(node.tick(0.5))[0].opened, "reports go on until the restore is done"
+    node.hear("a", msg.StewardHello(EPOCH, "s1"))
+    assert not reports(node.tick(0.5))[0].opened, "it may have forgotten"
+    node.hear("a", msg.RestoreDone(EPOCH, EPOCH))
+    assert reports(node.tick(2.0)) == []
+
+
+def test_different_wishes_are_reported_apart(node: Node) -> None:
+    join(node, 1)
+    done = join(node, 2, ask=msg.RestoreAsk(step=3))
+    assert [(r.here, r.ask) for r in reports(done)] == [
+        ((1,), msg.RestoreAsk()),
+        ((2,), msg.RestoreAsk(step=3)),
+    ]
+
+
+def failed(done: list[ins.Instruction]) -> list[tuple[str, str]]:
+    return [(do.attempt, do.code) for do in only(done, ins.FailJoin)]
+
+
+def test_local_ranks_that_name_different_worlds_fail(node: Node) -> None:
+    join(node, 1)
+    done = node.feed(ev.RankJoined(2, "now", ("a", "b"), RECORD.nodes[:2], msg.RestoreAsk(), running=False))
+    assert failed(done) == [("now", "mismatch")]
+    assert failed(join(node, 1)) == [("now", "superseded")], "this start is over"
+
+
+def test_a_newer_start_of_the_job_ends_the_older_one(node: Node) -> None:
+    join(node, 1)
+    done = join(node, 1, attempt="later")
+    assert failed(done) == [("now", "superseded")]
+    assert failed(join(node, 2)) == [("now", "superseded")]
+    assert failed(node.tick(1.0)) == []
+    assert {r.attempt for r in reports(node.tick(1.0))} == {"later"}
+
+
+def test_a_refusal_fails_the_start_it_is_about(node: Node) -> None:
+    join(node, 1)
+    assert failed(node.hear("a", msg.JoinRefused("another", "unreachable", "x"))) == []
+    assert failed(node.hear("a", msg.JoinRefused("now", "unreachable", "x"))) == [("now", "unreachable")]
+    assert failed(node.hear("a", msg.JoinRefused("now", "unreachable", "x"))) == []
+
+
+def test_a_steward_elect_that_never_answers_is_given_up(node: Node) -> None:
+    join(node, 1)
+    limit = POLICY.join_timeout_s + POLICY.inventory_timeout_s + PATIENCE_S
+    assert failed(node.tick(limit)) == []
+    assert failed(node.tick(0.5)) == [("now", "timeout")]
+
+
+def test_a_start_whose_local_ranks_are_all_gone_is_over(node: Node) -> None:
+    join(node, 1, 2)
+    node.feed(ev.RankLeft(1, clean=False))
+    assert [r.here for r in reports(node.tick(0.5))] == [(2,)]
+    node.feed(ev.RankLeft(2, clean=False))
+    assert reports(node.tick(1.0)) == []
+    node.feed(ev.RankLeft(2, clean=False))
+    assert failed(join(node, 1)) == [("now", "superseded")]
+
+
+def test_the_last_one_who_leaves_ends_it_at_once(node: Node) -> None:
+    join(node, 1)
+    node.feed(ev.RankLeft(1, clean=False))
+    assert failed(join(node, 1)) == [("now", "superseded")]
+
+
+def test_a_rank_of_another_node_that_leaves_ends_nothing(node: Node) -> None:
+    join(node, 1)
+    node.feed(ev.RankLeft(7, clean=False))
+    assert len(reports(node.tick(0.5))) == 1
+
+
+def test_past_starts_are_remembered_and_bounded(node: Node) -> None:
+    for number in range(ATTEMPTS_KEPT_MAX + 2):
+        join(node, 1, attempt=f"t{number}")
+    assert failed(join(node, 1, attempt="t1")) == [("t1", "superseded")]
+    past = node.machine.joining._past
+    assert len(past) <= ATTEMPTS_KEPT_MAX
+    assert "t0" not in past
+
+
+def test_a_rank_of_a_start_that_was_replaced_is_told_so(node: Node) -> None:
+    opened(node, replace(RECORD, nonce="later"))
+    done = join(node, 1, attempt="before")
+    assert [(do.rank, do.epoch) for do in only(done, ins.Supersede)] == [(1, EPOCH)]
+    assert failed(done) == [("before", "superseded")]
+
+
+def test_a_rank_that_trains_in_an_epoch_we_do_not_know_makes_us_ask_the_others(node: Node) -> None:
+    done = join(node, 1, trains=True)
+    assert sent(done, msg.Inventory, "a") == [msg.Inventory("", BEFORE, ())]
+    assert sent(done, msg.Inventory, "b") == []
+    other = Node("b", RECORD, POLICY, running=False)
+    assert sent(join(other, 1, trains=True), msg.Inventory, "a") == [], "we know it"

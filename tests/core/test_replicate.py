@@ -1,0 +1,489 @@
+"""Which copies a node makes, where, in which order, and when it makes one again (P3, P14, D8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.ids import EpochRecord
+from ckptd.core.machine.replicate import EXTRAS_MAX, FIRST_RETRY_S, RECHECK_S, REFUSALS_MAX, VOID
+from ckptd.core.policy import Policy
+from ckptd.core.redundancy import parse
+from tests.core.machines import EPOCH, Member, at, fact, layout, only, record_of
+
+FOUR = record_of("abcd")
+
+
+def member(record: EpochRecord = FOUR, replicas: int = 1, name: str = "b", **more: float) -> Member:
+    """Its rank has slots 1 to 4. In four nodes a and b hold each other's copies, c and d stand in."""
+    policy = Policy(replicas=replicas, durable=False, **more)  # type: ignore[arg-type]
+    node = Member(record, policy, name=name)
+    node.slots(1, 1, 2, 3, 4)
+    return node
+
+
+def copies(done: list[ins.Instruction]) -> list[tuple[int, int, str]]:
+    """(step, tier, to) of each that began."""
+    return [(do.snapshot.step, do.tier, do.to) for do in only(done, ins.Replicate)]
+
+
+def sent(
+    node: Member, step: int, to: str, ok: bool = True, *, tier: int = 1, rank: int = 1, why: str = "full"
+) -> list[ins.Instruction]:
+    return node.feed(ev.ReplicaSent(at(step), rank, tier, to, ok, "" if ok else why))
+
+
+def holders(
+    node: Member, step: int, *nodes: tuple[str, int], rank: int = 1, tier: int = -1
+) -> list[ins.Instruction]:
+    return node.order(msg.Holders(EPOCH, "", at(step), rank, nodes, tier))
+
+
+def test_a_sealed_slot_is_copied_to_the_chosen_peer_at_once() -> None:
+    node = member()
+    done = node.capture(1, 7, rank=1)
+    assert only(done, ins.Replicate) == [ins.Replicate(at(7), 1, 1, 1, "a")]
+    assert copies(sent(node, 7, "a")) == []
+    assert copies(node.tick(30.0)) == []
+
+
+def test_each_tier_has_its_copy_in_another_domain() -> None:
+    node = member(replicas=2)
+    found = copies(node.capture(1, 7, rank=1))
+    assert [tier for _, tier, _ in found] == [1, 2]
+    assert len({"b", *(to for _, _, to in found)}) == 3
+
+
+def test_without_replicas_nothing_is_copied() -> None:
+    assert copies(member(replicas=0).capture(1, 7, rank=1)) == []
+
+
+def test_a_domain_that_has_a_copy_gets_no_second_one() -> None:
+    nodes = tuple(replace(one, domain="rack" if one.node in "bc" else one.domain) for one in FOUR.nodes)
+    node = member(replace(FOUR, nodes=nodes))
+    node.grant(7)
+    node.feed(ev.NodeDown("a"))
+    assert [to for _, _, to in copies(node.seal(1, 7, 1))] == ["d"], "node c is in our own rack"
+
+
+def test_the_oldest_snapshot_of_a_rank_goes_first() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    assert copies(node.capture(2, 8, rank=1)) == [], "two at once would halve the speed of both"
+    assert copies(sent(node, 7, "a")) == [(8, 1, "a")]
+
+
+def test_another_rank_does_not_wait_for_it() -> None:
+    node = Member(record_of("abb"), Policy(replicas=1, durable=False))
+    node.slots(1, 1)
+    node.slots(2, 2)
+    node.grant(7)
+    assert copies(node.seal(1, 7, 1)) == [(7, 1, "a")]
+    assert copies(node.seal(2, 7, 2)) == [(7, 1, "a")]
+
+
+def test_a_peer_that_refuses_is_asked_again_later_and_later() -> None:
+    node = member(replicate_retry_s=0.4)
+    node.capture(1, 7, rank=1)
+    waited = []
+    for _ in range(REFUSALS_MAX - 1):
+        began = node.now
+        assert copies(sent(node, 7, "a", ok=False)) == []
+        while not copies(node.feed(ev.Tick())):
+            node.now += 0.01
+            assert node.now - began < 2.0, "it is not asked again"
+        waited.append(node.now - began)
+    assert copies(node.done)[-1] == (7, 1, "a")
+    assert FIRST_RETRY_S <= waited[0] < waited[1] < waited[2] <= 0.5
+
+
+def test_a_peer_that_keeps_refusing_is_passed_over() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    for _ in range(REFUSALS_MAX - 1):
+        sent(node, 7, "a", ok=False)
+        node.tick(1.0)
+    assert {to for _, _, to in copies(node.done)} == {"a"}
+    ((_, _, to),) = copies(sent(node, 7, "a", ok=False))
+    assert to in "cd"
+
+
+def test_a_newer_one_does_not_overtake_while_the_older_one_waits_for_a_peer() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    node.capture(2, 8, rank=1)
+    assert copies(sent(node, 7, "a", ok=False)) == []
+    assert copies(node.tick(0.25)) == [(7, 1, "a")]
+
+
+def test_where_there_is_no_other_peer_a_newer_one_is_not_held_up() -> None:
+    node = member(record_of("ab"))
+    node.grant(7)
+    node.feed(ev.NodeDown("a"))
+    assert copies(node.seal(1, 7, 1)) == []
+    assert copies(node.feed(ev.NodeUp("a"))) == [(7, 1, "a")]
+
+
+def test_a_copy_that_succeeded_forgives_what_was_refused() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    for _ in range(REFUSALS_MAX - 1):
+        sent(node, 7, "a", ok=False)
+        node.tick(1.0)
+    sent(node, 7, "a")
+    node.order(msg.Holders(EPOCH, "", at(7), 1, (("b", 0),)))
+    assert copies(node.tick(RECHECK_S + 1.0)) == []
+    holders(node, 7, ("b", 0))
+    sent(node, 7, "a", ok=False)
+    assert {to for _, _, to in copies(node.done)} == {"a"}, "it begins to count anew"
+
+
+def test_what_was_on_its_way_to_a_node_that_went_goes_to_another_one() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    node.capture(2, 8, rank=1)
+    (step, _, to), *_ = copies(node.feed(ev.NodeDown("a")))
+    assert (step, to in "cd") == (7, True)
+
+
+def test_a_copy_that_arrived_counts_until_its_node_is_gone_for_good() -> None:
+    node = member(steward_timeout_s=4.0)
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    node.feed(ev.NodeDown("a"))
+    assert copies(node.tick(3.75)) == []
+    assert [step for step, _, _ in copies(node.tick(0.5))] == [7]
+
+
+def test_a_copy_whose_holder_says_that_it_is_damaged_is_made_again() -> None:
+    """P10."""
+    node = member()
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    assert copies(node.hear("c", msg.Held(EPOCH, fact(7, 1, 1, world=4), lost=True))) == [], (
+        "node c has none of ours"
+    )
+    assert copies(node.hear("a", msg.Held(EPOCH, fact(8, 1, 1, world=4), lost=True))) == []
+    assert copies(node.hear("a", msg.Held(EPOCH, fact(7, 1, 1, world=4), lost=True))) == [(7, 1, "a")]
+
+
+def test_a_result_that_comes_after_the_flight_was_given_up_still_counts() -> None:
+    node = member(record_of("ab"))
+    node.capture(1, 7, rank=1)
+    node.feed(ev.NodeDown("a"))
+    assert copies(sent(node, 7, "a")) == []
+    assert copies(node.feed(ev.NodeUp("a"))) == [], "it arrived all the same"
+
+
+def test_a_late_failure_is_no_copy() -> None:
+    node = member(record_of("ab"))
+    node.capture(1, 7, rank=1)
+    node.feed(ev.NodeDown("a"))
+    sent(node, 7, "a", ok=False)
+    assert copies(node.feed(ev.NodeUp("a"))) == [(7, 1, "a")]
+
+
+def test_a_result_about_another_snapshot_or_rank_changes_nothing() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    sent(node, 8, "a")
+    sent(node, 7, "a", rank=0)
+    node.feed(ev.NodeDown("a"))
+    assert len(copies(node.done)) == 2
+
+
+def test_nothing_is_copied_any_more_of_what_was_released() -> None:
+    node = member()
+    node.feed(ev.NodeDown("a"), ev.NodeDown("c"), ev.NodeDown("d"))
+    node.capture(1, 7, rank=1)
+    node.feed(ev.NodeUp("a"))
+    node.certify(1, 8, 0, releases=(at(7),))
+    sent(node, 7, "a", ok=False)
+    assert copies(node.tick(5.0)) == []
+
+
+def test_what_is_found_after_a_restart_waits_for_the_steward_to_say_which_copies_there_are() -> None:
+    node = Member(FOUR, Policy(replicas=1, durable=False), running=False)
+    done = node.feed(ev.HoldingFound(1, at(7), 1, 0, True, layout(1, 4), ()))
+    assert copies(done + node.tick(10.0)) == []
+    assert copies(holders(node, 7, ("b", 0), ("c", 1))) == [], "there is one"
+    assert copies(holders(node, 7, ("b", 0))) == [(7, 1, "a")]
+
+
+def test_a_replica_that_is_found_is_not_ours_to_copy_unless_we_are_asked() -> None:
+    node = Member(FOUR, Policy(replicas=1, durable=False), running=False)
+    node.feed(ev.HoldingFound(9, at(7), 0, 0, False, layout(0, 4), ()))
+    assert copies(node.tick(10.0)) == []
+    (one,) = only(holders(node, 7, ("b", 0), rank=0), ins.Replicate)
+    assert (one.rank, one.slot, one.tier) == (0, 9, 1)
+
+
+def test_a_prefix_is_copied_from_its_own_tier_on() -> None:
+    """A tier-2 holding has not what belongs into tier 1."""
+    node = Member(record_of("abcde"), Policy(replicas=2, durable=False), running=False)
+    node.feed(ev.HoldingFound(9, at(7), 0, 2, False, layout(0, 5), ()))
+    assert [tier for _, tier, _ in copies(holders(node, 7, ("b", 2), rank=0))] == [2]
+
+
+def test_the_steward_is_believed_about_copies_but_for_the_newest() -> None:
+    """Its word may have crossed that of the copy's holder."""
+    node = member()
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    assert copies(holders(node, 7, ("b", 0))) == []
+    node.now += RECHECK_S
+    assert copies(holders(node, 7, ("b", 0))) == [(7, 1, "a")]
+
+
+def test_nobody_is_asked_for_what_is_not_here() -> None:
+    node = member()
+    assert copies(holders(node, 7, ("b", 0))) == []
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    node.machine.slots.pin("x", at(7))
+    node.certify(1, 8, 0, releases=(at(7),))
+    node.now += 2 * RECHECK_S
+    assert copies(holders(node, 7, ("b", 0))) == [], "it only waits for its pin to fall"
+
+
+def extra(node: Member, tier: int = 0) -> list[tuple[int, int, str]]:
+    return copies(holders(node, 7, ("b", 0), ("a", 0), tier=tier))
+
+
+def test_a_slice_that_lost_a_capture_gets_one_more_copy_away_from_the_others() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    ((_, tier, to),) = extra(node)
+    assert (tier, to in "cd") == (0, True)
+    assert extra(node) == [], "one at a time"
+    sent(node, 7, to, tier=0)
+    assert extra(node) == [], "the steward may not have heard of it yet"
+    node.now += RECHECK_S
+    assert len(extra(node)) == 1
+
+
+def test_only_so_many_extra_copies_are_made() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    for _ in range(EXTRAS_MAX):
+        ((_, _, to),) = extra(node)
+        sent(node, 7, to, tier=0)
+        node.now += RECHECK_S
+    assert extra(node) == []
+
+
+def test_an_extra_copy_is_kept_when_the_steward_names_the_usual_ones() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    ((_, _, to),) = extra(node)
+    sent(node, 7, to, tier=0)
+    node.now += RECHECK_S
+    assert copies(holders(node, 7, ("b", 0), ("a", 1))) == []
+
+
+def test_what_lies_beyond_the_fork_is_not_copied() -> None:
+    node = Member(
+        record_of("abcd", ancestry=(at(5, EPOCH - 1),)), Policy(replicas=1, durable=False), running=False
+    )
+    for slot, step in ((1, 6), (2, 5)):
+        node.feed(ev.HoldingFound(slot, at(step, EPOCH - 1), 1, 0, True, layout(1, 4), ()))
+        holders_of = msg.Holders(EPOCH, "", at(step, EPOCH - 1), 1, (("b", 0),))
+        node.order(holders_of)
+    assert [step for step, _, _ in copies(node.done)] == [5]
+
+
+def test_another_epoch_forgets_what_was_under_way_and_refused() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    newer = replace(FOUR, number=EPOCH + 1, nonce="then", ancestry=(at(7),))
+    node.hear("a", msg.Stale(newer))
+    node.record = newer
+    assert copies(node.tick(0.25)) == [(7, 1, "a")], "the shell may have dropped it"
+
+
+def test_a_daemon_outside_the_epoch_protects_what_it_holds_among_the_members() -> None:
+    node = Member(record_of("abc", outside="x"), Policy(replicas=1, durable=False), name="x", running=False)
+    node.feed(ev.HoldingFound(1, at(7), 1, 0, False, layout(1, 3), ()))
+    ((_, _, to),) = copies(holders(node, 7, ("x", 0)))
+    assert to in "abc"
+
+
+def test_what_shares_parity_is_copied_only_when_the_steward_asks() -> None:
+    node = Member(FOUR, Policy(redundancy=parse("xor(4)"), durable=False))
+    node.slots(1, 1)
+    assert copies(node.capture(1, 7, rank=1)) == []
+    assert len(copies(holders(node, 7, ("b", 0)))) == 1
+
+
+def test_two_copies_never_lie_in_one_failure_domain() -> None:
+    """P3: the loss of that domain would take both; the second one waits for another domain."""
+    nodes = tuple(replace(one, domain="rack" if one.node in "ac" else one.domain) for one in FOUR.nodes)
+    node = member(replace(FOUR, nodes=nodes), replicas=2)
+    node.grant(7)
+    node.feed(ev.NodeDown("d"))
+    ((_, _, first),) = copies(node.seal(1, 7, 1))
+    assert first in "ac"
+    assert [to for _, _, to in copies(node.feed(ev.NodeUp("d")))] == ["d"]
+
+
+# --- peers that take no more ------------------------------------------------------------------------------------------
+def full() -> Member:
+    """Node a holds as many generations of rank 1 as it takes; nobody else has a copy."""
+    node = member()
+    for slot, step in ((1, 7), (2, 8)):
+        node.capture(slot, step, rank=1)
+        sent(node, step, "a")
+    return node
+
+
+def test_a_peer_with_as_many_older_ones_as_it_takes_is_not_asked_until_one_is_released() -> None:
+    node = full()
+    assert copies(node.capture(3, 9, rank=1) + node.tick(10.0)) == [], "nor is another one"
+    assert copies(node.certify(1, 8, 1, releases=(at(7),))) == [(9, 1, "a")]
+
+
+def test_the_generations_of_another_rank_fill_no_places() -> None:
+    node = Member(record_of("abb"), Policy(replicas=1, durable=False))
+    node.slots(1, 1, 2)
+    for slot, step in ((1, 7), (2, 8)):
+        node.capture(slot, step, rank=1)
+        sent(node, step, "a")
+    node.slots(2, 3)
+    assert copies(node.capture(3, 9, rank=2)) == [(9, 1, "a")]
+
+
+def copied_elsewhere(node: Member, slot: int, step: int) -> str:
+    """Node a cannot be reached at that moment. Returns who has it."""
+    node.grant(step)
+    node.feed(ev.NodeDown("a"))
+    ((_, _, to),) = copies(node.seal(slot, step, 1))
+    sent(node, step, to)
+    node.feed(ev.NodeUp("a"))
+    return to
+
+
+def test_copies_of_older_ones_elsewhere_fill_no_places() -> None:
+    node = member()
+    for slot, step in ((1, 7), (2, 8)):
+        assert copied_elsewhere(node, slot, step) in "cd"
+    assert copies(node.capture(3, 9, rank=1)) == [(9, 1, "a")]
+
+
+def test_newer_generations_do_not_keep_an_older_one_from_a_peer() -> None:
+    """It takes an older one in beside them (P14)."""
+    node = member()
+    other = copied_elsewhere(node, 1, 7)
+    for slot, step in ((2, 8), (3, 9)):
+        node.capture(slot, step, rank=1)
+        sent(node, step, "a")
+    assert copies(node.hear(other, msg.Held(EPOCH, fact(7, 1, 1, world=4), lost=True))) == [(7, 1, "a")]
+
+
+def test_what_is_void_for_a_peer_is_not_offered_to_it_again_and_nothing_waits_behind_it() -> None:
+    node = member()
+    node.capture(1, 7, rank=1)
+    node.capture(2, 8, rank=1)
+    ((step, _, second),) = copies(sent(node, 7, "a", ok=False, why=VOID))
+    assert (step, second in "cd") == (7, True)
+    ((step, _, third),) = copies(sent(node, 7, second, ok=False, why=VOID))
+    assert (step, {second, third}) == (7, {"c", "d"})
+    assert copies(sent(node, 7, third, ok=False, why=VOID)) == [(8, 1, "a")]
+    sent(node, 8, "a")
+    assert copies(node.tick(10.0)) == []
+
+
+def test_another_epoch_asks_whoever_refused_in_the_one_before() -> None:
+    node = member(record_of("ab"))
+    node.capture(1, 7, rank=1)
+    assert copies(sent(node, 7, "a", ok=False, why=VOID) + node.tick(10.0)) == []
+    node.record = replace(node.record, number=EPOCH + 1, nonce="then", ancestry=(at(7),))
+    node.hear("a", msg.Stale(node.record))
+    assert copies(node.tick(0.25)) == [(7, 1, "a")]
+
+
+def test_a_void_snapshot_makes_room_on_the_peers_too() -> None:
+    """They heard it as well."""
+    node = member(record_of("ab"), replicate_retry_s=60.0)
+    node.capture(1, 6, rank=1)
+    sent(node, 6, "a")
+    node.capture(2, 7, rank=1)
+    for _ in range(8):
+        assert copies(sent(node, 7, "a", ok=False)) == []
+        node.now += 2 * FIRST_RETRY_S * 2**8
+        assert copies(node.feed(ev.Tick())) == [(7, 1, "a")]
+    sent(node, 7, "a", ok=False)
+    assert copies(node.tick(1.0)) == [], "it waits for long by now"
+    assert copies(node.order(msg.Void(EPOCH, 0, "copies differ", at(6))) + node.tick()) == [(7, 1, "a")]
+
+
+# --- the ladder -------------------------------------------------------------------------------------------------------
+def in_force(node: Member, redundancy: str) -> list[ins.Instruction]:
+    return node.order(msg.InForce(EPOCH, "", redundancy))
+
+
+def of_parity(record: EpochRecord = FOUR, name: str = "b") -> Member:
+    node = Member(record, Policy(redundancy=parse("xor(4)"), durable=False), name=name)
+    for rank in node.ranks:
+        node.slots(rank, 10 * rank + 1, 10 * rank + 2)
+    return node
+
+
+def test_a_rung_of_copies_makes_them_at_once() -> None:
+    node = of_parity()
+    assert copies(node.capture(11, 7, rank=1)) == []
+    assert copies(in_force(node, "1")) == [(7, 1, "a")]
+
+
+def test_what_was_asked_for_under_another_rung_is_not_made_again_unless_it_is_asked_for_anew() -> None:
+    node = of_parity()
+    node.capture(11, 7, rank=1)
+    ((_, _, to),) = copies(holders(node, 7, ("b", 0)))
+    sent(node, 7, to)
+    lost = msg.Held(EPOCH, fact(7, 1, 1, world=4), lost=True)
+    in_force(node, "xor(4)")
+    assert len(copies(node.hear(to, lost))) == 1, "the same rung again changes nothing"
+    sent(node, 7, to)
+    in_force(node, "xor(3)")
+    assert copies(node.hear(to, lost)) == []
+    assert len(copies(holders(node, 7, ("b", 0)))) == 1
+    sent(node, 7, to)
+    in_force(node, "xor(3)")
+    assert len(copies(node.hear(to, lost))) == 1, "it is that rung still"
+
+
+def test_a_rank_that_is_in_no_lane_is_copied_unasked() -> None:
+    """One group, and one place in it for the two nodes of the rack."""
+    record = record_of("abc")
+    record = replace(record, nodes=tuple(replace(n, domain="a" if n.node == "a" else "rack") for n in record.nodes))
+    node = of_parity(record, "c")
+    assert copies(node.capture(21, 7, rank=2)) == [(7, 1, "a")]
+    assert copies(of_parity(record).capture(11, 7, rank=1)) == [], "parity protects it"
+
+
+# --- extra copies and nodes that go -----------------------------------------------------------------------------------
+def test_an_extra_copy_that_found_no_place_is_asked_for_anew_when_a_node_it_kept_away_from_is_lost() -> None:
+    node = member(steward_timeout_s=4.0)
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    everywhere = [(name, 0) for name in "bacd"]
+    assert copies(holders(node, 7, *everywhere, tier=0)) == []
+    node.feed(ev.NodeDown("c"))
+    node.tick(4.25)
+    node.feed(ev.NodeUp("c"))
+    assert copies(holders(node, 7, *(one for one in everywhere if one[0] != "c"), tier=0)) == [(7, 0, "c")]
+
+
+def test_an_extra_copy_may_share_the_domain_of_a_node_that_is_about_to_go() -> None:
+    nodes = tuple(replace(one, domain="rack" if one.node in "ac" else one.domain) for one in FOUR.nodes)
+    node = member(replace(FOUR, nodes=nodes))
+    node.feed(ev.NodeDown("d"))
+    ((_, _, first),) = copies(node.capture(1, 7, rank=1))
+    sent(node, 7, first)
+    node.order(msg.Departures(EPOCH, "", (first,)))
+    (stays,) = {"a", "c"} - {first}
+    assert copies(holders(node, 7, ("b", 0), (first, 0), tier=0)) == [(7, 0, stays)]

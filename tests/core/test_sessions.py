@@ -1,0 +1,496 @@
+"""Both ends of a session: facts in order and once, repeated until heard, and whose orders count (D9)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import messages as msg
+from ckptd.core.machine.steward.sessions import BUFFERED_MAX, KEEPALIVE_S
+from ckptd.core.machine.uplink import DOUBT_S, KNOCK_S, OUTBOX_MAX, RESENT_MAX, SESSIONS_LEFT_MAX
+from ckptd.core.policy import Policy
+from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, record_of
+
+POLICY = Policy(replicas=1, durable=False, steward_timeout_s=4.0)
+
+
+def steward() -> Steward:
+    return Steward(record_of(), POLICY)
+
+
+def steps_heard(node: Steward) -> int:
+    state = node.machine.steward.grants.ranks.get(1)
+    return state.step if state is not None else -1
+
+
+# --- the steward's end ------------------------------------------------------------------------------------------------
+def test_facts_are_taken_in_their_order_and_once() -> None:
+    node = steward().greet()
+    b = node.others["b"]
+    b.serial += 1
+    b.state(1, 8)
+    assert steps_heard(node) == -1, "the message before it is still on its way"
+    b.tell(msg.RankState(EPOCH, 1, 5, 2), serial=1)
+    assert steps_heard(node) == 8
+    b.tell(msg.RankState(EPOCH, 1, 3, 2), serial=1)
+    assert steps_heard(node) == 8, "an old one again"
+
+
+def test_facts_of_another_session_are_no_facts() -> None:
+    node = steward().greet()
+    node.others["b"].tell(msg.RankState(EPOCH, 1, 5, 2), session="an earlier one")
+    node.hear("c", msg.RankState(EPOCH, 1, 5, 2, session=node.others["b"].session, serial=1))
+    assert steps_heard(node) == -1
+
+
+def test_only_so_many_are_kept_that_came_too_early() -> None:
+    node = steward().greet()
+    b = node.others["b"]
+    b.tell(msg.RankState(EPOCH, 1, 9, 2), serial=1 + BUFFERED_MAX + 1)
+    b.tell(msg.RankState(EPOCH, 1, 9, 2), serial=1 + BUFFERED_MAX)
+    assert sorted(node.machine.steward.sessions.seats["b"].early) == [1 + BUFFERED_MAX]
+
+
+def test_what_was_taken_is_acknowledged_and_the_session_kept_alive() -> None:
+    node = steward().greet()
+    b = node.others["b"]
+    node.tick()
+    assert node.said(msg.Heard, "b") == [msg.Heard(EPOCH, b.session, 0)]
+    b.state(1, 5)
+    b.tell(msg.RankState(EPOCH, 1, 9, 2), serial=7)
+    node.tick()
+    assert node.said(msg.Heard, "b")[1:] == [msg.Heard(EPOCH, b.session, 1)]
+    mark = node.mark
+    node.tick(KEEPALIVE_S - 0.25)
+    assert node.said(msg.Heard, "b", mark) == []
+    node.tick(0.5)
+    assert node.said(msg.Heard, "b", mark) == [msg.Heard(EPOCH, b.session, 1)]
+    node.feed(ev.NodeDown("b"))
+    mark = node.mark
+    node.tick(3 * KEEPALIVE_S)
+    assert node.said(msg.Heard, "b", mark) == [], "nobody is there"
+
+
+def test_another_process_that_takes_up_a_session_begins_a_new_one() -> None:
+    """It counts from zero: what it says would be taken for old, acknowledged, and lost."""
+    node = steward().greet()
+    b = node.others["b"]
+    b.tell_inventory(incarnation="1")
+    b.state(1, 5)
+    b.tell(msg.Leaving(EPOCH, True))
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    node.tick(KNOCK_S)
+    before = b.session
+    b.tell(msg.Inventory("", node.record, (), incarnation="2"), serial=0)
+    b.tell_inventory(incarnation="2")
+    assert b.session != before
+    b.state(1, 9)
+    assert steps_heard(node) == 9
+    assert node.machine.steward.sessions.stays("b"), "it says so again, or it stays"
+
+
+def test_a_repeated_fact_is_acknowledged_again() -> None:
+    """The acknowledgement was lost."""
+    node = steward().greet()
+    node.tick()
+    mark = node.mark
+    node.others["b"].tell(msg.Inventory("", node.record, (), done=True), serial=0)
+    node.tick()
+    assert node.said(msg.Heard, "b", mark) == [msg.Heard(EPOCH, node.others["b"].session, 0)]
+
+
+def test_a_node_that_does_not_answer_is_greeted_again() -> None:
+    node = steward()
+    assert len(node.said(msg.StewardHello, "b")) == 1
+    node.tick(KNOCK_S - 0.25)
+    assert len(node.said(msg.StewardHello, "b")) == 1
+    node.tick(0.25)
+    hellos = node.said(msg.StewardHello, "b")
+    assert len(hellos) == 2 and hellos[0] == hellos[1], "the same session: the answer may be on its way"
+    node.others["b"].tell_inventory()
+    node.tick(2 * KNOCK_S)
+    assert len(node.said(msg.StewardHello, "b")) == 2
+    node.feed(ev.NodeDown("b"))
+    node.tick(2 * KNOCK_S)
+    assert len(node.said(msg.StewardHello, "b")) == 2
+    node.feed(ev.NodeUp("b"))
+    node.tick()
+    assert len(node.said(msg.StewardHello, "b")) == 3, "at once: it counts when it has answered"
+    node.tick(KNOCK_S - 0.25)
+    assert len(node.said(msg.StewardHello, "b")) == 3
+    node.tick(0.25)
+    assert len(node.said(msg.StewardHello, "b")) == 4
+
+
+def test_a_node_whose_link_came_back_is_greeted_at_once_and_waited_for() -> None:
+    node = steward().greet()
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    node.tick()
+    assert len(node.said(msg.StewardHello, "b")) == 2, "however short ago the last hello was"
+    node.others["b"].tell_inventory()
+    node.tick(POLICY.steward_timeout_s + 1.0)
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    sessions = node.machine.steward.sessions
+    node.tick(POLICY.steward_timeout_s)
+    assert not sessions.settled(), "what it holds is not in the books"
+    node.tick()
+    assert sessions.settled()
+
+
+def test_who_has_said_that_its_restore_is_done_is_not_told_so_again() -> None:
+    node = steward().greet()
+    mark = node.mark
+    node.tick(3 * KNOCK_S)
+    assert node.said(msg.RestoreDone, "b", mark) == []
+
+
+def test_the_next_epoch_has_sessions_with_its_own_nodes_only() -> None:
+    node = Steward(record_of("abc"), POLICY).greet()
+    newer = record_of("ab", number=EPOCH + 1, nonce="then", ancestry=(at(9),))
+    node.hear("b", msg.Stale(newer))
+    assert node.machine.steward.sessions.seats == {}
+    mark = node.mark
+    node.tick(2 * KNOCK_S)
+    assert node.said(msg.StewardHello, "b", mark) != []
+    assert node.said(msg.StewardHello, "c", mark) == []
+    assert set(node.machine.steward.sessions.seats) == {"a", "b"}
+
+
+def test_a_greeting_is_repeated_after_a_pause_and_not_with_every_tick() -> None:
+    node = steward()
+    node.tick(KNOCK_S)
+    assert len(node.said(msg.StewardHello, "b")) == 2
+    node.tick(KNOCK_S - 0.25)
+    assert len(node.said(msg.StewardHello, "b")) == 2
+    node.tick(0.25)
+    assert len(node.said(msg.StewardHello, "b")) == 3
+
+
+def test_whose_link_comes_back_is_greeted_at_once_however_lately_that_was_done() -> None:
+    node = steward().greet()
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    mark = node.mark
+    node.tick()
+    assert len(node.said(msg.StewardHello, "b", mark)) == 1
+
+
+def test_whose_link_comes_back_is_waited_for_however_old_its_session_is() -> None:
+    """What it holds counts in no decision until then."""
+    node = steward().greet()
+    node.tick(3 * POLICY.steward_timeout_s)
+    sessions = node.machine.steward.sessions
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    assert not sessions.settled()
+    node.tick(POLICY.steward_timeout_s)
+    assert not sessions.settled()
+    node.tick(0.25)
+    assert sessions.settled(), "it has been silent for long"
+
+
+def test_who_says_that_the_restore_is_done_is_not_told_so_again() -> None:
+    node = Steward(record_of("abc"), POLICY)
+    node.others["b"].tell_inventory()
+    node.others["c"].tell_inventory(done=False)
+    mark = node.mark
+    node.tick(2 * KNOCK_S)
+    assert (node.said(msg.RestoreDone, "b", mark), len(node.said(msg.RestoreDone, "c", mark))) == ([], 2)
+
+
+def test_in_a_new_epoch_nobody_who_is_not_of_it_has_a_session() -> None:
+    """Nor is anybody told that it is about to go."""
+    node = Steward(record_of("abc"), POLICY).greet()
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    node.tick()
+    assert node.said(msg.Departures, "b")
+    newer = record_of("ab", number=EPOCH + 1, nonce="newer")
+    node.hear("b", msg.Inventory("", newer, ()))
+    mark = node.mark
+    node.tick()
+    node.others["b"].tell_inventory(known=newer)
+    node.tick(2 * KEEPALIVE_S)
+    assert node.said(msg.Heard, "b", mark)
+    assert (node.said(msg.Heard, "c", mark), node.said(msg.Departures, "b", mark)) == ([], [])
+
+
+def test_a_knock_opens_another_session_but_not_over_and_over() -> None:
+    node = steward().greet()
+    first = node.others["b"].session
+    node.hear("b", msg.Inventory("", node.record, ()))
+    assert {h.nonce for h in node.said(msg.StewardHello, "b")} == {first}, "its hello has just been sent"
+    node.tick(KNOCK_S)
+    node.hear("b", msg.Inventory("", node.record, ()))
+    assert len({h.nonce for h in node.said(msg.StewardHello, "b")}) == 2
+    node.others["b"].state(1, 5)
+    assert steps_heard(node) == -1, "what was said in the session before"
+
+
+def test_a_higher_start_of_the_same_node_says_that_the_steward_is_old() -> None:
+    node = steward().greet()
+    node.hear("b", msg.Inventory("", record_of(number=EPOCH + 1, nonce="newer"), ()))
+    assert node.machine.ctx.number == EPOCH + 1
+    assert not node.machine.steward.active
+
+
+# --- the node's end ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def node() -> Member:
+    return Member(record_of("abc"), POLICY)
+
+
+def test_a_session_begins_with_an_inventory_and_the_ranks(node: Member) -> None:
+    told = [m for m in node.said(object, "a") if isinstance(m, msg.Inventory | msg.RankState) and m.session]
+    assert [(type(m), m.serial, m.session) for m in told] == [
+        (msg.Inventory, 0, "s1"),
+        (msg.RankState, 1, "s1"),
+    ]
+    assert isinstance(told[0], msg.Inventory) and told[0].done and told[0].incarnation == "b#1"
+
+
+def test_what_nobody_heard_is_said_again(node: Member) -> None:
+    mark = node.mark
+    node.tick(0.25)
+    assert node.said(msg.RankState, "a", mark) == []
+    node.tick(0.25)
+    assert [m.serial for m in node.said(msg.RankState, "a", mark)] == [1]
+    node.order(msg.Heard(EPOCH, "s1", 0))
+    mark = node.mark
+    node.tick(0.5)
+    assert node.said(msg.Inventory, "a", mark) == [], "that one was heard"
+    assert len(node.said(msg.RankState, "a", mark)) == 1
+    node.order(msg.Heard(EPOCH, "s1", 1))
+    mark = node.mark
+    node.tick(1.0)
+    assert node.said(msg.RankState, "a", mark) == []
+
+
+def test_a_word_of_somebody_else_acknowledges_nothing(node: Member) -> None:
+    node.hear("a", msg.Heard(EPOCH, "s0", 1))
+    node.hear("c", msg.Heard(EPOCH, "s1", 1))
+    mark = node.mark
+    node.tick(0.5)
+    assert len(node.said(msg.RankState, "a", mark)) == 1
+
+
+def test_only_so_many_are_said_again_at_once(node: Member) -> None:
+    node.slots(1, 1)
+    for step in range(RESENT_MAX + 9):
+        node.feed(ev.RankProgress(1, step))
+    mark = node.mark
+    node.tick(0.5)
+    assert (
+        len(node.said(msg.RankState, "a", mark)) + len(node.said(msg.Inventory, "a", mark)) == RESENT_MAX
+    ), SESSIONS_LEFT_MAX
+
+
+def test_a_rank_is_told_of_when_something_about_it_changed(node: Member) -> None:
+    mark = node.mark
+    node.feed(ev.RankProgress(1, 4))
+    node.feed(ev.RankProgress(1, 4))
+    node.slots(1, 1)
+    node.feed(ev.RankProgress(1, 5, asks=True))
+    node.feed(ev.RankLeft(1, clean=True))
+    told = [(m.step, m.free_slots, m.asks, m.left) for m in node.said(msg.RankState, "a", mark)]
+    assert told == [(4, 0, None, ""), (4, 1, None, ""), (5, 1, 5, ""), (5, 1, None, "clean")]
+
+
+def test_a_layout_goes_along_once_per_session(node: Member) -> None:
+    node.slots(1, 1, 2, 3)
+    for slot, step in ((1, 7), (2, 8)):
+        node.capture(slot, step, rank=1)
+    node.hello("s2")
+    node.capture(3, 9, rank=1)
+    one = layout(1, 3)
+    assert [m.layouts for m in node.said(msg.Sealed, "a")] == [
+        {one.layout_id: one.encoded},
+        {},
+        {one.layout_id: one.encoded},
+    ]
+
+
+def test_a_layout_that_is_asked_for_is_sent(node: Member) -> None:
+    node.slots(1, 1)
+    node.capture(1, 7, rank=1)
+    node.hear("a", msg.LayoutRequest(EPOCH, layout(1, 3).layout_id))
+    assert node.said(msg.LayoutReply, "a") == [
+        msg.LayoutReply(EPOCH, {layout(1, 3).layout_id: layout(1, 3).encoded})
+    ]
+    node.hear("a", msg.LayoutRequest(EPOCH, layout(2, 3).layout_id))
+    assert len(node.said(msg.LayoutReply, "a")) == 1
+
+
+def test_the_same_hello_again_is_answered_again(node: Member) -> None:
+    mark = node.mark
+    node.hello("s1")
+    (again,) = node.said(msg.Inventory, "a", mark)
+    assert (again.session, again.serial) == ("s1", 2), "the next one of the session"
+
+
+def test_a_late_hello_of_a_session_that_was_left_asks_for_a_new_one(node: Member) -> None:
+    node.hello("s2")
+    mark = node.mark
+    node.hello("s1")
+    assert node.said(msg.Inventory, "a", mark) == [msg.Inventory("", node.record, ())], "a knock"
+    assert node.machine.uplink.session == "s2"
+
+
+def test_in_a_newer_epoch_nobody_is_obeyed_before_it_says_hello(node: Member) -> None:
+    node.slots(1, 1)
+    newer = record_of("abc", number=EPOCH + 1, nonce="then", ancestry=(at(9),))
+    node.hear("a", msg.Stale(newer))
+    assert node.machine.view()["steward"] == ""
+    node.hear("a", msg.RestoreDone(EPOCH + 1, EPOCH + 1))
+    node.hear("a", msg.Grant(EPOCH + 1, 1, 7))
+    assert node.machine.slots.filling() == []
+
+
+def test_sessions_that_were_left_are_remembered_and_bounded(node: Member) -> None:
+    for number in range(SESSIONS_LEFT_MAX + 3):
+        node.hello(f"t{number}")
+    left = node.machine.uplink._left
+    assert len(left) == SESSIONS_LEFT_MAX
+    assert "t1" not in left and f"t{SESSIONS_LEFT_MAX}" in left
+
+
+def test_a_later_one_in_the_succession_is_obeyed_only_when_the_earlier_one_is_gone(node: Member) -> None:
+    other = Member(record_of("abc"), POLICY, name="b")
+    other.hear("c", msg.StewardHello(EPOCH, "c1"))
+    assert other.machine.uplink.steward == "a"
+    other.feed(ev.NodeDown("a"))
+    other.hear("c", msg.StewardHello(EPOCH, "c1"))
+    assert (other.machine.uplink.steward, other.machine.uplink.session) == ("c", "c1")
+    other.feed(ev.NodeUp("a"))
+    other.hear("a", msg.StewardHello(EPOCH, "s3"))
+    assert other.machine.uplink.steward == "a", "the first one takes its office back"
+
+
+def test_an_order_of_a_steward_that_was_left_is_not_obeyed_but_answered(node: Member) -> None:
+    node.hello("s2")
+    node.tick(1.0)
+    node.order(msg.Heard(EPOCH, "s2", 99))
+    node.slots(1, 1)
+    mark = node.mark
+    node.order(msg.Grant(EPOCH, 1, 7), session="s1")
+    assert node.said(msg.Inventory, "a", mark) == [msg.Inventory("", node.record, ())]
+    assert not any(slot.state == "filling" for slot in node.machine.slots.by_id.values())
+    mark = node.mark
+    node.order(msg.Grant(EPOCH, 1, 7), session="s1")
+    assert node.said(msg.Inventory, "a", mark) == [], "not more than one knock per KNOCK_S"
+    mark = node.mark
+    node.tick(1.0)
+    node.hear("c", msg.Grant(EPOCH, 1, 7, "c1"))
+    assert node.said(msg.Inventory, "c", mark) == [], "a later one is not asked for a session"
+
+
+def test_a_steward_that_hears_nothing_is_looked_for(node: Member) -> None:
+    """After half of steward_timeout_s, at all that may be it, up to this node."""
+    patience = POLICY.steward_timeout_s / 2
+    mark = node.mark
+    node.tick(patience)
+    assert not [m for m in node.said(msg.Inventory, since=mark) if not m.session]
+    node.tick(0.25)
+    knock = msg.Inventory("", node.record, ())
+    assert [knock in node.said(msg.Inventory, to, mark) for to in "abc"] == [True, True, False]
+    mark = node.mark
+    node.tick(KNOCK_S - 0.25)
+    assert knock not in node.said(msg.Inventory, "a", mark)
+    node.tick(0.25)
+    assert knock in node.said(msg.Inventory, "a", mark)
+
+
+def test_a_steward_that_has_heard_everything_is_not_looked_for(node: Member) -> None:
+    node.order(msg.Heard(EPOCH, "s1", 1))
+    mark = node.mark
+    node.tick(3 * POLICY.steward_timeout_s)
+    assert node.said(msg.Inventory, since=mark) == []
+    node.feed(ev.RankProgress(1, 4))
+    node.tick(POLICY.steward_timeout_s / 2)
+    assert not [m for m in node.said(msg.Inventory, since=mark) if not m.session], (
+        "the wait began with that word"
+    )
+
+
+def test_each_word_that_is_heard_begins_the_wait_anew(node: Member) -> None:
+    node.tick(1.5)
+    node.order(msg.Heard(EPOCH, "s1", 0))
+    mark = node.mark
+    node.tick(1.5)
+    assert not [m for m in node.said(msg.Inventory, since=mark) if not m.session]
+
+
+def test_a_steward_whose_link_came_back_is_doubted_until_it_says_something(node: Member) -> None:
+    """It may be one who lost its state directory, and remembers nothing (P14)."""
+    node.order(msg.Heard(EPOCH, "s1", 1))
+    node.feed(ev.NodeDown("a"), ev.NodeUp("a"))
+    mark = node.mark
+    node.tick(DOUBT_S)
+    assert node.said(msg.Inventory, since=mark) == []
+    node.tick(0.25)
+    assert msg.Inventory("", node.record, ()) in node.said(msg.Inventory, "a", mark)
+    node.order(msg.Heard(EPOCH, "s1", 1))
+    mark = node.mark
+    node.tick(2 * DOUBT_S)
+    assert node.said(msg.Inventory, since=mark) == []
+    node.feed(ev.NodeDown("c"), ev.NodeUp("c"))
+    node.tick(2 * DOUBT_S)
+    assert node.said(msg.Inventory, since=mark) == [], "only the steward's link"
+
+
+def test_a_new_steward_is_told_where_the_ranks_are_although_they_stand_still(node: Member) -> None:
+    """One that waits for its grant makes no step, and says nothing."""
+    node.feed(ev.RankProgress(1, 7, asks=True))
+    node.hello("s2")
+    told = [m for m in node.said(msg.RankState, "a") if m.session == "s2"]
+    assert [(m.rank, m.step, m.asks) for m in told] == [(1, 7, 7)]
+
+
+def test_a_hello_ends_the_doubt(node: Member) -> None:
+    node.order(msg.Heard(EPOCH, "s1", 1))
+    node.feed(ev.NodeDown("a"), ev.NodeUp("a"))
+    node.hello("s1")
+    node.order(msg.Heard(EPOCH, "s1", 2))
+    mark = node.mark
+    node.tick(2 * DOUBT_S)
+    assert node.said(msg.Inventory, since=mark) == []
+
+
+def test_a_node_without_a_session_looks_for_one_when_it_has_something_to_say() -> None:
+    node = Node("b", record_of("abc"), POLICY, running=False)
+    node.tick(5.0)
+    assert node.said(msg.Inventory) == []
+    node.feed(ev.HoldingFound(1, at(7), 1, 0, True, layout(1, 3), ()))
+    node.tick(0.25)
+    assert node.said(msg.Inventory, "a") == [msg.Inventory("", node.record, ())]
+    other = Node("b", record_of("abc"), POLICY)
+    other.tick(0.25)
+    assert len(other.said(msg.Inventory, "a")) == 1, "a rank is here"
+
+
+def test_a_daemon_outside_the_epoch_knocks_at_every_member() -> None:
+    node = Node("x", record_of("abc", outside="x"), POLICY, running=False)
+    node.feed(ev.HoldingFound(1, at(7), 1, 0, False, layout(1, 3), ()))
+    node.tick(0.25)
+    assert [len(node.said(msg.Inventory, to)) for to in "abc"] == [1, 1, 1]
+
+
+def test_a_session_with_too_much_to_say_is_begun_anew(node: Member) -> None:
+    for step in range(OUTBOX_MAX):
+        node.machine.uplink.tell_held(fact(step, 1, world=3))
+    node.machine.ctx.out.clear()
+    node.tick(0.25)
+    assert node.machine.uplink.session == ""
+    assert node.said(msg.Inventory, "a")[-1] == msg.Inventory("", node.record, ())
+
+
+def test_levels_and_grants_that_were_seen_are_part_of_the_inventory(node: Member) -> None:
+    """A steward that follows numbers its grants above them, and does not report as new what was certified."""
+    node.certify(1, 7, 1, durable=True)
+    node.order(msg.Grant(EPOCH, 9, 8))
+    node.order(msg.Grant(EPOCH, 8, 8))
+    node.hello("s2")
+    inventory = node.said(msg.Inventory, "a")[-1]
+    assert (inventory.certified, inventory.grant) == (((at(7), 1, True),), 9)
+
+
+def test_nothing_is_said_of_ranks_before_the_restore_is_done() -> None:
+    node = Member(record_of("abc"), POLICY, running=False)
+    assert node.said(msg.RankState, "a") == []

@@ -1,0 +1,230 @@
+"""Two votes, all ranks or none; damage leads to another decision, anything else fails everybody (P1, P10, D11)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.machine.steward.gather import FRESH_S
+from ckptd.core.machine.steward.restore import (
+    DECISIONS_MAX,
+    LEFT_PATIENCE_S,
+    STRAGGLERS_S,
+)
+from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
+from tests.core.machines import at, layout, only, sent
+
+
+def gos(done: list[ins.Instruction]) -> list[str]:
+    return [do.to for do in only(done, ins.Send) if isinstance(do.message, msg.RestoreGo)]
+
+
+def test_everybody_fetches_before_anybody_loads_and_loads_before_anybody_trains() -> None:
+    node = Elect()
+    node.open()
+    assert gos(node.vote(0, "fetched")) == []
+    assert gos(node.vote(0, "fetched")) == [], "the same vote again"
+    assert gos(node.vote(1, "fetched")) == ["a", "b"]
+    assert sent(node.vote(0, "loaded"), msg.RestoreDone) == []
+    assert sent(node.vote(0, "loaded"), msg.RestoreDone) == []
+    assert sent(node.vote(1, "loaded"), msg.RestoreDone, "b") != []
+    assert node.machine.view()["is_steward"]
+
+
+def test_votes_of_another_round_do_not_count() -> None:
+    node = Elect()
+    node.open()
+    node.vote(0, "fetched", round_=99)
+    assert gos(node.vote(1, "fetched")) == []
+
+
+def test_what_was_not_heard_is_said_again_to_who_lacks() -> None:
+    node = Elect()
+    node.open()
+    node.vote(0, "fetched")
+    mark = len(node.done)
+    node.tick(0.75)
+    told = [do.to for do in only(node.done[mark:], ins.Send) if isinstance(do.message, msg.EpochOpen)]
+    assert told == ["b"], "not with every tick"
+    node.vote(1, "fetched")
+    node.vote(0, "loaded")
+    mark = len(node.done)
+    node.tick(0.75)
+    assert set(gos(node.done[mark:])) == {"b"}
+
+
+def test_a_late_report_is_answered_with_the_open_epoch() -> None:
+    node = Elect()
+    node.open()
+    mark = len(node.done)
+    node.report(opened=True)
+    assert sent(node.done[mark:], msg.EpochOpen) == []
+    node.report()
+    assert len(sent(node.done[mark:], msg.EpochOpen, "b")) == 1
+
+
+def test_outsiders_are_told_without_what_they_would_fetch() -> None:
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    node = Elect(known).start()
+    node.answer("b", *BOTH, known=known, done=True)
+    node.answer("c", known=known, done=True)
+    node.claimed()
+    (message,) = node.opens("c")
+    assert (message.sources, message.layouts, message.record) == ((), {}, node.opens()[0].record)
+    assert node.opens()[0].sources != ()
+    mark = len(node.done)
+    node.tick(0.75)
+    assert sent(node.done[mark:], msg.EpochOpen, "c"), "it learns that it is superseded"
+
+
+@pytest.mark.parametrize(("phase", "code"), [("fetched", "mismatch"), ("loaded", "damage"), ("fetched", "")])
+def test_a_vote_against_fails_everybody(phase: str, code: str) -> None:
+    node = Elect()
+    number = node.open().record.number
+    done = node.vote(1, phase, ok=False, code=code, reason="why")
+    expected = code or "unrecoverable"
+    assert node.refusals() == [("now", expected)]
+    assert sent(done, msg.RestoreAbort, "b") == [msg.RestoreAbort(number, number, expected, "rank 1: why")]
+    assert node.machine.steward.restoring.restore is None
+
+
+def test_damage_leads_to_another_decision_without_that_snapshot() -> None:
+    node = Elect()
+    older = tuple(replace(one, snapshot=at(3, OLD)) for one in BOTH)
+    node.start().answer("b", *BOTH, *older, known=BEFORE, done=True)
+    node.claimed()
+    node.vote(1, "fetched", ok=False, code="damage", reason="block 3")
+    node.vote(0, "fetched", ok=False, code="damage", reason="block 4")
+    mark = len(node.done)
+    node.tick(STRAGGLERS_S - 0.25)
+    assert sent(node.done[mark:], msg.InventoryRequest) == []
+    node.tick(0.25)
+    assert sent(node.done[mark:], msg.InventoryRequest, "b"), "what is held now may be less"
+    node.answer("b", *BOTH, *older, known=BEFORE, done=True)
+    node.claimed()
+    message = node.opens()[-1]
+    assert (message.snapshot, message.record.number) == (at(3, OLD), OLD + 2)
+    assert message.errors[0] == f"step 5 of epoch {OLD}: block 3"
+
+
+def test_a_damaged_snapshot_is_tried_again_without_the_damaged_copies() -> None:
+    node = Elect()
+    copies = (*BOTH, replace(BOTH[0], tier=0))
+    node.start().answer("b", *copies, known=BEFORE, done=True)
+    node.claimed()
+    node.vote(1, "fetched", ok=False, code="damage", reason="block 3")
+    node.tick(STRAGGLERS_S)
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.claimed()
+    assert node.opens()[-1].snapshot == at(5, OLD)
+
+
+def test_when_every_snapshot_is_damaged_the_restore_is_refused() -> None:
+    node = Elect()
+    node.open()
+    node.vote(1, "fetched", ok=False, code="damage", reason="block 3")
+    node.tick(STRAGGLERS_S)
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    assert node.refusals() == [("now", "unrecoverable")]
+    assert "block 3" in sent(node.done, msg.JoinRefused)[0].reason
+
+
+def test_decisions_are_bounded() -> None:
+    node = Elect()
+    count = 40
+    node.start().answer("b", *BOTH * count, known=BEFORE, done=True)
+    for number in range(DECISIONS_MAX):
+        node.claimed()
+        assert node.refusals() == []
+        node.vote(1, "fetched", ok=False, code="damage", reason="x")
+        node.tick(STRAGGLERS_S)
+        node.answer("b", *BOTH * (count - number - 1), known=BEFORE, done=True)
+    assert node.refusals() == [("now", "unrecoverable")]
+    assert sent(node.done, msg.JoinRefused)[0].reason == "every snapshot found is damaged"
+    node.join("two")
+    node.report("two")
+    node.answer("b", *BOTH * count, attempt="two", known=BEFORE, done=True)
+    node.claimed()
+    message = node.opens()[-1]
+    assert (message.record.nonce, message.snapshot) == ("two", at(5, OLD)), "another start tries anew"
+
+
+def test_storage_is_read_anew_after_damage() -> None:
+    """It may have been what was damaged, or have more by now."""
+    node = Elect(durable=True).start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.feed(ev.DurableRead("now", True, BEFORE))
+    node.claimed()
+    node.vote(1, "fetched", ok=False, code="damage", reason="block 3")
+    mark = len(node.done)
+    node.tick(STRAGGLERS_S)
+    assert [do for do in only(node.done[mark:], ins.ReadDurable) if do.attempt == "now"] != []
+    node.answer("b", known=BEFORE, done=True)
+    assert node.refusals() == []
+
+
+def test_a_restore_that_takes_too_long_fails_everybody_and_names_who_lacks() -> None:
+    node = Elect()
+    node.open()
+    for rank in (0, 1):
+        node.vote(rank, "fetched")
+    node.vote(0, "loaded")
+    node.tick(20.0)
+    assert node.refusals() == []
+    node.tick(0.5)
+    assert node.refusals()[0] == ("now", "timeout")
+    assert sent(node.done, msg.JoinRefused)[0].reason == "ranks 1 did not restore in time"
+
+
+def test_ranks_that_never_came_are_named() -> None:
+    node = Elect(join_timeout_s=6.0)
+    node.join()
+    node.tick(6.0, reporting=False)
+    assert node.refusals() == []
+    node.tick(0.5, reporting=False)
+    assert sent(node.done, msg.JoinRefused, "b")[0].reason == "ranks 1 did not join, or left again"
+
+
+def test_ranks_that_left_again_are_waited_for_shortly() -> None:
+    node = Elect(join_timeout_s=100.0, inventory_timeout_s=50.0).start()
+    node.tick(2.0)
+    node.tick(LEFT_PATIENCE_S, reporting=False)
+    assert node.refusals() == [], "counted from when they were all heard last"
+    node.tick(FRESH_S + 0.5, reporting=False)
+    assert node.refusals() == [("now", "timeout")]
+
+
+def test_a_higher_epoch_that_somebody_knows_is_decided_above() -> None:
+    node = Elect()
+    node.open()
+    other = EpochRecord(9, "other", ("b", "b"), (B, C))
+    node.hear("b", msg.Stale(other))
+    assert sent(node.done, msg.InventoryRequest, "c"), "its members may hold memory"
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.answer("c")
+    node.report()
+    node.tick(2.5)
+    assert node.claim.number > 9
+
+
+def test_a_lower_epoch_changes_nothing() -> None:
+    node = Elect()
+    node.open()
+    before = node.machine.steward.restoring.restore
+    node.hear("b", msg.Stale(replace(BEFORE, number=2)))
+    assert node.machine.steward.restoring.restore is before
+
+
+def test_a_layout_that_is_none_leaves_its_holdings_unused() -> None:
+    node = Elect().start()
+    node.answer("b", *BOTH, known=BEFORE, done=True, layouts={**LAYOUTS, layout(1).layout_id: b"junk"})
+    assert node.refusals() == [("now", "unrecoverable")]
+
+
+def test_snapshots_order_by_epoch_then_step() -> None:
+    assert SnapshotId(4, 9) < SnapshotId(5, 1)

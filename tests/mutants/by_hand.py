@@ -1,0 +1,306 @@
+"""Mistakes that somebody might make, written down as an edit of the source. ``old`` must be there exactly once."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from tests.mutants.generate import Mutant
+from tests.mutants.targets import source_of
+from tests.sim.mutants import MUTANTS, RARE
+
+BY_HAND = "by hand"
+SIMULATED = "tests/sim"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """``old`` and ``new`` have the same number of lines."""
+
+    name: str
+    path: str  # below ckptd/
+    old: str
+    new: str
+
+
+EDITS = (
+    # --- what is durable (P4, P11, P12)
+    Edit(
+        "the directories above a checkpoint are not synced",
+        "persist/storage/base.py",
+        "    while path:\n",
+        "    while False:\n",
+    ),
+    Edit(
+        "only the first writer's files are checked",
+        "persist/commit.py",
+        "    for report in reports:\n        _check_report",
+        "    for report in reports[:1]:\n        _check_report",
+    ),
+    Edit(
+        "the manifest is not synced before the directory appears",
+        "persist/commit.py",
+        '    failpoint("persist.commit.manifest")\n    storage.sync_dir(directory)',
+        '    failpoint("persist.commit.manifest")\n    pass',
+    ),
+    Edit(
+        "strangers' files appear with the checkpoint",
+        "persist/commit.py",
+        "        if entry.name not in wanted and not entry.is_dir:",
+        "        if False:",
+    ),
+    Edit(
+        "an unread commit counts as restorable",
+        "core/retention.py",
+        " for commit in restorable if commit.verified]",
+        " for commit in restorable]",
+    ),
+    Edit(
+        "a stale daemon deletes",
+        "core/retention.py",
+        "any(commit.snapshot.epoch > record.number for commit in commits)",
+        "False",
+    ),
+    Edit(
+        "a checkpoint is deleted under its readers",
+        "persist/retention.py",
+        "    if any(name.startswith(lease_prefix(snapshot)) for name in fresh):",
+        "    if False:",
+    ),
+    Edit(
+        "a number that another start claimed is taken for ours",
+        "persist/lineage.py",
+        "        ours = _read(storage, path).nonce == nonce",
+        "        ours = bool(_read(storage, path))",
+    ),
+    Edit(
+        "a lower number than the highest is claimed",
+        "persist/lineage.py",
+        "    if taken > record.number:",
+        "    if False:",
+    ),
+    Edit(
+        "one node's report is enough for a commit",
+        "core/machine/steward/flush.py",
+        "        if len(flush.reports) == len(flush.orders):",
+        "        if flush.reports:",
+    ),
+    Edit(
+        "files of two tries are mixed",
+        "core/machine/steward/flush.py",
+        "flush is None or message.attempt != flush.attempt or",
+        "flush is None or",
+    ),
+    # --- what is promised (P2, P3)
+    Edit(
+        "nodes are counted, not failure domains",
+        "core/machine/steward/ledger.py",
+        "[(domain(node), tier) for",
+        "[(node, tier) for",
+    ),
+    Edit(
+        "nodes that are gone still count",
+        "core/machine/steward/ledger.py",
+        "for node, tier in nodes.items() if counts(node)]\n",
+        "for node, tier in nodes.items()]\n",
+    ),
+    Edit(
+        "a snapshot is whole although a rank is missing",
+        "core/protection.py",
+        "len(worlds) == 1 and sorted(alone) == list(range(max(worlds)))",
+        "len(worlds) == 1",
+    ),
+    Edit(
+        "a void snapshot is certified",
+        "core/machine/steward/certify.py",
+        "level = -1 if facts.void else min(",
+        "level = min(",
+    ),
+    Edit(
+        "an older one is released by one that survives less",
+        "core/machine/steward/certify.py",
+        "best >= 0 and level <= best and",
+        "best >= 0 and",
+    ),
+    Edit(
+        "two copies in one failure domain",
+        "core/machine/replicate.py",
+        "ctx.domain(node) not in domains",
+        "node not in used",
+    ),
+    Edit(
+        "a substitute in a domain that has a copy",
+        "core/placement.py",
+        "[other for other in ahead if other.domain not in taken]",
+        "[other for other in ahead if other not in picked]",
+    ),
+    Edit(
+        "an earlier certificate that comes late is believed",
+        "core/machine/levels.py",
+        "message.serial < before.serial",
+        "False",
+    ),
+    # --- what is read (P1, P9, P10)
+    Edit(
+        "a quarantined copy is served",
+        "core/machine/slots.py",
+        "s.fact is not None and not s.damaged]",
+        "s.fact is not None]",
+    ),
+    Edit(
+        "pins are ignored on release",
+        "core/machine/slots.py",
+        "        if not self.pinned(snapshot):",
+        "        if True:",
+    ),
+    Edit(
+        "a restore reads copies known to be damaged",
+        "core/recovery.py",
+        "        return not self.damaged or (",
+        "        return True or (",
+    ),
+    Edit(
+        "another rank's own values are restored",
+        "core/recovery.py",
+        "        if own_only and copy.rank != self.rank:",
+        "        if False:",
+    ),
+    Edit(
+        "a prefix is taken for the whole slot",
+        "core/recovery.py",
+        "if tier == 0 or fragment.tier >= tier\n",
+        "if tier >= 0\n",
+    ),
+    Edit(
+        "what a prefix lacks is written from it",
+        "core/writes.py",
+        "if t <= fragment.tier or not fragment.nbytes]",
+        "if t >= 0]",
+    ),
+    # --- which steps, which epoch (P12, P14)
+    Edit(
+        "a fact of an old session is accepted",
+        "core/machine/steward/sessions.py",
+        "seat.session != fact.session or ",
+        "",
+    ),
+    Edit(
+        "the fork is forgotten",
+        "core/candidates.py",
+        "    return record is None or record.is_candidate(snapshot)",
+        "    return True",
+    ),
+    Edit(
+        "another epoch of the same number is entered",
+        "core/machine/opening.py",
+        "record.number == known.number and record != known",
+        "False",
+    ),
+    Edit(
+        "ranks load before all have fetched",
+        "core/machine/steward/restore.py",
+        "        elif len(restore.fetched) == restore.record.world and not restore.loaded:",
+        "        elif not restore.loaded:",
+    ),
+    Edit(
+        "a vote against is ignored",
+        "core/machine/steward/restore.py",
+        "        if not vote.ok:\n            self._against(restore, vote)\n",
+        "        if not vote.ok:\n            pass\n",
+    ),
+    Edit(
+        "a slot is promised to two grants",
+        "core/machine/steward/grants.py",
+        "        return min(state.free_slots - waiting[rank] for",
+        "        return min(state.free_slots - 0 for",
+    ),
+    Edit(
+        "a fresh start is proven although somebody is silent",
+        "core/machine/steward/decide.py",
+        "    if gather.missing() or durable is None or not durable.ok or gather.heard_of():",
+        "    if durable is None or not durable.ok or gather.heard_of():",
+    ),
+    # --- parity and the ladder (D8, P8)
+    Edit(
+        "parity that is gone with its data counts",
+        "core/lanes.py",
+        "        if lacking and len(lacking) + len(rows & no_parity) > parity:",
+        "        if lacking and len(lacking) > parity:",
+    ),
+    Edit(
+        "two positions of a lane in one domain",
+        "core/machine/steward/parity.py",
+        "        apart = [node for node in live if node in first or domain(node) not in others]",
+        "        apart = live",
+    ),
+    Edit(
+        "parity of a node that is gone counts",
+        "core/machine/steward/ledger.py",
+        "{self._ctx.domain(n) for n in nodes if counts(n)} for at, nodes in parts.items()",
+        "{self._ctx.domain(n) for n in nodes} for at, nodes in parts.items()",
+    ),
+    Edit(
+        "a holding of a later tier counts as its position's data",
+        "core/machine/steward/ledger.py",
+        "{d for d, tier in holders.get(rank, ()) if tier <= 1} for rank",
+        "{d for d, tier in holders.get(rank, ())} for rank",
+    ),
+    Edit(
+        "parity is made of what is void",
+        "core/machine/encoding.py",
+        "            if held or snapshot in self._slots.void or snapshot in self._levels.released:",
+        "            if held:",
+    ),
+    Edit(
+        "a slow copy is evicted for a newer snapshot that has none",
+        "core/machine/steward/certify.py",
+        "        protecting = self.protecting.choose(certified, wanted)",
+        "        protecting = None",
+    ),
+    Edit(
+        "a rung is in force when everybody has heard of it, and not before",
+        "core/machine/steward/rung.py",
+        "            self._ctx.in_force = self._ladder.redundancy",
+        "            pass",
+    ),
+)
+
+
+def place(edit: Edit) -> int:
+    """The line that it begins at. ValueError: the source has changed, so the edit must, too."""
+    source = source_of(edit.path)
+    if source.count(edit.old) != 1 or edit.old.count("\n") != edit.new.count("\n"):
+        raise ValueError(f"{edit.name!r}: {edit.old!r} is {source.count(edit.old)} times in {edit.path}")
+    return source[: source.index(edit.old)].count("\n") + 1
+
+
+def edited(edit: Edit) -> ast.Module:
+    return ast.parse(source_of(edit.path).replace(edit.old, edit.new))
+
+
+def mutants_by_hand() -> list[Mutant]:
+    """And those that the simulator knows: they exchange a method of a machine, or of the simulated shell around it."""
+    found = [
+        Mutant(f"{SIMULATED}:{BY_HAND}:{name}", SIMULATED, BY_HAND, 0, 0, f"{name!r}", number)
+        for number, name in enumerate(MUTANTS)
+    ]
+    for number, edit in enumerate(EDITS):
+        line = place(edit)
+        lines = edit.old.rstrip("\n").count("\n")
+        found.append(
+            Mutant(
+                f"{edit.path}:{BY_HAND}:{edit.name}",
+                edit.path,
+                BY_HAND,
+                line,
+                line + lines,
+                edit.name,
+                number,
+            )
+        )
+    return found
+
+
+def rare() -> dict[str, str]:
+    """Those of the simulator that need more seeds than there is time for: id -> what is believed to be the reason."""
+    return {f"{SIMULATED}:{BY_HAND}:{name}": why for name, why in RARE.items()}

@@ -1,0 +1,54 @@
+"""What is mutated, and what may kill it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "ckptd"
+
+# States, release, placement, commit, recovery.
+TARGETS = (
+    *(
+        f"core/{name}.py"
+        for name in ("placement", "protection", "recovery", "candidates", "retention", "writes", "catalogue")
+    ),
+    *(
+        f"core/machine/{name}.py"
+        for name in ("slots", "holdings", "levels", "replicate", "capture", "uplink")
+    ),
+    *(f"core/machine/{name}.py" for name in ("opening", "joining", "writing")),
+    *(f"core/machine/steward/{name}.py" for name in ("certify", "grants", "ledger", "gather", "restore")),
+    *(f"core/machine/steward/{name}.py" for name in ("flush", "decide", "sessions")),
+    *(f"persist/{name}.py" for name in ("commit", "retention", "lineage")),
+    # Parity and the ladder.
+    *(f"core/{name}.py" for name in ("lanes", "linear", "ladder")),
+    *(f"core/machine/{name}.py" for name in ("encoding", "shortage")),
+    *(f"core/machine/steward/{name}.py" for name in ("parity", "rung", "protecting")),
+)
+
+# Reached lines are noted in these: somebody may have put a mistake into the others by hand.
+TRACED = (*TARGETS, "persist/storage/base.py")
+
+TESTS = ("tests/core", "tests/sim", "tests/node/test_persist_*.py")
+NOT_TESTS = ("test_sim.py", "test_mutants.py")  # they are made of seeds, which are taken one by one here
+TEST_S_MAX = 8.0  # of processor time, traced; a slower test is not used
+SEEDS_LOOKED_AT = 100  # to see which lines they reach
+SEEDS_MAX = 30  # for one mutant, of those that reach it
+
+
+@cache
+def source_of(path: str) -> str:
+    """As it was when it was first read: a run goes on with it, whatever somebody edits meanwhile."""
+    return (PACKAGE / path).read_text(encoding="utf-8")
+
+
+def files_of_tests() -> list[str]:
+    found: list[str] = []
+    for pattern in TESTS:
+        if "*" in pattern:
+            found += [str(path) for path in sorted(ROOT.glob(pattern))]
+        else:
+            found += [str(path) for path in sorted((ROOT / pattern).glob("test_*.py"))]
+    return [path for path in found if Path(path).name not in NOT_TESTS]
