@@ -40,6 +40,7 @@ class JoinReport:
 class InventoryRequest:
     attempt: str
     nodes: tuple[NodeInfo, ...]  # so that a daemon outside the new world can answer
+    turn: int = 0  # which of this attempt's rounds of questions; the answer names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Inventory:
     incarnation: str = ""  # of the sender: unchanged since ``known`` opened, it has forgotten nothing
     grant: int = 0  # the highest grant the sender has seen in this epoch
     ran: EpochRecord | None = None  # the newest epoch before ``known`` that trained on the sender
+    turn: int = 0  # of the request that this answers
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,10 +80,16 @@ class Elect:
     def answer(
         self, sender: str, *holdings: msg.HoldingFact, attempt: str = "now", **more: Any
     ) -> list[ins.Instruction]:
-        known = more.pop("known", None)
-        return self.hear(
-            sender, msg.Inventory(attempt, known, holdings, more.pop("layouts", LAYOUTS), **more)
-        )
+        """It says the same as often as it is asked."""
+        known, layouts, before = more.pop("known", None), more.pop("layouts", LAYOUTS), len(self.done)
+        turn = -1
+        while turn < (turn := self._turn(sender, attempt)):
+            self.hear(sender, msg.Inventory(attempt, known, holdings, layouts, **more, turn=turn))
+        return self.done[before:]
+
+    def _turn(self, node: str, attempt: str) -> int:
+        asked = [m.turn for m in sent(self.done, msg.InventoryRequest, node) if m.attempt == attempt]
+        return max(asked, default=0)
 
     def claimed(self, ok: bool = True, taken: int = 0, reason: str = "") -> list[ins.Instruction]:
         claim = only(self.done, ins.ClaimEpoch)[-1]

@@ -21,7 +21,7 @@ def test_inventories_are_asked_for_when_the_last_rank_stands_there() -> None:
     node.join()
     assert sent(node.done, msg.InventoryRequest) == []
     node.report()
-    assert sent(node.done, msg.InventoryRequest, "b") == [msg.InventoryRequest("now", (A, B))]
+    assert sent(node.done, msg.InventoryRequest, "b") == [msg.InventoryRequest("now", (A, B), 1)]
 
 
 def test_members_of_every_epoch_that_somebody_knows_are_asked_too() -> None:

@@ -102,6 +102,16 @@ def test_what_is_restored_stays_in_memory_until_all_have_it(node: Node) -> None:
     assert len(only(done, ins.FreeSlot)) == 2
 
 
+def test_what_an_epoch_is_opened_on_is_nobodys_to_release_any_more(node: Node) -> None:
+    """P3: the epoch before had a newer one certified while the decision was made without it."""
+    node.hear("a", msg.InventoryRequest("now", ()))
+    node.machine.slots.release(WHOLE)
+    restoring(node)
+    done = node.hear("a", msg.RestoreDone(EPOCH, EPOCH))
+    assert only(done, ins.FreeSlot) == []
+    assert {fact.snapshot for fact in node.machine.slots.facts()} == {WHOLE}
+
+
 def test_when_there_is_nothing_to_restore_ranks_are_ready_at_once(node: Node) -> None:
     join(node, 1, 2)
     done = opened(node, replace(RECORD, ancestry=()), snapshot=None)

@@ -168,6 +168,32 @@ def test_an_inventory_that_was_answered_freezes_releases_for_a_while(slots: Slot
     assert (freed(ctx), slots.frozen_until) == ([2], 0.0)
 
 
+def test_whoever_decides_hears_of_what_was_released_and_not_of_what_is_damaged(slots: Slots) -> None:
+    """P3: asked a second time, a frozen node must not say less than the first time."""
+    hold(slots, 1, 5)
+    damaged = hold(slots, 2, 6)
+    slots.frozen_until = 12.0
+    slots.release(at(5))
+    slots.quarantine(damaged)
+    assert (slots.facts(), slots.frozen_facts()) == ((), (fact(5, 0),))
+
+
+def test_what_the_next_epoch_was_opened_on_is_kept_although_the_one_before_had_it_released(
+    slots: Slots, ctx: Context
+) -> None:
+    """P3: nothing newer is in the new lineage. A damaged copy is not wanted by anybody."""
+    hold(slots, 1, 5)
+    hold(slots, 3, 6)
+    slots.frozen_until = 12.0
+    slots.quarantine(hold(slots, 2, 5, rank=1))
+    slots.release(at(5))
+    slots.release(at(6))
+    slots.keep(at(5))
+    slots.thaw()
+    assert freed(ctx) == [2, 3]
+    assert slots.facts() == (fact(5, 0),)
+
+
 def test_voids_are_remembered_and_bounded(slots: Slots) -> None:
     for step in range(VOIDS_KEPT_MAX + 2):
         slots.mark_void(at(step), "why")

@@ -212,6 +212,26 @@ def test_a_higher_epoch_that_somebody_knows_is_decided_above() -> None:
     assert node.claim.number > 9
 
 
+def test_who_is_faster_than_our_own_word_does_not_make_us_decide_again() -> None:
+    """A member votes, or knocks, in the epoch that this node opens and has not come to itself: each epoch was followed by
+    another, and a job that had no checkpoint was told that it may have had one."""
+    node = Elect()
+    node.start().answer("b", known=None)
+    node.answer("a", known=None)
+    claim = node.claim
+    for do in node.machine.handle(ev.EpochClaimed("now", claim.number, True, 0, ""), node.now):
+        node.done.append(do)  # what it says to itself is on its way
+    before = node.machine.steward.restoring.restore
+    assert (before is not None, node.machine.ctx.record) == (True, None)
+    node.hear("b", msg.Stale(claim))
+    node.hear("b", msg.Inventory("", claim, ()))
+    assert node.machine.steward.restoring.restore is before
+    assert node.machine.ctx.record is None, "it enters by its own word"
+    node.hear("a", node.opens("a")[-1])
+    node.vote(1, "loaded")
+    assert sent(node.done, msg.RestoreDone, "b"), "the first epoch is the one that trains"
+
+
 def test_a_lower_epoch_changes_nothing() -> None:
     node = Elect()
     node.open()

@@ -11,6 +11,7 @@ from ckptd.core import instructions as ins
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.core.machine.machine import JobMachine
+from ckptd.core.machine.steward.gather import Gather
 from tests.sim import parity
 from tests.sim.copies import Copies
 from tests.sim.disk import RETRY_S, StateFile, Written
@@ -47,6 +48,7 @@ class Host:
         self.squeezed = False  # no memory for what is new
         self.no_room_for: frozenset[str] = frozenset()  # "copies", "parity": as a budget may leave it
         self.saw_at = 0.0  # when what is being done now was known to be so: earlier than now in a process that was stopped
+        self.gathered: Gather | None = None  # the last one: a refusal ends it before the word of it is on its way
         self._slots = 0
         self._queue: deque[ev.Event] = deque()
         self._batch: deque[ins.Instruction] = deque()
@@ -178,6 +180,7 @@ class Host:
         watch = self.world.watch
         if watch is not None:
             watch.before(self, event)
+        self.gathered = self.machine.steward.restoring.gathering.gather or self.gathered
         done = self.machine.handle(event, now)
         if watch is not None:
             watch.after(self, event, done)
@@ -201,7 +204,7 @@ class Host:
     def _Send(self, do: ins.Send) -> None:  # noqa: N802
         self.world.oracle.sent(self, do)
         if do.to == self.name:
-            self.later(0.0, ev.Received(self.name, do.message))
+            self.later(self.world.net.to_itself(self.name), ev.Received(self.name, do.message))
         else:
             self.world.net.send(self.name, do.to, do.message)
 

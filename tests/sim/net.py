@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 STRAGGLE_S = 10.0
+LATE_OF = (0.0, 0.0, 0.05, 0.6)  # how often a node's event loop is so busy that it hears itself late
+SLOW_LOOP_S = 0.3
 DETECT_S = 0.8  # until a link's heartbeats fail
 
 
@@ -25,6 +27,9 @@ class Net:
         self.straggle = 0.02 if world.harsh else 0.001  # messages that come once more, much later
         self.view: dict[tuple[str, str], bool] = {}  # (observer, node) -> what it was told last
         self.sent = 0
+        self._busy = Random(f"busy {world.seed}")
+        self._late = self._busy.choice(LATE_OF)
+        self._turn: dict[str, float] = {}  # node -> until when what it said to itself waits for its event loop
 
     def calm(self) -> None:
         self.loss = self.repeat = self.straggle = 0.0
@@ -47,6 +52,13 @@ class Net:
         held = self.links.wait(a, b, self.world.clock.now)
         slow = self.links.slow.get((a, b), 1.0) if self.links.slow else 1.0
         return held + slow * self.world.replicate_s * (0.5 + self.rng.random())
+
+    def to_itself(self, node: str) -> float:
+        """Seconds until a node hears its own word: a busy event loop comes to it later than fast peers answer. In order."""
+        now = self.world.clock.now
+        late = self._busy.uniform(0.0, SLOW_LOOP_S) if self._busy.random() < self._late else 0.0
+        self._turn[node] = max(self._turn.get(node, 0.0), now + late)
+        return self._turn[node] - now
 
     def send(self, source: str, to: str, message: Message) -> None:
         self.sent += 1

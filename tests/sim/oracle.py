@@ -302,11 +302,18 @@ class Oracle:
         if message.code not in ("unrecoverable", "unreachable") or message.attempt in self._refusals:
             return
         self._refusals.add(message.attempt)
-        gather = host.machine.steward.restoring.gathering.gather
-        if gather is None or host.machine.steward.restoring._tried:
+        gather = host.gathered
+        if gather is None or gather.attempt != message.attempt or host.machine.steward.restoring._tried:
             return
         ask = next(iter(gather.joined.values()), None)
         if ask is None or ask.step is not None:
+            return
+        first_lives = all(host.life <= 1 for host in self.world.hosts.values())
+        if message.code == "unrecoverable" and ask.source is None and first_lives and not self.layouts:
+            raise Broken(f"D11 a job that never had a snapshot was refused ({message.reason})")
+        assumed = gather.lineage()
+        if assumed is not None and assumed.number not in self.done:
+            self.counts["refused for an epoch of which nobody knows whether it ran"] += 1
             return
         commits = set(gather.durable.commits if gather.durable is not None else ())
         best = self._best_restorable(set(gather.answers), commits, gather.attempt)

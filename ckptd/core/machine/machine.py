@@ -213,6 +213,8 @@ class JobMachine:
 
     def _stale(self, message: msg.Stale) -> None:
         """The job has moved on without us."""
+        if self.steward.restoring.opens(message.known):
+            return
         self.steward.restoring.on_higher(message.known)
         if message.known.number > self.ctx.number:
             self._enter(message.known)
@@ -283,12 +285,12 @@ class JobMachine:
         freeze = self.ctx.policy.inventory_timeout_s + FREEZE_PATIENCE_S
         self.slots.frozen_until = max(self.slots.frozen_until, self.ctx.now + freeze)
         self.slots.frozen_for = message.attempt
-        facts = self.slots.facts()
         layouts = {name: layout.encoded for name, layout in self.slots.layouts().items()}
         self.ctx.send(
             sender,
-            msg.Inventory(message.attempt, self.ctx.record, facts, layouts, self.levels.certified(),
-                          done=self.ctx.done, never=self.ctx.never, incarnation=self.ctx.me.incarnation, ran=self.ctx.ran),
+            msg.Inventory(message.attempt, self.ctx.record, self.slots.frozen_facts(), layouts, self.levels.certified(),
+                          done=self.ctx.done, never=self.ctx.never, incarnation=self.ctx.me.incarnation, ran=self.ctx.ran,
+                          turn=message.turn),
         )  # fmt: skip
 
     def _inventory(self, sender: str, message: msg.Inventory) -> None:

@@ -70,6 +70,8 @@ class Opening:
                 ctx.emit(Supersede(rank.rank, record.number))
         ctx.record, ctx.done = record, False
         ctx.never = False
+        if record.parent is not None:
+            self._slots.keep(record.parent)
         ctx.learn((*record.nodes, *record.holders))
         self._ranks.restart(())
         self._forget()

@@ -112,6 +112,11 @@ class Slots:
     def facts(self) -> tuple[HoldingFact, ...]:
         return tuple(slot.fact for slot in self.holdings() if slot.fact is not None and not slot.released)
 
+    def frozen_facts(self) -> tuple[HoldingFact, ...]:
+        """For whoever decides about a restore: what was released since it froze us counts as well, whoever is asked twice
+        must not say less the second time (P3)."""
+        return tuple(slot.fact for slot in self.holdings() if slot.fact is not None and not slot.damaged)
+
     def free(self, slot: Slot) -> None:
         """Its content is gone, whatever it was."""
         self._forget(slot)
@@ -127,6 +132,11 @@ class Slots:
         for slot in list(self.sealed.get(snapshot, ())):
             slot.released = True
         self._free_released(snapshot)
+
+    def keep(self, snapshot: SnapshotId) -> None:
+        """The epoch before this one had it released while an inventory froze it; this one was opened on it."""
+        for slot in self.sealed.get(snapshot, ()):
+            slot.released = slot.damaged
 
     def quarantine(self, slot: Slot) -> None:
         """Damaged. While somebody reads it, nobody else may write into it."""

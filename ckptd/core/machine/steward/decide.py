@@ -17,6 +17,7 @@ from ckptd.core.redundancy import Parity, Redundancy
 
 CLAIM_GAP = 8  # numbers left out when storage could not tell which ones are claimed ...
 CLAIM_SPREAD = 997  # ... and then by chance up to this: two starts that know nothing of each other take different ones
+NOTHING = SnapshotId(-1, -1)
 ERRORS_MAX = 16  # reasons told to the ranks
 
 
@@ -35,16 +36,25 @@ def may_decide(gather: Gather, down: set[str]) -> bool:
     """Is there nobody left worth waiting for? Down: nodes that are known not to answer."""
     if gather.durable is None:
         return False
-    missing = set(gather.missing())
+    missing = gather.waited_for()
     if not missing:
         return True
     if not missing <= down or any(node.node in missing for node in gather.nodes):
         return False
     found = _find(gather, next(iter(gather.joined.values()), None))
-    if not found.restorable:
-        return False
+    return bool(found.restorable) and not _lost_newer(found)
+
+
+def looks_torn(gather: Gather) -> bool:
+    """Something that someone was told of lies beyond what the answers add up to: it is lost, or they are of different moments."""
+    ask = next(iter(gather.joined.values()), None)
+    return ask is not None and not gather.looked_twice and _lost_newer(_find(gather, ask))
+
+
+def _lost_newer(found: Candidates) -> bool:
     lost = [passed.snapshot for passed in found.passed_over if passed.certified >= 0]
-    return found.restorable[0].snapshot > max(lost, default=SnapshotId(-1, -1))
+    best = [candidate.snapshot for candidate in found.restorable[:1]]
+    return max(lost, default=NOTHING) > max(best, default=NOTHING)
 
 
 def decide(

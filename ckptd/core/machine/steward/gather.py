@@ -28,6 +28,9 @@ class Gather:
     wrong: str = ""  # why these ranks cannot start together
     asking_since: float | None = None
     asked: dict[str, NodeInfo] = field(default_factory=dict)
+    turn: int = 0  # rounds of questions; answers to an earlier one are late
+    silent: frozenset[str] = frozenset()  # who did not answer the first look: the second one does not wait for them
+    looked_twice: bool = False
     answers: dict[str, Inventory] = field(default_factory=dict)
     durable: DurableRead | None = None
     records: list[EpochRecord] = field(default_factory=list)
@@ -35,6 +38,9 @@ class Gather:
 
     def missing(self) -> list[str]:
         return [node for node in self.asked if node not in self.answers]
+
+    def waited_for(self) -> set[str]:
+        return set(self.missing()) - self.silent
 
     def newest(self) -> EpochRecord | None:
         return max(self.records, key=lambda record: record.number, default=None)
@@ -127,17 +133,34 @@ class Gathering:
         """All ranks are here: ask for inventories. Also to ask once more, after a restore met damage."""
         gather = self.gather
         assert gather is not None, "only a gathering asks"
-        gather.asking_since = self._ctx.now
-        gather.answers, gather.durable = {}, None
+        gather.durable, gather.silent, gather.looked_twice = None, frozenset(), False
         for node in gather.nodes:
             gather.asked[node.node] = node
         if not self._ctx.policy.durable:
             gather.durable = DurableRead(gather.attempt, True)
+        self._ask_everyone(gather)
+
+    def look_again(self) -> None:
+        """Those who answered told of different moments, and memory moved on between them: what one named the other had
+        released already for a newer one, which the first did not hold yet. From its first answer on a node is frozen and
+        gives nothing away, so the second answers together name all there is (a double collect: Afek et al., Atomic snapshots
+        of shared memory, J. ACM 1993)."""
+        gather = self.gather
+        assert gather is not None, "only a gathering asks"
+        gather.silent, gather.looked_twice = frozenset(gather.missing()), True
+        self._ask_everyone(gather)
+
+    def _ask_everyone(self, gather: Gather) -> None:
+        gather.asking_since = self._ctx.now
+        gather.answers = {}
+        gather.turn += 1
         self._say(gather)
 
     def on_inventory(self, sender: str, message: Inventory) -> None:
         gather = self.gather
         if gather is None or gather.asking_since is None or message.attempt != gather.attempt:
+            return
+        if message.turn != gather.turn:
             return
         gather.answers[sender] = message
         for record in (message.known, message.ran):
@@ -171,6 +194,6 @@ class Gathering:
         gather.said_at = self._ctx.now
         everyone = tuple(gather.asked.values())
         for node in gather.missing():
-            self._ctx.send(node, InventoryRequest(gather.attempt, everyone))
+            self._ctx.send(node, InventoryRequest(gather.attempt, everyone, gather.turn))
         if gather.durable is None:
             self._ctx.emit(ReadDurable(gather.attempt))

@@ -13,7 +13,7 @@ from ckptd.core.events import DurableRead, EpochClaimed
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.instructions import ClaimEpoch
 from ckptd.core.machine.context import RESEND_S, Context
-from ckptd.core.machine.steward.decide import Decision, decide, may_decide, spread
+from ckptd.core.machine.steward.decide import Decision, decide, looks_torn, may_decide, spread
 from ckptd.core.machine.steward.gather import Gather, Gathering
 from ckptd.core.messages import (
     EpochOpen,
@@ -118,7 +118,11 @@ class Restoring:
         ):
             return
         late = self._ctx.now - gather.asking_since >= self._ctx.policy.inventory_timeout_s
-        if self.gathering.complete() and (late or may_decide(gather, set(self._ctx.down))):
+        if not self.gathering.complete() or not (late or may_decide(gather, set(self._ctx.down))):
+            return
+        if looks_torn(gather):
+            self.gathering.look_again()
+        else:
             self._decide()
 
     def _decide(self) -> None:
@@ -264,6 +268,10 @@ class Restoring:
                     node.node, RestoreAbort(restore.record.number, restore.message.round, code, reason)
                 )
         self.gathering.gather = self.restore = self._claiming = None
+
+    def opens(self, record: EpochRecord) -> bool:
+        """It is the epoch that is being opened here: whoever is faster than our word to ourselves says nothing new."""
+        return self.restore is not None and self.restore.record == record
 
     def on_higher(self, record: EpochRecord) -> None:
         """Somebody knows a newer epoch than the one that is being opened here: decide again, above it."""

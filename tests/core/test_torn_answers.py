@@ -1,0 +1,76 @@
+"""Who answers early and who answers late tell of different moments: then everyone is asked once more (P3, D11)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ckptd.core import messages as msg
+from ckptd.core.ids import SnapshotId
+from tests.core.elect import BEFORE, LAYOUTS, OLD, A, B, C, Elect
+from tests.core.machines import at, layout, sent
+
+OLDER, NEWER = at(5, OLD), at(6, OLD)
+
+
+def held(snapshot: SnapshotId, rank: int) -> msg.HoldingFact:
+    return msg.HoldingFact(snapshot, rank, 0, layout(rank).layout_id)
+
+
+def says(node: Elect, turn: int, *facts: msg.HoldingFact, told: tuple[SnapshotId, ...] = ()) -> None:
+    certified = tuple((snapshot, 0, False) for snapshot in told)
+    node.hear("b", msg.Inventory("now", BEFORE, facts, LAYOUTS, certified, done=True, turn=turn))
+
+
+def turns(node: Elect) -> list[int]:
+    return [request.turn for request in sent(node.done, msg.InventoryRequest, "b")]
+
+
+@pytest.fixture
+def torn() -> Elect:
+    """Node b answered when it held rank 1 of the older one. Then the newer one came, its certificate released the older one
+    everywhere, and node a, which holds rank 0, was asked after that. (What node a holds is told by b here.)"""
+    node = Elect().start()
+    says(node, 1, held(NEWER, 0), held(OLDER, 1), told=(OLDER, NEWER))
+    return node
+
+
+def test_answers_that_do_not_add_up_to_what_was_certified_are_asked_for_again(torn: Elect) -> None:
+    assert (turns(torn), torn.refusals()) == ([1, 2], [])
+    says(torn, 2, held(NEWER, 0), held(NEWER, 1), told=(OLDER, NEWER))
+    torn.claimed()
+    assert torn.opens()[-1].snapshot == NEWER
+
+
+def test_what_is_lost_is_lost_after_the_second_look(torn: Elect) -> None:
+    says(torn, 2, held(NEWER, 0), held(OLDER, 1), told=(OLDER, NEWER))
+    assert (turns(torn), torn.refusals()) == ([1, 2], [("now", "unrecoverable")])
+
+
+def test_an_answer_to_the_first_question_is_none_to_the_second(torn: Elect) -> None:
+    says(torn, 1, held(NEWER, 0), held(OLDER, 1), told=(OLDER, NEWER))
+    assert torn.refusals() == []
+
+
+def test_answers_that_add_up_are_asked_for_once() -> None:
+    node = Elect().start()
+    says(node, 1, held(NEWER, 0), held(NEWER, 1), told=(OLDER, NEWER))
+    assert (turns(node), node.claim.ancestry) == ([1], (NEWER,))
+    node = Elect(ask=None).start()
+    says(node, 1, held(NEWER, 0), told=(NEWER,))
+    assert (turns(node), node.claim.ancestry) == ([1], ()), "nothing is to be restored"
+    node = Elect().start()
+    says(node, 1, held(NEWER, 0), held(OLDER, 0), held(OLDER, 1), told=(OLDER,))
+    assert (turns(node), node.claim.ancestry) == ([1], (OLDER,)), "the newer one was told to nobody"
+
+
+def test_the_second_look_does_not_wait_for_who_was_silent_at_the_first() -> None:
+    node = Elect(replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))).start()
+    says(node, 1, held(NEWER, 0), held(OLDER, 0), held(OLDER, 1), told=(NEWER,))
+    assert turns(node) == [1], "c may still answer"
+    node.tick(2.5)
+    assert turns(node)[-1] == 2
+    says(node, 2, held(NEWER, 0), held(OLDER, 0), held(OLDER, 1), told=(NEWER,))
+    assert node.claim.ancestry == (OLDER,)
+
