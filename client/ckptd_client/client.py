@@ -55,6 +55,7 @@ class Client:
         self._snapshots = Snapshots(
             self._session, self._engine, self._registry, self._joiner, self._troubles, must_timeout_s
         )
+        self._must_timeout_s = must_timeout_s
         self._last: Handle | None = None  # newest snapshot that was taken
         self._session.stop_capture = self._engine.stop
         self._session.connection_lost = lambda lost: self._engine.stop_connection(
@@ -197,13 +198,19 @@ class Client:
         """Capture the registered state as of now; returns at once, and never raises for a checkpoint's sake.
 
         The next optimizer step waits if it must. keep: retention never deletes this one. must: wait (bounded) until this
-        step may be captured instead of skipping it. meta: given back by a restore in ``last_restore``.
+        step may be captured instead of skipping it, and, when an earlier call has captured it here, until all ranks have.
+        meta: given back by a restore in ``last_restore``.
         """
         handle = Handle(step, "capturing", self._wait_for_handle)
-        last = self._last
+        last, began = self._last, time.monotonic()
         if last is not None and last.step == step and last.taken and not self._closed:
-            return last  # it is captured already
-        self._take(handle, meta or {}, keep=keep, must=must)
+            if must and os.getpid() == self._pid:
+                # A rank that could not take part in that capture asks for another one, and waits for us to ask as well.
+                self._wait_for_handle(last, "sealed", self._must_timeout_s)
+            if last.taken:
+                return last  # it is captured already
+        left_s = self._must_timeout_s - (time.monotonic() - began)
+        self._take(handle, meta or {}, keep=keep, must=must, wait_s=left_s)
         return handle
 
     def _take(self, handle: Handle, meta: dict[str, Any], **how: Any) -> None:

@@ -146,6 +146,26 @@ def test_a_grant_taken_back_in_mid_copy_leaves_its_slot_alone(daemon: RankDaemon
     assert (1, 1) not in daemon.held
 
 
+def test_must_asks_for_another_capture_when_the_first_one_of_the_step_is_void(daemon: RankDaemonDouble) -> None:
+    """Another rank missed it, asks, and waits for this one to ask as well: it waited its whole bound."""
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        until(lambda: len(client._session.grants), what="a grant")
+        failpoint.arm("capture.tensor:sleep=0.2")
+        first = client.snapshot(1)
+        assert first.taken
+        (number,) = [g for g, step in daemon._grant_steps.items() if g in daemon._members()[0].granted][:1]
+        daemon.take_back(number)
+        second = client.snapshot(1, must=True)
+        assert (first.status, second.taken) == ("void: taken back", True)
+        assert second.wait("sealed", 30) == "durable"
+        assert client.snapshot(1, must=True) is second, "all ranks have it"
+        assert client.snapshot(1) is second
+    assert (1, 1) in daemon.held
+
+
 def test_nothing_is_captured_twice_without_an_optimizer_step(daemon: RankDaemonDouble) -> None:
     training = Training()
     with connected(daemon, training) as client:
