@@ -7,6 +7,7 @@ from dataclasses import replace
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
+from ckptd.core.ids import EpochRecord
 from ckptd.core.machine.steward.gather import FRESH_S
 from ckptd.core.machine.steward.restore import (
     REFUSALS_KEPT_MAX,
@@ -125,6 +126,34 @@ def test_a_late_report_of_a_start_that_had_its_epoch_changes_nothing() -> None:
     assert node.refusals() == [("one", "superseded")]
     node.report("three")
     assert [m.attempt for m in sent(node.done, msg.InventoryRequest, "b")] == ["one", "two", "three"]
+
+
+def test_a_late_report_of_a_start_that_is_over_begins_nothing() -> None:
+    """Its epoch was done and another one superseded it, before its last report came to its own steward: that gathered again,
+    for ranks that were gone (simulator, seed 4313)."""
+    node = Elect(ask=None).start()
+    node.answer("b")
+    node.claimed()
+    for rank in (0, 1):
+        node.vote(rank, "loaded")
+    other = EpochRecord(node.claim.number + 1, "other", ("b", "b"), (B, C))
+    node.hear("b", msg.EpochOpen("other", other, other.number, None, False))
+    mark = len(node.done)
+    node.report(sender="a", here=(0,), opened=True)
+    node.report(opened=True)
+    assert sent(node.done[mark:], msg.InventoryRequest) == []
+    assert ("now", "superseded") in node.refusals()
+
+
+def test_a_late_report_of_a_rank_that_has_gone_calls_off_nothing() -> None:
+    node = Elect()
+    node.machine.handle(ev.RankJoined(0, "gone", ("a", "b"), node.nodes, node.ask), node.now)  # its report is on its way
+    node.feed(ev.RankLeft(0, False))
+    node.join("new")
+    node.report("gone", sender="a", here=(0,))
+    assert node.refusals() == []
+    node.report("new")
+    assert [m.attempt for m in sent(node.done, msg.InventoryRequest, "b")] == ["new"]
 
 
 # --- when to decide ---------------------------------------------------------------------------------------------------

@@ -54,9 +54,11 @@ class Restore:
 
 
 class Restoring:
-    def __init__(self, ctx: Context, finished: Callable[[EpochRecord], None]) -> None:
-        """finished: the record whose restore is complete."""
-        self._ctx, self._finished = ctx, finished
+    def __init__(
+        self, ctx: Context, is_past: Callable[[str], bool], finished: Callable[[EpochRecord], None]
+    ) -> None:
+        """is_past: an attempt that is over on this node. finished: the record whose restore is complete."""
+        self._ctx, self._is_past, self._finished = ctx, is_past, finished
         self.gathering = Gathering(ctx)
         self.restore: Restore | None = None
         self._refused: dict[str, JoinRefused] = {}
@@ -82,11 +84,12 @@ class Restoring:
         if not message.ranks or message.ranks[0] != self._ctx.me.node:
             return
         gather = self.gathering.gather
-        if gather is not None and gather.attempt != message.attempt:
-            if message.attempt in self._seen:
+        if gather is None or gather.attempt != message.attempt:
+            if self._is_past(message.attempt) or (gather is not None and message.attempt in self._seen):
                 self._ctx.send(sender, JoinRefused(message.attempt, "superseded", NEWER))
                 return
-            self._refuse("superseded", NEWER)
+            if gather is not None:
+                self._refuse("superseded", NEWER)
         self._seen[message.attempt] = None
         if self.gathering.gather is None:
             self._decisions, self._tried = 0, {}

@@ -5,6 +5,7 @@ It states facts that it can rebuild from holdings at any time: it keeps nothing 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 from ckptd.core.events import CommitDone
@@ -40,7 +41,8 @@ PAUSE_PER_RANK_S = 5e-5  # between two looks through the books of a larger one
 
 
 class Steward:
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, is_past: Callable[[str], bool]) -> None:
+        """is_past: an attempt that is over on this node."""
         self._ctx = ctx
         self.active = False
         self.sessions = Sessions(ctx, self._deliver, self._reset)
@@ -51,7 +53,7 @@ class Steward:
         self.certify = Certify(ctx, self.sessions, self.ledger, self.grants, self.parities)
         self.draining = Draining(ctx, self.sessions, self.ledger, self.parities, self.certify)
         self.flushing = Flushing(ctx, self.sessions, self.ledger, self.grants, self.certify, self.parities)
-        self.restoring = Restoring(ctx, self._restored)
+        self.restoring = Restoring(ctx, is_past, self._restored)
         self._done = False  # of the epoch it speaks for
         self._told_done_at = -1e9
         self._acted_at = -1e9
