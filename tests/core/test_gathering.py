@@ -8,7 +8,7 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord
-from ckptd.core.machine.steward.gather import FRESH_S
+from ckptd.core.machine.steward.gather import FRESH_S, NEWCOMER_S
 from ckptd.core.machine.steward.restore import (
     REFUSALS_KEPT_MAX,
 )
@@ -173,6 +173,30 @@ def test_whoever_is_silent_is_waited_for_and_named() -> None:
     node.tick(0.75)
     node.claimed()
     assert node.opens()[-1].errors[0] == "no answer from c"
+
+
+def test_whoever_is_heard_of_late_is_asked_at_once_and_waited_for() -> None:
+    """The last answer in time named a member of a newer epoch, and it was decided without having asked it (P3; simulator,
+    seed 4540)."""
+    node = Elect().start()
+    node.tick(1.75)
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    mark = len(node.done)
+    node.answer("b", *BOTH, known=known, done=True)
+    assert sent(node.done[mark:], msg.InventoryRequest, "c") == [msg.InventoryRequest("now", (A, B, C), 1)]
+    node.tick(0.75)
+    assert only(node.done, ins.ClaimEpoch) == []
+    newer = tuple(replace(one, snapshot=at(6, OLD)) for one in BOTH)
+    node.answer("c", *newer, known=known, done=True)
+    assert node.claim.ancestry == (at(6, OLD),)
+
+
+def test_whoever_is_heard_of_late_is_not_waited_for_any_longer_than_that() -> None:
+    node = Elect().start()
+    node.tick(1.75)
+    node.answer("b", *BOTH, known=replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c")), done=True)
+    node.tick(NEWCOMER_S)
+    assert len(only(node.done, ins.ClaimEpoch)) == 1
 
 
 def test_a_node_that_is_down_is_not_waited_for_when_nothing_newer_can_be_there() -> None:

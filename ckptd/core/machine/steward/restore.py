@@ -120,8 +120,9 @@ class Restoring:
             or self.restore is not None
         ):
             return
-        late = self._ctx.now - gather.asking_since >= self._ctx.policy.inventory_timeout_s
-        if not self.gathering.complete() or not (late or may_decide(gather, set(self._ctx.down))):
+        if not self.gathering.complete():
+            return
+        if not self.gathering.waited_long() and not may_decide(gather, set(self._ctx.down)):
             return
         if looks_torn(gather):
             self.gathering.look_again()
