@@ -258,6 +258,20 @@ def test_it_is_not_decided_for_ranks_that_are_not_heard_of_any_more() -> None:
     assert len(only(node.done, ins.ClaimEpoch)) == 1
 
 
+def test_it_is_not_decided_for_our_own_ranks_when_they_have_gone() -> None:
+    """Another start had superseded it, and the next thing heard of that made it open one more epoch: both were over then
+    (simulator, seeds 180 and 298 of that day)."""
+    node = Elect()
+    node.open()
+    node.hear("b", msg.Stale(EpochRecord(9, "other", ("b", "b"), (B, C))))
+    node.feed(ev.RankLeft(0, False))
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.answer("c")
+    node.report()
+    node.tick(2.5)
+    assert len(only(node.done, ins.ClaimEpoch)) == 1, "the one before that"
+
+
 def test_after_this_process_stood_still_the_ranks_must_be_heard_anew() -> None:
     node = Elect().start()
     node.now += Policy().steward_timeout_s

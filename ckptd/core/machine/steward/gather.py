@@ -10,6 +10,7 @@ from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.instructions import ReadDurable
 from ckptd.core.layout import Layout
 from ckptd.core.machine.context import RESEND_S, Context, decode_layout
+from ckptd.core.machine.joining import Joining
 from ckptd.core.messages import Inventory, InventoryRequest, JoinReport, RestoreAsk
 
 FRESH_S = 3.0  # a rank's last report; they come every RESEND_S
@@ -44,6 +45,9 @@ class Gather:
 
     def waited_for(self) -> set[str]:
         return set(self.missing()) - self.silent
+
+    def ranks_on(self, node: str) -> tuple[int, ...]:
+        return tuple(rank for rank, where in enumerate(self.ranks) if where == node)
 
     def newest(self) -> EpochRecord | None:
         return max(self.records, key=lambda record: record.number, default=None)
@@ -101,8 +105,8 @@ def _did_not_load(answer: Inventory, record: EpochRecord) -> bool:
 class Gathering:
     """Collects; ``Decision`` (decide.py) judges when it is enough."""
 
-    def __init__(self, ctx: Context) -> None:
-        self._ctx = ctx
+    def __init__(self, ctx: Context, joining: Joining) -> None:
+        self._ctx, self._joining = ctx, joining
         self.gather: Gather | None = None
 
     def on_report(self, sender: str, message: JoinReport) -> None:
@@ -132,12 +136,13 @@ class Gathering:
         return now - gather.asking_since >= patience and now - gather.heard_of_at >= min(NEWCOMER_S, patience)
 
     def complete(self) -> bool:
-        """Every rank stands there, and did so a moment ago: a dead attempt must not supersede a living one."""
+        """Every rank stands there, and did so a moment ago (our own: now): a dead attempt must not supersede a living one."""
         gather, now = self.gather, self._ctx.now
         return (
             gather is not None
             and len(gather.heard_at) == len(gather.ranks)
             and all(now - heard < FRESH_S for heard in gather.heard_at.values())
+            and self._joining.all_here(gather.attempt, gather.ranks_on(self._ctx.me.node))
         )
 
     def ask(self) -> None:

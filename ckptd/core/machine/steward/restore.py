@@ -13,6 +13,7 @@ from ckptd.core.events import DurableRead, EpochClaimed
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.instructions import ClaimEpoch
 from ckptd.core.machine.context import RESEND_S, Context
+from ckptd.core.machine.joining import Joining
 from ckptd.core.machine.steward.decide import Decision, decide, looks_torn, may_decide, spread
 from ckptd.core.machine.steward.gather import Gather, Gathering
 from ckptd.core.messages import (
@@ -54,12 +55,10 @@ class Restore:
 
 
 class Restoring:
-    def __init__(
-        self, ctx: Context, is_past: Callable[[str], bool], finished: Callable[[EpochRecord], None]
-    ) -> None:
-        """is_past: an attempt that is over on this node. finished: the record whose restore is complete."""
-        self._ctx, self._is_past, self._finished = ctx, is_past, finished
-        self.gathering = Gathering(ctx)
+    def __init__(self, ctx: Context, joining: Joining, finished: Callable[[EpochRecord], None]) -> None:
+        """finished: the record whose restore is complete."""
+        self._ctx, self._joining, self._finished = ctx, joining, finished
+        self.gathering = Gathering(ctx, joining)
         self.restore: Restore | None = None
         self._refused: dict[str, JoinRefused] = {}
         self._seen: dict[str, None] = {}  # attempts in the order they were first heard of
@@ -85,7 +84,7 @@ class Restoring:
             return
         gather = self.gathering.gather
         if gather is None or gather.attempt != message.attempt:
-            if self._is_past(message.attempt) or (gather is not None and message.attempt in self._seen):
+            if self._joining.is_past(message.attempt) or (gather is not None and message.attempt in self._seen):
                 self._ctx.send(sender, JoinRefused(message.attempt, "superseded", NEWER))
                 return
             if gather is not None:
