@@ -309,9 +309,12 @@ class Oracle:
         if ask is None or ask.step is not None:
             return
         first_lives = all(host.life <= 1 for host in self.world.hosts.values())
-        if message.code == "unrecoverable" and ask.source is None and first_lives and not self.layouts:
-            raise Broken(f"D11 a job that never had a snapshot was refused ({message.reason})")
         assumed = gather.lineage()
+        # Of two starts at once one may be told so: what the other, which stands there, may have taken meanwhile nobody can say.
+        alone = assumed is None or assumed.nonce == message.attempt or not self._stands(assumed.nonce)
+        never = not self.layouts and first_lives and alone
+        if message.code == "unrecoverable" and ask.source is None and never:
+            raise Broken(f"D11 a job that never had a snapshot was refused ({message.reason})")
         if assumed is not None and assumed.number not in self.done:
             self.counts["refused for an epoch of which nobody knows whether it ran"] += 1
             return
@@ -319,6 +322,11 @@ class Oracle:
         best = self._best_restorable(set(gather.answers), commits, gather.attempt)
         if best is not None:
             raise Broken(f"P3 the restore was refused ({message.reason}) although {best} was there")
+
+    def _stands(self, attempt: str) -> bool:
+        """A rank of this start is at its daemon."""
+        procs = (proc for host in self.world.hosts.values() for proc in host.procs.values())
+        return any(proc.alive and proc.run.attempt == attempt for proc in procs)
 
     # --- restores -----------------------------------------------------------------------------------------------
     def fetched(self, do: ins.PrepareRestore, sources: set[str]) -> None:
