@@ -180,6 +180,27 @@ def test_a_part_under_a_grant_that_stands_is_waited_for() -> None:
     assert node.said(msg.Void) == []
 
 
+def test_a_copy_may_be_faster_than_its_ranks_own_word() -> None:
+    """P2: it was void before anyone had said that it was captured, and certified when they did (simulator, seed 3413)."""
+    node = steward(record_of("abc")).train()
+    told = [layout(rank, 3) for rank in range(3)]
+    node.hear("c", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in told}))
+    node.copy(7, 1, to="c")
+    assert [void for void in node.said(msg.Void) if void.snapshot] == []
+    node.capture(7)
+    assert node.level(7) == 0
+
+
+def test_a_copy_is_void_when_no_grant_can_bring_the_rest() -> None:
+    node = steward(record_of("abc")).train().capture(8)
+    told = [layout(rank, 3) for rank in range(3)]
+    node.hear("c", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in told}))
+    node.copy(6, 1, to="c")
+    assert {void.snapshot for void in node.said(msg.Void, "c")} == {at(6)}, "of a step before all that are granted"
+    node.copy(7, 1, to="c")
+    assert {void.snapshot for void in node.said(msg.Void, "c")} == {at(6), at(7)}, "step 8 was captured since"
+
+
 def test_a_part_whose_node_is_away_is_waited_for() -> None:
     node = steward().train().capture(7)
     node.feed(ev.NodeDown("b"))

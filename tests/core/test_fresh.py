@@ -35,3 +35,17 @@ def test_it_ran_and_took_no_snapshot() -> None:
 
 def test_there_was_nothing_before_it_anyway() -> None:
     assert decide(gathered((-1, ()), done=False), 2, (), {}).record is not None
+
+
+def test_it_ran_and_a_later_start_that_never_did_came_after_it() -> None:
+    """The job was refused for a checkpoint that nobody had ever taken (simulator, seed 180 of that day)."""
+    gather = gathered((1, ()), done=False)
+    fresh = gather.records[0]
+    later = EpochRecord(3, "w", ("a",), (A,), before=(2, ()))
+    gather.records.append(later)
+    gather.answers["a"] = Inventory("z", later, (), never=True, incarnation="a#1")
+    assert decide(gather, 3, (), {}).record is None, "nobody knows whether epoch 2 ran"
+    gather.answers["a"] = Inventory("z", later, (), never=True, incarnation="a#1", ran=fresh)
+    assert decide(gather, 3, (), {}).record is not None
+    gather.answers["a"] = Inventory("z", later, (), never=True, incarnation="a#2", ran=fresh)
+    assert decide(gather, 3, (), {}).record is None, "it may have forgotten a snapshot"

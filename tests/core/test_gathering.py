@@ -7,7 +7,8 @@ from dataclasses import replace
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.machine.steward.gather import FRESH_S
+from ckptd.core.ids import EpochRecord
+from ckptd.core.machine.steward.gather import FRESH_S, NEWCOMER_S
 from ckptd.core.machine.steward.restore import (
     REFUSALS_KEPT_MAX,
 )
@@ -127,6 +128,34 @@ def test_a_late_report_of_a_start_that_had_its_epoch_changes_nothing() -> None:
     assert [m.attempt for m in sent(node.done, msg.InventoryRequest, "b")] == ["one", "two", "three"]
 
 
+def test_a_late_report_of_a_start_that_is_over_begins_nothing() -> None:
+    """Its epoch was done and another one superseded it, before its last report came to its own steward: that gathered again,
+    for ranks that were gone (simulator, seed 4313)."""
+    node = Elect(ask=None).start()
+    node.answer("b")
+    node.claimed()
+    for rank in (0, 1):
+        node.vote(rank, "loaded")
+    other = EpochRecord(node.claim.number + 1, "other", ("b", "b"), (B, C))
+    node.hear("b", msg.EpochOpen("other", other, other.number, None, False))
+    mark = len(node.done)
+    node.report(sender="a", here=(0,), opened=True)
+    node.report(opened=True)
+    assert sent(node.done[mark:], msg.InventoryRequest) == []
+    assert ("now", "superseded") in node.refusals()
+
+
+def test_a_late_report_of_a_rank_that_has_gone_calls_off_nothing() -> None:
+    node = Elect()
+    node.machine.handle(ev.RankJoined(0, "gone", ("a", "b"), node.nodes, node.ask), node.now)  # its report is on its way
+    node.feed(ev.RankLeft(0, False))
+    node.join("new")
+    node.report("gone", sender="a", here=(0,))
+    assert node.refusals() == []
+    node.report("new")
+    assert [m.attempt for m in sent(node.done, msg.InventoryRequest, "b")] == ["new"]
+
+
 # --- when to decide ---------------------------------------------------------------------------------------------------
 def test_it_is_decided_when_everybody_has_answered() -> None:
     node = Elect().start()
@@ -144,6 +173,30 @@ def test_whoever_is_silent_is_waited_for_and_named() -> None:
     node.tick(0.75)
     node.claimed()
     assert node.opens()[-1].errors[0] == "no answer from c"
+
+
+def test_whoever_is_heard_of_late_is_asked_at_once_and_waited_for() -> None:
+    """The last answer in time named a member of a newer epoch, and it was decided without having asked it (P3; simulator,
+    seed 4540)."""
+    node = Elect().start()
+    node.tick(1.75)
+    known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
+    mark = len(node.done)
+    node.answer("b", *BOTH, known=known, done=True)
+    assert sent(node.done[mark:], msg.InventoryRequest, "c") == [msg.InventoryRequest("now", (A, B, C), 1)]
+    node.tick(0.75)
+    assert only(node.done, ins.ClaimEpoch) == []
+    newer = tuple(replace(one, snapshot=at(6, OLD)) for one in BOTH)
+    node.answer("c", *newer, known=known, done=True)
+    assert node.claim.ancestry == (at(6, OLD),)
+
+
+def test_whoever_is_heard_of_late_is_not_waited_for_any_longer_than_that() -> None:
+    node = Elect().start()
+    node.tick(1.75)
+    node.answer("b", *BOTH, known=replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c")), done=True)
+    node.tick(NEWCOMER_S)
+    assert len(only(node.done, ins.ClaimEpoch)) == 1
 
 
 def test_a_node_that_is_down_is_not_waited_for_when_nothing_newer_can_be_there() -> None:
@@ -203,6 +256,20 @@ def test_it_is_not_decided_for_ranks_that_are_not_heard_of_any_more() -> None:
     node.report()
     node.tick(0.25, reporting=False)
     assert len(only(node.done, ins.ClaimEpoch)) == 1
+
+
+def test_it_is_not_decided_for_our_own_ranks_when_they_have_gone() -> None:
+    """Another start had superseded it, and the next thing heard of that made it open one more epoch: both were over then
+    (simulator, seeds 180 and 298 of that day)."""
+    node = Elect()
+    node.open()
+    node.hear("b", msg.Stale(EpochRecord(9, "other", ("b", "b"), (B, C))))
+    node.feed(ev.RankLeft(0, False))
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.answer("c")
+    node.report()
+    node.tick(2.5)
+    assert len(only(node.done, ins.ClaimEpoch)) == 1, "the one before that"
 
 
 def test_after_this_process_stood_still_the_ranks_must_be_heard_anew() -> None:

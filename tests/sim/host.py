@@ -276,8 +276,10 @@ class Host:
         if mem is None:
             return
         sealed = mem.snapshot if mem.state == "sealed" else None
-        if sealed is not None and not mem.intact:
-            self.world.oracle.graves.append((self.world.clock.now, self, [replace(mem)]))
+        if sealed is not None:
+            self.world.oracle.given_up.append((self.world.clock.now, self, replace(mem)))
+            if not mem.intact:
+                self.world.oracle.graves.append((self.world.clock.now, self, [replace(mem)]))
         mem.state, mem.grant, mem.content, mem.sums, mem.fact = "free", 0, None, (), None
         if not mem.own:
             del self.memory[mem.id]

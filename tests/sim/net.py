@@ -32,7 +32,7 @@ class Net:
         self._turn: dict[str, float] = {}  # node -> until when what it said to itself waits for its event loop
 
     def calm(self) -> None:
-        self.loss = self.repeat = self.straggle = 0.0
+        self.loss = self.repeat = self.straggle = self._late = 0.0
         self.links.calm()
         self.changed()
 

@@ -6,7 +6,7 @@ promises say.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 BLIND_S = 4.0  # a loss may stay unnoticed by the steward for this long
+GIVEN_UP_KEPT = 4096  # slots that were freed last
 
 SITUATIONS = (
     "steward lost between holdings and certificate",
@@ -58,6 +59,7 @@ class Oracle:
         self.records: dict[int, EpochRecord] = {}
         self.done: set[int] = set()  # epochs whose restore was completed
         self.graves: list[tuple[float, Host, list[Mem]]] = []
+        self.given_up: deque[tuple[float, Host, Mem]] = deque(maxlen=GIVEN_UP_KEPT)
         self.told_at: dict[tuple[str, str], float] = {}  # (attempt, node) -> when it first told what it holds
         self.saw_certificate: dict[tuple[str, SnapshotId], bool] = {}
         self._refusals: set[str] = set()
@@ -84,16 +86,18 @@ class Oracle:
         among: set[str] | None = None,
         graves: float | None = None,
         attempt: str = "",
+        stopped: float | None = None,
     ) -> int:
         """How many domains may be lost now, from the real content of memory. graves: as one may believe who has not noticed
-        what died after that moment, nor a flipped bit. attempt: what each node held when it told its inventory to this one."""
+        what died after that moment, nor a flipped bit. attempt: what each node held when it told its inventory to this one.
+        stopped: for a process that was, at that moment, just before it says what it had found."""
         layouts = self.layouts.get(snapshot, {})
         if not layouts or len(layouts) < next(iter(layouts.values())).world:
             return -1
         holders: dict[int, list[tuple[str, int]]] = {}
         parts: list[tuple[str, Part]] = []
         now = self.world.clock.now
-        for host, memory in self._memories(graves):
+        for host, memory in self._memories(graves) + self._given_up_since(stopped):
             if among is not None and host.name not in among:
                 continue
             until = self.told_at.get((attempt, host.name), now) if attempt else now
@@ -118,6 +122,9 @@ class Oracle:
         if graves is not None:
             found += [(host, memory) for died, host, memory in self.graves if died > graves]
         return found
+
+    def _given_up_since(self, stopped: float | None) -> list[tuple[Host, list[Mem]]]:
+        return [(host, [mem]) for at, host, mem in self.given_up if stopped is not None and at > stopped]
 
     def lost(self, host: Host) -> None:
         """A node dies with its memory."""
@@ -195,7 +202,7 @@ class Oracle:
         if before is not None and before.level == message.level:
             return
         if message.level >= 0 and (before is None or message.level > before.level):
-            now = self.truth(snapshot, graves=host.saw_at - BLIND_S)
+            now = self.truth(snapshot, graves=host.saw_at - BLIND_S, stopped=host.saw_at)
             if now < message.level and not self._superseded(snapshot, message.level):
                 raise Broken(f"P2 {snapshot} is certified at {message.level}, in truth it is {now}")
         if message.level >= 0:
@@ -206,6 +213,7 @@ class Oracle:
         lost = {dead.domain for died, dead, _ in self.graves if died > host.saw_at - BLIND_S}
         lost |= {h.domain for h in self.world.hosts.values() for m in h.memory.values()
                  if m.snapshot == snapshot and not m.intact}  # fmt: skip
+        lost |= {h.domain for h, (m,) in self._given_up_since(host.saw_at) if m.snapshot == snapshot}
         self.promises[snapshot] = Promise(message.level, lost)
 
     def _count_new(self, snapshot: SnapshotId) -> None:
@@ -309,9 +317,12 @@ class Oracle:
         if ask is None or ask.step is not None:
             return
         first_lives = all(host.life <= 1 for host in self.world.hosts.values())
-        if message.code == "unrecoverable" and ask.source is None and first_lives and not self.layouts:
-            raise Broken(f"D11 a job that never had a snapshot was refused ({message.reason})")
         assumed = gather.lineage()
+        # Of two starts at once one may be told so: what the other, which stands there, may have taken meanwhile nobody can say.
+        alone = assumed is None or assumed.nonce == message.attempt or not self._stands(assumed.nonce)
+        never = not self.layouts and first_lives and alone
+        if message.code == "unrecoverable" and ask.source is None and never:
+            raise Broken(f"D11 a job that never had a snapshot was refused ({message.reason})")
         if assumed is not None and assumed.number not in self.done:
             self.counts["refused for an epoch of which nobody knows whether it ran"] += 1
             return
@@ -319,6 +330,11 @@ class Oracle:
         best = self._best_restorable(set(gather.answers), commits, gather.attempt)
         if best is not None:
             raise Broken(f"P3 the restore was refused ({message.reason}) although {best} was there")
+
+    def _stands(self, attempt: str) -> bool:
+        """A rank of this start is at its daemon."""
+        procs = (proc for host in self.world.hosts.values() for proc in host.procs.values())
+        return any(proc.alive and proc.run.attempt == attempt for proc in procs)
 
     # --- restores -----------------------------------------------------------------------------------------------
     def fetched(self, do: ins.PrepareRestore, sources: set[str]) -> None:

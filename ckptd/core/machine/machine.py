@@ -56,7 +56,7 @@ class JobMachine:
         self.leaving = Leaving(ctx, self.uplink)
         self.writing = Writing(ctx, self.slots)
         self.asks = FlushAsks(ctx, self.uplink, self.levels)
-        self.steward = Steward(ctx)
+        self.steward = Steward(ctx, self.joining)
         self._events = self._event_table()
         self._messages = self._message_table()
 

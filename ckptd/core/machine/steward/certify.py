@@ -66,7 +66,7 @@ class Certify:
         said = facts.certificate
         if said is None and not facts.void and self._ledger.unread(facts):
             return  # a steward that has just begun: not known is not fallen (P2)
-        if said is None and self._grants.serves(facts.snapshot.step) and facts.snapshot.epoch == self._ctx.number:
+        if said is None and self._under_way(facts):
             return  # copies may be faster than the last rank's own word, which may still be that it missed it
         now = (level, self.wanted(), facts.durable)
         before = self._ledger.heard.get(facts.snapshot, -1)
@@ -86,7 +86,7 @@ class Certify:
             facts.level < 0
             and facts.snapshot.epoch == self._ctx.number
             and not facts.durable
-            and not self._grants.serves(facts.snapshot.step)
+            and not self._under_way(facts)
             and self._sessions.members_live()
             and all(name in self._ledger.layouts for name in facts.layout_ids.values())
         ):
@@ -202,7 +202,12 @@ class Certify:
     def _needed(self, facts: Facts) -> bool:
         if facts.snapshot in self.pinned or self._kept(facts) or self._ledger.unread(facts):
             return True
-        return facts.level < 0 and facts.snapshot.epoch == self._ctx.number and self._grants.serves(facts.snapshot.step)
+        return facts.level < 0 and self._under_way(facts)
+
+    def _under_way(self, facts: Facts) -> bool:
+        """A grant that stands could still complete it."""
+        step = facts.snapshot.step
+        return facts.snapshot.epoch == self._ctx.number and (self._grants.serves(step) or self._grants.may_become(step))
 
     def _kept(self, facts: Facts) -> bool:
         """keep=True: it waits for its flush, unless storage does not work."""

@@ -115,12 +115,13 @@ def _proven_fresh(gather: Gather) -> bool:
 
 def _remembers_nothing(gather: Gather, record: EpochRecord) -> bool:
     """A fresh start that was only declared left an older lineage behind, unless it never ran: then the witness must know that
-    it did."""
+    it did, also when it has entered a later one since."""
     witnesses = [node for node in record.nodes if node.node in record.ranks and node.incarnation]
     answers = [(node, gather.answers[node.node]) for node in witnesses if node.node in gather.answers]
     nothing_before = record.before[0] < 0
     return any(
-        answer.incarnation == node.incarnation and (answer.done or nothing_before) for node, answer in answers
+        answer.incarnation == node.incarnation and (answer.done or answer.ran == record or nothing_before)
+        for node, answer in answers
     )
 
 

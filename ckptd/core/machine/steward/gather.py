@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckptd.core.events import DurableRead
@@ -9,9 +10,11 @@ from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.instructions import ReadDurable
 from ckptd.core.layout import Layout
 from ckptd.core.machine.context import RESEND_S, Context, decode_layout
+from ckptd.core.machine.joining import Joining
 from ckptd.core.messages import Inventory, InventoryRequest, JoinReport, RestoreAsk
 
 FRESH_S = 3.0  # a rank's last report; they come every RESEND_S
+NEWCOMER_S = 1.0  # for the answer of a node that was heard of last; well within what the others' freeze has to spare
 
 
 @dataclass
@@ -27,6 +30,7 @@ class Gather:
     heard_at: dict[int, float] = field(default_factory=dict)  # rank -> its last report
     wrong: str = ""  # why these ranks cannot start together
     asking_since: float | None = None
+    heard_of_at: float = -1e9  # when the last node to ask became known
     asked: dict[str, NodeInfo] = field(default_factory=dict)
     turn: int = 0  # rounds of questions; answers to an earlier one are late
     silent: frozenset[str] = frozenset()  # who did not answer the first look: the second one does not wait for them
@@ -41,6 +45,9 @@ class Gather:
 
     def waited_for(self) -> set[str]:
         return set(self.missing()) - self.silent
+
+    def ranks_on(self, node: str) -> tuple[int, ...]:
+        return tuple(rank for rank, where in enumerate(self.ranks) if where == node)
 
     def newest(self) -> EpochRecord | None:
         return max(self.records, key=lambda record: record.number, default=None)
@@ -98,8 +105,8 @@ def _did_not_load(answer: Inventory, record: EpochRecord) -> bool:
 class Gathering:
     """Collects; ``Decision`` (decide.py) judges when it is enough."""
 
-    def __init__(self, ctx: Context) -> None:
-        self._ctx = ctx
+    def __init__(self, ctx: Context, joining: Joining) -> None:
+        self._ctx, self._joining = ctx, joining
         self.gather: Gather | None = None
 
     def on_report(self, sender: str, message: JoinReport) -> None:
@@ -120,13 +127,22 @@ class Gathering:
         if len({repr(ask) for ask in gather.joined.values()}) > 1:
             gather.wrong = "ranks ask for different restores"
 
+    def waited_long(self) -> bool:
+        """As long as anybody is waited for. Whoever was heard of only now has not been asked for as long."""
+        gather, now = self.gather, self._ctx.now
+        if gather is None or gather.asking_since is None:
+            return False
+        patience = self._ctx.policy.inventory_timeout_s
+        return now - gather.asking_since >= patience and now - gather.heard_of_at >= min(NEWCOMER_S, patience)
+
     def complete(self) -> bool:
-        """Every rank stands there, and did so a moment ago: a dead attempt must not supersede a living one."""
+        """Every rank stands there, and did so a moment ago (our own: now): a dead attempt must not supersede a living one."""
         gather, now = self.gather, self._ctx.now
         return (
             gather is not None
             and len(gather.heard_at) == len(gather.ranks)
             and all(now - heard < FRESH_S for heard in gather.heard_at.values())
+            and self._joining.all_here(gather.attempt, gather.ranks_on(self._ctx.me.node))
         )
 
     def ask(self) -> None:
@@ -186,14 +202,20 @@ class Gathering:
         if record is None or record in gather.records:
             return
         gather.records.append(record)
-        for node in (*record.nodes, *record.holders):
-            gather.asked.setdefault(node.node, node)
+        new = {node.node: node for node in (*record.nodes, *record.holders) if node.node not in gather.asked}
+        gather.asked |= new
         self._ctx.learn(n for n in (*record.nodes, *record.holders) if n.node not in self._ctx.nodes)
+        if new and gather.asking_since is not None:
+            gather.heard_of_at = self._ctx.now
+            self._request(gather, new)
 
     def _say(self, gather: Gather) -> None:
         gather.said_at = self._ctx.now
-        everyone = tuple(gather.asked.values())
-        for node in gather.missing():
-            self._ctx.send(node, InventoryRequest(gather.attempt, everyone, gather.turn))
+        self._request(gather, gather.missing())
         if gather.durable is None:
             self._ctx.emit(ReadDurable(gather.attempt))
+
+    def _request(self, gather: Gather, nodes: Iterable[str]) -> None:
+        everyone = tuple(gather.asked.values())
+        for node in nodes:
+            self._ctx.send(node, InventoryRequest(gather.attempt, everyone, gather.turn))

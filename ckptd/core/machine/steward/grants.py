@@ -48,6 +48,7 @@ class Grants:
         self.margin = Margin(ctx.policy.grant_margin_max_steps)
         self.newest = 0  # grant
         self._last_from = self._last_bare = -1
+        self._newest_step = -1  # that a grant of this stewardship became
         self._refused_at = -1e9
         self._exact, self._exact_at = -1, 0.0  # newest grant for a rank that waits, and when
 
@@ -55,7 +56,7 @@ class Grants:
         self.open.clear()
         self.ranks.clear()
         self.margin.clear()
-        self._last_from = self._last_bare = -1
+        self._last_from = self._last_bare = self._newest_step = -1
 
     # --- what the nodes say -------------------------------------------------------------------------------------
     def on_state(self, state: RankState) -> None:
@@ -68,6 +69,7 @@ class Grants:
         if grant is None:
             return
         step, rank = message.fact.snapshot.step, message.fact.rank
+        self._newest_step = max(step, self._newest_step)
         grant.sealed.add(rank)
         self._took(grant, message.came_at)
         if grant.step is None:
@@ -200,6 +202,11 @@ class Grants:
     def serves(self, step: int) -> bool:
         """Could a grant that stands still complete this step?"""
         return any(grant.step == step and not grant.void for grant in self.open.values())
+
+    def may_become(self, step: int) -> bool:
+        """A copy of this step was faster than its rank's own word: is there a grant whose step that word may name?"""
+        waiting = (grant for grant in self.open.values() if grant.step is None and not grant.void)
+        return step > self._newest_step and any(grant.from_step <= step for grant in waiting)
 
     def _look_for_stuck(self, grant: Granted) -> None:
         lacking = set(range(self._world())) - grant.sealed - grant.missed

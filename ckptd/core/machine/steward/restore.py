@@ -13,6 +13,7 @@ from ckptd.core.events import DurableRead, EpochClaimed
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.instructions import ClaimEpoch
 from ckptd.core.machine.context import RESEND_S, Context
+from ckptd.core.machine.joining import Joining
 from ckptd.core.machine.steward.decide import Decision, decide, looks_torn, may_decide, spread
 from ckptd.core.machine.steward.gather import Gather, Gathering
 from ckptd.core.messages import (
@@ -54,10 +55,10 @@ class Restore:
 
 
 class Restoring:
-    def __init__(self, ctx: Context, finished: Callable[[EpochRecord], None]) -> None:
+    def __init__(self, ctx: Context, joining: Joining, finished: Callable[[EpochRecord], None]) -> None:
         """finished: the record whose restore is complete."""
-        self._ctx, self._finished = ctx, finished
-        self.gathering = Gathering(ctx)
+        self._ctx, self._joining, self._finished = ctx, joining, finished
+        self.gathering = Gathering(ctx, joining)
         self.restore: Restore | None = None
         self._refused: dict[str, JoinRefused] = {}
         self._seen: dict[str, None] = {}  # attempts in the order they were first heard of
@@ -82,11 +83,12 @@ class Restoring:
         if not message.ranks or message.ranks[0] != self._ctx.me.node:
             return
         gather = self.gathering.gather
-        if gather is not None and gather.attempt != message.attempt:
-            if message.attempt in self._seen:
+        if gather is None or gather.attempt != message.attempt:
+            if self._joining.is_past(message.attempt) or (gather is not None and message.attempt in self._seen):
                 self._ctx.send(sender, JoinRefused(message.attempt, "superseded", NEWER))
                 return
-            self._refuse("superseded", NEWER)
+            if gather is not None:
+                self._refuse("superseded", NEWER)
         self._seen[message.attempt] = None
         if self.gathering.gather is None:
             self._decisions, self._tried = 0, {}
@@ -117,8 +119,9 @@ class Restoring:
             or self.restore is not None
         ):
             return
-        late = self._ctx.now - gather.asking_since >= self._ctx.policy.inventory_timeout_s
-        if not self.gathering.complete() or not (late or may_decide(gather, set(self._ctx.down))):
+        if not self.gathering.complete():
+            return
+        if not self.gathering.waited_long() and not may_decide(gather, set(self._ctx.down)):
             return
         if looks_torn(gather):
             self.gathering.look_again()

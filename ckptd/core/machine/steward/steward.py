@@ -11,6 +11,7 @@ from ckptd.core.events import CommitDone
 from ckptd.core.ids import EpochRecord
 from ckptd.core.instructions import ReadDurable
 from ckptd.core.machine.context import Context, audience, place_in_order, succession
+from ckptd.core.machine.joining import Joining
 from ckptd.core.machine.steward.certify import Certify
 from ckptd.core.machine.steward.draining import Draining
 from ckptd.core.machine.steward.flush import Flushing
@@ -40,7 +41,7 @@ PAUSE_PER_RANK_S = 5e-5  # between two looks through the books of a larger one
 
 
 class Steward:
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, joining: Joining) -> None:
         self._ctx = ctx
         self.active = False
         self.sessions = Sessions(ctx, self._deliver, self._reset)
@@ -51,7 +52,7 @@ class Steward:
         self.certify = Certify(ctx, self.sessions, self.ledger, self.grants, self.parities)
         self.draining = Draining(ctx, self.sessions, self.ledger, self.parities, self.certify)
         self.flushing = Flushing(ctx, self.sessions, self.ledger, self.grants, self.certify, self.parities)
-        self.restoring = Restoring(ctx, self._restored)
+        self.restoring = Restoring(ctx, joining, self._restored)
         self._done = False  # of the epoch it speaks for
         self._told_done_at = -1e9
         self._acted_at = -1e9
