@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.lanes import part_layout
-from ckptd.core.machine.steward.flush import (
-    BACKOFF_ASKED_MAX_S,
-    BACKOFF_FIRST_S,
-    BACKOFF_MAX_S,
-    MEND_S,
-)
-from ckptd.core.policy import Policy
-from ckptd.core.redundancy import Parity
+from ckptd.core.machine.steward.flush import BACKOFF_ASKED_MAX_S, BACKOFF_FIRST_S, BACKOFF_MAX_S
 from tests.core.flushes import (
     alarms,
     ask,
@@ -29,7 +19,7 @@ from tests.core.flushes import (
     written,
     wrote,
 )
-from tests.core.machines import EPOCH, Steward, at, fact, layout, member, only, record_of, sent
+from tests.core.machines import EPOCH, Steward, at, fact, only, sent
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -221,35 +211,6 @@ def test_the_end_of_a_flush_that_failed_unpins_its_snapshot_too() -> None:
     assert at(7) in node.machine.steward.ledger.facts
     wrote(node, "b", ok=False)
     assert at(7) not in node.machine.steward.ledger.facts
-
-
-def test_what_only_parity_can_bring_is_made_for_a_flush_at_once() -> None:
-    """Otherwise a node that was lost gets the time to come back."""
-    record = record_of("abc")
-    record = replace(record, nodes=(*record.nodes, member("d")))
-    node = Steward(record, Policy(redundancy=Parity(2, 1), steward_timeout_s=20.0)).train().capture(7)
-    for to in "abc":
-        (order,) = node.said(msg.ParityOrder, to)[-1:]
-        made = part_layout(order.part.lane, 64)
-        if to == "a":
-            known = tuple(layout(rank, 3) for rank in range(3))
-            node.feed(ev.ParityMade(at(7), order.part, 900, made, (), known))
-        else:
-            held = msg.HoldingFact(at(7), order.part.lane.holding_rank, 0, made.layout_id, part=order.part)
-            node.others[to].held(held)
-    assert node.level(7) == 1
-    node.feed(ev.NodeDown("c"))
-    node.tick(2 * MEND_S)
-    assert [order.data for order in node.said(msg.ParityOrder, "d")] == []
-    ask(node, 7)
-    assert ([order.data for order in node.said(msg.ParityOrder, "d")], step_of(node)) == ([True], None)
-    node.tick(MEND_S - 0.25)
-    assert len(node.said(msg.ParityOrder, "d")) == 1
-    node.tick(0.25)
-    assert len(node.said(msg.ParityOrder, "d")) == 2, "it may have been lost"
-    node.others["d"].held(fact(7, 2, 0, world=3))
-    node.tick(MEND_S)
-    assert step_of(node) == 7
 
 
 def test_whoever_leaves_office_leaves_its_flush() -> None:
