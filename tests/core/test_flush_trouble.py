@@ -7,7 +7,7 @@ import pytest
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.machine.steward.flush import BACKOFF_ASKED_MAX_S, BACKOFF_FIRST_S, BACKOFF_MAX_S
+from ckptd.core.machine.steward.flush import BACKOFF_ASKED_MAX_S, BACKOFF_FIRST_S, BACKOFF_MAX_S, Flush
 from tests.core.flushes import (
     alarms,
     ask,
@@ -88,11 +88,23 @@ def test_failures_are_counted_for_what_was_to_be_kept() -> None:
         assert node.machine.steward.ledger.facts[at(7)].failures == failures
 
 
-def test_a_writer_that_goes_away_is_no_failure_of_storage() -> None:
+def begun() -> tuple[Steward, Flush]:
+    """The flush of a step of which either node has all."""
     node = steward().train().capture(7).protect(7)
     ask(node, 7)
+    flush = flushing(node)
+    assert flush is not None
+    return node, flush
+
+
+def lose_b(node: Steward) -> None:
     node.feed(ev.NodeDown("b"))
     node.tick()
+
+
+def test_a_writer_that_goes_away_is_no_failure_of_storage() -> None:
+    node, _ = begun()
+    lose_b(node)
     assert (alarms(node, "flush"), node.machine.steward.flushing._failures) == ([], 0)
     node.tick()
     assert step_of(node) == 7, "at once, from those who are left"
@@ -100,29 +112,22 @@ def test_a_writer_that_goes_away_is_no_failure_of_storage() -> None:
 
 
 def test_a_writer_that_has_reported_may_go() -> None:
-    node = steward().train().capture(7).protect(7)
-    ask(node, 7)
-    before = flushing(node)
+    node, before = begun()
     wrote(node, "b")
-    node.feed(ev.NodeDown("b"))
-    node.tick()
+    lose_b(node)
     assert flushing(node) is before
 
 
 def test_a_writer_may_go_while_it_is_committed() -> None:
-    node = steward().train().capture(7).protect(7)
-    ask(node, 7)
-    before = flushing(node)
+    node, before = begun()
     written(node)
-    before.reports.clear()  # type: ignore[union-attr]
-    node.feed(ev.NodeDown("b"))
-    node.tick()
+    before.reports.clear()
+    lose_b(node)
     assert flushing(node) is before
 
 
 def test_orders_are_said_again_to_who_has_not_reported() -> None:
-    node = steward().train().capture(7).protect(7)
-    ask(node, 7)
+    node, _ = begun()
     wrote(node, "b")
     mark = node.mark
     node.tick(0.75)
@@ -148,8 +153,7 @@ def test_writing_and_committing_have_a_limit_each(committing: bool) -> None:
 
 
 def test_reports_of_another_try_or_of_strangers_do_not_count() -> None:
-    node = steward().train().capture(7).protect(7)
-    ask(node, 7)
+    node, _ = begun()
     assert only(wrote(node, "b", attempt="another"), ins.Commit) == []
     assert only(wrote(node, "x"), ins.Commit) == []
     assert only(wrote(node, "a"), ins.Commit) == [], "node b has not reported of this try"
