@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from ckptd.wire.seqpacket import RankSocket
 
 DEADLINE = "120s"
-NO_ANSWER = "no answer"  # of the node, to the daemon that was asked (daemon/drain.py)
 LOOK_S = 0.5
 ANSWER_TIMEOUT_S = 10.0
-UNANSWERED_MAX = 5  # looks in a row; a message between two daemons may be lost
+UNANSWERED_MAX = 5  # looks in a row, with which it gives up; a message between two daemons may be lost
 STUCK_S = 5.0  # all that is left has had nowhere to go for so long: it is not going to change
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|)")
 _FACTORS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -90,6 +89,8 @@ def _ask(link: RankSocket, want: str, node: str) -> DrainState:
 
 def _wait(link: RankSocket, node: str, state: DrainState, limit_s: float, *, quiet: bool) -> DrainState:
     """Until nothing is left, nothing can be done about the rest, or the time is over."""
+    from ckptd.wire.rank import NO_ANSWER
+
     ends, stuck_since, said, unanswered = time.monotonic() + limit_s, None, "", 0
     while True:
         now = time.monotonic()
@@ -107,7 +108,7 @@ def _wait(link: RankSocket, node: str, state: DrainState, limit_s: float, *, qui
             state, unanswered = _ask(link, "look", node), 0
         except CkptdError as error:
             unanswered += 1
-            if error.what != NO_ANSWER or unanswered > UNANSWERED_MAX:
+            if error.what != NO_ANSWER or unanswered >= UNANSWERED_MAX:
                 raise
         if not state.draining:
             raise CkptdError("the drain was called off, or the daemon restarted", where=state.node, hint="ask again")

@@ -7,6 +7,7 @@ group of 4 nodes), ``rs(4,2)`` (Reed-Solomon: groups of 6, any 4 of them rebuild
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 AUTO = "auto"
@@ -68,6 +69,11 @@ class Parity:
 
 
 Redundancy = Replicas | Parity
+
+
+def attainable(tolerates: int, domains: Iterable[str]) -> int:
+    """What of it nodes in these failure domains can give: copies beyond the number of other domains do not exist."""
+    return max(0, min(tolerates, len(set(domains)) - 1))
 
 
 def parse(text: str) -> Redundancy | None:

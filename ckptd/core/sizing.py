@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ckptd.core.ids import NodeInfo
-from ckptd.core.redundancy import Redundancy, Replicas
+from ckptd.core.redundancy import Redundancy, Replicas, attainable
 from ckptd.core.scheme import scheme
 
 OWN_SLOTS_MIN = 2
@@ -41,8 +41,8 @@ class Sizing:
 
     @property
     def tolerates(self) -> int:
-        """Failure domains that may be lost at once: copies beyond the number of other domains do not exist."""
-        return min(self.redundancy.tolerates, len(set(self.where)) - 1)
+        """Failure domains that may be lost at once."""
+        return attainable(self.redundancy.tolerates, self.where)
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Sizing:
     def held(self, where: tuple[str, ...]) -> float:
         """What the node with the most holds for others per snapshot, in states of one node."""
         if self.replicated:
-            return float(min(self.redundancy.tolerates, len(set(where)) - 1))
+            return float(attainable(self.redundancy.tolerates, where))
         return most_held(where, self.redundancy)
 
     def own_bytes(self, where: tuple[str, ...]) -> float:

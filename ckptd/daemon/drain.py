@@ -101,7 +101,7 @@ class Drain:
             session.send(_frame(body))
         except (asyncio.TimeoutError, TimeoutError):
             hint = "name a node of a job that this node is a member of, or run `ckptd drain` on that node"
-            session.send(wire.Refused("no answer", message.node, hint))
+            session.send(wire.Refused(wire.NO_ANSWER, message.node, hint))
         finally:
             self._asked.pop(key, None)
 

@@ -199,7 +199,8 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Refused:
-    """The daemon will not serve this connection (version, rights, unknown job...); it closes after this."""
+    """The daemon will not serve this connection (version, rights, unknown job...): it is of no more use, but one that asks to
+    drain may ask again."""
 
     what: str
     where: str = ""
@@ -304,6 +305,9 @@ class Superseded:
 class Steps:
     request: int
     rows: list[dict[str, Any]]  # {"epoch", "step", "level", "durable", "where"}
+
+
+NO_ANSWER = "no answer"  # Refused.what: of the node that a DrainAsk names, this time; another look may have one
 
 
 @dataclass(frozen=True)

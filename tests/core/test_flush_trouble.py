@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.lanes import part_layout
-from ckptd.core.machine.steward.flush import (
-    BACKOFF_ASKED_MAX_S,
-    BACKOFF_FIRST_S,
-    BACKOFF_MAX_S,
-    MEND_S,
-)
-from ckptd.core.policy import Policy
-from ckptd.core.redundancy import Parity
+from ckptd.core.machine.steward.flush import BACKOFF_ASKED_MAX_S, BACKOFF_FIRST_S, BACKOFF_MAX_S, Flush
 from tests.core.flushes import (
     alarms,
     ask,
@@ -29,7 +19,7 @@ from tests.core.flushes import (
     written,
     wrote,
 )
-from tests.core.machines import EPOCH, Steward, at, fact, layout, member, only, record_of, sent
+from tests.core.machines import EPOCH, Steward, at, fact, only, sent
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -98,11 +88,23 @@ def test_failures_are_counted_for_what_was_to_be_kept() -> None:
         assert node.machine.steward.ledger.facts[at(7)].failures == failures
 
 
-def test_a_writer_that_goes_away_is_no_failure_of_storage() -> None:
+def begun() -> tuple[Steward, Flush]:
+    """The flush of a step of which either node has all."""
     node = steward().train().capture(7).protect(7)
     ask(node, 7)
+    flush = flushing(node)
+    assert flush is not None
+    return node, flush
+
+
+def lose_b(node: Steward) -> None:
     node.feed(ev.NodeDown("b"))
     node.tick()
+
+
+def test_a_writer_that_goes_away_is_no_failure_of_storage() -> None:
+    node, _ = begun()
+    lose_b(node)
     assert (alarms(node, "flush"), node.machine.steward.flushing._failures) == ([], 0)
     node.tick()
     assert step_of(node) == 7, "at once, from those who are left"
@@ -110,29 +112,22 @@ def test_a_writer_that_goes_away_is_no_failure_of_storage() -> None:
 
 
 def test_a_writer_that_has_reported_may_go() -> None:
-    node = steward().train().capture(7).protect(7)
-    ask(node, 7)
-    before = flushing(node)
+    node, before = begun()
     wrote(node, "b")
-    node.feed(ev.NodeDown("b"))
-    node.tick()
+    lose_b(node)
     assert flushing(node) is before
 
 
 def test_a_writer_may_go_while_it_is_committed() -> None:
-    node = steward().train().capture(7).protect(7)
-    ask(node, 7)
-    before = flushing(node)
+    node, before = begun()
     written(node)
-    before.reports.clear()  # type: ignore[union-attr]
-    node.feed(ev.NodeDown("b"))
-    node.tick()
+    before.reports.clear()
+    lose_b(node)
     assert flushing(node) is before
 
 
 def test_orders_are_said_again_to_who_has_not_reported() -> None:
-    node = steward().train().capture(7).protect(7)
-    ask(node, 7)
+    node, _ = begun()
     wrote(node, "b")
     mark = node.mark
     node.tick(0.75)
@@ -158,8 +153,7 @@ def test_writing_and_committing_have_a_limit_each(committing: bool) -> None:
 
 
 def test_reports_of_another_try_or_of_strangers_do_not_count() -> None:
-    node = steward().train().capture(7).protect(7)
-    ask(node, 7)
+    node, _ = begun()
     assert only(wrote(node, "b", attempt="another"), ins.Commit) == []
     assert only(wrote(node, "x"), ins.Commit) == []
     assert only(wrote(node, "a"), ins.Commit) == [], "node b has not reported of this try"
@@ -221,35 +215,6 @@ def test_the_end_of_a_flush_that_failed_unpins_its_snapshot_too() -> None:
     assert at(7) in node.machine.steward.ledger.facts
     wrote(node, "b", ok=False)
     assert at(7) not in node.machine.steward.ledger.facts
-
-
-def test_what_only_parity_can_bring_is_made_for_a_flush_at_once() -> None:
-    """Otherwise a node that was lost gets the time to come back."""
-    record = record_of("abc")
-    record = replace(record, nodes=(*record.nodes, member("d")))
-    node = Steward(record, Policy(redundancy=Parity(2, 1), steward_timeout_s=20.0)).train().capture(7)
-    for to in "abc":
-        (order,) = node.said(msg.ParityOrder, to)[-1:]
-        made = part_layout(order.part.lane, 64)
-        if to == "a":
-            known = tuple(layout(rank, 3) for rank in range(3))
-            node.feed(ev.ParityMade(at(7), order.part, 900, made, (), known))
-        else:
-            held = msg.HoldingFact(at(7), order.part.lane.holding_rank, 0, made.layout_id, part=order.part)
-            node.others[to].held(held)
-    assert node.level(7) == 1
-    node.feed(ev.NodeDown("c"))
-    node.tick(2 * MEND_S)
-    assert [order.data for order in node.said(msg.ParityOrder, "d")] == []
-    ask(node, 7)
-    assert ([order.data for order in node.said(msg.ParityOrder, "d")], step_of(node)) == ([True], None)
-    node.tick(MEND_S - 0.25)
-    assert len(node.said(msg.ParityOrder, "d")) == 1
-    node.tick(0.25)
-    assert len(node.said(msg.ParityOrder, "d")) == 2, "it may have been lost"
-    node.others["d"].held(fact(7, 2, 0, world=3))
-    node.tick(MEND_S)
-    assert step_of(node) == 7
 
 
 def test_whoever_leaves_office_leaves_its_flush() -> None:

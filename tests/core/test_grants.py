@@ -253,20 +253,23 @@ def test_a_rank_that_neither_seals_nor_gives_up_is_given_up() -> None:
     assert set(voids(node)) == {node.granted(7)}
 
 
-def test_a_rank_that_is_there_in_time_is_not_given_up() -> None:
+def sealed_in_time() -> Steward:
+    """By rank 1, which was beyond the step for STUCK_S less a second; rank 0 has not come to it."""
     node = steward().train(6, free=1)
     node.others["b"].state(1, 9, free=1)
     node.tick(STUCK_S - 1.0)
     node.others["b"].sealed(node.granted(7), 7, 1)
+    return node
+
+
+def test_a_rank_that_is_there_in_time_is_not_given_up() -> None:
+    node = sealed_in_time()
     node.tick(2.0)
     assert voids(node) == []
 
 
 def test_what_one_rank_took_is_not_taken_off_the_time_of_another() -> None:
-    node = steward().train(6, free=1)
-    node.others["b"].state(1, 9, free=1)
-    node.tick(STUCK_S - 1.0)
-    node.others["b"].sealed(node.granted(7), 7, 1)
+    node = sealed_in_time()
     node.tick(1.0)
     node.feed(ev.RankProgress(0, 9))
     node.tick(STUCK_S - 1.0)
@@ -374,11 +377,17 @@ def test_how_far_a_rank_was_when_the_grant_came_is_what_counts() -> None:
 
 
 # --- a step that a rank waits for -------------------------------------------------------------------------------------
-def test_a_step_that_a_rank_waits_for_is_granted_exactly() -> None:
+def waiting(reached: int = 6) -> Steward:
+    """Rank 0 waits for step 7; rank 1 is at this one."""
     node = steward().train(6, free=0)
     node.slots(0, 1)
     node.feed(ev.RankProgress(0, 7, asks=True))
-    node.others["b"].state(1, 6, free=1)
+    node.others["b"].state(1, reached, free=1)
+    return node
+
+
+def test_a_step_that_a_rank_waits_for_is_granted_exactly() -> None:
+    node = waiting()
     assert granted(node)[0] == 7
     node.others["b"].state(1, 7, free=1)
     node.capture(7)
@@ -399,10 +408,7 @@ def test_a_step_that_a_rank_waits_for_is_granted_once_and_then_waited_for() -> N
 
 
 def test_a_step_that_another_rank_has_passed_cannot_be_granted() -> None:
-    node = steward().train(6, free=0)
-    node.slots(0, 1)
-    node.feed(ev.RankProgress(0, 7, asks=True))
-    node.others["b"].state(1, 8, free=1)
+    node = waiting(8)
     assert 7 not in granted(node)
 
 
@@ -418,10 +424,7 @@ def test_what_was_granted_beyond_it_gives_its_slots_back() -> None:
 
 def test_an_exact_grant_that_somebody_could_not_take_is_repeated_with_a_pause() -> None:
     """The steward granted anew a thousand times a second."""
-    node = steward().train(6, free=0)
-    node.slots(0, 1)
-    node.feed(ev.RankProgress(0, 7, asks=True))
-    node.others["b"].state(1, 6, free=1)
+    node = waiting()
     grant = node.said(msg.Grant, "b")[0].grant
     node.others["b"].missed(grant, 1, "fence_timeout")
     node.feed(ev.RankMissed(0, grant, "void"))
@@ -439,10 +442,7 @@ def give_back(node: Steward) -> None:
 
 
 def test_a_step_that_was_void_is_not_granted_again_while_a_part_of_it_is_held() -> None:
-    node = steward().train(6, free=0)
-    node.slots(0, 1)
-    node.feed(ev.RankProgress(0, 7, asks=True))
-    node.others["b"].state(1, 6, free=1)
+    node = waiting()
     grant = node.said(msg.Grant, "b")[0].grant
     node.others["b"].sealed(grant, 7, 1)
     node.feed(ev.RankMissed(0, grant, "fence_timeout"))

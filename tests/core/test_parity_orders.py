@@ -16,6 +16,7 @@ from ckptd.core.machine.steward.draining import AGAIN_S
 from ckptd.core.machine.steward.flush import MEND_S
 from ckptd.core.policy import Policy
 from ckptd.core.redundancy import Parity
+from tests.core.flushes import ask, step_of
 from tests.core.machines import EPOCH, Steward, at, fact, layout, member, only, record_of
 
 PATIENCE_S = 4.0
@@ -160,17 +161,19 @@ def test_a_node_that_comes_back_in_time_costs_nothing() -> None:
 
 def test_what_a_flush_lacks_is_made_again_at_once_and_then_written() -> None:
     node = protected(steward(durable=True))
+    assert node.level(7) == 1
     mark = lose(node, "c")
-    node.tick(1.0)
-    node.hear("b", msg.FlushAsk(EPOCH, 7))
-    node.tick()
-    assert ordered(node, mark) == {("d", 2, True)}, "however short ago it was lost"
+    node.tick(2 * MEND_S)
+    assert ordered(node, mark) == set(), "otherwise it gets the time to come back"
+    ask(node, 7)
+    assert (ordered(node, mark), step_of(node)) == ({("d", 2, True)}, None), "however short ago it was lost"
     node.tick(MEND_S - 0.25)
     assert len(node.said(msg.ParityOrder, "d", mark)) == 1
     node.tick(0.25)
-    assert len(node.said(msg.ParityOrder, "d", mark)) == 2
+    assert len(node.said(msg.ParityOrder, "d", mark)) == 2, "it may have been lost"
     node.others["d"].held(fact(7, 2, 1, world=3))
     node.tick(MEND_S)
+    assert step_of(node) == 7
     assert {piece.rank for order in node.said(msg.WriteOrder, "d") for piece in order.pieces} == {2}
 
 

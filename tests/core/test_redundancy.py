@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.redundancy import FORMS, GROUP_MAX, Parity, Redundancy, Replicas, parse
+from ckptd.core.redundancy import FORMS, GROUP_MAX, Parity, Redundancy, Replicas, attainable, parse
 from tests.core.worlds import quick
 
 
@@ -61,3 +61,11 @@ def test_numbers_out_of_range_say_the_range(text: str) -> None:
 )
 def test_the_text_is_read_back(redundancy: Redundancy) -> None:
     assert parse(redundancy.text) == redundancy
+
+
+@pytest.mark.parametrize(
+    ("tolerates", "domains", "most"),
+    [(2, "abcd", 2), (2, "abc", 2), (2, "ab", 1), (2, "aabb", 1), (2, "aaaa", 0), (0, "abc", 0), (1, "", 0)],
+)
+def test_no_more_losses_are_survived_than_there_are_other_domains(tolerates: int, domains: str, most: int) -> None:
+    assert attainable(tolerates, iter(domains)) == most

@@ -106,6 +106,7 @@ def test_a_durable_one_that_lost_a_part_in_memory_gives_up_the_rest() -> None:
     node = steward().train().capture(7).capture(8)
     node.machine.steward.ledger.mark_durable([at(8)])
     node.others["b"].held(fact(8, 1), lost=True)
+    assert at(8) not in node.machine.steward.ledger.facts, "before another one wants the slots"
     node.capture(9)
     assert released(node) == {7, 8}
 

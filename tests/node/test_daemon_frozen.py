@@ -100,11 +100,11 @@ async def test_a_snapshot_on_its_way_keeps_what_it_leans_on(monkeypatch: pytest.
     async with rig() as house:
         rank, layout = house.rank(), layout_of()
         first = await begin(rank, layout)
-        decode = house.daemon.services.decode
+        decode, go = house.daemon.services.decode, asyncio.Event()
 
         def slow(data: bytes) -> asyncio.Future[Layout]:
             async def later() -> Layout:
-                await asyncio.sleep(0.5)
+                await go.wait()
                 return await decode(data)
 
             return asyncio.ensure_future(later())
@@ -113,6 +113,7 @@ async def test_a_snapshot_on_its_way_keeps_what_it_leans_on(monkeypatch: pytest.
         await capture(rank, layout, 1, first, fill=True, tell=True)
         rank.say(wire.Resize(layout.frozen_at, layout.frozen_bytes + (4 << 20)))
         await rank.heard(wire.Mapped, frozen=True)
+        go.set()
         assert not (await level(rank, 1)).void
 
 

@@ -337,7 +337,8 @@ async def test_a_copy_ends_with_what_it_is_a_copy_of(pacing: Any, monkeypatch: p
 async def test_turns_are_given_back_by_those_who_were_called_off(peers: tuple[Peer, Peer]) -> None:
     a, _ = peers
     first = [asyncio.ensure_future(a.replicator.replicate(JOB, a.sealed(step), 1, "b")) for step in range(5)]
-    await asyncio.sleep(0.1)
+    turns = a.replicator._turns
+    await eventually(lambda: turns._inside == replicate.PACED_PUSHES_MAX and turns._waiting)
     for task in first:
         task.cancel()
     await asyncio.gather(*first, return_exceptions=True)

@@ -18,6 +18,7 @@ from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.protecting import Protecting
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.messages import Certificate, Holders, Void
+from ckptd.core.redundancy import attainable
 
 REPEAT_S = 2.0
 REPEATS_LIVELY = 10  # rounds after the last change; then every IDLE_S
@@ -44,8 +45,8 @@ class Certify:
     def wanted(self) -> int:
         """The most that the policy asks for and this epoch's nodes could give."""
         record = self._ctx.record
-        domains = {node.domain for node in record.nodes} if record is not None else set()
-        return max(0, min(self._ctx.policy.tolerates, len(domains) - 1))
+        nodes = record.nodes if record is not None else ()
+        return attainable(self._ctx.policy.tolerates, (node.domain for node in nodes))
 
     # --- after every change -------------------------------------------------------------------------------------
     def review(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.ledger import Facts
+from ckptd.core.redundancy import attainable
 
 PATIENCE_S = 10.0  # no level more within this time: peers refuse, or hang; newer snapshots may take its place
 PATIENCE_MAX_S = 960.0  # doubled each time, for states that really take so long
@@ -70,5 +71,5 @@ class Protecting:
         """The most that the nodes which live now could give, and the ladder lets them."""
         record = self._ctx.record
         nodes = record.nodes if record is not None else ()
-        others = len({node.domain for node in nodes if self._ctx.is_up(node.node)}) - 1
-        return max(0, min(others, self._ctx.redundancy.tolerates))
+        living = (node.domain for node in nodes if self._ctx.is_up(node.node))
+        return attainable(self._ctx.redundancy.tolerates, living)

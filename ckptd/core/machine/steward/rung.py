@@ -9,6 +9,7 @@ from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.messages import InForce, Shortage
+from ckptd.core.redundancy import attainable
 
 REPEAT_S = 2.0
 AFTERWARDS_S = 20.0
@@ -56,8 +57,7 @@ class Rung:
         return changed
 
     def _has_held(self, ladder: Ladder, record: EpochRecord) -> bool:
-        domains = {node.domain for node in record.nodes}
-        wanted = min(ladder.redundancy.tolerates, len(domains) - 1)
+        wanted = attainable(ladder.redundancy.tolerates, (node.domain for node in record.nodes))
         newer = (f for s, f in self._ledger.facts.items() if self._before is None or s > self._before)
         return any(facts.level >= wanted and not facts.void for facts in newer)
 

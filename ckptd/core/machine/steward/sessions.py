@@ -62,7 +62,7 @@ class Sessions:
         seat = self.seats.get(sender)
         if seat is None or seat.session != fact.session or fact.serial - seat.expected > BUFFERED_MAX:
             return
-        if isinstance(fact, Inventory) and (seat.incarnation or fact.incarnation) != fact.incarnation:
+        if isinstance(fact, Inventory) and seat.incarnation not in ("", fact.incarnation):
             self.invite(sender)  # another process took up the session, and counts from zero: all that it says would be old
             return
         seat.owes = True
