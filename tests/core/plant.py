@@ -45,6 +45,7 @@ class Plant:
         self._bucket, self._traffic = Bucket(self.now), Traffic()
         self._queue, self._left, self._rest_until = 0.0, 0.0, self.now + 10.0
         self._order_at, self._held, self._open = 0.0, False, 0
+        self._asks_at = 0.0  # nothing is let go before
         self._row_began, self._row_steps, self._captured = 0.0, 0, False
 
     @property
@@ -103,11 +104,13 @@ class Plant:
         if self._open and self._queue < QUEUE_BYTES:
             self._traffic.ended(self.now, self._open, TAIL_S)
             self._open = 0
-        if self._open or not self._wants():
+        if self._open or not self._wants() or self.now < self._asks_at:
             return
         self._ask_order()
         piece = self._bucket.slice(min(CHUNK, int(self._left) + 1))
-        if not self._held and self._bucket.take(self.now, piece) == 0:
+        pause = ORDER_EVERY_S if self._held else self._bucket.take(self.now, piece)
+        self._asks_at = self.now + min(pause, ORDER_EVERY_S)
+        if pause == 0:
             self._traffic.began(self.now)
             self._queue += piece
             self._left -= piece
