@@ -158,7 +158,8 @@ class Config(BaseSettings):
         "aimd", "pacing", "off: never; aimd: by step times; windows: also only in the gaps ranks mark"
     )
     overhead_max: float = _set(
-        OVERHEAD_MAX, "pacing", "how much longer a step may take with our traffic beside it", "share of a step",
+        OVERHEAD_MAX, "pacing", "how much longer steps may take, on average, with our captures and our traffic beside them",
+        "share of a step",
         gt=0, le=1,
     )  # fmt: skip
     pacing_floor_bytes_s: int = _set(

@@ -88,7 +88,8 @@ def _pacing(pacing: PacingReport) -> str:
     known = (
         ""
         if slowdown is None
-        else f", steps {slowdown:+.1%} beside traffic, {pacing.get('overhead_max', 0):.1%} allowed"
+        else f", steps {slowdown:+.1%} beside traffic and captures"
+        f" (captures {pacing.get('captures', 0):.1%}), {pacing.get('overhead_max', 0):.1%} allowed"
     )
     return f"{STATE_WORDS.get(state, state)}: {limit}{known}"
 

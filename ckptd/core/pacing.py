@@ -1,6 +1,7 @@
 """How fast this node may send beside training: additive increase, multiplicative decrease on the slow-down of its ranks' steps.
 
-The measure is (median step with traffic) / (median step without) - 1 of the worst local rank, to be kept under ``overhead_max``.
+The measure is (median step with traffic) / (median step without) - 1 of the worst local rank. With what captures add to training
+it is to be kept under ``overhead_max``: a capture is the caller's wish and is never held back, so traffic gets what it leaves.
 Each node paces its own sends by its own ranks: a synchronous job slows everywhere alike, so the slow-down that node A's traffic
 causes is seen, and answered, on A too. CheckFreq (FAST '21) measures the same ratio but only ever lowers its frequency; AIMD
 finds the rate that a changed job allows. What no step time speaks for is not paced.
@@ -18,8 +19,9 @@ from ckptd.core.traffic import Kind
 OVERHEAD_MAX = 0.02
 FLOOR_BYTES_S = 128 * 1024
 DEADLINE_S = 300.0  # of one copy
-ENOUGH = 0.5  # of overhead_max: below it the rate grows
-TOO_MUCH = 0.85  # of overhead_max: above it the rate falls. Between them it stays; measured medians scatter
+TRAFFIC_MIN = 0.25  # of overhead_max is traffic's whatever captures cost: protection must come to an end
+ENOUGH = 0.5  # of what traffic may cost: below it the rate grows
+TOO_MUCH = 0.85  # of the same: above it the rate falls. Between them it stays; measured medians scatter
 DECREASE = 0.75  # of the rate; more where the slow-down is far too large, as it is proportional to the rate or nearly so
 DECREASE_MOST = 0.125
 INCREASE = 1 / 512  # of the line, per decision
@@ -79,7 +81,8 @@ class Pacing:
     def __init__(self, overhead_max: float = OVERHEAD_MAX, floor_bytes_s: float = FLOOR_BYTES_S) -> None:
         self.overhead_max, self.floor_bytes_s = overhead_max, floor_bytes_s
         self.rate: float | None = None
-        self.slowdown: float | None = None  # at the newest decision
+        self.slowdown: float | None = None  # by traffic and captures, at the newest decision
+        self.captures = 0.0  # the part of it that captures have
         self.ranks: dict[str, StepTimes] = {}
         self._increases = 0
         self._row_at, self._step_s, self._line = -math.inf, 0.0, 0.0
@@ -87,17 +90,21 @@ class Pacing:
         self._hold_turn, self._hold_wanted = -1.0, False
         self._loaded = False  # there was traffic beside a step
 
-    def step(self, who: str, kind: Kind, step_s: float, now: float, line_bytes_s: float) -> bool:
-        """A row of a rank's steps, ``step_s`` seconds each. True: the rate was decided anew."""
+    def step(
+        self, who: str, kind: Kind, step_s: float, now: float, line_bytes_s: float, *, captured: bool = False
+    ) -> bool:
+        """A row of a rank's steps, ``step_s`` seconds each; ``captured``: a capture ran beside it. True: the rate was decided
+        anew."""
         self._row_at, self._step_s, self._line = now, step_s, line_bytes_s
         self._quiet_rows += kind == "quiet"
         self._loaded |= kind == "loaded"
-        self.ranks.setdefault(who, StepTimes()).add(kind, step_s)
+        self.ranks.setdefault(who, StepTimes()).add(kind, step_s, captured=captured)
         if not self._ripe():
             return False
         found = [rank.slowdown for rank in self.ranks.values() if rank.slowdown is not None]
-        self.slowdown = max(found)
-        self._decide(self.slowdown, line_bytes_s)
+        self.captures = max(rank.captures for rank in self.ranks.values())
+        self.slowdown = max(found) + self.captures
+        self._decide(max(found), line_bytes_s)
         return True
 
     def goes_on(self, now: float) -> None:
@@ -110,6 +117,11 @@ class Pacing:
 
     def forget(self, who: str) -> None:
         self.ranks.pop(who, None)
+
+    @property
+    def for_traffic(self) -> float:
+        """What traffic may cost."""
+        return max(self.overhead_max - self.captures, TRAFFIC_MIN * self.overhead_max)
 
     @property
     def baseline_s(self) -> float | None:
@@ -152,9 +164,9 @@ class Pacing:
     def _decide(self, slowdown: float, line_bytes_s: float) -> None:
         for rank in self.ranks.values():
             rank.fresh = 0
-        if slowdown > TOO_MUCH * self.overhead_max:
+        if slowdown > TOO_MUCH * self.for_traffic:
             self._slower(slowdown, line_bytes_s)
-        elif self.rate is not None and slowdown < ENOUGH * self.overhead_max:
+        elif self.rate is not None and slowdown < ENOUGH * self.for_traffic:
             faster = min(FASTER_MAX, 2 ** (self._increases // FASTER_EVERY))
             self._increases += 1
             grown = self.rate + line_bytes_s * INCREASE * faster
@@ -163,7 +175,7 @@ class Pacing:
     def _slower(self, slowdown: float, line_bytes_s: float) -> None:
         self._increases = 0
         begin = self.rate if self.rate is not None else line_bytes_s
-        factor = max(DECREASE_MOST, min(DECREASE, 2 * self.overhead_max / slowdown))
+        factor = max(DECREASE_MOST, min(DECREASE, 2 * self.for_traffic / slowdown))
         self.rate = max(self.floor_bytes_s, begin * factor)
         for rank in self.ranks.values():
             rank.forget_loaded()

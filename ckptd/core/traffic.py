@@ -15,6 +15,8 @@ LINE_HALF_LIFE_S = 4 * 3600.0  # of the fastest throughput seen: a line may beco
 
 Kind = Literal["loaded", "quiet", "unclear"]
 
+UNDISTURBED, CAPTURED, WAITED = 0.0, 1.0, 2.0  # of a row of steps: what we did beside it, in the rank's own process
+
 
 class Intervals:
     """Times at which something was under way. What follows within the tail of the one before is one interval with it."""

@@ -130,7 +130,8 @@ class PacingReport(TypedDict, total=False):
     state: str  # core.pacing.STATES
     rate_bytes_s: float | None  # None: no limit
     line_bytes_s: float  # the fastest that bytes went lately; 0: not known
-    slowdown: float | None  # of the worst rank, None: not known
+    slowdown: float | None  # of the worst rank, by traffic and captures; None: not known
+    captures: float  # the part of it that captures have
     step_s: float | None  # median step without traffic
     overhead_max: float
     throttled_s: dict[str, float]  # "protect", "flush" -> seconds waited

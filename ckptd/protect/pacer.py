@@ -25,7 +25,7 @@ from ckptd.core.pacing import (
     Pacing,
     needed_bytes_s,
 )
-from ckptd.core.traffic import KEPT_S, Traffic
+from ckptd.core.traffic import CAPTURED, KEPT_S, WAITED, Traffic
 from ckptd.core.windows import Schedule, Span
 from ckptd.protect.steprows import Row, check
 
@@ -176,9 +176,11 @@ class Pacer:
         with self._changed:
             now = self._clock()
             for begin, end, steps, disturbed in rows:
-                if now - KEPT_S < end <= now + CLOCK_S_MAX and not disturbed:
-                    kind = self._traffic.kind(begin, end)
-                    self.pacing.step(who, kind, (end - begin) / steps, now, self._traffic.line_bytes_s)
+                if now - KEPT_S < end <= now + CLOCK_S_MAX and disturbed < WAITED:
+                    kind, line = self._traffic.kind(begin, end), self._traffic.line_bytes_s
+                    self.pacing.step(
+                        who, kind, (end - begin) / steps, now, line, captured=disturbed >= CAPTURED
+                    )
             if rows and self.mode == "windows":
                 self._observe(who, rows[-1], spans)
             self._look(at_once=True)
@@ -278,6 +280,7 @@ class Pacer:
                 "rate_bytes_s": rate,
                 "line_bytes_s": self.line_bytes_s,
                 "slowdown": pacing.slowdown,
+                "captures": pacing.captures,
                 "step_s": pacing.baseline_s,
                 "overhead_max": pacing.overhead_max,
                 "throttled_s": dict(self.throttled_s),

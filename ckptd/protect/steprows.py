@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ckptd.core.windows import SPANS_MAX
 
-Row = Sequence[float]  # begin and end on the machine's monotonic clock, steps between them, 1.0: disturbed by us
+Row = Sequence[float]  # begin and end on the machine's monotonic clock, steps between them, CAPTURED or WAITED (traffic.py)
 ROWS_MAX = 64  # of one report
 
 

@@ -266,7 +266,7 @@ class Client:
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
-        self._session.clock.disturb()
+        self._session.clock.waits()
         while True:
             handle = self._current(deadline)
             if handle is None:
@@ -296,7 +296,7 @@ class Client:
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
         self._engine.settle(deadline)
         session = self._session
-        session.clock.disturb()
+        session.clock.waits()
         session.link.send(wire.WaitFor(handle.step, level))
         session.wait(lambda: not handle.taken or reached(handle.fact, level, session.attainable), deadline)
         return handle.status

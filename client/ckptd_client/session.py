@@ -338,7 +338,7 @@ class Session:
 
         self._asking = wait_s > 0
         if self._asking:
-            self.clock.disturb()
+            self.clock.waits()
         self.wait(look, time.monotonic() + wait_s)
         self._asking = False
         return taken[0] if taken else None

@@ -151,7 +151,7 @@ class Snapshots:
     ) -> None:
         began = time.monotonic()
         session = self._session
-        session.clock.disturb()
+        session.clock.captures()
         self._engine.settle(began + AUDIT_TIMEOUT_S)  # an earlier snapshot that no optimizer step came after
         if self._engine.busy(slot) and not self._engine.drain(
             float(session.policy.get("fence_timeout_s", 0.0))

@@ -1,8 +1,8 @@
 """How long steps take, for the daemon's pacing: two readings of the clock per step, sent with the frame that goes anyway.
 
 A step ends where the same optimizer begins its next one; a job without optimizers is measured from snapshot() to snapshot().
-Steps shorter than ROW_S_MIN come several to a row. A row in which a capture ran, or in which training waited for us, is marked:
-what it took says nothing of what traffic costs.
+Steps shorter than ROW_S_MIN come several to a row. A row in which a capture ran is marked, and one in which training waited for
+us by its own wish: what they took says nothing of what traffic costs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptd.core.pacing import ROW_S_MIN
+from ckptd.core.traffic import CAPTURED, UNDISTURBED, WAITED
 from ckptd.core.windows import SPANS_MAX
 
 ROWS_MAX = 64  # of one report; older ones are dropped
@@ -34,7 +35,7 @@ class StepClock:
         self._others = 0
         self._began = 0.0  # of the row that is under way; 0: none is
         self._steps = 0
-        self._disturbed = False
+        self._disturbed = UNDISTURBED
         self._rows: deque[Row] = deque(maxlen=ROWS_MAX)
         self._spans: list[list[float]] = []
         self._newest_spans: list[list[float]] = []
@@ -46,18 +47,23 @@ class StepClock:
         if not self.on or not self._counts(mark):
             return False
         now = self._clock()
-        self._disturbed |= busy
+        beside = CAPTURED if busy else UNDISTURBED
+        self._disturbed = max(self._disturbed, beside)
         if self._began:
             self._steps += 1
             if now - self._began >= (0.0 if self.each else ROW_S_MIN):
                 self._end_row(now)
         if not self._began:
-            self._began, self._steps, self._disturbed = now, 0, busy
+            self._began, self._steps, self._disturbed = now, 0, beside
         return bool(self._rows) and (self.each or now - self._told_at >= REPORT_S)
 
-    def disturb(self) -> None:
-        """We hold training up, or copy beside it: the row under way is no evidence."""
-        self._disturbed = True
+    def captures(self) -> None:
+        """We copy beside the row under way."""
+        self._disturbed = max(self._disturbed, CAPTURED)
+
+    def waits(self) -> None:
+        """Training asked to wait for us: the row under way is no evidence of anything."""
+        self._disturbed = WAITED
 
     def report(self) -> tuple[list[Row] | None, list[Row] | None]:
         """(rows, spans of the newest) since the last one; None where there is none."""
@@ -91,7 +97,7 @@ class StepClock:
             self._spans.append([begin, end])
 
     def _end_row(self, now: float) -> None:
-        self._rows.append([self._began, now, float(self._steps), float(self._disturbed)])
+        self._rows.append([self._began, now, float(self._steps), self._disturbed])
         self._newest_spans, self._spans = self._spans, []
         self._began = 0.0
 

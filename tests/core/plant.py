@@ -29,6 +29,8 @@ class Plant:
     noise: float = 0.01  # standard deviation of the computation's time, as a share of the whole step
     pause_every: int = 0  # each so many steps an evaluation of pause_s
     pause_s: float = 5.0
+    capture_s: float = 0.0  # what a capture adds to its step
+    capture_every: int = 1  # steps
     transfer_bytes: float = 40e6  # one copy
     rest_s: float = 2.0  # between two copies
     paced: bool = True
@@ -43,7 +45,8 @@ class Plant:
         self._bucket, self._traffic = Bucket(self.now), Traffic()
         self._queue, self._left, self._rest_until = 0.0, 0.0, self.now + 10.0
         self._order_at, self._held, self._open = 0.0, False, 0
-        self._row_began, self._row_steps = 0.0, 0
+        self._asks_at = 0.0  # nothing is let go before
+        self._row_began, self._row_steps, self._captured = 0.0, 0, False
 
     @property
     def rate(self) -> float | None:
@@ -59,7 +62,8 @@ class Plant:
     def _step(self) -> None:
         began, whole = self.now, self.compute_s + self.reduce_bytes / self.link_bytes_s
         jitter = abs(self._random.gauss(0.0, self.noise)) * whole
-        end = self.now + self.compute_s + jitter
+        captures = self.capture_s > 0 and len(self.steps) % self.capture_every == 0
+        end = self.now + self.compute_s + jitter + (self.capture_s if captures else 0.0)
         while self.now < end:
             self._tick(0.0)
         left = self.reduce_bytes
@@ -70,18 +74,19 @@ class Plant:
             pause = self.now + self.pause_s
             while self.now < pause:
                 self._tick(0.0)
-        self._report(began)
+        self._report(began, captures)
 
-    def _report(self, began: float) -> None:
+    def _report(self, began: float, captures: bool) -> None:
         """Short steps come several to a row, as the client sends them."""
         if not self._row_steps:
-            self._row_began = began
+            self._row_began, self._captured = began, False
         self._row_steps += 1
+        self._captured |= captures
         took = self.now - self._row_began
         if took >= ROW_S_MIN:
             kind = self._traffic.kind(self._row_began, self.now)
             line = self._traffic.line_bytes_s
-            self.pacing.step("job/0", kind, took / self._row_steps, self.now, line)
+            self.pacing.step("job/0", kind, took / self._row_steps, self.now, line, captured=self._captured)
             self._row_steps = 0
 
     def _tick(self, reduce_left: float) -> float:
@@ -99,11 +104,13 @@ class Plant:
         if self._open and self._queue < QUEUE_BYTES:
             self._traffic.ended(self.now, self._open, TAIL_S)
             self._open = 0
-        if self._open or not self._wants():
+        if self._open or not self._wants() or self.now < self._asks_at:
             return
         self._ask_order()
         piece = self._bucket.slice(min(CHUNK, int(self._left) + 1))
-        if not self._held and self._bucket.take(self.now, piece) == 0:
+        pause = ORDER_EVERY_S if self._held else self._bucket.take(self.now, piece)
+        self._asks_at = self.now + min(pause, ORDER_EVERY_S)
+        if pause == 0:
             self._traffic.began(self.now)
             self._queue += piece
             self._left -= piece

@@ -68,6 +68,31 @@ def test_traffic_that_never_ends_has_a_baseline_all_the_same() -> None:
     assert slowdown(plant.train(1000), base) < plant.pacing.overhead_max
 
 
+@pytest.mark.parametrize("every", [2, 10])
+def test_what_captures_cost_is_not_traffics_to_spend(every: int) -> None:
+    """Half of what is allowed goes on captures, which are never held back: with copies it is no more than allowed."""
+    base = without()
+    captures = {"capture_s": 0.01 * statistics.fmean(base) * every, "capture_every": every}
+    assert slowdown(without(**captures), base) == pytest.approx(0.01, rel=0.1)
+    plant = Plant(**captures)  # type: ignore[arg-type]
+    plant.train(800)
+    sent = plant.sent
+    assert slowdown(plant.train(1500), base) < plant.pacing.overhead_max
+    assert plant.pacing.captures == pytest.approx(0.01, abs=0.004)
+    assert plant.sent > sent
+
+
+@pytest.mark.parametrize("rest_s", [0.0, 2.0])
+def test_a_job_that_captures_at_each_step_is_paced_too(rest_s: float) -> None:
+    """No row without a capture: they are compared with each other."""
+    captured = {"capture_s": 0.002}
+    base = without(**captured)
+    plant = Plant(rest_s=rest_s, **captured)  # type: ignore[arg-type]
+    plant.train(800)
+    assert slowdown(plant.train(1200), base) < plant.pacing.overhead_max
+    assert plant.pacing.rate is not None
+
+
 def test_steps_that_become_longer_are_a_new_baseline_not_a_slowdown() -> None:
     plant = Plant()
     plant.train(800)
@@ -136,6 +161,21 @@ def test_traffic_that_costs_nothing_is_not_paced() -> None:
     fed(pacing, 1.0, 1.005)
     order = pacing.order(0.0, HOLD_PARTS * HOLD_S_MAX - 1, 0.0)
     assert (order.rate, order.state) == (None, WITHIN)
+
+
+def test_when_captures_cost_more_than_allowed_traffic_has_a_little_all_the_same() -> None:
+    """P14: protection must come to an end. It is said what training loses in all."""
+    pacing = Pacing()
+    for _ in range(40):
+        pacing.step("job/0", "quiet", 1.0, 0.0, LINE)
+        pacing.step("job/0", "quiet", 1.1, 0.0, LINE, captured=True)
+    fed(pacing, 1.0, 1.002, rows=16)
+    assert pacing.for_traffic == pytest.approx(0.25 * pacing.overhead_max)
+    assert pacing.rate is None, "as much as that it does not take"
+    fed(pacing, 1.0, 1.01, rows=16)
+    assert pacing.rate is not None
+    assert pacing.slowdown == pytest.approx(0.01 + pacing.captures)
+    assert pacing.captures > 0.02
 
 
 def test_the_worst_rank_counts() -> None:

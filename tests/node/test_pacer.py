@@ -14,6 +14,7 @@ import pytest
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.pacing import AT_DEADLINE, AT_FLOOR, HELD, NO_STEPS, OFF
+from ckptd.core.traffic import CAPTURED, WAITED
 from ckptd.persist import writer
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.protect import pacer as shell
@@ -201,8 +202,11 @@ def test_steps_are_told_apart_by_what_went_beside_them() -> None:
     pacer._traffic.ended(600.0, 10**9, 0.05)
     pacer.stepped("job/0", rows(420.0, 30, 2.0))
     pacer.stepped("job/0", rows(500.0, 20, 4.0))
-    pacer.stepped("job/0", rows(700.0, 30, 5.0, disturbed=1.0))
+    pacer.stepped("job/0", rows(700.0, 30, 5.0, disturbed=WAITED))
+    assert (pacer.pacing.ranks["job/0"].often, pacer.pacing.captures) == (0.0, 0.0)
+    pacer.stepped("job/0", rows(700.0, 15, 3.0, disturbed=CAPTURED))
     times = pacer.pacing.ranks["job/0"]
+    assert times.captures == pytest.approx(0.25 * 0.5, rel=0.1), "a quarter of the rows takes half as long again"
     assert times.baseline_s == 2.0
     assert pacer.pacing.slowdown == pytest.approx(1.0)
     pacer.forget("job/")

@@ -12,6 +12,7 @@ import torch
 from ckptd_client.stepclock import CALLS, OTHERS_MAX, REPORT_S, ROWS_MAX, StepClock
 
 from ckptd.core.pacing import ROW_S_MIN
+from ckptd.core.traffic import CAPTURED, WAITED
 from ckptd.core.windows import SPANS_MAX
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import decode_frame, encode_frame
@@ -95,13 +96,16 @@ def test_calls_count_where_there_is_no_optimizer(clock: StepClock, now: Time) ->
 
 def test_what_we_disturbed_is_marked(clock: StepClock, now: Time) -> None:
     steps(clock, now, 2, 0.5)
-    clock.disturb()  # a capture begins, or somebody waits
+    clock.captures()
     steps(clock, now, 1, 0.5)
     steps(clock, now, 1, 0.5, busy=True)  # the fence holds the optimizer: it falls into the next row too
     steps(clock, now, 2, 0.5)
+    clock.waits()
+    clock.captures()
+    steps(clock, now, 2, 0.5)
     rows, _ = clock.report()
     assert rows is not None
-    assert [row[3] for row in rows] == [0.0, 1.0, 1.0, 1.0, 0.0]
+    assert [row[3] for row in rows] == [0.0, CAPTURED, CAPTURED, CAPTURED, 0.0, WAITED, 0.0]
 
 
 def test_a_report_is_due_now_and_then_and_bounded(clock: StepClock, now: Time) -> None:
