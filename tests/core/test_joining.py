@@ -88,3 +88,17 @@ def test_the_epoch_of_ranks_that_train_is_not_opened_again() -> None:
     assert [do.round for do in machine.done if isinstance(do, ins.FinishRestore)] == [1]
     assert not any(isinstance(do, ins.FailJoin) for do in machine.done)
     assert machine.machine.view()["phase"] == "running"
+
+
+def test_ranks_that_train_are_proof_enough_that_their_epoch_runs() -> None:
+    """P14: the only other one that knows the epoch had not heard yet that it is done, and nobody was left to say so."""
+    machine = Machine(trains=True)
+    machine.feed(ev.Received("b", msg.Stale(EpochRecord(1, "x", RANKS, NODES))))
+    assert [do.round for do in machine.done if isinstance(do, ins.FinishRestore)] == [1]
+    assert (machine.machine.view()["phase"], set(machine.machine.ranks.here)) == ("running", {0})
+
+
+def test_ranks_that_wait_prove_nothing_about_an_epoch_that_one_hears_of() -> None:
+    machine = Machine()
+    machine.feed(ev.Received("b", msg.Stale(EpochRecord(1, "x", RANKS, NODES))))
+    assert not machine.machine.ctx.done
