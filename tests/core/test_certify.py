@@ -284,6 +284,27 @@ def test_of_a_lineage_left_behind_only_the_best_one_is_kept() -> None:
     assert released(node) == {5}, "now there is something of its own"
 
 
+def test_which_one_of_a_lineage_left_behind_is_the_best_is_asked_whenever_one_of_them_is_weighed() -> None:
+    """P14: the layouts of the better one came last. The other was not looked at again, and with two own slots no rank had one left."""
+    node, three = steward(), [layout(rank, 3) for rank in range(3)]
+    other = node.others["b"]
+    other.tell_inventory(*(fact(4, rank, epoch=OLD, world=3) for rank in range(3)), *OLD_ONES[1], layouts=three)
+    assert (node.level(4, epoch=OLD), node.said(msg.Void)) == (0, [])
+    node.hear("b", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in BOTH}))
+    assert {v.snapshot for v in node.said(msg.Void, "b")} == {at(4, OLD)}
+    assert node.level(5, epoch=OLD) == 0
+
+
+def test_what_is_void_stands_in_for_nothing_that_was_left_behind() -> None:
+    node, three = steward(), [layout(rank, 3) for rank in range(3)]
+    void = [fact(5, rank, epoch=OLD, world=3) for rank in range(3)]
+    node.others["b"].tell_inventory(*OLD_ONES[0], *void, layouts=three)
+    node.machine.steward.ledger.facts[at(5, OLD)].void = "copies differ"
+    node.hear("b", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in BOTH}))
+    assert node.level(4, epoch=OLD) == 0
+    assert at(4, OLD) not in {v.snapshot for v in node.said(msg.Void, "b")}
+
+
 # --- said again and again -------------------------------------------------------------------------------------------
 def test_certificates_are_repeated_lively_at_first_and_then_seldom() -> None:
     node = steward().train().capture(7).protect(7)

@@ -57,6 +57,8 @@ class Certify:
             facts = self._ledger.facts.get(snapshot)
             if facts is not None:
                 self._look_at(facts)
+        for facts in self._left_behind():  # whether one of them is of any use depends on the others, which are weighed by now
+            self._look_at(facts)
         self._release()
 
     def _look_at(self, facts: Facts) -> None:
@@ -190,7 +192,12 @@ class Certify:
         if self._ctx.is_candidate(facts.snapshot):
             return False
         others = [f for f in self._ledger.facts.values() if f.level >= 0 and f.snapshot.epoch < self._ctx.number]
-        return any((f.level, f.snapshot) > (facts.level, facts.snapshot) for f in others)
+        return any((f.level, f.snapshot) > (facts.level, facts.snapshot) for f in others if not f.void)
+
+    def _left_behind(self) -> list[Facts]:
+        """Whole, and of a lineage that a declared fresh start does not continue."""
+        found = [f for f in self._ledger.facts.values() if f.level >= 0 and not f.void]
+        return [f for f in found if f.snapshot.epoch < self._ctx.number and not self._ctx.is_candidate(f.snapshot)]
 
     def _spent(self, facts: Facts) -> bool:
         """Durable, while memory lacks a part of it that nobody is going to bring: the rest only keeps slots from what is to
