@@ -34,7 +34,11 @@ OLD_ONES = [fact(4, rank, epoch=OLD) for rank in (0, 1)], [fact(5, rank, epoch=O
 
 
 def released(node: Steward) -> set[int]:
-    return {snapshot.step for certificate in node.certificates() for snapshot in certificate.releases}
+    return released_since(node, 0)
+
+
+def released_since(node: Steward, mark: int) -> set[int]:
+    return {snapshot.step for certificate in node.certificates("b", mark) for snapshot in certificate.releases}
 
 
 # --- levels -----------------------------------------------------------------------------------------------------------
@@ -225,6 +229,38 @@ def test_a_durable_one_is_not_void_because_memory_lost_a_part() -> None:
     assert node.said(msg.Void) == []
 
 
+def test_a_durable_one_that_lost_a_part_goes_although_nothing_certified_can_name_it() -> None:
+    """P14: it went from the books, and whoever held the rest of it never heard: with two own slots it had none left."""
+    node = steward()
+    node.machine.steward.ledger.mark_durable([at(7), at(6)])
+    node.others["b"].tell_inventory(fact(6, 1), fact(7, 1), layouts=BOTH)
+    node.tick(REPEAT_S + 0.5)
+    (said,) = {(c.snapshot, c.level, c.durable, c.releases) for c in node.certificates("b") if c.releases}
+    assert said == (at(7), -1, True, (at(6), at(7)))
+    mark = node.mark
+    node.tick(2 * REPEAT_S)
+    assert released_since(node, mark) == {6, 7}, "said again: it may have been lost"
+    node.train(step=10).capture(11)
+    mark = node.mark
+    node.tick(2 * REPEAT_S)
+    naming = {c.snapshot for c in node.certificates("b", mark) if c.releases}
+    assert naming == {at(11)}, "now there is one that names them"
+    assert released_since(node, mark) == {6, 7}
+
+
+def test_what_was_released_and_is_not_durable_is_only_named_by_what_took_its_place() -> None:
+    """P3: a node that missed it may have the last copy of all."""
+    node = steward().train().capture(7).protect(7).capture(8).protect(8)
+    assert released(node) == {7}
+    for holding in (fact(8, 0, 1), fact(8, 1)):
+        node.others["b"].held(holding, lost=True)
+    node.feed(*(ev.SlotDamaged(slot.id, "x") for slot in list(node.machine.slots.holdings())))
+    assert not any(facts.level >= 0 for facts in node.machine.steward.ledger.facts.values())
+    mark = node.mark
+    node.tick(2 * REPEAT_S)
+    assert released_since(node, mark) == set()
+
+
 def test_a_part_without_its_layout_is_not_judged() -> None:
     """A steward that has just begun certified whole snapshots at -1 until their layouts arrived (P2)."""
     node = steward()
@@ -285,7 +321,7 @@ def test_of_a_lineage_left_behind_only_the_best_one_is_kept() -> None:
 
 
 def test_which_one_of_a_lineage_left_behind_is_the_best_is_asked_whenever_one_of_them_is_weighed() -> None:
-    """P14: the layouts of the better one came last. The other was not looked at again, and with two own slots no rank had one left."""
+    """P14: the layouts of the better one came last. The other was not looked at again, and kept one of two own slots."""
     node, three = steward(), [layout(rank, 3) for rank in range(3)]
     other = node.others["b"]
     other.tell_inventory(*(fact(4, rank, epoch=OLD, world=3) for rank in range(3)), *OLD_ONES[1], layouts=three)

@@ -224,14 +224,27 @@ class Certify:
 
     def name_releases(self) -> None:
         """In the newest certificate, for a node that missed it."""
-        newest = self._newest_certified()
+        newest, gone = self._newest_certified(), self._gone()
         if newest is None or newest.certificate is None:
             return
-        gone = tuple(sorted(list(self._ledger.released)[-RELEASES_NAMED_MAX:]))  # it is in order of release
         if gone != newest.certificate.releases:
             self._serial += 1
             newest.certificate = replace(newest.certificate, serial=self._serial, releases=gone)
             self._broadcast(newest)
+
+    def _gone(self) -> tuple[SnapshotId, ...]:
+        return tuple(sorted(list(self._ledger.released)[-RELEASES_NAMED_MAX:]))  # it is in order of release
+
+    def tell_released(self) -> None:
+        """Durable ones, when nothing is certified that could name them: what was spent may have been all there was, and whoever
+        holds a part of it would keep its slots for ever (P14). Of the others a node that missed it may have the last copy."""
+        gone = tuple(snapshot for snapshot in self._gone() if snapshot in self._ledger.durable)
+        if not gone or self._newest_certified() is not None:
+            return
+        self._serial += 1
+        said = Certificate(self._ctx.number, self._serial, gone[-1], -1, self.wanted(), True, gone)
+        for node in filter(self._sessions.live, self._sessions.seats):
+            self._ctx.send(node, replace(said, session=self._sessions.session(node)))
 
     def _newest_certified(self) -> Facts | None:
         certified = [f for f in self._ledger.facts.values() if not f.void and self._certified_now(f)]
@@ -257,6 +270,7 @@ class Certify:
         self._repeated_at = self._ctx.now
         self._rounds += 1
         self.tell_durable()
+        self.tell_released()
         self._parities.forget(set(self._ledger.facts))
         for snapshot in sorted(self._ledger.facts):
             facts = self._ledger.facts[snapshot]
