@@ -169,24 +169,16 @@ class Parities:
 
     def _seat_of(self, facts: Facts, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
         """The node that is to hold this position: where the rest of it is, where it was meant to be, or one whose domain no
-        other position lives in; one that is about to go when there is no other, unless it moves away from such a one.
-        anywhere: failing that any."""
+        other position lives in or is to live in; one that is about to go when there is no other, unless it moves away from such
+        a one. anywhere: failing that any."""
         domain, record, lane = self._ctx.domain, self._ctx.record, held.lane
         assert record is not None, "a steward has an epoch"
-        others = {
-            domain(node)
-            for found in (held.data, held.parts)
-            for other, nodes in found.items()
-            if other != at
-            for node in nodes
-        }
-        others |= {domain(node) for (where, other), node in facts.moved.items()
-                   if where == lane and other != at and self._sessions.live(node)}  # fmt: skip
+        others = {domain(node) for other in range(len(lane.members)) if other != at for node in self._places(facts, held, other)}
         seats = facts.seats.get(lane)
         chosen = facts.moved.get((lane, at))
         first = [*held.data.get(at, ()), *held.parts.get(at, ())]
         first += [chosen] if chosen and domain(chosen) not in others else []
-        first += [seats[at]] if seats else []
+        first += [seats[at]] if seats and domain(seats[at]) not in others else []
         first += [] if moves else [*held.all_data.get(at, ()), *held.all_parts.get(at, ())]
         spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(facts, node), node))
         live = [node for node in (*first, *spare) if self._sessions.live(node)]
@@ -195,6 +187,14 @@ class Parities:
         if staying is not None or moves:
             return staying
         return next(iter(apart), None) or (next(iter(live), None) if anywhere else None)
+
+    def _places(self, facts: Facts, held: Held, at: int) -> list[str]:
+        """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
+        cannot take this one any more."""
+        chosen, seats = facts.moved.get((held.lane, at)), facts.seats.get(held.lane)
+        found = [*held.data.get(at, ()), *held.parts.get(at, ())]
+        found += [chosen] if chosen and self._sessions.live(chosen) else []
+        return found or ([seats[at]] if seats and self._sessions.live(seats[at]) else [])
 
     def _load(self, facts: Facts, node: str) -> int:
         return sum(node in nodes for held in facts.parts.values() for nodes in held.values())
