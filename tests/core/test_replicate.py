@@ -300,6 +300,14 @@ def test_a_slice_that_lost_a_capture_gets_one_more_copy_away_from_the_others() -
     assert len(extra(node)) == 1
 
 
+def test_an_extra_copy_that_finds_no_place_keeps_no_other_one_waiting() -> None:
+    node = member(record_of("ab"))
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    assert copies(holders(node, 7, tier=1)) == [], "node a has one"
+    assert copies(holders(node, 7, ("b", 0), tier=0)) == [(7, 0, "a")], "but not all that it is to have"
+
+
 def test_only_so_many_extra_copies_are_made() -> None:
     node = member()
     node.capture(1, 7, rank=1)

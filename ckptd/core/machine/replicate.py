@@ -121,11 +121,13 @@ class Replication:
                 copies.done[number] = node, 0.0
 
     def _add_extra(self, copies: Copies, message: Holders) -> None:
-        """At most one of them is under way at a time: the steward asks again as long as it misses one."""
+        """At most one of them is under way at a time: the steward asks again as long as it misses one. One that has not begun
+        gives way: what it was for may have come about otherwise, and then there is no place for it, ever."""
+        copies.extra = {n: need for n, need in copies.extra.items() if n in copies.done or n in copies.flying}
         number = max(copies.extra, default=EXTRA - 1) + 1
-        waiting = any(n not in copies.done for n in copies.extra)
+        flying = any(n not in copies.done for n in copies.extra)
         made = any(self._ctx.now - copies.done[n][1] < RECHECK_S for n in copies.extra if n in copies.done)
-        if not waiting and not made and len(copies.extra) < EXTRAS_MAX:
+        if not flying and not made and len(copies.extra) < EXTRAS_MAX:
             copies.extra[number] = (message.tier, tuple(node for node, _ in message.nodes))
             self.act()
 
