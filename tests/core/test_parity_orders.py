@@ -327,6 +327,46 @@ def test_what_a_flush_needs_is_made_at_once_and_anywhere_and_nothing_else_is() -
     assert (do.to, part.lane.number, part.position, do.message.data) == ("a", 0, 2, True)
 
 
+def mended_beside_another(*, leaving: bool = False) -> tuple[Steward, Part]:
+    """Node a holds another part of that lane, and one at most; it made data of node c, which was away, for a flush."""
+    node = protected(steward(spare="", durable=True))
+    if leaving:
+        leaves(node, "c")
+    lose(node, "c")
+    node.tick(1.0)
+    node.hear("b", msg.FlushAsk(EPOCH, 7))
+    node.tick()
+    ((to, part),) = [(to, order.part) for to, order in orders(node) if order.data]
+    assert (to, part.position) == ("a", 2)
+    node.feed(ev.ReplicaArrived(at(7), 2, 1, 77, layout(2, 3), (), False))
+    return node, part
+
+
+def test_data_that_a_flush_had_made_anywhere_moves_to_where_its_parity_can_be() -> None:
+    node, part = mended_beside_another()
+    mark = node.mark
+    node.tick(PATIENCE_S)
+    assert ordered(node, mark) == set(), "nowhere yet"
+    comes_back(node, "c")
+    assert ordered(node, mark) == {("c", 2, True), ("c", 2, False)}
+    node.others["c"].held(fact(7, 2, 1, world=3))
+    make(node, "c", part)
+    node.tick(1.0)
+    assert node.level(7) == 1
+
+
+def test_a_leaving_node_with_its_data_gets_its_parity_when_only_one_with_another_part_stays() -> None:
+    node, part = mended_beside_another(leaving=True)
+    mark = node.mark
+    comes_back(node, "c", fact(7, 2, world=3))
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    node.tick(PATIENCE_S)
+    assert ordered(node, mark) == {("c", 2, False)}
+    make(node, "c", part)
+    node.tick(1.0)
+    assert node.level(7) == 1
+
+
 # --- nodes that leave -------------------------------------------------------------------------------------------------
 def leaves(node: Steward, name: str, yes: bool = True) -> int:
     mark = node.mark

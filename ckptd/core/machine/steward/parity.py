@@ -24,7 +24,7 @@ from ckptd.core.redundancy import Parity
 @dataclass(frozen=True)
 class Held:
     """Who holds a lane: position -> live nodes with its member's slot (the fullest first), with its parity. data, parts: without
-    the nodes that are about to go."""
+    the nodes that are about to go, and data without that where another position's parity is: its own can never join it there."""
 
     lane: Lane
     data: dict[int, list[str]]
@@ -123,9 +123,10 @@ class Parities:
             data[at] = [node for _, node in found if self._sessions.live(node)]
         parts = {at: sorted(filter(self._sessions.live, nodes)) for at, nodes in facts.parts.get(lane, {}).items()}
         stays = self._sessions.stays
+        taken = {node: at for at, nodes in parts.items() for node in nodes}
         return Held(
             lane,
-            {at: list(filter(stays, nodes)) for at, nodes in data.items()},
+            {at: [node for node in nodes if stays(node) and taken.get(node, at) == at] for at, nodes in data.items()},
             {at: list(filter(stays, nodes)) for at, nodes in parts.items()},
             data,
             parts,
@@ -174,6 +175,7 @@ class Parities:
         domain, record, lane = self._ctx.domain, self._ctx.record, held.lane
         assert record is not None, "a steward has an epoch"
         others = {domain(node) for other in range(len(lane.members)) if other != at for node in self._places(facts, held, other)}
+        taken = {node for other, nodes in held.all_parts.items() if other != at for node in nodes}
         seats = facts.seats.get(lane)
         chosen = facts.moved.get((lane, at))
         first = [*held.data.get(at, ()), *held.parts.get(at, ())]
@@ -182,7 +184,7 @@ class Parities:
         first += [] if moves else [*held.all_data.get(at, ()), *held.all_parts.get(at, ())]
         spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(facts, node), node))
         live = [node for node in (*first, *spare) if self._sessions.live(node)]
-        apart = [node for node in live if node in first or domain(node) not in others]
+        apart = [node for node in live if node not in taken and (node in first or domain(node) not in others)]
         staying = next(filter(self._sessions.stays, apart), None)
         if staying is not None or moves:
             return staying
