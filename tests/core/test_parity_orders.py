@@ -294,6 +294,30 @@ def test_the_spare_that_holds_less_parity_takes_it() -> None:
     assert ordered(node, mark) == {("h", 2, True)}
 
 
+def test_a_seat_that_was_given_away_is_not_asked_for_its_own_position_again() -> None:
+    """It holds another part of that lane, and one at most."""
+    node = protected(steward("abc", "d"))
+    parts = {order.part.position: order.part for _, order in orders(node)}
+
+    def moves(to: str, rank: int) -> None:
+        node.tick(2 * PATIENCE_S)
+        node.others[to].held(fact(7, rank, 1, world=3))
+        make(node, to, parts[rank])
+
+    lose(node, "c")
+    moves("d", 2)
+    comes_back(node, "c")
+    lose(node, "b")
+    moves("c", 1)
+    assert node.level(7) == 1
+    mark = lose(node, "d")
+    node.tick(2 * PATIENCE_S)
+    assert ordered(node, mark) == set(), "no domain is free"
+    comes_back(node, "b")
+    node.tick(PATIENCE_S)
+    assert ordered(node, mark) == {("b", 2, True)}
+
+
 def test_what_a_flush_needs_is_made_at_once_and_anywhere_and_nothing_else_is() -> None:
     """Lane 1 has no rank at c: its parity waits for a domain that no other position lives in."""
     node = protected(steward("aabbc", ""))
@@ -304,6 +328,46 @@ def test_what_a_flush_needs_is_made_at_once_and_anywhere_and_nothing_else_is() -
     assert isinstance(do.message, msg.ParityOrder)
     part = do.message.part
     assert (do.to, part.lane.number, part.position, do.message.data) == ("a", 0, 2, True)
+
+
+def mended_beside_another(*, leaving: bool = False) -> tuple[Steward, Part]:
+    """Node a holds another part of that lane, and one at most; it made data of node c, which was away, for a flush."""
+    node = protected(steward(spare="", durable=True))
+    if leaving:
+        leaves(node, "c")
+    lose(node, "c")
+    node.tick(1.0)
+    node.hear("b", msg.FlushAsk(EPOCH, 7))
+    node.tick()
+    ((to, part),) = [(to, order.part) for to, order in orders(node) if order.data]
+    assert (to, part.position) == ("a", 2)
+    node.feed(ev.ReplicaArrived(at(7), 2, 1, 77, layout(2, 3), (), False))
+    return node, part
+
+
+def test_data_that_a_flush_had_made_anywhere_moves_to_where_its_parity_can_be() -> None:
+    node, part = mended_beside_another()
+    mark = node.mark
+    node.tick(PATIENCE_S)
+    assert ordered(node, mark) == set(), "nowhere yet"
+    comes_back(node, "c")
+    assert ordered(node, mark) == {("c", 2, True), ("c", 2, False)}
+    node.others["c"].held(fact(7, 2, 1, world=3))
+    make(node, "c", part)
+    node.tick(1.0)
+    assert node.level(7) == 1
+
+
+def test_a_leaving_node_with_its_data_gets_its_parity_when_only_one_with_another_part_stays() -> None:
+    node, part = mended_beside_another(leaving=True)
+    mark = node.mark
+    comes_back(node, "c", fact(7, 2, world=3))
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    node.tick(PATIENCE_S)
+    assert ordered(node, mark) == {("c", 2, False)}
+    make(node, "c", part)
+    node.tick(1.0)
+    assert node.level(7) == 1
 
 
 # --- nodes that leave -------------------------------------------------------------------------------------------------
@@ -379,6 +443,18 @@ def test_a_leaving_node_gets_nothing_new_where_another_can_take_it() -> None:
     node.tick(1.0)
     assert ("c", 2, False) not in ordered(node)
     assert {to for to, position, _ in ordered(node) if position == 2} <= {"d", "e"}
+
+
+@pytest.mark.parametrize(("spare", "to"), [("", "b"), ("d", "d")])
+def test_what_moves_takes_no_seat_of_another_position(spare: str, to: str) -> None:
+    """In lane 1 node c has no rank and, as yet, no parity: with another part of the lane it could never take its own."""
+    node = steward("aabbc", spare)
+    leaves(node, "b")
+    node.tick(1.0)
+    node.capture(7)
+    node.tick(AGAIN_S)
+    found = [(where, order.part.position) for where, order in orders(node) if order.part.lane.number == 1]
+    assert set(found) == {("a", 0), (to, 1), ("c", 2)}
 
 
 def test_parity_moves_although_the_ladder_has_left_it() -> None:

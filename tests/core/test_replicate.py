@@ -224,7 +224,42 @@ def test_a_prefix_is_copied_from_its_own_tier_on() -> None:
     """A tier-2 holding has not what belongs into tier 1."""
     node = Member(record_of("abcde"), Policy(replicas=2, durable=False), running=False)
     node.feed(ev.HoldingFound(9, at(7), 0, 2, False, layout(0, 5), ()))
-    assert [tier for _, tier, _ in copies(holders(node, 7, ("b", 2), rank=0))] == [2]
+    found = copies(holders(node, 7, ("b", 2), rank=0))
+    assert [tier for _, tier, _ in found] == [2, 2], "two losses are to be survived, whoever held more of it before"
+    assert len({"b", *(to for _, _, to in found)}) == 3
+
+
+def outlived(record: EpochRecord) -> Member:
+    """Node b holds a tier-2 copy of rank 0, and whoever held more of it is gone."""
+    node = Member(record, Policy(replicas=2, durable=False, steward_timeout_s=4.0), running=False)
+    node.feed(ev.HoldingFound(9, at(7), 0, 2, False, layout(0, 5), ()))
+    return node
+
+
+def test_what_outlived_the_fuller_holders_lies_in_as_many_domains_as_any_other() -> None:
+    """P14: nobody else can make that copy, so its snapshot would never be protected."""
+    node = outlived(record_of("abcde"))
+    ((_, tier, to),) = copies(holders(node, 7, ("b", 2), ("a", 2), rank=0))
+    assert (tier, to in "cde") == (2, True)
+    sent(node, 7, to, tier=2, rank=0)
+    node.now += RECHECK_S
+    assert copies(holders(node, 7, ("b", 2), ("a", 2), (to, 2), rank=0)) == []
+
+
+def test_two_copies_alike_that_arrive_after_they_were_given_up_both_count() -> None:
+    node = outlived(record_of("abc"))
+    first, second = (to for _, _, to in copies(holders(node, 7, ("b", 2), rank=0)))
+    node.feed(ev.NodeDown(first), ev.NodeDown(second))
+    sent(node, 7, first, tier=2, rank=0)
+    sent(node, 7, second, tier=2, rank=0)
+    assert copies(node.feed(ev.NodeUp(first), ev.NodeUp(second))) == []
+
+
+def test_two_copies_in_one_domain_are_counted_once() -> None:
+    nodes = tuple(replace(one, domain="rack" if one.node in "ac" else one.domain) for one in FOUR.nodes)
+    node = Member(replace(FOUR, nodes=nodes), Policy(replicas=2, durable=False), running=False)
+    node.feed(ev.HoldingFound(1, at(7), 1, 0, True, layout(1, 4), ()))
+    assert copies(holders(node, 7, ("b", 0), ("a", 1), ("c", 2))) == [(7, 2, "d")]
 
 
 def test_the_steward_is_believed_about_copies_but_for_the_newest() -> None:
@@ -263,6 +298,14 @@ def test_a_slice_that_lost_a_capture_gets_one_more_copy_away_from_the_others() -
     assert extra(node) == [], "the steward may not have heard of it yet"
     node.now += RECHECK_S
     assert len(extra(node)) == 1
+
+
+def test_an_extra_copy_that_finds_no_place_keeps_no_other_one_waiting() -> None:
+    node = member(record_of("ab"))
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    assert copies(holders(node, 7, tier=1)) == [], "node a has one"
+    assert copies(holders(node, 7, ("b", 0), tier=0)) == [(7, 0, "a")], "but not all that it is to have"
 
 
 def test_only_so_many_extra_copies_are_made() -> None:

@@ -29,7 +29,8 @@ RECHECK_S = 3.0  # a copy we made, but the steward does not know of after this l
 
 @dataclass
 class Copies:
-    """Copies are numbered: t is the usual one of tier t; from EXTRA on they were asked for by the steward."""
+    """Copies are numbered: t is the usual one of tier t, or of all that the slot has, if that is less; from EXTRA on they were
+    asked for by the steward."""
 
     slot: Slot
     waits: bool  # found after a restart: the steward says first which copies there are
@@ -38,6 +39,11 @@ class Copies:
     done: dict[int, tuple[str, float]] = field(default_factory=dict)  # number -> (node, since)
     flying: dict[int, str] = field(default_factory=dict)
     refused: dict[str, tuple[int, float]] = field(default_factory=dict)  # node -> (times, not before)
+
+    def tier_of(self, number: int) -> int:
+        """Of a usual copy. What outlived the fuller holders is copied as often as they were."""
+        assert self.slot.fact is not None, "slots without content were dropped"
+        return max(number, self.slot.fact.tier)
 
 
 class Replication:
@@ -64,7 +70,7 @@ class Replication:
                 del copies.flying[number]
                 self._count(copies, number, event)
             elif event.ok and event.tier:  # given up too early: it arrived all the same
-                copies.done.setdefault(event.tier, (event.to, self._ctx.now))
+                self._arrived_late(copies, event)
         self.act()
         return usual
 
@@ -80,6 +86,12 @@ class Replication:
         pause = min(FIRST_RETRY_S * 2 ** min(times - 1, 16), self._ctx.policy.replicate_retry_s)
         copies.refused[event.to] = (times, self._ctx.now + pause)
 
+    def _arrived_late(self, copies: Copies, event: ReplicaSent) -> None:
+        alike = (n for n in range(1, event.tier + 1) if copies.tier_of(n) == event.tier)
+        number = next((n for n in alike if n not in copies.done), None)
+        if number is not None:
+            copies.done[number] = event.to, self._ctx.now
+
     def on_holders(self, message: Holders) -> None:
         """The steward misses copies. Whoever gets this is responsible for them, owner or not."""
         slot = self._slots.best(message.snapshot, message.rank)
@@ -91,18 +103,31 @@ class Replication:
             self._add_extra(copies, message)
             return
         copies.asked = True
-        known = {tier: node for node, tier in message.nodes if node != self._ctx.me.node}
         fresh = {t: made for t, made in copies.done.items() if self._ctx.now - made[1] < RECHECK_S}
         extras = {n: made for n, made in copies.done.items() if n >= EXTRA}
-        copies.done = {**{t: (node, 0.0) for t, node in known.items() if t > 0}, **extras, **fresh}
+        copies.done = {**extras, **fresh}
+        self._count_known(copies, message)
         self.act()
 
+    def _count_known(self, copies: Copies, message: Holders) -> None:
+        """Copies that there are, whoever made them: one of each domain, the fullest under the lowest number."""
+        domain = self._ctx.domain
+        met = {domain(node) for number, (node, _) in copies.done.items() if number < EXTRA} | {self._ctx.me.domain}
+        for node, tier in sorted(message.nodes, key=lambda held: held[1]):
+            free = [n for n in range(1, self._wanted(copies) + 1) if n not in copies.done and n not in copies.flying]
+            number = next((n for n in free if copies.tier_of(n) >= tier), None)
+            if number is not None and domain(node) not in met:
+                met.add(domain(node))
+                copies.done[number] = node, 0.0
+
     def _add_extra(self, copies: Copies, message: Holders) -> None:
-        """At most one of them is under way at a time: the steward asks again as long as it misses one."""
+        """At most one of them is under way at a time: the steward asks again as long as it misses one. One that has not begun
+        gives way: what it was for may have come about otherwise, and then there is no place for it, ever."""
+        copies.extra = {n: need for n, need in copies.extra.items() if n in copies.done or n in copies.flying}
         number = max(copies.extra, default=EXTRA - 1) + 1
-        waiting = any(n not in copies.done for n in copies.extra)
+        flying = any(n not in copies.done for n in copies.extra)
         made = any(self._ctx.now - copies.done[n][1] < RECHECK_S for n in copies.extra if n in copies.done)
-        if not waiting and not made and len(copies.extra) < EXTRAS_MAX:
+        if not flying and not made and len(copies.extra) < EXTRAS_MAX:
             copies.extra[number] = (message.tier, tuple(node for node, _ in message.nodes))
             self.act()
 
@@ -181,7 +206,7 @@ class Replication:
         under_way = bool(copies.flying)
         if ctx.record is None or not ctx.is_candidate(fact.snapshot):
             return under_way
-        usual = {tier: (tier, ()) for tier in range(max(1, fact.tier), self._wanted(copies) + 1)}
+        usual = {number: (copies.tier_of(number), ()) for number in range(1, self._wanted(copies) + 1)}
         for number, (tier, avoid) in {**usual, **copies.extra}.items():
             if number in copies.done or number in copies.flying or tier < fact.tier:
                 continue

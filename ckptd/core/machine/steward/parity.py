@@ -24,7 +24,7 @@ from ckptd.core.redundancy import Parity
 @dataclass(frozen=True)
 class Held:
     """Who holds a lane: position -> live nodes with its member's slot (the fullest first), with its parity. data, parts: without
-    the nodes that are about to go."""
+    the nodes that are about to go, and data without that where another position's parity is: its own can never join it there."""
 
     lane: Lane
     data: dict[int, list[str]]
@@ -123,9 +123,10 @@ class Parities:
             data[at] = [node for _, node in found if self._sessions.live(node)]
         parts = {at: sorted(filter(self._sessions.live, nodes)) for at, nodes in facts.parts.get(lane, {}).items()}
         stays = self._sessions.stays
+        taken = {node: at for at, nodes in parts.items() for node in nodes}
         return Held(
             lane,
-            {at: list(filter(stays, nodes)) for at, nodes in data.items()},
+            {at: [node for node in nodes if stays(node) and taken.get(node, at) == at] for at, nodes in data.items()},
             {at: list(filter(stays, nodes)) for at, nodes in parts.items()},
             data,
             parts,
@@ -169,32 +170,33 @@ class Parities:
 
     def _seat_of(self, facts: Facts, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
         """The node that is to hold this position: where the rest of it is, where it was meant to be, or one whose domain no
-        other position lives in; one that is about to go when there is no other, unless it moves away from such a one.
-        anywhere: failing that any."""
+        other position lives in or is to live in; one that is about to go when there is no other, unless it moves away from such
+        a one. anywhere: failing that any."""
         domain, record, lane = self._ctx.domain, self._ctx.record, held.lane
         assert record is not None, "a steward has an epoch"
-        others = {
-            domain(node)
-            for found in (held.data, held.parts)
-            for other, nodes in found.items()
-            if other != at
-            for node in nodes
-        }
-        others |= {domain(node) for (where, other), node in facts.moved.items()
-                   if where == lane and other != at and self._sessions.live(node)}  # fmt: skip
+        others = {domain(node) for other in range(len(lane.members)) if other != at for node in self._places(facts, held, other)}
+        taken = {node for other, nodes in held.all_parts.items() if other != at for node in nodes}
         seats = facts.seats.get(lane)
         chosen = facts.moved.get((lane, at))
         first = [*held.data.get(at, ()), *held.parts.get(at, ())]
         first += [chosen] if chosen and domain(chosen) not in others else []
-        first += [seats[at]] if seats else []
+        first += [seats[at]] if seats and domain(seats[at]) not in others else []
         first += [] if moves else [*held.all_data.get(at, ()), *held.all_parts.get(at, ())]
         spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(facts, node), node))
         live = [node for node in (*first, *spare) if self._sessions.live(node)]
-        apart = [node for node in live if node in first or domain(node) not in others]
+        apart = [node for node in live if node not in taken and (node in first or domain(node) not in others)]
         staying = next(filter(self._sessions.stays, apart), None)
         if staying is not None or moves:
             return staying
         return next(iter(apart), None) or (next(iter(live), None) if anywhere else None)
+
+    def _places(self, facts: Facts, held: Held, at: int) -> list[str]:
+        """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
+        cannot take this one any more."""
+        chosen, seats = facts.moved.get((held.lane, at)), facts.seats.get(held.lane)
+        found = [*held.data.get(at, ()), *held.parts.get(at, ())]
+        found += [chosen] if chosen and self._sessions.live(chosen) else []
+        return found or ([seats[at]] if seats and self._sessions.live(seats[at]) else [])
 
     def _load(self, facts: Facts, node: str) -> int:
         return sum(node in nodes for held in facts.parts.values() for nodes in held.values())
