@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,33 +11,11 @@ from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.agreement import tensor_name
 from ckptd.core.box import Box
-from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.layout import REPLICA
 from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.machine.steward.certify import IDLE_S, REPEAT_S, REPEATS_LIVELY
-from ckptd.core.policy import Policy
+from ckptd.core.machine.steward.certify import REPEAT_S
+from tests.core.certificates import BOTH, BOTH_HELD, OLD, OLD_ONES, released, released_since, steward
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
-
-OLD = EPOCH - 1
-
-
-def steward(record: EpochRecord | None = None, *, running: bool = True, **policy: Any) -> Steward:
-    return Steward(
-        record or record_of(), Policy(**{"replicas": 1, "durable": False, **policy}), running=running
-    )
-
-
-BOTH = [layout(0), layout(1)]
-BOTH_HELD = [fact(7, 0), fact(7, 1)]
-OLD_ONES = [fact(4, rank, epoch=OLD) for rank in (0, 1)], [fact(5, rank, epoch=OLD) for rank in (0, 1)]
-
-
-def released(node: Steward) -> set[int]:
-    return released_since(node, 0)
-
-
-def released_since(node: Steward, mark: int) -> set[int]:
-    return {snapshot.step for certificate in node.certificates("b", mark) for snapshot in certificate.releases}
 
 
 # --- levels -----------------------------------------------------------------------------------------------------------
@@ -339,160 +316,6 @@ def test_what_is_void_stands_in_for_nothing_that_was_left_behind() -> None:
     node.hear("b", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in BOTH}))
     assert node.level(4, epoch=OLD) == 0
     assert at(4, OLD) not in {v.snapshot for v in node.said(msg.Void, "b")}
-
-
-# --- said again and again -------------------------------------------------------------------------------------------
-def test_certificates_are_repeated_lively_at_first_and_then_seldom() -> None:
-    node = steward().train().capture(7).protect(7)
-    mark = node.mark
-    node.tick(REPEAT_S * REPEATS_LIVELY)
-    assert REPEATS_LIVELY - 2 <= len(node.certificates("b", mark)) <= REPEATS_LIVELY + 1
-    node.tick(3 * REPEAT_S)
-    mark = node.mark
-    node.tick(2 * IDLE_S)
-    assert 1 <= len(node.certificates("b", mark)) <= 3
-    node.hear("b", msg.FlushAsk(EPOCH, 7))
-    mark = node.mark
-    node.tick(IDLE_S / 2)
-    assert len(node.certificates("b", mark)) > 3, "somebody asks: it may have missed the answer"
-    mark = node.mark
-    node.tick(IDLE_S)
-    node.capture(8)
-    mark = node.mark
-    node.tick(IDLE_S / 2)
-    assert len(node.certificates("b", mark)) > 3, "something new"
-
-
-def test_nothing_is_repeated_while_somebody_has_not_told_what_it_holds() -> None:
-    node = steward().train().capture(7).protect(7)
-    node.tick(1.0)
-    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
-    mark = node.mark
-    node.tick(REPEAT_S + 1.0)
-    assert node.certificates("a", mark) == []
-
-
-def test_whoever_holds_a_part_is_asked_for_the_copies_that_are_missing() -> None:
-    node = steward().train().capture(7)
-    mark = node.mark
-    node.tick(REPEAT_S + 0.5)
-    assert node.said(msg.Holders, "b", mark)[0] == msg.Holders(
-        EPOCH, node.others["b"].session, at(7), 1, (("b", 0),)
-    )
-    assert {m.rank for m in node.said(msg.Holders, "a", mark)} == {0}
-
-
-def test_only_for_the_ranks_that_lack_one() -> None:
-    node = steward().train().capture(7)
-    node.copy(7, 0, to="b")
-    mark = node.mark
-    node.tick(REPEAT_S + 0.5)
-    assert {m.rank for m in node.said(msg.Holders, since=mark)} == {1}
-
-
-def test_nobody_is_asked_for_copies_of_what_is_protected_or_was_left_behind() -> None:
-    node = steward().train().capture(7).protect(7)
-    mark = node.mark
-    node.tick(REPEAT_S + 0.5)
-    assert node.said(msg.Holders, since=mark) == []
-    node = steward()
-    node.others["b"].tell_inventory(*OLD_ONES[1], layouts=BOTH)
-    node.tick(REPEAT_S + 0.5)
-    assert (node.level(5, epoch=OLD), node.said(msg.Holders)) == (0, [])
-
-
-def test_a_void_is_said_again_to_who_holds_it() -> None:
-    node = steward().train().capture(7).capture(8, 0)
-    node.others["b"].missed(node.granted(8), 1, "no memory")
-    assert [v.snapshot for v in node.said(msg.Void, "a") if v.snapshot] == [at(8)]
-    assert only(node.done, ins.FreeSlot), "rank 0's slot is free again"
-    assert at(8) not in node.machine.steward.ledger.facts, "nobody holds it any more"
-
-
-def test_a_void_is_repeated_until_nobody_holds_it() -> None:
-    node = steward().train()
-    node.others["b"].sealed(node.granted(7), 7, 1)
-    node.feed(ev.RankMissed(0, node.granted(7), "no memory"))
-    mark = node.mark
-    node.tick(REPEAT_S + 0.5)
-    assert {v.snapshot for v in node.said(msg.Void, "b", mark)} >= {at(7)}
-    node.others["b"].held(fact(7, 1), lost=True)
-    mark = node.mark
-    node.tick(2 * REPEAT_S)
-    assert [v for v in node.said(msg.Void, "b", mark) if v.snapshot] == []
-
-
-# --- what is durable --------------------------------------------------------------------------------------------------
-def test_what_is_durable_is_told_to_a_node_that_does_not_know_it() -> None:
-    """When no memory holds it any more nothing else names it."""
-    node = steward().greet()
-    node.machine.steward.ledger.mark_durable([at(3), at(2)])
-    node.tick(REPEAT_S + 0.5)
-    said = node.certificates("b")
-    assert {(c.snapshot, c.durable, c.level, c.serial) for c in said} == {(at(3), True, -1, 0)}
-    assert said[0].session == node.others["b"].session
-
-
-def test_what_is_durable_is_not_told_to_a_node_that_said_so_itself() -> None:
-    node = steward()
-    node.others["b"].tell_inventory(certified=((at(3), 1, True), (at(2), 1, True), (at(4), 1, False)))
-    node.tick(REPEAT_S + 0.5)
-    assert node.certificates("b") == []
-    node.machine.steward.ledger.mark_durable([at(4)])
-    node.tick(REPEAT_S + 0.5)
-    assert {c.snapshot for c in node.certificates("b")} == {at(4)}
-
-
-def test_a_certificate_that_says_durable_is_not_said_twice() -> None:
-    node = steward(replicas=0).train().capture(7)
-    node.machine.steward.ledger.mark_durable([at(7)])
-    node.capture(8)
-    assert released(node) == {7}
-    assert [c.durable for c in node.certificates() if c.snapshot == at(7)][-1]
-    mark = node.mark
-    node.tick(REPEAT_S + 0.5)
-    assert {c.snapshot for c in node.certificates("b", mark)} == {at(8)}
-
-
-def test_a_certificate_of_what_is_in_memory_only_says_nothing_of_older_durable_ones() -> None:
-    node = steward().train().capture(7)
-    assert node.level(7) == 0
-    node.machine.steward.ledger.mark_durable([at(3)])
-    node.machine.steward.certify._durable_told.clear()
-    node.tick(REPEAT_S + 0.5)
-    mark = node.mark
-    node.copy(7, 0, "b")
-    node.copy(7, 1, "a")
-    node.machine.steward.ledger.mark_durable([at(4)])
-    node.tick(REPEAT_S + 0.5)
-    assert (at(4), True) in {(c.snapshot, c.durable) for c in node.certificates("b", mark)}
-
-
-def test_a_node_that_began_anew_hears_again_what_is_durable() -> None:
-    node = steward()
-    node.others["b"].tell_inventory(certified=((at(3), 1, True),))
-    node.hear("b", msg.Inventory("", node.record, ()))
-    node.tick(1.0)
-    node.others["b"].tell_inventory()
-    node.tick(REPEAT_S + 0.5)
-    assert {c.snapshot for c in node.certificates("b")} == {at(3)}
-
-
-def test_each_certificate_of_a_steward_has_a_greater_number() -> None:
-    """A node that hears them out of order believes the newest."""
-    node = steward().train().capture(7).protect(7)
-    node.others["b"].held(fact(7, 0, 1), lost=True)
-    numbers = list(dict.fromkeys((c.level, c.serial) for c in node.certificates("b")))
-    assert [level for level, _ in numbers] == [0, 1, 0]
-    assert len({serial for _, serial in numbers}) == 3
-    assert numbers == sorted(numbers, key=lambda one: one[1])
-
-
-def test_a_durable_one_of_another_lineage_is_not_told() -> None:
-    node = steward().greet()
-    node.machine.steward.ledger.mark_durable([SnapshotId(OLD, 3)])
-    node.tick(REPEAT_S + 0.5)
-    assert node.certificates("b") == []
 
 
 # --- degraded ---------------------------------------------------------------------------------------------------------

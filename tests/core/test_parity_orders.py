@@ -2,79 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
-
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.ladder import DOWN_S
-from ckptd.core.lanes import Part, part_layout
+from ckptd.core.lanes import Part
 from ckptd.core.machine.steward.certify import REPEAT_S
-from ckptd.core.machine.steward.draining import AGAIN_S
 from ckptd.core.machine.steward.flush import MEND_S
-from ckptd.core.policy import Policy
 from ckptd.core.redundancy import Parity
 from tests.core.flushes import ask, step_of
-from tests.core.machines import EPOCH, Steward, at, fact, layout, member, only, record_of
-
-PATIENCE_S = 4.0
-XOR = Parity(2, 1)
-Ordered = set[tuple[str, int, bool]]  # (to, position, data)
-
-
-def steward(
-    ranks: str = "abc", spare: str = "d", parity: Parity = XOR, durable: bool = False, **more: float
-) -> Steward:
-    """Nodes of one rank each, all of one lane; ``spare`` ones have none."""
-    record = record_of(ranks)
-    record = replace(record, nodes=(*record.nodes, *map(member, spare)))
-    policy = Policy(redundancy=parity, durable=durable, steward_timeout_s=PATIENCE_S, **more)  # type: ignore[arg-type]
-    return Steward(record, policy).train()
-
-
-def orders(node: Steward, since: int = 0, step: int = 7) -> list[tuple[str, msg.ParityOrder]]:
-    """As they were sent, the last of each."""
-    names = [member.node for member in node.record.nodes]
-    found = {
-        (to, order.part, order.data): (to, order)
-        for to in names for order in node.said(msg.ParityOrder, to, since) if order.snapshot == at(step)
-    }  # fmt: skip
-    return list(found.values())
-
-
-def ordered(node: Steward, since: int = 0, step: int = 7) -> Ordered:
-    return {(to, order.part.position, order.data) for to, order in orders(node, since, step)}
-
-
-def part_fact(part: Part, step: int = 7) -> msg.HoldingFact:
-    made = part_layout(part.lane, 64)
-    return msg.HoldingFact(at(step), part.lane.holding_rank, 0, made.layout_id, part=part)
-
-
-def make(node: Steward, to: str, part: Part, step: int = 7) -> None:
-    """The node holds this part now."""
-    if to == "a":
-        made = part_layout(part.lane, 64)
-        layouts = tuple(layout(m.rank, part.lane.world) for m in part.lane.members)
-        node.feed(ev.ParityMade(at(step), part, 2000 + 10 * step + part.lane.number, made, (), layouts))
-    else:
-        node.others[to].held(part_fact(part, step))
-
-
-def protected(node: Steward, step: int = 7) -> Steward:
-    node.capture(step)
-    for to, order in orders(node, step=step):
-        assert not order.data
-        make(node, to, order.part, step)
-    return node
-
-
-def lose(node: Steward, *names: str) -> int:
-    mark = node.mark
-    node.feed(*map(ev.NodeDown, names))
-    return mark
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only
+from tests.core.parity_rig import (
+    PATIENCE_S,
+    leaves,
+    lose,
+    make,
+    ordered,
+    orders,
+    part_fact,
+    protected,
+    steward,
+)
 
 
 # --- making ---------------------------------------------------------------------------------------------------------
@@ -368,149 +315,3 @@ def test_a_leaving_node_with_its_data_gets_its_parity_when_only_one_with_another
     make(node, "c", part)
     node.tick(1.0)
     assert node.level(7) == 1
-
-
-# --- nodes that leave -------------------------------------------------------------------------------------------------
-def leaves(node: Steward, name: str, yes: bool = True) -> int:
-    mark = node.mark
-    node.others[name].tell(msg.Leaving(EPOCH, yes))
-    return mark
-
-
-def remainder(node: Steward, name: str, since: int) -> msg.Remainder:
-    return node.said(msg.Remainder, name, since)[-1]
-
-
-def test_what_a_leaving_node_holds_of_a_lane_moves_to_a_spare() -> None:
-    node = protected(steward())
-    mark = leaves(node, "c")
-    node.tick(1.0)
-    assert ordered(node, mark) == {("d", 2, True), ("d", 2, False)}
-    assert all("c" in {s.node for s in order.sources} for _, order in orders(node, mark)), "it is the best source"
-    left = remainder(node, "c", mark)
-    assert (left.slots, left.stuck) == (2, 0)
-    assert left.falls == ((at(7), 1, 0),)
-    node.others["d"].held(fact(7, 2, 1, world=3))
-    (part,) = [order.part for to, order in orders(node, mark) if not order.data]
-    make(node, "d", part)
-    node.tick(AGAIN_S)
-    left = remainder(node, "c", mark)
-    assert (left.slots, left.falls) == (0, ())
-
-
-def test_with_nowhere_to_go_it_is_stuck_and_said() -> None:
-    node = protected(steward(spare=""))
-    mark = leaves(node, "c")
-    node.tick(1.0)
-    assert ordered(node, mark) == set()
-    left = remainder(node, "c", mark)
-    assert left.slots == left.stuck == 2
-    assert left.reasons == ("step 7, position 2 of parity group 0: no failure domain is left that could take it",)
-
-
-def test_what_has_no_parity_yet_is_not_made_of_parity_elsewhere() -> None:
-    node = steward().capture(7)
-    mark = leaves(node, "c")
-    node.tick(AGAIN_S)
-    assert {what for what in ordered(node, mark) if what[2]} == set()
-
-
-def test_with_nowhere_to_go_it_gets_the_part_that_it_lacks_and_not_the_data_that_it_has() -> None:
-    node = steward(spare="").capture(7)
-    for to, order in orders(node):
-        if to != "c":
-            make(node, to, order.part)
-    mark = leaves(node, "c")
-    node.tick(AGAIN_S)
-    assert ordered(node, mark) == {("c", 2, False)}
-
-
-def test_where_all_that_could_take_it_leave_a_position_stays_together() -> None:
-    node = steward("abc", "de").capture(7)
-    node.others["e"].held(fact(7, 2, 1, world=3))
-    leaves(node, "d")
-    leaves(node, "e")
-    mark = lose(node, "c")
-    node.tick(AGAIN_S)
-    assert {what for what in ordered(node, mark) if what[1] == 2} == {("e", 2, False)}
-
-
-def test_a_leaving_node_gets_nothing_new_where_another_can_take_it() -> None:
-    node = steward("abc", "de")
-    leaves(node, "c")
-    node.tick(1.0)
-    node.capture(7)
-    node.tick(1.0)
-    assert ("c", 2, False) not in ordered(node)
-    assert {to for to, position, _ in ordered(node) if position == 2} <= {"d", "e"}
-
-
-@pytest.mark.parametrize(("spare", "to"), [("", "b"), ("d", "d")])
-def test_what_moves_takes_no_seat_of_another_position(spare: str, to: str) -> None:
-    """In lane 1 node c has no rank and, as yet, no parity: with another part of the lane it could never take its own."""
-    node = steward("aabbc", spare)
-    leaves(node, "b")
-    node.tick(1.0)
-    node.capture(7)
-    node.tick(AGAIN_S)
-    found = [(where, order.part.position) for where, order in orders(node) if order.part.lane.number == 1]
-    assert set(found) == {("a", 0), (to, 1), ("c", 2)}
-
-
-def test_parity_moves_although_the_ladder_has_left_it() -> None:
-    node = protected(steward())
-    node.others["b"].tell(msg.Shortage(EPOCH, True, "b: no memory"))
-    node.tick(DOWN_S + 1.0)
-    assert node.said(msg.InForce, "b")[-1].redundancy == "replicas=0"
-    mark = node.mark
-    node.tick(AGAIN_S)
-    assert ordered(node, mark) == set()
-    mark = leaves(node, "c")
-    node.tick(1.0)
-    assert ("d", 2, False) in ordered(node, mark)
-
-
-@pytest.mark.parametrize("name", ["b", "c"])
-def test_who_stays_after_all_is_not_moved(name: str) -> None:
-    node = protected(steward())
-    leaves(node, name)
-    mark = leaves(node, name, False)
-    node.tick(2 * AGAIN_S)
-    assert ordered(node, mark) == set()
-
-
-# --- the ladder -------------------------------------------------------------------------------------------------------
-def left(node: Steward) -> int:
-    """The rung of parity is left. Where that begins."""
-    node.others["b"].tell(msg.Shortage(EPOCH, True, "b: no memory"))
-    node.tick(DOWN_S - 1.0)
-    while True:
-        mark = node.mark
-        if [do for do in only(node.tick(), ins.Alarm) if do.kind == "ladder"]:
-            return mark
-        assert node.now < 1000
-
-
-def test_from_the_moment_its_rung_is_left_no_parity_is_ordered() -> None:
-    node = steward().capture(7)
-    assert ordered(node)
-    mark = left(node)
-    node.tick(AGAIN_S)
-    assert ordered(node, mark) == set()
-
-
-def test_what_has_no_parity_gets_none_for_a_node_that_leaves_when_the_rung_was_left() -> None:
-    node = steward().capture(7)
-    left(node)
-    mark = leaves(node, "c")
-    node.tick(AGAIN_S)
-    assert ordered(node, mark) == set()
-
-
-def test_parity_that_is_lost_is_not_made_anew_when_the_rung_was_left() -> None:
-    node = protected(steward())
-    mark = left(node)
-    (part,) = [order.part for to, order in orders(node) if to == "c"]
-    node.others["c"].held(part_fact(part), lost=True)
-    node.tick(AGAIN_S)
-    assert ordered(node, mark) == set()

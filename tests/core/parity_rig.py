@@ -1,0 +1,75 @@
+"""A steward of one lane of parity, its spare nodes, and what it orders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptd.core import events as ev
+from ckptd.core import messages as msg
+from ckptd.core.lanes import Part, part_layout
+from ckptd.core.policy import Policy
+from ckptd.core.redundancy import Parity
+from tests.core.machines import EPOCH, Steward, at, layout, member, record_of
+
+PATIENCE_S = 4.0
+XOR = Parity(2, 1)
+Ordered = set[tuple[str, int, bool]]  # (to, position, data)
+
+
+def steward(
+    ranks: str = "abc", spare: str = "d", parity: Parity = XOR, durable: bool = False, **more: float
+) -> Steward:
+    """Nodes of one rank each, all of one lane; ``spare`` ones have none."""
+    record = record_of(ranks)
+    record = replace(record, nodes=(*record.nodes, *map(member, spare)))
+    policy = Policy(redundancy=parity, durable=durable, steward_timeout_s=PATIENCE_S, **more)  # type: ignore[arg-type]
+    return Steward(record, policy).train()
+
+
+def orders(node: Steward, since: int = 0, step: int = 7) -> list[tuple[str, msg.ParityOrder]]:
+    """As they were sent, the last of each."""
+    names = [member.node for member in node.record.nodes]
+    found = {
+        (to, order.part, order.data): (to, order)
+        for to in names for order in node.said(msg.ParityOrder, to, since) if order.snapshot == at(step)
+    }  # fmt: skip
+    return list(found.values())
+
+
+def ordered(node: Steward, since: int = 0, step: int = 7) -> Ordered:
+    return {(to, order.part.position, order.data) for to, order in orders(node, since, step)}
+
+
+def part_fact(part: Part, step: int = 7) -> msg.HoldingFact:
+    made = part_layout(part.lane, 64)
+    return msg.HoldingFact(at(step), part.lane.holding_rank, 0, made.layout_id, part=part)
+
+
+def make(node: Steward, to: str, part: Part, step: int = 7) -> None:
+    """The node holds this part now."""
+    if to == "a":
+        made = part_layout(part.lane, 64)
+        layouts = tuple(layout(m.rank, part.lane.world) for m in part.lane.members)
+        node.feed(ev.ParityMade(at(step), part, 2000 + 10 * step + part.lane.number, made, (), layouts))
+    else:
+        node.others[to].held(part_fact(part, step))
+
+
+def protected(node: Steward, step: int = 7) -> Steward:
+    node.capture(step)
+    for to, order in orders(node, step=step):
+        assert not order.data
+        make(node, to, order.part, step)
+    return node
+
+
+def lose(node: Steward, *names: str) -> int:
+    mark = node.mark
+    node.feed(*map(ev.NodeDown, names))
+    return mark
+
+
+def leaves(node: Steward, name: str, yes: bool = True) -> int:
+    mark = node.mark
+    node.others[name].tell(msg.Leaving(EPOCH, yes))
+    return mark

@@ -1,0 +1,161 @@
+"""Parity when nodes leave, and when the ladder has left its rung (D8, P8, P3)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.ladder import DOWN_S
+from ckptd.core.machine.steward.draining import AGAIN_S
+from tests.core.machines import EPOCH, Steward, at, fact, only
+from tests.core.parity_rig import (
+    leaves,
+    lose,
+    make,
+    ordered,
+    orders,
+    part_fact,
+    protected,
+    steward,
+)
+
+
+# --- nodes that leave -------------------------------------------------------------------------------------------------
+def remainder(node: Steward, name: str, since: int) -> msg.Remainder:
+    return node.said(msg.Remainder, name, since)[-1]
+
+
+def test_what_a_leaving_node_holds_of_a_lane_moves_to_a_spare() -> None:
+    node = protected(steward())
+    mark = leaves(node, "c")
+    node.tick(1.0)
+    assert ordered(node, mark) == {("d", 2, True), ("d", 2, False)}
+    assert all("c" in {s.node for s in order.sources} for _, order in orders(node, mark)), "it is the best source"
+    left = remainder(node, "c", mark)
+    assert (left.slots, left.stuck) == (2, 0)
+    assert left.falls == ((at(7), 1, 0),)
+    node.others["d"].held(fact(7, 2, 1, world=3))
+    (part,) = [order.part for to, order in orders(node, mark) if not order.data]
+    make(node, "d", part)
+    node.tick(AGAIN_S)
+    left = remainder(node, "c", mark)
+    assert (left.slots, left.falls) == (0, ())
+
+
+def test_with_nowhere_to_go_it_is_stuck_and_said() -> None:
+    node = protected(steward(spare=""))
+    mark = leaves(node, "c")
+    node.tick(1.0)
+    assert ordered(node, mark) == set()
+    left = remainder(node, "c", mark)
+    assert left.slots == left.stuck == 2
+    assert left.reasons == ("step 7, position 2 of parity group 0: no failure domain is left that could take it",)
+
+
+def test_what_has_no_parity_yet_is_not_made_of_parity_elsewhere() -> None:
+    node = steward().capture(7)
+    mark = leaves(node, "c")
+    node.tick(AGAIN_S)
+    assert {what for what in ordered(node, mark) if what[2]} == set()
+
+
+def test_with_nowhere_to_go_it_gets_the_part_that_it_lacks_and_not_the_data_that_it_has() -> None:
+    node = steward(spare="").capture(7)
+    for to, order in orders(node):
+        if to != "c":
+            make(node, to, order.part)
+    mark = leaves(node, "c")
+    node.tick(AGAIN_S)
+    assert ordered(node, mark) == {("c", 2, False)}
+
+
+def test_where_all_that_could_take_it_leave_a_position_stays_together() -> None:
+    node = steward("abc", "de").capture(7)
+    node.others["e"].held(fact(7, 2, 1, world=3))
+    leaves(node, "d")
+    leaves(node, "e")
+    mark = lose(node, "c")
+    node.tick(AGAIN_S)
+    assert {what for what in ordered(node, mark) if what[1] == 2} == {("e", 2, False)}
+
+
+def test_a_leaving_node_gets_nothing_new_where_another_can_take_it() -> None:
+    node = steward("abc", "de")
+    leaves(node, "c")
+    node.tick(1.0)
+    node.capture(7)
+    node.tick(1.0)
+    assert ("c", 2, False) not in ordered(node)
+    assert {to for to, position, _ in ordered(node) if position == 2} <= {"d", "e"}
+
+
+@pytest.mark.parametrize(("spare", "to"), [("", "b"), ("d", "d")])
+def test_what_moves_takes_no_seat_of_another_position(spare: str, to: str) -> None:
+    """In lane 1 node c has no rank and, as yet, no parity: with another part of the lane it could never take its own."""
+    node = steward("aabbc", spare)
+    leaves(node, "b")
+    node.tick(1.0)
+    node.capture(7)
+    node.tick(AGAIN_S)
+    found = [(where, order.part.position) for where, order in orders(node) if order.part.lane.number == 1]
+    assert set(found) == {("a", 0), (to, 1), ("c", 2)}
+
+
+def test_parity_moves_although_the_ladder_has_left_it() -> None:
+    node = protected(steward())
+    node.others["b"].tell(msg.Shortage(EPOCH, True, "b: no memory"))
+    node.tick(DOWN_S + 1.0)
+    assert node.said(msg.InForce, "b")[-1].redundancy == "replicas=0"
+    mark = node.mark
+    node.tick(AGAIN_S)
+    assert ordered(node, mark) == set()
+    mark = leaves(node, "c")
+    node.tick(1.0)
+    assert ("d", 2, False) in ordered(node, mark)
+
+
+@pytest.mark.parametrize("name", ["b", "c"])
+def test_who_stays_after_all_is_not_moved(name: str) -> None:
+    node = protected(steward())
+    leaves(node, name)
+    mark = leaves(node, name, False)
+    node.tick(2 * AGAIN_S)
+    assert ordered(node, mark) == set()
+
+
+# --- the ladder -------------------------------------------------------------------------------------------------------
+def left(node: Steward) -> int:
+    """The rung of parity is left. Where that begins."""
+    node.others["b"].tell(msg.Shortage(EPOCH, True, "b: no memory"))
+    node.tick(DOWN_S - 1.0)
+    while True:
+        mark = node.mark
+        if [do for do in only(node.tick(), ins.Alarm) if do.kind == "ladder"]:
+            return mark
+        assert node.now < 1000
+
+
+def test_from_the_moment_its_rung_is_left_no_parity_is_ordered() -> None:
+    node = steward().capture(7)
+    assert ordered(node)
+    mark = left(node)
+    node.tick(AGAIN_S)
+    assert ordered(node, mark) == set()
+
+
+def test_what_has_no_parity_gets_none_for_a_node_that_leaves_when_the_rung_was_left() -> None:
+    node = steward().capture(7)
+    left(node)
+    mark = leaves(node, "c")
+    node.tick(AGAIN_S)
+    assert ordered(node, mark) == set()
+
+
+def test_parity_that_is_lost_is_not_made_anew_when_the_rung_was_left() -> None:
+    node = protected(steward())
+    mark = left(node)
+    (part,) = [order.part for to, order in orders(node) if to == "c"]
+    node.others["c"].held(part_fact(part), lost=True)
+    node.tick(AGAIN_S)
+    assert ordered(node, mark) == set()
