@@ -102,6 +102,32 @@ def test_what_moves_takes_no_seat_of_another_position(spare: str, to: str) -> No
     assert set(found) == {("a", 0), (to, 1), ("c", 2)}
 
 
+def test_what_moves_does_not_take_the_place_of_a_position_that_is_made_at_the_same_time() -> None:
+    """P14: one node was asked for two parts of a lane and makes one at most, so the snapshot was never protected."""
+    node = steward("aabc", "d")  # lane 1 has no rank at b and c
+    leaves(node, "b")
+    node.tick(1.0)
+    node.capture(7)
+    assert ordered(node) == {("a", 0, False), ("d", 1, False), ("c", 2, False)}
+
+
+def test_a_copy_of_the_data_beside_another_position_does_not_bring_the_part_there() -> None:
+    """P14: copies of what leaves were made while the ladder had left parity; when it was back, c had the parts of b and not its
+    own."""
+    node = steward("abc", "")
+    leaves(node, "b")
+    node.tick(1.0)
+    node.capture(7)
+    node.others["c"].held(fact(7, 1, 1, world=3))
+    mark = node.mark
+    node.tick(AGAIN_S)
+    assert ordered(node, mark) == {("a", 0, False), ("b", 1, False), ("c", 2, False)}
+    for to, order in orders(node, mark):
+        make(node, to, order.part)
+    node.tick(1.0)
+    assert node.level(7) == 1
+
+
 def test_parity_moves_although_the_ladder_has_left_it() -> None:
     node = protected(steward())
     node.others["b"].tell(msg.Shortage(EPOCH, True, "b: no memory"))

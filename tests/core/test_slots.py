@@ -168,14 +168,19 @@ def test_an_inventory_that_was_answered_freezes_releases_for_a_while(slots: Slot
     assert (freed(ctx), slots.frozen_until) == ([2], 0.0)
 
 
-def test_whoever_decides_hears_of_what_was_released_and_not_of_what_is_damaged(slots: Slots) -> None:
+def test_whoever_decides_hears_of_what_was_released_and_not_of_what_is_damaged_or_void(slots: Slots) -> None:
     """P3: asked a second time, a frozen node must not say less than the first time."""
     hold(slots, 1, 5)
     damaged = hold(slots, 2, 6)
     slots.frozen_until = 12.0
     slots.release(at(5))
     slots.quarantine(damaged)
+    hold(slots, 3, 7)
+    slots.mark_void(at(7), "copies differ")
+    slots.release(at(7))
     assert (slots.facts(), slots.frozen_facts()) == ((), (fact(5, 0),))
+    slots.keep(at(7))
+    assert slots.facts() == (), "what is void is nobody's to restore"
 
 
 def test_what_the_next_epoch_was_opened_on_is_kept_although_the_one_before_had_it_released(

@@ -115,7 +115,11 @@ class Slots:
     def frozen_facts(self) -> tuple[HoldingFact, ...]:
         """For whoever decides about a restore: what was released since it froze us counts as well, whoever is asked twice
         must not say less the second time (P3)."""
-        return tuple(slot.fact for slot in self.holdings() if slot.fact is not None and not slot.damaged)
+        return tuple(
+            slot.fact
+            for slot in self.holdings()
+            if slot.fact is not None and not slot.damaged and slot.fact.snapshot not in self.void
+        )
 
     def free(self, slot: Slot) -> None:
         """Its content is gone, whatever it was."""
@@ -136,7 +140,7 @@ class Slots:
     def keep(self, snapshot: SnapshotId) -> None:
         """The epoch before this one had it released while an inventory froze it; this one was opened on it."""
         for slot in self.sealed.get(snapshot, ()):
-            slot.released = slot.damaged
+            slot.released = slot.damaged or snapshot in self.void
 
     def quarantine(self, slot: Slot) -> None:
         """Damaged. While somebody reads it, nobody else may write into it."""

@@ -184,7 +184,8 @@ class Parities:
         first += [] if moves else [*held.all_data.get(at, ()), *held.all_parts.get(at, ())]
         spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(facts, node), node))
         live = [node for node in (*first, *spare) if self._sessions.live(node)]
-        apart = [node for node in live if node not in taken and (node in first or domain(node) not in others)]
+        own = {seats[at]} & {*first} if seats else {*first}
+        apart = [node for node in live if node not in taken and (node in own or domain(node) not in others)]
         staying = next(filter(self._sessions.stays, apart), None)
         if staying is not None or moves:
             return staying
