@@ -423,6 +423,16 @@ def test_a_node_without_a_session_looks_for_one_when_it_has_something_to_say() -
     assert len(other.said(msg.Inventory, "a")) == 1, "a rank is here"
 
 
+def test_what_is_found_after_the_inventory_was_told_is_told_too() -> None:
+    """A trainer brings its memory to a daemon that lost its own: the steward had it made anew from parity for ever."""
+    node = Node("b", record_of("abc"), POLICY, running=False)
+    node.hear("a", msg.StewardHello(EPOCH, "s1"))
+    mark = node.mark
+    node.feed(ev.HoldingFound(1, at(7), 1, 0, True, layout(1, 3), ()))
+    (held,) = node.said(msg.Held, "a", mark)
+    assert (held.fact.snapshot, held.fact.rank, held.lost) == (at(7), 1, False)
+
+
 def test_a_daemon_outside_the_epoch_knocks_at_every_member() -> None:
     node = Node("x", record_of("abc", outside="x"), POLICY, running=False)
     node.feed(ev.HoldingFound(1, at(7), 1, 0, False, layout(1, 3), ()))

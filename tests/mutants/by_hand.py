@@ -230,7 +230,7 @@ EDITS = (
     Edit(
         "two positions of a lane in one domain",
         "core/machine/steward/parity.py",
-        "        apart = [node for node in live if node in first or domain(node) not in others]",
+        "        apart = [node for node in live if node not in taken and (node in own or domain(node) not in others)]",
         "        apart = live",
     ),
     Edit(

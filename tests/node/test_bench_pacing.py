@@ -41,7 +41,8 @@ def test_the_interval_holds_the_mean_as_often_as_it_says() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_namespace_and_no_process_is_left(number: signal.Signals) -> None:
     code = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and all it starts, ignores it
 from bench.netns import places, processes, start
 with places(2, 100) as nodes, processes() as started:
     for place in nodes:
