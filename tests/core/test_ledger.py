@@ -9,7 +9,7 @@ from ckptd.core.instructions import Send
 from ckptd.core.lanes import Lane, Member, Part, joined_digests, part_layout
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.ledger import RELEASED_KEPT_MAX, Facts, Ledger
-from ckptd.core.messages import HoldingFact, LayoutRequest
+from ckptd.core.messages import Certificate, HoldingFact, LayoutRequest
 from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, at, fact, layout, member
 
@@ -147,6 +147,10 @@ def test_what_nobody_holds_any_more_is_struck_out() -> None:
     told = books.slot("b", 0)
     books.ledger.remove("b", told)
     assert books.ledger.facts == {}
+    told = books.slot("b", 0)
+    books.of().void, books.of().certificate = "copies differ", Certificate(EPOCH, 1, at(7), 0, 1, False)
+    books.ledger.remove("b", told)
+    assert books.ledger.facts == {}, "what is void is reported as fallen by nobody"
 
 
 # --- released -------------------------------------------------------------------------------------------------------

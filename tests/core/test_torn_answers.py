@@ -8,6 +8,7 @@ import pytest
 
 from ckptd.core import messages as msg
 from ckptd.core.ids import SnapshotId
+from ckptd.core.machine.steward.restore import STRAGGLERS_S
 from tests.core.elect import BEFORE, LAYOUTS, OLD, A, B, C, Elect
 from tests.core.machines import at, layout, sent
 
@@ -73,4 +74,22 @@ def test_the_second_look_does_not_wait_for_who_was_silent_at_the_first() -> None
     assert turns(node)[-1] == 2
     says(node, 2, held(NEWER, 0), held(OLDER, 0), held(OLDER, 1), told=(NEWER,))
     assert node.claim.ancestry == (OLDER,)
+
+
+def test_after_damage_everything_is_looked_at_as_for_the_first_time() -> None:
+    """Who was silent is waited for once more, and answers that do not add up are asked for again."""
+    node = Elect(replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))).start()
+    lacking = held(NEWER, 0), held(OLDER, 0), held(OLDER, 1)
+    for turn in (1, 2):
+        says(node, turn, *lacking, told=(NEWER,))
+        node.tick(2.5)
+    node.claimed()
+    node.vote(1, "fetched", ok=False, code="damage", reason="block 3")
+    node.tick(STRAGGLERS_S)
+    again = turns(node)[-1]
+    assert again == 3
+    says(node, again, *lacking, told=(NEWER,))
+    assert turns(node)[-1] == again, "c may answer now"
+    node.tick(2.5)
+    assert turns(node)[-1] == again + 1
 

@@ -130,8 +130,7 @@ class Gathering:
     def waited_long(self) -> bool:
         """As long as anybody is waited for. Whoever was heard of only now has not been asked for as long."""
         gather, now = self.gather, self._ctx.now
-        if gather is None or gather.asking_since is None:
-            return False
+        assert gather is not None and gather.asking_since is not None, "somebody was asked"
         patience = self._ctx.policy.inventory_timeout_s
         return now - gather.asking_since >= patience and now - gather.heard_of_at >= min(NEWCOMER_S, patience)
 
