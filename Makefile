@@ -22,7 +22,7 @@ help:
 	@echo "make test    ruff, mypy --strict, pytest (under 10 minutes on 2 cores)"
 	@echo "make chaos   the longer runs under faults"
 	@echo "make soak    for CKPTD_SOAK_S seconds, an hour unless told otherwise"
-	@echo "make mutants deliberate mistakes in the core and in commits: which do the tests find? (45 minutes on 2 cores)"
+	@echo "make mutants deliberate mistakes in the core and in commits: which do the tests find? (20 minutes on 2 cores)"
 	@echo "make bench   speed beside the machine's own limits; results in bench/results/"
 	@echo "make clean   remove what was made here"
 
