@@ -66,6 +66,7 @@ class Oracle:
         self.makers: dict[Made, set[int]] = {}
         self.skipped: set[Made] = set()
         self.told: dict[Made, Told] = {}
+        self.told_to: set[tuple[Made, int]] = set()  # which rank has been told a level of it
         self.outcomes: dict[
             int, dict[int, dict[str, Any]]
         ] = {}  # generation -> rank -> how its restore ended
@@ -101,7 +102,7 @@ class Oracle:
         elif kind == "waiting":  # which captures what had been skipped
             self.skipped.discard((generation, fact["step"]))
         elif kind == "level":
-            self._told((generation, fact["step"]), fact, lost)
+            self._told((generation, fact["step"]), rank, fact, lost)
         elif kind == "waited":
             self._waited((generation, fact["step"]), fact["status"])
         elif kind == "slow":
@@ -120,10 +121,12 @@ class Oracle:
             raise Broken(f"P2 {made} was told at level {self.told[made].level}, but a rank skipped it")
         self.skipped.add(made)
 
-    def _told(self, made: Made, fact: dict[str, Any], lost: set[str]) -> None:
+    def _told(self, made: Made, rank: int, fact: dict[str, Any], lost: set[str]) -> None:
+        """A step may be captured twice, when a rank that waits asks again, and a rank may write the end of the first try down after
+        another has that of the second: what is void after a level is what the same rank was told so."""
         known = self.told.get(made)
         if fact["void"]:
-            if known is not None and not known.lost:
+            if known is not None and not known.lost and (made, rank) in self.told_to:
                 raise Broken(
                     f"P2 {made} was told at level {known.level}, then void ({fact['void']}) without any loss"
                 )
@@ -138,6 +141,7 @@ class Oracle:
             self.acknowledged += known is None
             self.told[made] = Told(fact["level"], set(lost), known is not None and known.durable)
         self.told[made].durable |= fact["durable"]
+        self.told_to.add((made, rank))
 
     def _waited(self, made: Made, status: str) -> None:
         """P2: what wait() answers was told through the handle, too, or is no level."""

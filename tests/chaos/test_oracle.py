@@ -30,8 +30,8 @@ def trained(steps: int = 4, levels: dict[int, int] | None = None) -> Oracle:
     return oracle
 
 
-def told(oracle: Oracle, step: int, level: int, **how: Any) -> None:
-    oracle.heard(1, 0, {"k": "level", "step": step, "level": level, "durable": False, "void": "", **how})
+def told(oracle: Oracle, step: int, level: int, *, rank: int = 0, **how: Any) -> None:
+    oracle.heard(1, rank, {"k": "level", "step": step, "level": level, "durable": False, "void": "", **how})
 
 
 def restored(
@@ -59,6 +59,16 @@ def test_the_newest_acknowledged_or_a_newer_one() -> None:
         assert not both(trained(levels={2: 1, 3: 0}), step).judge(2).error
     verdict = both(trained(levels={2: 1, 3: 0}), 2).judge(2)
     assert verdict.owed == (1, 3) and "was restored" in verdict.error
+
+
+def test_what_was_told_a_rank_is_not_taken_back_without_a_loss() -> None:
+    """But the end of a first try may be written down after another rank has that of the second."""
+    oracle = trained(levels={2: 1})
+    told(oracle, 2, -1, rank=1, void="rank 0 missed it: late")
+    with pytest.raises(Broken, match="P2"):
+        told(oracle, 2, -1, rank=0, void="rank 0 missed it: late")
+    oracle.lost({"d0"})
+    told(oracle, 2, -1, rank=0, void="nowhere any more")
 
 
 def test_what_a_loss_takes_is_not_owed() -> None:
