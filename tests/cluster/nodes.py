@@ -302,11 +302,25 @@ class Cluster:
         self.trainers += made
         return made
 
-    def again(self, world: Sequence[Trainer]) -> list[Trainer]:
-        """The same job on the same nodes. Killed first, for ranks that say goodbye have their last step written to storage."""
+    def again(self, world: Sequence[Trainer], on: Sequence[Node] | None = None) -> list[Trainer]:
+        """The same job on the same nodes, or ``on`` these. Killed first: ranks that say goodbye have their last step written."""
         for trainer in world:
             trainer.kill()
-        return self.world([trainer.node for trainer in world], world[0].job, kind=world[0].kind)
+        return self.world(on or [trainer.node for trainer in world], world[0].job, kind=world[0].kind)
+
+    def protected(
+        self, job: str, count: int, redundancy: str, **settings: Any
+    ) -> tuple[list[Node], list[Trainer], list[str]]:
+        """A world of FSDP ranks with a protected snapshot of step 3, and the digests of what it holds."""
+        made = self.several(count, redundancy=redundancy, **settings)
+        world = self.world(made, job, kind="fsdp")
+        assert together(world, "restore") == [None] * count
+        together(world, "train", steps=3, snapshot=False)
+        digests = together(world, "digest")
+        together(world, "snapshot", must=True)
+        said = together(world, "wait", level="protected", timeout=60)
+        assert all("protected" in str(answer) for answer in said), (said, [node.log.read_text()[-3000:] for node in made])
+        return made, world, digests
 
     def close(self) -> None:
         for trainer in self.trainers:

@@ -14,32 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import REPO, Cluster, Node, Trainer, together
+from tests.cluster.nodes import REPO, Cluster, Node, together
 from tests.waiting import until
 
 JOB = "drain"
 NODES = 4
 
 
-def protected(
-    nodes: Cluster, redundancy: str, count: int = NODES, **settings: object
-) -> tuple[list[Node], list[Trainer], list[str]]:
-    """A world of FSDP ranks with a protected snapshot of step 3, and the digests of what it holds."""
-    made = nodes.several(count, redundancy=redundancy, **settings)
-    world = nodes.world(made, JOB, kind="fsdp")
-    assert together(world, "restore") == [None] * count
-    together(world, "train", steps=3, snapshot=False)
-    digests = together(world, "digest")
-    together(world, "snapshot", must=True)
-    said = together(world, "wait", level="protected", timeout=60)
-    assert all("protected" in str(answer) for answer in said), said
-    return made, world, digests
-
-
 @pytest.mark.parametrize("redundancy", ["replicas=1", "xor(3)"])
 def test_the_drained_node_and_any_other_may_go(nodes: Cluster, redundancy: str) -> None:
     """Without the drain these two are all that holds something: a pair of copies, a group of parity of two."""
-    made, world, digests = protected(nodes, redundancy)
+    made, world, digests = nodes.protected(JOB, NODES, redundancy)
     done = made[1].cli("drain", "--deadline", "60s")
     assert done.returncode == 0, (done.stdout, done.stderr, made[0].log.read_text()[-2000:])
     assert "needed any more" in done.stdout
@@ -47,15 +32,13 @@ def test_the_drained_node_and_any_other_may_go(nodes: Cluster, redundancy: str) 
         made[lost].kill()
         world[lost].kill()
     left = [at for at in range(NODES) if made[at].process is not None]
-    for trainer in world:
-        trainer.kill()
-    again = nodes.world([made[at] for at in left], JOB, kind="fsdp")
+    again = nodes.again(world, on=[made[at] for at in left])
     assert together(again, "restore") == [3] * len(left)
     assert together(again, "digest") == digests[: len(left)]
 
 
 def test_from_another_node_as_json_and_called_off(nodes: Cluster) -> None:
-    made, _, _ = protected(nodes, "replicas=1", 3)
+    made, _, _ = nodes.protected(JOB, 3, "replicas=1")
     done = made[0].cli("drain", made[2].name, "--deadline", "1m", "--json")
     said = json.loads(done.stdout)
     assert (done.returncode, said["node"], said["done"], said["draining"]) == (0, made[2].name, True, True), done.stderr
@@ -65,28 +48,26 @@ def test_from_another_node_as_json_and_called_off(nodes: Cluster) -> None:
 
 
 def test_with_nowhere_to_go_it_says_what_would_fall(nodes: Cluster) -> None:
-    made, _, _ = protected(nodes, "replicas=1", 2)
+    made, _, _ = nodes.protected(JOB, 2, "replicas=1")
     done = made[1].cli("drain", "--deadline", "60s")
     assert done.returncode == 1, done.stderr
     assert "no failure domain is left" in done.stdout and "step 3 of epoch 1 would survive the loss of 0 more" in done.stdout
 
 
 def test_sigterm_drains_first(nodes: Cluster) -> None:
-    made, world, digests = protected(nodes, "replicas=1", 3, drain_on_stop_s=60)
+    made, world, digests = nodes.protected(JOB, 3, "replicas=1", drain_on_stop_s=60)
     assert made[1].process is not None
     made[1].process.send_signal(signal.SIGTERM)
     made[1].process.wait(60)
     assert "drained: nothing on this node is needed any more" in made[1].log.read_text()
     made[0].kill()
-    for trainer in world:
-        trainer.kill()
-    again = nodes.world([made[2]], JOB, kind="fsdp")
+    again = nodes.again(world, on=made[2:])
     assert together(again, "restore") == [3]
     assert together(again, "digest") == digests[:1]
 
 
 def test_only_the_daemons_user_and_root_may(nodes: Cluster) -> None:
-    made, _, _ = protected(nodes, "replicas=1", 2)
+    made, _, _ = nodes.protected(JOB, 2, "replicas=1")
     refused = as_nobody(made[0])
     assert "only root and the daemon's own user" in refused
     until(lambda: "draining" not in made[0].log.read_text(), 5, "nothing to be drained")
@@ -126,7 +107,7 @@ class Notice(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the script asks through curl")
 def test_the_clouds_notice_drains(nodes: Cluster) -> None:
-    made, _, _ = protected(nodes, "replicas=1", 3)
+    made, _, _ = nodes.protected(JOB, 3, "replicas=1")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Notice) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = {

@@ -2,76 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from tests.cluster.damage import flip_in_memory
-from tests.cluster.nodes import Cluster, Node, Trainer, together
+from tests.cluster.nodes import Cluster, together
 from tests.waiting import until
 
 JOB = "parity"
 
 
-def protected(nodes: Cluster, count: int, redundancy: str, **settings: object) -> tuple[list[Node], list[Trainer], list[str]]:
-    """A world of FSDP ranks with a protected snapshot of step 3, and the digests of what it holds."""
-    made = nodes.several(count, redundancy=redundancy, **settings)
-    world = nodes.world(made, JOB, kind="fsdp")
-    assert together(world, "restore") == [None] * count
-    together(world, "train", steps=3, snapshot=False)
-    digests = together(world, "digest")
-    together(world, "snapshot", must=True)
-    said = together(world, "wait", level="protected", timeout=60)
-    assert all("protected" in str(answer) for answer in said), (said, [node.log.read_text()[-3000:] for node in made])
-    return made, world, digests
-
-
-def start_again(nodes: Cluster, made: Sequence[Node], world: Sequence[Trainer]) -> list[Trainer]:
-    for trainer in world:
-        trainer.kill()
-    return nodes.world(made, JOB, kind="fsdp")
-
-
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_xor_gives_back_what_any_one_node_held(nodes: Cluster, lost: int) -> None:
-    made, world, digests = protected(nodes, 3, "xor(3)")
+    made, world, digests = nodes.protected(JOB, 3, "xor(3)")
     made[lost].kill()
     world[lost].kill()
     left = [node for at, node in enumerate(made) if at != lost]
-    again = start_again(nodes, left, world)
+    again = nodes.again(world, on=left)
     assert together(again, "restore") == [3, 3]
     assert together(again, "digest") == digests[:2]
     assert sum(rank.do("last_restore")["bytes"]["parity"] for rank in again) > 0
 
 
 def test_reed_solomon_gives_back_what_any_two_nodes_held(nodes: Cluster) -> None:
-    made, world, digests = protected(nodes, 4, "rs(2,2)")
+    made, world, digests = nodes.protected(JOB, 4, "rs(2,2)")
     for at in (1, 2):
         made[at].kill()
         world[at].kill()
-    again = start_again(nodes, [made[0], made[3]], world)
+    again = nodes.again(world, on=[made[0], made[3]])
     assert together(again, "restore") == [3, 3]
     assert together(again, "digest") == digests[:2]
 
 
 def test_parity_is_taken_back_after_a_crash_and_used(nodes: Cluster) -> None:
     """P7: kill -9 of the daemons that hold it; what their keepers kept is what a loss is made good from."""
-    made, world, digests = protected(nodes, 3, "xor(3)")
+    made, world, digests = nodes.protected(JOB, 3, "xor(3)")
     for node in made[:2]:
         node.crash()
     until(lambda: made[0].newest(JOB, "protected") == 3, 30, "the level to be certified anew")
     made[2].kill()
-    again = start_again(nodes, made[:2], world)
+    again = nodes.again(world, on=made[:2])
     assert together(again, "restore") == [3, 3]
     assert together(again, "digest") == digests[:2]
 
 
 def test_one_corrupt_block_counts_as_the_loss(nodes: Cluster) -> None:
     """P10: a bit of rank 0's own slot: found before training sees it, and made good from parity."""
-    made, world, digests = protected(nodes, 3, "xor(3)")
+    made, world, digests = nodes.protected(JOB, 3, "xor(3)")
     ours = bytes.fromhex(world[0].do("bytes_of", name="2.weight"))
     assert flip_in_memory(made[0].daemon_pid(), ours) == 1
-    again = start_again(nodes, made, world)
+    again = nodes.again(world)
     assert together(again, "restore") == [3, 3, 3]
     assert together(again, "digest") == digests
     assert again[0].do("last_restore")["bytes"]["parity"] > 0
@@ -82,7 +61,7 @@ def test_what_only_parity_can_bring_becomes_durable(nodes: Cluster) -> None:
     """P14: a node and its rank are gone, nobody comes back: the step is written from what is left, the lost part too."""
     storage = nodes.root / "storage"
     storage.mkdir()
-    made, world, digests = protected(nodes, 3, "xor(3)", storage_root=storage, breakpoint_grace_s=2)
+    made, world, digests = nodes.protected(JOB, 3, "xor(3)", storage_root=storage, breakpoint_grace_s=2)
     made[1].kill()
     for trainer in world:
         trainer.kill()
@@ -97,7 +76,7 @@ def test_what_only_parity_can_bring_becomes_durable(nodes: Cluster) -> None:
 
 def test_a_lost_part_is_made_again_where_there_is_room_for_it(nodes: Cluster) -> None:
     """A daemon loses its memory and comes back empty: protection returns to what is wanted without a new snapshot."""
-    made, *_ = protected(nodes, 4, "xor(3)")
+    made, *_ = nodes.protected(JOB, 4, "xor(3)")
     made[3].kill()
     until(lambda: made[0].job(JOB)["level"] == 0, 30, "the loss to be noticed")
     made[3].start()

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.ids import EpochRecord
 from ckptd.core.machine.steward.certify import KEEP_FAILURES_MAX, REPEAT_S
 from ckptd.core.machine.steward.protecting import PATIENCE_S
-from ckptd.core.policy import Policy
-from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
-
-OLD = EPOCH - 1
-
-
-def steward(record: EpochRecord | None = None, *, running: bool = True, **policy: Any) -> Steward:
-    return Steward(
-        record or record_of(), Policy(**{"replicas": 0, "durable": False, **policy}), running=running
-    )
-
-
-BOTH = [layout(0), layout(1)]
-BOTH_HELD = [fact(7, 0), fact(7, 1)]
-OLD_ONES = [fact(4, rank, epoch=OLD) for rank in (0, 1)], [fact(5, rank, epoch=OLD) for rank in (0, 1)]
-
-
-def released(node: Steward) -> set[int]:
-    return {snapshot.step for certificate in node.certificates() for snapshot in certificate.releases}
+from tests.core.certificates import released, steward
+from tests.core.machines import at, fact, only, record_of
 
 
 def test_a_newer_one_of_the_same_level_releases_an_older_one() -> None:
@@ -54,7 +34,7 @@ def test_after_a_loss_a_newer_one_of_the_level_that_is_left_releases() -> None:
 
 def test_a_snapshot_that_a_grant_may_still_void_releases_nothing() -> None:
     """Copies may be faster than the last rank's own word."""
-    node = steward().train().capture(7).capture(8, 0)
+    node = steward(replicas=0).train().capture(7).capture(8, 0)
     node.others["b"].held(fact(8, 1))
     assert (node.level(8), released(node)) == (None, set())
     node.capture(8, 1)
@@ -62,14 +42,14 @@ def test_a_snapshot_that_a_grant_may_still_void_releases_nothing() -> None:
 
 
 def test_a_void_one_releases_nothing() -> None:
-    node = steward().train().capture(7).capture(8, 0)
+    node = steward(replicas=0).train().capture(7).capture(8, 0)
     node.others["b"].missed(node.granted(8), 1, "no memory")
     assert (node.level(8), released(node)) == (None, set())
     assert node.level(7) == 0
 
 
 def test_what_is_pinned_for_a_flush_is_not_released() -> None:
-    node = steward().train().capture(7)
+    node = steward(replicas=0).train().capture(7)
     node.machine.steward.certify.pinned = {at(7)}
     node.capture(8)
     assert released(node) == set()
@@ -79,7 +59,7 @@ def test_what_is_pinned_for_a_flush_is_not_released() -> None:
 
 
 def test_a_marked_one_waits_for_its_flush() -> None:
-    node = steward(durable=True).train().capture(7, keep=True).capture(8)
+    node = steward(replicas=0, durable=True).train().capture(7, keep=True).capture(8)
     assert released(node) == set()
     node.machine.steward.ledger.mark_durable([at(7)])
     node.capture(9)
@@ -87,7 +67,7 @@ def test_a_marked_one_waits_for_its_flush() -> None:
 
 
 def test_a_marked_one_is_given_up_when_storage_keeps_failing() -> None:
-    node = steward(durable=True).train().capture(7, keep=True)
+    node = steward(replicas=0, durable=True).train().capture(7, keep=True)
     node.machine.steward.ledger.facts[at(7)].failures = KEEP_FAILURES_MAX - 1
     node.capture(8)
     assert released(node) == set()
@@ -97,13 +77,13 @@ def test_a_marked_one_is_given_up_when_storage_keeps_failing() -> None:
 
 
 def test_without_storage_a_mark_keeps_nothing() -> None:
-    node = steward(durable=False).train().capture(7, keep=True).capture(8)
+    node = steward(replicas=0, durable=False).train().capture(7, keep=True).capture(8)
     assert released(node) == {7}
 
 
 def test_a_durable_one_that_lost_a_part_in_memory_gives_up_the_rest() -> None:
     """It kept its slots for ever, and with two slots per rank nothing was granted any more (P14)."""
-    node = steward().train().capture(7).capture(8)
+    node = steward(replicas=0).train().capture(7).capture(8)
     node.machine.steward.ledger.mark_durable([at(8)])
     node.others["b"].held(fact(8, 1), lost=True)
     assert at(8) not in node.machine.steward.ledger.facts, "before another one wants the slots"
@@ -112,14 +92,14 @@ def test_a_durable_one_that_lost_a_part_in_memory_gives_up_the_rest() -> None:
 
 
 def test_a_durable_one_keeps_what_it_has_while_a_node_is_away() -> None:
-    node = steward().train().capture(7)
+    node = steward(replicas=0).train().capture(7)
     node.machine.steward.ledger.mark_durable([at(7)])
     node.feed(ev.NodeDown("b"))
     assert at(7) in node.machine.steward.ledger.facts
 
 
 def test_the_newest_certificate_names_what_was_released_again_and_again() -> None:
-    node = steward().train().capture(7).capture(8)
+    node = steward(replicas=0).train().capture(7).capture(8)
     mark = node.mark
     node.tick(REPEAT_S + 1.0)
     assert {s.step for c in node.certificates("b", mark) for s in c.releases} == {7}, (
@@ -129,7 +109,7 @@ def test_the_newest_certificate_names_what_was_released_again_and_again() -> Non
 
 def test_a_released_one_that_a_node_still_holds_is_weighed_anew() -> None:
     """P3: it was released without that node's copies, which may be better than what the newest has by now."""
-    node = steward(record_of("ab", outside="c")).train().capture(7).capture(8)
+    node = steward(record_of("ab", outside="c"), replicas=0).train().capture(7).capture(8)
     assert released(node) == {7}
     node.feed(ev.NodeDown("c"), ev.NodeDown("b"), ev.NodeUp("c"))
     node.tick(1.5)
@@ -142,7 +122,7 @@ def test_a_released_one_that_a_node_still_holds_is_weighed_anew() -> None:
 
 def test_a_released_one_that_a_late_message_names_stays_released() -> None:
     """Only an inventory that begins a session may have been away so long; any other message crossed the release."""
-    node = steward().train().capture(7).capture(8)
+    node = steward(replicas=0).train().capture(7).capture(8)
     node.others["b"].held(fact(7, 1))
     assert at(7) not in node.machine.steward.ledger.facts
     assert released(node) == {7}

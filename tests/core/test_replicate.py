@@ -73,12 +73,18 @@ def test_a_peer_that_refuses_is_asked_again_later_and_later() -> None:
     assert FIRST_RETRY_S <= waited[0] < waited[1] < waited[2] <= 0.5
 
 
-def test_a_peer_that_keeps_refusing_is_passed_over() -> None:
+def nearly_passed_over() -> Member:
+    """Step 7 is to go to node a, which has refused it as often as it may."""
     node = member()
     node.capture(1, 7, rank=1)
     for _ in range(REFUSALS_MAX - 1):
         sent(node, 7, "a", ok=False)
         node.tick(1.0)
+    return node
+
+
+def test_a_peer_that_keeps_refusing_is_passed_over() -> None:
+    node = nearly_passed_over()
     assert {to for _, _, to in copies(node.done)} == {"a"}
     ((_, _, to),) = copies(sent(node, 7, "a", ok=False))
     assert to in "cd"
@@ -101,11 +107,7 @@ def test_where_there_is_no_other_peer_a_newer_one_is_not_held_up() -> None:
 
 
 def test_a_copy_that_succeeded_forgives_what_was_refused() -> None:
-    node = member()
-    node.capture(1, 7, rank=1)
-    for _ in range(REFUSALS_MAX - 1):
-        sent(node, 7, "a", ok=False)
-        node.tick(1.0)
+    node = nearly_passed_over()
     sent(node, 7, "a")
     node.order(msg.Holders(EPOCH, "", at(7), 1, (("b", 0),)))
     assert copies(node.tick(RECHECK_S + 1.0)) == []

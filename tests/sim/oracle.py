@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 BLIND_S = 4.0  # a loss may stay unnoticed by the steward for this long
 GIVEN_UP_KEPT = 4096  # slots that were freed last
 
-SITUATIONS = (
-    "steward lost between holdings and certificate",
-    "a void racing a certificate",
-    "a stale epoch fenced",
-    "a restore mixing three sources",
-    "a retrained step after a fork",
-)
-
 
 @dataclass
 class Promise:

@@ -47,9 +47,7 @@ class Large(World):
         self.hosts = {f"n{i}": TimedHost(self, f"n{i}", f"d{i}") for i in range(size)}
 
     def life(self) -> Times:
-        for host in self.hosts.values():
-            host.start()
-        self.launcher.look()
+        self.start()
         self.times.start_s = self._until("all train", START_S, self._training)
         self.times.snapshots_s = self._until(
             "snapshots", LOST_S, lambda: len(self.oracle.certified_ever) >= SNAPSHOTS

@@ -20,12 +20,7 @@ def trained(seed: int, redundancy: Redundancy, *, own_slots: int = 3) -> World:
     """A job without faults that has certified something at the wanted level."""
     world = World(seed)
     world.policy = replace(world.policy, replicas=redundancy.tolerates, redundancy=redundancy, own_slots=own_slots)
-    world.faults.active = False
-    world.calm = True
-    world.net.calm()
-    for host in world.hosts.values():
-        host.start()
-    world.launcher.look()
+    world.start_without_faults()
     assert world.clock.run(START_S, lambda: best(world) >= redundancy.tolerates), "the job did not start"
     return world
 

@@ -40,9 +40,7 @@ def test_no_node_promises_more_than_memory_holds(seed: int) -> None:
     world = World(seed)
     faults = world.faults
     faults._kinds = [kind for kind in faults._kinds if kind != faults._damage]  # a flipped bit is known when it is read
-    for host in world.hosts.values():
-        host.start()
-    world.launcher.look()
+    world.start()
     faults.start()
     count = 0
     for look in range(int(LIFE_S / LOOK_EVERY_S)):
@@ -61,12 +59,7 @@ def test_no_node_promises_more_than_memory_holds(seed: int) -> None:
 def trained(seed: int) -> World:
     """A job without faults that has certified something."""
     world = World(seed)
-    world.faults.active = False
-    world.calm = True
-    world.net.calm()
-    for host in world.hosts.values():
-        host.start()
-    world.launcher.look()
+    world.start_without_faults()
     assert world.clock.run(LIFE_S, lambda: len(world.oracle.certified_ever) >= 3)
     return world
 

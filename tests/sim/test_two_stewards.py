@@ -41,16 +41,8 @@ def cluster() -> Cluster:
     world = next(
         w for w in worlds if len(w.hosts) == 3 and len(w.everyone) == 1 and w.policy.redundancy == Replicas(1)
     )
-    world.faults.active = False
-    world.capture_s, world.replicate_s = (
-        0.5,
-        0.02,
-    )  # copies of what the first ranks sealed are there before the last has
-    world.calm = True
-    world.net.calm()
-    for host in world.hosts.values():
-        host.start()
-    world.launcher.look()
+    world.capture_s, world.replicate_s = 0.5, 0.02  # copies of what the first ranks sealed are there before the last has
+    world.start_without_faults()
     assert world.clock.run(START_S, lambda: len(world.oracle.certified_ever) >= 2), "the job did not start"
     return world
 

@@ -15,12 +15,7 @@ NOTICED_S = 1.2  # more than Net takes to see that a node is gone, less than ste
 def trained() -> World:
     """A job without faults that has certified something."""
     world = World(SEED)
-    world.faults.active = False
-    world.calm = True
-    world.net.calm()
-    for host in world.hosts.values():
-        host.start()
-    world.launcher.look()
+    world.start_without_faults()
     assert world.clock.run(START_S, lambda: len(world.oracle.certified_ever) >= 2), "the job did not start"
     return world
 

@@ -127,13 +127,22 @@ class World:
             sys.stdout.write(f"{self.clock.now:9.3f} {who:>6} {way} {what}\n")
 
     # --- a whole life -------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        for host in self.hosts.values():
+            host.start()
+        self.launcher.look()
+
+    def start_without_faults(self) -> None:
+        self.faults.active = False
+        self.calm = True
+        self.net.calm()
+        self.start()
+
     def run(self) -> Oracle:
         """Raises Broken when a promise is. Returns the first job's oracle, with the counts of all."""
         for world in self.everyone:
             world.watch = self.watch
-            for host in world.hosts.values():
-                host.start()
-            world.launcher.look()
+            world.start()
         self.faults.start()
         self.clock.run(FAULTY_S / 3 if self.large else FAULTY_S)
         self._calm_down()
