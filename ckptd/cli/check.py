@@ -22,7 +22,7 @@ from ckptd.units import format_bytes, parse_bytes
 def preflight(
     loaded: Loaded,
     state_bytes: StateBytes = None,
-    frozen_bytes: FrozenBytes = "0",
+    frozen_bytes: FrozenBytes = None,
     nodes: Annotated[int, typer.Option(min=1, help="nodes of the job")] = 1,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="ranks on each")] = 1,
     ddp: Ddp = False,
@@ -34,7 +34,7 @@ def preflight(
     config = loaded.config
     found = list(_node_checks(config))
     if state_bytes is not None:
-        state, frozen = _size(state_bytes, "--state-bytes"), _size(frozen_bytes, "--frozen-bytes")
+        state, frozen = _size(state_bytes, "--state-bytes"), _size(frozen_bytes or "0", "--frozen-bytes")
         if frozen > state:
             raise typer.BadParameter("more than --state-bytes, of which it is a part", param_hint="--frozen-bytes")
         asked = sizing(config.policy(), state, nodes, ranks_per_node, replicated=ddp, frozen_bytes=frozen)

@@ -26,7 +26,7 @@ def plan(
         str | None, typer.Option(help="which running job, where there are several", metavar="JOB")
     ] = None,
     state_bytes: StateBytes = None,
-    frozen_bytes: FrozenBytes = "0",
+    frozen_bytes: FrozenBytes = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="ranks on each node")] = None,
     ddp: Ddp = False,
     tolerate: Annotated[
@@ -50,7 +50,7 @@ def plan(
         return
     asked = _nodes(loaded, nodes, job)
     state = _size(state_bytes, "--state-bytes") if state_bytes is not None else asked.state_bytes
-    frozen = _size(frozen_bytes, "--frozen-bytes")
+    frozen = _size(frozen_bytes, "--frozen-bytes") if frozen_bytes is not None else asked.frozen_bytes
     if state is not None and frozen > state:
         raise typer.BadParameter(
             "more than --state-bytes, of which it is a part", param_hint="--frozen-bytes"

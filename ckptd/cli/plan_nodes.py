@@ -17,13 +17,15 @@ _ONE = re.compile(r"[^\s:,]+(:[^\s:,]*){0,2}")
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """``together``: node -> its model-parallel group, where one is known. ``ranks_per_node``, ``state_bytes``: of the
-    running job, None where not known."""
+    """``together``: node -> its model-parallel group, where one is known. The others are of the running job, None where not
+    known: ``state_bytes`` of all ranks, ``frozen_bytes`` of them do not train; ``budget_bytes`` of the node with least."""
 
     nodes: tuple[NodeInfo, ...]
     together: dict[str, str] = field(default_factory=dict)
     ranks_per_node: int | None = None
     state_bytes: int | None = None
+    frozen_bytes: int = 0
+    budget_bytes: int | None = None
     source: str = "as given"
 
     @property
@@ -71,18 +73,28 @@ def running(loaded: Loaded, wanted: str | None) -> Nodes:
         raise CkptdError(
             f"which job? this daemon knows: {names}", hint=f"say --job, or {hint.removeprefix('say ')}"
         )
-    return _of_job(found[0], fetch(loaded, "/ls").get("rows", []))
+    return _of_job(found[0])
 
 
-def _of_job(job: dict[str, Any], rows: list[dict[str, Any]]) -> Nodes:
+def _of_job(job: dict[str, Any]) -> Nodes:
     nodes = tuple(_node(node["node"], node.get("domain") or "") for node in job.get("nodes", []))
     if not nodes:
         raise CkptdError(
             f"job {job.get('job')} names no nodes yet", hint="ask again when it trains, or say --nodes"
         )
-    sizes = [row["bytes"] for row in rows if row.get("job") == job.get("job") and row.get("bytes")]
-    ranks = -(-job["world"] // len(nodes)) if job.get("world") else None
-    return Nodes(nodes, {}, ranks, sizes[0] if sizes else None, f"job {job.get('job')}, now")
+    ranks = job.get("ranks", [])
+    world = job.get("world", 0)
+    frozen = sum(rank.get("frozen_bytes", 0) for rank in ranks)
+    live = [rank["state_bytes"] for rank in ranks if "state_bytes" in rank]
+    budgets = [node["memory"]["budget_bytes"] for node in job["nodes"] if "memory" in node]
+    return Nodes(
+        nodes,
+        ranks_per_node=-(-world // len(nodes)) if world else None,
+        state_bytes=sum(live) + frozen if len(live) == world else None,
+        frozen_bytes=frozen,
+        budget_bytes=min(budgets, default=None),
+        source=f"job {job.get('job')}, now",
+    )
 
 
 def _node(name: str, domain: str) -> NodeInfo:

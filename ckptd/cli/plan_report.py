@@ -45,6 +45,7 @@ class Plan:
 def make_plan(loaded: Loaded, asked: Nodes, size: Sizing | None, tolerate: int, losses: int) -> Plan:
     """Raises CkptdError where the choice is ours and nobody said how large the state is."""
     config, choice = loaded.config, None
+    budget = _budget(loaded, asked)
     redundancy = None if loaded.origins["redundancy"] == DEFAULT else parse(config.redundancy)
     if redundancy is None:
         if size is None:
@@ -52,7 +53,7 @@ def make_plan(loaded: Loaded, asked: Nodes, size: Sizing | None, tolerate: int, 
             raise CkptdError(
                 "how large is one snapshot of the job? Nothing can be chosen without it", hint=hint
             )
-        choice = choose(size, config.memory_budget_bytes(), tolerate)
+        choice = choose(size, budget, tolerate)
         redundancy = choice.redundancy
     size = replace(size, redundancy=redundancy) if size is not None else None
     made = scheme(asked.nodes, redundancy, asked.together)
@@ -60,7 +61,14 @@ def make_plan(loaded: Loaded, asked: Nodes, size: Sizing | None, tolerate: int, 
     by_node = recovery(fatal, {node.node: node.node for node in asked.nodes}, losses, draw)
     domains = {node.node: node.domain for node in asked.nodes}
     racks = recovery(fatal, domains, losses, draw) if len(set(domains.values())) < len(domains) else []
-    return Plan(asked, redundancy.text, made, choice, size, config.memory_budget_bytes(), by_node, racks)
+    return Plan(asked, redundancy.text, made, choice, size, budget, by_node, racks)
+
+
+def _budget(loaded: Loaded, asked: Nodes) -> int:
+    """What was said, else what the running job's nodes have, else this machine's."""
+    if loaded.origins["memory_budget"] == DEFAULT and asked.budget_bytes is not None:
+        return asked.budget_bytes
+    return loaded.config.memory_budget_bytes()
 
 
 def _sample() -> Any:

@@ -12,7 +12,7 @@ from ckptd.cli.flags import Loaded, with_settings
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ckptd.observe.report import HealthReport, JobReport, PacingReport, StatusReport
+    from ckptd.observe.report import HealthReport, JobReport, PacingReport, RankReport, StatusReport
 
 LEVELS = ("sealed", "protected", "durable")
 STATE_WORDS = {
@@ -144,9 +144,13 @@ def _members(job: JobReport) -> Iterator[RenderableType]:
     if nodes:
         yield table("", ("node", "domain", "link", ">memory used", ">budget"), nodes)
     ranks = [
-        [r.get("rank"), r.get("node", ""), good(r.get("up", False), "here", "GONE"), step(r.get("step")),
-         r.get("free_slots", "")]
+        [r.get("rank"), r.get("node", ""), good(r.get("up", False) or r.get("finished", False), _process(r), "GONE"),
+         step(r.get("step")), r.get("free_slots", "")]
         for r in job.get("ranks", [])
     ]  # fmt: skip
     if ranks:
         yield table("", (">rank", "node", "process", ">step", ">free slots"), ranks)
+
+
+def _process(rank: RankReport) -> str:
+    return "here" if rank.get("up") else "finished"

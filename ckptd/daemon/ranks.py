@@ -41,7 +41,7 @@ LAYOUTS_PER_SEAT_MAX = (
 class Ranks:
     def __init__(self, services: Services, job: JobShell) -> None:
         self._services, self._job = services, job
-        self._finished: set[int] = set()
+        self.finished: set[int] = set()  # said goodbye without an exception
         self.progress: dict[int, int] = {}  # rank -> newest step called
         self.captured_at: dict[int, float] = {}  # step -> unix time at which a local rank handed it over
         self.cadence = Cadence()
@@ -128,7 +128,7 @@ class Ranks:
         running = record if record is not None and record.nonce == message.attempt else None
         if running is not None and running.ranks != joined.ranks:
             raise ValueError("the same attempt with another world")
-        self._finished.discard(message.rank)
+        self.finished.discard(message.rank)
         old = self._job.seats.by_rank.get(message.rank)
         if old is not None and old.session is not None and old.session is not session:
             # It loses its seat now, before the next epoch is open and can be named.
@@ -162,7 +162,7 @@ class Ranks:
             return
         self._services.pacer.forget(self._name(seat))
         if message.finished:
-            self._finished.add(seat.rank)
+            self.finished.add(seat.rank)
         self._job.feed(ev.RankLeft(seat.rank, True))
         if message.finished and not any(s.session for s in self._job.seats.by_rank.values()):
             self._services.spawn(self._linger(), f"linger {self._job.job}")
@@ -170,7 +170,7 @@ class Ranks:
     async def _linger(self) -> None:
         """A finished job's memory goes after job_linger, and only once its newest snapshot is durable (section 5)."""
         await asyncio.sleep(self._services.config.job_linger_s)
-        while self._finished and not self._job.busy():
+        while self.finished and not self._job.busy():
             levels = self._job.levels
             newest = max((s for s, told in levels.items() if not told.void and told.level >= 0), default=None)
             if newest is None or levels[newest].durable:

@@ -28,6 +28,10 @@ def summary(job: JobShell) -> JobReport:
             newest["protected"] = snapshot.step
         if told.durable:
             newest["durable"] = snapshot.step
+    ranks = _rank_reports(job)
+    phase = str(view.get("phase", ""))
+    if phase == "running" and ranks and all(rank["finished"] for rank in ranks):
+        phase = "finished"
     trained = max([*job.ranks.progress.values(), newest["sealed"]])
     leaving = job.machine.ctx.leaving
     nodes: list[PeerReport] = [
@@ -36,11 +40,11 @@ def summary(job: JobShell) -> JobReport:
     return {
         "job": job.job,
         "epoch": record.number if record else 0,
-        "phase": str(view.get("phase", "")),
+        "phase": phase,
         "steward": str(view.get("steward", "")),
         "world": record.world if record else 0,
         "nodes": nodes,
-        "ranks": _rank_reports(job),
+        "ranks": ranks,
         "newest": newest,
         "lag": {name: trained - step for name, step in newest.items() if step >= 0},
         "redundancy": str(view.get("redundancy", "")),
@@ -58,10 +62,12 @@ def _rank_reports(job: JobShell) -> list[RankReport]:
     found: list[RankReport] = []
     for rank in (rank for rank, node in enumerate(homes) if node == here):
         seat = job.seats.by_rank.get(rank)
-        is_up, free = (
-            seat is not None and seat.session is not None,
-            len(seat.free) if seat is not None else 0,
-        )
         step = job.ranks.progress.get(rank, -1)
-        found.append({"rank": rank, "node": here, "step": step, "free_slots": free, "up": is_up})
+        report: RankReport = {"rank": rank, "node": here, "step": step, "free_slots": 0, "up": False}
+        report["finished"] = rank in job.ranks.finished
+        if seat is not None:
+            report |= {"free_slots": len(seat.free), "up": seat.session is not None}
+            if seat.state_bytes:  # not of a seat that was taken back from memory
+                report |= {"state_bytes": seat.state_bytes, "frozen_bytes": seat.frozen_bytes}
+        found.append(report)
     return found

@@ -65,6 +65,9 @@ class RankReport(TypedDict, total=False):
     step: int  # newest step for which snapshot() was called
     free_slots: int
     up: bool  # its process is connected
+    finished: bool  # it said goodbye without an exception
+    state_bytes: int  # of one snapshot, what it says its state needs
+    frozen_bytes: int  # beside state_bytes: parameters that do not train
 
 
 class DrainJob(TypedDict, total=False):
@@ -109,7 +112,7 @@ class OutlookReport(TypedDict, total=False):
 class JobReport(TypedDict, total=False):
     job: str  # "{uid}/{name}"
     epoch: int
-    phase: str
+    phase: str  # "idle", "joining", "restoring", "running", "finished": all ranks of this node are
     steward: str
     world: int
     nodes: list[PeerReport]

@@ -262,7 +262,8 @@ class Client:
     def wait(self, level: str = "durable", timeout: float | None = None) -> str:
         """Wait until the current step has reached ``level`` ("sealed", "protected", "durable"), at most ``timeout`` seconds;
         captures it first if its snapshot was skipped. Returns the status then, never that of an older step; "unreachable"
-        without a daemon. When training has moved on from a skipped step, it is the newest snapshot that is waited for."""
+        without a daemon. Where the daemon has no storage "protected" is waited for, with a warning. When training has moved on
+        from a skipped step, it is the newest snapshot that is waited for."""
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
@@ -297,9 +298,17 @@ class Client:
         self._engine.settle(deadline)
         session = self._session
         session.clock.waits()
+        level = self._attainable(level)
         session.link.send(wire.WaitFor(handle.step, level))
         session.wait(lambda: not handle.taken or reached(handle.fact, level, session.attainable), deadline)
         return handle.status
+
+    def _attainable(self, level: str) -> str:
+        """Nobody waits for storage that is not there."""
+        if level != "durable" or self._session.policy.get("durable", True):
+            return level
+        self._troubles.report("storage", "nothing becomes durable: the daemon has no storage root (ckptd run --storage-root DIR)")
+        return "protected"
 
     def steps(self) -> list[dict[str, Any]]:
         """Snapshots that the daemon knows, in memory and on storage: dicts with epoch, step, level, durable, where. Raises

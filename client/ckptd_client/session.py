@@ -97,6 +97,8 @@ class Session:
             rejoin = self._join if self.phase in (READY, JOINING) and not self.restoring else None
             self.changed.notify_all()
         self.troubles.clear("daemon")
+        if self.policy.get("durable"):
+            self.troubles.clear("storage")
         self._offer()
         if rejoin is not None:
             message, body = rejoin

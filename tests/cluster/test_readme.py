@@ -54,6 +54,10 @@ def loop() -> str:
 
 
 def run(node: Node, folder: Path, *, seed: int, steps: int) -> list[str]:
+    return ran(node, folder, seed=seed, steps=steps).stdout.split()
+
+
+def ran(node: Node, folder: Path, *, seed: int, steps: int) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(AROUND + loop() + AFTER)
     env = {"PATH": "/usr/bin:/bin", "CKPTD_SOCKET": str(node.socket), "OMP_NUM_THREADS": "1", "TMPDIR": str(node.root)}
@@ -62,7 +66,7 @@ def run(node: Node, folder: Path, *, seed: int, steps: int) -> list[str]:
         env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return done
 
 
 def test_the_loop_runs_and_goes_on(nodes: Cluster, tmp_path: Path) -> None:
@@ -78,6 +82,13 @@ def test_the_loop_runs_and_goes_on(nodes: Cluster, tmp_path: Path) -> None:
     assert 1 <= len(held) <= int(node.settings.get("own_slots", 3)), "a list names what memory holds, no more (P2)"
     assert node.cli("verify", storage).returncode == 0
     assert node.cli("ls", storage).returncode == 0
+
+
+def test_without_storage_the_loop_ends_all_the_same(nodes: Cluster, tmp_path: Path) -> None:
+    """Its last line does not wait ten minutes for what cannot come."""
+    done = ran(nodes.node(), tmp_path, seed=1, steps=3)
+    assert "ended 3" in done.stdout
+    assert done.stderr.count("nothing becomes durable: the daemon has no storage root") == 1
 
 
 def commands() -> Iterator[tuple[str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.cluster.nodes import Cluster, together
 from tests.waiting import until
 
@@ -50,3 +52,19 @@ def test_a_replaced_stewards_node_shows_what_is_durable(nodes: Cluster) -> None:
     until(lambda: len(first.job(JOB).get("ranks", [])) == 2, 30, "the job to be known again")
     until(lambda: first.newest(JOB, "durable") == 2, 30, "step 2 to be shown")
     assert second.newest(JOB, "durable") == 2
+
+
+def test_a_job_that_ended_is_shown_as_finished_and_can_be_planned_for(nodes: Cluster) -> None:
+    node = nodes.node()
+    (rank,) = nodes.world([node], JOB)
+    assert rank.do("restore") is None
+    rank.do("train", steps=2)
+    assert node.job(JOB)["phase"] == "running"
+    plan = json.loads(node.cli("plan", "--json").stdout)
+    size = int(node.job(JOB)["ranks"][0]["state_bytes"])
+    budget = node.job(JOB)["nodes"][0]["memory"]["budget_bytes"]
+    assert (plan["memory"]["own_bytes"], plan["memory"]["budget_bytes"]) == (3 * size, budget)
+    rank.do("close")
+    until(lambda: node.job(JOB)["phase"] == "finished", 20, "the job to be seen as finished")
+    page = node.cli("status").stdout
+    assert "epoch 1, finished" in page and "GONE" not in page

@@ -222,7 +222,7 @@ async def test_a_finished_job_keeps_its_memory_until_it_is_durable(monkeypatch: 
         await rank.sealed(3)
         shell = house.shell()
         rank.say(wire.Goodbye(True))
-        await eventually(lambda: shell.ranks._finished)
+        await eventually(lambda: shell.ranks.finished)
         await stays(lambda: house.daemon.arena.used_bytes > 0)
         newest = max(shell.levels)
         told = shell.levels[newest]

@@ -157,26 +157,34 @@ def test_wrong_usage(plan: Any) -> None:
 
 # --- the running job ---------------------------------------------------------------------------------------------
 def job(name: str) -> dict[str, Any]:
-    nodes = [{"node": f"n{i}", "domain": f"rack{i}"} for i in range(4)]
-    return {"job": f"1000/{name}", "world": 8, "nodes": nodes}
+    """Four nodes with 6 GiB of room, 8 ranks with half a GiB each, of which a quarter is frozen."""
+    nodes = [{"node": f"n{i}", "domain": f"rack{i}", "memory": {"budget_bytes": (6 + i) * GIB}} for i in range(4)]
+    ranks = [{"rank": rank, "state_bytes": 3 * GIB // 8, "frozen_bytes": GIB // 8} for rank in range(8)]
+    return {"job": f"1000/{name}", "world": 8, "nodes": nodes, "ranks": ranks}
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    answers: dict[str, Any] = {
-        "status": {"jobs": [job("llm")]},
-        "ls": {"rows": [{"job": "1000/llm", "step": 9, "bytes": 4 * GIB}]},
-    }
+    answers: dict[str, Any] = {"status": {"jobs": [job("llm")]}}
     served = Page(tmp_path, answers)
     yield answers
     served.stop()
 
 
 def test_nodes_and_state_of_the_running_job(plan: Any, page: dict[str, Any]) -> None:
-    found = answer(plan("--memory-budget", "6GiB", "--json"))
+    found = answer(plan("--json"))
     assert [node["domain"] for node in found["nodes"]] == [f"rack{i}" for i in range(4)]
-    assert found["memory"]["own_bytes"] == 3 * GIB
-    assert "job 1000/llm, now" in plan("--memory-budget", "6GiB").out
+    assert found["memory"]["own_bytes"] == 3 * 3 * GIB // 4 + GIB // 4, "three generations, and what is frozen once"
+    assert found["memory"]["budget_bytes"] == 6 * GIB, "of the node that has least"
+    assert answer(plan("--frozen-bytes", "0", "--json"))["memory"]["own_bytes"] == 3 * GIB
+    assert answer(plan("--memory-budget", "8GiB", "--json"))["memory"]["budget_bytes"] == 8 * GIB, "what is said counts"
+    assert "job 1000/llm, now" in plan().out
+
+
+def test_a_rank_of_unknown_size_makes_the_state_unknown(plan: Any, page: dict[str, Any]) -> None:
+    del page["status"]["jobs"][0]["ranks"][3]["state_bytes"]
+    unsaid = plan("--json")
+    assert (unsaid.code, "how large is one snapshot" in unsaid.err) == (1, True)
 
 
 def test_which_of_several_jobs(plan: Any, page: dict[str, Any]) -> None:
