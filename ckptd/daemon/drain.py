@@ -16,6 +16,7 @@ from ckptd.core import events as ev
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 from ckptd.observe.report import DrainJob, DrainReport
+from ckptd.protect.settle import Answers
 from ckptd.wire import rank as wire
 from ckptd.wire.peer import DrainOrder, DrainReply
 from ckptd.wire.rank_link import RankSession
@@ -33,7 +34,7 @@ class Drain:
     def __init__(self, services: Services, jobs: Mapping[str, JobShell]) -> None:
         self._services, self._jobs = services, jobs
         self._on = False
-        self._asked: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}  # (node, request)
+        self._answers: Answers[dict[str, Any]] = Answers()
 
     # --- here ---------------------------------------------------------------------------------------------------
     def begin(self, who: str) -> None:
@@ -88,22 +89,17 @@ class Drain:
 
     async def _elsewhere(self, session: RankSession, message: wire.DrainAsk) -> None:
         """Passed on to another daemon that this one has a link to."""
-        if len(self._asked) >= REQUESTS_MAX:
+        if len(self._answers) >= REQUESTS_MAX:
             session.send(wire.Refused("too many questions to other nodes are open", message.node, "ask again"))
             return
         request = secrets.token_hex(8)
-        key = message.node, request
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._asked[key] = answer
         try:
-            self._services.send(message.node, "", DrainOrder(request, message.want))
-            body = await asyncio.wait_for(answer, PEER_ANSWER_TIMEOUT_S)
-            session.send(_frame(body))
+            with self._answers.to(_key(message.node, request)) as answer:
+                self._services.send(message.node, "", DrainOrder(request, message.want))
+                session.send(_frame(await asyncio.wait_for(answer, PEER_ANSWER_TIMEOUT_S)))
         except (asyncio.TimeoutError, TimeoutError):
             hint = "name a node of a job that this node is a member of, or run `ckptd drain` on that node"
             session.send(wire.Refused(wire.NO_ANSWER, message.node, hint))
-        finally:
-            self._asked.pop(key, None)
 
     def on_message(self, node: str, message: object) -> bool:
         """True: it was for us."""
@@ -112,9 +108,7 @@ class Drain:
                 self._obey(message.want, node)
                 self._services.send(node, "", DrainReply(message.request, dict(self.report())))
         elif isinstance(message, DrainReply):
-            waiting = self._asked.get((node, message.request))
-            if waiting is not None and not waiting.done():
-                waiting.set_result(message.body)
+            self._answers.came(_key(node, message.request), message.body)
         else:
             return False
         return True
@@ -124,6 +118,11 @@ class Drain:
             self.begin(who)
         elif want == OFF:
             self.cancel(who)
+
+
+def _key(node: str, request: str) -> str:
+    """Only the node that was asked answers."""
+    return f"{node} {request}"
 
 
 def _job(name: str, shell: JobShell) -> DrainJob:

@@ -33,6 +33,7 @@ from ckptd.daemon.seats import Seats
 from ckptd.daemon.services import Services, log
 from ckptd.daemon.summary import summary
 from ckptd.observe.report import JobReport
+from ckptd.protect.peer_slot import DAMAGE
 
 TRACE_CHARS_MAX = 300  # of one event or instruction in the debug log
 GROW_RETRY_S = 5.0  # seats that are short of memory ask for it again
@@ -341,7 +342,7 @@ class JobShell:
                 seconds = self.services.now() - started
                 self.services.metrics.replicated(self.job, seconds, count)
                 self.meter.replicated(count, seconds)
-            elif reason == "damage":
+            elif reason == DAMAGE:
                 self.damaged(slot, record, "found while sending it to a peer")
         self.feed(ev.ReplicaSent(do.snapshot, do.rank, do.tier, do.to, ok, reason))
 

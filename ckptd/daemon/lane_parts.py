@@ -78,10 +78,12 @@ class LaneParts:
 
 
 def _layouts(slot: Slot) -> tuple[Layout, ...]:
-    """Of the members of its lane; their ids are made here too, as a large layout would hold up the event loop."""
+    """Of the members of its lane; their ids are made here too, which takes long for a large layout: in a thread for what is
+    made, on the event loop for what is adopted."""
     record = slot.record
     assert record is not None and record.part is not None, "only parity comes here"
     cards = unpacked(record.job, record.snapshot, slot.extent[: record.objects_bytes])
     found = tuple(cards[member.rank].layout for member in record.part.lane.members if member.rank != NOBODY)
-    assert all(layout.layout_id for layout in found), "made once, and kept"
+    for layout in found:
+        layout.layout_id  # noqa: B018 - made here, kept with it
     return found

@@ -28,7 +28,7 @@ from ckptd.persist.side import SideWriter
 from ckptd.persist.storage.base import Storage, StorageError, SyncFailed
 from ckptd.persist.stream import write_chunk
 from ckptd.persist.sums import SUM_BYTES, block_count, digest
-from ckptd.wire.bulk import Pace
+from ckptd.wire.bulk import Pace, wait_turn
 
 WRITER_THREADS = 2
 SYNC_TRIES = 2  # a file whose fsync failed is written anew under another name once, then the attempt fails
@@ -223,16 +223,8 @@ class _Run:
     def _stopped(self) -> bool:
         return self._cancelled.is_set() or self._stop.is_set()
 
-    def _wait_turn(self, nbytes: int) -> None:
-        while self._pace is not None and nbytes > 0:
-            allowed = self._pace.take(nbytes, self._stopped)
-            if not allowed:
-                return
-            self._pace.sent(allowed)
-            nbytes -= allowed
-
     def _tick(self, nbytes: int) -> None:
-        self._wait_turn(nbytes)
+        wait_turn(self._pace, nbytes, self._stopped)
         if self._stopped():
             raise Cancelled("the write was cancelled", where=self.storage.locate(self.directory))
         with self._lock:

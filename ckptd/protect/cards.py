@@ -27,6 +27,7 @@ from ckptd.wire.peer import Card, CardAsk
 
 CARD_TIMEOUT_S = 30.0
 CARDS_MAX = 255  # in one part: members of a lane
+NOT_HELD = "not held here"
 
 Send = Callable[[str, str, object], bool]
 
@@ -53,7 +54,10 @@ class Cards:
     async def ask(self, job: str, node: str, snapshot: SnapshotId, rank: int) -> SlotRecord:
         """The tier-1 record of that slot; of parity the whole one, but for which part it is. Raises CkptdError."""
         if node == self._node:
-            return await self._own(job, snapshot, rank)
+            mine = await self._mine(job, snapshot, rank)
+            if mine is None:
+                raise CkptdError(f"rank {rank}: {NOT_HELD}", where=node)
+            return mine
         request = CardAsk(secrets.token_hex(16), snapshot, rank)
         with self._answers.to(request.transfer) as answer:
             heard = await ask(lambda: self._send(node, job, request), (answer,), CARD_TIMEOUT_S)
@@ -63,20 +67,19 @@ class Cards:
         return await loop.run_in_executor(self._work, _record, job, snapshot, rank, answer.result(), node)
 
     async def _serve(self, node: str, job: str, request: CardAsk) -> None:
-        slot = self.held(job, request.snapshot, request.rank)
-        record = slot.record if slot is not None else None
-        if record is None or record.tier > 1:
-            self._send(node, job, Card(request.transfer, False, "not held here"))
+        card = await self._mine(job, request.snapshot, request.rank)
+        if card is None:
+            self._send(node, job, Card(request.transfer, False, NOT_HELD))
             return
-        card = await asyncio.get_running_loop().run_in_executor(self._work, tier_one, record)
         said = (card.layout.encoded, card.objects_bytes, card.sums, card.digests, card.keep)
         self._send(node, job, Card(request.transfer, True, "", *said))
 
-    async def _own(self, job: str, snapshot: SnapshotId, rank: int) -> SlotRecord:
+    async def _mine(self, job: str, snapshot: SnapshotId, rank: int) -> SlotRecord | None:
+        """None: it is not held here, or in part only."""
         slot = self.held(job, snapshot, rank)
         record = slot.record if slot is not None else None
         if record is None or record.tier > 1:
-            raise CkptdError(f"rank {rank}: not held here", where=self._node)
+            return None
         return await asyncio.get_running_loop().run_in_executor(self._work, tier_one, record)
 
 

@@ -1,4 +1,4 @@
-"""Slices of held slots, from the daemon that holds them to the one that restores (design D11, D14).
+"""Slices of held slots, from the daemon that holds them to one that restores, makes parity, or lacks a frozen part (D8, D11, D14).
 
 The receiver checks what arrives against the sums made at the seal where whole blocks travel, so one look covers the holder's
 memory and the wire; the holder verifies and sums parts of blocks. Whoever asks issues the ticket, so bytes only ever
@@ -22,6 +22,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.pacing import DEADLINE_S
 from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.pacer import Pacer
+from ckptd.protect.peer_slot import DAMAGE, PACED_STREAMS
 from ckptd.protect.settle import Answers, Tasks, ask, settle
 from ckptd.protect.verify import count_bad, fresh_sums, stored_sums, units
 from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
@@ -35,7 +36,7 @@ SERVED_MAX = 4096  # transfers remembered, so that a repeated ask is not served 
 SERVED_KEPT_S = 60.0  # an answer with its sums may be megabytes; an asker waits ANSWER_TIMEOUT_S for it
 PUSHES_MAX = 8
 PACED_MAX = 4  # for protection, beside them: restores do not wait for these
-DAMAGE = "damage"
+FREED = "the slot was freed"
 
 Send = Callable[[str, str, object], bool]
 Spans = tuple[tuple[int, int], ...]
@@ -174,7 +175,7 @@ class Fetcher:
                 pool = self._paced if ask.within_s > 0 else self._pushes
                 outcome = await loop.run_in_executor(pool, self._deliver, slot, record, ask)
                 if outcome.reason == DAMAGE and slot.record is record:  # else it holds something else by now
-                    self.on_damage(job, slot, "found while serving a restore")
+                    self.on_damage(job, slot, "found while serving a peer")
         except (CkptdError, ValueError) as error:
             outcome = FetchDone(ask.transfer, False, reason=str(error))
         finally:
@@ -204,17 +205,23 @@ class Fetcher:
         if partial and bad_blocks(slot.payload, record.layout, record.sums, partial, record.tier):
             return FetchDone(ask.transfer, False, reason=DAMAGE)
         sums = _sums(slot.payload, ask.spans, stored)
-        if slot.record is not record:  # what was summed may not be what was verified: it was filled anew
-            raise CkptdError("the slot was freed")
-        self._push(ticket, views, ask.within_s)
+
+        def gone() -> bool:  # released or void meanwhile: the memory may be filled with another snapshot at any time
+            return slot.record is not record
+
+        if gone():  # what was summed may not be what was verified
+            raise CkptdError(FREED)
+        self._push(ticket, views, ask.within_s, gone)
+        if gone():  # so what went may be of another snapshot; without this word the asker took it for damage on the way
+            raise CkptdError(FREED)
         return FetchDone(ask.transfer, True, sums)
 
-    def _push(self, ticket: Ticket, views: list[memoryview], within_s: float) -> None:
+    def _push(self, ticket: Ticket, views: list[memoryview], within_s: float, gone: Callable[[], bool]) -> None:
         if within_s <= 0:
             self._transport.push(ticket, views, streams=self._streams, cancelled=self._closing)
             return
-        streams = 1 if self._pacer.paced else self._streams
-        with self._pacer.transfer("protect", ticket.nbytes, within_s) as pace:
+        streams = PACED_STREAMS if self._pacer.paced else self._streams
+        with self._pacer.transfer("protect", ticket.nbytes, within_s, gone) as pace:
             self._transport.push(ticket, views, streams=streams, cancelled=self._closing, pace=pace)
 
     async def _look(self, job: str, slot: Slot) -> None:

@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
+from ckptd.arena.arena import Arena, Slot, SlotRecord
 from ckptd.arena.frozen import content_of, frozen_record, own_bytes
 from ckptd.arena.sums import bad_blocks
 from ckptd.core.errors import CkptdError
 from ckptd.protect.fetch import Fetcher
+from ckptd.protect.peer_slot import DAMAGE, allocate
 from ckptd.wire.bulk import Changed
 
-RECORD_MARGIN_BYTES = 64 * 1024  # of a slot's record beyond layout and sums
 TRIES_MAX = 3  # it may go again before anything leans on it
-DAMAGE = "damage"
 
 
 class FrozenParts:
@@ -50,9 +49,8 @@ class FrozenParts:
     async def _bring(self, node: str, record: SlotRecord, part: SlotRecord) -> None:
         loop = asyncio.get_running_loop()
         nbytes, meta = own_bytes(part.layout, part.tier), len(part.layout.encoded) + len(part.sums)
-        tenant = Tenant(record.job, int(record.job.split("/", 1)[0]), "peer", record.rank)
         slot = await loop.run_in_executor(
-            self._work, self._arena.allocate, tenant, nbytes, meta + RECORD_MARGIN_BYTES
+            self._work, allocate, self._arena, record.job, record.rank, nbytes, meta
         )
         try:
             slot.fill()

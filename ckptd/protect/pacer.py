@@ -48,7 +48,7 @@ WINDOWS_LINE_MIN = 1 << 20  # bytes/s: without a measured line windows could not
 
 
 class Pacer:
-    """``overhead_max``: share of a step. ``clock``: the monotonic one that ranks report with; ``wall``: unix time."""
+    """``clock``: the monotonic one that ranks report with; ``wall``: unix time."""
 
     def __init__(
         self,

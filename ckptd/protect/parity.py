@@ -1,4 +1,4 @@
-"""A position of a lane on this node: its parity, or the slot of its member that is held nowhere any more (REFT, section 4; D8).
+"""A position of a lane on this node: its parity, or the slot of its member, which is lost or moves here (REFT, section 4; D8).
 
 Whoever holds a position pulls what it needs, so a try that failed is merely done again. What is made of verified columns is summed
 and sealed as any slot; a slot that parity brought back must match the sums of its first seal.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
+from ckptd.arena.arena import Arena, Slot, SlotRecord
 from ckptd.arena.frozen import content_of, frozen_record, leans
 from ckptd.arena.sums import bad_blocks, block_sums
 from ckptd.core.errors import CkptdError
@@ -22,13 +22,11 @@ from ckptd.core.parity_groups import stripes_held
 from ckptd.protect import cards as slot_cards
 from ckptd.protect.cards import Cards
 from ckptd.protect.columns import Columns, Read, Spans
-from ckptd.protect.fetch import Fetcher
+from ckptd.protect.fetch import FREED, Fetcher
+from ckptd.protect.peer_slot import DAMAGE, allocate
 from ckptd.protect.settle import in_thread
 from ckptd.protect.verify import copy_verified
 from ckptd.protect.windows import Windows
-
-RECORD_MARGIN_BYTES = 64 * 1024  # of a slot's record beyond layout, sums and digests
-DAMAGE = "damage"
 
 
 class ParityMaker:
@@ -195,14 +193,13 @@ class ParityMaker:
             return False, "not held here"
         if not await in_thread(self._work, copy_verified, slot, record, spans, into):
             if slot.record is not record:
-                return False, "the slot was freed"
+                return False, FREED
             self._fetcher.on_damage(job, slot, "found while making parity")
             return False, DAMAGE
         return True, ""
 
     async def _allocate(self, job: str, rank: int, nbytes: int, meta: int) -> Slot:
-        tenant = Tenant(job, int(job.split("/", 1)[0]), "peer", rank)
-        return await in_thread(self._work, self._arena.allocate, tenant, nbytes, meta + RECORD_MARGIN_BYTES)
+        return await in_thread(self._work, allocate, self._arena, job, rank, nbytes, meta)
 
 
 def _seal(slot: Slot, record: SlotRecord) -> None:

@@ -15,16 +15,19 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.arena.arena import Arena, NoMemory, Slot, SlotRecord, Tenant
+from ckptd.arena.arena import Arena, NoMemory, Slot, SlotRecord
 from ckptd.arena.frozen import leans
 from ckptd.arena.sums import SUM_BYTES, block_count, live_blocks, lower_tier
 from ckptd.core.errors import CkptdError
+from ckptd.core.events import NO_MEMORY
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
+from ckptd.core.pacing import DEADLINE_S
 from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.pacer import Pacer, Transfer
+from ckptd.protect.peer_slot import DAMAGE, PACED_STREAMS, allocate
 from ckptd.protect.settle import Tasks, ask, settle
 from ckptd.protect.turns import Turns
 from ckptd.protect.verify import count_bad
@@ -35,11 +38,7 @@ OFFER_TIMEOUT_S = 30.0  # no ticket by then, and no word that the peer is at wor
 VERIFY_TIMEOUT_S = 60.0  # the same, from the last byte to the receiver's verdict
 PUSHES_MAX = 8  # at once, over all peers and jobs
 PACED_PUSHES_MAX = 2  # more would share the same rate, and hold scratch memory that restores want
-PACED_STREAMS = 1
-WITHIN_S = 300.0  # a copy is made in this time whatever it costs training, unless the caller says otherwise
-RECORD_MARGIN_BYTES = 64 * 1024  # of a slot's record beyond layout, sums and digests
 OUTCOMES_KEPT_MAX = 4096
-DAMAGE = "damage"
 
 Send = Callable[[str, str, object], bool]
 
@@ -105,7 +104,7 @@ class Replicator:
 
     # --- sender -------------------------------------------------------------------------------------------------
     async def replicate(
-        self, job: str, slot: Slot, tier: int, to: str, within_s: float = WITHIN_S
+        self, job: str, slot: Slot, tier: int, to: str, within_s: float = DEADLINE_S
     ) -> tuple[bool, str]:
         """Send the slot's tier prefix to that node. (True, "") once it verified and sealed it; else why not.
 
@@ -201,13 +200,12 @@ class Replicator:
         layout = await loop.run_in_executor(self._work, Layout.decode, offer.layout)
         record = _record(job, layout, offer)
         nbytes = layout.live_bytes(offer.tier)
-        tenant = Tenant(job, int(job.split("/", 1)[0]), "peer", offer.rank)
         try:
             slot = await loop.run_in_executor(
-                self._work, self._arena.allocate, tenant, nbytes, _meta_bytes(offer)
+                self._work, allocate, self._arena, job, offer.rank, nbytes, _meta_bytes(offer)
             )
         except NoMemory as error:
-            return None, f"no memory: {error.what}"
+            return None, f"{NO_MEMORY}: {error.what}"
         try:
             slot.fill()
             live = live_blocks(layout, offer.tier)
@@ -302,7 +300,7 @@ def _record(job: str, layout: Layout, offer: ReplicaOffer) -> SlotRecord:
 
 def _meta_bytes(offer: ReplicaOffer) -> int:
     digests = sum(len(name) + len(value) + 16 for name, value in offer.digests)
-    return len(offer.layout) + len(offer.sums) + digests + RECORD_MARGIN_BYTES
+    return len(offer.layout) + len(offer.sums) + digests
 
 
 def _aad(job: str, offer: ReplicaOffer) -> bytes:

@@ -23,39 +23,45 @@ async def settle(incoming: Incoming) -> None:
     when this is cancelled: the streams are interrupted, so it takes moments."""
     incoming.cancel()
     done = asyncio.wrap_future(incoming.done)
+    try:
+        await ended([done])
+    finally:
+        if not done.cancelled():
+            done.exception()  # looked at, so that asyncio does not complain; whoever needed it has it
+
+
+async def ended(work: Collection[asyncio.Future[Any]]) -> None:
+    """Returns when all of it is done; not before, however often this is cancelled: what it writes into is still in use. Only then
+    is the cancelling raised."""
     stopped: asyncio.CancelledError | None = None
-    while not done.done():
+    while left := [one for one in work if not one.done()]:
         try:
-            await asyncio.wait([done])
+            await asyncio.wait(left)
         except asyncio.CancelledError as error:
             stopped = error
-    if not done.cancelled():
-        done.exception()  # looked at, so that asyncio does not complain; whoever needed it has it
     if stopped is not None:
         raise stopped
 
 
 async def all_done(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they return, in order. However it ends, none of them runs any more: what they write into may be used again. The first
-    error is raised, and calls off the rest."""
+    """What they return, in order. However it ends, none of them runs any more: what they write into may be used again, if each of
+    them ends no sooner than its threads. The first error is raised, and calls off the rest."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await ended(tasks)
 
 
 async def in_thread(work: Executor, call: Callable[..., T], *args: Any) -> T:
-    """Called off or not, the thread has ended when this returns."""
+    """Called off or not, and however often, the thread has ended when this returns."""
     running = asyncio.get_running_loop().run_in_executor(work, call, *args)
     try:
         return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
+    finally:
+        await ended([running])
 
 
 class Answers(Generic[T]):

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 
 from ckptd.core.windows import SPANS_MAX
+from ckptd.wire.rank import TIMES_MAX
 
 Row = Sequence[float]  # begin and end on the machine's monotonic clock, steps between them, CAPTURED or WAITED (traffic.py)
-ROWS_MAX = 64  # of one report
 
 
 def check(rows: Sequence[Row], spans: Sequence[Row]) -> None:
     """``spans``: (begin, end) from the newest row's begin. Raises ValueError for what no client sends."""
-    if len(rows) > ROWS_MAX or len(spans) > SPANS_MAX or not all(map(_is_row, rows)) or not all(map(_is_span, spans)):
+    if len(rows) > TIMES_MAX or len(spans) > SPANS_MAX or not all(map(_is_row, rows)) or not all(map(_is_span, spans)):
         raise ValueError("step times that are none")
 
 

@@ -1,4 +1,7 @@
-"""Work of a restore that must have ended before its memory goes to somebody else: a thread cannot be called off."""
+"""Work of a restore that must have ended before its memory goes to somebody else: a thread cannot be called off.
+
+Storage may hang, so unlike what protect/settle.py waits for, a call here is left behind when its caller is called off.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
+
+from ckptd.protect.settle import ended
 
 T = TypeVar("T")
 
@@ -34,13 +39,13 @@ class Threads:
 
 
 async def all_ended(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Side by side. Raises the first error, or is cancelled, only when all of them have ended."""
+    """Side by side. Raises the first error, or is cancelled, only when all of them have ended; an error calls off nothing, as the
+    threads of the others would write on."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         results = await asyncio.gather(*tasks, return_exceptions=True)
-    except asyncio.CancelledError:
-        await asyncio.wait(tasks)
-        raise
+    finally:
+        await ended(tasks)
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -111,6 +111,18 @@ class Pace(Protocol):
         ...
 
 
+def wait_turn(pace: Pace | None, nbytes: int, stopped: Callable[[], bool]) -> bool:
+    """Returns when all of these bytes may go, which count as gone then. False: the pace lets no more of them go, ``stopped`` or the
+    like."""
+    while pace is not None and nbytes > 0:
+        allowed = pace.take(nbytes, stopped)
+        if not allowed:
+            return False
+        pace.sent(allowed)
+        nbytes -= allowed
+    return True
+
+
 class Incoming(Protocol):
     """An announced transfer. ``done`` resolves to the number of bytes, or raises TransferError; after ``done`` (and only
     then) the transport no longer touches the buffer."""

@@ -20,6 +20,7 @@ from ckptd.wire.bulk import (
     TransferError,
     Witness,
     chunk_count,
+    wait_turn,
 )
 from ckptd.wire.landing import Landing, Landings
 
@@ -100,13 +101,15 @@ class MemoryTransport:
 
 
 def _copy(landing: Landing, source: Spans, cancelled: threading.Event, pace: Pace | None) -> None:
+    def stopped() -> bool:
+        return cancelled.is_set() or landing.failed
+
     try:
         for index in range(chunk_count(source.nbytes)):
-            if cancelled.is_set() or landing.failed:
-                raise TransferError("cancelled", where=landing.ticket.address)
             offset = index * CHUNK_BYTES
             length = min(CHUNK_BYTES, source.nbytes - offset)
-            _await_pace(pace, length, cancelled, landing)
+            if stopped() or not wait_turn(pace, length, stopped):
+                raise TransferError("cancelled", where=landing.ticket.address)
             into, at = landing.claim(offset, length), 0
             for piece in source.cut(offset, length):
                 into[at : at + len(piece)] = piece
@@ -118,12 +121,3 @@ def _copy(landing: Landing, source: Spans, cancelled: threading.Event, pace: Pac
         raise
     finally:
         landing.leave(0, time.monotonic())
-
-
-def _await_pace(pace: Pace | None, nbytes: int, cancelled: threading.Event, landing: Landing) -> None:
-    while pace is not None and nbytes > 0:
-        allowed = pace.take(nbytes, lambda: cancelled.is_set() or landing.failed)
-        if not allowed:
-            raise TransferError("cancelled", where=landing.ticket.address)
-        pace.sent(allowed)
-        nbytes -= allowed

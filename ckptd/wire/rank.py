@@ -15,6 +15,7 @@ FRAME_BYTES_MAX = 64 * 1024
 FDS_PER_FRAME_MAX = 64
 LOAD_SEGMENTS_MAX = FDS_PER_FRAME_MAX - 1  # of one LoadPlan; the plan itself is the first descriptor
 MEMFD_OBJECT_BYTES_MAX = 256 * 1024 * 1024  # catalogue, wants, load plan, layout
+TIMES_MAX = 64  # rows of step times in one Called
 
 Pair = list[int]  # a SnapshotId as [epoch, step]
 
@@ -97,7 +98,8 @@ class Called:
     """snapshot(step) was called, or was the newest call when this report was due. asks: must=True waits for a grant of exactly
     this step.
 
-    times: rows [begin, end, steps between them, 1 if a capture or a wait of ours lay in it], seconds of CLOCK_MONOTONIC.
+    times: at most TIMES_MAX rows [begin, end, steps between them, what we did beside them: UNDISTURBED, CAPTURED or WAITED of
+    core/traffic.py], seconds of CLOCK_MONOTONIC.
     spans: [begin, end] of each communication in the newest row, in seconds from its begin. Both only to a daemon whose Welcome
     asks for them (policy "pacing"), so older ones never see them."""
 

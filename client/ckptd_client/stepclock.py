@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from ckptd.core.pacing import ROW_S_MIN
 from ckptd.core.traffic import CAPTURED, UNDISTURBED, WAITED
 from ckptd.core.windows import SPANS_MAX
+from ckptd.wire.rank import TIMES_MAX
 
-ROWS_MAX = 64  # of one report; older ones are dropped
 REPORT_S = 1.0  # a job that calls snapshot() rarely reports so often all the same
 OTHERS_MAX = 1000  # steps of other optimizers in a row: the one we go by is not used any more
 CALLS = -1  # the mark of steps that are counted by calls of snapshot()
@@ -36,7 +36,7 @@ class StepClock:
         self._began = 0.0  # of the row that is under way; 0: none is
         self._steps = 0
         self._disturbed = UNDISTURBED
-        self._rows: deque[Row] = deque(maxlen=ROWS_MAX)
+        self._rows: deque[Row] = deque(maxlen=TIMES_MAX)  # older ones are dropped
         self._spans: list[list[float]] = []
         self._newest_spans: list[list[float]] = []
         self._told_at = 0.0

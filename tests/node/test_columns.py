@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,8 +20,10 @@ from ckptd.core.layout_build import build_layout
 from ckptd.core.linear import linear_bytes, payload_spans
 from ckptd.core.messages import Source
 from ckptd.core.parity_groups import stripes_held
+from ckptd.protect import columns
 from ckptd.protect.columns import Columns, Spans, Undecodable, spread
 from ckptd.protect.windows import WINDOW_BYTES, WINDOWS_MAX, Windows
+from tests.node.links import eventually
 
 SIZES = (5 << 20, 300_000, 3, (9 << 20) + 77, 1 << 20, 200)  # of the members: uneven, some with several windows
 
@@ -195,6 +200,38 @@ def test_scratch_stays_within_its_bound_however_much_is_made_at_once() -> None:
         assert windows.taken == 0
 
     run(6, 1, check)
+
+
+def test_a_restore_that_is_called_off_ends_no_sooner_than_what_writes_into_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source fails while another window is combined, and the round is dropped: its slot went back and was written into."""
+    begun, go, running = threading.Event(), threading.Event(), []
+    combine = columns.kernel().combine
+
+    def held(*arguments: Any) -> None:
+        running.append(1)
+        begun.set()
+        assert go.wait(30)
+        combine(*arguments)
+        running.pop()
+
+    async def check(group: Group) -> None:
+        monkeypatch.setattr(columns, "kernel", lambda: SimpleNamespace(combine=held))
+        group.fails = lambda source: begun.is_set()
+        left = {0, 1, 2, 4}
+        room = bytearray(len(group.row_of(3)))
+        making = asyncio.ensure_future(group.columns(group.sources(left, left)).data(3, 0, memoryview(room)))
+        await eventually(begun.is_set)
+        for _ in range(2):
+            making.cancel()
+            for _ in range(20):  # turns of the event loop
+                await asyncio.sleep(0)
+        early = making.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        assert not early and not running
+
+    run(5, 1, check)
 
 
 def test_spans_move_to_their_places_with_zeros_between() -> None:

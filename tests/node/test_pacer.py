@@ -21,6 +21,7 @@ from ckptd.protect import pacer as shell
 from ckptd.protect import replicate
 from ckptd.protect.pacer import Pacer, Transfer
 from ckptd.wire.bulk import TransferError
+from ckptd.wire.peer import FetchBad, FetchDone
 from ckptd.wire.tcp import TcpTransport
 from tests.node.bulk_peers import MODES, transport
 from tests.node.checkpoints import orders, small_world
@@ -334,6 +335,46 @@ async def test_a_copy_ends_with_what_it_is_a_copy_of(pacing: Any, monkeypatch: p
     ok, reason = await copying
     assert (ok, b.refused) == (False, []), reason
     assert "cancelled" in reason
+    for peer in (a, b):
+        peer.close()
+
+
+@pytest.mark.parametrize(
+    ("pacing", "protects", "reason"),
+    [("off", 1.0, "cancelled"), ("aimd", 1.0, "cancelled"), ("off", 0.0, "was freed"), ("aimd", 0.0, "was freed")],
+)
+async def test_what_is_lent_to_parity_ends_with_the_slot_it_is_read_from(
+    pacing: Any, protects: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that was released meanwhile is filled anew: who had asked took that for damage on the wire, and told the holder to
+    look. A restore's bytes go at once, so that they are of no use is said after them."""
+    post = Post()
+    a, b = Peer(post, "a", pacer=limited(16 * 1024) if pacing == "aimd" else Pacer("off")), Peer(post, "b")
+    slot = a.sealed()
+    assert slot.record is not None
+    fragment = slot.record.layout.fragments[0]
+    gate, go = threading.Event(), threading.Event()
+    push = a.transport.push
+
+    def held(*arguments: Any, **options: Any) -> None:
+        gate.set()
+        assert go.wait(20)
+        push(*arguments, **options)
+
+    monkeypatch.setattr(a.transport, "push", held)
+    into = memoryview(bytearray(fragment.nbytes))
+    spans = ((fragment.offset, fragment.nbytes),)
+    asking = asyncio.ensure_future(b.fetcher.fetch(JOB, "a", SnapshotId(3, 7), 0, spans, into, protects=protects))
+    await eventually(gate.is_set)
+    slot.free()
+    slot.fill(9)
+    slot.extent[:] = bytes(len(slot.extent))
+    go.set()
+    ok, why = await asking
+    assert (ok, b.refused, post.sent(FetchBad)) == (False, [], 0), why
+    await eventually(lambda: not a.fetcher._tasks.running)
+    said = [message for message in post.log if isinstance(message, FetchDone)]
+    assert [reason in done.reason for done in said] == [True], said
     for peer in (a, b):
         peer.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgpack
 import pytest
 import torch
-from ckptd_client.stepclock import CALLS, OTHERS_MAX, REPORT_S, ROWS_MAX, StepClock
+from ckptd_client.stepclock import CALLS, OTHERS_MAX, REPORT_S, StepClock
 
 from ckptd.core.pacing import ROW_S_MIN
 from ckptd.core.traffic import CAPTURED, WAITED
@@ -113,10 +113,10 @@ def test_a_report_is_due_now_and_then_and_bounded(clock: StepClock, now: Time) -
     clock._told_at = now.now
     due = steps(clock, now, 20, 0.2)
     assert due.index(True) == pytest.approx(REPORT_S / 0.2, abs=1)
-    steps(clock, now, 10 * ROWS_MAX, 0.2)
+    steps(clock, now, 10 * wire.TIMES_MAX, 0.2)
     rows, _ = clock.report()
     assert rows is not None
-    assert len(rows) == ROWS_MAX
+    assert len(rows) == wire.TIMES_MAX
     assert rows[-1][1] == now.now
 
 
