@@ -9,7 +9,7 @@ import typer
 from ckptd.cli.flags import Loaded, with_settings
 from ckptd.cli.plan_nodes import LIST_FORM, Nodes, parse_nodes, running
 from ckptd.cli.plan_report import Plan, make_plan, report
-from ckptd.cli.sizing import size_of
+from ckptd.cli.sizing import sizing
 from ckptd.cli.state_flags import Ddp, FrozenBytes, StateBytes
 
 LOSSES_MAX = 64
@@ -56,11 +56,10 @@ def plan(
             "more than --state-bytes, of which it is a part", param_hint="--frozen-bytes"
         )
     per_node = ranks_per_node or asked.ranks_per_node or 1
-    size = (
-        None
-        if state is None
-        else size_of(loaded.config.policy(), state, asked.domains, per_node, ddp, frozen)
-    )
+    size = None
+    if state is not None:
+        policy, where = loaded.config.policy(), asked.domains
+        size = sizing(policy, state, len(where), per_node, replicated=ddp, frozen_bytes=frozen, domains=where)
     found = make_plan(loaded, asked, size, tolerate, losses)
     _print(found, as_json)
     if not found.fits:

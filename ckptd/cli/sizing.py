@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ckptd.core.policy import Policy
 from ckptd.core.redundancy import Parity
 from ckptd.core.sizing import Sizing
@@ -18,8 +16,9 @@ def sizing(
     *,
     replicated: bool,
     frozen_bytes: int = 0,
+    domains: tuple[str, ...] = (),
 ) -> Sizing:
-    """Of nodes that are failure domains of their own."""
+    """domains: of each node; none: the nodes are failure domains of their own."""
     return Sizing(
         state_bytes,
         nodes,
@@ -29,22 +28,8 @@ def sizing(
         policy.peer_sets,
         replicated,
         frozen_bytes,
+        domains,
     )
-
-
-def size_of(
-    policy: Policy,
-    state_bytes: int,
-    domains: tuple[str, ...],
-    ranks_per_node: int,
-    replicated: bool,
-    frozen_bytes: int,
-) -> Sizing:
-    """domains: of each node."""
-    size = sizing(
-        policy, state_bytes, len(domains), ranks_per_node, replicated=replicated, frozen_bytes=frozen_bytes
-    )
-    return replace(size, domains=domains)
 
 
 def formula(size: Sizing) -> str:

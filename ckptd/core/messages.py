@@ -386,7 +386,8 @@ class Heard:
 class Holders:
     """Steward -> a node that holds this rank's slot: it lacks copies, these are all live ones; make the missing ones.
 
-    tier >= 0: a slice that several ranks captured lost one of them; one more copy of that tier, away from these nodes.
+    tier >= 0: one more copy of that tier, away from these nodes: a slice that several ranks captured lost one of them, or a
+    node that is about to go holds it.
     """
 
     epoch: int
@@ -400,7 +401,7 @@ class Holders:
 @dataclass(frozen=True, slots=True)
 class ParityOrder:
     """Steward -> node: hold this part of a lane, made from these sources; or, with ``data``, the slot of the part's own member,
-    which is held nowhere any more, as a tier-1 copy."""
+    which is held nowhere any more or by a node that is about to go, as a tier-1 copy."""
 
     epoch: int
     session: str

@@ -13,7 +13,7 @@ ONE_COPY = Replicas(1)
 @dataclass(frozen=True, slots=True)
 class Policy:
     """``replicas`` is the short form of ``redundancy``: Policy(replicas=2) has Replicas(2), and Policy(redundancy=xor(4)) has
-    replicas 1, the losses that it survives. Raises ValueError when both are given and differ."""
+    replicas 1, the losses that it survives. Raises ValueError when both are given, neither as by default, and differ."""
 
     replicas: int = 1  # copies in other failure domains; of parity the failure domains it may lose
     own_slots: int = 3  # per rank: 2 captures after protection, 3 also during it, 4 never waits

@@ -8,8 +8,9 @@ stand-in: writing says little of reading.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 WINDOW = 16  # newest measurements of each kind that count
 PACE_WINDOW = 32  # newest steps
@@ -98,12 +99,6 @@ def _counted(count: int, word: str) -> str:
     return f"{count} {word}" + ("s" if count > 1 else "")
 
 
-def median(values: Iterable[float]) -> float:
-    """The upper one of two."""
-    found = sorted(values)
-    return found[len(found) // 2]
-
-
 class Pace:
     """Seconds of one training step: the median of the newest, so that an evaluation now and then does not count."""
 
@@ -112,13 +107,11 @@ class Pace:
         self._took: deque[float] = deque(maxlen=PACE_WINDOW)
 
     def stepped(self, step: int, now: float) -> None:
-        """A rank called this step. Another one's word of the same step says nothing new, a smaller one begins anew."""
+        """The first rank called this step, which is more than the last one since the epoch began."""
         if self._last is not None:
             before, then = self._last
-            if step == before:
-                return
-            if step > before:
-                self._took.append((now - then) / (step - before))
+            assert step > before
+            self._took.append((now - then) / (step - before))
         self._last = step, now
 
     def restart(self) -> None:

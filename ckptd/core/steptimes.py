@@ -7,9 +7,9 @@ one row among many and moves neither. Rows in which training waited for us by it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 
 from ckptd.core.traffic import Kind
 
@@ -25,13 +25,6 @@ CHANGE_TAIL = 0.1  # outside: in the upper or lower tenth of the rows before
 EVIDENCE_ROWS_MIN = 8
 EVIDENCE_ROWS_MAX = 16
 OFTEN_ROWS_MAX = 256  # over which it is counted how often a capture runs beside a step
-
-
-def median(values: Iterable[float]) -> float:
-    """Of at least one value."""
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 @dataclass
@@ -142,10 +135,8 @@ class Cadence:
     calls: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=9))  # (step, seconds)
 
     def called(self, step: int, now: float) -> None:
-        if self.calls and step <= self.calls[-1][0]:
-            if step == self.calls[-1][0]:
-                return
-            self.calls.clear()  # another epoch
+        """``step``: more than the last one; an epoch has a Cadence of its own."""
+        assert not self.calls or step > self.calls[-1][0]
         self.calls.append((step, now))
 
     @property

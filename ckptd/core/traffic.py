@@ -65,7 +65,7 @@ class Traffic:
             self._measure(METER_SHORT_S)
             self._meter_from, self._meter_bytes = now, 0
         self._under_way.append(now)
-        self._sent.add(now, now)
+        self._sent.add(min(self._under_way), now)
 
     def ended(self, now: float, nbytes: int, tail_s: float) -> None:
         """It returned. ``tail_s``: the next one is expected by then, if there is one."""

@@ -44,12 +44,14 @@ class Ranks:
         self.finished: set[int] = set()  # said goodbye without an exception
         self.progress: dict[int, int] = {}  # rank -> newest step called
         self.captured_at: dict[int, float] = {}  # step -> unix time at which a local rank handed it over
+        self._newest = -1  # of progress, in this epoch
         self.cadence = Cadence()
         self.sealing: set[int] = set()  # slots whose sums are being made
 
     def begin(self) -> None:
         """A new epoch: how far ranks were in the one before says nothing."""
         self.progress.clear()
+        self._newest = -1
         self.cadence = Cadence()
         self._services.pacer.forget(f"{self._job.job}/")
 
@@ -76,7 +78,6 @@ class Ranks:
             return
         elif isinstance(message, wire.Called):
             self._called(seat, message)
-            self._job.meter.stepped(message.step)
             feed(ev.RankProgress(seat.rank, message.step, message.asks))
         elif isinstance(message, wire.SealedSlot):
             self._sealed(session, seat, message, fds)
@@ -99,7 +100,10 @@ class Ranks:
         if message.step > self.progress.get(seat.rank, -1):
             self._services.pacer.trains()
         self.progress[seat.rank] = message.step
-        self.cadence.called(message.step, self._services.now())
+        if message.step > self._newest:  # ranks of one node may be a step apart, and say a step again
+            self._newest = message.step
+            self.cadence.called(message.step, self._services.now())
+            self._job.meter.stepped(message.step)
         if message.times:
             self._services.pacer.stepped(self._name(seat), message.times, message.spans or ())
 

@@ -211,7 +211,7 @@ class Metrics:
         self._protect_bytes.labels(job).inc(nbytes)
 
     def encoded(self, job: str, seconds: float, nbytes: int, *, data: bool) -> None:
-        """A part of a lane was made here; with ``data`` a slot that only parity could bring."""
+        """A part of a lane was made here; with ``data`` its member's slot (lost, or moved)."""
         self._parity_s.labels(job).observe(seconds)
         self._parity_bytes.labels(job, "data" if data else "parity").inc(nbytes)
 

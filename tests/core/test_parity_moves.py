@@ -6,9 +6,11 @@ import pytest
 
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.ladder import DOWN_S
+from ckptd.core.ladder import DOWN_S, UP_S
+from ckptd.core.machine.steward.certify import REPEAT_S
 from ckptd.core.machine.steward.draining import AGAIN_S
-from tests.core.machines import EPOCH, Steward, at, fact, only
+from ckptd.core.policy import Policy
+from tests.core.machines import EPOCH, Steward, at, fact, only, record_of
 from tests.core.parity_rig import (
     leaves,
     lose,
@@ -176,6 +178,36 @@ def test_what_has_no_parity_gets_none_for_a_node_that_leaves_when_the_rung_was_l
     mark = leaves(node, "c")
     node.tick(AGAIN_S)
     assert ordered(node, mark) == set()
+    assert {asked.rank for asked in node.said(msg.Holders, "c", mark)} == {2}, "what only it holds is copied (P3)"
+
+
+def test_what_has_lost_all_its_parity_is_copied_for_a_node_that_leaves_when_the_rung_was_left() -> None:
+    node = steward().capture(7)
+    parts = {to: order.part for to, order in orders(node) if to != "a"}
+    for to, part in parts.items():
+        make(node, to, part)
+    left(node)
+    for to, part in parts.items():
+        node.others[to].held(part_fact(part), lost=True)
+    mark = leaves(node, "c")
+    node.tick(AGAIN_S)
+    assert {asked.rank for asked in node.said(msg.Holders, "c", mark)} == {2}
+
+
+def test_on_a_rung_of_copies_a_loss_is_made_good_by_copies_also_where_there_was_parity() -> None:
+    """P14: neither copies nor parity were asked for, as long as some of its parity was left."""
+    node = Steward(record_of("abcd"), Policy(replicas=1, durable=False)).train()
+    node.others["b"].tell(msg.Shortage(EPOCH, True, "b: no memory"))
+    node.tick(DOWN_S + 1.0)
+    node = protected(node)
+    node.others["b"].tell(msg.Shortage(EPOCH, False, ""))
+    node.tick(UP_S + 1.0)
+    assert list(dict.fromkeys(said.redundancy for said in node.said(msg.InForce, "b"))) == ["replicas=1", "xor(4)"]
+    assert node.said(msg.InForce, "b")[-1].redundancy == "replicas=1"
+    node.protect(7)
+    mark = lose(node, "b")
+    node.tick(2 * REPEAT_S)
+    assert {asked.rank for asked in node.said(msg.Holders, "a", mark) + node.said(msg.Holders, "c", mark)} >= {0, 1}
 
 
 def test_parity_that_is_lost_is_not_made_anew_when_the_rung_was_left() -> None:

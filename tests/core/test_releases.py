@@ -7,7 +7,7 @@ from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.machine.steward.certify import KEEP_FAILURES_MAX, REPEAT_S
 from ckptd.core.machine.steward.protecting import PATIENCE_S
-from tests.core.certificates import released, steward
+from tests.core.certificates import BOTH, released, steward
 from tests.core.machines import at, fact, only, record_of
 
 
@@ -118,6 +118,22 @@ def test_a_released_one_that_a_node_still_holds_is_weighed_anew() -> None:
     node.others["c"].tell_inventory(fact(7, 0), fact(7, 1))
     assert node.level(7, to="c") == 0, "step 8 lacks rank 1 now"
     assert at(7) not in node.certificates("c")[-1].releases
+
+
+def test_of_a_released_one_a_part_that_a_node_brings_back_is_released_again_and_not_void() -> None:
+    """Its ranks were told a level that held until a newer one took its place: that nobody has the rest any more is no news (P2)."""
+    node = steward(record_of("ab", outside="c"), replicas=1).train().capture(7).protect(7).capture(8).protect(8)
+    assert released(node) == {7}
+    node.feed(ev.NodeDown("c"), ev.NodeUp("c"))
+    node.tick(1.5)
+    node.others["c"].session = ""
+    node.hear("c", msg.Inventory("", node.record, ()))
+    mark = node.mark
+    node.others["c"].tell_inventory(fact(7, 1, 1), layouts=BOTH)
+    node.tick(2 * REPEAT_S)
+    assert node.said(msg.Void, "c", mark) == []
+    assert {c.snapshot for c in node.certificates("c", mark)} == {at(8)}
+    assert at(7) in node.certificates("c", mark)[-1].releases
 
 
 def test_a_released_one_that_a_late_message_names_stays_released() -> None:

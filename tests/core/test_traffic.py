@@ -123,6 +123,15 @@ def test_a_send_under_way_counts_before_it_returns() -> None:
     assert traffic.kind(20.0, 30.0) == "loaded"
 
 
+def test_between_sends_that_overlap_there_is_no_hole() -> None:
+    traffic = Traffic()
+    traffic.began(10.0)
+    traffic.began(11.0)
+    traffic.ended(11.5, 1000, tail_s=0.05)
+    traffic.ended(12.0, 1000, tail_s=0.05)
+    assert traffic.kind(10.0, 10.9) == "loaded"
+
+
 def test_a_step_beside_somebody_elses_replica_is_no_baseline_and_no_evidence() -> None:
     traffic = Traffic()
     traffic.received(10.0, 10.3)
@@ -188,8 +197,5 @@ def test_cadence_is_for_jobs_that_mean_each_call() -> None:
     for index in range(20):
         each.called(index, index * 0.3)
         rare.called(index * 100, index * 30.0)
-        rare.called(index * 100, index * 30.0 + 1)  # said again
     assert each.seconds is None
     assert rare.seconds == pytest.approx(30.0)
-    rare.called(50, 700.0)  # another epoch
-    assert rare.seconds is None

@@ -107,6 +107,11 @@ async def test_a_copy_must_be_made_before_the_calls_use_up_the_slots() -> None:
             await eventually(lambda step=step: ranks.progress.get(0) == step)  # type: ignore[misc]
         assert ranks.cadence.seconds is not None
         assert ranks.within_s() == 2 * ranks.cadence.seconds
+        calls, pace = list(ranks.cadence.calls), house.shell().meter._pace.seconds
+        for step in (20, 30):  # ranks of a node are a step apart, and say a step again
+            rank.say(wire.Called(step))
+            await eventually(lambda step=step: ranks.progress.get(0) == step)  # type: ignore[misc]
+        assert (list(ranks.cadence.calls), house.shell().meter._pace.seconds) == (calls, pace)
         for step in range(31, 60):  # at each step: as many as there can be
             rank.say(wire.Called(step))
         await eventually(lambda: ranks.progress.get(0) == 59)

@@ -76,7 +76,7 @@ class Encoding:
         busy = {self._place(key) for key in self._flying}
         for key in sorted(self._orders, key=_age):
             order, place = self._orders[key], self._place(key)
-            if place in busy or key in self._flying or self._ctx.now < order.not_before:
+            if place in busy or self._ctx.now < order.not_before:
                 continue
             if not data_or_alone(self._slots, key):
                 continue

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ckptd.core.events import HoldingFound, ParityMade, ReplicaArrived, SlotDamaged
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import FreeSlot
@@ -59,9 +57,8 @@ class Holdings:
 
     def on_found(self, event: HoldingFound) -> None:
         fact = HoldingFact(
-            event.snapshot, event.rank, event.tier, event.layout.layout_id, event.digests, event.keep
+            event.snapshot, event.rank, event.tier, event.layout.layout_id, event.digests, event.keep, event.part
         )
-        fact = replace(fact, part=event.part)
         slot = Slot(event.slot, event.rank, own=event.own)
         self._slots.hold(slot, fact, event.layout, event.layouts)
         self._uplink.tell_held(fact)  # a trainer brings its memory to a daemon that lost its own, and that the steward has heard

@@ -66,7 +66,7 @@ class JobMachine:
             ev.RankLeft: self._rank_left,
             ev.SlotsReady: lambda e: self.slots.add(e.rank, e.slots),
             ev.SlotsGone: lambda e: self.capture.on_slots_gone(self.slots.remove(e.slots)),
-            ev.RankProgress: self._rank_progress,
+            ev.RankProgress: self.capture.on_progress,
             ev.RankMissed: self.capture.on_missed,
             ev.SlotSealed: self._slot_sealed,
             ev.SlotDamaged: self.holdings.on_damaged,
@@ -101,7 +101,7 @@ class JobMachine:
             msg.Vote: lambda s, m: self.steward.restoring.on_vote(m),
             msg.RestoreGo: self.opening.on_go,
             msg.RestoreAbort: lambda s, m: self.opening.on_abort(m),
-            msg.RestoreDone: lambda s, m: self._restore_done(m),
+            msg.RestoreDone: lambda s, m: self._learn_done(m),
             msg.RankState: self.steward.on_fact,
             msg.Sealed: self.steward.on_fact,
             msg.Missed: self.steward.on_fact,
@@ -271,9 +271,6 @@ class JobMachine:
         self.holdings.on_arrived(event)
         self.encoding.on_arrived(event)
 
-    def _rank_progress(self, event: ev.RankProgress) -> None:
-        self.capture.on_progress(event)
-
     def _slot_sealed(self, event: ev.SlotSealed) -> None:
         slot = self.capture.on_sealed(event)
         if slot is not None:
@@ -341,9 +338,6 @@ class JobMachine:
         self.uplink.grant_seen = 0
         self.asks.clear()
         self.steward.leave_epoch()
-
-    def _restore_done(self, message: msg.RestoreDone) -> None:
-        self._learn_done(message)
 
     def _learn_done(self, message: msg.RestoreDone) -> None:
         """Pins fall, and what lies beyond the fork goes at once."""

@@ -18,7 +18,7 @@ from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.protecting import Protecting
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.messages import Certificate, Holders, Void
-from ckptd.core.redundancy import attainable
+from ckptd.core.redundancy import Parity, attainable
 
 REPEAT_S = 2.0
 REPEATS_LIVELY = 10  # rounds after the last change; then every IDLE_S
@@ -63,6 +63,8 @@ class Certify:
 
     def _look_at(self, facts: Facts) -> None:
         self._ledger.weigh(facts)
+        if facts.again and facts.level < 0 and self._replaced(facts):
+            return  # what was released and a node brought back in part goes again; it is not void, which would be news
         if not facts.void:
             self._find_void(facts)
         level = -1 if facts.void else min(facts.level, self.wanted())
@@ -155,9 +157,9 @@ class Certify:
         newest = max(filter(self._ctx.is_candidate, self._ledger.durable), default=None)
         if newest is None or newest in self._ledger.facts:
             return
-        for node in self._sessions.seats:
+        for node in self._sessions.live_nodes():
             known = self._durable_told.get(node)
-            if self._sessions.live(node) and (known is None or known < newest):
+            if known is None or known < newest:
                 session = self._sessions.session(node)
                 said = Certificate(self._ctx.number, 0, newest, -1, self.wanted(), True, session=session)
                 self._ctx.send(node, said)
@@ -198,6 +200,13 @@ class Certify:
         """Whole, and of a lineage that a declared fresh start does not continue."""
         found = [f for f in self._ledger.facts.values() if f.level >= 0 and not f.void]
         return [f for f in found if f.snapshot.epoch < self._ctx.number and not self._ctx.is_candidate(f.snapshot)]
+
+    def _replaced(self, facts: Facts) -> bool:
+        """The next release lets go of it, whole or not."""
+        if facts.void or self._needed(facts):
+            return False
+        newer = (f for s, f in self._ledger.facts.items() if s > facts.snapshot and not f.void)
+        return any(self._certified_now(f) and not self.follows(f) for f in newer)
 
     def _spent(self, facts: Facts) -> bool:
         """Durable, while memory lacks a part of it that nobody is going to bring: the rest only keeps slots from what is to
@@ -243,7 +252,7 @@ class Certify:
             return
         self._serial += 1
         said = Certificate(self._ctx.number, self._serial, gone[-1], -1, self.wanted(), True, gone)
-        for node in filter(self._sessions.live, self._sessions.seats):
+        for node in self._sessions.live_nodes():
             self._ctx.send(node, replace(said, session=self._sessions.session(node)))
 
     def _newest_certified(self) -> Facts | None:
@@ -292,7 +301,8 @@ class Certify:
         if facts.level < 0 or facts.level >= self.wanted() or not self._ctx.is_candidate(facts.snapshot):
             return
         self._parities.order(facts)
-        by_parity = self._parities.ranks_in_lanes(facts)
+        # On a rung of copies no parity is made, also not where there was some: copies take its place.
+        by_parity = self._parities.ranks_in_lanes(facts) if isinstance(self._ctx.redundancy, Parity) else set()
         asked = False
         for rank, nodes in facts.holders.items():
             if rank in by_parity:

@@ -91,7 +91,7 @@ class Draining:
         self._said, self._said_at = leaving, now
         if changed:
             self._ledger.all_dirty()  # what was held back for them may go
-        for node in filter(self._sessions.live, self._sessions.seats):
+        for node in self._sessions.live_nodes():
             session = self._sessions.session(node)
             self._ctx.send(node, Departures(self._ctx.number, session, tuple(sorted(leaving))))
 

@@ -140,6 +140,8 @@ class Ledger:
 
     def _changed(self, facts: Facts) -> None:
         facts.tolerated.clear()
+        held = {lane: {at: nodes for at, nodes in parts.items() if nodes} for lane, parts in facts.parts.items()}
+        facts.parts = {lane: parts for lane, parts in held.items() if parts}
         if not facts.nodes() and (facts.void or facts.certificate is None):
             self.drop(facts)
         self.dirty.add(facts.snapshot)

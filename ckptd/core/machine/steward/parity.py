@@ -60,7 +60,7 @@ class Parities:
         """Ask for what is missing, of the most exposed lanes first. at_once: also for data, however recently it was lost."""
         moves = facts.parts and self._sessions.leaving
         if facts.level < 0 or facts.void or not (at_once or moves or isinstance(self._ctx.redundancy, Parity)):
-            return  # what has parity is made whole from it, and moved, whatever rung is in force now
+            return  # what has parity is moved, and made whole from it for a flush, whatever rung is in force now
         lanes = [self._held(facts, lane) for lane in self._lanes(facts)]
         patient = not at_once and not self._long_short(facts, any(map(_lost, lanes)))
         for held in sorted(lanes, key=lambda held: (self._tolerates(held), held.lane.number)):
@@ -93,10 +93,11 @@ class Parities:
 
     # --- what there is ------------------------------------------------------------------------------------------
     def _lanes(self, facts: Facts) -> list[Lane]:
-        """Those that somebody holds parts of, and those that this epoch's snapshots are to have."""
+        """Those that somebody holds parts of, and, while parity is made, those that this epoch's snapshots are to have."""
         if facts.snapshot.epoch == self._ctx.number and not facts.seats and self._ledger.knows_layouts(facts):
             self._seat(facts)
-        return sorted({*facts.parts, *facts.seats}, key=lambda lane: lane.number)
+        seats = facts.seats if isinstance(self._ctx.redundancy, Parity) else ()
+        return sorted({*facts.parts, *seats}, key=lambda lane: lane.number)
 
     def _seat(self, facts: Facts) -> None:
         record = self._ctx.record

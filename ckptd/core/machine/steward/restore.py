@@ -234,7 +234,7 @@ class Restoring:
             if restore.damaged_at is None:
                 restore.damaged_at, restore.reason = self._ctx.now, vote.reason
         else:
-            self._abort(vote.code or "unrecoverable", f"rank {vote.rank}: {vote.reason}")
+            self._refuse(vote.code or "unrecoverable", f"rank {vote.rank}: {vote.reason}")
 
     def _complete(self, restore: Restore) -> None:
         self.gathering.gather = self.restore = None
@@ -259,9 +259,6 @@ class Restoring:
         for node in gather.nodes:
             self._ctx.send(node.node, refused)
         self._stop(code, reason)
-
-    def _abort(self, code: str, reason: str) -> None:
-        self._refuse(code, reason)
 
     def _stop(self, code: str, reason: str) -> None:
         restore = self.restore
@@ -332,7 +329,7 @@ class Restoring:
             self._decide_anew(restore)
         elif now - restore.since > self._ctx.policy.restore_timeout_s:
             lacking = sorted(set(range(restore.record.world)) - restore.loaded)
-            self._abort("timeout", f"ranks {', '.join(map(str, lacking))} did not restore in time")
+            self._refuse("timeout", f"ranks {', '.join(map(str, lacking))} did not restore in time")
         elif now - restore.said_at >= RESEND_S:
             restore.said_at = now
             self._repeat(restore)

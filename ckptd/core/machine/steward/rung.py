@@ -87,7 +87,5 @@ class Rung:
         if now - self._told_at < REPEAT_S:
             return
         self._told_at = now
-        for node in self._sessions.seats:
-            if self._sessions.live(node):
-                message = InForce(self._ctx.number, self._sessions.session(node), ladder.redundancy.text)
-                self._ctx.send(node, message)
+        for node in self._sessions.live_nodes():
+            self.tell(node)

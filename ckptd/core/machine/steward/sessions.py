@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ckptd.core.machine.context import Context, audience
@@ -102,6 +102,9 @@ class Sessions:
     def live(self, node: str) -> bool:
         seat = self.seats.get(node)
         return seat is not None and seat.established and self._ctx.is_up(node)
+
+    def live_nodes(self) -> Iterator[str]:
+        return filter(self.live, self.seats)
 
     def stays(self, node: str) -> bool:
         """It is live and has not said that it is about to go."""
