@@ -257,7 +257,8 @@ class Session:
                 self.link.send(wire.GaveUp(number, self.called, "the rank joins anew"))
             self.world, self._join = world, (message, body)
             self.phase, self.restoring = JOINING, restoring
-            self.called = self._before = self._optimizer_steps = -1
+            if restoring:
+                self.called = self._before = self._optimizer_steps = -1
         try:
             sent = self._send_join(message, body)
         except OSError as error:
@@ -322,7 +323,8 @@ class Session:
                 self._expire()
                 self._before = self.called
             self.called, self._optimizer_steps = step, optimizer_steps
-        self.link.send_or_drop(wire.Called(step, asks, *self.clock.report()))
+        if self.phase == READY:  # else it hears of it when this rank is
+            self.link.send_or_drop(wire.Called(step, asks, *self.clock.report()))
 
     def stepped(self, mark: int, busy: bool) -> None:
         """A step of training ends: the daemon hears of it with the next call, or now when that is long in coming."""

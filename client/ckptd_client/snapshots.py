@@ -96,14 +96,14 @@ class Snapshots:
     def _grant(self, step: int, forced: bool, asks: bool, patience_s: float) -> tuple[Grant, SlotView]:
         """The slot comes pinned. Raises Skip."""
         session = self._session
-        self._check_ready()
         if step < session.called:
             self._troubles.report(
                 "order", f"snapshot({step}) after snapshot({session.called}): steps must grow"
             )
             raise CkptdError(f"step went backwards from {session.called}")
         self._check_progress(step, forced)
-        session.call(step, fence.steps(), asks=asks)
+        session.call(step, fence.steps(), asks=asks)  # also without a daemon: wait() answers for no older step then
+        self._check_ready()
         grant = session.take(step, patience_s)
         if grant is None and session.without_memory:
             self._troubles.report(

@@ -156,6 +156,29 @@ def test_a_daemon_that_dies_and_comes_back(tmp_path: Path) -> None:
             assert len(client._session.segments._known) == 3  # the dead one's memory was let go
 
 
+def test_wait_answers_for_no_older_step_than_one_that_was_skipped_without_a_daemon(tmp_path: Path) -> None:
+    """P2: it said "durable", and meant the step before."""
+    training = Training()
+    daemon = RankDaemonDouble(tmp_path / "d.sock").start()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        daemon.stop()
+        until(lambda: not client._session.link.up)
+        training.step()
+        assert client.snapshot(2).status == "skipped: no daemon"
+        again = RankDaemonDouble(daemon.path)
+        again._attempt, again.epoch, again.world = daemon._attempt, daemon.epoch, 1
+        again._joined = {daemon._attempt: {}}
+        with again:
+            again.wait_for(lambda: again._ready)
+            until(lambda: client._session.link.up)
+            expected = training.tensors()
+            assert client.wait("durable", 30) == "durable"
+            assert_same(again.held[1, 2][0], expected)
+
+
 def test_a_world_of_4096_ranks_is_told_at_the_join_and_again_to_a_new_daemon(tmp_path: Path) -> None:
     """A frame holds a few hundred nodes (D2)."""
     nodes = [
