@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -15,8 +16,16 @@ from tests.waiting import until
 EMPTY_S = 10.0
 needs_root = [
     pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts, or makes cgroups"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts, makes cgroups or namespaces, or becomes somebody else"),
 ]
+T = TypeVar("T")
+
+
+def for_root(test: T) -> T:
+    """The marks of ``needs_root`` on one test of a file."""
+    for mark in needs_root:
+        test = mark(test)
+    return test
 
 
 @contextmanager
@@ -59,11 +68,18 @@ class MemoryGroup:
             self.path.rmdir()
             pytest.skip(f"the memory controller is not available here: {error}")
 
+    @property
+    def _old(self) -> bool:
+        return (self.path / "memory.limit_in_bytes").exists()
+
     def limit(self, nbytes: int) -> None:
-        old = (self.path / "memory.limit_in_bytes").exists()
-        (self.path / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(nbytes))
-        if not old:
+        (self.path / ("memory.limit_in_bytes" if self._old else "memory.max")).write_text(str(nbytes))
+        if not self._old:
             (self.path / "memory.swap.max").write_text("0")
+
+    def used(self) -> int:
+        """Bytes."""
+        return int((self.path / ("memory.usage_in_bytes" if self._old else "memory.current")).read_text())
 
     @property
     def within(self) -> list[str]:

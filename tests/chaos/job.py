@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 
-from ckptd.config import Config
+from ckptd.core.redundancy import parse
+from ckptd.wire.keys import ClusterKey
 from tests.chaos.oracle import Broken, Oracle, Verdict
 from tests.chaos.records import Records
 from tests.cluster.nodes import REPO, Node, fork_rank, template
@@ -24,29 +25,19 @@ JOB = "chaos"
 RESTORE_BOUND_S = 60.0  # of a restore, above all timeouts of its daemons
 PROTECT_BOUND_S = 60.0  # until a snapshot is protected again when all is well (P14)
 END_BOUND_S = 30.0
+FENCE_BOUND_S = 5
+STALL_BOUND_S = FENCE_BOUND_S + 3.0  # P5; the rest is for a machine that does other things, too
 SETTINGS: dict[str, Any] = {
     "memory_budget": "96MiB", "inventory_timeout_s": 2, "steward_timeout_s": 3, "join_timeout_s": 20,
-    "restore_timeout_s": 30, "fence_timeout_s": 5, "replicate_retry_s": 0.3,
+    "restore_timeout_s": 30, "fence_timeout_s": FENCE_BOUND_S, "replicate_retry_s": 0.3,
 }  # fmt: skip
 
 
-def settings_of(policy: str) -> dict[str, Any]:
-    """The daemons' settings for "replicas=2", "xor(3)", "rs(4,2)"."""
-    if "redundancy" in Config.model_fields:
-        return {"redundancy": policy}
-    kind, _, count = policy.partition("=")
-    if kind != "replicas":
-        raise SystemExit(f"this build of ckptd has no policy {policy}")
-    return {"replicas": int(count)}
-
-
-def survives(policy: str) -> int:
-    """How many domains may be lost at once."""
-    if policy.startswith("replicas="):
-        return int(policy.partition("=")[2])
-    if policy.startswith("rs("):
-        return int(policy[3:-1].split(",")[1])
-    return 1
+def encrypted(root: Path) -> dict[str, Any]:
+    """Settings of a cluster whose bulk bytes are encrypted; its key is made here."""
+    key = root / "key"
+    ClusterKey.generate().save(key)
+    return {"plain_loopback": None, "bulk_mode": "aead", "key_file": key}
 
 
 class Rank:
@@ -76,11 +67,14 @@ class Rank:
 
 
 class Job:
-    """``places``: the nodes, one failure domain each."""
+    """``places``: the nodes, one failure domain each. ``policy``: a redundancy, not "auto"."""
 
     def __init__(self, root: Path, policy: str, count: int, *, failpoint: str = "", **settings: Any) -> None:
-        self.root, self.oracle, self.failpoint = root, Oracle(), failpoint
-        self.settings = {**SETTINGS, **settings_of(policy), **settings}
+        redundancy = parse(policy)
+        assert redundancy is not None, "what is owed follows from the policy, which must say how many losses it survives"
+        self.tolerates = redundancy.tolerates
+        self.root, self.oracle, self.failpoint = root, Oracle(self.tolerates), failpoint
+        self.settings = {**SETTINGS, "redundancy": policy, **settings}
         self.records = Records(root / "records")
         self.generation = 0
         self.ranks: list[Rank] = []
@@ -191,6 +185,14 @@ class Job:
         )
         return self.oracle.judge(generation)
 
+    @staticmethod
+    def restored_or_refused(verdict: Verdict) -> None:
+        """Under a fault a restore may be refused, but nothing is lost: the next start may still find what is owed."""
+        assert not verdict.error or verdict.error.startswith("refused"), verdict
+
+    def no_rank_waited_long(self) -> None:
+        assert self.oracle.slowest_s < STALL_BOUND_S, f"P5: training waited {self.oracle.slowest_s:.1f} s"
+
     def until_level(self, level: int) -> None:
         told = self.oracle.level_of
         what = f"start {self.generation} to be told level {level} (P14)"
@@ -246,6 +248,3 @@ class Job:
 
 def shuffled(rng: random.Random, places: Sequence[int]) -> list[int]:
     return rng.sample(list(places), len(places))
-
-
-__all__ = ["JOB", "Job", "Rank", "settings_of", "shuffled", "survives"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from tests.waiting import until
 CLONE_NEWNET = 0x40000000
 NOBODY = "02:de:ad:be:ef:01"  # no card has this link address
 HUB_START_S = 10.0
+HEARD_S = 10.0  # until a datagram that is not lost has come
 T = TypeVar("T")
 
 
@@ -84,6 +86,34 @@ class Namespace:
         self._holder.wait()
 
 
+class Probe:
+    """Words in datagrams from one node to another. They come in order or not at all, so whoever hears a later one knows which
+    before it were lost."""
+
+    def __init__(self, sender: Namespace, receiver: Namespace, address: str) -> None:
+        self._out, self._in = sender.inside(_datagrams), receiver.inside(_datagrams)
+        self._in.bind((address, 0))
+        self._in.settimeout(HEARD_S)
+
+    def say(self, word: str) -> None:
+        self._out.sendto(word.encode(), self._in.getsockname())
+
+    def until_heard(self, word: str) -> list[str]:
+        """All that came up to this word. Raises TimeoutError."""
+        heard: list[str] = []
+        while word not in heard:
+            heard.append(self._in.recv(100).decode())
+        return heard
+
+    def close(self) -> None:
+        self._out.close()
+        self._in.close()
+
+
+def _datagrams() -> socket.socket:
+    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+
+
 class Network:
     """``count`` namespaces on one bridge; node i has 10.77.0.(i + 1)."""
 
@@ -113,6 +143,9 @@ class Network:
     @staticmethod
     def address(index: int) -> str:
         return f"10.77.0.{index + 1}"
+
+    def probe(self, sender: int, receiver: int) -> Probe:
+        return Probe(self.spaces[sender], self.spaces[receiver], self.address(receiver))
 
     # --- faults -------------------------------------------------------------------------------------------------
     def silence(self, sender: int, receiver: int) -> None:

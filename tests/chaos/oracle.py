@@ -3,13 +3,14 @@
 It knows which state each start of the job (*generation*) made at each step, by digests of its own, what levels the ranks were
 told, and which failure domains were lost since. It knows nothing of the protocol. A snapshot is (generation, step).
 
-What is due: a snapshot that was told at level L survives the loss of any L domains, so after the loss of n distinct ones it is due
-while L - n >= 0; one that was told durable is due for ever. A restore must give the newest of the lineage that is due, or a newer
-one, every part with the digest that its maker wrote down.
+What is due: a snapshot that was told at level L, through its handle or as the answer of wait(), survives the loss of any L domains,
+so after the loss of n distinct ones it is due while L - n >= 0; one that was told durable is due for ever. A restore must give the
+newest of the lineage that is due, or a newer one, every part with the digest that its maker wrote down.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from tests.chaos.state import EVERYTHING
 
 Made = tuple[int, int]  # generation, step
 RECENT_MAX = 500  # lines kept for the message of a failure
+DEGRADED = re.compile(r"protected (\d+)/\d+, degraded")
 
 
 class Broken(AssertionError):
@@ -59,7 +61,10 @@ class Verdict:
 
 
 class Oracle:
-    def __init__(self) -> None:
+    """``tolerates``: how many domains may be lost at once by the policy of the job."""
+
+    def __init__(self, tolerates: int) -> None:
+        self.tolerates = tolerates
         self.worlds: dict[int, int] = {}
         self.parents: dict[int, Made | None] = {}  # of generations that restored on some rank
         self.made: dict[Made, dict[str, str]] = {}
@@ -104,7 +109,7 @@ class Oracle:
         elif kind == "level":
             self._told((generation, fact["step"]), rank, fact, lost)
         elif kind == "waited":
-            self._waited((generation, fact["step"]), fact["status"])
+            self._waited((generation, fact["step"]), fact["status"], lost)
         elif kind == "slow":
             self.slowest_s = max(self.slowest_s, fact["took"])
 
@@ -133,20 +138,30 @@ class Oracle:
             return
         if fact["level"] < 0 and not fact["durable"]:
             return
-        if made in self.skipped:
-            raise Broken(f"P2 {made} is told at level {fact['level']}, but a rank skipped it")
-        if len(self.makers.get(made, ())) < self.worlds[made[0]]:
-            raise Broken(f"P2 {made} is told at level {fact['level']}, but not every rank has come to it")
-        if known is None or fact["level"] - len(lost) >= known.left:
-            self.acknowledged += known is None
-            self.told[made] = Told(fact["level"], set(lost), known is not None and known.durable)
-        self.told[made].durable |= fact["durable"]
+        self._promised(made, fact["level"], fact["durable"], lost)
         self.told_to.add((made, rank))
 
-    def _waited(self, made: Made, status: str) -> None:
-        """P2: what wait() answers was told through the handle, too, or is no level."""
-        if status == "protected" and self.made.get(made) is None:
-            raise Broken(f"P2 wait() said {status} of {made}, which nobody made")
+    def _promised(self, made: Made, level: int, durable: bool, lost: set[str]) -> None:
+        known = self.told.get(made)
+        if made in self.skipped:
+            raise Broken(f"P2 {made} is told at level {level}, but a rank skipped it")
+        if len(self.makers.get(made, ())) < self.worlds[made[0]]:
+            raise Broken(f"P2 {made} is told at level {level}, but not every rank has come to it")
+        if known is None or level - len(lost) >= known.left:
+            self.acknowledged += known is None
+            self.told[made] = Told(level, set(lost), known is not None and known.durable)
+        self.told[made].durable |= durable
+
+    def _waited(self, made: Made, status: str, lost: set[str]) -> None:
+        """P2: what wait() answers binds as a level does. Where it has captured a step that had been skipped, nobody else says so:
+        that handle is its own. The rank does not count as told: its first handle may say void of the first try after this."""
+        degraded = DEGRADED.fullmatch(status)
+        if status == "durable":
+            self._promised(made, -1, True, lost)
+        elif status == "protected":  # at what the policy wants, as far as the domains of this start can give it
+            self._promised(made, min(self.tolerates, self.worlds[made[0]] - 1), False, lost)
+        elif status == "sealed" or degraded:
+            self._promised(made, int(degraded[1]) if degraded else 0, False, lost)
 
     # --- what is due --------------------------------------------------------------------------------------------
     def head(self, before: int) -> int | None:

@@ -118,6 +118,3 @@ def main(job: str, kind: str) -> None:
         rank.train()
     else:
         rank.pause.wait()  # the launcher has read why, and ends this process
-
-
-__all__ = ["Rank", "Record", "main"]

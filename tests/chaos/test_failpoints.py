@@ -12,16 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ckptd.wire.keys import ClusterKey
 from tests.chaos import points
-from tests.chaos.job import Job
+from tests.chaos.job import Job, encrypted
 from tests.short import short_folder
 from tests.waiting import until
 
 NODES = 3
 MET_S = 120.0  # until every failpoint of a group was met
+END_S = 90.0  # of a restore in which daemons die or stand still
 STOPPED_S = 1.0  # a stopped process goes on after that
-STALL_BOUND_S = 8.0  # P5: fence_timeout_s of these daemons is 5
 STARTS_MAX = 8
 LARGER = "100000"  # elements: tensors that are copied in the background, several of them
 
@@ -34,14 +33,9 @@ def root() -> Iterator[Path]:
 
 def job_in(root: Path, **how: object) -> Job:
     """With storage, everything made durable and little of it kept, and encrypted bulk bytes: whatever there is to be met."""
-    key = root / "key"
-    ClusterKey.generate().save(key)
-    settings = {
-        "storage_root": root / "storage", "flush_every_steps": 2, "keep_last": 1, "key_file": key, "bulk_mode": "aead",
-        "plain_loopback": None,
-    }  # fmt: skip
+    storage = {"storage_root": root / "storage", "flush_every_steps": 2, "keep_last": 1}
     policy = str(how.pop("policy", "replicas=1"))
-    return Job(root, policy, NODES, **{**settings, **how})
+    return Job(root, policy, NODES, **{**storage, **encrypted(root), **how})
 
 
 def test_every_failpoint_has_its_trial() -> None:
@@ -68,22 +62,26 @@ class Waker:
             os.kill(pid, signal.SIGCONT)
 
 
+def until_restored_or_refused(job: Job, waker: Waker) -> None:
+    """A restore under which a daemon dies may be refused, on all ranks."""
+
+    def over() -> bool:
+        waker.look()
+        job.listen()
+        return job.oracle.done(job.generation)
+
+    until(over, END_S, "the restore to end (D11)")
+    job.restored_or_refused(job.oracle.judge(job.generation, crashes=True))
+
+
 def meet_all(job: Job, marks: list[Path]) -> None:
-    """Train, end, start again, until each mark is there. A restore under which a daemon dies may be refused, on all ranks."""
+    """Train, end, start again, until each mark is there."""
     waker, over = Waker(job), time.monotonic() + MET_S
     for turn in range(STARTS_MAX):
         until_back(job, waker)
         nothing = job.oracle.owed(job.generation + 1) is None
         job.start([(turn + rank) % NODES for rank in range(NODES if turn % 2 else NODES - 1)], fresh=nothing)
-
-        def judged() -> bool:
-            waker.look()
-            job.listen()
-            return job.oracle.done(job.generation)
-
-        until(judged, 90, "the restore to end (D11)")
-        verdict = job.oracle.judge(job.generation, crashes=True)
-        assert not verdict.error or verdict.error.startswith("refused"), verdict
+        until_restored_or_refused(job, waker)
         end = min(over, time.monotonic() + MET_S / STARTS_MAX)
 
         def met(end: float = end) -> bool:
@@ -121,7 +119,7 @@ def whole_again(job: Job) -> None:
         if len(places) == NODES:
             job.lose([0])
         job.end()
-    assert job.oracle.slowest_s < STALL_BOUND_S, f"P5: training waited {job.oracle.slowest_s:.1f} s"
+    job.no_rank_waited_long()
 
 
 @pytest.mark.chaos
@@ -134,7 +132,6 @@ def test_daemons_at_every_instant(root: Path, group: str, action: str) -> None:
     job = job_in(root, failpoint=traps, policy="xor(3)" if group == "coding" else "replicas=1")
     try:
         meet_all(job, marks)
-        assert [mark.name for mark in marks if not mark.exists()] == []
         whole_again(job)
         assert job.oracle.acknowledged > 0
     finally:
@@ -157,23 +154,19 @@ def test_daemons_in_a_restore_without_room(root: Path, action: str) -> None:
         job.settings["memory_budget"] = "1MiB"
         job.replace([2], "new")
         job.until_up()
-        waker = Waker(job)
         job.start([2, 0, 1])
-
-        def over() -> bool:
-            waker.look()
-            job.listen()
-            return job.oracle.done(job.generation)
-
-        until(over, 90, "the restore to end (D11)")
+        until_restored_or_refused(job, Waker(job))
         assert mark.exists(), "the failpoint was not met"
-        verdict = job.oracle.judge(job.generation, crashes=True)
-        assert not verdict.error or verdict.error.startswith("refused"), verdict
         job.end()
         job.start([0, 1])
         assert not job.judge().error
     finally:
         job.close()
+
+
+def ended(job: Job) -> list[int]:
+    """Places whose keeper has ended."""
+    return [i for i, node in enumerate(job.places) if node.process is not None and node.process.poll() is not None]
 
 
 @pytest.mark.chaos
@@ -193,25 +186,13 @@ def test_a_keeper_that_dies_is_a_node_that_is_lost(root: Path, point: str) -> No
                 job.places[1].signal_daemon(signal.SIGKILL)
             with suppress(AssertionError):
                 until(mark.exists, 5)
-            dead = [
-                i
-                for i, node in enumerate(job.places)
-                if node.process is not None and node.process.poll() is not None
-            ]
             if mark.exists():
-                until(
-                    lambda: any(n.process is not None and n.process.poll() is not None for n in job.places),
-                    10,
-                    "its end",
-                )
-                dead = [
-                    i
-                    for i, n in enumerate(job.places)
-                    if n.process is not None and n.process.poll() is not None
-                ]
                 break
             job.end()
-        assert mark.exists() and len(dead) == 1
+        assert mark.exists(), "the failpoint was not met"
+        until(lambda: ended(job), 10, "its end")
+        dead = ended(job)
+        assert len(dead) == 1
         job.lose(dead)
         job.end()
         job.replace(dead, "wiped")

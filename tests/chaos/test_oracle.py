@@ -18,7 +18,7 @@ def digests(generation: int, step: int, rank: int) -> dict[str, str]:
 
 def trained(steps: int = 4, levels: dict[int, int] | None = None) -> Oracle:
     """Generation 1 has started anew and made so many steps; ``levels``: step -> the level that a rank was told."""
-    oracle = Oracle()
+    oracle = Oracle(tolerates=1)
     oracle.started(1, WORLD)
     for rank in range(WORLD):
         restored(oracle, 1, rank, None, (-1, -1))
@@ -32,6 +32,13 @@ def trained(steps: int = 4, levels: dict[int, int] | None = None) -> Oracle:
 
 def told(oracle: Oracle, step: int, level: int, *, rank: int = 0, **how: Any) -> None:
     oracle.heard(1, rank, {"k": "level", "step": step, "level": level, "durable": False, "void": "", **how})
+
+
+def waited(oracle: Oracle, step: int, status: str, *, rank: int = 0, lost: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    """A rank had been refused the step and has waited for it."""
+    oracle.heard(1, rank, {"k": "called", "step": step, "status": "skipped: not granted"})
+    oracle.heard(1, rank, {"k": "waiting", "step": step})
+    oracle.heard(1, rank, {"k": "waited", "step": step, "status": status}, lost)
 
 
 def restored(
@@ -82,6 +89,61 @@ def test_what_a_loss_takes_is_not_owed() -> None:
     told(oracle, 4, -1, durable=True)
     oracle.lost({"d2"})
     assert oracle.owed(2) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("status", "survived"),
+    [("durable", 3), ("protected", 1), ("protected 0/1, degraded", 0), ("sealed", 0)],
+)
+def test_what_a_wait_promised_is_owed(status: str, survived: int) -> None:
+    """Though no handle of the rank says a word of it. ``survived``: so many losses, and no more where there are more."""
+    for losses in range(4):
+        oracle = trained(levels={2: 1})
+        told(oracle, 2, -1, durable=True)
+        waited(oracle, 3, status)
+        oracle.lost({f"d{number}" for number in range(losses)})
+        verdict = both(oracle, 2).judge(2)
+        assert (verdict.owed, bool(verdict.error)) == (((1, 3), True) if losses <= survived else ((1, 2), False)), losses
+
+
+@pytest.mark.parametrize("status", ["captured", "skipped: not granted", "void: late", "unreachable", "nothing to wait for"])
+def test_a_wait_that_promised_nothing(status: str) -> None:
+    oracle = trained(levels={2: 1})
+    waited(oracle, 3, status)
+    assert oracle.owed(2) == (1, 2) and not both(oracle, 2).judge(2).error
+
+
+def test_what_was_lost_before_a_wait_answered_is_not_promised_anew() -> None:
+    oracle = trained(levels={2: 1})
+    oracle.lost({"d0"})
+    waited(oracle, 3, "protected", lost={"d0"})
+    assert oracle.owed(2) == (1, 3)
+    oracle.lost({"d1"})
+    assert oracle.owed(2) is None
+
+
+def test_a_wait_that_must_not_answer_so() -> None:
+    for status in ("sealed", "protected", "durable"):
+        with pytest.raises(Broken, match="not every rank"):
+            waited(trained(steps=4), 5, status)
+        oracle = trained()
+        oracle.heard(1, 1, {"k": "called", "step": 4, "status": "skipped: not granted"})
+        with pytest.raises(Broken, match="a rank skipped it"):
+            oracle.heard(1, 0, {"k": "waited", "step": 4, "status": status})
+
+
+def test_a_wait_promises_what_the_domains_of_its_start_can_give() -> None:
+    oracle = trained()
+    oracle.tolerates = 2  # but two ranks are in two domains
+    waited(oracle, 3, "protected")
+    assert oracle.told[1, 3].level == 1
+
+
+def test_the_first_try_of_a_step_may_be_void_after_a_wait() -> None:
+    oracle = trained()
+    waited(oracle, 3, "protected")
+    told(oracle, 3, -1, void="rank 1 missed it: late")
+    assert oracle.owed(2) == (1, 3)
 
 
 def test_nothing_only_if_nothing_is_owed() -> None:

@@ -20,7 +20,6 @@ pytestmark = needs_root
 MIB = 1 << 20
 NODES = 3
 FLUSH_AGAIN_S = 150.0  # the pause after failed flushes grows to 60 s
-STALL_BOUND_S = 8.0  # P5: fence_timeout_s of these daemons is 5
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_a_storage_root_that_fills_up(stack: ExitStack) -> None:
     job.train_for(1.0)
     (disk / "ballast").unlink()
     until(lambda: newest_durable(job) > told, FLUSH_AGAIN_S, "durable to go on")
-    assert job.oracle.slowest_s < STALL_BOUND_S, "P5"
+    job.no_rank_waited_long()
     fill(disk / "ballast")
     job.train_for(0.5)
     job.lose(range(NODES))
@@ -127,11 +126,7 @@ def test_a_memory_cgroup_that_is_too_small(stack: ExitStack, trainers: bool) -> 
     stack.callback(os.environ.pop, "CHAOS_LARGE")
     job = Grouped(root, "replicas=1", NODES, memory_budget="2GiB")
     stack.callback(job.close)
-    idle = (
-        int((group.path / "memory.usage_in_bytes").read_text())
-        if (group.path / "memory.usage_in_bytes").exists()
-        else 150 * MIB
-    )
+    idle = group.used()
     group.limit(idle + 100 * MIB)
     pid = job.places[1].daemon_pid()
     job.start(range(NODES))
@@ -143,7 +138,7 @@ def test_a_memory_cgroup_that_is_too_small(stack: ExitStack, trainers: bool) -> 
     job.train_for(3.0)
     assert group.kills() == 0
     assert job.places[1].daemon_pid() == pid, "the daemon was started again"
-    assert job.oracle.slowest_s < STALL_BOUND_S, "P5"
+    job.no_rank_waited_long()
     group.limit(4096 * MIB)
     job.until_newer(1, 90)
     assert group.kills() == 0

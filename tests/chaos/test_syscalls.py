@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -24,27 +25,27 @@ SICK = 1  # place of the daemon whose calls fail
 ATTACH_S = 20.0
 FAULT_S = 3.0
 BACK_S = 120.0  # its keeper aborts a daemon that hangs for 60 s
-STALL_BOUND_S = 8.0  # P5: fence_timeout_s of these daemons is 5
 pytestmark = [
     *needs_root,
     pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace"),
 ]
 CASES = [
-    ("write", "ENOSPC"), ("pwrite64", "EIO"), ("pwrite64", "ENOSPC"), ("pwrite64", "EINTR"), ("fsync", "EIO"),
-    ("fdatasync", "EIO"), ("link,linkat", "EIO"), ("rename,renameat,renameat2", "EIO"), ("rename,renameat,renameat2", "ENOSPC"),
+    ("write", "ENOSPC"), ("pwrite64", "EIO"), ("pwrite64", "ENOSPC"), ("pwrite64", "EINTR"), ("fsync,fdatasync", "EIO"),
+    ("link,linkat", "EIO"), ("rename,renameat,renameat2", "EIO"), ("rename,renameat,renameat2", "ENOSPC"),
     ("mkdir,mkdirat", "ENOSPC"), ("openat", "EMFILE"), ("mmap", "ENOMEM"), ("memfd_create", "EMFILE"), ("recvmsg", "ENOMEM"),
     ("sendmsg", "ENOBUFS"), ("sendto", "ECONNRESET"), ("recvfrom", "ECONNRESET"), ("accept4", "EMFILE"), ("socket", "EMFILE"),
     ("pread64", "EIO"), ("ftruncate,fallocate", "ENOSPC"),
 ]  # fmt: skip
-EVERYDAY = {("fsync", "EIO")}
+EVERYDAY = {("fsync,fdatasync", "EIO")}
+RARE = ("link,linkat", "rename,renameat,renameat2", "mkdir,mkdirat")  # made now and then by whoever commits or claims an epoch
 
 
 class Injection:
-    """Fails every third of these calls in each thread of the process, until ``close``."""
+    """Fails every third of these calls in each thread of the process, from the ``first`` on, until ``close``."""
 
-    def __init__(self, pid: int, calls: str, error: str, log: Path) -> None:
+    def __init__(self, pid: int, calls: str, error: str, log: Path, first: int) -> None:
         self._log = log
-        inject = f"inject={calls}:error={error}:when=2+3"
+        inject = f"inject={calls}:error={error}:when={first}+3"
         self._strace = subprocess.Popen(
             ["strace", "-f", "-o", str(log), "-e", f"trace={calls}", "-e", inject, "-p", str(pid)],
             stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True,
@@ -88,32 +89,33 @@ def job() -> Iterator[Job]:
 )
 def test_a_call_that_fails_again_and_again(job: Job, calls: str, error: str) -> None:
     """P2, P4, P5, P11: over training, flushes and a restore."""
-    sick = job.places[SICK]
-    injection = Injection(sick.daemon_pid(), calls, error, job.root / "strace.log")
-    try:
+    sick = job.places if calls in RARE else [job.places[SICK]]
+    with ExitStack() as stack:
+        injections = [
+            stack.enter_context(
+                closing(Injection(node.daemon_pid(), calls, error, node.root / "strace.log", 1 if calls in RARE else 2))
+            )
+            for node in sick
+        ]
         job.train_for(FAULT_S)
-        no_rank_waited_long(job)
+        job.no_rank_waited_long()
         job.end()
         job.start([2, 1, 0])
         verdict = job.judge()
-        assert not verdict.error or verdict.error.startswith("refused"), verdict
+        job.restored_or_refused(verdict)
         if not job.refused():
             job.train_for(1.0)
-    finally:
-        injection.close()
+    failed = sum(injection.count() for injection in injections)
+    assert failed > 0, "no call failed: nothing was tried"
     job.end()
-    until(lambda: sick.daemon_other_than(0), BACK_S, "the daemon to answer")
+    until(lambda: all(node.daemon_other_than(0) for node in sick), BACK_S, "the daemons to answer")
     job.start([0, 1, 2])
     verdict = job.judge()
     assert not verdict.error, verdict
     job.until_newer(1)
-    no_rank_waited_long(job)
+    job.no_rank_waited_long()
     job.lose([SICK])
     job.end()
     job.start([0, 2])
     verdict = job.judge()
-    assert not verdict.error, (verdict, injection.count())
-
-
-def no_rank_waited_long(job: Job) -> None:
-    assert job.oracle.slowest_s < STALL_BOUND_S, f"P5: training waited {job.oracle.slowest_s:.1f} s"
+    assert not verdict.error, (verdict, failed)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.demo.cluster import short_temp
-from tests.chaos.job import Job, shuffled, survives
+from tests.chaos.job import Job, shuffled
 from tests.chaos.oracle import Verdict
 
 NODES = 6
@@ -96,9 +96,9 @@ def _spread(values: list[Any]) -> str:
 class Trials:
     def __init__(self, root: Path, policy: str, seed: int, *, talk: bool = False) -> None:
         self.policy, self.seed, self.talk = policy, seed, talk
-        self.f = survives(policy)
         self.tally = Tally()
         self.job = Job(root, policy, NODES)
+        self.f = self.job.tolerates
 
     def run(self, trials: range) -> Tally:
         """Raises Broken for what must never be; what was owed and not restored is counted."""

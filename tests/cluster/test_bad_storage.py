@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from ckptd.persist import manifest
 from ckptd.persist.names import DATA, MANIFEST
 from tests.cluster.damage import flip_in_file
 from tests.cluster.nodes import Cluster, Node, Trainer, TrainerError, together
+from tests.places import fill, for_root, small_disk
 from tests.waiting import until
 
 JOB = "store"
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts")
 
 
 def durable(trainer: Trainer, steps: int = 2) -> str:
@@ -71,18 +70,12 @@ def test_damaged_files_are_named_and_an_older_checkpoint_serves(nodes: Cluster) 
 @pytest.fixture
 def disk(nodes: Cluster) -> Iterator[Path]:
     """A file system of its own, of 24 MiB."""
-    place = nodes.root / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], check=True)
-    try:
+    with small_disk(nodes.root / "disk", "24m") as place:
         yield place
-    finally:
         nodes.close()
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-@pytest.mark.root
-@needs_root
+@for_root
 def test_a_full_disk_and_a_storage_that_vanishes(nodes: Cluster, disk: Path) -> None:
     """P5, P14: training goes on without a word of it, health says why; when there is room again, durable follows."""
     storage = disk / "storage"
@@ -119,15 +112,6 @@ def follows(node: Node, trainer: Trainer) -> None:
     until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "durable") >= newest, 40, "durable to follow")
     until(lambda: not node.problems(), 20, f"health to be well again: {node.problems()}")
     assert node.get("/healthz")["ok"]
-
-
-def fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file:
-        try:
-            while file.write(bytes(1 << 16)):
-                pass
-        except OSError:
-            return
 
 
 def test_storage_without_rights_is_refused_at_start(nodes: Cluster) -> None:

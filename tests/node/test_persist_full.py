@@ -26,7 +26,6 @@ from tests.node.checkpoints import JOB, check_all, save, small_world, write_all
 
 SNAPSHOT = SnapshotId(1, 10)
 REPO = Path(__file__).resolve().parents[2]
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small tmpfs")
 
 
 @pytest.fixture
@@ -36,8 +35,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
-@pytest.mark.root
-@needs_root
+@places.for_root
 def test_a_disk_that_fills_up_while_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Free space was there when asked for, then somebody else took it."""
     storage = PosixStorage(str(small_disk / "root"))
@@ -57,8 +55,7 @@ def test_a_disk_that_fills_up_while_writing(small_disk: Path, monkeypatch: pytes
         check_all(checkpoint, world)
 
 
-@pytest.mark.root
-@needs_root
+@places.for_root
 def test_a_full_disk_is_noticed_before_writing(small_disk: Path) -> None:
     storage = PosixStorage(str(small_disk / "root"))
     with pytest.raises(StorageError, match="bytes needed") as caught:
@@ -66,8 +63,7 @@ def test_a_full_disk_is_noticed_before_writing(small_disk: Path) -> None:
     assert str(small_disk) in str(caught.value)
 
 
-@pytest.mark.root
-@needs_root
+@places.for_root
 def test_a_full_disk_does_not_stop_readers(small_disk: Path) -> None:
     """No room for a lease: reading goes on without one."""
     storage = PosixStorage(str(small_disk / "root"))
@@ -132,8 +128,7 @@ def test_a_storage_that_vanishes_and_comes_back(tmp_path: Path) -> None:
     assert [info.snapshot.step for info in list_commits(storage, JOB)] == [10, 20]
 
 
-@pytest.mark.root
-@needs_root
+@places.for_root
 def test_a_directory_without_rights() -> None:
     """As an ordinary user below somebody else's directory: the error says what is needed."""
     code = (
