@@ -21,7 +21,7 @@ help:
 	@echo "make demo    four nodes, five failures, every claim checked (under 5 minutes on 2 cores)"
 	@echo "make test    ruff, mypy --strict, pytest (under 10 minutes on 2 cores)"
 	@echo "make chaos   the longer runs under faults"
-	@echo "make soak    for CKPTD_SOAK_S seconds, an hour unless told otherwise"
+	@echo "make soak    for CKPTD_SOAK_S seconds, an hour unless told otherwise; then the fuzzers for FUZZ_SECONDS"
 	@echo "make mutants deliberate mistakes in the core and in commits: which do the tests find? (20 minutes on 2 cores)"
 	@echo "make bench   speed beside the machine's own limits; results in bench/results/"
 	@echo "make clean   remove what was made here"

@@ -86,11 +86,6 @@ class Rank:
         with urllib.request.urlopen(f"http://{address}/status", timeout=30) as answer:
             return {"pacing": json.loads(answer.read())["pacing"]}
 
-    def end(self) -> dict[str, Any]:
-        dist.barrier()
-        dist.destroy_process_group()
-        return {}
-
 
 def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr

@@ -111,12 +111,12 @@ async def test_a_peer_that_speaks_half_valid_frames(r: Rig) -> None:
             for _ in range(4 * FRAMES):
                 for frame in _control_frames(chance):
                     peer.socket.send(frame)
-            await _still_answers(r, node, f"again{number}")
+            await _still_answers(node, f"again{number}")
         finally:
             peer.close()
 
 
-async def _still_answers(r: Rig, node: NodeInfo, name: str) -> None:
+async def _still_answers(node: NodeInfo, name: str) -> None:
     good = RawPeer(node.control, key=None)
     try:
         assert (await good.greet(name, "i1", node.node))[0] == lf.WELCOME

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.mutants.by_hand import mutants_by_hand, rare
+from tests.mutants.by_hand import BY_HAND, mutants_by_hand, rare
 from tests.mutants.generate import Mutant, mutants_of
 from tests.mutants.report import complaints, table
 from tests.mutants.run import Results, Worker, judge, reach
@@ -27,13 +27,13 @@ def all_mutants() -> list[Mutant]:
 def chosen(mutants: list[Mutant], only: str, every: int) -> list[Mutant]:
     texts = only.split(",")
     found = [m for m in mutants if any(text in m.id or text in m.title for text in texts)]
-    return [m for m in found if every == 1 or sum(m.id.encode()) % every == 0]
+    return [m for m in found if m.function == BY_HAND or sum(m.id.encode()) % every == 0]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", default="", help="mutants whose id or title has one of these texts in it")
-    parser.add_argument("--every", type=int, default=1, help="every N-th of them, always the same ones")
+    parser.add_argument("--every", type=int, default=1, help="every N-th, always the same ones, and all written by hand")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
         "--seeds",

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.mutants.by_hand import EDITS, edited, mutants_by_hand
+from tests.mutants.__main__ import chosen
+from tests.mutants.by_hand import BY_HAND, EDITS, edited, mutants_by_hand
 from tests.mutants.generate import Mutant, mutants_of, mutated
 from tests.mutants.report import complaints, table
 from tests.mutants.run import Outcome
@@ -146,6 +147,16 @@ def test_the_table_and_what_is_wrong_with_it() -> None:
     assert last.split() == ["all", "3", "1", "1", "0", "1", "1", "66.7", "%"]
     assert gone({"a", one.id}, [one]) == ["a"]
     assert not_needed({one.id, two.id}, outcomes) == [one.id]
+
+
+def test_of_those_written_by_hand_none_is_left_out() -> None:
+    """Their ids would leave most of them out, as they do with those that are generated."""
+    generated, by_hand = mutants_of("thing.py", SOURCE), mutants_by_hand()
+    assert {mutant.function for mutant in by_hand} == {BY_HAND}
+    found = chosen([*generated, *by_hand], "", 5)
+    assert found[-len(by_hand) :] == by_hand
+    assert 0 < len(found) - len(by_hand) < len(generated)
+    assert chosen(by_hand, "no verify", 5) == [m for m in by_hand if "no verify" in m.title]
 
 
 def test_every_survivor_that_is_explained_is_still_there() -> None:

@@ -42,7 +42,8 @@ def summary(outcomes: list[Outcome]) -> str:
     flushed = sum(cut.flags == LOG_FLUSH for cut in cuts)
     return (
         f"{len(cuts)} power cuts ({flushed} with the log flushed) at {len({cut.where for cut in cuts})} different points, "
-        f"{sum(bool(cut.broken) for cut in cuts)} broke a promise; not acknowledged: {there} there, {gone} not there"
+        f"{sum(len(o.shown) for o in outcomes)} broke a promise, "
+        f"{sum(len(o.failed) for o in outcomes)} failed before the power did; not acknowledged: {there} there, {gone} not there"
     )
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from tests.power.disk import LOG_FLUSH, MKFS, NO_LOG_FLUSH, Disk, memory_at, private_mounts
 from tests.power.mutants import NEAR
 from tests.power.notes import Life, Note, read_notes
-from tests.power.oracle import Broken, Oracle, expect
+from tests.power.oracle import Oracle
+from tests.power.promises import Broken, Failed, expect
 from tests.power.trap import CUT
 from tests.power.zygote import Zygote
 
@@ -26,7 +27,6 @@ APART = 101  # seeds between two kinds of file system, so that they go through t
 STRIDE = 17  # from one system call to the next: neighbours are alike
 REACHED = 0.8  # of what the first lives passed; a point that is not reached is a cut at the end
 GOES_ON = 0.4  # of those lives that left a written attempt
-PROMISES = ("persist.", "acknowledged ")
 PROMISES = ("persist.", "acknowledged ")
 CENSUS_SEED = 1 << 40
 
@@ -46,6 +46,7 @@ class Cut:
     where: str
     flags: int
     broken: str = ""
+    failed: bool = False  # so it says, and it was no promise: the life went wrong before the power did
 
 
 @dataclass
@@ -56,7 +57,18 @@ class Outcome:
 
     @property
     def broken(self) -> list[Cut]:
+        """Promises, and lives that failed by themselves: of the code as it is neither may be."""
         return [cut for cut in self.cuts if cut.broken]
+
+    @property
+    def failed(self) -> list[Cut]:
+        """No power cut shows these, but for what an earlier one may have left behind."""
+        return [cut for cut in self.cuts if cut.failed]
+
+    @property
+    def shown(self) -> list[Cut]:
+        """Promises that do not hold."""
+        return [cut for cut in self.cuts if cut.broken and not cut.failed]
 
 
 class Bench:
@@ -171,15 +183,15 @@ class _Episode:
         status = self.bench.zygote.live(life)
         notes = read_notes(Path(life.log))
         where = next((note.text for note in notes if note.what == "cut"), f"no cut, exit status {status}")
-        broken = ""
+        broken, failed = "", False
         try:
             self.disk.reboot()
             self.oracle.hear(notes)
-            expect(status == CUT, f"the life ended with {status}")
+            expect(status == CUT, f"the life ended with {status}", Failed)
             self.oracle.check(self.disk.mount)
         except Broken as error:
-            broken = str(error)
-        self.outcome.cuts.append(Cut(self.seed, number, where, life.flags, broken))
+            broken, failed = str(error), isinstance(error, Failed)
+        self.outcome.cuts.append(Cut(self.seed, number, where, life.flags, broken, failed))
         self.left = _left_over(notes)
 
     def _tidy(self, number: int) -> None:
@@ -188,11 +200,12 @@ class _Episode:
         try:
             status = self.bench.zygote.live(life)
             self.oracle.hear(read_notes(Path(life.log)))
-            expect(status == 0, f"cleaning up ended with {status}")
+            expect(status == 0, f"cleaning up ended with {status}", Failed)
             self.oracle.check(self.disk.mount)
             self.oracle.check_tidy(self.disk.mount)
         except Broken as error:
-            self.outcome.cuts.append(Cut(self.seed, number, "cleaning up", 0, str(error)))
+            failed = isinstance(error, Failed)
+            self.outcome.cuts.append(Cut(self.seed, number, "cleaning up", 0, str(error), failed))
 
 
 def _left_over(notes: list[Note]) -> Note | None:

@@ -27,6 +27,7 @@ from ckptd.persist.storage.posix import PosixStorage
 from tests.node.checkpoints import JOB, World, commit_all, epoch_record, small_world, write_all
 from tests.power.mutants import MUTANTS
 from tests.power.notes import KEEP_LAST, Life, Note, Notebook
+from tests.power.promises import Broken, expect
 from tests.power.trap import END, Trap
 
 SNAPSHOTS = 3  # per life
@@ -81,10 +82,11 @@ class Running:
             if self.life.delay_s:
                 self.trap.cut_after(self.life.delay_s)
             self._live()
-        except BaseException:
+        except BaseException as error:
             if self.trap.dark:  # every operation fails now; the thread that cuts ends us
                 threading.Event().wait()
-            self.note("wrong", text=traceback.format_exc())
+            broken = isinstance(error, Broken)
+            self.note("broken" if broken else "wrong", text=str(error) if broken else traceback.format_exc())
             raise
         self.note("counts", counts=self.trap.counts)
         if not self.life.tidy:
@@ -132,7 +134,7 @@ class Running:
 
     def _again(self, old: EpochRecord | None) -> EpochRecord:
         assert self.life.goes_on is not None and self.life.goes_on.record is not None
-        assert old is not None and old.number >= self.life.goes_on.record.number, "a claimed epoch is lost"
+        expect(old is not None and old.number >= self.life.goes_on.record.number, "a claimed epoch is lost")
         return self.life.goes_on.record
 
     def _stale_claim(self) -> None:
@@ -140,7 +142,7 @@ class Running:
         old = newest_record(self.storage, JOB)
         if old is not None:
             ok, _ = claim_epoch(self.storage, JOB, replace(old, nonce="stale"))
-            assert not ok, f"epoch {old.number} was given to a second start of the job"
+            expect(not ok, f"epoch {old.number} was given to a second start of the job")
 
     # --- flush --------------------------------------------------------------------------------------------------
     def _snapshot(self) -> None:

@@ -16,7 +16,8 @@ BEGINNINGS = ("claiming", "persisting", "begin", "retaining")
 
 
 class Note(msgspec.Struct, omit_defaults=True):
-    """``what``: claiming, claimed, persisting, persisted, named, begin, written, committed, kept, retaining, wrong, cut, counts."""
+    """``what``: claiming, claimed, persisting, persisted, named, begin, written, committed, retaining, cut, counts;
+    broken: a promise, as the life itself saw; wrong: anything else that ended it."""
 
     what: str
     snapshot: SnapshotId | None = None

@@ -25,15 +25,7 @@ from ckptd.persist.verify import verify_at
 from tests.node.checkpoints import JOB, check_all
 from tests.power.life import world_of
 from tests.power.notes import KEEP_LAST, Note
-
-
-class Broken(AssertionError):
-    """A promise does not hold."""
-
-
-def expect(holds: object, text: str) -> None:
-    if not holds:
-        raise Broken(text)
+from tests.power.promises import Broken, Failed, expect
 
 
 class Oracle:
@@ -55,7 +47,8 @@ class Oracle:
         self.retaining = False
         self.fresh.clear()
         for note in notes:
-            expect(note.what != "wrong", f"it failed before the power did:\n{note.text}")
+            expect(note.what != "broken", note.text)
+            expect(note.what != "wrong", f"it failed before the power did:\n{note.text}", Failed)
             self._hear(note)
 
     def _hear(self, note: Note) -> None:

@@ -28,6 +28,8 @@ def test_a_mistake_is_found(tmp_path: Path) -> None:
     """The others are in `make chaos`."""
     try:
         with Bench("xfs", tmp_path) as bench:
-            assert any(bench.episode(seed, mutant="no_fsync").broken for seed in range(5))
+            outcomes = (bench.episode(seed, mutant="no_fsync") for seed in range(5))
+            found = any(outcome.shown for outcome in outcomes)
     except NoDisk as why:
         pytest.skip(str(why))
+    assert found, "nobody noticed"

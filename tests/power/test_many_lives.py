@@ -51,10 +51,9 @@ def test_hundreds_of_power_cuts(benches: dict[str, Bench], capsys: pytest.Captur
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_mistake_is_found(name: str, benches: dict[str, Bench], capsys: pytest.CaptureFixture[str]) -> None:
-    caught = points = 0
-    for kind in ("ext4", "xfs"):
-        for outcome in campaign(benches[kind], MUTANT_EPISODES, name):
-            caught, points = caught + len(outcome.broken), points + len(outcome.cuts)
+    """By a promise: that some lives fail by themselves as well, as where two attempts meet, shows nothing."""
+    found = [one for kind in ("ext4", "xfs") for one in campaign(benches[kind], MUTANT_EPISODES, name)]
+    caught, points = sum(len(one.shown) for one in found), sum(len(one.cuts) for one in found)
     with capsys.disabled():
         print(f"\n{name}: {caught} of {points} power cuts show it", end=" ")
     assert caught, f"{points} power cuts, and nobody noticed"

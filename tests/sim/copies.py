@@ -87,7 +87,7 @@ class Copies:
             fact,
             layout,
         )
-        host.world.oracle.held(host, mem)
+        host.world.oracle.held(mem)
         host.feed(ev.ReplicaArrived(snapshot, rank, tier, mem.id, layout, digests, keep))
 
 

@@ -90,17 +90,14 @@ class FastWorld(World):
         nodes: int = 1,
         per_node: int = 1,
         own_slots: int = 3,
-        mutant: str = "",
     ) -> None:
-        super().__init__(seed, mutant=mutant)
+        super().__init__(seed)
         self.speed = speed
         self.policy = Policy(replicas=1, own_slots=own_slots, durable=False)
         self.step_s, self.capture_s, self.replicate_s = speed.step_s, speed.capture_s, speed.replicate_s
         self.seal_s, self.stride = speed.seal_s, 1
-        self.net.calm()
+        self.quiet()
         self.net.delay_s = speed.net_s
-        self.calm = True
-        self.faults.stop()
         self.hosts = {f"n{i}": FastHost(self, f"n{i}", f"d{i}") for i in range(nodes)}
         self._per_node = per_node
 
@@ -125,7 +122,3 @@ class FastWorld(World):
         self.clock.run(self.clock.now + SETTLE_S)
         self.oracle.check_all()
         return len(self.oracle.certified_ever)
-
-    @property
-    def grants(self) -> Any:
-        return self.hosts["n0"].machine.steward.grants

@@ -66,8 +66,8 @@ class Faults:
         self._plan_drains()
 
     def _plan_drains(self) -> None:
-        """In every third world nodes are asked to go; some go, some stay after all, some are asked until the end. Drawn apart,
-        so that a seed of before shows what it showed."""
+        """In every second world nodes are asked to go; some go, some stay after all, some are asked until the end. Drawn
+        apart, so that a seed of before shows what it showed."""
         rng = Random(f"drains {self.world.seed}")
         for _ in range(rng.choice([0, 0, 1, 2])):
             name, at = rng.choice(sorted(self.world.hosts)), rng.uniform(4.0, 25.0)
@@ -77,15 +77,17 @@ class Faults:
                 self.world.clock.after(at + rng.uniform(0.5, 8.0), after, self.world.hosts[name])
 
     def _drain(self, host: Host, on: bool) -> None:
-        if host.alive:
+        """Of all jobs: they share the daemon. None begins when faults are over; one that was begun may still be ended."""
+        if host.alive and (self.active or not on):
             self.world.trace(host.name, "!", "is to go" if on else "stays")
             self.world.oracle.count("a node asked to go" if on else "a node that stays after all")
-            host.feed(DrainAsked(on))
+            for world in self.world.everyone:
+                world.hosts[host.name].feed(DrainAsked(on))
 
     def _gone(self, host: Host) -> None:
         if self.active and host.alive:
-            said = host.machine.view()["drain"]
-            if said["known"] and not said["slots"]:
+            said = [world.hosts[host.name].machine.view()["drain"] for world in self.world.everyone]
+            if all(one["known"] and not one["slots"] for one in said):
                 self.world.oracle.count("a drained node gone")
             self.kill(host, NODE)
 
@@ -143,13 +145,7 @@ class Faults:
             host.state.replaced()
         if how in (NODE, REBOOT):
             host.state.power_cut()
-            for run in [
-                *world.launcher.old,
-                *([world.launcher.run] if world.launcher.run is not None else []),
-            ]:
-                for proc in run.procs:
-                    if proc.host is host:
-                        proc.die()
+            world.launcher.ranks_die(host)
         world.oracle.check_all()
 
     def _revive(self, name: str) -> None:

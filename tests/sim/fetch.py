@@ -150,12 +150,12 @@ class Fetching:
         if do is None:  # the daemon was restarted since its ranks have loaded
             for proc in self.host.procs.values():
                 if self.host.record is not None and proc.run.attempt == self.host.record.nonce:
-                    proc.may_train(self.host.record)
+                    proc.may_train()
         elif do.round == number:
             for rank in do.ranks:
                 proc = self.host.procs.get(rank)
                 if proc is not None:
-                    proc.may_train(do.record)
+                    proc.may_train()
             self._give_back()
 
     def fail(self, do: ins.FailRestore) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 UNIX_S = 0.001  # between a rank and its daemon
-DRIFT = 0.01  # clocks of two nodes run apart by at most this, and have begun anywhere
+DRIFT = 0.01  # a clock runs so much too fast or too slow at most, two apart by up to twice that; they have begun anywhere
 BOOTED_S = 1e5
 
 
@@ -284,7 +284,7 @@ class Host:
         if not mem.own:
             del self.memory[mem.id]
         if sealed is not None:
-            self.world.oracle.freed(self, sealed)
+            self.world.oracle.freed(sealed)
 
     def _WriteFiles(self, do: ins.WriteFiles) -> None:  # noqa: N802
         self.writes.write(do)

@@ -26,7 +26,6 @@ class Net:
         self.repeat = rng.choice([0.0, 0.02])
         self.straggle = 0.02 if world.harsh else 0.001  # messages that come once more, much later
         self.view: dict[tuple[str, str], bool] = {}  # (observer, node) -> what it was told last
-        self.sent = 0
         self._busy = Random(f"busy {world.seed}")
         self._late = self._busy.choice(LATE_OF)
         self._turn: dict[str, float] = {}  # node -> until when what it said to itself waits for its event loop
@@ -61,7 +60,6 @@ class Net:
         return self._turn[node] - now
 
     def send(self, source: str, to: str, message: Message) -> None:
-        self.sent += 1
         if to not in self.world.hosts or not self.links.carries(source, to) or self.rng.random() < self.loss:
             return
         held = self.links.wait(source, to, self.world.clock.now)

@@ -61,7 +61,7 @@ class Oracle:
         self.counts[what] += 1
 
     # --- what is held -------------------------------------------------------------------------------------------
-    def held(self, host: Host, mem: Mem) -> None:
+    def held(self, mem: Mem) -> None:
         assert mem.fact is not None and mem.layout is not None
         snapshot, mem.since = mem.fact.snapshot, self.world.clock.now
         if mem.own:
@@ -130,7 +130,7 @@ class Oracle:
         if snapshot in self.promises:
             self.promises[snapshot].lost.add(host.domain)
 
-    def freed(self, host: Host, snapshot: SnapshotId) -> None:
+    def freed(self, snapshot: SnapshotId) -> None:
         """P3: memory went. Does everything promised still hold?"""
         self.check_promise(snapshot)
 

@@ -39,9 +39,8 @@ class Large(World):
                              join_timeout_s=60.0, restore_timeout_s=120.0, inventory_timeout_s=20.0)  # fmt: skip
         self.step_s, self.stride = 5.0, 1
         self.capture_s = self.replicate_s = 0.5
-        self.faults.stop()
-        self.calm = self.large = True
-        self.net.calm()
+        self.quiet()
+        self.large = True
         self.net.delay_s = 0.002
         self.times = Times()
         self.hosts = {f"n{i}": TimedHost(self, f"n{i}", f"d{i}") for i in range(size)}

@@ -21,10 +21,6 @@ Token = tuple[str, int]  # (attempt of the run, step); a slice's whole content
 DAMAGE: Token = ("damage", -1)
 
 
-def token_digest(token: Token) -> bytes:
-    return _digest(token)
-
-
 @lru_cache(maxsize=4096)
 def _digest(token: Token) -> bytes:
     return hashlib.blake2b(repr(token).encode(), digest_size=16).digest()

@@ -38,8 +38,7 @@ class Slow(Writes):
 def test_a_number_that_was_claimed_and_not_opened_is_left_out(stop_s: float, number: int) -> None:
     worlds = map(World, range(1000))
     world = next(w for w in worlds if len(w.hosts) == 2 and len(w.everyone) == 1 and w.policy.durable)
-    world.faults.active, world.calm = False, True
-    world.net.calm()
+    world.quiet()
     hosts = list(world.hosts.values())
     slow = Slow(hosts[0])
     slow.stop_s, hosts[0].writes = stop_s, slow

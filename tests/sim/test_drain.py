@@ -31,9 +31,7 @@ def best(world: World) -> int:
 
 def stop_training(world: World) -> None:
     world.launcher.ended = True
-    run = world.launcher.run
-    assert run is not None
-    run.stopped = True
+    world.started.stopped = True
     world.clock.run(world.clock.now + QUIET_S)
 
 
@@ -76,9 +74,7 @@ def test_the_level_holds_without_the_node_that_was_drained(size: int, redundancy
     """P2, P3: no repair is needed after it went. Index 0 is the steward's node."""
     world = trained(of_size(size), redundancy)
     stop_training(world)
-    run = world.launcher.run
-    assert run is not None
-    host = world.hosts[run.nodes[index].node]
+    host = world.hosts[world.started.nodes[index].node]
     assert without(world, host) < redundancy.tolerates, "it was needed"
     drain(world, host)
     assert without(world, host) >= redundancy.tolerates
@@ -91,9 +87,7 @@ def test_the_level_holds_without_the_node_that_was_drained(size: int, redundancy
 def test_two_at_once(redundancy: Redundancy) -> None:
     world = trained(of_size(6), redundancy)
     stop_training(world)
-    run = world.launcher.run
-    assert run is not None
-    pair = [world.hosts[node.node] for node in run.nodes[1:3]]
+    pair = [world.hosts[node.node] for node in world.started.nodes[1:3]]
     drain(world, *pair)
     assert without(world, *pair) >= redundancy.tolerates
 
@@ -101,9 +95,7 @@ def test_two_at_once(redundancy: Redundancy) -> None:
 @pytest.mark.parametrize("redundancy", [Replicas(1), Parity(2, 1)], ids=lambda value: value.text)
 def test_training_goes_on_and_nothing_new_is_placed_on_it(redundancy: Redundancy) -> None:
     world = trained(of_size(4), redundancy)
-    run = world.launcher.run
-    assert run is not None
-    host = world.hosts[run.nodes[1].node]
+    host = world.hosts[world.started.nodes[1].node]
     drain(world, host)
     begun = max(world.oracle.certified_ever)
     later = world.clock.now + SOON_S
@@ -120,9 +112,7 @@ def test_where_nobody_can_take_it_it_says_so() -> None:
     """Two domains: what is left is one, and the level falls whatever is done."""
     world = trained(of_size(2), Replicas(1))
     stop_training(world)
-    run = world.launcher.run
-    assert run is not None
-    host = world.hosts[run.nodes[1].node]
+    host = world.hosts[world.started.nodes[1].node]
     host.feed(ev.DrainAsked(True))
     stuck = lambda: host.machine.view()["drain"]["stuck"] > 0  # noqa: E731
     assert world.clock.run(world.clock.now + DRAIN_S, stuck)
@@ -134,9 +124,7 @@ def test_where_nobody_can_take_it_it_says_so() -> None:
 def test_snapshots_go_on_where_nobody_else_can_take_them() -> None:
     """P14: with two nodes and few slots the leaving one is still used, as long as it is there."""
     world = trained(of_size(2), Replicas(1), own_slots=2)
-    run = world.launcher.run
-    assert run is not None
-    world.hosts[run.nodes[1].node].feed(ev.DrainAsked(True))
+    world.hosts[world.started.nodes[1].node].feed(ev.DrainAsked(True))
     world.clock.run(world.clock.now + SOON_S)
     before = set(world.oracle.certified_ever)
     assert world.clock.run(world.clock.now + DRAIN_S, lambda: len(set(world.oracle.certified_ever) - before) >= 3)
@@ -144,9 +132,7 @@ def test_snapshots_go_on_where_nobody_else_can_take_them() -> None:
 
 def test_cancelled_and_restarted_it_stays() -> None:
     world = trained(of_size(4), Replicas(1))
-    run = world.launcher.run
-    assert run is not None
-    host, other = (world.hosts[node.node] for node in run.nodes[1:3])
+    host, other = (world.hosts[node.node] for node in world.started.nodes[1:3])
     leaving = lambda: other.machine.ctx.leaving  # noqa: E731
     host.feed(ev.DrainAsked(True))
     assert world.clock.run(world.clock.now + SOON_S, lambda: leaving() == {host.name})

@@ -35,9 +35,7 @@ def newest(world: World) -> int:
 
 
 def in_force(world: World) -> set[str]:
-    run = world.launcher.run
-    assert run is not None
-    return {world.hosts[node.node].machine.view()["redundancy"] for node in run.nodes}
+    return {world.hosts[node.node].machine.view()["redundancy"] for node in world.started.nodes}
 
 
 def no_room(world: World, *what: str) -> None:

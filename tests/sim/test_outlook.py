@@ -47,9 +47,7 @@ def test_no_node_promises_more_than_memory_holds(seed: int) -> None:
         world.clock.run(look * LOOK_EVERY_S)
         if not world.trouble_since(UNNOTICED_S):
             count += sum(looked_at(world, host) for host in world.hosts.values() if host.alive and not host.paused)
-    world.calm = True
-    faults.active = False
-    world.net.calm()
+    world.quiet()
     for _ in range(CALM_LOOKS):
         world.clock.run(world.clock.now + LIFE_S / 2)
         count += sum(looked_at(world, host) for host in world.hosts.values() if host.alive and not host.paused)
@@ -71,22 +69,15 @@ def the_steward(world: World) -> Host:
 def lose(world: World, host: Host) -> None:
     """The whole node; nobody starts the job again."""
     world.launcher.ended = True
-    run = world.launcher.run
-    assert run is not None
-    for proc in run.procs:
-        if proc.host is host:
-            proc.die()
+    world.launcher.ranks_die(host)
     host.stop()
-    world.oracle.lost(host)
-    host.memory.clear()
+    host.lose_memory()
 
 
 def test_the_stewards_node_says_all_that_is_so() -> None:
     """In calm, with nothing under way, each node's promise is exactly the newest snapshot that memory without it holds."""
     world = trained(2)
-    run = world.launcher.run
-    assert run is not None
-    run.stopped = True
+    world.started.stopped = True
     world.clock.run(world.clock.now + 10.0)
     now = situation(the_steward(world).machine)
     for name in world.hosts:

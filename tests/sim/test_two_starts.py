@@ -25,9 +25,7 @@ def cluster() -> World:
         for w in map(World, range(SEED, 1000))
         if len(w.hosts) == SIZE and w.policy.redundancy == Replicas(1)
     )
-    world.faults.active = False
-    world.calm = True
-    world.net.calm()
+    world.quiet()
     for host in world.hosts.values():
         host.start()
     return world
@@ -73,8 +71,7 @@ def test_a_higher_number_that_never_ran_does_not_hide_what_a_lower_one_trained(r
     """Nobody knew of both: the higher one says that it came after "a1", and all daemons write down the higher one."""
     world = cluster()
     trains(world, start(world, "a1", 0, 1, 2, 3))
-    assert world.launcher.run is not None
-    world.launcher.run.kill()
+    world.started.kill()
     world.store.up = False
     world.net.split({"n2", "n3"})
     world.clock.run(world.clock.now + 5.0)

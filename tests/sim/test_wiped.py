@@ -22,15 +22,11 @@ def trained() -> World:
 
 def wipe(world: World, index: int, *, ranks_die: bool) -> None:
     """The daemon of member ``index``. Its link is seen to go and to come; nobody has taken its place by then."""
-    run = world.launcher.run
-    assert run is not None
-    host = world.hosts[run.nodes[index].node]
-    for proc in run.procs:
-        if ranks_die and proc.host is host:
-            proc.die()
+    host = world.hosts[world.started.nodes[index].node]
+    if ranks_die:
+        world.launcher.ranks_die(host)
     host.stop()
-    world.oracle.lost(host)
-    host.memory.clear()
+    host.lose_memory()
     host.state.replaced()
     world.clock.run(world.clock.now + NOTICED_S)
     host.start()
@@ -54,8 +50,7 @@ def test_its_ranks_died_and_it_knows_the_job_all_the_same(index: int) -> None:
     """Nobody has anything to tell: the ranks of the others wait for the lost ones."""
     world = trained()
     world.launcher.ended = True  # nobody starts the job again
-    run = world.launcher.run
-    assert run is not None
+    run = world.started
     run.stopped = True
     world.clock.run(world.clock.now + QUIET_S)
     wipe(world, index, ranks_die=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd.core import events as ev
-from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.ids import NodeInfo, SnapshotId
 from ckptd.core.instructions import GiveSlot
 from ckptd.core.layout import Layout
 from ckptd.core.messages import HoldingFact, RestoreAsk
@@ -84,10 +84,10 @@ class Proc:
     def opened(self, snapshot: SnapshotId | None, loaded: tuple[Token, ...]) -> None:
         self.restored, self.loaded = snapshot, loaded
 
-    def may_train(self, record: EpochRecord | None) -> None:
+    def may_train(self) -> None:
         if not self.ready and self.loaded is not None:
             self.ready = True
-            self.run.became_ready(self)
+            self.run.became_ready()
 
     # --- snapshot() ---------------------------------------------------------------------------------------------
     def call(self, step: int, must: bool) -> bool:
@@ -179,7 +179,7 @@ class Proc:
         keep = self.run.keeps(step)
         digests = digests_of(layout, mem.sums)
         mem.fact = HoldingFact(SnapshotId(record.number, step), self.rank, 0, layout.layout_id, digests, keep)
-        self.world.oracle.held(host, mem)
+        self.world.oracle.held(mem)
         came_at = self.came_at.pop(give.grant, None)
         host.feed_if(conn, ev.SlotSealed(self.rank, mem.id, give.grant, step, layout, digests, keep, came_at))
 
@@ -227,7 +227,7 @@ class Run:
     def training(self) -> bool:
         return self._left_to_ready == 0 and not self.broken
 
-    def became_ready(self, proc: Proc) -> None:
+    def became_ready(self) -> None:
         self._left_to_ready -= 1
         if self._left_to_ready == 0:
             self.world.oracle.restored(self)
@@ -333,8 +333,19 @@ class Launcher:
         """Of two starts of one job, storage commits only what the later one has; whoever runs the job ends both of them."""
         if self.twice:
             self.twice = False
-            for run in [*self.old, *([self.run] if self.run is not None else [])]:
+            for run in self.runs():
                 run.kill()
+
+    def runs(self) -> list[Run]:
+        """Oldest first; ranks of old ones may live on behind a partition."""
+        return [*self.old, *([self.run] if self.run is not None else [])]
+
+    def ranks_die(self, host: Host) -> None:
+        """With their node."""
+        for run in self.runs():
+            for proc in run.procs:
+                if proc.host is host:
+                    proc.die()
 
     def _begin(self, hosts: list[Host]) -> Run:
         self.starts += 1

@@ -29,6 +29,10 @@ RARER_SITUATIONS = (
     "an epoch that could not be written down",
     "restore into another world",
     "fresh start",
+    "a node asked to go",
+    "a drained node gone",
+    "a slice from parity",
+    "data made from parity",
 )
 FAULTS = (
     "bit flip", "clog", "daemon and keeper lost", "daemon dies between two instructions",
@@ -82,7 +86,7 @@ REFUSALS = (
     "offer refused: void", "offer refused: stale epoch", "offer refused: unreachable", "offer refused: no memory",
 )  # fmt: skip
 SAID = ("Held: here", "Held: lost", "Holders: a rank", "Holders: a shared slice", "Certificate: releases")
-ALARMS = ("breakpoint", "degraded", "flush", "silent_corruption")
+ALARMS = ("breakpoint", "degraded", "flush", "ladder", "silent_corruption")
 ANSWERS = (
     ev.EpochClaimed,
     ev.DurableRead,

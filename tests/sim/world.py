@@ -132,11 +132,22 @@ class World:
             host.start()
         self.launcher.look()
 
-    def start_without_faults(self) -> None:
-        self.faults.active = False
+    def quiet(self) -> None:
+        """No faults from now on; what they did is not mended."""
+        self.faults.stop()
         self.calm = True
         self.net.calm()
+
+    def start_without_faults(self) -> None:
+        self.quiet()
         self.start()
+
+    @property
+    def started(self) -> Run:
+        """The job's newest run, where somebody has started it."""
+        run = self.launcher.run
+        assert run is not None, "nobody has started the job"
+        return run
 
     def run(self) -> Oracle:
         """Raises Broken when a promise is. Returns the first job's oracle, with the counts of all."""
@@ -158,11 +169,9 @@ class World:
 
     def _calm_down(self) -> None:
         """Faults stop; what died comes back."""
-        self.faults.stop()
         for world in self.everyone:
-            world.calm = True
+            world.quiet()
             world.trouble()  # a partition that heals now is noticed a little later, as after any other
-            world.net.calm()
             world.store.calm()
             for host in world.hosts.values():
                 host.trap = None
@@ -178,8 +187,7 @@ class World:
 
     def _finish(self) -> None:
         """Training ends; everything becomes protected and durable (P14)."""
-        run = self.launcher.run
-        assert run is not None
+        run = self.started
         run.stopped = True
         self.launcher.ended = True
         if self._goodbye:
