@@ -49,6 +49,7 @@ CORE_MODULES = frozenset(
         "hashlib",
         "heapq",
         "itertools",
+        "statistics",
     }
     | {"math", "operator", "re", "string", "struct", "types", "typing", "zlib", "msgpack"}
 )

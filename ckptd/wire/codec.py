@@ -16,7 +16,7 @@ import msgspec
 from ckptd.core.errors import CkptdError
 from ckptd.core.messages import Message
 from ckptd.wire.peer import PEER_MESSAGES
-from ckptd.wire.strict import Unexpected, checker, no_ext
+from ckptd.wire.strict import Unexpected, checker
 
 CONTROL_MESSAGE_BYTES_MAX = 64 * 1024 * 1024  # one encoded message; layouts of many ranks are the largest
 
@@ -61,10 +61,15 @@ def _unpack(data: bytes | memoryview) -> Any:
     limit = min(ARRAY_ITEMS_MAX, len(data))
     try:
         return msgpack.unpackb(
-            data, raw=False, strict_map_key=True, ext_hook=no_ext, max_ext_len=0, max_array_len=limit, max_map_len=limit
+            data, raw=False, strict_map_key=True, ext_hook=_no_ext, max_ext_len=0, max_array_len=limit, max_map_len=limit
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise DecodeError(f"not msgpack: {type(error).__name__} {error}") from error
+
+
+def _no_ext(code: int, data: bytes) -> object:
+    """Of no bytes: those of max_ext_len. Times (code -1) never come here, but they have bytes."""
+    raise ValueError(f"ext type {code} is not allowed")
 
 
 def _convert(name: str, fields: dict[Any, Any], allowed: Mapping[str, type]) -> object:

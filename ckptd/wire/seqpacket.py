@@ -22,7 +22,6 @@ import msgpack
 
 from ckptd.wire import rank as wire
 from ckptd.wire.memfd import memfd_object, read_memfd_object
-from ckptd.wire.strict import no_ext
 
 __all__ = ["FrameError", "RankSocket", "decode_frame", "encode_frame", "memfd_object", "read_memfd_object"]
 
@@ -67,7 +66,7 @@ def decode_frame(data: bytes | memoryview, classes: Sequence[type]) -> Any:
     """One of ``classes`` with checked field names and types. Raises FrameError for anything else."""
     try:
         frame = msgpack.unpackb(
-            data, strict_map_key=False, max_array_len=ITEMS_MAX, max_map_len=ITEMS_MAX, max_ext_len=0, ext_hook=no_ext
+            data, strict_map_key=False, max_array_len=ITEMS_MAX, max_map_len=ITEMS_MAX, max_ext_len=0, ext_hook=_no_ext
         )
     except Exception as error:  # msgpack raises ValueError, its own types and UnicodeDecodeError
         raise FrameError(f"not msgpack: {error}") from error
@@ -77,6 +76,10 @@ def decode_frame(data: bytes | memoryview, classes: Sequence[type]) -> Any:
     if found is None:
         raise FrameError(f"unknown class {frame[0][:40]!r}")
     return _build(found, frame[1])
+
+
+def _no_ext(code: int, data: bytes) -> object:
+    raise ValueError(f"ext type {code}")
 
 
 def _build(cls: type, values: dict[Any, Any]) -> Any:

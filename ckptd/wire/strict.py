@@ -1,5 +1,4 @@
-"""What the decoders leave open: msgpack's ext types, and of msgspec.convert unknown fields (it drops them) and the depth of untyped
-values.
+"""What msgspec.convert leaves open for dataclasses: unknown fields (it drops them) and the depth of untyped values.
 
 ``checker(cls)`` compiles a type into a function that walks a decoded tree once; types that contain no dataclass and no
 ``Any`` compile to nothing and cost nothing.
@@ -20,11 +19,6 @@ Check = Callable[[Any, str], None]
 
 class Unexpected(Exception):
     """The path of a field that nobody knows, or of a value that is nested too deeply."""
-
-
-def no_ext(code: int, data: bytes) -> object:
-    """msgpack's ext_hook. Of no bytes: max_ext_len=0 refuses the others. Times (code -1) never come here, but they have bytes."""
-    raise ValueError(f"ext type {code} is not allowed")
 
 
 @lru_cache(maxsize=256)

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgpack
 
-from ckptd.wire.strict import no_ext
-
 RANKS_MAX = 1 << 16  # of one world
 WORLD_BYTES_MAX = 32 * 1024 * 1024  # RANKS_MAX nodes of one rank each take about 16 MiB
 NODE_FIELDS_MAX = 16  # of one NodeInfo dict
@@ -20,10 +18,14 @@ def pack_world(ranks: Iterable[str], nodes: Iterable[Mapping[str, Any]]) -> byte
     return packed
 
 
+def _no_ext(code: int, data: bytes) -> object:
+    raise ValueError(f"ext type {code}")
+
+
 def unpack_world(data: bytes) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
     """(ranks, nodes); what is in a node is for the caller to check. Raises ValueError for anything else."""
     try:
-        found = msgpack.unpackb(data, max_array_len=RANKS_MAX, max_map_len=NODE_FIELDS_MAX, max_ext_len=0, ext_hook=no_ext)
+        found = msgpack.unpackb(data, max_array_len=RANKS_MAX, max_map_len=NODE_FIELDS_MAX, max_ext_len=0, ext_hook=_no_ext)
     except Exception as error:  # msgpack raises ValueError, its own types and UnicodeDecodeError
         raise ValueError(f"world: not msgpack: {error}") from error
     if not isinstance(found, dict) or found.keys() != {"ranks", "nodes"}:
