@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING
 
 from ckptd.core import events as ev
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 FENCE = 4.0  # the optimizer waits this many usual captures for one
 TWICE_OF = 0.06  # of the starts: two schedulers, each on half of the nodes
+OVER_ITSELF_OF = 0.15  # of the starts: a second one on the same nodes, before the first has restored
+OVER_ITSELF_S = 1.5  # after the first, at most
 CONFUSED_OF = 0.02  # of the starts: a rank asks for another restore, or for another world, than the others
 MUST_S = 3.0  # snapshot(must=True) waits this long for its grant
 
@@ -281,6 +284,7 @@ class Launcher:
         self.starts = 0
         self.ended = False
         self.twice = False  # two starts live side by side, and nobody has cleared that up
+        self._chance = Random(f"over itself {world.seed}")  # apart, so that a seed of before shows what it showed
 
     def look(self) -> None:
         """Every half second: is the job alive?"""
@@ -328,6 +332,16 @@ class Launcher:
         part = world.calm or world.rng.random() < 0.6 or not world.policy.durable
         count = len(up) if part else world.rng.randint(1, len(up))
         self.run = self._begin(up[:count])
+        if not world.calm and self._chance.random() < OVER_ITSELF_OF:
+            world.clock.after(self._chance.uniform(0.0, OVER_ITSELF_S), self._over_itself, self.run, up[:count])
+
+    def _over_itself(self, first: Run, hosts: list[Host]) -> None:
+        """A scheduler that starts the job anew does not always wait until the ranks of the first start are gone."""
+        up = [host for host in hosts if host.alive and not host.paused]
+        if self.run is first and not first.training and not self.world.calm and len(up) == len(hosts):
+            self.world.oracle.count("fault: the job started over itself")
+            self.old.append(first)
+            self.run = self._begin(hosts)
 
     def clear_up(self) -> None:
         """Of two starts of one job, storage commits only what the later one has; whoever runs the job ends both of them."""

@@ -39,7 +39,8 @@ FAULTS = (
     "daemon dies while an epoch is written down", "daemon lost", "daemon stopped", "daemon stopped between two instructions",
     "daemon stopped with an old time", "memory short", "node lost", "node rebooted", "one way lost", "partition", "rank lost",
     "slow link", "state directory EIO", "state directory ENOSPC", "state directory fsync", "storage away", "storage failing",
-    "storage full", "storage loses power", "storage slow", "the job started twice at once", "un-synced writes lost",
+    "storage full", "storage loses power", "storage slow", "the job started over itself", "the job started twice at once",
+    "un-synced writes lost",
 )  # fmt: skip
 SLOTS = (
     "own none -> FREE", "own none -> SEALED", "own FREE -> none", "own FREE -> FILLING", "own FILLING -> SEALED",
