@@ -381,7 +381,7 @@ def test_the_fence_gives_up_at_its_timeout_and_training_goes_on(daemon: RankDaem
         assert time.monotonic() - began < 1.5
         failpoint.arm("")
         until(lambda: handle.status == "void: fence timeout")
-        assert "fence timeout" in daemon.voided.values()
+        until(lambda: "fence timeout" in daemon.voided.values(), what="the daemon to hear it")
         assert any("fence_timeout_s" in text for text in client.health().problems)
         training.step()
         assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
