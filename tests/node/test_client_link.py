@@ -120,6 +120,14 @@ def test_a_daemon_that_comes_later_is_found(tmp_path: Path) -> None:
             assert client.health().ok
 
 
+def restarted(daemon: RankDaemonDouble) -> RankDaemonDouble:
+    """Not started yet. It knows which epoch its job is in, and has no memory."""
+    again = RankDaemonDouble(daemon.path)
+    again._attempt, again.epoch, again.world = daemon._attempt, daemon.epoch, 1
+    again._joined = {daemon._attempt: {}}
+    return again
+
+
 def test_a_daemon_that_dies_and_comes_back(tmp_path: Path) -> None:
     """Grants of the dead one are dropped, the capture in progress is void, the memory is offered to the new one."""
     training = Training()
@@ -136,10 +144,7 @@ def test_a_daemon_that_dies_and_comes_back(tmp_path: Path) -> None:
         failpoint.arm("")
         assert trains(training, client, 3) == ["skipped: no daemon"] * 3
         assert not client.health().ok
-        again = RankDaemonDouble(daemon.path)
-        again._attempt, again.epoch, again.world = daemon._attempt, daemon.epoch, 1
-        again._joined = {daemon._attempt: {}}
-        with again:
+        with restarted(daemon) as again:
             again.wait_for(lambda: again._ready)
             offers, joins = again.messages(wire.Offer), again.messages(wire.Join)
             assert [len(offer.segments) for offer in offers] == [3]
@@ -168,10 +173,7 @@ def test_wait_answers_for_no_older_step_than_one_that_was_skipped_without_a_daem
         until(lambda: not client._session.link.up)
         training.step()
         assert client.snapshot(2).status == "skipped: no daemon"
-        again = RankDaemonDouble(daemon.path)
-        again._attempt, again.epoch, again.world = daemon._attempt, daemon.epoch, 1
-        again._joined = {daemon._attempt: {}}
-        with again:
+        with restarted(daemon) as again:
             again.wait_for(lambda: again._ready)
             until(lambda: client._session.link.up)
             expected = training.tensors()

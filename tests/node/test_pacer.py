@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.arena.arena import Slot
 from ckptd.core.ids import SnapshotId
 from ckptd.core.pacing import AT_DEADLINE, AT_FLOOR, HELD, NO_STEPS, OFF
 from ckptd.core.traffic import CAPTURED, WAITED
@@ -311,26 +312,36 @@ async def test_a_replica_waits_for_its_turn_before_it_has_a_ticket(
     assert await asyncio.gather(*copies) == [(True, "")] * 4
 
 
+def held_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> tuple[threading.Event, threading.Event]:
+    """(it was called, it may go on)"""
+    called, go, real = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        called.set()
+        assert go.wait(20)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, held)
+    return called, go
+
+
+def fill_anew(slot: Slot) -> None:
+    """Released, and taken for the next capture."""
+    slot.free()
+    slot.fill(9)
+    slot.extent[:] = bytes(len(slot.extent))
+
+
 @pytest.mark.parametrize("pacing", ["off", "aimd"])
 async def test_a_copy_ends_with_what_it_is_a_copy_of(pacing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that was released meanwhile is filled anew: its receiver called the sender a liar for that."""
     post = Post()
     a, b = Peer(post, "a", pacer=limited(16 * 1024) if pacing == "aimd" else Pacer("off")), Peer(post, "b")
     slot = a.sealed()
-    gate, go = threading.Event(), threading.Event()
-    push = a.replicator._push
-
-    def held(*arguments: Any) -> None:
-        gate.set()
-        assert go.wait(20)
-        push(*arguments)
-
-    monkeypatch.setattr(a.replicator, "_push", held)
+    gate, go = held_at(monkeypatch, a.replicator, "_push")
     copying = asyncio.ensure_future(a.replicator.replicate(JOB, slot, 1, "b"))
     await eventually(gate.is_set)
-    slot.free()
-    slot.fill(9)
-    slot.extent[:] = bytes(len(slot.extent))
+    fill_anew(slot)
     go.set()
     ok, reason = await copying
     assert (ok, b.refused) == (False, []), reason
@@ -353,22 +364,12 @@ async def test_what_is_lent_to_parity_ends_with_the_slot_it_is_read_from(
     slot = a.sealed()
     assert slot.record is not None
     fragment = slot.record.layout.fragments[0]
-    gate, go = threading.Event(), threading.Event()
-    push = a.transport.push
-
-    def held(*arguments: Any, **options: Any) -> None:
-        gate.set()
-        assert go.wait(20)
-        push(*arguments, **options)
-
-    monkeypatch.setattr(a.transport, "push", held)
+    gate, go = held_at(monkeypatch, a.transport, "push")
     into = memoryview(bytearray(fragment.nbytes))
     spans = ((fragment.offset, fragment.nbytes),)
     asking = asyncio.ensure_future(b.fetcher.fetch(JOB, "a", SnapshotId(3, 7), 0, spans, into, protects=protects))
     await eventually(gate.is_set)
-    slot.free()
-    slot.fill(9)
-    slot.extent[:] = bytes(len(slot.extent))
+    fill_anew(slot)
     go.set()
     ok, why = await asking
     assert (ok, b.refused, post.sent(FetchBad)) == (False, [], 0), why

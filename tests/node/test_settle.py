@@ -60,12 +60,13 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def stays_until_its_thread_ended(task: asyncio.Task[Any], held: Held) -> None:
-    assert not task.done() and not held.ended
+async def outlasts(task: asyncio.Task[Any], held: Held) -> bool:
+    """The cancelled task was still there while its thread was at work, and ended after it."""
+    was_there = not task.done() and not held.ended
     held.go()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert held.ended
+    return was_there and held.ended
 
 
 async def fails() -> None:
@@ -80,7 +81,7 @@ async def waits() -> None:
 async def test_a_cancelled_call_has_ended_when_its_caller_goes_on(held: Held, times: int) -> None:
     task = await held.begin(in_thread(held.work, held.call))
     await cancelled(task, times)
-    await stays_until_its_thread_ended(task, held)
+    assert await outlasts(task, held)
 
 
 async def test_what_the_call_raised_or_returned_is_had() -> None:
@@ -96,7 +97,7 @@ async def test_cancelled_while_the_rest_is_called_off(held: Held, times: int) ->
     task = await held.begin(all_done([in_thread(held.work, held.call), fails()]))
     await turns()
     await cancelled(task, times)
-    await stays_until_its_thread_ended(task, held)
+    assert await outlasts(task, held)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -104,7 +105,7 @@ async def test_cancelled_where_a_sibling_ends_at_once(held: Held, times: int) ->
     """Each is cancelled twice by that alone: with the caller, and because the first of them ended."""
     task = await held.begin(all_done([in_thread(held.work, held.call), waits()]))
     await cancelled(task, times)
-    await stays_until_its_thread_ended(task, held)
+    assert await outlasts(task, held)
 
 
 async def test_the_first_error_comes_when_the_others_have_ended(held: Held) -> None:
@@ -121,7 +122,7 @@ async def test_the_first_error_comes_when_the_others_have_ended(held: Held) -> N
 async def test_sources_of_a_restore_have_ended_when_it_was_called_off(held: Held, times: int) -> None:
     task = await held.begin(all_ended([all_done([in_thread(held.work, held.call)]), fails(), waits()]))
     await cancelled(task, times)
-    await stays_until_its_thread_ended(task, held)
+    assert await outlasts(task, held)
 
 
 async def test_a_thread_of_a_restore_is_known_when_nobody_awaits_it(held: Held) -> None:
