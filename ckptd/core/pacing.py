@@ -19,6 +19,7 @@ from ckptd.core.traffic import Kind
 OVERHEAD_MAX = 0.02
 FLOOR_BYTES_S = 128 * 1024
 DEADLINE_S = 300.0  # of one copy
+UNSEEN = 0.25  # of overhead_max is left to what costs each step alike, and so shows in no comparison of steps
 TRAFFIC_MIN = 0.25  # of overhead_max is traffic's whatever captures cost: protection must come to an end
 ENOUGH = 0.5  # of what traffic may cost: below it the rate grows
 TOO_MUCH = 0.85  # of the same: above it the rate falls. Between them it stays; measured medians scatter
@@ -121,7 +122,7 @@ class Pacing:
     @property
     def for_traffic(self) -> float:
         """What traffic may cost."""
-        return max(self.overhead_max - self.captures, TRAFFIC_MIN * self.overhead_max)
+        return max((1 - UNSEEN) * self.overhead_max - self.captures, TRAFFIC_MIN * self.overhead_max)
 
     @property
     def baseline_s(self) -> float | None:

@@ -60,6 +60,14 @@ def test_the_slowdown_is_held_where_it_was_large(noise: float) -> None:
     )
 
 
+def test_what_our_presence_costs_each_step_leaves_the_slowdown_under_the_limit() -> None:
+    """Steps are longer with a daemon beside them, with traffic or without: no comparison of steps shows that."""
+    base = without()
+    plant = Plant(compute_s=Plant.compute_s + 0.008 * statistics.fmean(base))
+    plant.train(400)
+    assert slowdown(plant.train(1200), base) < plant.pacing.overhead_max
+
+
 def test_traffic_that_never_ends_has_a_baseline_all_the_same() -> None:
     """Captures follow each other without a pause: only holds show what a step takes without traffic."""
     base = without()
