@@ -125,6 +125,17 @@ def test_a_slot_that_arrives_raises_what_its_lane_survives() -> None:
     assert books.level() == 1
 
 
+def test_a_lane_of_which_nobody_holds_a_part_any_more_is_none_of_the_snapshots() -> None:
+    """Else a flush, which has lanes made whole at once, would have its parity made anew on a rung of copies."""
+    books = Books()
+    books.slot("a", 0)
+    told = [books.part(node, position) for position, node in enumerate("bc")]
+    books.ledger.remove("b", told[0])
+    assert books.of().parts == {LANE: {1: {"c"}}}
+    books.ledger.forget_node("c")
+    assert (books.of().parts, books.of().nodes()) == ({}, {"a"})
+
+
 # --- nodes that are gone --------------------------------------------------------------------------------------------
 def test_a_forgotten_nodes_slots_and_parts_do_not_count() -> None:
     books = Books().lane()

@@ -136,6 +136,20 @@ def test_of_a_released_one_a_part_that_a_node_brings_back_is_released_again_and_
     assert at(7) in node.certificates("c", mark)[-1].releases
 
 
+def test_of_a_released_one_that_is_needed_again_the_fall_is_told() -> None:
+    """P2: it was weighed anew and certified, and a flush reads it now, so no release takes its certificate back."""
+    node = steward(record_of("ab", outside="c"), replicas=0).train().capture(7).capture(8)
+    node.feed(ev.NodeDown("c"), ev.NodeUp("c"))
+    node.tick(1.5)
+    node.machine.steward.certify.pinned = {at(7)}
+    node.others["c"].session = ""
+    node.hear("c", msg.Inventory("", node.record, ()))
+    node.others["c"].tell_inventory(fact(7, 0), fact(7, 1))
+    assert node.level(7, to="c") == 0
+    node.others["c"].held(fact(7, 1), lost=True)
+    assert node.level(7, to="c") == -1
+
+
 def test_a_released_one_that_a_late_message_names_stays_released() -> None:
     """Only an inventory that begins a session may have been away so long; any other message crossed the release."""
     node = steward(replicas=0).train().capture(7).capture(8)
