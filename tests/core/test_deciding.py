@@ -68,6 +68,7 @@ def test_while_somebody_is_silent_it_may_still_be_recovered() -> None:
     node = Elect(durable=True).start()
     node.answer("b", *BOTH[:1], known=BEFORE, done=True)
     node.feed(ev.DurableRead("now", False, reason="EIO"))
+    node.answer("b", *BOTH[:1], known=BEFORE, done=True)
     assert node.refusals() == [("now", "unreachable")]
     assert "storage did not answer: EIO" in sent(node.done, msg.JoinRefused)[0].reason
 

@@ -49,3 +49,14 @@ def test_it_ran_and_a_later_start_that_never_did_came_after_it() -> None:
     assert decide(gather, 3, (), {}).record is not None
     gather.answers["a"] = Inventory("z", later, (), never=True, incarnation="a#2", ran=fresh)
     assert decide(gather, 3, (), {}).record is None, "it may have forgotten a snapshot"
+
+
+def test_a_start_that_was_claimed_and_never_opened_leaves_nothing_before_the_next() -> None:
+    """It was refused at the third start, which asked about the second (simulator, seed 113 of that day)."""
+    gather = gathered((-1, ()), done=False)
+    gather.records = gather.records[:1]
+    gather.answers["a"] = Inventory("z", None, (), incarnation="a#1")
+    second = decide(gather, 2, (), {}).record
+    assert second is not None and second.before == (-1, ())
+    gather.answers["a"] = Inventory("z", None, (), incarnation="a#2")
+    assert decide(gather, 2, (), {}).record is None, "it may have forgotten a snapshot"

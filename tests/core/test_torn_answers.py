@@ -54,6 +54,29 @@ def test_an_answer_to_the_first_question_is_none_to_the_second(torn: Elect) -> N
     assert torn.refusals() == []
 
 
+def test_answers_that_add_up_to_nothing_are_asked_for_again() -> None:
+    """Nobody was told of it yet: an older start of the job is still there, and its last rank sealed after its node had answered
+    (simulator, seed 1325)."""
+    node = Elect().start()
+    says(node, 1, held(NEWER, 1))
+    assert (turns(node), node.refusals()) == ([1, 2], [])
+    says(node, 2, held(NEWER, 0), held(NEWER, 1))
+    assert node.claim.ancestry == (NEWER,)
+
+
+def test_what_adds_up_to_nothing_twice_is_refused() -> None:
+    node = Elect().start()
+    says(node, 1, held(NEWER, 1))
+    says(node, 2, held(NEWER, 1))
+    assert (turns(node), node.refusals()) == ([1, 2], [("now", "unrecoverable")])
+
+
+def test_where_there_is_nothing_at_all_nobody_is_asked_again() -> None:
+    node = Elect().start()
+    says(node, 1)
+    assert turns(node) == [1]
+
+
 def test_answers_that_add_up_are_asked_for_once() -> None:
     node = Elect().start()
     says(node, 1, held(NEWER, 0), held(NEWER, 1), told=(OLDER, NEWER))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core import instructions as ins
 from ckptd.core.events import OTHER_MAPPER, STILL_READ, DrainAsked, FlushAsked
-from ckptd.core.ids import SnapshotId
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.machine.context import succession
 from tests.sim.disk import Written
 from tests.sim.traps import AT, SPRUNG_WITHIN_S, OldClock, Trap
@@ -29,6 +29,10 @@ IN_USE_OF = 0.002  # of the slots that are given
 MISFIT_OF = 0.03  # of the ranks that restore
 
 WRITTEN_OF = 0.05  # of the starts of the job
+UNHEARD_OF = 0.3  # of the claims of an epoch
+AGAIN_OF = 0.05  # of the same
+FORGOTTEN_OF = 0.8  # of the claims of a start that asks for no restore
+DENIED_OF = 0.02  # of the commits
 
 # How a daemon ends: what of its node is left.
 DAEMON = "daemon lost"  # the keeper has the memory, ranks live
@@ -44,6 +48,7 @@ class Faults:
         self.rate = 0.5 if world.harsh else self.rng.choice([0.05, 0.15, 0.3])  # per second
         self.corruption = self.rng.random() < 0.2
         self.aimed = self.rng.random() < 0.25  # at the steward, when a snapshot has just become complete
+        self._apart = Random(f"aimed {world.seed}")  # so that a seed of before shows what it showed, as far as it can
         self._kinds: list[Callable[[], None]] = [
             self._node, self._node, self._node, self._daemon, self._daemon, self._daemon, self._rank, self._rank, self._rank,
             self._pause, self._pause, self._partition, self._partition, self._storage, self._storage, self._damage,
@@ -122,6 +127,42 @@ class Faults:
         host = self.world.hosts[node]
         if host.alive and snapshot in self.world.oracle.complete_uncertified:
             self.kill(host, DAEMON if self.rng.random() < 0.5 else NODE)
+
+    def on_claim(self, host: Host, record: EpochRecord) -> None:
+        """It is decided what the job restores. Nodes that hold something newer have lost it by that, once they hear of it."""
+        if not self.active:
+            return
+        run = host.world.launcher.run
+        if run is not None and run.attempt == record.nonce and run.ask is None and self._apart.random() < FORGOTTEN_OF:
+            self._set(host, ins.PersistEpoch, DAEMON)  # the others know of its epoch, and its ranks join it anew
+            return
+        chance = self._apart.random()
+        if chance < UNHEARD_OF:
+            self._unheard(host, record)
+        elif chance < UNHEARD_OF + AGAIN_OF:
+            self._again(host.world, record)
+
+    def _unheard(self, host: Host, record: EpochRecord) -> None:
+        """One of them, that is no member, does not for a while, and goes on as before."""
+        others = [other for name, other in host.world.hosts.items() if other.alive and name not in record.ranks]
+        newer = [other for other in others if other.holds_beyond(record)]
+        if newer:
+            other = self._apart.choice(newer)
+            self._count("a node does not hear of the new epoch")
+            self.world.trouble()
+            self.world.trace(other.name, "!", f"does not hear {host.name}")
+            self.world.net.links.deaf.add((host.name, other.name))
+            self.world.net.changed()
+            self.world.clock.after(self._apart.uniform(*CUT_S), self._heal)
+
+    def _again(self, world: World, record: EpochRecord) -> None:
+        run = world.launcher.run
+        if run is not None and run.attempt == record.nonce and run.first_comes_again():
+            self._count("a rank comes again as one of another world")
+
+    def denies_commit(self) -> bool:
+        """It is done, and whoever did it is told that it failed."""
+        return self.active and self._apart.random() < DENIED_OF
 
     # --- daemons and nodes --------------------------------------------------------------------------------------
     def kill(self, host: Host, how: str) -> None:
@@ -218,8 +259,8 @@ class Faults:
         if self.active and self.rng.random() < WRITTEN_OF:
             self._set(self.rng.choice(hosts), ins.PersistEpoch)
 
-    def _set(self, host: Host, at: type) -> None:
-        how = self.rng.choice([DAEMON, DAEMON, REBOOT, KEEPER, "stop", "stop"])
+    def _set(self, host: Host, at: type, how: str = "") -> None:
+        how = how or self.rng.choice([DAEMON, DAEMON, REBOOT, KEEPER, "stop", "stop"])
 
         def strike(do: ins.Instruction) -> None:
             self._sprung(host, how, do)

@@ -124,6 +124,11 @@ class Host:
         self.world.oracle.lost(self)
         self.memory.clear()
 
+    def holds_beyond(self, record: EpochRecord) -> bool:
+        """Something that this epoch, once it is restored, has no use for."""
+        known = [mem.snapshot for mem in self.memory.values() if mem.state == "sealed" and mem.snapshot is not None]
+        return bool(record.ancestry) and not all(map(record.is_candidate, known))
+
     def pause(self, paused: bool) -> None:
         """SIGSTOP, SIGCONT. It goes on with what it was doing."""
         if not self.alive or self.paused == paused:
@@ -227,6 +232,7 @@ class Host:
 
     def _ClaimEpoch(self, do: ins.ClaimEpoch) -> None:  # noqa: N802
         self.writes.claim(do)
+        self.world.faults.on_claim(self, do.record)
 
     def _PrepareRestore(self, do: ins.PrepareRestore) -> None:  # noqa: N802
         self.fetching.prepare(do)

@@ -312,7 +312,9 @@ class Oracle:
         assumed = gather.lineage()
         # Of two starts at once one may be told so: what the other, which stands there, may have taken meanwhile nobody can say.
         alone = assumed is None or assumed.nonce == message.attempt or not self._stands(assumed.nonce)
-        never = not self.layouts and first_lives and alone
+        # Of a start that was declared while somebody could not be heard nobody knows what it was declared against.
+        vouched = all(record.before[0] for record in gather.records)
+        never = not self.layouts and first_lives and alone and vouched
         if message.code == "unrecoverable" and ask.source is None and never:
             raise Broken(f"D11 a job that never had a snapshot was refused ({message.reason})")
         if assumed is not None and assumed.number not in self.done:

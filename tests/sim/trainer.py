@@ -54,9 +54,9 @@ class Proc:
     def disconnected(self) -> None:
         self.grants.clear()
         self.filling, self.conn = None, -1  # what is still on its way belongs to nobody
-        if self.alive and not self.ready:
+        if self.alive and not self.ready and self.run.ask is not None:
             self.failed("lost", "the daemon was lost in mid-restore")
-        elif self.alive:
+        elif self.alive:  # a rank that asks for no restore trains already, and joins anew
             if self.asks is not None:
                 self._stop_asking(self.asks)
             self.world.clock.after(0.2 + 0.2 * self.world.rng.random(), self.connect)
@@ -214,6 +214,17 @@ class Run:
         if self.confused == "ask":
             return self.ranks, RestoreAsk(source="memory", step=1)
         return (*self.ranks, self.ranks[0]), self.ask
+
+    def first_comes_again(self) -> bool:
+        """Somebody starts rank 0 once more by hand, with another world, while it joins. False: it does not."""
+        first = self.procs[0]
+        if not first.alive or first.ready or first.conn != first.host.life:
+            return False
+        first.die()
+        self.confused = "world"
+        self.procs[0] = Proc(self, 0, first.host)
+        self.world.clock.after(2 * UNIX_S, self.procs[0].connect)
+        return True
 
     def world_changed(self, layouts: dict[int, Layout]) -> bool:
         return len(layouts) != len(self.ranks)

@@ -35,6 +35,7 @@ RARER_SITUATIONS = (
     "data made from parity",
 )
 FAULTS = (
+    "a node does not hear of the new epoch", "a rank comes again as one of another world",
     "bit flip", "clog", "daemon and keeper lost", "daemon dies between two instructions",
     "daemon dies while an epoch is written down", "daemon lost", "daemon stopped", "daemon stopped between two instructions",
     "daemon stopped with an old time", "memory short", "node lost", "node rebooted", "one way lost", "partition", "rank lost",

@@ -131,7 +131,7 @@ class Writes:
             return
         store, oracle = self.host.world.store, self.host.world.oracle
         ok = self.host.world.mutant("no manifest sync") or store.sync_manifest(do.snapshot)
-        if ok and store.answers_wrongly():
+        if ok and (store.answers_wrongly() or self.host.world.faults.denies_commit()):
             oracle.count("a commit reported as failed")
             ok = False
         elif ok:

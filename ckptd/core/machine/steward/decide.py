@@ -46,9 +46,13 @@ def may_decide(gather: Gather, down: set[str]) -> bool:
 
 
 def looks_torn(gather: Gather) -> bool:
-    """Something that someone was told of lies beyond what the answers add up to: it is lost, or they are of different moments."""
+    """Something that someone was told of lies beyond what the answers add up to, or all that there is does not add up to
+    anything: it is lost, or they are of different moments."""
     ask = next(iter(gather.joined.values()), None)
-    return ask is not None and not gather.looked_twice and _lost_newer(_find(gather, ask))
+    if ask is None or gather.looked_twice:
+        return False
+    found = _find(gather, ask)
+    return _lost_newer(found) or (not found.restorable and bool(found.passed_over))
 
 
 def _lost_newer(found: Candidates) -> bool:
@@ -152,7 +156,7 @@ def _record(gather: Gather, candidate: Candidate | None, floor: int, redundancy:
     if candidate is not None:
         ancestry = _ancestry(lineage, candidate.snapshot)
     before = (lineage.number, lineage.ancestry) if lineage is not None else (0, ())
-    if lineage is None and candidate is None and _proven_fresh(gather):
+    if candidate is None and _proven_fresh(gather):
         before = (-1, ())
     return EpochRecord(number, gather.attempt, gather.ranks, _seated(gather, redundancy), ancestry, _holders(gather), before)
 
