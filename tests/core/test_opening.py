@@ -201,6 +201,13 @@ def test_a_newer_epoch_ends_what_the_ranks_of_the_old_one_do(node: Node) -> None
     assert [(do.rank, do.epoch) for do in only(done, ins.Supersede)] == [(1, EPOCH), (2, EPOCH)]
 
 
+def test_ranks_of_an_older_epoch_are_superseded_once(node: Node) -> None:
+    """Nor told of: the steward of the new one knows no such ranks, and would wait for them."""
+    opened(node, replace(RECORD, nonce="elsewhere"))
+    assert node.machine.ranks.here == {}
+    assert only(opened(node, replace(RECORD, number=EPOCH + 1, nonce="again")), ins.Supersede) == []
+
+
 def test_ranks_that_stand_at_the_new_epoch_or_are_gone_are_not_superseded(node: Node) -> None:
     node.feed(ev.RankLeft(2, clean=False))
     join(node, 1)

@@ -49,6 +49,15 @@ def test_the_oldest_snapshot_of_a_rank_goes_first() -> None:
     assert copies(sent(node, 7, "a")) == [(8, 1, "a")]
 
 
+def test_what_a_fresh_start_left_behind_is_not_copied_and_holds_nothing_up() -> None:
+    """It stays until the new lineage has a certificate (P3), which waits for copies where slots are few (P14)."""
+    node = member()
+    left = at(5, EPOCH - 1)
+    node.feed(ev.HoldingFound(9, left, 1, 0, True, layout(1, 4), ()))
+    assert copies(node.order(msg.Holders(EPOCH, "", left, 1, (("b", 0),)))) == []
+    assert copies(node.capture(1, 7, rank=1)) == [(7, 1, "a")]
+
+
 def test_another_rank_does_not_wait_for_it() -> None:
     node = Member(record_of("abb"), Policy(replicas=1, durable=False))
     node.slots(1, 1)
