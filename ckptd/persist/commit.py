@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
@@ -29,7 +30,8 @@ from ckptd.persist.storage.base import (
 )
 from ckptd.persist.sums import FileDamage, digest
 
-COMMIT_TURNS = 16  # beside other committers of the same attempt: four of them took more than 4 once
+COMMIT_TURNS = 4  # beside another committer of the same attempt
+COMMITTERS_MAX = 4  # of one attempt at once: a steward that stood still, and its successors
 ADVICE = "every node must write below the same storage; `ckptd preflight` checks it"
 
 
@@ -111,12 +113,22 @@ def _complete(storage: Storage, directory: str, reports: Sequence[r.Report], man
     failpoint("persist.commit.named")
     _drop_strangers(storage, directory, {*names, MANIFEST, KEEP})
     if manifest.keep:
-        put_file(storage, f"{directory}/{KEEP}", b"")
+        _put(storage, f"{directory}/{KEEP}", b"")
     storage.sync_dir(directory)
     failpoint("persist.commit.synced")
-    put_file(storage, f"{directory}/{MANIFEST}", m.encode(manifest))
+    _put(storage, f"{directory}/{MANIFEST}", m.encode(manifest))
     failpoint("persist.commit.manifest")
     storage.sync_dir(directory)
+
+
+def _put(storage: Storage, path: str, data: bytes) -> None:
+    """Another committer may sweep it while it is unfinished. Each sweeps once, and whoever was swept only writes again: sweeping
+    again, they could go on so for ever."""
+    for _ in range(COMMITTERS_MAX - 1):
+        with suppress(NotFound):
+            put_file(storage, path, data)
+            return
+    put_file(storage, path, data)
 
 
 def _check_report(storage: Storage, directory: str, report: r.Report) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.machine.steward.certify import KEEP_FAILURES_MAX, REPEAT_S
 from ckptd.core.machine.steward.protecting import PATIENCE_S
 from tests.core.certificates import BOTH, released, steward
-from tests.core.machines import at, fact, only, record_of
+from tests.core.machines import Steward, at, fact, only, record_of
 
 
 def test_a_newer_one_of_the_same_level_releases_an_older_one() -> None:
@@ -107,15 +109,23 @@ def test_the_newest_certificate_names_what_was_released_again_and_again() -> Non
     )
 
 
+def comes_back(node: Steward, *holdings: msg.HoldingFact, **more: Any) -> int:
+    """Node c, which was cut off, tells what it holds. The mark just before it told."""
+    node.feed(ev.NodeDown("c"), ev.NodeUp("c"))
+    node.tick(1.5)
+    node.others["c"].session = ""
+    node.hear("c", msg.Inventory("", node.record, ()))
+    mark = node.mark
+    node.others["c"].tell_inventory(*holdings, **more)
+    return mark
+
+
 def test_a_released_one_that_a_node_still_holds_is_weighed_anew() -> None:
     """P3: it was released without that node's copies, which may be better than what the newest has by now."""
     node = steward(record_of("ab", outside="c"), replicas=0).train().capture(7).capture(8)
     assert released(node) == {7}
-    node.feed(ev.NodeDown("c"), ev.NodeDown("b"), ev.NodeUp("c"))
-    node.tick(1.5)
-    node.others["c"].session = ""
-    node.hear("c", msg.Inventory("", node.record, ()))
-    node.others["c"].tell_inventory(fact(7, 0), fact(7, 1))
+    node.feed(ev.NodeDown("b"))
+    comes_back(node, fact(7, 0), fact(7, 1))
     assert node.level(7, to="c") == 0, "step 8 lacks rank 1 now"
     assert at(7) not in node.certificates("c")[-1].releases
 
@@ -124,12 +134,7 @@ def test_of_a_released_one_a_part_that_a_node_brings_back_is_released_again_and_
     """Its ranks were told a level that held until a newer one took its place: that nobody has the rest any more is no news (P2)."""
     node = steward(record_of("ab", outside="c"), replicas=1).train().capture(7).protect(7).capture(8).protect(8)
     assert released(node) == {7}
-    node.feed(ev.NodeDown("c"), ev.NodeUp("c"))
-    node.tick(1.5)
-    node.others["c"].session = ""
-    node.hear("c", msg.Inventory("", node.record, ()))
-    mark = node.mark
-    node.others["c"].tell_inventory(fact(7, 1, 1), layouts=BOTH)
+    mark = comes_back(node, fact(7, 1, 1), layouts=BOTH)
     node.tick(2 * REPEAT_S)
     assert node.said(msg.Void, "c", mark) == []
     assert {c.snapshot for c in node.certificates("c", mark)} == {at(8)}
@@ -139,12 +144,8 @@ def test_of_a_released_one_a_part_that_a_node_brings_back_is_released_again_and_
 def test_of_a_released_one_that_is_needed_again_the_fall_is_told() -> None:
     """P2: it was weighed anew and certified, and a flush reads it now, so no release takes its certificate back."""
     node = steward(record_of("ab", outside="c"), replicas=0).train().capture(7).capture(8)
-    node.feed(ev.NodeDown("c"), ev.NodeUp("c"))
-    node.tick(1.5)
     node.machine.steward.certify.pinned = {at(7)}
-    node.others["c"].session = ""
-    node.hear("c", msg.Inventory("", node.record, ()))
-    node.others["c"].tell_inventory(fact(7, 0), fact(7, 1))
+    comes_back(node, fact(7, 0), fact(7, 1))
     assert node.level(7, to="c") == 0
     node.others["c"].held(fact(7, 1), lost=True)
     assert node.level(7, to="c") == -1

@@ -17,11 +17,11 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.messages import WritePiece
 from ckptd.core.retention import CommitInfo
 from ckptd.persist import report as r
-from ckptd.persist.commit import commit
+from ckptd.persist.commit import COMMITTERS_MAX, commit
 from ckptd.persist.commits import list_commits
 from ckptd.persist.names import KEEP, MANIFEST, PART, attempt_dir, epoch_dir, step_dir
 from ckptd.persist.reader import Checkpoint
-from ckptd.persist.storage.base import NotFound, Storage, StorageError
+from ckptd.persist.storage.base import Entry, NotFound, Storage, StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage
@@ -126,6 +126,37 @@ def test_two_committers_of_one_attempt(storage: PosixStorage) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(run, range(4)))
+    with Checkpoint.open(storage, JOB, SNAPSHOT) as checkpoint:
+        check_all(checkpoint, world)
+
+
+class Swept(PosixStorage):
+    """Other committers of the attempt sweep an unfinished file so often, just before it is published."""
+
+    def __init__(self, root: str, name: str, times: int) -> None:
+        super().__init__(root)
+        self._name, self._left = name, times
+        self.listed = 0
+
+    def publish(self, source: str, target: str) -> bool:
+        if target.endswith(f"/{self._name}") and self._left:
+            self._left -= 1
+            self.delete(source)
+        return super().publish(source, target)
+
+    def list(self, path: str) -> list[Entry]:
+        self.listed += path == attempt_dir(JOB, SNAPSHOT, "a1")
+        return super().list(path)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, KEEP])
+@pytest.mark.parametrize("times", [1, COMMITTERS_MAX - 1])
+def test_a_committer_whose_unfinished_file_was_swept_sweeps_nobody_again(tmp_path: Path, name: str, times: int) -> None:
+    """Four of them swept each other for longer than each tried (the suite, once)."""
+    world = small_world()
+    storage = Swept(str(tmp_path / "root"), name, times)
+    commit_all(storage, world, SNAPSHOT, write_all(storage, world, SNAPSHOT, "a1"), keep=True)
+    assert storage.listed == 1
     with Checkpoint.open(storage, JOB, SNAPSHOT) as checkpoint:
         check_all(checkpoint, world)
 

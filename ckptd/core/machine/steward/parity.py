@@ -58,8 +58,8 @@ class Parities:
 
     def order(self, facts: Facts, *, at_once: bool = False) -> None:
         """Ask for what is missing, of the most exposed lanes first. at_once: also for data, however recently it was lost."""
-        moves = self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)
-        if facts.level < 0 or facts.void or not (at_once or moves):
+        wanted = at_once or self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)
+        if facts.level < 0 or facts.void or not wanted:
             return  # what has parity is moved, and made whole from it for a flush, whatever rung is in force now
         lanes = [self._held(facts, lane) for lane in self._lanes(facts)]
         patient = not at_once and not self._long_short(facts, any(map(_lost, lanes)))
