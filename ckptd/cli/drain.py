@@ -45,9 +45,9 @@ def drain(
             state = _wait(link, node, state, limit_s, quiet=as_json)
     finally:
         link.close()
-    done = cancel or all(job["done"] for job in state.jobs)
+    done = all(job["done"] for job in state.jobs)
     _print_end(state, done=done, cancelled=cancel, as_json=as_json)
-    raise typer.Exit(0 if done else 1)
+    raise typer.Exit(0 if done or cancel else 1)
 
 
 def seconds_of(text: str) -> float:

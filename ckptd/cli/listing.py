@@ -11,6 +11,7 @@ from ckptd.cli.flags import Loaded, with_settings
 from ckptd.core.errors import CkptdError
 
 if TYPE_CHECKING:
+    from ckptd.core.ids import EpochRecord
     from ckptd.observe.report import ListReport, SnapshotReport
     from ckptd.persist.storage.base import Storage
 
@@ -46,8 +47,9 @@ def of_storage(path: Path) -> ListReport:
     rows: list[SnapshotReport] = []
     errors: list[str] = []
     for job in _jobs(storage):
+        record = _record(storage, job, errors)
         try:
-            rows += _of_job(storage, job)
+            rows += _of_job(storage, job, record)
         except CkptdError as error:
             errors.append(f"{job}: {error}")
     return {"rows": rows, "errors": errors}
@@ -69,7 +71,18 @@ def _is_job(name: str) -> bool:
         return False
 
 
-def _of_job(storage: Storage, job: str) -> list[SnapshotReport]:
+def _record(storage: Storage, job: str, errors: list[str]) -> EpochRecord | None:
+    """The newest epoch, from which it shows what was left behind; without it the checkpoints are listed all the same."""
+    from ckptd.persist.lineage import newest_record
+
+    try:
+        return newest_record(storage, job)
+    except CkptdError as error:
+        errors.append(f"{job}: {error}")
+        return None
+
+
+def _of_job(storage: Storage, job: str, record: EpochRecord | None) -> list[SnapshotReport]:
     from ckptd.persist.commits import list_commits
 
     return [
@@ -79,6 +92,7 @@ def _of_job(storage: Storage, job: str) -> list[SnapshotReport]:
             "step": commit.snapshot.step,
             "durable": True,
             "keep": commit.keep,
+            "abandoned": record is not None and record.abandons(commit.snapshot),
             "where": ["storage"],
         }
         for commit in reversed(list_commits(storage, job))
@@ -90,12 +104,18 @@ def _table(report: ListReport) -> object:
 
     rows = [
         [row.get("job", ""), row.get("epoch", ""), row.get("step", ""), _level(row), " + ".join(row.get("where", [])),
-         "keep" if row.get("keep") else "", ", ".join(row.get("per_rank", []))]
+         _marks(row), ", ".join(row.get("per_rank", []))]
         for row in report.get("rows", [])
     ]  # fmt: skip
     if not rows:
         return "nothing here" if report.get("errors") else "nothing yet: no snapshot that you may see"
     return table("", ("job", ">epoch", ">step", "level", "where", "", "per rank"), rows)
+
+
+def _marks(row: SnapshotReport) -> str:
+    return ", ".join(
+        word for word, on in (("keep", row.get("keep")), ("left behind", row.get("abandoned"))) if on
+    )
 
 
 def _level(row: SnapshotReport) -> str:

@@ -62,6 +62,10 @@ class EpochRecord:
             return True
         return any(snapshot.epoch == fork.epoch and snapshot.step <= fork.step for fork in self.ancestry)
 
+    def abandons(self, snapshot: SnapshotId) -> bool:
+        """Is it of an earlier epoch, and beyond what this one continued from? It is not restored any more."""
+        return snapshot.epoch < self.number and not self.is_candidate(snapshot)
+
 
 def parallel_groups(nodes: Iterable[NodeInfo]) -> dict[str, str]:
     """node -> label, of those that have one: placement's ``together``."""

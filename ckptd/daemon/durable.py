@@ -15,6 +15,7 @@ from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
+from ckptd.core.retention import CommitInfo
 from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
 from ckptd.persist.commit import commit
@@ -226,9 +227,11 @@ class Durable:
     async def steps(self) -> list[dict[str, Any]]:
         """Snapshots in memory and on storage, newest first."""
         rows = self._in_memory()
-        for snapshot in await self._in_storage():
-            row = rows.setdefault(snapshot, _row(snapshot, -1, 0, True, "storage"))
-            row["durable"] = True
+        record = self._job.record
+        for info in await self._in_storage():
+            row = rows.setdefault(info.snapshot, _row(info.snapshot, -1, 0, True, "storage"))
+            row["durable"], row["keep"] = True, info.keep
+            row["abandoned"] = record is not None and record.abandons(info.snapshot)
             row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"
         return [rows[snapshot] for snapshot in sorted(rows, reverse=True)]
 
@@ -241,7 +244,7 @@ class Durable:
             if record is not None and record.is_candidate(snapshot)
         }
 
-    async def _in_storage(self) -> list[SnapshotId]:
+    async def _in_storage(self) -> list[CommitInfo]:
         """None when it does not answer: health says so."""
         storage = self._services.storage
         if storage is None:
@@ -253,11 +256,11 @@ class Durable:
             self._services.health.report("storage", str(error) or f"no answer within {LIST_TIMEOUT_S:.0f} s")
             return []
         self._services.health.clear("storage")
-        return [info.snapshot for info in commits]
+        return commits
 
 
 def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: str) -> dict[str, Any]:
     return {
         "epoch": snapshot.epoch, "step": snapshot.step, "level": level, "wanted": wanted, "durable": durable,
-        "where": where,
+        "keep": False, "abandoned": False, "where": where,
     }  # fmt: skip

@@ -159,6 +159,7 @@ class SnapshotReport(TypedDict, total=False):
     wanted: int
     durable: bool
     keep: bool
+    abandoned: bool  # beyond the step that the job went back to: not restored any more, and deleted by retention unless kept
     where: list[str]  # "memory", "storage"
     world: int
     bytes: int

@@ -149,10 +149,11 @@ class Client:
         """Load the newest recoverable snapshot (or ``step``) into the registered objects; all ranks call it alike.
 
         Returns its step, None only when it is proven that the job has none. source: None, "memory" or "durable". only:
-        shell patterns of keys to load. strict=False: load what fits. allow_fresh=True: None instead of an error when nothing
-        can be reached or recovered. Raises CkptdError on all ranks; nothing is written unless every rank can load, and the error
-        says so when a rank's objects are dirty all the same. ``last_restore["mode"]``: "verified", "direct" where the daemon had
-        no room for all bytes at once, or "fresh".
+        shell patterns of keys to load. After ``step=`` the job goes on from there: what lies beyond it is not restored any more,
+        and goes with the next retention unless kept. strict=False: load what fits. allow_fresh=True: None instead of an error
+        when nothing can be reached or recovered. Raises CkptdError on all ranks; nothing is written unless every rank can load,
+        and the error says so when a rank's objects are dirty all the same. ``last_restore["mode"]``: "verified", "direct" where
+        the daemon had no room for all bytes at once, or "fresh".
         """
         if source not in (None, "memory", "durable"):
             raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
@@ -311,8 +312,8 @@ class Client:
         return "protected"
 
     def steps(self) -> list[dict[str, Any]]:
-        """Snapshots that the daemon knows, in memory and on storage: dicts with epoch, step, level, durable, where. Raises
-        CkptdError without a daemon."""
+        """Snapshots that the daemon knows, in memory and on storage: dicts with epoch, step, level, durable, where;
+        of what is on storage also keep and abandoned (the job went back to a step before). Raises CkptdError without a daemon."""
         reply = self._session.ask(wire.ListSteps, ANSWER_TIMEOUT_S)
         if not isinstance(reply, wire.Steps):
             raise CkptdError(

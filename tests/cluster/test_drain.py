@@ -42,7 +42,10 @@ def test_from_another_node_as_json_and_called_off(nodes: Cluster) -> None:
     done = made[0].cli("drain", made[2].name, "--deadline", "1m", "--json")
     said = json.loads(done.stdout)
     assert (done.returncode, said["node"], said["done"], said["draining"]) == (0, made[2].name, True, True), done.stderr
-    assert made[2].cli("drain", "--cancel").returncode == 0
+    stays = made[2].cli("drain", "--cancel", "--json")
+    said = json.loads(stays.stdout)
+    assert (stays.returncode, said["draining"]) == (0, False), stays.stderr
+    assert said["done"] == all(job["done"] for job in said["jobs"]), said
     assert made[0].cli("drain", "nobody").returncode != 0
     assert "no answer" in made[0].cli("drain", "nobody").stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 import typer
 
 from ckptd.cli.app import app
-from tests.cluster.nodes import REPO, Cluster, Node
+from tests.cluster.nodes import REPO, Cluster, Node, TrainerError
+from tests.waiting import until
 
 RUN_TIMEOUT_S = 90.0
 DOCUMENTS = ("README.md", "docs/OPERATIONS.md", "docs/TESTING.md", "bench/README.md", "deploy/torchrun/README.md")
@@ -67,6 +69,37 @@ def ran(node: Node, folder: Path, *, seed: int, steps: int) -> subprocess.Comple
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done
+
+
+def test_one_goes_back_to_an_older_step_and_keeps_the_newer_as_another_job(nodes: Cluster) -> None:
+    """With the commands of docs/OPERATIONS.md, "Going back to an older step" (P12)."""
+    storage = nodes.root / "storage"
+    node = nodes.node(storage_root=storage, replicas=0, flush_every_steps=10, keep_last=9)
+    (trainer,) = nodes.world([node], "gpt")
+    assert trainer.do("restore") is None
+    digests = {}
+    for _ in range(7):
+        step = trainer.do("train", steps=10)["step"]
+        digests[step] = trainer.do("digest")
+        assert trainer.do("wait", level="durable") == "durable"
+    assert trainer.do("restore", step=50) == 50
+    assert trainer.do("digest") == digests[50]
+    left = [60, 70]
+    assert sorted(row["step"] for row in trainer.do("steps") if row["abandoned"]) == left
+    for shown in (node.cli("ls").stdout, node.cli("ls", storage).stdout):
+        assert [int(step) for step in re.findall(r"(\d+) +durable +storage +left behind", shown)] == left[::-1], shown
+    with pytest.raises(TrainerError, match="step 70 of epoch 1 was left behind when the job went back to step 50 of epoch 1"):
+        trainer.do("restore", step=70)
+    (script,) = re.findall(r"```\n(cd /mnt/checkpoints/.*?)```", (REPO / "docs/OPERATIONS.md").read_text(), re.DOTALL)
+    script = script.replace("/mnt/checkpoints/$UID", str(storage / str(os.getuid())))
+    subprocess.run(["bash", "-ec", script], check=True)
+    assert trainer.do("restore") == 50
+    trainer.do("train", steps=10)
+    assert trainer.do("wait", level="durable") == "durable"
+    until(lambda: not any(row["abandoned"] for row in trainer.do("steps")), 30, "retention to delete what was left behind")
+    trainer.do("again", job="gpt-b", kind="plain")
+    assert trainer.do("restore") == 70
+    assert trainer.do("digest") == digests[70]
 
 
 def test_the_loop_runs_and_goes_on(nodes: Cluster, tmp_path: Path) -> None:

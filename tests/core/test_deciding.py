@@ -10,7 +10,7 @@ import pytest
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.ids import EpochRecord
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.machine.steward.decide import CLAIM_GAP, spread
 from ckptd.core.machine.steward.gather import FRESH_S
 from ckptd.core.machine.steward.restore import (
@@ -100,6 +100,28 @@ def test_what_was_asked_for_and_is_not_there_is_named(ask: msg.RestoreAsk, text:
     node = Elect(ask=ask).start(ask=ask)
     node.answer("b", *BOTH, known=BEFORE, done=True)
     assert text in sent(node.done, msg.JoinRefused)[0].reason
+
+
+@pytest.mark.parametrize(
+    ("ancestry", "text"),
+    [
+        ((at(3, OLD - 1),), f"step 9 of epoch {OLD - 1} was left behind when the job went back to step 3 of epoch {OLD - 1}"),
+        ((), f"step 9 of epoch {OLD - 1} was left behind when the job started anew"),
+        ((at(9, OLD - 1),), ""),
+    ],
+)
+def test_a_step_that_was_left_behind_is_refused_by_that_name(ancestry: tuple[SnapshotId, ...], text: str) -> None:
+    """Of those on storage: they are listed, so "there is none" would be no answer."""
+    known = replace(BEFORE, ancestry=ancestry)
+    ask = msg.RestoreAsk(step=9)
+    node = Elect(ask=ask, durable=True).start(ask=ask)
+    node.answer("b", known=known, done=True)
+    node.feed(ev.DurableRead("now", True, known, (at(9, OLD - 1), at(9, OLD - 2), at(8, OLD - 1))))
+    node.answer("b", known=known, done=True)
+    if text:
+        assert text in sent(node.done, msg.JoinRefused)[0].reason
+    else:
+        assert (node.refusals(), node.claim.ancestry) == ([], (at(9, OLD - 1),))
 
 
 def test_who_does_not_answer_is_waited_for_when_only_it_may_hold_what_was_asked_for() -> None:

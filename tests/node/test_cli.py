@@ -201,6 +201,16 @@ LISTED = {
             "keep": True,
             "where": ["storage"],
         },
+        {
+            "job": "0/gpt",
+            "epoch": 1,
+            "step": 70,
+            "level": -1,
+            "wanted": 0,
+            "durable": True,
+            "abandoned": True,
+            "where": ["storage"],
+        },
     ],
     "errors": [],
 }
@@ -266,6 +276,7 @@ def test_ls_for_machines_and_people(cli: Cli, tmp_path: Path) -> None:
     assert re.search(r"120 +protected\(0\) degraded +memory", shown.out)
     assert re.search(r"100 +protected\(1\), durable +memory \+ storage", shown.out)
     assert re.search(r"50 +durable +storage +keep", shown.out)
+    assert re.search(r"70 +durable +storage +left behind", shown.out)
 
 
 @pytest.mark.usefixtures("page")

@@ -82,15 +82,33 @@ def decide(
         return Decision(_record(gather, None, floor, redundancy), errors=errors)
     complete = not gather.missing() and gather.durable is not None and gather.durable.ok
     code = "unrecoverable" if complete or excluded else "unreachable"
-    return Decision(code=code, reason="; ".join(errors) or _nothing(ask))
+    return Decision(code=code, reason="; ".join(errors) or _nothing(gather, ask))
 
 
-def _nothing(ask: RestoreAsk) -> str:
+def _nothing(gather: Gather, ask: RestoreAsk) -> str:
+    left = _left_behind(gather, ask)
+    if left:
+        return left
     wanted = [f"of step {ask.step}"] if ask.step is not None else []
     wanted += ["on storage" if ask.source == "durable" else "in memory"] if ask.source else []
     if wanted:
         return f"there is no checkpoint {' '.join(wanted)}"
     return "this job has run before, and nobody can say that it has no checkpoint"
+
+
+def _left_behind(gather: Gather, ask: RestoreAsk) -> str:
+    """It is listed, and yet refused: whoever asks for it must be told why."""
+    record, durable = gather.lineage(), gather.durable
+    if record is None or durable is None:
+        return ""
+    left = max((commit for commit in durable.commits if commit.step == ask.step and record.abandons(commit)), default=None)
+    if left is None:
+        return ""
+    fork = f"went back to step {record.parent.step} of epoch {record.parent.epoch}" if record.parent else "started anew"
+    return (
+        f"step {left.step} of epoch {left.epoch} was left behind when the job {fork}; "
+        "copied below another job's name it can be continued there"
+    )
 
 
 def spread(attempt: str) -> int:
