@@ -1,7 +1,7 @@
 """Cleans up after a run of the tests, however it ended: waits for the end of its stdin, then kills what the run has left
 running, unmounts what it has left mounted and removes its folder. ``python -m tests.sweeper FOLDER``.
 
-Ours is every process whose TMPDIR lies in the folder. An interrupted worker ends none of what its tests have started.
+Ours is every process whose TMPDIR lies in the folder, but this one. An interrupted worker ends none of what its tests have started.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ ROUNDS_MAX = 5  # a process that was just being started is found in the next rou
 
 def ours(folder: str) -> list[int]:
     mark = b"TMPDIR=" + os.fsencode(folder)
-    return [pid for pid in processes.pids() if processes.alive(pid) and any(e.startswith(mark) for e in _environ(pid))]
+    others = (pid for pid in processes.pids() if pid != os.getpid() and processes.alive(pid))
+    return [pid for pid in others if any(entry.startswith(mark) for entry in _environ(pid))]
 
 
 def _environ(pid: int) -> list[bytes]:

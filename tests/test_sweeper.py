@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SLEEPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 
 
-@pytest.mark.parametrize("keep", ["", "1"])
-def test_processes_and_the_folder_are_gone_when_the_run_is(tmp_path: Path, keep: str) -> None:
+@pytest.mark.parametrize(("keep", "inside"), [("", False), ("1", False), ("", True)])
+def test_processes_and_the_folder_are_gone_when_the_run_is(tmp_path: Path, keep: str, inside: bool) -> None:
+    """``inside``: the sweeper itself was started with a TMPDIR in the folder."""
     folder = tmp_path / "run"
     (folder / "below").mkdir(parents=True)
     env = os.environ | {"TMPDIR": str(folder / "below"), KEEP: keep}
@@ -28,7 +29,8 @@ def test_processes_and_the_folder_are_gone_when_the_run_is(tmp_path: Path, keep:
             process.stdout.readline()
         assert ours(str(folder)) == [left.pid]
         command = [sys.executable, "-m", "tests.sweeper", str(folder)]
-        subprocess.run(command, env=os.environ | {KEEP: keep}, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60, check=True)
+        own = {"TMPDIR": str(folder)} if inside else {}
+        subprocess.run(command, env=os.environ | {KEEP: keep} | own, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60, check=True)
         assert left.wait(10) == -9
         assert other.poll() is None
         other.kill()
