@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,8 +62,8 @@ class Waker:
             os.kill(pid, signal.SIGCONT)
 
 
-def until_restored_or_refused(job: Job, waker: Waker) -> None:
-    """A restore under which a daemon dies may be refused, on all ranks."""
+def until_restored_or_refused(job: Job, waker: Waker, died: Callable[[], bool] = lambda: True) -> None:
+    """A restore under which a daemon dies may be refused, on all ranks. ``died``: did one?"""
 
     def over() -> bool:
         waker.look()
@@ -71,7 +71,7 @@ def until_restored_or_refused(job: Job, waker: Waker) -> None:
         return job.oracle.done(job.generation)
 
     until(over, END_S, "the restore to end (D11)")
-    job.restored_or_refused(job.oracle.judge(job.generation, crashes=True))
+    job.restored_or_refused(job.oracle.judge(job.generation, crashes=died()))
 
 
 def meet_all(job: Job, marks: list[Path]) -> None:
@@ -180,7 +180,7 @@ def test_a_keeper_that_dies_is_a_node_that_is_lost(root: Path, point: str) -> No
             job.start(
                 range(NODES) if turn % 2 == 0 else [0, 1]
             )  # seats that nobody takes give their memory back
-            job.judge()
+            until_restored_or_refused(job, Waker(job), mark.exists)  # it may die in the midst of the first restore
             if point == "keeper.restart":
                 job.until_level(1)
                 job.places[1].signal_daemon(signal.SIGKILL)
