@@ -225,7 +225,7 @@ class RankFetched:
     rank: int
     round: int
     ok: bool
-    code: str = ""  # "damage" | "mismatch" | "timeout"
+    code: str = ""  # "damage" | "unreachable" | "mismatch" | "timeout"
     reason: str = ""
 
 

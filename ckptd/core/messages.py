@@ -123,7 +123,7 @@ class Vote:
     rank: int
     phase: str  # "fetched" | "loaded"
     ok: bool
-    code: str = ""  # "damage": another snapshot may still serve; "mismatch": the model does not fit, final
+    code: str = ""  # "damage": another snapshot may still serve; "unreachable": so may the same, later; "mismatch": final
     reason: str = ""
 
 

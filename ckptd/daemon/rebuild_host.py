@@ -19,6 +19,7 @@ from ckptd.daemon.services import Services
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.sums import FileDamage
 from ckptd.protect.columns import Columns
+from ckptd.protect.fetched import Fetched
 from ckptd.recover.host import Unrecoverable
 
 if TYPE_CHECKING:
@@ -62,11 +63,8 @@ class RebuildHost:
 
     async def fetch(
         self, node: str, snapshot: SnapshotId, rank: int, spans: Sequence[tuple[int, int]], into: memoryview
-    ) -> tuple[bool, str]:
-        ok, reason = await self._services.fetcher.fetch(
-            self._job.job, node, snapshot, rank, tuple(spans), into
-        )
-        return ok, reason
+    ) -> Fetched:
+        return await self._services.fetcher.fetch(self._job.job, node, snapshot, rank, tuple(spans), into)
 
     def lane_columns(self, order: MakeParity, layouts: dict[int, Layout], parts: Layout) -> Columns:
         return self._services.parity.columns(self._job.job, order, layouts, parts, protects=False)

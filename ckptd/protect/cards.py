@@ -22,6 +22,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.lanes import LANE_PLAN
 from ckptd.core.layout import Layout
+from ckptd.protect.fetched import Away
 from ckptd.protect.settle import Answers, Tasks, ask
 from ckptd.wire.peer import Card, CardAsk
 
@@ -52,7 +53,8 @@ class Cards:
         return True
 
     async def ask(self, job: str, node: str, snapshot: SnapshotId, rank: int) -> SlotRecord:
-        """The tier-1 record of that slot; of parity the whole one, but for which part it is. Raises CkptdError."""
+        """The tier-1 record of that slot; of parity the whole one, but for which part it is. Raises CkptdError: Away when
+        nobody answers."""
         if node == self._node:
             mine = await self._mine(job, snapshot, rank)
             if mine is None:
@@ -61,8 +63,10 @@ class Cards:
         request = CardAsk(secrets.token_hex(16), snapshot, rank)
         with self._answers.to(request.transfer) as answer:
             heard = await ask(lambda: self._send(node, job, request), (answer,), CARD_TIMEOUT_S)
-        if not heard or not answer.result().ok:
-            raise CkptdError(f"rank {rank}: {answer.result().reason if heard else 'no answer'}", where=node)
+        if not heard:
+            raise Away(f"rank {rank}: no answer", where=node)
+        if not answer.result().ok:
+            raise CkptdError(f"rank {rank}: {answer.result().reason}", where=node)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._work, _record, job, snapshot, rank, answer.result(), node)
 

@@ -19,6 +19,7 @@ from ckptd.core.linear import payload_spans
 from ckptd.core.messages import Source
 from ckptd.core.parity_groups import data_index, data_stripes, parity_positions, stripes_held
 from ckptd.protect.erasure import Buffer, kernel
+from ckptd.protect.fetched import Fetched
 from ckptd.protect.settle import all_done, in_thread
 from ckptd.protect.windows import WINDOW_BYTES, Windows
 
@@ -26,7 +27,7 @@ WINDOWS_AT_ONCE = 2  # of one lane: one is read while another is combined
 assert WINDOW_BYTES % BLOCK_BYTES == 0, "windows of parity are whole blocks, which travel with the sums of their seal"
 
 Spans = tuple[tuple[int, int], ...]
-Read = Callable[[Source, Spans, memoryview], Awaitable[tuple[bool, str]]]
+Read = Callable[[Source, Spans, memoryview], Awaitable[Fetched]]
 
 
 class Undecodable(CkptdError):
@@ -69,7 +70,7 @@ class Columns:
                 self._sources.setdefault((source.part.position, True), []).append(source)
             elif source.part is None and source.rank in places and source.tier <= 1:
                 self._sources.setdefault((places[source.rank], False), []).append(source)
-        self.failed: list[tuple[Source, str]] = []
+        self.failed: list[tuple[Source, Fetched]] = []
 
     def lose(self, node: str, rank: int) -> None:
         """This holding is not used any more."""
@@ -130,7 +131,7 @@ class Columns:
         """As many as bring any other: zeros cost nothing, what lies here little, data less than parity."""
         there = [found for number in range(self._size) if (found := self._column(stripe, number)) and number != column]
         if len(there) < self._data:
-            why = "; ".join(f"{source.node}: {reason}" for source, reason in self.failed[-4:])
+            why = "; ".join(f"{source.node}: {found.reason}" for source, found in self.failed[-4:])
             raise Undecodable(
                 f"lane {self.lane.number}: {len(there)} of {self._data} columns can be read", where=why
             )
@@ -158,9 +159,9 @@ class Columns:
         packed = sum(length for _, _, length in spans)
         if packed:
             wanted = tuple((at, length) for _, at, length in spans)
-            ok, why = await self._read(source, wanted, room[:packed])
-            if not ok:
-                self.failed.append((source, why))
+            found = await self._read(source, wanted, room[:packed])
+            if not found.ok:
+                self.failed.append((source, found))
                 self.lose(source.node, source.rank)
                 return False
         spread(room, [(at, length) for at, _, length in spans])

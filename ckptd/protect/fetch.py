@@ -8,6 +8,7 @@ arrive where they were asked for.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.pacing import DEADLINE_S
+from ckptd.protect.fetched import Fetched, Unanswered
 from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.peer_slot import DAMAGE, PACED_STREAMS
@@ -37,6 +39,10 @@ SERVED_KEPT_S = 60.0  # an answer with its sums may be megabytes; an asker waits
 PUSHES_MAX = 8
 PACED_MAX = 4  # for protection, beside them: restores do not wait for these
 FREED = "the slot was freed"
+MISMATCH = "the slices do not match their sums"
+RETRY_PAUSES_S = (0.1, 0.3, 0.9)  # before a restore asks again, over new connections: links reset, and daemons run out of sockets
+
+log = logging.getLogger("ckptd.protect")
 
 Send = Callable[[str, str, object], bool]
 Spans = tuple[tuple[int, int], ...]
@@ -95,18 +101,33 @@ class Fetcher:
     async def fetch(
         self, job: str, node: str, snapshot: SnapshotId, rank: int, spans: Spans, into: memoryview,
         *, protects: float = 0.0,
-    ) -> tuple[bool, str]:  # fmt: skip
-        """Fill ``into`` with those spans of the slot's payload, one after the other. (False, why) leaves it undefined.
+    ) -> Fetched:  # fmt: skip
+        """Fill ``into`` with those spans of the slot's payload, one after the other. What is not ``ok`` leaves it undefined.
         ``protects``: what part of one slot's protection this is (1: all of it). Nobody waits for that to go on training, so the
-        holder paces it; 0: for a restore."""
+        holder paces it, and it is done again by whoever wants it; 0: for a restore, which asks a few times."""
         assert len(into) == sum(length for _, length in spans), "the buffer is as long as the spans"
+        pauses = iter(() if protects else RETRY_PAUSES_S)
+        while True:
+            found, again = await self._try(job, node, snapshot, rank, spans, into, protects)
+            pause_s = next(pauses, None) if again else None
+            if pause_s is None:
+                return found
+            if found.reason == MISMATCH:
+                pauses = iter(())  # once more only: if it was not the wire, the holder is looking at its copy
+            log.info("job=%s rank %d is asked of %s again: %s", job, rank, node, found.reason)
+            await asyncio.sleep(pause_s)
+
+    async def _try(
+        self, job: str, node: str, snapshot: SnapshotId, rank: int, spans: Spans, into: memoryview, protects: float
+    ) -> tuple[Fetched, bool]:
+        """How it ended, and whether it may end otherwise at once."""
         landing = await asyncio.get_running_loop().run_in_executor(self._work, _landing, spans, into)
         transfer = secrets.token_hex(16)
         try:
             aad = _aad(job, snapshot, rank)
             incoming = self._transport.expect(into, aad=aad, ttl_s=ASK_TIMEOUT_S, witness=landing.saw)
         except TransferError as error:
-            return False, str(error)
+            return Fetched(False, str(error), away=True), True
         within_s = self.within_s * min(protects, 1.0)
         request = FetchAsk(transfer, snapshot, rank, spans, incoming.ticket.encode(), within_s)
         arrived = asyncio.wrap_future(incoming.done)
@@ -115,14 +136,14 @@ class Fetcher:
             with self._answers.to(transfer) as answer:
                 done = await self._await_both(node, job, request, answer, arrived)
             if not done.ok:
-                return False, done.reason
+                return Fetched(False, done.reason, done.again), done.again
             if landing.joined() == done.sums:
-                return True, ""
+                return Fetched(True), False
             wrong = True
             self._send(node, job, FetchBad(snapshot, rank))
-            return False, "the slices do not match their sums"
+            return Fetched(False, MISMATCH), True
         except TransferError as error:
-            return False, str(error)
+            return Fetched(False, str(error), away=True), not isinstance(error, Unanswered)
         finally:
             arrived.cancel()
             await settle(incoming)  # whoever asked may use the memory for something else now
@@ -144,7 +165,7 @@ class Fetcher:
             return self._send(node, job, request)
 
         if not await ask(say, (answer, arrived), ASK_TIMEOUT_S):
-            raise TransferError("the holder does not answer", where=node)
+            raise Unanswered("the holder does not answer", where=node)
         if answer.done() and not answer.result().ok:
             return answer.result()
         await arrived
@@ -176,6 +197,8 @@ class Fetcher:
                 outcome = await loop.run_in_executor(pool, self._deliver, slot, record, ask)
                 if outcome.reason == DAMAGE and slot.record is record:  # else it holds something else by now
                     self.on_damage(job, slot, "found while serving a peer")
+        except (TransferError, OSError, MemoryError) as error:
+            outcome = FetchDone(ask.transfer, False, reason=str(error) or repr(error), again=True)
         except (CkptdError, ValueError) as error:
             outcome = FetchDone(ask.transfer, False, reason=str(error))
         finally:

@@ -57,9 +57,9 @@ class FrozenParts:
             spans = ((record.layout.frozen_at, nbytes),)
             into = slot.extent[:nbytes]
             what = record.job, node, record.snapshot, record.rank, spans
-            ok, why = await self._fetcher.fetch(*what, into, protects=1.0)
-            if not ok:
-                raise CkptdError(f"its frozen part: {why}", where=node)
+            found = await self._fetcher.fetch(*what, into, protects=1.0)
+            if not found.ok:
+                raise CkptdError(f"its frozen part: {found.reason}", where=node)
             if await loop.run_in_executor(self._work, bad_blocks, slot.extent, part.layout, part.sums, None, part.tier):
                 raise Changed(DAMAGE)
             await loop.run_in_executor(self._work, slot.seal, part)

@@ -23,6 +23,7 @@ from ckptd.protect import cards as slot_cards
 from ckptd.protect.cards import Cards
 from ckptd.protect.columns import Columns, Read, Spans
 from ckptd.protect.fetch import FREED, Fetcher
+from ckptd.protect.fetched import Away, Fetched
 from ckptd.protect.peer_slot import DAMAGE, allocate
 from ckptd.protect.settle import in_thread
 from ckptd.protect.verify import copy_verified
@@ -136,20 +137,21 @@ class ParityMaker:
         return None
 
     async def kept_cards(self, job: str, do: MakeParity) -> dict[int, SlotRecord]:
-        """As the lane's parts keep them. Raises CkptdError: none of them can be read."""
-        why = ""
+        """As the lane's parts keep them. Raises CkptdError: none of them can be read; Away: one that was not reached may be."""
+        why, away = "", False
         for source in do.sources:
             if source.part is None or source.part.lane != do.part.lane:
                 continue
             try:
                 layout = await self._layout_of(job, do, source)
                 blob = bytearray(layout.objects_capacity)
-                ok, why = await self._reader(job, do)(source, ((0, len(blob)),), memoryview(blob))
-                if ok:
+                found = await self._reader(job, do)(source, ((0, len(blob)),), memoryview(blob))
+                if found.ok:
                     return await in_thread(self._work, slot_cards.unpacked, job, do.snapshot, blob)
+                why, away = found.reason, away or found.away
             except (CkptdError, ValueError) as error:
-                why = str(error)
-        raise CkptdError(f"no part of lane {do.part.lane.number} can be read", where=why)
+                why, away = str(error), away or isinstance(error, Away)
+        raise (Away if away else CkptdError)(f"no part of lane {do.part.lane.number} can be read", where=why)
 
     async def _part_layout(self, job: str, do: MakeParity) -> Layout:
         for source in do.sources:
@@ -177,7 +179,7 @@ class ParityMaker:
     def _reader(self, job: str, do: MakeParity, per_holder: int = 0) -> Read:
         """per_holder: bytes that each holder is asked for in all, as far as they are paced."""
 
-        async def read(source: Source, spans: Spans, into: memoryview) -> tuple[bool, str]:
+        async def read(source: Source, spans: Spans, into: memoryview) -> Fetched:
             if source.node == self._node:
                 return await self._own(job, do, source.rank, spans, into)
             share = len(into) / per_holder if per_holder else 0.0
@@ -186,17 +188,17 @@ class ParityMaker:
 
         return read
 
-    async def _own(self, job: str, do: MakeParity, rank: int, spans: Spans, into: memoryview) -> tuple[bool, str]:
+    async def _own(self, job: str, do: MakeParity, rank: int, spans: Spans, into: memoryview) -> Fetched:
         slot = self._fetcher.held(job, do.snapshot, rank)
         record = slot.record if slot is not None else None
         if slot is None or record is None:
-            return False, "not held here"
+            return Fetched(False, "not held here")
         if not await in_thread(self._work, copy_verified, slot, record, spans, into):
             if slot.record is not record:
-                return False, FREED
+                return Fetched(False, FREED)
             self._fetcher.on_damage(job, slot, "found while making parity")
-            return False, DAMAGE
-        return True, ""
+            return Fetched(False, DAMAGE)
+        return Fetched(True)
 
     async def _allocate(self, job: str, rank: int, nbytes: int, meta: int) -> Slot:
         return await in_thread(self._work, allocate, self._arena, job, rank, nbytes, meta)

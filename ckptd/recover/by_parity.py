@@ -6,7 +6,7 @@ What is wanted is made, in windows, straight into the memory where it belongs: a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import xxhash
 
@@ -23,35 +23,43 @@ from ckptd.core.linear import linear_offset
 from ckptd.core.messages import Source
 from ckptd.core.recovery import BY_PARITY, Held, Piece
 from ckptd.protect.columns import Columns
+from ckptd.protect.fetched import Away
 from ckptd.protect.settle import in_thread
 from ckptd.protect.windows import WINDOW_BYTES
 from ckptd.recover.host import Host
-
-Lost = Collection[tuple[str, int]]  # (node, rank) found damaged or gone
+from ckptd.recover.left_out import LeftOut
 
 
 class ByParity:
-    """``sources``: of the snapshot, its parity among them; layouts: by id, of the sources and of all members of their lanes."""
+    """``sources``: of the snapshot, its parity among them; layouts: by id, of the sources and of all members of their lanes.
+    ``left_out``: what is not asked any more, which what fails here is added to."""
 
     def __init__(
-        self, host: Host, snapshot: SnapshotId, sources: Sequence[Source], layouts: Mapping[str, Layout]
+        self,
+        host: Host,
+        snapshot: SnapshotId,
+        sources: Sequence[Source],
+        layouts: Mapping[str, Layout],
+        left_out: LeftOut,
     ) -> None:
         self._host, self._snapshot, self._sources, self._layouts = host, snapshot, tuple(sources), layouts
         self._lanes = {s.part.lane: layouts[s.layout_id] for s in sources if s.part is not None}
         self._cards: dict[Lane, dict[int, SlotRecord]] = {}
-        self._broken: set[Lane] = set()  # what they brought did not match
+        self._left_out = left_out
 
-    def held(self, lost: Lost) -> list[Held]:
+    def held(self, *, hopeful: bool = False) -> list[Held]:
         """What the lanes that are whole enough can bring."""
         found = []
         for lane in self._lanes:
-            if lane not in self._broken and self._decodable(lane, lost):
+            if self._usable(lane, hopeful=hopeful):
                 layouts = self._members(lane)
                 found += [Held(BY_PARITY, rank, 1, layouts[rank]) for rank in lane.ranks() if rank in layouts]
         return found
 
-    def _decodable(self, lane: Lane, lost: Lost) -> bool:
-        places = lane.ranks()
+    def _usable(self, lane: Lane, *, hopeful: bool = False) -> bool:
+        if lane in self._left_out.lanes(hopeful=hopeful):
+            return False
+        places, lost = lane.ranks(), self._left_out.copies(hopeful=hopeful)
         usable = [source for source in self._sources if (source.node, source.rank) not in lost]
         data = {places[s.rank] for s in usable if s.part is None and s.rank in places and s.tier <= 1}
         return decodable(lane, data, {s.part.position for s in usable if s.part is not None and s.part.lane == lane})
@@ -60,21 +68,17 @@ class ByParity:
         ids = {member.rank: member.layout_id for member in lane.members}
         return {rank: self._layouts[ids[rank]] for rank in lane.ranks() if ids[rank] in self._layouts}
 
-    def _lane_of(self, rank: int, lost: Lost) -> Lane | None:
+    def _lane_of(self, rank: int) -> Lane | None:
         """None: another rank's fetch has found meanwhile that it cannot be had."""
-        found = (
-            lane for lane in self._lanes
-            if rank in lane.ranks() and lane not in self._broken and self._decodable(lane, lost)
-        )  # fmt: skip
-        return next(found, None)
+        return next((lane for lane in self._lanes if rank in lane.ranks() and self._usable(lane)), None)
 
     # --- slices -------------------------------------------------------------------------------------------------
-    async def fetch(self, rank: int, pieces: Sequence[Piece], into: memoryview, lost: set[tuple[str, int]]) -> bool:
-        """The pieces one after the other. False: it cannot be done from what there is; ``lost`` names what failed by now."""
-        lane = self._lane_of(rank, lost)
+    async def fetch(self, rank: int, pieces: Sequence[Piece], into: memoryview) -> bool:
+        """The pieces one after the other. False: it cannot be done from what there is; what failed is left out from now on."""
+        lane = self._lane_of(rank)
         if lane is None:
             return False
-        columns = self._columns(lane, lost)
+        columns = self._columns(lane)
         layout, at = self._members(lane)[rank], 0
         try:
             for piece in pieces:
@@ -86,23 +90,23 @@ class ByParity:
                     await self._partly(lane, columns, layout, fragment, piece, room)
                 at += piece.nbytes
         except CkptdError as error:
-            self._note(lane, columns, lost, error)
+            self._note(lane, columns, error)
             return False
         return True
 
-    async def objects(self, rank: int, lost: set[tuple[str, int]]) -> bytes | None:
+    async def objects(self, rank: int) -> bytes | None:
         """The rank's objects region; None: it cannot be had."""
-        lane = self._lane_of(rank, lost)
+        lane = self._lane_of(rank)
         if lane is None:
             return None
-        columns = self._columns(lane, lost)
+        columns = self._columns(lane)
         layout = self._members(lane)[rank]
         region = bytearray(layout.objects_capacity)
         try:
             await columns.data(lane.ranks()[rank], 0, memoryview(region))
             await self._check(lane, layout, rank, 0, memoryview(region))
         except CkptdError as error:
-            self._note(lane, columns, lost, error)
+            self._note(lane, columns, error)
             return None
         return bytes(region)
 
@@ -139,23 +143,26 @@ class ByParity:
             self._cards[lane] = await self._host.lane_cards(order)
         sums = self._cards[lane][rank].sums
         if not await in_thread(self._host.executor, _matches, layout, sums, offset, room):
-            self._broken.add(lane)
+            self._left_out.lost_lanes.add(lane)
             raise CkptdError("what parity brought does not match its sums", where=f"rank {rank}")
 
     # --- columns ------------------------------------------------------------------------------------------------
-    def _columns(self, lane: Lane, lost: Lost) -> Columns:
+    def _columns(self, lane: Lane) -> Columns:
         order = MakeParity(self._snapshot, Part(lane, 0), self._sources)
         columns = self._host.lane_columns(order, self._members(lane), self._lanes[lane])
-        for node, rank in lost:
+        for node, rank in self._left_out.copies():
             columns.lose(node, rank)
         return columns
 
-    def _note(self, lane: Lane, columns: Columns, lost: set[tuple[str, int]], error: CkptdError) -> None:
+    def _note(self, lane: Lane, columns: Columns, error: CkptdError) -> None:
         """What failed is not tried again in this restore; when nothing did, the lane itself cannot be used."""
-        failed = {(source.node, source.rank) for source, _ in columns.failed}
-        if failed <= lost:
-            self._broken.add(lane)
-        lost |= failed
+        known = self._left_out.copies()
+        for source, found in columns.failed:
+            self._left_out.note(source.node, source.rank, found)
+        if isinstance(error, Away):
+            self._left_out.away_lanes[lane] = str(error)
+        elif self._left_out.copies() == known:
+            self._left_out.lost_lanes.add(lane)
 
 
 def _matches(layout: Layout, sums: bytes, offset: int, room: memoryview) -> bool:

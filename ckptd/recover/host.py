@@ -13,10 +13,11 @@ from ckptd.core.instructions import MakeParity
 from ckptd.core.layout import Layout
 from ckptd.persist.reader import Checkpoint
 from ckptd.protect.columns import Columns
+from ckptd.protect.fetched import Fetched
 
 
 class Unrecoverable(CkptdError):
-    """``code``: "damage" (another snapshot may serve) or "memory" (no room to fetch into)."""
+    """``code``: "damage" (another snapshot may serve), "unreachable" (this one may, later) or "memory" (no room to fetch into)."""
 
     def __init__(self, code: str, what: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(what, where=where, hint=hint)
@@ -40,4 +41,4 @@ class Host(Protocol):
     def give_back(self, slot: Slot) -> None: ...
     async def fetch(
         self, node: str, snapshot: SnapshotId, rank: int, spans: Sequence[tuple[int, int]], into: memoryview
-    ) -> tuple[bool, str]: ...
+    ) -> Fetched: ...

@@ -1,12 +1,14 @@
 """Bring one rank's slices into local memory, verified, from the best mixture of sources (P9, P10; design D11).
 
 Own memory is handed over where it lies. What peers and storage hold is fetched into one scratch slot, packed piece after
-piece; without room for all of it, in parts (direct mode). A source that turns out to be damaged or gone is left out and the
-rest is planned again.
+piece; without room for all of it, in parts (direct mode). A source that turns out to be damaged or gone, or that cannot be
+reached, is left out and the rest is planned again.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -26,6 +28,7 @@ from ckptd.recover.assembly import Assembly
 from ckptd.recover.by_parity import ByParity
 from ckptd.recover.handover import Blobs, Handover
 from ckptd.recover.host import Host, Unrecoverable
+from ckptd.recover.left_out import LeftOut
 from ckptd.recover.objects import ObjectPool, split_objects
 from ckptd.recover.parts import SCRATCH_BYTES_MAX, SCRATCH_BYTES_MIN, aligned, parts_of, usable_bytes
 from ckptd.recover.stored import Stored, stored_objects
@@ -37,6 +40,7 @@ REPLANS_MAX = 8  # sources that may fail during one restore before it is given u
 MISSING_SHOWN_MAX = 8
 TOO_MANY = "too many sources failed"
 FETCH_SPANS_MAX = 200_000  # byte runs in one request to a peer
+PART_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # for who could not be reached, once a rank has begun to write
 
 
 class Rebuild:
@@ -49,13 +53,11 @@ class Rebuild:
             for source in do.sources
             if source.part is None
         ]
-        self._by_parity = ByParity(host, do.snapshot, do.sources, self._layouts)
+        self._left_out = LeftOut()
+        self._by_parity = ByParity(host, do.snapshot, do.sources, self._layouts, self._left_out)
         self._threads = Threads(host.executor)
         self._stored = Stored(do.durable, self._open, lambda error: host.unreadable(self._snapshot, error))
-        self._index: tuple[frozenset[tuple[str, int]], SourceIndex] | None = (
-            None  # what was lost, what is left
-        )
-        self._lost: set[tuple[str, int]] = set()  # (node, rank) found damaged or gone
+        self._index: tuple[object, SourceIndex] | None = None  # what was left out, what is left
         self._objects: dict[int, dict[str, bytes]] = {}
         self._pools: list[Blobs] = []
         self._catalogue: Catalogue | None = None
@@ -63,8 +65,8 @@ class Rebuild:
 
     # --- what the snapshot holds --------------------------------------------------------------------------------
     async def catalogue(self) -> bytes:
-        """The catalogue for wire.rank.Opened. Raises CkptdError when some rank's objects are nowhere to be had."""
-        layouts = {held.rank: held.layout for held in (*self._by_parity.held(()), *self._held)}
+        """The catalogue for wire.rank.Opened. Raises Unrecoverable when some rank's objects are nowhere to be had."""
+        layouts = {held.rank: held.layout for held in (*self._by_parity.held(), *self._held)}
         if await self._threads.run(self._memory_is_whole, layouts):
             for rank in sorted(layouts):
                 self._objects[rank] = await self._rank_objects(rank)
@@ -96,37 +98,42 @@ class Rebuild:
         holders: dict[int, list[tuple[str, int]]] = {}
         for held in self._held:
             holders.setdefault(held.rank, []).append((held.node, held.tier))
-        spared = {held.rank: 0 for held in self._by_parity.held(())}
+        spared = {held.rank: 0 for held in self._by_parity.held()}
         return level(slice_classes(layouts), holders, spared) >= 0
 
     async def _rank_objects(self, rank: int) -> dict[str, bytes]:
         for held in sorted(self._held, key=lambda held: (held.node != self._host.node, held.node)):
-            if held.rank != rank or (held.node, rank) in self._lost:
+            if held.rank != rank or (held.node, rank) in self._left_out.copies():
                 continue
             region = await self._objects_from(held)
             if region is not None:
                 return split_objects(region)
-            self._lose(held.node, rank)
-        while any(held.rank == rank for held in self._by_parity.held(self._lost)):
-            region = await self._by_parity.objects(rank, self._lost)
+        while any(held.rank == rank for held in self._by_parity.held()):
+            region = await self._by_parity.objects(rank)
             if region is not None:
                 return split_objects(region)
         if self._stored.ok:
-            return await self._stored.call(partial(stored_objects, rank))
-        raise CkptdError(f"no copy of rank {rank}'s objects is readable", where=str(self._snapshot))
+            with contextlib.suppress(CkptdError, OSError):  # it knows why
+                return await self._stored.call(partial(stored_objects, rank))
+        hopeful = any(held.rank == rank for held in self._left(hopeful=True))
+        what = f"no copy of rank {rank}'s objects is readable"
+        raise Unrecoverable(
+            "unreachable" if hopeful else "damage", "; ".join([what, *self._why()]), where=str(self._snapshot)
+        )
 
     async def _objects_from(self, held: Held) -> bytes | None:
         length = held.layout.objects_capacity
         if held.node == self._host.node:
             slot = self._host.held(self._snapshot, held.rank)
             if slot is None or not await self._verify_spans(slot, [(0, length)]):
+                self._lose(held.node, held.rank)
                 return None
             return bytes(slot.payload[:length])
         buffer = bytearray(length)
-        ok, _ = await self._host.fetch(
-            held.node, self._snapshot, held.rank, [(0, length)], memoryview(buffer)
-        )
-        return bytes(buffer) if ok else None
+        found = await self._host.fetch(held.node, self._snapshot, held.rank, [(0, length)], memoryview(buffer))
+        if not found.ok:
+            self._left_out.note(held.node, held.rank, found)
+        return bytes(buffer) if found.ok else None
 
     # --- one rank's slices --------------------------------------------------------------------------------------
     async def assemble(self, rank: int, wants: Wants) -> Handover:
@@ -145,17 +152,29 @@ class Rebuild:
         an older snapshot, can still take its place; and once more, each when its turn has come."""
         room = await self._host.scratch(rank, SCRATCH_BYTES_MAX, SCRATCH_BYTES_MIN)
         plan = await self._sound_plan(rank, asked)
-        usable = usable_bytes(room.capacity, len(self._held) + len(self._by_parity.held(())) + 1)
+        usable = usable_bytes(room.capacity, len(self._held) + len(self._by_parity.held()) + 1)
         parts = await self._threads.run(parts_of, plan, asked, first, usable)
         for part in reversed(parts[1:]):
             (await self._gather(rank, part, room)).release()
 
         async def gather(number: int) -> Assembly:
             failpoint("restore.part")
-            return await self._gather(rank, parts[number], room)
+            return await self._gather_patiently(rank, parts[number], room)
 
         beginning = await self._gather(rank, parts[0], room)
         return Handover(beginning, blobs, first, groups=len(parts), gather=gather)
+
+    async def _gather_patiently(self, rank: int, asked: list[Want], room: Slot) -> Assembly:
+        """The rank has begun to write, so giving up costs its objects: who cannot be reached is waited for a while."""
+        for pause_s in PART_PAUSES_S:
+            try:
+                return await self._gather(rank, asked, room)
+            except Unrecoverable as error:
+                if error.code != "unreachable":
+                    raise
+            await asyncio.sleep(pause_s)
+            self._left_out.ask_again()
+        return await self._gather(rank, asked, room)
 
     async def _gather(self, rank: int, asked: list[Want], room: Slot | None = None) -> Assembly:
         """All of it at once, from the best sources that are whole. ``room``: what to fetch into, else what the host lends."""
@@ -164,18 +183,33 @@ class Rebuild:
             assembly = await self._carry_out(rank, plan, asked, room)
             if assembly is not None:
                 return assembly
-        raise Unrecoverable("damage", TOO_MANY, where=str(self._snapshot))
+        raise self._too_many()
 
     async def _sound_plan(self, rank: int, asked: list[Want]) -> Plan:
         """Covers everything, and what it takes of own memory was verified."""
         for _ in range(REPLANS_MAX):
             plan = await self._plan(rank, asked)
             if plan.uncovered:
-                raise Unrecoverable("damage", self._name_missing(plan, asked), where=str(self._snapshot))
+                code = "unreachable" if await self._is_hopeful(rank, asked) else "damage"
+                raise Unrecoverable(code, self._name_missing(plan, asked), where=str(self._snapshot))
             own = [piece for piece in plan.pieces if piece.source == OWN]
             if await self._verify_own(own):
                 return plan
-        raise Unrecoverable("damage", TOO_MANY, where=str(self._snapshot))
+        raise self._too_many()
+
+    def _too_many(self) -> Unrecoverable:
+        code = "unreachable" if self._left_out.reasons() else "damage"
+        return Unrecoverable(code, "; ".join([TOO_MANY, *self._why()]), where=str(self._snapshot))
+
+    async def _is_hopeful(self, rank: int, asked: list[Want]) -> bool:
+        """Would it do if those could be reached that could not?"""
+        if not self._left_out.reasons():
+            return False
+        durable = await self._stored.boxes({want.key for want in asked}, rank)
+        index = await self._threads.run(SourceIndex, self._left(hopeful=True))
+        assert self._catalogue is not None, "wants come after the catalogue"
+        args = asked, index, self._host.node, rank, durable, self._catalogue.per_rank
+        return not (await self._threads.run(plan_recovery, *args)).uncovered
 
     async def _plan(self, rank: int, asked: list[Want]) -> Plan:
         """Memory comes first anyway: storage, which may hang, is only asked when memory lacks something."""
@@ -187,25 +221,32 @@ class Rebuild:
         return plan
 
     def _plan_now(self, rank: int, asked: list[Want], durable: dict[str, list[Box]]) -> Plan:
-        lost = frozenset(self._lost)
-        if self._index is None or self._index[0] != lost:
-            left = [held for held in self._held if (held.node, held.rank) not in lost]
-            self._index = lost, SourceIndex([*left, *self._by_parity.held(lost)])
+        without = self._left_out.copies(), self._left_out.lanes()
+        if self._index is None or self._index[0] != without:
+            self._index = without, SourceIndex(self._left())
         assert self._catalogue is not None, "wants come after the catalogue"
         return plan_recovery(asked, self._index[1], self._host.node, rank, durable, self._catalogue.per_rank)
 
+    def _left(self, *, hopeful: bool = False) -> list[Held]:
+        """Sources in memory that are not left out; ``hopeful``: nor those that could not be reached."""
+        without = self._left_out.copies(hopeful=hopeful)
+        left = [held for held in self._held if (held.node, held.rank) not in without]
+        return [*left, *self._by_parity.held(hopeful=hopeful)]
+
     def _lose(self, node: str, rank: int) -> None:
         """This copy is not used again in this restore."""
-        self._lost.add((node, rank))
+        self._left_out.lost.add((node, rank))
 
     def _name_missing(self, plan: Plan, asked: list[Want]) -> str:
         names = {want.index: want.key for want in asked}
         missing = sorted({names[number] for number, _ in plan.uncovered})
-        why = [self._stored.why] if self._stored.why else []
         shown = ", ".join(missing[:MISSING_SHOWN_MAX]) + (", ..." if len(missing) > MISSING_SHOWN_MAX else "")
         return "; ".join(
-            [f"slices of {len(missing)} tensors are nowhere to be had: {shown}", *plan.mismatched, *why]
+            [f"slices of {len(missing)} tensors are nowhere to be had: {shown}", *plan.mismatched, *self._why()]
         )
+
+    def _why(self) -> list[str]:
+        return [*self._left_out.reasons()[:MISSING_SHOWN_MAX], *([self._stored.why] if self._stored.why else [])]
 
     async def _carry_out(self, rank: int, plan: Plan, asked: list[Want], room: Slot | None) -> Assembly | None:
         """None: a source failed and was crossed out; plan again."""
@@ -270,9 +311,7 @@ class Rebuild:
         if kind == DURABLE:
             return await self._stored.read(group, into)
         if kind == PARITY:
-            brought = await self._by_parity.fetch(holder, group, into, self._lost)
-            self._index = None if not brought else self._index  # also when only the lane itself is given up
-            return brought
+            return await self._by_parity.fetch(holder, group, into)
         layout = next(held.layout for held in self._held if held.node == node and held.rank == holder)
         spans: list[tuple[int, int]] = []
         for piece in group:
@@ -283,9 +322,9 @@ class Rebuild:
         for first in range(0, len(spans), FETCH_SPANS_MAX):
             part = spans[first : first + FETCH_SPANS_MAX]
             length = sum(length for _, length in part)
-            ok, _ = await self._host.fetch(node, self._snapshot, holder, part, into[at : at + length])
-            if not ok:
-                self._lose(node, holder)
+            found = await self._host.fetch(node, self._snapshot, holder, part, into[at : at + length])
+            if not found.ok:
+                self._left_out.note(node, holder, found)
                 return False
             at += length
         return True

@@ -65,6 +65,7 @@ class FetchDone:
     ok: bool
     sums: bytes = b""
     reason: str = ""
+    again: bool = False  # nothing is wrong with the slot: the way to the asker broke, or there was no memory for it
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,13 +246,23 @@ def test_outsiders_that_hold_something_or_may_are_remembered() -> None:
 
 
 # --- the claim --------------------------------------------------------------------------------------------------------
-def test_a_number_that_is_taken_is_tried_again_above() -> None:
-    node = Elect().start()
-    node.answer("b", *BOTH, known=BEFORE, done=True)
+def test_a_number_that_is_taken_is_another_starts_whose_nodes_are_asked_before_it_is_superseded() -> None:
+    """P1: it has trained since we were told that there is nothing."""
+    node = Elect(durable=True).start()
+    node.answer("b")
+    node.feed(ev.DurableRead("now", True))
+    assert (node.claim.number, node.claim.before) == (1, (-1, ()))
     node.claimed(ok=False, taken=9)
-    assert (node.claim.number, node.opens()) == (10, [])
+    assert node.opens() == []
+    other = replace(BEFORE, number=9, nonce="other", nodes=(C,), ranks=("c", "c"), before=(-1, ()))
+    node.feed(ev.DurableRead("now", True, other))
+    node.answer("b")
+    assert sent(node.done, msg.InventoryRequest, "c")
+    mine = tuple(replace(one, snapshot=at(5, 9)) for one in BOTH)
+    node.answer("c", *mine, known=other, done=True)
+    assert node.claim.number == 10
     node.claimed()
-    assert node.opens()[-1].record.number == 10
+    assert (node.opens()[-1].record.number, node.opens()[-1].snapshot) == (10, at(5, 9))
 
 
 def test_an_answer_about_another_number_is_none() -> None:

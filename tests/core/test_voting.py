@@ -12,12 +12,15 @@ from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.machine.steward.gather import FRESH_S
 from ckptd.core.machine.steward.restore import (
+    AWAY_PAUSE_S_MAX,
     DECISIONS_MAX,
     LEFT_PATIENCE_S,
     STRAGGLERS_S,
 )
 from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
 from tests.core.machines import at, layout, only, sent
+
+OLDER = tuple(replace(one, snapshot=at(3, OLD)) for one in BOTH)
 
 
 def gos(done: list[ins.Instruction]) -> list[str]:
@@ -95,8 +98,7 @@ def test_a_vote_against_fails_everybody(phase: str, code: str) -> None:
 
 def test_damage_leads_to_another_decision_without_that_snapshot() -> None:
     node = Elect()
-    older = tuple(replace(one, snapshot=at(3, OLD)) for one in BOTH)
-    node.start().answer("b", *BOTH, *older, known=BEFORE, done=True)
+    node.start().answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
     node.claimed()
     node.vote(1, "fetched", ok=False, code="damage", reason="block 3")
     node.vote(0, "fetched", ok=False, code="damage", reason="block 4")
@@ -105,7 +107,7 @@ def test_damage_leads_to_another_decision_without_that_snapshot() -> None:
     assert sent(node.done[mark:], msg.InventoryRequest) == []
     node.tick(0.25)
     assert sent(node.done[mark:], msg.InventoryRequest, "b"), "what is held now may be less"
-    node.answer("b", *BOTH, *older, known=BEFORE, done=True)
+    node.answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
     node.claimed()
     message = node.opens()[-1]
     assert (message.snapshot, message.record.number) == (at(3, OLD), OLD + 2)
@@ -152,6 +154,68 @@ def test_decisions_are_bounded() -> None:
     node.claimed()
     message = node.opens()[-1]
     assert (message.record.nonce, message.snapshot) == ("two", at(5, OLD)), "another start tries anew"
+
+
+def away_again(node: Elect, pause_s: float) -> None:
+    """Rank 1 could not reach a holder; everyone answers as before when asked anew, after the pause and not before."""
+    node.vote(1, "fetched", ok=False, code="unreachable", reason="b: the stream broke")
+    mark = len(node.done)
+    if pause_s > 0.25:
+        node.tick(pause_s - 0.25)
+        assert sent(node.done[mark:], msg.InventoryRequest) == []
+    node.tick(0.25)
+    assert sent(node.done[mark:], msg.InventoryRequest, "b"), "who is there, and what it holds, may be different by now"
+    node.answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
+
+
+def test_a_holder_that_cannot_be_reached_never_costs_a_step() -> None:
+    """P1: the snapshot is not left out, however often; at the end it is refused, not passed over."""
+    node = Elect(restore_timeout_s=1000.0)
+    node.start().answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
+    pause_s = STRAGGLERS_S
+    for _ in range(DECISIONS_MAX):
+        node.claimed()
+        assert node.refusals() == []
+        assert node.opens()[-1].snapshot == at(5, OLD)
+        away_again(node, pause_s)
+        pause_s = min(AWAY_PAUSE_S_MAX, 2 * pause_s)
+    assert node.refusals() == [("now", "unreachable")]
+    assert sent(node.done, msg.JoinRefused)[0].reason == "rank 1: b: the stream broke"
+    node.join("two")
+    node.report("two")
+    node.answer("b", *BOTH, attempt="two", known=BEFORE, done=True)
+    node.claimed()
+    assert node.opens()[-1].record.nonce == "two"
+    node.vote(1, "fetched", ok=False, code="damage", reason="block 3")
+    node.tick(STRAGGLERS_S)
+    node.answer("b", *BOTH, attempt="two", known=BEFORE, done=True)
+    assert node.refusals()[-1] == ("two", "unrecoverable"), "another start knows nothing of it"
+
+
+def test_who_cannot_be_reached_within_the_restores_time_is_refused() -> None:
+    node = Elect(restore_timeout_s=2.0)
+    node.start().answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
+    node.claimed()
+    for pause_s in (STRAGGLERS_S, 2 * STRAGGLERS_S):
+        away_again(node, pause_s)
+        node.claimed()
+        assert node.refusals() == []
+    node.vote(1, "fetched", ok=False, code="unreachable", reason="b: the stream broke")
+    node.tick(4 * STRAGGLERS_S)
+    assert node.refusals() == [("now", "unreachable")]
+
+
+def test_damage_beside_a_holder_that_cannot_be_reached_leaves_the_snapshot_out() -> None:
+    node = Elect()
+    node.start().answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
+    node.claimed()
+    node.vote(1, "fetched", ok=False, code="unreachable", reason="b: the stream broke")
+    node.vote(0, "fetched", ok=False, code="damage", reason="block 3")
+    node.tick(STRAGGLERS_S)
+    node.answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
+    node.claimed()
+    assert node.opens()[-1].snapshot == at(3, OLD)
+    assert node.opens()[-1].errors[0] == f"step 5 of epoch {OLD}: block 3"
 
 
 def test_storage_is_read_anew_after_damage() -> None:

@@ -22,6 +22,7 @@ from ckptd.core.messages import Source
 from ckptd.core.parity_groups import stripes_held
 from ckptd.protect import columns
 from ckptd.protect.columns import Columns, Spans, Undecodable, spread
+from ckptd.protect.fetched import Fetched
 from ckptd.protect.windows import WINDOW_BYTES, WINDOWS_MAX, Windows
 from tests.node.links import eventually
 
@@ -55,15 +56,15 @@ class Group:
         found = [Source(f"n{at}", at, 0, "") for at in sorted(data) if at in self.layouts]
         return found + [Source(f"n{at}", self.lane.holding_rank, 0, "", Part(self.lane, at)) for at in sorted(parts)]
 
-    async def read(self, source: Source, spans: Spans, into: memoryview) -> tuple[bool, str]:
+    async def read(self, source: Source, spans: Spans, into: memoryview) -> Fetched:
         await asyncio.sleep(0)
         if self.fails(source):
-            return False, "it fails"
+            return Fetched(False, "it fails")
         held = self.payloads[source.rank] if source.part is None else self.parts[source.part.position]
         joined = b"".join(bytes(held[at : at + length]) for at, length in spans)
         self.read_bytes += len(joined)
         into[:] = joined
-        return True, ""
+        return Fetched(True)
 
     def columns(self, sources: list[Source], windows: Windows | None = None) -> Columns:
         return Columns(
@@ -182,7 +183,7 @@ def test_scratch_stays_within_its_bound_however_much_is_made_at_once() -> None:
     async def check(group: Group) -> None:
         windows, most = Windows(), 0
 
-        async def watched(source: Source, spans: Spans, into: memoryview) -> tuple[bool, str]:
+        async def watched(source: Source, spans: Spans, into: memoryview) -> Fetched:
             nonlocal most
             most = max(most, windows.taken)
             assert len(into) <= WINDOW_BYTES

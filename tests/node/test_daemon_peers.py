@@ -50,7 +50,7 @@ async def test_parts_of_blocks_that_change_after_they_were_verified_are_not_serv
 
     monkeypatch.setattr(fetch, "_sums", refill_first)
     into = bytearray(100)
-    ok, reason = await asker.fetcher.fetch(JOB, "holder", SNAPSHOT, 0, ((5000, 100),), memoryview(into))
+    ok, reason, _ = await asker.fetcher.fetch(JOB, "holder", SNAPSHOT, 0, ((5000, 100),), memoryview(into))
     assert not ok and "freed" in reason
     assert not holder.damage
 
@@ -81,7 +81,7 @@ async def test_answers_with_their_sums_are_not_kept_for_ever(
     monkeypatch.setattr(fetch, "SERVED_KEPT_S", 0.05)
     slot = holder.sealed(7)
     assert slot.record is not None
-    ok, _ = await asker.fetcher.fetch(JOB, "holder", SNAPSHOT, 0, ((0, 4096),), memoryview(bytearray(4096)))
+    ok, *_ = await asker.fetcher.fetch(JOB, "holder", SNAPSHOT, 0, ((0, 4096),), memoryview(bytearray(4096)))
     assert ok
     await eventually(lambda: not holder.fetcher._served)
 

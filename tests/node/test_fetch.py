@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,7 @@ from tests.node.slots import JOB, MIB, small_layout
 
 SNAPSHOT = SnapshotId(3, 7)
 Spans = tuple[tuple[int, int], ...]
+TRIES = 3  # again, after the first
 
 
 @pytest.fixture
@@ -50,6 +52,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(settle, "UNREACHABLE_S", 0.2)
     monkeypatch.setattr(fetch, "ASK_TIMEOUT_S", 1.0)
     monkeypatch.setattr(fetch, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(fetch, "RETRY_PAUSES_S", (0.01,) * TRIES)
     yield
     arm("")
 
@@ -62,7 +65,7 @@ def slot(holder: Peer) -> Slot:
 async def fetched(asker: Peer, spans: Spans, into: bytearray | None = None, **other: object) -> tuple[bool, str, bytes]:
     buffer = bytearray(sum(length for _, length in spans)) if into is None else into
     asked = {"job": JOB, "node": "holder", "snapshot": SNAPSHOT, "rank": 0, **other}
-    ok, reason = await asker.fetcher.fetch(spans=spans, into=memoryview(buffer), **asked)  # type: ignore[arg-type]
+    ok, reason, _ = await asker.fetcher.fetch(spans=spans, into=memoryview(buffer), **asked)  # type: ignore[arg-type]
     return ok, reason, bytes(buffer)
 
 
@@ -136,7 +139,7 @@ async def test_damage_at_the_holder_is_found_and_it_is_told(
     assert not ok
     assert reason == ("the slices do not match their sums" if whole else "damage")
     await eventually(lambda: holder.damage, what="the holder looks at its copy")
-    assert post.sent(FetchBad) == int(whole)
+    assert post.sent(FetchBad) == 2 * int(whole), "it asked once more, for it may have been the wire"
 
 
 async def test_undamaged_blocks_of_a_damaged_slot_are_served(asker: Peer, holder: Peer, slot: Slot) -> None:
@@ -174,9 +177,76 @@ async def test_a_damaged_stream_is_refused_and_counted_by_whoever_asked(
     with Proxy(asker.transport.address, bend=flip(500_000)) as proxy:
         holder.send_through(proxy)
         assert not (await fetched(asker, ((f.offset, f.nbytes),)))[0]
-    assert (asker.refused, holder.refused) == (["holder"], [])
+    assert asker.refused[0] == "holder" and not holder.refused, "as often as it was asked"
     await eventually(lambda: not holder.fetcher._tasks.running)
     assert not holder.damage
+
+
+class Breaking:
+    """Resets the first ``times`` pushes of this holder, after some bytes."""
+
+    def __init__(self, holder: Peer, target: str, times: int) -> None:
+        self.pushes, self._times, self._push = 0, times, holder.transport.push
+        self._proxy = Proxy(target, cut_at=300_000)
+        holder.transport.push = self.push  # type: ignore[method-assign,assignment]
+
+    def push(self, ticket: Ticket, spans: list[memoryview], **options: object) -> None:
+        self.pushes += 1
+        there = replace(ticket, address=self._proxy.address) if self.pushes <= self._times else ticket
+        self._push(there, spans, **options)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Breaking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._proxy.close()
+
+
+async def test_a_link_that_breaks_is_tried_again_over_new_connections(holder: Peer, asker: Peer, slot: Slot) -> None:
+    f = small_layout().fragments[0]
+    with Breaking(holder, asker.transport.address, TRIES) as link:
+        ok, reason, data = await fetched(asker, ((f.offset, f.nbytes),))
+    assert (ok, reason, link.pushes) == (True, "", TRIES + 1)
+    assert data == bytes(slot.payload[f.offset : f.offset + f.nbytes])
+    assert not holder.damage and not asker.refused
+
+
+async def test_a_link_that_goes_on_breaking_says_nothing_against_the_copy(holder: Peer, asker: Peer, slot: Slot) -> None:
+    """P1: who takes this for damage restores an older step than there is."""
+    f = small_layout().fragments[0]
+    into = memoryview(bytearray(f.nbytes))
+    what = JOB, "holder", SNAPSHOT, 0, ((f.offset, f.nbytes),)
+    with Breaking(holder, asker.transport.address, 1000) as link:
+        found = await asker.fetcher.fetch(*what, into)
+        assert (found.ok, found.away, link.pushes) == (False, True, TRIES + 1)
+        found = await asker.fetcher.fetch(*what, into, protects=1.0)
+        assert (found.ok, found.away, link.pushes) == (False, True, TRIES + 2), "for protection it is done again by others"
+    assert not holder.damage and not asker.refused
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError()])
+async def test_a_holder_that_lacks_means_for_it_is_asked_again(
+    holder: Peer, asker: Peer, slot: Slot, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push, pushes = holder.transport.push, list[int]()
+
+    def poor(*args: object, **options: object) -> None:
+        pushes.append(1)
+        if len(pushes) < TRIES:
+            raise error
+        push(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(holder.transport, "push", poor)
+    ok, _, data = await fetched(asker, ((0, 5000),))
+    assert ok and data == bytes(slot.payload[:5000])
+
+
+async def test_what_is_damaged_or_not_there_is_not_away(asker: Peer, slot: Slot) -> None:
+    into = memoryview(bytearray(50))
+    assert await asker.fetcher.fetch(JOB, "holder", SNAPSHOT, 1, ((0, 50),), into) == (False, "not held here", False)
+    slot.payload[100] ^= 4
+    assert await asker.fetcher.fetch(JOB, "holder", SNAPSHOT, 0, ((90, 50),), into) == (False, "damage", False)
+    assert (await asker.fetcher.fetch(JOB, "nobody", SNAPSHOT, 0, ((90, 50),), into)).away
 
 
 @pytest.mark.parametrize(

@@ -294,9 +294,9 @@ async def test_replicas_and_what_parity_reads_are_paced_restores_are_not(peers: 
     fragment = slot.record.layout.fragments[0]
     into = memoryview(bytearray(fragment.nbytes))
     spans = ((fragment.offset, fragment.nbytes),)
-    assert await b.fetcher.fetch(JOB, "a", SnapshotId(3, 7), 0, spans, into) == (True, "")
+    assert await b.fetcher.fetch(JOB, "a", SnapshotId(3, 7), 0, spans, into) == (True, "", False)
     assert a.pacer.throttled_s == {"protect": throttled, "flush": 0.0}
-    assert await b.fetcher.fetch(JOB, "a", SnapshotId(3, 7), 0, spans, into, protects=True) == (True, "")
+    assert await b.fetcher.fetch(JOB, "a", SnapshotId(3, 7), 0, spans, into, protects=True) == (True, "", False)
     assert a.pacer.throttled_s["protect"] > throttled + 0.9 * (fragment.nbytes - 200_000) / 2e6
 
 
@@ -371,7 +371,7 @@ async def test_what_is_lent_to_parity_ends_with_the_slot_it_is_read_from(
     await eventually(gate.is_set)
     fill_anew(slot)
     go.set()
-    ok, why = await asking
+    ok, why, _ = await asking
     assert (ok, b.refused, post.sent(FetchBad)) == (False, [], 0), why
     await eventually(lambda: not a.fetcher._tasks.running)
     said = [message for message in post.log if isinstance(message, FetchDone)]

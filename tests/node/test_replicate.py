@@ -176,7 +176,7 @@ async def test_damage_at_the_peer_after_the_bytes_landed_is_found_by_the_next_wh
     held.payload[120] ^= 1
     for span, reason in ((whole, "the slices do not match their sums"), (part, "damage")):
         into = memoryview(bytearray(span[1]))
-        assert await a.fetcher.fetch(JOB, "b", SnapshotId(3, 7), 0, (span,), into) == (False, reason)
+        assert await a.fetcher.fetch(JOB, "b", SnapshotId(3, 7), 0, (span,), into) == (False, reason, False)
         await eventually(lambda: b.damage)
         b.damage.clear()
         await eventually(lambda: not b.fetcher._tasks.running)

@@ -69,7 +69,7 @@ class Fetching:
         plan = self._plan(do, rank, layouts)
         if plan.uncovered or plan.mismatched:
             reason = f"uncovered {plan.uncovered} {plan.mismatched}"
-            self.host.feed(ev.RankFetched(rank, do.round, False, "damage", reason))
+            self.host.feed(ev.RankFetched(rank, do.round, False, self._code(do), reason))
             return
         tokens: list[Token] = []
         bad: list[str] = []
@@ -78,7 +78,7 @@ class Fetching:
             tokens.append(token)
             bad += [why] if why else []
         if bad:
-            self.host.feed(ev.RankFetched(rank, do.round, False, "damage", "; ".join(bad)))
+            self.host.feed(ev.RankFetched(rank, do.round, False, self._code(do), "; ".join(bad)))
             return
         self.ready[rank] = tuple(tokens)
         self.host.world.oracle.fetched(do, {piece.source for piece in plan.pieces})
@@ -120,7 +120,7 @@ class Fetching:
             world.oracle.count("a slice from parity")
             return parity.token(self.host, do, piece.rank, piece.fragment)
         peer = world.hosts[piece.node]
-        if not peer.alive or peer.paused or not world.net.reaches(self.host.name, piece.node):
+        if not self._reaches(piece.node):
             return ("", 0), f"{piece.node} is unreachable"
         mem = peer.best(do.snapshot, piece.rank)
         if mem is None or mem.content is None:
@@ -129,6 +129,15 @@ class Fetching:
             peer.feed(ev.SlotDamaged(mem.id, "found at restore"))
             return ("", 0), f"{piece.node}: rank {piece.rank} is damaged"
         return mem.content[piece.fragment], ""
+
+    def _reaches(self, node: str) -> bool:
+        peer = self.host.world.hosts[node]
+        return peer.alive and not peer.paused and self.host.world.net.reaches(self.host.name, node)
+
+    def _code(self, do: ins.PrepareRestore) -> str:
+        """What could not be reached may still be whole; else something is damaged, or gone."""
+        here = self.host.name
+        return "unreachable" if any(s.node != here and not self._reaches(s.node) for s in do.sources) else "damage"
 
     def load(self, do: ins.LoadNow) -> None:
         if self.do is None or self.do.round != do.round:

@@ -305,6 +305,9 @@ class Oracle:
         gather = host.gathered
         if gather is None or gather.attempt != message.attempt or host.machine.steward.restoring._tried:
             return
+        if host.machine.steward.restoring.away:
+            self.counts["refused for a holder that was never reached"] += 1
+            return
         ask = next(iter(gather.joined.values()), None)
         if ask is None or ask.step is not None:
             return

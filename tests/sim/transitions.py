@@ -67,7 +67,7 @@ EPOCHS = (
 RESTORES = (
     "none -> joining", "none -> asking", "joining -> asking", "joining -> none", "asking -> claiming", "asking -> none",
     "claiming -> opened", "claiming -> opened without its claim", "claiming -> none", "opened -> asking", "opened -> joining",
-    "opened -> none", "number taken, the next is claimed",
+    "opened -> none", "claiming -> asking",
 )  # fmt: skip
 SESSIONS = ("opened", "renewed", "taken over by another steward", "closed")
 SEATS = ("none -> invited", "invited -> established", "established -> invited", "begun anew")
@@ -81,7 +81,8 @@ REFUSALS = (
     "FailJoin: unrecoverable", "FailJoin: superseded", "FailJoin: mismatch", "FailJoin: timeout", "FailRestore: left",
     "FailRestore: superseded", "FailRestore: timeout", "FailRestore: mismatch", "FailRestore: load", "RestoreAbort: left",
     "RestoreAbort: superseded", "RestoreAbort: timeout", "RestoreAbort: mismatch", "RestoreAbort: load", "Vote fetched ok",
-    "Vote fetched damage", "Vote fetched left", "Vote fetched mismatch", "Vote fetched timeout", "Vote fetched superseded",
+    "Vote fetched damage", "Vote fetched unreachable", "Vote fetched left", "Vote fetched mismatch", "Vote fetched timeout",
+    "Vote fetched superseded",
     "Vote loaded ok", "Vote loaded left", "Vote loaded load", "Missed: late", "Missed: void", "Missed: taken back",
     "Missed: fence timeout", "Missed: no free slot", "Missed: the rank is gone", "Missed: the rank is not here",
     "Missed: its slot is still being read", "Missed: another process maps its slot", "offer refused: full",

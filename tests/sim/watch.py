@@ -192,8 +192,6 @@ def _of_restore(was: tuple[str, str, int], now: tuple[str, str, int], event: ev.
     if was == now:
         return []
     if was[0] == now[0]:
-        if was[0] == "claiming":
-            return ["restore number taken, the next is claimed"]
         return [f"restore another attempt while {was[0]}"]
     if (was[0], now[0]) == ("claiming", "opened"):
         sure = isinstance(event, ev.EpochClaimed) and not event.reason

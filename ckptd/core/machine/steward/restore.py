@@ -1,7 +1,8 @@
 """Opening an epoch: decide, claim its number, tell everyone, two votes, done (design D10, D11). All ranks or none.
 
 Damage found while fetching leads to a new decision under a new number, with fresh inventories; nothing is changed under
-ranks that have the old one.
+ranks that have the old one. So does a holder that could not be reached, but that says nothing against what it holds: to leave
+the snapshot out for it would go back a step that is there (P1).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ LEFT_PATIENCE_S = (
     15.0  # all ranks stood here, and one does not any more: its restore() has most likely raised
 )
 STRAGGLERS_S = 0.5  # after a bad vote, until the next decision
+AWAY_PAUSE_S_MAX = 8.0  # the same, twice as long each time that a holder could not be reached
 DECISIONS_MAX = 16  # per attempt
 
 
@@ -46,8 +48,9 @@ class Restore:
     said_at: float
     fetched: set[int] = field(default_factory=set)
     loaded: set[int] = field(default_factory=set)
-    damaged_at: float | None = None
-    reason: str = ""
+    failed_at: float | None = None
+    damage: str = ""  # what was found; the snapshot is left out for it
+    away: str = ""  # who could not be reached
 
     @property
     def record(self) -> EpochRecord:
@@ -69,6 +72,8 @@ class Restoring:
         self._tried: dict[
             SnapshotId, tuple[int, str]
         ] = {}  # damaged: how many sources it had, what was found
+        self._since = 0.0  # the attempt's first decision
+        self.away = ""  # why the last one failed, when that was for a holder that could not be reached
 
     @property
     def busy(self) -> bool:
@@ -91,7 +96,7 @@ class Restoring:
                 self._refuse("superseded", NEWER)
         self._seen[message.attempt] = None
         if self.gathering.gather is None:
-            self._decisions, self._tried = 0, {}
+            self._decisions, self._tried, self.away = 0, {}, ""
         self.gathering.on_report(sender, message)
         gather = self.gathering.gather
         assert gather is not None, "the report began it"
@@ -132,15 +137,16 @@ class Restoring:
         gather = self.gathering.gather
         assert gather is not None, "only a gathering decides"
         self._decisions += 1
+        self._since = self._ctx.now if self._decisions == 1 else self._since
         excluded = [s for s, (sources, _) in self._tried.items() if self._sources_now(s) >= sources]
         damaged = {s: reason for s, (_, reason) in self._tried.items()}
         decision = decide(gather, max(self._floor, self._ctx.number), excluded, damaged, self._ctx.policy.redundancy)
-        if decision.record is None or self._decisions > DECISIONS_MAX:
-            self._refuse(
-                decision.code or "unrecoverable", decision.reason or "every snapshot found is damaged"
-            )
-            return
-        self._claim(decision)
+        if decision.record is None:
+            self._refuse(decision.code, decision.reason)
+        elif self._decisions > DECISIONS_MAX:
+            self._refuse("unreachable" if self.away else "unrecoverable", self.away or "every snapshot found is damaged")
+        else:
+            self._claim(decision)
 
     def _sources_now(self, snapshot: SnapshotId) -> int:
         """A damaged snapshot is tried again when damaged holdings were dropped since."""
@@ -157,7 +163,8 @@ class Restoring:
         self._ctx.emit(ClaimEpoch(decision.record.nonce, decision.record))
 
     def on_claimed(self, event: EpochClaimed) -> None:
-        """A number that is taken is tried again above; storage that does not answer is made up for before a commit."""
+        """A number that is taken is another start's, which is asked before it is superseded: it may have gone far since we asked
+        (P1). Storage that does not answer is made up for before a commit."""
         decision = self._claiming
         if decision is None or decision.record is None or event.number != decision.record.number:
             return
@@ -166,7 +173,8 @@ class Restoring:
             # number storage has what was decided now.
             self._claiming, self._floor = None, max(self._floor, event.number)
         elif not event.ok and event.taken >= event.number:
-            self._claim(replace(decision, record=replace(decision.record, number=event.taken + 1)))
+            self._claiming, self._floor = None, max(self._floor, event.taken)
+            self.gathering.ask()
         elif event.reason and self._ctx.policy.durable:
             self._open_unclaimed(decision)
         else:
@@ -230,11 +238,15 @@ class Restoring:
             self._say_go(restore)
 
     def _against(self, restore: Restore, vote: Vote) -> None:
-        if vote.phase == "fetched" and vote.code == "damage":
-            if restore.damaged_at is None:
-                restore.damaged_at, restore.reason = self._ctx.now, vote.reason
-        else:
+        if vote.phase != "fetched" or vote.code not in ("damage", "unreachable"):
             self._refuse(vote.code or "unrecoverable", f"rank {vote.rank}: {vote.reason}")
+            return
+        if restore.failed_at is None:
+            restore.failed_at = self._ctx.now
+        if vote.code == "damage":
+            restore.damage = restore.damage or vote.reason
+        else:
+            restore.away = restore.away or f"rank {vote.rank}: {vote.reason}"
 
     def _complete(self, restore: Restore) -> None:
         self.gathering.gather = self.restore = None
@@ -242,10 +254,20 @@ class Restoring:
 
     def _decide_anew(self, restore: Restore) -> None:
         snapshot = restore.message.snapshot
-        if snapshot is not None:
-            self._tried[snapshot] = (len(restore.message.sources), restore.reason)
+        self.away = "" if restore.damage else restore.away
+        if self.away and self._ctx.now - self._since > self._ctx.policy.restore_timeout_s:
+            self._refuse("unreachable", self.away)
+            return
+        if snapshot is not None and restore.damage:
+            self._tried[snapshot] = (len(restore.message.sources), restore.damage)
         self.restore = None
         self.gathering.ask()
+
+    def _pause(self, restore: Restore) -> float:
+        """Until the next decision. Damage is there to stay; who could not be reached may be back soon, or later."""
+        if restore.damage:
+            return STRAGGLERS_S
+        return min(AWAY_PAUSE_S_MAX, STRAGGLERS_S * 2.0 ** max(0, self._decisions - 1))
 
     # --- refusing and giving up ---------------------------------------------------------------------------------
     def _refuse(self, code: str, reason: str) -> None:
@@ -325,7 +347,7 @@ class Restoring:
 
     def _look_after(self, restore: Restore) -> None:
         now = self._ctx.now
-        if restore.damaged_at is not None and now - restore.damaged_at >= STRAGGLERS_S:
+        if restore.failed_at is not None and now - restore.failed_at >= self._pause(restore):
             self._decide_anew(restore)
         elif now - restore.since > self._ctx.policy.restore_timeout_s:
             lacking = sorted(set(range(restore.record.world)) - restore.loaded)

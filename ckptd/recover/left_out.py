@@ -1,0 +1,41 @@
+"""What a restore does without: copies and lanes that were found damaged or gone, and those that could not be reached for now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckptd.core.lanes import Lane
+from ckptd.protect.fetched import Fetched
+
+Copy = tuple[str, int]  # (node, rank)
+
+
+@dataclass
+class LeftOut:
+    """``hopeful`` below: as if who could not be reached were back."""
+
+    lost: set[Copy] = field(default_factory=set)
+    away: dict[Copy, str] = field(default_factory=dict)  # why
+    lost_lanes: set[Lane] = field(default_factory=set)  # what they brought did not match
+    away_lanes: dict[Lane, str] = field(default_factory=dict)
+
+    def note(self, node: str, rank: int, found: Fetched) -> None:
+        """This copy was asked for, and did not come."""
+        if found.away:
+            self.away[node, rank] = f"{node}: {found.reason}"
+        else:
+            self.lost.add((node, rank))
+
+    def copies(self, *, hopeful: bool = False) -> frozenset[Copy]:
+        return frozenset(self.lost if hopeful else self.lost | self.away.keys())
+
+    def lanes(self, *, hopeful: bool = False) -> frozenset[Lane]:
+        return frozenset(self.lost_lanes if hopeful else self.lost_lanes | self.away_lanes.keys())
+
+    def reasons(self) -> list[str]:
+        return sorted({*self.away.values(), *self.away_lanes.values()})
+
+    def ask_again(self) -> None:
+        """Who could not be reached may be back."""
+        self.away.clear()
+        self.away_lanes.clear()

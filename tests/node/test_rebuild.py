@@ -1,0 +1,179 @@
+"""What a rebuild does without, and what it says of it: who cannot be reached is no damage (P1, D11)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
+from ckptd.core.box import Box
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.instructions import PrepareRestore
+from ckptd.core.layout import UNIQUE
+from ckptd.core.layout_build import build_layout
+from ckptd.core.messages import Source
+from ckptd.persist.reader import Checkpoint
+from ckptd.protect.fetched import Fetched
+from ckptd.recover import rebuild as module
+from ckptd.recover.host import Unrecoverable
+from ckptd.recover.rebuild import Rebuild
+from ckptd.recover.wants import Slice, Wants
+from tests.node.slots import JOB, MIB, OWN, fill_and_seal, small_arena
+
+STEP = SnapshotId(3, 7)
+AWAY = Fetched(False, "the stream broke", away=True)
+DAMAGED = Fetched(False, "damage")
+ITEMS = [(key, "F32", shape, Box.whole(shape), "param", UNIQUE, 1) for key, shape in (("w", (600, 512)), ("b", (8,)))]
+LAYOUT = build_layout(0, 1, ITEMS, objects_capacity=4096)
+NODE = NodeInfo("here", "c", "b", "d", "i", "")
+
+
+class Host:
+    """Copies of rank 0 on other nodes, real bytes; ``answers[node]``: how the next fetches from it end, then they succeed."""
+
+    node = "here"
+
+    def __init__(self, arena: Arena) -> None:
+        self.executor = ThreadPoolExecutor(2)
+        self._arena = arena
+        self.slot = arena.allocate(OWN, 3 * MIB)
+        fill_and_seal(self.slot, STEP.step, layout=LAYOUT)
+        self.answers: dict[str, list[Fetched]] = {}
+        self.asked: list[str] = []
+
+    async def fetch(
+        self, node: str, snapshot: SnapshotId, rank: int, spans: Sequence[tuple[int, int]], into: memoryview
+    ) -> Fetched:
+        self.asked.append(node)
+        if self.answers.get(node):
+            return self.answers[node].pop(0)
+        into[:] = b"".join(bytes(self.slot.payload[at : at + length]) for at, length in spans)
+        return Fetched(True)
+
+    def held(self, snapshot: SnapshotId, rank: int) -> Slot | None:
+        return None
+
+    def damaged(self, slot: Slot, record: SlotRecord, reason: str) -> None:
+        raise AssertionError("nothing lies here")
+
+    def unreadable(self, snapshot: SnapshotId, error: Exception) -> None:
+        pass
+
+    def open_checkpoint(self, snapshot: SnapshotId) -> Checkpoint:
+        raise OSError("storage is away")
+
+    def lane_columns(self, *_: Any) -> Any:
+        raise AssertionError("there is no parity")
+
+    async def lane_cards(self, *_: Any) -> Any:
+        raise AssertionError("there is no parity")
+
+    async def room(self, rank: int, nbytes: int) -> Slot:
+        return self._arena.allocate(Tenant(JOB, 1000, "scratch", rank), max(nbytes, 1), 0)
+
+    scratch: Any = None
+
+    def give_back(self, slot: Slot) -> None:
+        self._arena.retire(slot)
+
+    def close(self) -> None:
+        self.executor.shutdown()
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    arena = small_arena(64 * MIB)
+    made = Host(arena)
+    yield made
+    made.close()
+    arena.close()
+
+
+def rebuild(host: Host, *nodes: str, durable: bool = False) -> Rebuild:
+    sources = tuple(Source(node, 0, 0, LAYOUT.layout_id) for node in nodes)
+    record = EpochRecord(4, "now", ("here",), (NODE,), (), (), (-1, ()))
+    return Rebuild(host, PrepareRestore(record, 4, (0,), STEP, durable, sources, {LAYOUT.layout_id: LAYOUT.encoded}))
+
+
+def wants(*keys: str) -> Wants:
+    rows = [f for f in LAYOUT.fragments if f.key in keys]
+    return Wants(tuple(Slice(f.key, f.dtype, f.shape, f.box) for f in rows), ("scheduler",))
+
+
+async def brought(made: Rebuild, *keys: str) -> None:
+    await made.catalogue()
+    handover = await made.assemble(0, wants(*keys))
+    handover.release()
+    await made.ended()
+    await made.close()
+
+
+async def refused(made: Rebuild, *keys: str) -> tuple[str, str]:
+    with pytest.raises(Unrecoverable) as error:
+        await brought(made, *keys)
+    await made.ended()
+    await made.close()
+    return error.value.code, error.value.what
+
+
+async def test_another_copy_takes_the_place_of_one_that_cannot_be_reached(host: Host) -> None:
+    host.answers = {"a": [AWAY] * 9}
+    await brought(rebuild(host, "a", "b"), "w")
+    assert host.asked == ["a", "b", "b"], "nor is it asked for the slices then"
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"), [([AWAY], "unreachable"), ([DAMAGED], "damage"), ([Fetched(True), AWAY], "unreachable"),
+                          ([Fetched(True), DAMAGED], "damage")],
+)  # fmt: skip
+@pytest.mark.parametrize("durable", [False, True])
+async def test_what_is_said_of_the_only_copy(host: Host, answers: list[Fetched], code: str, durable: bool) -> None:
+    """The first fetch is for the objects, the second for the slices. Storage that is away helps neither."""
+    host.answers = {"a": [one for one in answers if not one.ok]}
+    made = rebuild(host, "a", durable=durable)
+    if answers[0].ok:
+        later, host.answers = host.answers, {}
+        await made.catalogue()
+        host.answers = later
+        with pytest.raises(Unrecoverable) as error:
+            await made.assemble(0, wants("w"))
+        found, what = error.value.code, error.value.what
+        await made.ended()
+        await made.close()
+    else:
+        found, what = await refused(made, "w")
+    assert found == code, what
+    assert ("a: the stream broke" in what) == (code == "unreachable")
+
+
+@pytest.mark.parametrize(("first", "code"), [(AWAY, "unreachable"), (DAMAGED, "damage")])
+async def test_damage_of_one_copy_leaves_the_word_to_the_other(host: Host, first: Fetched, code: str) -> None:
+    host.answers = {"a": [first], "b": [DAMAGED]}
+    assert (await refused(rebuild(host, "a", "b"), "w"))[0] == code
+
+
+async def test_once_a_rank_has_begun_to_write_who_is_away_is_waited_for(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Direct mode: to give up then would leave its objects dirty."""
+    monkeypatch.setattr(module, "PART_PAUSES_S", (0.01, 0.01))
+    made = rebuild(host, "a")
+    await made.catalogue()
+    room = await host.room(0, 3 * MIB)
+    asked = [module.Want(i, s.key, s.dtype, s.shape, s.box) for i, s in enumerate(wants("w").tensors)]
+    host.answers = {"a": [AWAY, AWAY]}
+    (await made._gather_patiently(0, asked, room)).release()
+    host.answers = {"a": [AWAY] * 3}
+    with pytest.raises(Unrecoverable) as error:
+        await made._gather_patiently(0, asked, room)
+    assert (error.value.code, host.answers) == ("unreachable", {"a": []})
+    host.asked, host.answers = [], {"a": [DAMAGED] * 3}
+    made._left_out.ask_again()
+    with pytest.raises(Unrecoverable) as error:
+        await made._gather_patiently(0, asked, room)
+    assert (error.value.code, host.asked) == ("damage", ["a"])
+    await made.ended()
+    await made.close()
