@@ -15,24 +15,27 @@ FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 
 # What a room of ckptd/ may import of ckptd/, beside itself, the core and the error type. recover reads what persist wrote;
-# process, units, directory and identity are leaves: facts about a process, sizes as people write them, directories that
-# outlive a power cut, who this node is.
+# process, units, directory, identity and crew are leaves: facts about a process, sizes as people write them, directories that
+# outlive a power cut, who this node is, threads that nobody waits for without bound.
 ROOMS: dict[str, frozenset[str]] = {
     "core": frozenset(),
-    "wire": frozenset({"process", "directory"}),
+    "wire": frozenset({"process", "directory", "crew"}),
     "process": frozenset(),
     "units": frozenset(),
-    "arena": frozenset({"process"}),
-    "observe": frozenset(),
-    "protect": frozenset({"arena", "wire"}),
-    "persist": frozenset({"arena", "wire", "directory"}),
-    "recover": frozenset({"arena", "wire", "persist", "protect"}),  # from parity and from storage
+    "crew": frozenset(),
+    "arena": frozenset({"process", "crew"}),
+    "observe": frozenset({"crew"}),
+    "protect": frozenset({"arena", "wire", "crew"}),
+    "persist": frozenset({"arena", "wire", "directory", "crew"}),
+    "recover": frozenset({"arena", "wire", "persist", "protect", "crew"}),  # from parity and from storage
     "directory": frozenset(),
     "identity": frozenset({"directory"}),
     "config": frozenset({"units", "identity"}),
     "config_sources": frozenset({"config", "units"}),
     "errors": frozenset(),
-    "daemon": frozenset({"arena", "wire", "observe", "protect", "persist", "recover", "config", "process", "directory"}),
+    "daemon": frozenset(
+        {"arena", "wire", "observe", "protect", "persist", "recover", "config", "process", "directory", "crew"}
+    ),
 }
 ALWAYS_ALLOWED = frozenset({"core", "errors"})
 

@@ -216,6 +216,10 @@ class Arena:
         self.refused.append((name, str(error)))
         os.close(fd)
 
+    def ready(self) -> None:
+        """Start the helper thread ahead of need. Raises OSError: it cannot be started."""
+        self._stock.ready()
+
     def close(self) -> None:
         """Stop the helper thread. The memory stays with the keeper; without one it goes with this process."""
         self._stock.close()

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from ckptd.arena.segment import Segment
 from ckptd.arena.slot import Slot
 from ckptd.arena.tenant import Tenant
 from ckptd.core.failpoint import failpoint
+from ckptd.crew import Crew, here
 
 log = logging.getLogger("ckptd.arena")
 
@@ -47,7 +48,7 @@ class Stock:
         self._reserve_bytes, self._touch = reserve_bytes, touch
         self._pending: dict[int, tuple[int, int]] = {}  # allocation -> (uid, bytes) not there yet
         self._dying: dict[Future[None], int] = {}  # bytes whose pages are being given back
-        self._reaper = ThreadPoolExecutor(1, thread_name_prefix="arena-reaper")
+        self._reaper = Crew(1, "arena-reaper")
         self._number = int(time.time()) << 16  # above all of an earlier life, should its ledger come late
 
     def number(self) -> int:
@@ -174,7 +175,10 @@ class Stock:
                 return
             failpoint("arena.drop")
             self.keeper.remove(segment.name)
-            future = self._reaper.submit(segment.destroy)
+            try:
+                future = self._reaper.submit(segment.destroy)
+            except OSError:  # no thread: whoever wants room waits for it here
+                future = here(segment.destroy)
             self._dying[future] = segment.size
         future.add_done_callback(self._reaped)
 
@@ -183,6 +187,10 @@ class Stock:
             self._dying.pop(future, None)
         if (error := future.exception()) is not None:
             log.error("a retired segment's pages stay until its mappers are gone: %s", error)
+
+    def ready(self) -> None:
+        """Raises OSError: no thread could be started."""
+        self._reaper.ready(1)
 
     def close(self) -> None:
         self._reaper.shutdown(wait=True)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo, SnapshotId
 from ckptd.core.messages import Message
 from ckptd.core.pacing import Pacing
+from ckptd.crew import Crew
 from ckptd.daemon import ports
 from ckptd.daemon.door import Door
 from ckptd.daemon.drain import Drain
@@ -104,6 +104,7 @@ class Daemon:
     # --- start --------------------------------------------------------------------------------------------------
     async def _start(self) -> None:
         config = self.config
+        self.arena.ready()
         adopted = self.arena.adopt(self.keeper.taken())
         last = ports.kept(self.state, config.node_id, config.bind_address)
         self.transport = ports.listen(self._make_transport, config.bulk_port, last.bulk)
@@ -115,9 +116,9 @@ class Daemon:
         )  # fmt: skip
         root = str(config.storage_root or "")
         storage, token = open_storage(root, config.node_id, self.health, fresh=not adopted)
-        work = ThreadPoolExecutor(WORK_THREADS_MAX, thread_name_prefix="work")
-        disk = ThreadPoolExecutor(DISK_THREADS_MAX, thread_name_prefix="disk")
-        flush = ThreadPoolExecutor(FLUSH_THREADS_MAX, thread_name_prefix="flush")
+        work = Crew(WORK_THREADS_MAX, "work", ready=WORK_THREADS_MAX)
+        disk = Crew(DISK_THREADS_MAX, "disk", ready=DISK_THREADS_MAX)
+        flush = Crew(FLUSH_THREADS_MAX, "flush", ready=FLUSH_THREADS_MAX)
         pacer = self._make_pacer()
         fetcher = Fetcher(self.transport, self._send, work, config.bulk_streams, pacer)
         fetcher.within_s = config.pacing_deadline_s

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,9 +48,9 @@ class Services:
     metrics: Metrics
     send: Callable[[str, str, object], bool]  # node, job, message
     connect: Callable[[NodeInfo], None]
-    work: ThreadPoolExecutor  # sums, allocation, verification: short, touches memory
-    disk: ThreadPoolExecutor  # short words with storage: claims, lists; may hang all the same
-    flush: ThreadPoolExecutor  # files and commits: minutes each, and must not keep a claim or a list waiting
+    work: Executor  # sums, allocation, verification: short, touches memory
+    disk: Executor  # short words with storage: claims, lists; may hang all the same
+    flush: Executor  # files and commits: minutes each, and must not keep a claim or a list waiting
     forget_job: Callable[[str], None]
     forget_if_empty: Callable[[str], None]  # a name somebody only asked about
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)

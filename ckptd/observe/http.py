@@ -22,11 +22,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ckptd.core.errors import CkptdError
+from ckptd.crew import Crew
 from ckptd.observe.sight import NOBODY, Sight, sight_of
 
 CONNECTIONS_MAX = 64  # at once; more are answered 503
 KEEP_ALIVE_S = 5
 STOP_GRACE_S = 1  # open answers may end within this
+LOOKS_MAX = 2  # threads that find out who asks
 ANSWER_TIMEOUT_S = 10.0  # /status asks other nodes; it must not hang on a dead one
 START_TIMEOUT_S = 10.0
 
@@ -78,6 +80,7 @@ class HttpServer:
         self._wanted = (host, port)
         self._routes, self._announce, self._trusted = routes, announce, tuple(trusted)
         self._server: _Server | None = None
+        self._looks = Crew(LOOKS_MAX, "sight", ready=LOOKS_MAX)
         self._task: asyncio.Task[None] | None = None
         self.address: tuple[str, int] = self._wanted
 
@@ -97,6 +100,7 @@ class HttpServer:
             self._server.should_exit = True
             await self._task
         self._server = self._task = None
+        self._looks.shutdown(wait=False)
 
     def _bind(self) -> socket.socket:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -150,8 +154,9 @@ class HttpServer:
         if request.client is None:
             return NOBODY
         caller = (request.client.host, request.client.port)
-        with suppress(OSError):  # no /proc: a stranger
-            return await asyncio.to_thread(sight_of, caller, self.address, self._trusted)
+        with suppress(OSError):  # no /proc, or no thread for it: a stranger
+            looking = self._looks.submit(sight_of, caller, self.address, self._trusted)
+            return await asyncio.wrap_future(looking)
         return NOBODY
 
     async def _metrics(self, request: Request) -> Response:

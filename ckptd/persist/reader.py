@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import pairwise
 from types import TracebackType
 
@@ -16,6 +16,7 @@ from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import BLOCK_BYTES
+from ckptd.crew import Crew, together
 from ckptd.persist import manifest as m
 from ckptd.persist.files import OpenFiles
 from ckptd.persist.lease import Lease
@@ -42,7 +43,7 @@ class Checkpoint:
         self._lease = lease
         self._tensors = {(tensor.key, tensor.rank): tensor for tensor in manifest.tensors}
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Crew | None = None
 
     @staticmethod
     def open(storage: Storage, job: str, snapshot: SnapshotId) -> Checkpoint:
@@ -180,14 +181,12 @@ class Checkpoint:
             return
         first = SEGMENT_BYTES - start % BLOCK_BYTES
         cuts = [0, *range(first, len(dest), SEGMENT_BYTES), len(dest)]
-        pool = self._workers()
-        futures = [pool.submit(stored.read, start + at, dest[at:end]) for at, end in pairwise(cuts)]
-        wait(futures)
-        for future in futures:
+        reads = [partial(stored.read, start + at, dest[at:end]) for at, end in pairwise(cuts)]
+        for future in together(self._workers(), reads):
             future.result()
 
-    def _workers(self) -> ThreadPoolExecutor:
+    def _workers(self) -> Crew:
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(READER_THREADS, "ckptd-read")
+                self._pool = Crew(READER_THREADS - 1, "ckptd-read")  # and whoever reads
             return self._pool

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
+from ckptd.crew import Crew, together
 from ckptd.persist.names import DATA, PART, SIDE, attempt_dir, file_stem
 from ckptd.persist.packing import FILE_BYTES_MAX, Package, header, pack
 from ckptd.persist.pieces import HeldPiece, ObjectBlob, OutChunk, chunks_of, objects_of
@@ -145,8 +146,8 @@ class _Run:
                 return
 
     def _data_files(self, packages: list[Package], threads: int) -> list[_Finished]:
-        with ThreadPoolExecutor(threads, "ckptd-write") as pool:
-            futures = [pool.submit(self._data_file, package) for package in packages]
+        with Crew(threads - 1, "ckptd-write") as crew:  # and this one
+            futures = together(crew, [partial(self._data_file, package) for package in packages])
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, Cancelled))  # the cause, not its echo

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 
 from ckptd.arena.arena import Slot, SlotRecord
 from ckptd.arena.payload import Payload
@@ -21,6 +21,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.pacing import DEADLINE_S
+from ckptd.crew import Crew
 from ckptd.protect.fetched import Fetched, Unanswered
 from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.pacer import Pacer
@@ -63,8 +64,8 @@ class Fetcher:
         self._transport, self._send, self._work, self._streams = transport, send, work, streams
         self._pacer = pacer or Pacer()
         self.within_s = DEADLINE_S  # of what is fetched for protection
-        self._pushes = ThreadPoolExecutor(PUSHES_MAX, thread_name_prefix="serve")
-        self._paced = ThreadPoolExecutor(PACED_MAX, thread_name_prefix="lend")
+        self._pushes: Executor = Crew(PUSHES_MAX, "serve", ready=PUSHES_MAX)
+        self._paced: Executor = Crew(PACED_MAX, "lend", ready=PACED_MAX)
         self._answers: Answers[FetchDone] = Answers()
         self._serving: set[tuple[str, str]] = set()
         self._served: dict[tuple[str, str], FetchDone] = {}

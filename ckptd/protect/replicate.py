@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.core.pacing import DEADLINE_S
+from ckptd.crew import Crew
 from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.pacer import Pacer, Transfer
@@ -72,7 +73,7 @@ class Replicator:
         self._transport, self._arena, self._send, self._frozen = transport, arena, send, frozen
         self._work, self._streams, self._pacer = work, streams, pacer or Pacer()
         self._turns = Turns(lambda: PACED_PUSHES_MAX if self._pacer.paced else PUSHES_MAX)
-        self._pushes = ThreadPoolExecutor(PUSHES_MAX, thread_name_prefix="push")
+        self._pushes = Crew(PUSHES_MAX, "push", ready=PUSHES_MAX)
         self._sending: dict[str, _Sending] = {}
         self._receiving: dict[tuple[str, str], _Receiving] = {}
         self._outcomes: dict[tuple[str, str], ReplicaDone] = {}

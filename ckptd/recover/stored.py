@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ckptd.core.box import Box
 from ckptd.core.errors import CkptdError
 from ckptd.core.recovery import Piece
+from ckptd.crew import Crew
 from ckptd.persist.reader import Checkpoint
 from ckptd.recover.threads import Threads, all_ended
 
@@ -26,7 +26,7 @@ class Stored:
     ) -> None:
         self.ok, self.why = ok, ""
         self._opens, self._failed = opens, failed
-        self._pool = ThreadPoolExecutor(READERS_MAX, thread_name_prefix="restore")
+        self._pool = Crew(READERS_MAX, "restore")
         self._threads = Threads(self._pool)
         self._checkpoint: Checkpoint | None = None
         self._opening = asyncio.Lock()

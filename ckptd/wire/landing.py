@@ -71,6 +71,15 @@ class Landing:
             self._open[hello.stream] = interrupt
         return frames.OK
 
+    def dismiss(self, stream: int) -> None:
+        """It was admitted and cannot be served: as if it had never come."""
+        with self._lock:
+            self._open.pop(stream, None)
+            self._used.discard(stream)
+            if not self._used:
+                self._push, self._streams = b"", 0
+        self._settle()
+
     def claim(self, offset: int, length: int) -> memoryview:
         """Where this chunk goes. Raises Malformed: out of range, of the wrong length, or sent before."""
         index, rest = divmod(offset, CHUNK_BYTES)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from ckptd.crew import Crew
 from ckptd.wire.bulk import (
     CONNECTIONS_MAX,
     HANDSHAKE_TIMEOUT_S,
@@ -23,6 +24,9 @@ from ckptd.wire.scratch import ScratchPool
 from ckptd.wire.tcp_gate import Gate
 from ckptd.wire.tcp_io import is_loopback, join_address, require_key
 from ckptd.wire.tcp_push import Push
+
+HELPERS_MAX = 256  # threads that send, beside those that called push
+HELPERS_READY = 4
 
 
 class TcpTransport:
@@ -50,6 +54,7 @@ class TcpTransport:
         self._idle_timeout_s, self._handshake_timeout_s = idle_timeout_s, handshake_timeout_s
         self._landings, self._pool = Landings(), ScratchPool()
         self._closing = threading.Event()
+        self._helpers = Crew(HELPERS_MAX, "bulk-push", ready=HELPERS_READY, daemon=True)
         self._gate = Gate(
             bind, port, self._landings, self._bulk_key,
             connections_max=connections_max, idle_timeout_s=idle_timeout_s, handshake_timeout_s=handshake_timeout_s,
@@ -89,10 +94,11 @@ class TcpTransport:
             ticket, spans, self._bulk_key, self._pool, cancelled, self._closing, pace,
             idle_timeout_s=self._idle_timeout_s, handshake_timeout_s=self._handshake_timeout_s,
         )  # fmt: skip
-        push.run(streams)
+        push.run(streams, self._helpers)
 
     def close(self) -> None:
         """Stop listening and fail what is under way, pushes too; returns when no thread writes into a buffer any more."""
         self._closing.set()
         self._landings.close()
         self._gate.close()
+        self._helpers.shutdown(wait=False)  # each push waits for its own

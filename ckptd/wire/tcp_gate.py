@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from ckptd.core.errors import CkptdError
+from ckptd.crew import Crew
 from ckptd.wire import bulk_frames as frames
 from ckptd.wire.bulk import HANDSHAKES_MAX
 from ckptd.wire.landing import Landing, Landings
@@ -29,7 +30,8 @@ log = logging.getLogger("ckptd.wire")
 BACKLOG = 512  # connections the kernel holds for us
 SWEEP_S = 0.25  # how late an expired ticket or handshake is noticed
 ACCEPTS_PER_TURN = 64  # then the handshakes under way get their turn
-FULL_PAUSE_S = 0.05  # after the process ran out of descriptors
+FULL_PAUSE_S = 0.05  # after the process ran out of descriptors, or memory
+STREAMS_READY = 4  # threads for streams from the start: one of them is enough to receive, if it must be
 
 
 class Handshake:
@@ -77,46 +79,56 @@ class Gate:
         self._pool = ScratchPool()
         self.on_bytes: Callable[[], None] = lambda: None
         self._shaking: dict[socket.socket, Handshake] = {}  # in order of arrival
-        self._threads: set[threading.Thread] = set()
+        self._streams: set[Stream] = set()  # admitted and not ended
         self._lock = threading.Lock()
         self._closing = False
+        self._crew = Crew(connections_max, "bulk-stream", ready=min(STREAMS_READY, connections_max), daemon=True)
+        self._door = Crew(1, "bulk-gate", ready=1, daemon=True)
         self._listener = _listen(bind, port)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="bulk-gate", daemon=True)
-        self._thread.start()
+        self._door.submit(self._run)
 
     @property
     def streams(self) -> int:
+        """Admitted and not ended, those included that wait for a thread."""
         with self._lock:
-            return len(self._threads)
+            return len(self._streams)
 
     def close(self) -> None:
-        """Idempotent; returns when no thread is left."""
+        """Idempotent; returns when no stream is left."""
         self._closing = True
         with contextlib.suppress(OSError):  # the thread saw it by itself and is gone
             self._wake.send(b"\0")
-        self._thread.join()
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:  # their landings have failed, so they are on their way out
-            thread.join()
+        self._door.shutdown()
+        self._crew.shutdown()  # their landings have failed, so they are on their way out, also those that have not begun
 
     # --- the one thread -----------------------------------------------------------------------------------------
     def _run(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select(SWEEP_S):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif isinstance(key.data, Handshake):
-                    self._advance(key.data)
-            self._sweep(time.monotonic())
+            try:
+                self._turn()
+            except Exception as error:  # no memory, say: without this thread the daemon is deaf for bulk for ever
+                self._stumbled(error)
         for sock in (*self._shaking, self._listener, self._wake, self._woken):
             sock.close()
         self._selector.close()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(SWEEP_S):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.data, Handshake):
+                self._advance(key.data)
+        self._sweep(time.monotonic())
+
+    def _stumbled(self, error: Exception) -> None:
+        with contextlib.suppress(Exception):  # what lacks for the turn may lack for the log
+            log.error("bulk listener stumbled: %r", error)
+        time.sleep(FULL_PAUSE_S)  # what it stumbled over may be there still: do not spin
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
@@ -130,8 +142,9 @@ class Gate:
             sock.setblocking(False)
             while len(self._shaking) >= HANDSHAKES_MAX:
                 self._drop(next(iter(self._shaking.values())))
-            shake = self._shaking[sock] = Handshake(sock, time.monotonic() + self._handshake_timeout_s)
+            shake = Handshake(sock, time.monotonic() + self._handshake_timeout_s)
             self._selector.register(sock, selectors.EVENT_READ, shake)
+            self._shaking[sock] = shake
 
     def _refused_by_kernel(self, error: OSError) -> None:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
@@ -146,14 +159,16 @@ class Gate:
                 break  # the rest came later
             self._drop(shake)
         self._landings.expire(now)
+        self._crew.tend()
 
     def _drop(self, shake: Handshake) -> None:
         self._release(shake)
         shake.sock.close()
 
     def _release(self, shake: Handshake) -> None:
-        del self._shaking[shake.sock]
-        self._selector.unregister(shake.sock)
+        self._shaking.pop(shake.sock, None)
+        with contextlib.suppress(KeyError):  # an earlier try got no further
+            self._selector.unregister(shake.sock)
 
     def _advance(self, shake: Handshake) -> None:
         if shake.sock not in self._shaking:
@@ -163,7 +178,7 @@ class Gate:
             if frame is None:
                 return
             done = self._greet(shake, frame) if shake.hello is None else self._prove(shake, frame)
-        except (OSError, EOFError, frames.Malformed):
+        except Exception:  # broken, malformed, or no memory for it: this connection ends, the others go on
             done = True
         if done and shake.sock in self._shaking:
             self._drop(shake)
@@ -206,19 +221,33 @@ class Gate:
         )  # fmt: skip
         status = landing.admit(hello, stream.interrupt, time.monotonic())
         if status == frames.OK:
-            self._release(shake)
-            thread = threading.Thread(target=self._serve, args=(stream,), name="bulk-stream", daemon=True)
-            with self._lock:
-                self._threads.add(thread)
-            thread.start()
+            try:
+                self._employ(shake, stream)
+            except Exception as error:  # no thread
+                log.warning("a stream is refused: %s", error)
+                landing.dismiss(hello.stream)
+                status = frames.BUSY
         return status
+
+    def _employ(self, shake: Handshake, stream: Stream) -> None:
+        """Give the stream a thread, or a place in their queue. Raises OSError: neither; the connection is the caller's to end."""
+        self._selector.unregister(shake.sock)  # before the thread has it
+        with self._lock:
+            self._streams.add(stream)
+        try:
+            self._crew.submit(self._serve, stream)
+            del self._shaking[shake.sock]
+        except BaseException:
+            with self._lock:
+                self._streams.discard(stream)
+            raise
 
     def _serve(self, stream: Stream) -> None:
         try:
             stream.run()
         finally:
             with self._lock:
-                self._threads.discard(threading.current_thread())
+                self._streams.discard(stream)
 
 
 def _listen(bind: str, port: int) -> socket.socket:

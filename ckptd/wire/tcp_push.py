@@ -1,4 +1,5 @@
-"""The sending end of one transfer: streams that take chunk after chunk from one queue, each in a thread."""
+"""The sending end of one transfer: streams that take chunk after chunk from one queue, each in a thread
+where there are threads."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import secrets
 import struct
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from ckptd.core.failpoint import failpoint
+from ckptd.crew import Crew, together
 from ckptd.wire import bulk_frames as frames
 from ckptd.wire.bulk import (
     CHUNK_BYTES,
@@ -47,20 +50,15 @@ class Push:
         self._error: TransferError | None = None
         self._lock = threading.Lock()
 
-    def run(self, streams: int) -> None:
-        """Blocks until every stream has heard DONE. Raises the first TransferError of any stream."""
+    def run(self, streams: int, crew: Crew) -> None:
+        """Blocks until every stream has heard DONE. Raises the first TransferError of any stream. The first is this thread's, the
+        others are the crew's; those that it has not begun when the first has ended are this thread's too, for the receiver waits
+        for each. Neither returns nor raises while one still sends."""
         if self._spans.nbytes != self._ticket.nbytes:
             raise TransferError(f"{self._spans.nbytes} bytes for a ticket of {self._ticket.nbytes}")
         count = max(1, min(streams, STREAMS_MAX, chunk_count(self._ticket.nbytes)))
-        helpers = [
-            threading.Thread(target=self._stream, args=(number, count), name="bulk-push", daemon=True)
-            for number in range(1, count)
-        ]
-        for thread in helpers:
-            thread.start()
-        self._stream(0, count)
-        for thread in helpers:
-            thread.join()
+        for stream in together(crew, [partial(self._stream, number, count) for number in range(count)]):
+            stream.result()
         if self._error is not None:
             raise TransferError(self._error.what, where=self._ticket.address, hint=self._error.hint)
 
@@ -77,8 +75,13 @@ class Push:
                 chunks = self._send(wire, secret)
                 self._hear_done(wire, secret, chunks)
         except TransferError as error:
-            with self._lock:
-                self._error = self._error or error
+            self._fail(error)
+        except Exception as error:  # MemoryError, say: the other streams must not go on without this one
+            self._fail(TransferError(f"the stream broke: {str(error) or type(error).__name__}"))
+
+    def _fail(self, error: TransferError) -> None:
+        with self._lock:
+            self._error = self._error or error
 
     def _greet(self, wire: Wire, hello: frames.Hello) -> frames.StreamSecret:
         """Prove the ticket, and have the receiver prove that it issued it."""

@@ -47,12 +47,14 @@ class Stream:
             self._receive(wire)
             self._landing.end(self._number)
             ended = True
-        except (TransferError, InvalidTag, OSError) as error:
+        except Exception as error:  # MemoryError, say: a stream that ends and says nothing leaves its sender waiting
             self._landing.fail(_as_transfer_error(error))
         finally:
             self._landing.leave(self._number, time.monotonic() + self._straggler_timeout_s)
-            self._say_done(ended)
-            self._sock.close()
+            try:
+                self._say_done(ended)
+            finally:
+                self._sock.close()
 
     def _receive(self, wire: Wire) -> None:
         head = memoryview(bytearray(frames.CHUNK_HEAD_BYTES))
@@ -102,4 +104,4 @@ def _as_transfer_error(error: Exception) -> TransferError:
         return error
     if isinstance(error, InvalidTag):
         return Changed("a chunk was changed on the wire", hint="the connection does not carry what was sent")
-    return TransferError(f"the stream broke: {error}")
+    return TransferError(f"the stream broke: {str(error) or type(error).__name__}")

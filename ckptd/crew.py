@@ -1,0 +1,315 @@
+"""A pool of threads that nobody ever waits for without bound, in place of ThreadPoolExecutor.
+
+Without memory a new thread dies in its bootstrap, before its first line, and threading.Thread.start() waits for its sign of life
+for ever: the event loop, say, within run_in_executor. Here threads are started by _thread.start_new_thread, which waits for
+nothing, and say themselves that they have begun. As long as one lives, the rest may fail to start: work waits in the queue.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import errno
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, InvalidStateError, wait
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Generic, ParamSpec, TypeVar
+
+BEGIN_S = 1.0  # a thread that has not begun by then counts as dead; so long a submit waits when none lives
+RETRY_S = 0.1  # the same while somebody waits for the first one
+STUMBLED_S = 0.01  # pause of a worker that could not even take work
+END_S = 5.0  # how long the end of the process waits for tasks
+POLL_S = 0.01
+
+start_thread = _thread.start_new_thread
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Crew(Executor):
+    """At most ``most`` threads, called ``{name}_{n}``, that are started when there is work and kept. ``ready``: see there.
+    ``daemon``: the end of the process does not wait for their tasks. A crew that nobody holds any more ends when its work does."""
+
+    def __init__(self, most: int, name: str, *, ready: int = 0, daemon: bool = False) -> None:
+        self._hall = _Hall(most, name, daemon)
+        # Takes no lock: the garbage collector may run it in the midst of anything.
+        weakref.finalize(self, self._hall.let_go).atexit = False
+        if ready:
+            self.ready(ready)
+
+    def ready(self, count: int) -> None:
+        """Start threads until there are so many, ahead of any work. Raises OSError (ENOMEM): not one has begun in BEGIN_S."""
+        if not self._hall.await_first(count):
+            raise _no_thread()
+
+    def tend(self) -> None:
+        """Try again to start the threads that queued work lacks. As do submit and whoever takes or ends a task."""
+        self._hall.grow()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Raises OSError (ENOMEM), with nothing left queued, when no thread lives and none has begun in BEGIN_S."""
+        task = _Task[T](Future(), partial(fn, *args, **kwargs))
+        self._hall.put(task)
+        try:
+            self._hall.grow()
+            if self._hall.await_first():
+                return task.future
+        except MemoryError:
+            pass  # as if none lived
+        if not task.future.cancel():
+            return task.future  # one began at the last moment and has taken it
+        self.sift()
+        raise _no_thread()
+
+    def sift(self) -> None:
+        """Drop queued work that was cancelled, and what it holds, now and not when its turn comes."""
+        self._hall.sift()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._hall.close(cancel_futures)
+        if wait:
+            self._hall.empty.wait()
+
+
+def together(crew: Crew, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
+    """All of these calls: the first by this thread, the others by the crew; those that it has not begun when this thread is free
+    by this thread as well, so a crew without a thread makes it slower and no more. Returns the futures, all done; neither returns
+    nor raises while one of the calls runs."""
+    asked: list[Future[T]] = []
+    done: list[Future[T]] = []
+    try:
+        with contextlib.suppress(OSError, MemoryError, RuntimeError):  # no thread, or shut down: the rest is ours
+            for call in calls[1:]:
+                asked.append(crew.submit(call))  # noqa: PERF401  those already asked count, whatever becomes of the rest
+        for index, call in enumerate(calls):
+            theirs = asked[index - 1] if 0 < index <= len(asked) else None
+            done.append(here(call) if theirs is None or theirs.cancel() else theirs)
+    finally:
+        wait([future for future in asked if not future.cancel()])
+        crew.sift()  # what was taken back holds memory of the caller's
+    return done
+
+
+def here(call: Callable[[], T]) -> Future[T]:
+    """By this thread, now: for whoever deals in futures and could not submit."""
+    task = _Task[T](Future(), call)
+    task.run()
+    return task.future
+
+
+def at_work(wait_s: float = 0.0) -> list[str]:
+    """Names of the threads in the midst of a task that the end of the process should wait for, after waiting for them for at most
+    so long."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        names = [f"{hall.name}_{n}" for hall in _all_halls() if not hall.daemon for n in list(hall.busy)]
+        if not names or time.monotonic() >= deadline:
+            return sorted(names)
+        time.sleep(POLL_S)
+
+
+def _no_thread() -> OSError:
+    return OSError(errno.ENOMEM, "no thread could be started")
+
+
+class _Task(Generic[T]):
+    def __init__(self, future: Future[T], call: Callable[[], T]) -> None:
+        self.future, self.call = future, call
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.call()
+        except BaseException as error:
+            self.future.set_exception(error)
+            del self  # the traceback holds this frame: no cycle through the future
+        else:
+            self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """It could not even be run. Whoever waits for it hears so."""
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
+
+
+class _Hall:
+    """What the workers of a crew share. They hold this and not the crew, which may become garbage while they wait."""
+
+    def __init__(self, most: int, name: str, daemon: bool) -> None:
+        self.most, self.name, self.daemon = most, name, daemon
+        self.closed = False
+        self.empty = threading.Event()  # closed, and no worker lives
+        # Sets of numbers, not counters: whatever fails between two of these lines, saying it again puts it right.
+        self.alive: set[int] = set()
+        self.busy: set[int] = set()
+        self._starting: dict[int, float] = {}  # worker -> when
+        self._queue: SimpleQueue[_Task[object] | None] = SimpleQueue()  # None: somebody should look whether we are closed
+        self._begun = threading.Event()
+        self._lock = threading.Lock()
+        self._numbers = 0
+        with _halls_lock:
+            _halls.add(self)
+
+    # --- whoever has work ---------------------------------------------------------------------------------------
+    def put(self, task: _Task[T]) -> None:
+        with self._lock:
+            if self.closed:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            self._queue.put(task)  # type: ignore[arg-type]  # a worker never looks at the result
+
+    def sift(self) -> None:
+        with self._lock:
+            if self.closed:
+                return  # its end stands in the queue, and comes soon
+            for task in self._drained():
+                if not task.future.cancelled():
+                    self._queue.put(task)
+
+    def close(self, cancel: bool) -> None:
+        with self._lock:
+            for task in self._drained() if cancel else []:
+                task.future.cancel()
+            self.let_go()
+            if not self.alive:
+                self.empty.set()
+
+    def let_go(self) -> None:
+        """The workers end when the work does."""
+        self.closed = True
+        self._queue.put(None)
+
+    def _drained(self) -> list[_Task[object]]:
+        tasks = []
+        with contextlib.suppress(Empty):
+            while True:
+                if (task := self._queue.get_nowait()) is not None:
+                    tasks.append(task)
+        return tasks
+
+    # --- threads come and go ------------------------------------------------------------------------------------
+    def await_first(self, count: int = 1) -> bool:
+        """True: at least one lives. False: none has begun in BEGIN_S, though it was tried again and again."""
+        if len(self.alive) >= count or not self.most:
+            return bool(self.alive)
+        deadline = time.monotonic() + BEGIN_S
+        self.grow(count)
+        while not self.alive and (left := deadline - time.monotonic()) > 0:
+            self._begun.wait(min(left, RETRY_S))
+            self.grow(count, RETRY_S)
+        return bool(self.alive)
+
+    def grow(self, count: int = 0, dead_after_s: float = BEGIN_S) -> None:
+        """Start what queued work lacks, and up to ``count`` without any. That it fails is no matter: it is tried again."""
+        with contextlib.suppress(MemoryError), self._lock:
+            if self.closed:
+                return
+            now = time.monotonic()
+            self._starting = {n: at for n, at in self._starting.items() if now - at < dead_after_s}
+            coming = len(self.alive) + len(self._starting)
+            idle = coming - len(self.busy)
+            wanted = max(self._queue.qsize() - idle, count - coming)
+            for _ in range(min(wanted, self.most - coming)):
+                if not self._start(now):
+                    break
+
+    def _start(self, now: float) -> bool:
+        number, self._numbers = self._numbers, self._numbers + 1
+        try:
+            start_thread(_worker, (self, number))
+        except (RuntimeError, MemoryError):
+            return False
+        self._starting[number] = now
+        return True
+
+    def begin(self, number: int) -> bool:
+        """A worker's first word. False: it is not wanted any more, as others began while it was taken for dead."""
+        with contextlib.suppress(MemoryError):  # its name is a help in logs, no more
+            threading.current_thread().name = f"{self.name}_{number}"
+        with self._lock:
+            self._starting.pop(number, None)
+            if len(self.alive) >= self.most or (self.closed and not self.alive):
+                return False
+            self._begun.set()
+            self.alive.add(number)  # last, for what raises before it must not leave one that only seems to live
+            return True
+
+    def end(self, number: int) -> None:
+        with self._lock:
+            self.alive.discard(number)
+            if not self.alive:
+                self._begun.clear()
+                self.empty.set()
+
+    def work(self, number: int) -> None:
+        """Task after task until the crew is closed. A task's errors are its future's; others are of this loop."""
+        while True:
+            task: _Task[object] | None = None
+            try:
+                self.busy.discard(number)
+                self.grow()
+                task = self._queue.get()
+                if task is None:
+                    if self.closed:
+                        self._queue.put(None)  # for the next one
+                        return
+                    continue
+                self.busy.add(number)
+                self.grow()
+                task.run()
+            except BaseException as error:  # no memory: the thread is worth more than what it stumbled over
+                if task is None:
+                    time.sleep(STUMBLED_S)
+                else:
+                    task.fail(error)
+
+
+def _worker(hall: _Hall, number: int) -> None:
+    if not hall.begin(number):
+        return
+    while True:
+        try:
+            hall.work(number)
+            hall.end(number)
+            return
+        except BaseException:  # of its handling of errors: see work()
+            time.sleep(STUMBLED_S)
+
+
+# --- the end of the process, and its forks --------------------------------------------------------------------------
+_halls: weakref.WeakSet[_Hall] = weakref.WeakSet()
+_halls_lock = threading.Lock()
+
+
+def _all_halls() -> list[_Hall]:
+    with _halls_lock:
+        return list(_halls)
+
+
+def _finish() -> None:
+    """Tasks under way end before the interpreter does, as with ThreadPoolExecutor; but what hangs does not keep the process."""
+    deadline = time.monotonic() + END_S
+    halls = _all_halls()
+    for hall in halls:
+        hall.let_go()
+    for hall in halls:
+        if hall.alive and not hall.daemon:
+            hall.empty.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _forget() -> None:
+    """A forked child has none of the threads."""
+    global _halls_lock
+    _halls_lock = threading.Lock()
+    _halls.clear()
+
+
+atexit.register(_finish)
+os.register_at_fork(after_in_child=_forget)
