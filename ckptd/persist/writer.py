@@ -12,7 +12,7 @@ from typing import TypeVar
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
-from ckptd.crew import Crew, together
+from ckptd.crew import Crew, here
 from ckptd.persist.names import DATA, PART, SIDE, attempt_dir, file_stem
 from ckptd.persist.packing import FILE_BYTES_MAX, Package, header, pack
 from ckptd.persist.pieces import HeldPiece, ObjectBlob, OutChunk, chunks_of, objects_of
@@ -146,8 +146,14 @@ class _Run:
                 return
 
     def _data_files(self, packages: list[Package], threads: int) -> list[_Finished]:
-        with Crew(threads - 1, "ckptd-write") as crew:  # and this one
-            futures = together(crew, [partial(self._data_file, package) for package in packages])
+        calls = [partial(self._data_file, package) for package in packages]
+        with Crew(threads, "ckptd-write") as crew:
+            try:
+                crew.ready(1)
+            except OSError:  # no thread can be started: by this one, one after the other
+                futures = [here(call) for call in calls]
+            else:
+                futures = [crew.submit(call) for call in calls]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, Cancelled))  # the cause, not its echo

@@ -38,14 +38,15 @@ CASES = [
 ]  # fmt: skip
 EVERYDAY = {("fsync,fdatasync", "EIO")}
 RARE = ("link,linkat", "rename,renameat,renameat2", "mkdir,mkdirat")  # made now and then by whoever commits or claims an epoch
+EVERY = ("mmap",)  # made a few times only, and by new threads first of all: each fails
 
 
 class Injection:
-    """Fails every third of these calls in each thread of the process, from the ``first`` on, until ``close``."""
+    """Fails every third of these calls (of EVERY: each) in each thread of the process, from the ``first`` on, until ``close``."""
 
     def __init__(self, pid: int, calls: str, error: str, log: Path, first: int) -> None:
         self._log = log
-        inject = f"inject={calls}:error={error}:when={first}+3"
+        inject = f"inject={calls}:error={error}:when={first}+{1 if calls in EVERY else 3}"
         self._strace = subprocess.Popen(
             ["strace", "-f", "-o", str(log), "-e", f"trace={calls}", "-e", inject, "-p", str(pid)],
             stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True,
@@ -93,7 +94,7 @@ def test_a_call_that_fails_again_and_again(job: Job, calls: str, error: str) -> 
     with ExitStack() as stack:
         injections = [
             stack.enter_context(
-                closing(Injection(node.daemon_pid(), calls, error, node.root / "strace.log", 1 if calls in RARE else 2))
+                closing(Injection(node.daemon_pid(), calls, error, node.root / "strace.log", 1 if calls in RARE + EVERY else 2))
             )
             for node in sick
         ]
