@@ -50,7 +50,7 @@ class Crew(Executor):
             raise _no_thread()
 
     def tend(self) -> None:
-        """Try again to start the threads that queued work lacks. As do submit and whoever takes or ends a task."""
+        """Try again to start the threads that queued work lacks. As do submit and each worker that takes a task."""
         self._hall.grow()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -254,7 +254,6 @@ class _Hall:
             task: _Task[object] | None = None
             try:
                 self.busy.discard(number)
-                self.grow()
                 task = self._queue.get()
                 if task is None:
                     if self.closed:
