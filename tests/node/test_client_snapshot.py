@@ -112,17 +112,17 @@ def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
             client.restore()
             training.step()
             assert client.snapshot(1).status == "skipped: not granted"
-            late = daemon.grant(1)  # could still be taken: the state is step 1's
+            late = until(lambda: daemon.grant(1), what="a free slot")  # could still be taken: the state is step 1's
             until(lambda: len(client._session.grants), what="the grant's arrival")
             training.step()
             daemon.wait_for(lambda: daemon.voided.get(late) == "late")
-            late = daemon.grant(1)
+            late = until(lambda: daemon.grant(1), what="a free slot")
             daemon.wait_for(lambda: daemon.voided.get(late) == "late")
-            back = daemon.grant(2)
+            back = until(lambda: daemon.grant(2), what="a free slot")
             daemon.take_back(back)
             daemon.wait_for(lambda: daemon.voided.get(back) == "taken back")
             assert client.snapshot(2).status == "skipped: not granted"
-            daemon.grant(5)
+            until(lambda: daemon.grant(5), what="a free slot")
             until(lambda: len(client._session.grants), what="the grant's arrival")
             training.step()
             assert client.snapshot(3).status == "skipped: not granted"
