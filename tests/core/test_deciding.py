@@ -265,6 +265,16 @@ def test_a_number_that_is_taken_is_another_starts_whose_nodes_are_asked_before_i
     assert (node.opens()[-1].record.number, node.opens()[-1].snapshot) == (10, at(5, 9))
 
 
+def test_a_number_that_is_taken_is_not_tried_again_though_storage_does_not_show_by_whom() -> None:
+    node = Elect(durable=True).start()
+    node.answer("b")
+    node.feed(ev.DurableRead("now", True))
+    node.claimed(ok=False, taken=9)
+    node.answer("b")
+    node.feed(ev.DurableRead("now", True))
+    assert node.claim.number == 10
+
+
 def test_an_answer_about_another_number_is_none() -> None:
     node = Elect().start()
     node.answer("b", *BOTH, known=BEFORE, done=True)
