@@ -109,14 +109,14 @@ def test_the_newest_certificate_names_what_was_released_again_and_again() -> Non
     )
 
 
-def comes_back(node: Steward, *holdings: msg.HoldingFact, **more: Any) -> int:
+def comes_back(node: Steward, *holdings: msg.HoldingFact, name: str = "c", **more: Any) -> int:
     """Node c, which was cut off, tells what it holds. The mark just before it told."""
-    node.feed(ev.NodeDown("c"), ev.NodeUp("c"))
+    node.feed(ev.NodeDown(name), ev.NodeUp(name))
     node.tick(1.5)
-    node.others["c"].session = ""
-    node.hear("c", msg.Inventory("", node.record, ()))
+    node.others[name].session = ""
+    node.hear(name, msg.Inventory("", node.record, ()))
     mark = node.mark
-    node.others["c"].tell_inventory(*holdings, **more)
+    node.others[name].tell_inventory(*holdings, **more)
     return mark
 
 
@@ -138,6 +138,19 @@ def test_of_a_released_one_a_part_that_a_node_brings_back_is_released_again_and_
     node.tick(2 * REPEAT_S)
     assert node.said(msg.Void, "c", mark) == []
     assert {c.snapshot for c in node.certificates("c", mark)} == {at(8)}
+    assert at(7) in node.certificates("c", mark)[-1].releases
+
+
+def test_that_is_so_too_when_the_newer_one_is_whole_again_with_the_same_word() -> None:
+    """The newer one fell with the node's link, and rises with its inventory, in which the released one is not any more."""
+    node = steward(record_of("ab", outside="c"), replicas=0).train().capture(7).capture(8)
+    node.feed(ev.NodeDown("b"))
+    comes_back(node, fact(7, 0), layouts=BOTH)
+    assert at(7) in node.machine.steward.ledger.facts and node.level(8, to="c") == -1
+    mark = comes_back(node, fact(8, 1), name="b", layouts=BOTH)
+    node.tick(2 * REPEAT_S)
+    assert node.level(8, to="c") == 0
+    assert node.said(msg.Void, "c", mark) == []
     assert at(7) in node.certificates("c", mark)[-1].releases
 
 

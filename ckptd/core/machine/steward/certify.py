@@ -52,8 +52,8 @@ class Certify:
     def review(self) -> None:
         if not self._ledger.dirty or not self._sessions.settled():
             return
-        dirty, self._ledger.dirty = sorted(self._ledger.dirty), set()
-        for snapshot in dirty:
+        dirty, self._ledger.dirty = sorted(self._ledger.dirty, reverse=True), set()
+        for snapshot in dirty:  # newest first: whether an older one is replaced depends on what the newer ones are now
             facts = self._ledger.facts.get(snapshot)
             if facts is not None:
                 self._look_at(facts)
