@@ -252,8 +252,10 @@ def test_a_number_that_is_taken_is_another_starts_whose_nodes_are_asked_before_i
     node.answer("b")
     node.feed(ev.DurableRead("now", True))
     assert (node.claim.number, node.claim.before) == (1, (-1, ()))
+    mark = len(node.done)
     node.claimed(ok=False, taken=9)
     assert node.opens() == []
+    assert sent(node.done[mark:], msg.InventoryRequest, "b") and only(node.done[mark:], ins.ReadDurable), "all anew"
     other = replace(BEFORE, number=9, nonce="other", nodes=(C,), ranks=("c", "c"), before=(-1, ()))
     node.feed(ev.DurableRead("now", True, other))
     node.answer("b")

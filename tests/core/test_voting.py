@@ -183,6 +183,7 @@ def test_a_holder_that_cannot_be_reached_never_costs_a_step() -> None:
     assert sent(node.done, msg.JoinRefused)[0].reason == "rank 1: b: the stream broke"
     node.join("two")
     node.report("two")
+    assert node.machine.steward.restoring.away == ""
     node.answer("b", *BOTH, attempt="two", known=BEFORE, done=True)
     node.claimed()
     assert node.opens()[-1].record.nonce == "two"
@@ -201,8 +202,10 @@ def test_who_cannot_be_reached_within_the_restores_time_is_refused() -> None:
         node.claimed()
         assert node.refusals() == []
     node.vote(1, "fetched", ok=False, code="unreachable", reason="b: the stream broke")
+    node.vote(0, "fetched", ok=False, code="unreachable", reason="something else")
     node.tick(4 * STRAGGLERS_S)
     assert node.refusals() == [("now", "unreachable")]
+    assert sent(node.done, msg.JoinRefused)[0].reason == "rank 1: b: the stream broke", "the first one's"
 
 
 def test_damage_beside_a_holder_that_cannot_be_reached_leaves_the_snapshot_out() -> None:
