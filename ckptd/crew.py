@@ -82,18 +82,18 @@ def together(crew: Crew, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
     """All of these calls: the first by this thread, the others by the crew; those that it has not begun when this thread is free
     by this thread as well, so a crew without a thread makes it slower and no more. Returns the futures, all done; neither returns
     nor raises while one of the calls runs."""
-    asked: list[Future[T]] = []
+    asked: list[Future[T] | None] = [None] * len(calls)  # with room for all: what was submitted is never forgotten
     done: list[Future[T]] = []
     try:
         with contextlib.suppress(OSError, MemoryError, RuntimeError):  # no thread, or shut down: the rest is ours
-            for call in calls[1:]:
-                asked.append(crew.submit(call))  # noqa: PERF401  those already asked count, whatever becomes of the rest
-        for index, call in enumerate(calls):
-            theirs = asked[index - 1] if 0 < index <= len(asked) else None
+            for index in range(1, len(calls)):
+                asked[index] = crew.submit(calls[index])
+        for theirs, call in zip(asked, calls, strict=True):
             done.append(here(call) if theirs is None or theirs.cancel() else theirs)
     finally:
-        wait([future for future in asked if not future.cancel()])
-        crew.sift()  # what was taken back holds memory of the caller's
+        wait([future for future in asked if future is not None and not future.cancel()])
+        with contextlib.suppress(MemoryError):
+            crew.sift()  # what was taken back holds memory of the caller's
     return done
 
 
@@ -169,9 +169,18 @@ class _Hall:
         with self._lock:
             if self.closed:
                 return  # its end stands in the queue, and comes soon
-            for task in self._drained():
-                if not task.future.cancelled():
-                    self._queue.put(task)
+            for _ in range(self._queue.qsize()):
+                with contextlib.suppress(Empty):
+                    self._keep(self._queue.get_nowait())
+
+    def _keep(self, task: _Task[object] | None) -> None:
+        """Back into the queue, if anybody waits for it, who hears of it when that fails."""
+        if task is None or task.future.cancelled():
+            return
+        try:
+            self._queue.put(task)
+        except MemoryError as error:
+            task.fail(error)
 
     def close(self, cancel: bool) -> None:
         with self._lock:
@@ -248,6 +257,15 @@ class _Hall:
                 self._begun.clear()
                 self.empty.set()
 
+    def _pass_on(self) -> None:
+        """The end of the crew to the next worker, which would wait for it for ever."""
+        while True:
+            try:
+                self._queue.put(None)
+                return
+            except MemoryError:
+                time.sleep(STUMBLED_S)
+
     def work(self, number: int) -> None:
         """Task after task until the crew is closed. A task's errors are its future's; others are of this loop."""
         while True:
@@ -257,7 +275,7 @@ class _Hall:
                 task = self._queue.get()
                 if task is None:
                     if self.closed:
-                        self._queue.put(None)  # for the next one
+                        self._pass_on()
                         return
                     continue
                 self.busy.add(number)

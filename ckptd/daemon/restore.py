@@ -18,6 +18,7 @@ from ckptd.daemon.services import Services, log
 from ckptd.recover.handover import DIRECT, Frame, Handover
 from ckptd.recover.host import Unrecoverable
 from ckptd.recover.rebuild import Rebuild
+from ckptd.recover.stored import lacks_means
 from ckptd.recover.wants import Wants
 from ckptd.wire import rank as wire
 from ckptd.wire.rank_link import RankSession
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 
 HINTS = {
-    "unreachable": "bring the missing daemons or the storage back, or pass allow_fresh=True to start anew",
+    "unreachable": "bring the missing daemons or the storage back; restore(step=...) takes an older step, allow_fresh=True none",
     "unrecoverable": "`ckptd ls` shows what exists; allow_fresh=True starts anew",
     "mismatch": "register the same objects as when the snapshot was taken, or use only=/strict=False/key_map",
     "timeout": "look at the daemons' logs for the rank that did not answer; restore_timeout_s bounds the wait",
@@ -238,7 +239,7 @@ class Restore:
         if isinstance(error, Unrecoverable):
             code = error.code
         elif isinstance(error, CkptdError | OSError | ValueError):
-            code = "damage"
+            code = "unreachable" if lacks_means(error) else "damage"
             log.error("job=%s restore of rank %d", self._job.job, rank, exc_info=error)
         else:
             self._services.went_wrong(f"restore of rank {rank} of {self._job.job}", error)

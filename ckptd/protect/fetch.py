@@ -186,7 +186,7 @@ class Fetcher:
         self._tasks.spawn(self._serve(node, job, ask))
 
     async def _serve(self, node: str, job: str, ask: FetchAsk) -> None:
-        outcome = FetchDone(ask.transfer, False, reason="internal")
+        outcome = FetchDone(ask.transfer, False, reason="internal", again=True)  # it says nothing of the slot
         try:
             slot = self.held(job, ask.snapshot, ask.rank)
             record = slot.record if slot is not None else None

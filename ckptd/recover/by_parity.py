@@ -22,7 +22,7 @@ from ckptd.core.layout import BLOCK_BYTES, Fragment, Layout
 from ckptd.core.linear import linear_offset
 from ckptd.core.messages import Source
 from ckptd.core.recovery import BY_PARITY, Held, Piece
-from ckptd.protect.columns import Columns
+from ckptd.protect.columns import Columns, Undecodable
 from ckptd.protect.fetched import Away
 from ckptd.protect.settle import in_thread
 from ckptd.protect.windows import WINDOW_BYTES
@@ -155,13 +155,13 @@ class ByParity:
         return columns
 
     def _note(self, lane: Lane, columns: Columns, error: CkptdError) -> None:
-        """What failed is not tried again in this restore; when nothing did, the lane itself cannot be used."""
-        known = self._left_out.copies()
+        """What failed is not tried again in this restore; when nothing did, the lane itself cannot be used. Others work beside
+        this one: what it lacked may be what one of them could not reach meanwhile."""
         for source, found in columns.failed:
             self._left_out.note(source.node, source.rank, found)
-        if isinstance(error, Away):
+        if isinstance(error, Away) or (isinstance(error, Undecodable) and self._left_out.away and not columns.failed):
             self._left_out.away_lanes[lane] = str(error)
-        elif self._left_out.copies() == known:
+        elif not columns.failed:
             self._left_out.lost_lanes.add(lane)
 
 

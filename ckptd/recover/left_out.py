@@ -18,10 +18,12 @@ class LeftOut:
     away: dict[Copy, str] = field(default_factory=dict)  # why
     lost_lanes: set[Lane] = field(default_factory=set)  # what they brought did not match
     away_lanes: dict[Lane, str] = field(default_factory=dict)
+    ever_away: bool = False
 
     def note(self, node: str, rank: int, found: Fetched) -> None:
         """This copy was asked for, and did not come."""
         if found.away:
+            self.ever_away = True
             self.away[node, rank] = f"{node}: {found.reason}"
         else:
             self.lost.add((node, rank))

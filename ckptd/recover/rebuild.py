@@ -115,7 +115,7 @@ class Rebuild:
         if self._stored.ok:
             with contextlib.suppress(CkptdError, OSError):  # it knows why
                 return await self._stored.call(partial(stored_objects, rank))
-        hopeful = any(held.rank == rank for held in self._left(hopeful=True))
+        hopeful = self._stored.lacked_means or any(held.rank == rank for held in self._left(hopeful=True))
         what = f"no copy of rank {rank}'s objects is readable"
         raise Unrecoverable(
             "unreachable" if hopeful else "damage", "; ".join([what, *self._why()]), where=str(self._snapshot)
@@ -198,13 +198,13 @@ class Rebuild:
         raise self._too_many()
 
     def _too_many(self) -> Unrecoverable:
-        code = "unreachable" if self._left_out.reasons() else "damage"
+        code = "unreachable" if self._left_out.ever_away else "damage"
         return Unrecoverable(code, "; ".join([TOO_MANY, *self._why()]), where=str(self._snapshot))
 
     async def _is_hopeful(self, rank: int, asked: list[Want]) -> bool:
-        """Would it do if those could be reached that could not?"""
-        if not self._left_out.reasons():
-            return False
+        """Would it do if those could be reached that could not? Another rank may be asking them again by now."""
+        if self._stored.lacked_means:
+            return True
         durable = await self._stored.boxes({want.key for want in asked}, rank)
         index = await self._threads.run(SourceIndex, self._left(hopeful=True))
         assert self._catalogue is not None, "wants come after the catalogue"

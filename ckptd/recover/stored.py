@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
@@ -13,18 +14,20 @@ from ckptd.crew import Crew
 from ckptd.persist.reader import Checkpoint
 from ckptd.recover.threads import Threads, all_ended
 
+MEANS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # what this process lacks says nothing of what it was to read
 READERS_MAX = 4  # threads reading storage for one restore on this node; the reader splits long runs again
 
 T = TypeVar("T")
 
 
 class Stored:
-    """``ok``: may be used. False from the first failure on: ``why``. ``failed`` hears of each."""
+    """``ok``: may be used. False from the first failure on: ``why``. ``failed`` hears of each. ``lacked_means``: it was for
+    threads, memory or descriptors of our own."""
 
     def __init__(
         self, ok: bool, opens: Callable[[], Checkpoint], failed: Callable[[Exception], None]
     ) -> None:
-        self.ok, self.why = ok, ""
+        self.ok, self.why, self.lacked_means = ok, "", False
         self._opens, self._failed = opens, failed
         self._pool = Crew(READERS_MAX, "restore")
         self._threads = Threads(self._pool)
@@ -40,6 +43,7 @@ class Stored:
             if self.ok:
                 self._failed(error)
             self.ok = False
+            self.lacked_means = lacks_means(error)
             self.why = f"{error.what} [{error.where}]" if isinstance(error, CkptdError) else str(error)
             raise
 
@@ -87,6 +91,10 @@ class Stored:
 
     async def _read(self, piece: Piece, dest: memoryview) -> None:
         await self.call(lambda checkpoint: checkpoint.read(piece.key, piece.box, dest, piece.rank))
+
+
+def lacks_means(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in MEANS
 
 
 def stored_objects(rank: int, checkpoint: Checkpoint) -> dict[str, bytes]:

@@ -142,9 +142,8 @@ class Gate:
             sock.setblocking(False)
             while len(self._shaking) >= HANDSHAKES_MAX:
                 self._drop(next(iter(self._shaking.values())))
-            shake = Handshake(sock, time.monotonic() + self._handshake_timeout_s)
-            self._selector.register(sock, selectors.EVENT_READ, shake)
-            self._shaking[sock] = shake
+            shake = self._shaking[sock] = Handshake(sock, time.monotonic() + self._handshake_timeout_s)
+            self._selector.register(sock, selectors.EVENT_READ, shake)  # last: what is polled must be known, or it spins
 
     def _refused_by_kernel(self, error: OSError) -> None:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):

@@ -15,6 +15,8 @@ from ckptd.core.machine.steward.decide import CLAIM_GAP, spread
 from ckptd.core.machine.steward.gather import FRESH_S
 from ckptd.core.machine.steward.restore import (
     CLAIM_TIMEOUT_S,
+    DECISIONS_MAX,
+    NO_NUMBER,
 )
 from ckptd.core.redundancy import Parity, Redundancy, Replicas
 from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
@@ -275,6 +277,20 @@ def test_a_number_that_is_taken_is_not_tried_again_though_storage_does_not_show_
     node.answer("b")
     node.feed(ev.DurableRead("now", True))
     assert node.claim.number == 10
+
+
+def test_numbers_that_are_taken_again_and_again_are_given_up() -> None:
+    node = Elect(durable=True).start()
+    node.answer("b")
+    for number in range(DECISIONS_MAX):
+        assert node.refusals() == []
+        node.feed(ev.DurableRead("now", True))
+        node.claimed(ok=False, taken=node.claim.number)
+        node.answer("b")
+        assert node.claim.number == number + 1
+    node.feed(ev.DurableRead("now", True))
+    assert node.refusals() == [("now", "unrecoverable")]
+    assert sent(node.done, msg.JoinRefused)[0].reason == NO_NUMBER
 
 
 def test_an_answer_about_another_number_is_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,13 +13,17 @@ from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
 from ckptd.core.box import Box
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.instructions import PrepareRestore
+from ckptd.core.lanes import Lane, Member
 from ckptd.core.layout import UNIQUE
 from ckptd.core.layout_build import build_layout
 from ckptd.core.messages import Source
 from ckptd.persist.reader import Checkpoint
+from ckptd.protect.columns import Undecodable
 from ckptd.protect.fetched import Fetched
 from ckptd.recover import rebuild as module
+from ckptd.recover.by_parity import ByParity
 from ckptd.recover.host import Unrecoverable
+from ckptd.recover.left_out import LeftOut
 from ckptd.recover.rebuild import Rebuild
 from ckptd.recover.wants import Slice, Wants
 from tests.node.slots import JOB, MIB, OWN, fill_and_seal, small_arena
@@ -41,6 +46,7 @@ class Host:
         self._arena = arena
         self.slot = arena.allocate(OWN, 3 * MIB)
         fill_and_seal(self.slot, STEP.step, layout=LAYOUT)
+        self.storage = OSError("storage is away")
         self.answers: dict[str, list[Fetched]] = {}
         self.asked: list[str] = []
 
@@ -63,7 +69,7 @@ class Host:
         pass
 
     def open_checkpoint(self, snapshot: SnapshotId) -> Checkpoint:
-        raise OSError("storage is away")
+        raise self.storage
 
     def lane_columns(self, *_: Any) -> Any:
         raise AssertionError("there is no parity")
@@ -153,6 +159,43 @@ async def test_what_is_said_of_the_only_copy(host: Host, answers: list[Fetched],
 async def test_damage_of_one_copy_leaves_the_word_to_the_other(host: Host, first: Fetched, code: str) -> None:
     host.answers = {"a": [first], "b": [DAMAGED]}
     assert (await refused(rebuild(host, "a", "b"), "w"))[0] == code
+
+
+@pytest.mark.parametrize("keys", [(), ("w",)])
+async def test_a_daemon_that_lacks_threads_or_descriptors_to_read_storage_says_nothing_against_it(
+    host: Host, keys: tuple[str, ...]
+) -> None:
+    host.storage = OSError(errno.ENOMEM, "no thread could be started")
+    host.answers = {"a": [DAMAGED]}
+    made = rebuild(host, "a", durable=True)
+    if keys:
+        later, host.answers = host.answers, {}
+        await made.catalogue()
+        host.answers = later
+    with pytest.raises(Unrecoverable) as error:
+        await (made.assemble(0, wants(*keys)) if keys else made.catalogue())
+    assert error.value.code == "unreachable"
+    await made.ended()
+    await made.close()
+
+
+class Beside:
+    """What another fetch of the same restore could not reach, while this one looked for it."""
+
+    def __init__(self, left_out: LeftOut, *failed: tuple[Source, Fetched]) -> None:
+        self.failed, self._left_out = list(failed), left_out
+
+
+@pytest.mark.parametrize("other", [AWAY, DAMAGED])
+def test_a_lane_that_lacks_what_another_fetch_could_not_reach_is_not_given_up(host: Host, other: Fetched) -> None:
+    lane = Lane(3, 0, 1, (Member(0), Member(1), Member(2)))
+    source = Source("a", 1, 0, "")
+    for failed in ([], [(source, other)]):
+        left_out = LeftOut()
+        by_parity = ByParity(host, STEP, (), {}, left_out)  # type: ignore[arg-type]
+        left_out.note("a", 1, other)
+        by_parity._note(lane, Beside(left_out, *failed), Undecodable("too few"))  # type: ignore[arg-type]
+        assert (lane in left_out.lanes(hopeful=True)) == (other is DAMAGED and not failed)
 
 
 async def test_once_a_rank_has_begun_to_write_who_is_away_is_waited_for(

@@ -29,6 +29,8 @@ from ckptd.core.messages import (
 )
 
 NEWER = "a newer start of the job joined"
+ALL_DAMAGED = "every snapshot found is damaged"
+NO_NUMBER = "other starts of the job take every epoch number"
 REFUSALS_KEPT_MAX = 16
 CLAIM_TIMEOUT_S = (
     10.0  # storage that does not answer: the epoch opens without its claim, made up for before a commit
@@ -38,7 +40,7 @@ LEFT_PATIENCE_S = (
 )
 STRAGGLERS_S = 0.5  # after a bad vote, until the next decision
 AWAY_PAUSE_S_MAX = 8.0  # the same, twice as long each time that a holder could not be reached
-DECISIONS_MAX = 16  # per attempt
+DECISIONS_MAX = 16  # per attempt, but for those after which a holder could not be reached: their time is bounded
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Restoring:
         self._claimed_at = 0.0
         self._floor = 0
         self._decisions = 0
+        self._waits = 0  # decisions after which a holder could not be reached
         self._tried: dict[
             SnapshotId, tuple[int, str]
         ] = {}  # damaged: how many sources it had, what was found
@@ -96,7 +99,7 @@ class Restoring:
                 self._refuse("superseded", NEWER)
         self._seen[message.attempt] = None
         if self.gathering.gather is None:
-            self._decisions, self._tried, self.away = 0, {}, ""
+            self._decisions, self._waits, self._tried, self.away = 0, 0, {}, ""
         self.gathering.on_report(sender, message)
         gather = self.gathering.gather
         assert gather is not None, "the report began it"
@@ -143,8 +146,8 @@ class Restoring:
         decision = decide(gather, max(self._floor, self._ctx.number), excluded, damaged, self._ctx.policy.redundancy)
         if decision.record is None:
             self._refuse(decision.code, decision.reason)
-        elif self._decisions > DECISIONS_MAX:
-            self._refuse("unreachable" if self.away else "unrecoverable", self.away or "every snapshot found is damaged")
+        elif self._decisions - self._waits > DECISIONS_MAX:
+            self._refuse("unrecoverable", ALL_DAMAGED if self._tried else NO_NUMBER)
         else:
             self._claim(decision)
 
@@ -258,6 +261,7 @@ class Restoring:
         if self.away and self._ctx.now - self._since > self._ctx.policy.restore_timeout_s:
             self._refuse("unreachable", self.away)
             return
+        self._waits += bool(self.away)
         if snapshot is not None and restore.damage:
             self._tried[snapshot] = (len(restore.message.sources), restore.damage)
         self.restore = None
@@ -267,7 +271,7 @@ class Restoring:
         """Until the next decision. Damage is there to stay; who could not be reached may be back soon, or later."""
         if restore.damage:
             return STRAGGLERS_S
-        return min(AWAY_PAUSE_S_MAX, STRAGGLERS_S * 2.0 ** max(0, self._decisions - 1))
+        return min(AWAY_PAUSE_S_MAX, STRAGGLERS_S * 2.0 ** self._waits)
 
     # --- refusing and giving up ---------------------------------------------------------------------------------
     def _refuse(self, code: str, reason: str) -> None:
