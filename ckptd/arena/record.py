@@ -47,7 +47,7 @@ def decode_record(data: bytes) -> SlotRecord:
         part = unpacked_part(fields.pop()) if version == PARITY_VERSION else None
         job, (epoch, step), rank, tier, layout, objects_bytes, sums, digests, keep = fields
         pairs = tuple((name, value) for name, value in digests)
-    except (TypeError, ValueError, msgpack.UnpackException) as error:
+    except (IndexError, TypeError, ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"not a slot record: {error}") from error
     _require_ints(version=version, epoch=epoch, step=step, rank=rank, tier=tier, objects_bytes=objects_bytes)
     if version not in (RECORD_VERSION, PARITY_VERSION):

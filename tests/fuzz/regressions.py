@@ -101,6 +101,7 @@ REGRESSIONS: dict[str, dict[str, bytes]] = {
         "digest beyond any memory": _edited("slot-record", _put(8, 0, 1, value=1 << 63)),
         "version of 1000 lists": b"\x9a" + DEEP + b"\xc0\x92\x00\x00" + b"\x00" * 5 + b"\x90\x00",
         "layout of 1 PiB": _vast_layout(),
+        "parity of nothing": b"\x91\x02",
     },
     "layout": {
         "version of 1000 lists": b"\x98" + DEEP + b"\xc0" * 7,
