@@ -45,32 +45,31 @@ class Crew(Executor):
             self.ready(ready)
 
     def ready(self, count: int) -> None:
-        """Start threads until there are so many, ahead of any work. Raises OSError (ENOMEM): not one has begun in BEGIN_S."""
+        """Start threads until there are so many, ahead of any work. Raises NoThread: not one has begun in BEGIN_S."""
         if not self._hall.await_first(count):
-            raise _no_thread()
+            raise NoThread
 
     def tend(self) -> None:
         """Try again to start the threads that queued work lacks. As do submit and each worker that takes a task."""
         self._hall.grow()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Raises OSError (ENOMEM), with nothing left queued, when no thread lives and none has begun in BEGIN_S."""
-        task = _Task[T](Future(), partial(fn, *args, **kwargs))
+        """Raises NoThread, with nothing left queued, when no thread lives and none has begun in BEGIN_S."""
+        return self.ask(partial(fn, *args, **kwargs)).future
+
+    def ask(self, call: Callable[[], T]) -> Task[T]:
+        """As ``submit``, for whoever may take it back."""
+        task = Task[T](call)
         self._hall.put(task)
         try:
             self._hall.grow()
             if self._hall.await_first():
-                return task.future
+                return task
         except MemoryError:
             pass  # as if none lived
-        if not task.future.cancel():
-            return task.future  # one began at the last moment and has taken it
-        self.sift()
-        raise _no_thread()
-
-    def sift(self) -> None:
-        """Drop queued work that was cancelled, and what it holds, now and not when its turn comes."""
-        self._hall.sift()
+        if not task.take_back():
+            return task  # one began at the last moment and has taken it
+        raise NoThread
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._hall.close(cancel_futures)
@@ -82,24 +81,22 @@ def together(crew: Crew, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
     """All of these calls: the first by this thread, the others by the crew; those that it has not begun when this thread is free
     by this thread as well, so a crew without a thread makes it slower and no more. Returns the futures, all done; neither returns
     nor raises while one of the calls runs."""
-    asked: list[Future[T] | None] = [None] * len(calls)  # with room for all: what was submitted is never forgotten
+    asked: list[Task[T] | None] = [None] * len(calls)  # with room for all: what was submitted is never forgotten
     done: list[Future[T]] = []
     try:
         with contextlib.suppress(OSError, MemoryError, RuntimeError):  # no thread, or shut down: the rest is ours
             for index in range(1, len(calls)):
-                asked[index] = crew.submit(calls[index])
+                asked[index] = crew.ask(calls[index])
         for theirs, call in zip(asked, calls, strict=True):
-            done.append(here(call) if theirs is None or theirs.cancel() else theirs)
+            done.append(here(call) if theirs is None or theirs.take_back() else theirs.future)
     finally:
-        wait([future for future in asked if future is not None and not future.cancel()])
-        with contextlib.suppress(MemoryError):
-            crew.sift()  # what was taken back holds memory of the caller's
+        wait([theirs.future for theirs in asked if theirs is not None and not theirs.take_back()])
     return done
 
 
 def here(call: Callable[[], T]) -> Future[T]:
     """By this thread, now: for whoever deals in futures and could not submit."""
-    task = _Task[T](Future(), call)
+    task = Task[T](call)
     task.run()
     return task.future
 
@@ -115,19 +112,31 @@ def at_work(wait_s: float = 0.0) -> list[str]:
         time.sleep(POLL_S)
 
 
-def _no_thread() -> OSError:
-    return OSError(errno.ENOMEM, "no thread could be started")
+class NoThread(OSError):
+    """This process has no memory for a thread, which says nothing of what the thread was to do."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ENOMEM, "no thread could be started")
 
 
-class _Task(Generic[T]):
-    def __init__(self, future: Future[T], call: Callable[[], T]) -> None:
-        self.future, self.call = future, call
+class Task(Generic[T]):
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._call: Callable[[], T] | None = call
+
+    def take_back(self) -> bool:
+        """True: nobody has begun it nor will, and what it holds is let go of, though it may stand in the queue still."""
+        if not self.future.cancel():
+            return False
+        self._call = None
+        return True
 
     def run(self) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
+        assert self._call is not None, "only what was cancelled has none"
         try:
-            result = self.call()
+            result = self._call()
         except BaseException as error:
             self.future.set_exception(error)
             del self  # the traceback holds this frame: no cycle through the future
@@ -151,7 +160,7 @@ class _Hall:
         self.alive: set[int] = set()
         self.busy: set[int] = set()
         self._starting: dict[int, float] = {}  # worker -> when
-        self._queue: SimpleQueue[_Task[object] | None] = SimpleQueue()  # None: somebody should look whether we are closed
+        self._queue: SimpleQueue[Task[object] | None] = SimpleQueue()  # None: somebody should look whether we are closed
         self._begun = threading.Event()
         self._lock = threading.Lock()
         self._numbers = 0
@@ -159,33 +168,18 @@ class _Hall:
             _halls.add(self)
 
     # --- whoever has work ---------------------------------------------------------------------------------------
-    def put(self, task: _Task[T]) -> None:
+    def put(self, task: Task[T]) -> None:
         with self._lock:
             if self.closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
             self._queue.put(task)  # type: ignore[arg-type]  # a worker never looks at the result
 
-    def sift(self) -> None:
-        with self._lock:
-            if self.closed:
-                return  # its end stands in the queue, and comes soon
-            for _ in range(self._queue.qsize()):
-                with contextlib.suppress(Empty):
-                    self._keep(self._queue.get_nowait())
-
-    def _keep(self, task: _Task[object] | None) -> None:
-        """Back into the queue, if anybody waits for it, who hears of it when that fails."""
-        if task is None or task.future.cancelled():
-            return
-        try:
-            self._queue.put(task)
-        except MemoryError as error:
-            task.fail(error)
-
     def close(self, cancel: bool) -> None:
         with self._lock:
-            for task in self._drained() if cancel else []:
-                task.future.cancel()
+            with contextlib.suppress(Empty):
+                while cancel:
+                    if (task := self._queue.get_nowait()) is not None:
+                        task.take_back()
             self.let_go()
             if not self.alive:
                 self.empty.set()
@@ -194,14 +188,6 @@ class _Hall:
         """The workers end when the work does."""
         self.closed = True
         self._queue.put(None)
-
-    def _drained(self) -> list[_Task[object]]:
-        tasks = []
-        with contextlib.suppress(Empty):
-            while True:
-                if (task := self._queue.get_nowait()) is not None:
-                    tasks.append(task)
-        return tasks
 
     # --- threads come and go ------------------------------------------------------------------------------------
     def await_first(self, count: int = 1) -> bool:
@@ -269,7 +255,7 @@ class _Hall:
     def work(self, number: int) -> None:
         """Task after task until the crew is closed. A task's errors are its future's; others are of this loop."""
         while True:
-            task: _Task[object] | None = None
+            task: Task[object] | None = None
             try:
                 self.busy.discard(number)
                 task = self._queue.get()

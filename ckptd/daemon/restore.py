@@ -18,7 +18,7 @@ from ckptd.daemon.services import Services, log
 from ckptd.recover.handover import DIRECT, Frame, Handover
 from ckptd.recover.host import Unrecoverable
 from ckptd.recover.rebuild import Rebuild
-from ckptd.recover.stored import lacks_means
+from ckptd.recover.stored import is_our_lack
 from ckptd.recover.wants import Wants
 from ckptd.wire import rank as wire
 from ckptd.wire.rank_link import RankSession
@@ -238,8 +238,9 @@ class Restore:
         code = "internal"
         if isinstance(error, Unrecoverable):
             code = error.code
+            log.warning("job=%s restore of rank %d: %s: %s", self._job.job, rank, code, error.what)
         elif isinstance(error, CkptdError | OSError | ValueError):
-            code = "unreachable" if lacks_means(error) else "damage"
+            code = "unreachable" if is_our_lack(error) else "damage"
             log.error("job=%s restore of rank %d", self._job.job, rank, exc_info=error)
         else:
             self._services.went_wrong(f"restore of rank {rank} of {self._job.job}", error)

@@ -115,7 +115,7 @@ class Rebuild:
         if self._stored.ok:
             with contextlib.suppress(CkptdError, OSError):  # it knows why
                 return await self._stored.call(partial(stored_objects, rank))
-        hopeful = self._stored.lacked_means or any(held.rank == rank for held in self._left(hopeful=True))
+        hopeful = self._stored.our_lack or any(held.rank == rank for held in self._left(hopeful=True))
         what = f"no copy of rank {rank}'s objects is readable"
         raise Unrecoverable(
             "unreachable" if hopeful else "damage", "; ".join([what, *self._why()]), where=str(self._snapshot)
@@ -203,7 +203,7 @@ class Rebuild:
 
     async def _is_hopeful(self, rank: int, asked: list[Want]) -> bool:
         """Would it do if those could be reached that could not? Another rank may be asking them again by now."""
-        if self._stored.lacked_means:
+        if self._stored.our_lack:
             return True
         durable = await self._stored.boxes({want.key for want in asked}, rank)
         index = await self._threads.run(SourceIndex, self._left(hopeful=True))

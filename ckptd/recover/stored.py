@@ -12,22 +12,23 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.recovery import Piece
 from ckptd.crew import Crew
 from ckptd.persist.reader import Checkpoint
+from ckptd.persist.storage.base import StorageError
 from ckptd.recover.threads import Threads, all_ended
 
-MEANS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # what this process lacks says nothing of what it was to read
+OUR_LACKS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # a thread, memory, a descriptor
 READERS_MAX = 4  # threads reading storage for one restore on this node; the reader splits long runs again
 
 T = TypeVar("T")
 
 
 class Stored:
-    """``ok``: may be used. False from the first failure on: ``why``. ``failed`` hears of each. ``lacked_means``: it was for
-    threads, memory or descriptors of our own."""
+    """``ok``: may be used. False from the first failure on: ``why``. ``failed`` hears of each. ``our_lack``: it was for
+    what this process lacks."""
 
     def __init__(
         self, ok: bool, opens: Callable[[], Checkpoint], failed: Callable[[Exception], None]
     ) -> None:
-        self.ok, self.why, self.lacked_means = ok, "", False
+        self.ok, self.why, self.our_lack = ok, "", False
         self._opens, self._failed = opens, failed
         self._pool = Crew(READERS_MAX, "restore")
         self._threads = Threads(self._pool)
@@ -43,7 +44,7 @@ class Stored:
             if self.ok:
                 self._failed(error)
             self.ok = False
-            self.lacked_means = lacks_means(error)
+            self.our_lack = is_our_lack(error)
             self.why = f"{error.what} [{error.where}]" if isinstance(error, CkptdError) else str(error)
             raise
 
@@ -93,8 +94,9 @@ class Stored:
         await self.call(lambda checkpoint: checkpoint.read(piece.key, piece.box, dest, piece.rank))
 
 
-def lacks_means(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in MEANS
+def is_our_lack(error: Exception) -> bool:
+    """Does this say what our process could not get, and nothing of what it was to read?"""
+    return isinstance(error, OSError | StorageError) and error.errno in OUR_LACKS
 
 
 def stored_objects(rank: int, checkpoint: Checkpoint) -> dict[str, bytes]:

@@ -97,19 +97,7 @@ def test_a_vote_against_fails_everybody(phase: str, code: str) -> None:
 
 
 def test_damage_leads_to_another_decision_without_that_snapshot() -> None:
-    node = Elect()
-    node.start().answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
-    node.claimed()
-    node.vote(1, "fetched", ok=False, code="damage", reason="block 3")
-    node.vote(0, "fetched", ok=False, code="damage", reason="block 4")
-    mark = len(node.done)
-    node.tick(STRAGGLERS_S - 0.25)
-    assert sent(node.done[mark:], msg.InventoryRequest) == []
-    node.tick(0.25)
-    assert sent(node.done[mark:], msg.InventoryRequest, "b"), "what is held now may be less"
-    node.answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
-    node.claimed()
-    message = node.opens()[-1]
+    message = refused_and_asked_anew(Elect(), (1, "damage", "block 3"), (0, "damage", "block 4"))
     assert (message.snapshot, message.record.number) == (at(3, OLD), OLD + 2)
     assert message.errors[0] == f"step 5 of epoch {OLD}: block 3"
 
@@ -154,6 +142,22 @@ def test_decisions_are_bounded() -> None:
     node.claimed()
     message = node.opens()[-1]
     assert (message.record.nonce, message.snapshot) == ("two", at(5, OLD)), "another start tries anew"
+
+
+def refused_and_asked_anew(node: Elect, *votes: tuple[int, str, str]) -> msg.EpochOpen:
+    """Ranks could not fetch, for these codes and reasons; everyone answers as before, and it is decided anew."""
+    node.start().answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
+    node.claimed()
+    for rank, code, reason in votes:
+        node.vote(rank, "fetched", ok=False, code=code, reason=reason)
+    mark = len(node.done)
+    node.tick(STRAGGLERS_S - 0.25)
+    assert sent(node.done[mark:], msg.InventoryRequest) == []
+    node.tick(0.25)
+    assert sent(node.done[mark:], msg.InventoryRequest, "b"), "what is held now may be less"
+    node.answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
+    node.claimed()
+    return node.opens()[-1]
 
 
 def away_again(node: Elect, pause_s: float) -> None:
@@ -218,16 +222,9 @@ def test_another_start_knows_nothing_of_who_could_not_be_reached() -> None:
 
 
 def test_damage_beside_a_holder_that_cannot_be_reached_leaves_the_snapshot_out() -> None:
-    node = Elect()
-    node.start().answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
-    node.claimed()
-    node.vote(1, "fetched", ok=False, code="unreachable", reason="b: the stream broke")
-    node.vote(0, "fetched", ok=False, code="damage", reason="block 3")
-    node.tick(STRAGGLERS_S)
-    node.answer("b", *BOTH, *OLDER, known=BEFORE, done=True)
-    node.claimed()
-    assert node.opens()[-1].snapshot == at(3, OLD)
-    assert node.opens()[-1].errors[0] == f"step 5 of epoch {OLD}: block 3"
+    message = refused_and_asked_anew(Elect(), (1, "unreachable", "b: the stream broke"), (0, "damage", "block 3"))
+    assert message.snapshot == at(3, OLD)
+    assert message.errors[0] == f"step 5 of epoch {OLD}: block 3"
 
 
 def test_storage_is_read_anew_after_damage() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -60,6 +61,7 @@ class Peer:
         self.work = ThreadPoolExecutor(2)
         options = {"secret": KEY, "idle_timeout_s": 2.0, "handshake_timeout_s": 2.0}
         self.transport = TcpTransport("127.0.0.1", mode=mode, **options)  # type: ignore[arg-type]
+        self.pushes = 0
         self.arrived: list[Slot] = []
         self.damage: list[str] = []
         self.refused: list[str] = []  # nodes whose bytes did not match
@@ -91,12 +93,13 @@ class Peer:
                 return slot
         return None
 
-    def send_through(self, proxy: Proxy) -> None:
-        """Whatever this peer pushes takes that way."""
+    def send_through(self, proxy: Proxy, times: float = math.inf) -> None:
+        """Whatever this peer pushes takes that way, or the first ``times`` of it. ``pushes``: so many there were."""
         push = self.transport.push
 
         def bent(ticket: Ticket, spans: Sequence[memoryview], **options: Any) -> None:
-            push(replace(ticket, address=proxy.address), spans, **options)
+            self.pushes += 1
+            push(replace(ticket, address=proxy.address) if self.pushes <= times else ticket, spans, **options)
 
         self.transport.push = bent  # type: ignore[method-assign,assignment]
 

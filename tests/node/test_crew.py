@@ -22,6 +22,7 @@ from ckptd.wire import tcp, tcp_gate
 from ckptd.wire.bulk import CHUNK_BYTES, TransferError
 from ckptd.wire.tcp import TcpTransport
 from tests.node.bulk_peers import expect, transport
+from tests.node.gates import Gates
 from tests.waiting import until
 
 BEGIN_S = 0.3
@@ -61,22 +62,6 @@ class Starts:
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
     return Starts(monkeypatch)
-
-
-class Gates:
-    """Tasks that stand still until they are let through."""
-
-    def __init__(self) -> None:
-        self.inside: list[int] = []
-        self._open = threading.Event()
-
-    def task(self, number: int) -> int:
-        self.inside.append(number)
-        assert self._open.wait(60)
-        return number
-
-    def open(self) -> None:
-        self._open.set()
 
 
 @pytest.fixture
@@ -161,12 +146,14 @@ def test_a_worker_that_ends_its_task_looks_for_company(starts: Starts, gates: Ga
     with Crew(3, "company", ready=1) as crew:
         starts.fail(no_thread)
         crew.submit(first.wait, 60)
-        for n in range(3):
-            crew.submit(gates.task, n)
+        futures = [crew.submit(gates.task, n) for n in range(3)]
+        assert not gates.inside
         starts.work()
         first.set()
-        until(lambda: sorted(gates.inside) == [0, 1, 2], SLOW_S)
+        until(lambda: len(gates.inside) == 3, SLOW_S)
+        assert sorted(gates.inside) == [0, 1, 2], "side by side, for none of them has ended"
         gates.open()
+        assert [future.result(SLOW_S) for future in futures] == [0, 1, 2]
 
 
 def test_those_taken_for_dead_are_too_many_when_they_begin_after_all(starts: Starts, gates: Gates) -> None:

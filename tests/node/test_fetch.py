@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
@@ -25,6 +24,7 @@ from tests.node.slots import JOB, MIB, small_layout
 SNAPSHOT = SnapshotId(3, 7)
 Spans = tuple[tuple[int, int], ...]
 TRIES = 3  # again, after the first
+CUT_AT = 300_000  # bytes into a connection
 
 
 @pytest.fixture
@@ -182,31 +182,12 @@ async def test_a_damaged_stream_is_refused_and_counted_by_whoever_asked(
     assert not holder.damage
 
 
-class Breaking:
-    """Resets the first ``times`` pushes of this holder, after some bytes."""
-
-    def __init__(self, holder: Peer, target: str, times: int) -> None:
-        self.pushes, self._times, self._push = 0, times, holder.transport.push
-        self._proxy = Proxy(target, cut_at=300_000)
-        holder.transport.push = self.push  # type: ignore[method-assign,assignment]
-
-    def push(self, ticket: Ticket, spans: list[memoryview], **options: object) -> None:
-        self.pushes += 1
-        there = replace(ticket, address=self._proxy.address) if self.pushes <= self._times else ticket
-        self._push(there, spans, **options)  # type: ignore[arg-type]
-
-    def __enter__(self) -> Breaking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._proxy.close()
-
-
 async def test_a_link_that_breaks_is_tried_again_over_new_connections(holder: Peer, asker: Peer, slot: Slot) -> None:
     f = small_layout().fragments[0]
-    with Breaking(holder, asker.transport.address, TRIES) as link:
+    with Proxy(asker.transport.address, cut_at=CUT_AT) as proxy:
+        holder.send_through(proxy, TRIES)
         ok, reason, data = await fetched(asker, ((f.offset, f.nbytes),))
-    assert (ok, reason, link.pushes) == (True, "", TRIES + 1)
+    assert (ok, reason, holder.pushes) == (True, "", TRIES + 1)
     assert data == bytes(slot.payload[f.offset : f.offset + f.nbytes])
     assert not holder.damage and not asker.refused
 
@@ -216,11 +197,12 @@ async def test_a_link_that_goes_on_breaking_says_nothing_against_the_copy(holder
     f = small_layout().fragments[0]
     into = memoryview(bytearray(f.nbytes))
     what = JOB, "holder", SNAPSHOT, 0, ((f.offset, f.nbytes),)
-    with Breaking(holder, asker.transport.address, 1000) as link:
+    with Proxy(asker.transport.address, cut_at=CUT_AT) as proxy:
+        holder.send_through(proxy)
         found = await asker.fetcher.fetch(*what, into)
-        assert (found.ok, found.away, link.pushes) == (False, True, TRIES + 1)
+        assert (found.ok, found.away, holder.pushes) == (False, True, TRIES + 1)
         found = await asker.fetcher.fetch(*what, into, protects=1.0)
-        assert (found.ok, found.away, link.pushes) == (False, True, TRIES + 2), "for protection it is done again by others"
+        assert (found.ok, found.away, holder.pushes) == (False, True, TRIES + 2), "for protection it is done again by others"
     assert not holder.damage and not asker.refused
 
 

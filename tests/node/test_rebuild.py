@@ -17,7 +17,9 @@ from ckptd.core.lanes import Lane, Member
 from ckptd.core.layout import UNIQUE
 from ckptd.core.layout_build import build_layout
 from ckptd.core.messages import Source
+from ckptd.crew import NoThread
 from ckptd.persist.reader import Checkpoint
+from ckptd.persist.storage.base import StorageError
 from ckptd.protect.columns import Undecodable
 from ckptd.protect.fetched import Fetched
 from ckptd.recover import rebuild as module
@@ -46,7 +48,7 @@ class Host:
         self._arena = arena
         self.slot = arena.allocate(OWN, 3 * MIB)
         fill_and_seal(self.slot, STEP.step, layout=LAYOUT)
-        self.storage = OSError("storage is away")
+        self.storage: OSError | StorageError = OSError("storage is away")
         self.answers: dict[str, list[Fetched]] = {}
         self.asked: list[str] = []
 
@@ -117,12 +119,16 @@ async def brought(made: Rebuild, *keys: str) -> None:
     await made.close()
 
 
-async def refused(made: Rebuild, *keys: str) -> tuple[str, str]:
+async def refused(host: Host, made: Rebuild, answers: dict[str, list[Fetched]], *, objects: bool = True) -> Unrecoverable:
+    """With these answers to the fetch of the objects, or of the slices after it."""
+    if not objects:
+        await made.catalogue()
+    host.answers = answers
     with pytest.raises(Unrecoverable) as error:
-        await brought(made, *keys)
+        await (made.catalogue() if objects else made.assemble(0, wants("w")))
     await made.ended()
     await made.close()
-    return error.value.code, error.value.what
+    return error.value
 
 
 async def test_another_copy_takes_the_place_of_one_that_cannot_be_reached(host: Host) -> None:
@@ -131,52 +137,29 @@ async def test_another_copy_takes_the_place_of_one_that_cannot_be_reached(host: 
     assert host.asked == ["a", "b", "b"], "nor is it asked for the slices then"
 
 
-@pytest.mark.parametrize(
-    ("answers", "code"), [([AWAY], "unreachable"), ([DAMAGED], "damage"), ([Fetched(True), AWAY], "unreachable"),
-                          ([Fetched(True), DAMAGED], "damage")],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "code"), [(AWAY, "unreachable"), (DAMAGED, "damage")])
+@pytest.mark.parametrize("objects", [True, False])
 @pytest.mark.parametrize("durable", [False, True])
-async def test_what_is_said_of_the_only_copy(host: Host, answers: list[Fetched], code: str, durable: bool) -> None:
-    """The first fetch is for the objects, the second for the slices. Storage that is away helps neither."""
-    host.answers = {"a": [one for one in answers if not one.ok]}
-    made = rebuild(host, "a", durable=durable)
-    if answers[0].ok:
-        later, host.answers = host.answers, {}
-        await made.catalogue()
-        host.answers = later
-        with pytest.raises(Unrecoverable) as error:
-            await made.assemble(0, wants("w"))
-        found, what = error.value.code, error.value.what
-        await made.ended()
-        await made.close()
-    else:
-        found, what = await refused(made, "w")
-    assert found == code, what
-    assert ("a: the stream broke" in what) == (code == "unreachable")
+async def test_what_is_said_of_the_only_copy(host: Host, answer: Fetched, code: str, objects: bool, durable: bool) -> None:
+    """Storage that is away does not help either."""
+    error = await refused(host, rebuild(host, "a", durable=durable), {"a": [answer]}, objects=objects)
+    assert error.code == code, error.what
+    assert ("a: the stream broke" in error.what) == (answer is AWAY)
 
 
 @pytest.mark.parametrize(("first", "code"), [(AWAY, "unreachable"), (DAMAGED, "damage")])
 async def test_damage_of_one_copy_leaves_the_word_to_the_other(host: Host, first: Fetched, code: str) -> None:
-    host.answers = {"a": [first], "b": [DAMAGED]}
-    assert (await refused(rebuild(host, "a", "b"), "w"))[0] == code
+    assert (await refused(host, rebuild(host, "a", "b"), {"a": [first], "b": [DAMAGED]})).code == code
 
 
-@pytest.mark.parametrize("keys", [(), ("w",)])
-async def test_a_daemon_that_lacks_threads_or_descriptors_to_read_storage_says_nothing_against_it(
-    host: Host, keys: tuple[str, ...]
+@pytest.mark.parametrize("lack", [NoThread(), StorageError("open: Too many open files", errno=errno.EMFILE)])
+@pytest.mark.parametrize("objects", [True, False])
+async def test_a_daemon_that_lacks_means_to_read_storage_says_nothing_against_it(
+    host: Host, objects: bool, lack: OSError | StorageError
 ) -> None:
-    host.storage = OSError(errno.ENOMEM, "no thread could be started")
-    host.answers = {"a": [DAMAGED]}
-    made = rebuild(host, "a", durable=True)
-    if keys:
-        later, host.answers = host.answers, {}
-        await made.catalogue()
-        host.answers = later
-    with pytest.raises(Unrecoverable) as error:
-        await (made.assemble(0, wants(*keys)) if keys else made.catalogue())
-    assert error.value.code == "unreachable"
-    await made.ended()
-    await made.close()
+    host.storage = lack
+    error = await refused(host, rebuild(host, "a", durable=True), {"a": [DAMAGED]}, objects=objects)
+    assert error.code == "unreachable"
 
 
 class Beside:

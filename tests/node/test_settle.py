@@ -4,7 +4,6 @@ that goes to somebody else afterwards."""
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from ckptd.protect.settle import all_done, in_thread
 from ckptd.recover.threads import Threads, all_ended
+from tests.node.gates import Gates
 from tests.node.links import eventually
 
 TURNS = 20  # of the event loop: a task that were to end would have
@@ -23,22 +23,19 @@ class Held:
 
     def __init__(self) -> None:
         self.work = ThreadPoolExecutor(1)
-        self.begun, self.ended = threading.Event(), False
-        self._go = threading.Event()
+        self.ended = False
+        self._gates = Gates()
+        self.go = self._gates.open
 
     def call(self) -> None:
-        self.begun.set()
-        assert self._go.wait(30)
+        self._gates.task()
         self.ended = True
 
     async def begin(self, waiting: Any) -> asyncio.Task[Any]:
         """``waiting`` as a task, once the thread is at work."""
         task = asyncio.ensure_future(waiting)
-        await eventually(self.begun.is_set)
+        await eventually(lambda: self._gates.inside)
         return task
-
-    def go(self) -> None:
-        self._go.set()
 
 
 @pytest.fixture

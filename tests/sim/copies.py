@@ -32,7 +32,7 @@ class Copies:
         reason = ""
         if life != host.life:
             return
-        if not peer.alive or peer.paused or not net.reaches(host.name, do.to):
+        if not host.reaches(do.to):
             reason = "unreachable"
         elif mem is None or mem.snapshot != do.snapshot:
             reason = "slot is gone"

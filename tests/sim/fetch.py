@@ -120,7 +120,7 @@ class Fetching:
             world.oracle.count("a slice from parity")
             return parity.token(self.host, do, piece.rank, piece.fragment)
         peer = world.hosts[piece.node]
-        if not self._reaches(piece.node):
+        if not self.host.reaches(piece.node):
             return ("", 0), f"{piece.node} is unreachable"
         mem = peer.best(do.snapshot, piece.rank)
         if mem is None or mem.content is None:
@@ -130,14 +130,9 @@ class Fetching:
             return ("", 0), f"{piece.node}: rank {piece.rank} is damaged"
         return mem.content[piece.fragment], ""
 
-    def _reaches(self, node: str) -> bool:
-        peer = self.host.world.hosts[node]
-        return peer.alive and not peer.paused and self.host.world.net.reaches(self.host.name, node)
-
     def _code(self, do: ins.PrepareRestore) -> str:
         """What could not be reached may still be whole; else something is damaged, or gone."""
-        here = self.host.name
-        return "unreachable" if any(s.node != here and not self._reaches(s.node) for s in do.sources) else "damage"
+        return "damage" if all(self.host.reaches(source.node) for source in do.sources) else "unreachable"
 
     def load(self, do: ins.LoadNow) -> None:
         if self.do is None or self.do.round != do.round:

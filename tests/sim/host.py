@@ -158,6 +158,11 @@ class Host:
         if life == self.life:
             self.feed(event)
 
+    def reaches(self, name: str) -> bool:
+        """Does bulk get through to that daemon now? To our own it does."""
+        peer = self.world.hosts[name]
+        return peer.alive and not peer.paused and (peer is self or self.world.net.reaches(self.name, name))
+
     def _drain(self) -> None:
         self._busy = True
         try:

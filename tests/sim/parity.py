@@ -44,8 +44,7 @@ class Columns:
 
     def _mem(self, snapshot: SnapshotId, source: Source) -> Mem | None:
         peer = self.host.world.hosts[source.node]
-        here = peer is self.host or self.host.world.net.reaches(self.host.name, source.node)
-        if not peer.alive or peer.paused or not here:
+        if not self.host.reaches(source.node):
             return None
         mem = peer.best(snapshot, source.rank)
         if mem is None or mem.content is None or (mem.fact is not None and mem.fact.part != source.part):
