@@ -101,19 +101,22 @@ class Restore:
             self._send_plan(rank, do.round, loading)
 
     def fail_join(self, do: ins.FailJoin) -> None:
-        self._joined_at.pop(do.attempt, None)
-        for rank, attempt in list(self._attempts.items()):
-            if attempt == do.attempt:
-                del self._attempts[rank]
-                self._tell(rank, wire.Failed(do.code, do.reason, HINTS.get(do.code, "")))
+        ranks = [rank for rank, attempt in self._attempts.items() if attempt == do.attempt]
+        for rank in ranks:
+            del self._attempts[rank]
+        self._refuse(do.attempt, ranks, do.code, do.reason)
 
     def fail(self, do: ins.FailRestore) -> None:
         current = self._current(do.round)
         if current is not None:
-            for rank in self._still_theirs(current):
-                self._tell(rank, wire.Failed(do.code, do.reason, HINTS.get(do.code, "")))
-            self._joined_at.pop(current.do.record.nonce, None)
+            self._refuse(current.do.record.nonce, self._still_theirs(current), do.code, do.reason)
         self._drop_round()
+
+    def _refuse(self, attempt: str, ranks: list[int], code: str, reason: str) -> None:
+        if self._joined_at.pop(attempt, None) is not None:  # the attempt's end and its round's are told, one after the other
+            log.warning("job=%s restore refused: %s [%s]", self._job.job, reason, code)
+        for rank in ranks:
+            self._tell(rank, wire.Failed(code, reason, HINTS.get(code, "")))
 
     def finish(self, do: ins.FinishRestore) -> None:
         current = self._current(do.round)

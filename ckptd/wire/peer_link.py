@@ -154,7 +154,7 @@ class PeerLink:
     def _handshake_failed(self, event: int) -> None:
         self._handshakes_failed += 1
         if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._handshakes_failed >= HANDSHAKES_FAILED_MAX:
-            self._host.problem(f"handshakes with node {self.info.node!r} fail: another cluster key?")
+            self._host.problem(f"handshakes with node {self.info.node!r} fail: another cluster key, or a daemon that stands still?")
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._given_up = self._host.now()
         self._tell(False)

@@ -33,6 +33,7 @@ SILENT_AFTER_S = 15.0  # a daemon that answers no question for this long is not 
 RESTORE_SILENT_AFTER_S = 60.0  # the same while it restores: it may be busy
 ASK_EVERY_S = 2.0
 ALLOCATION_S = 10.0  # memory comes after the join, off the critical path
+LOST_HINT = "start the job again: a daemon that is started again finds its memory as it was; its log says why it ended"
 
 IDLE, JOINING, READY, SUPERSEDED = "idle", "joining", "ready", "superseded"
 
@@ -123,7 +124,7 @@ class Session:
             self.frozen_slot = -1  # the next daemon may give that number to another slot
             self.daemon_problems = []
             if self.restoring:
-                self._inbox.append((wire.Failed("lost", f"the daemon was lost: {reason}"), b"", []))
+                self._inbox.append((wire.Failed("lost", f"the daemon was lost: {reason}", LOST_HINT), b"", []))
             self.changed.notify_all()
         self.troubles.report("daemon", f"not protected: connection to the daemon lost ({reason})")
         self.connection_lost(lost)

@@ -186,8 +186,9 @@ def test_a_daemon_lost_in_mid_restore_raises(tmp_path: Path) -> None:
     daemon._on_join = lambda peer, message, fds: daemon.stop()  # type: ignore[method-assign]
     with Client.connect("job", socket=daemon.path, timeout_s=5) as client:
         client.register(model=net())
-        with pytest.raises(CkptdError, match="daemon was lost"):
+        with pytest.raises(CkptdError, match="daemon was lost") as caught:
             client.restore()
+    assert "start the job again" in caught.value.hint
 
 
 def test_a_newer_round_replaces_an_older_offer(daemon: RankDaemonDouble) -> None:

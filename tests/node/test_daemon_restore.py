@@ -165,8 +165,10 @@ async def test_a_restore_that_hangs_in_storage_leaves_the_work_threads_alone(
 
 
 @pytest.mark.parametrize("names", [("scheduler", "nobody")])
-async def test_wants_that_nobody_has_are_refused_at_once(names: tuple[str, ...]) -> None:
-    """Not after restore_timeout_s: the task that looked for them used to die without a word."""
+async def test_wants_that_nobody_has_are_refused_at_once(
+    names: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not after restore_timeout_s: the task that looked for them used to die without a word. The daemon's log has one as well."""
     async with rig() as house:
         rank = house.rank()
         await rank.begin("a")
@@ -180,6 +182,8 @@ async def test_wants_that_nobody_has_are_refused_at_once(names: tuple[str, ...])
         assert failed.code == "mismatch" and "nobody" in failed.reason
         shell = house.shell()
         await eventually(lambda: shell.restore._round is None and not shell.restore._joined_at)
+        said = [line for line in caplog.messages if "restore refused" in line]
+        assert said == [f"job={shell.job} restore refused: {failed.reason} [mismatch]"]
 
 
 async def test_wants_that_come_twice_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
