@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from ckptd.core.errors import CkptdError
 from ckptd.core.pacing import FLOOR_BYTES_S, OVERHEAD_MAX
 from ckptd.core.policy import Policy
 from ckptd.core.redundancy import AUTO, FORMS, REPLICAS_MAX, Replicas, parse
@@ -27,6 +28,7 @@ HTTP_SUFFIX = ".http"
 SOCKET_PATH_BYTES_MAX = 107  # sun_path, less its NUL
 PORT_MAX = 65535
 DAY_S = 86400.0
+FLUSH_EVERY_S = 600.0  # where no cadence is set
 LABEL_CHARACTERS_MAX = 128
 PACING_FLOOR_MIN_BYTES_S = 16 * 1024  # slower, and a stream's receiver might take it for dead
 
@@ -38,8 +40,11 @@ _POLICY = Policy()
 def _default_state_dir() -> Path:
     if os.geteuid() == 0:
         return SYSTEM_STATE_DIR
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(home) / "ckptd"
+    given = os.environ.get("XDG_STATE_HOME")
+    try:
+        return Path(given or Path.home() / ".local" / "state") / "ckptd"
+    except RuntimeError as error:  # a uid of a container that no one gave a name
+        raise CkptdError("this user has no home directory", hint="set CKPTD_STATE_DIR or --state-dir") from error
 
 
 def _default_socket(values: dict[str, Any]) -> Path:
@@ -47,6 +52,11 @@ def _default_socket(values: dict[str, Any]) -> Path:
         return SYSTEM_RUN_DIR / SOCKET_NAME
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "ckptd" / SOCKET_NAME if runtime else Path(values["state_dir"]) / SOCKET_NAME
+
+
+def _default_flush_every_s(values: dict[str, Any]) -> float:
+    """Who names a storage root and nothing else does not want to find it empty after a power cut."""
+    return 0.0 if values.get("flush_every_steps") else FLUSH_EVERY_S
 
 
 def _set(default: Any, group: str, text: str, unit: str = "", **bounds: Any) -> Any:
@@ -176,8 +186,8 @@ class Config(BaseSettings):
     flush_every_steps: int = _of_policy(
         "flush_every_steps", "durable", "make durable every n steps; 0: off", ge=0
     )
-    flush_every_s: Annotated[float, Field(ge=0)] = _of_policy(
-        "flush_every_s", "durable", "and every n seconds; 0: off"
+    flush_every_s: Annotated[float, Field(ge=0)] = _set(
+        _default_flush_every_s, "durable", "and every n seconds; 0: off"
     )
     keep_last: int = _of_policy(
         "keep_last", "durable", "newest durable checkpoints to keep", "checkpoints", ge=1

@@ -133,6 +133,8 @@ def _unknown(name: str, where: str, *, is_section: bool = False) -> CkptdError:
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> CkptdError:
     lines, places = [], []
     for problem in error.errors():
+        if problem["type"] == "default_factory_not_called":
+            continue  # what this default follows from is bad, and named
         name = str(problem["loc"][0]) if problem["loc"] else ""
         text = problem["msg"].removeprefix("Value error, ")
         lines.append(f"{name} = {problem['input']!r}: {text}" if name else text)

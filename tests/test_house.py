@@ -60,7 +60,9 @@ IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "hash", "id"
 CORE_EXCEPTION = "ckptd/core/failpoint.py"  # tests stop processes with it; the core itself never calls it
 
 # Files of wire/ that live in the training process (D15), and what may be imported there.
-CLIENT_WIRE = frozenset({"ckptd.wire.rank", "ckptd.wire.seqpacket", "ckptd.wire.memfd", "ckptd.wire.world"})
+CLIENT_WIRE = frozenset(
+    {"ckptd.wire.rank", "ckptd.wire.seqpacket", "ckptd.wire.memfd", "ckptd.wire.world", "ckptd.wire.names"}
+)
 CLIENT_PACKAGES = frozenset({"torch", "msgpack", "ckptd_client"})
 CLIENT_LAZY = frozenset({"numpy"})  # only where the user's own state holds numpy values, never at import
 

@@ -112,7 +112,9 @@ def _job(job: JobReport) -> Iterator[RenderableType]:
     yield ""
     newest, lag = job.get("newest", {}), job.get("lag", {})
     levels = [[level, step(newest.get(level)), lag.get(level, NONE)] for level in LEVELS]
-    held = f"{job.get('level', NONE)} of {job.get('wanted', NONE)} domains may be lost ({job.get('redundancy') or NONE}"
+    level = job.get("level", -1)
+    held = "nothing in memory" if level < 0 else f"{level} of {job.get('wanted', NONE)} domains may be lost"
+    held += f" ({job.get('redundancy') or NONE}"
     held += ", lowered for want of memory)" if job.get("rung") else ")"
     title = f"job {job.get('job', '')}: epoch {job.get('epoch', NONE)}, {job.get('phase', '')}, "
     title += f"{job.get('world', NONE)} ranks, steward {job.get('steward') or NONE}"
@@ -143,8 +145,9 @@ def _members(job: JobReport) -> Iterator[RenderableType]:
     ]  # fmt: skip
     if nodes:
         yield table("", ("node", "domain", "link", ">memory used", ">budget"), nodes)
+    gone = "GONE" if job.get("phase") != "idle" else "none yet"
     ranks = [
-        [r.get("rank"), r.get("node", ""), good(r.get("up", False) or r.get("finished", False), _process(r), "GONE"),
+        [r.get("rank"), r.get("node", ""), good(r.get("up", False) or r.get("finished", False), _process(r), gone),
          step(r.get("step")), r.get("free_slots", "")]
         for r in job.get("ranks", [])
     ]  # fmt: skip

@@ -27,6 +27,7 @@ from ckptd.wire.seqpacket import memfd_object, read_memfd_object
 if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 
+NO_STORAGE = "; this daemon has no storage_root to look into"
 HINTS = {
     "unreachable": "bring the missing daemons or the storage back; restore(step=...) takes an older step, allow_fresh=True none",
     "unrecoverable": "`ckptd ls` shows what exists; allow_fresh=True starts anew",
@@ -116,7 +117,11 @@ class Restore:
         if self._joined_at.pop(attempt, None) is not None:  # the attempt's end and its round's are told, one after the other
             log.warning("job=%s restore refused: %s [%s]", self._job.job, reason, code)
         for rank in ranks:
-            self._tell(rank, wire.Failed(code, reason, HINTS.get(code, "")))
+            self._tell(rank, wire.Failed(code, reason, self._hint(code)))
+
+    def _hint(self, code: str) -> str:
+        without = code == "unrecoverable" and not self._services.policy.durable
+        return HINTS.get(code, "") + (NO_STORAGE if without else "")
 
     def finish(self, do: ins.FinishRestore) -> None:
         current = self._current(do.round)

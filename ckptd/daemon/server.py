@@ -104,6 +104,7 @@ class Daemon:
     # --- start --------------------------------------------------------------------------------------------------
     async def _start(self) -> None:
         config = self.config
+        self.state.alone()
         self.arena.ready()
         adopted = self.arena.adopt(self.keeper.taken())
         last = ports.kept(self.state, config.node_id, config.bind_address)
@@ -326,6 +327,7 @@ class Daemon:
         self.transport.close()
         for pool in (self.services.work, self.services.disk, self.services.flush):
             pool.shutdown(wait=False, cancel_futures=True)
+        self.state.leave()
 
 
 def _load_key(config: Config) -> ClusterKey | None:

@@ -17,8 +17,11 @@ import msgspec
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord
 from ckptd.directory import make_directories, sync_path
+from ckptd.wire.path_lock import PathLock
 
 TEMPORARY = ".tmp"
+TAKEN = "another daemon uses this state directory"
+TAKEN_HINT = "stop it; a second one, here or on a node with the same home directory, needs a state_dir of its own"
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -30,12 +33,10 @@ class StateDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trouble = ""
+        self._lock = PathLock(path / "daemon", TAKEN, TAKEN_HINT)
         was_used = (path / "epochs").is_dir()
         try:
             make_directories(path / "epochs", 0o700)
-            for place in (path, path / "epochs"):
-                for left in place.glob(f"*{TEMPORARY}"):  # of a life that ended in the middle of write()
-                    left.unlink(missing_ok=True)
             self.write("probe", b"ok")
         except OSError as error:
             if not was_used or error.errno not in FULL:
@@ -43,6 +44,22 @@ class StateDir:
                     f"state directory is not writable: {error.strerror}", where=str(path), hint="set state_dir"
                 ) from error
             self.trouble = str(error)
+
+    def alone(self) -> None:
+        """Keep other daemons out until ``leave`` or death: two with one directory would have one name and one pair of ports.
+        Then sweep what an earlier life left behind. Raises CkptdError when another one is there, OSError."""
+        try:
+            self._lock.take()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return
+        for place in (self.path, self.path / "epochs"):
+            for left in place.glob(f"*{TEMPORARY}"):  # of a life that ended in the middle of write()
+                left.unlink(missing_ok=True)
+
+    def leave(self) -> None:
+        self._lock.drop()
 
     def look(self) -> bool:
         """Can it be written now?"""

@@ -32,7 +32,7 @@ def summary(job: JobShell) -> JobReport:
     phase = str(view.get("phase", ""))
     if phase == "running" and ranks and all(rank["finished"] for rank in ranks):
         phase = "finished"
-    trained = max([*job.ranks.progress.values(), newest["sealed"]])
+    trained = max([*job.ranks.progress.values(), *newest.values()])
     leaving = job.machine.ctx.leaving
     nodes: list[PeerReport] = [
         {"node": n.node, "domain": n.domain, "leaving": n.node in leaving} for n in (record.nodes if record else ())
@@ -51,7 +51,7 @@ def summary(job: JobShell) -> JobReport:
         "rung": int(view.get("rung", 0)),
         "wanted": wanted,
         "level": level,
-        "degraded": bool(record) and level < wanted,
+        "degraded": bool(record) and max(level, 0) < wanted,
         "unprotected_s": round(job.meter.unprotected_s(), 3),
     }
 

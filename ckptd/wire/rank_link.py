@@ -56,14 +56,18 @@ class RankLink:
         self._per_uid: Counter[int] = Counter()
         self.turned_away = 0
         self._complaints = Complaints()
-        self._lock = PathLock(self.path)
+        self._lock = PathLock(self.path, "another daemon serves this socket", "stop it, or set another socket")
         self._listener: socket.socket | None = None
 
     def start(self) -> None:
         """In the event loop's thread."""
         self._loop = asyncio.get_running_loop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock.take()
+        try:
+            self._lock.take()
+        except OSError as error:
+            hint = "set socket to a path of ours"
+            raise CkptdError(f"cannot lock: {error.strerror}", where=str(self.path), hint=hint) from error
         try:
             self._listener = self._listen()
         except OSError as error:

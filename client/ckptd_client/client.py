@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
 from ckptd.wire import rank as wire
+from ckptd.wire.names import job_key
 from ckptd_client import autostart, fence, resolve, sockets
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
@@ -79,8 +81,10 @@ class Client:
 
         Without a daemon training runs unprotected until one appears, unless ``required``: then CkptdError. ``start_daemon``
         (or CKPTD_AUTOSTART=1): local rank 0 starts one. ``state_bytes``: payload of one snapshot of this rank, when the
-        prediction of optimizer state that is not born yet is known to be wrong.
+        prediction of optimizer state that is not born yet is known to be wrong. Raises CkptdError for a job name that could
+        not be a directory.
         """
+        job_key(os.geteuid(), job)
         starts = autostart.wanted(start_daemon)
         path = os.fspath(socket) if socket is not None else sockets.default(to_start=starts)
         client = cls(job, path, must_timeout_s=must_timeout_s, state_bytes=state_bytes)
@@ -148,13 +152,14 @@ class Client:
     ) -> int | None:
         """Load the newest recoverable snapshot (or ``step``) into the registered objects; all ranks call it alike.
 
-        Returns its step, None only when it is proven that the job has none. source: None, "memory" or "durable". only:
-        shell patterns of keys to load. After ``step=`` the job goes on from there: what lies beyond it is not restored any more,
-        and goes with the next retention unless kept. strict=False: load what fits. allow_fresh=True: None instead of an error
-        when nothing can be reached or recovered. Raises CkptdError on all ranks; nothing is written unless every rank can load,
-        and the error says so when a rank's objects are dirty all the same. ``last_restore["mode"]``: "verified", "direct" where
-        the daemon had no room for all bytes at once, or "fresh".
+        Returns its step, None only when it is proven that the job has none and no ``step`` was asked for. source: None,
+        "memory" or "durable". only: shell patterns of keys to load. After ``step=`` the job goes on from there: what lies
+        beyond it is not restored any more, and goes with the next retention unless kept. strict=False: load what fits.
+        allow_fresh=True: None instead of an error when nothing can be reached or recovered. Raises CkptdError on all ranks;
+        nothing is written unless every rank can load, and the error says so when a rank's objects are dirty all the same.
+        ``last_restore["mode"]``: "verified", "direct" where the daemon had no room for all bytes at once, or "fresh".
         """
+        step = None if step is None else operator.index(step)
         if source not in (None, "memory", "durable"):
             raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
         session = self._session
@@ -200,8 +205,9 @@ class Client:
 
         The next optimizer step waits if it must. keep: retention never deletes this one. must: wait (bounded) until this
         step may be captured instead of skipping it, and, when an earlier call has captured it here, until all ranks have.
-        meta: given back by a restore in ``last_restore``.
+        meta: given back by a restore in ``last_restore``. Raises TypeError when ``step`` is no integer (numpy's and torch's are).
         """
+        step = operator.index(step)
         handle = Handle(step, "capturing", self._wait_for_handle)
         last, began = self._last, time.monotonic()
         if last is not None and last.step == step and last.taken and not self._closed:

@@ -24,7 +24,7 @@ from ckptd_client.handles import Handle
 from ckptd_client.link import Link, close_all
 from ckptd_client.segments import Segments, SlotView
 from ckptd_client.stepclock import StepClock
-from ckptd_client.troubles import Troubles
+from ckptd_client.troubles import SAID, Troubles
 from ckptd_client.world import World
 
 LEVELS_KEPT_MAX = 1024  # steps whose level is remembered
@@ -34,6 +34,8 @@ RESTORE_SILENT_AFTER_S = 60.0  # the same while it restores: it may be busy
 ASK_EVERY_S = 2.0
 ALLOCATION_S = 10.0  # memory comes after the join, off the critical path
 LOST_HINT = "start the job again: a daemon that is started again finds its memory as it was; its log says why it ended"
+
+SAID_MAX = 3  # of the daemon's own problems, in a warning
 
 IDLE, JOINING, READY, SUPERSEDED = "idle", "joining", "ready", "superseded"
 
@@ -72,7 +74,6 @@ class Session:
         self._requests = 0
         self._join: tuple[wire.Join, bytes] | None = None  # as it was sent, and the world beside it
         self._layouts: set[str] = set()  # ids that this connection's daemon knows
-        self.daemon_problems: list[str] = []
         self._on: dict[type, Callable[[Any, list[int]], None]] = {
             wire.Mapped: self._mapped,
             wire.Retire: lambda m, _: self.segments.retire(m.slot),
@@ -122,7 +123,7 @@ class Session:
             self._layouts.clear()
             self.segments.forget_connection()
             self.frozen_slot = -1  # the next daemon may give that number to another slot
-            self.daemon_problems = []
+            self.troubles.clear(SAID)
             if self.restoring:
                 self._inbox.append((wire.Failed("lost", f"the daemon was lost: {reason}", LOST_HINT), b"", []))
             self.changed.notify_all()
@@ -242,8 +243,15 @@ class Session:
     def _reply(self, message: Any, fds: list[int]) -> None:
         if message.request:
             self._replies[message.request] = message
-        elif isinstance(message, wire.Health):
-            self.daemon_problems = list(message.problems)
+        if isinstance(message, wire.Health):
+            self._hear_problems(message)
+
+    def _hear_problems(self, message: wire.Health) -> None:
+        """Unasked-for by anybody (request 0) it is heard in a wait, which may be for just that: worth a warning."""
+        if message.problems and not message.request:
+            self.troubles.report(SAID, "; ".join(message.problems[:SAID_MAX]))
+        elif not message.problems:
+            self.troubles.clear(SAID)
 
     # --- joining ------------------------------------------------------------------------------------------------
     def join(

@@ -18,11 +18,13 @@ def default(*, to_start: bool) -> str:
     if os.geteuid() == 0:
         return SYSTEM
     own = _own()
+    if not os.path.isabs(own):
+        return SYSTEM
     return own if os.path.exists(own) or (to_start and not os.path.exists(SYSTEM)) else SYSTEM
 
 
 def _own() -> str:
-    """An ordinary user's: $XDG_RUNTIME_DIR, else beside the daemon's state."""
+    """An ordinary user's: $XDG_RUNTIME_DIR, else beside the daemon's state. Relative for a user without a home directory."""
     run = os.environ.get("XDG_RUNTIME_DIR")
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return os.path.join(run or state, NAME)

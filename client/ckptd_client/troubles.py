@@ -7,6 +7,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+SAID = "daemon's problems"  # the kind of what the daemon says is wrong with itself
+
 log = logging.getLogger("ckptd")
 
 
@@ -43,5 +45,6 @@ class Troubles:
         log.info("ckptd job %s: %s is over", self._job, kind)
 
     def problems(self) -> list[str]:
+        """Ours: what the daemon said while we waited is its own, and it is asked for it."""
         with self._lock:
-            return list(self._now.values())
+            return [text for kind, text in self._now.items() if kind != SAID]

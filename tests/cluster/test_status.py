@@ -68,3 +68,22 @@ def test_a_job_that_ended_is_shown_as_finished_and_can_be_planned_for(nodes: Clu
     until(lambda: node.job(JOB)["phase"] == "finished", 20, "the job to be seen as finished")
     page = node.cli("status").stdout
     assert "epoch 1, finished" in page and "GONE" not in page
+
+
+def test_a_job_of_which_only_storage_is_left_has_lost_nothing(nodes: Cluster) -> None:
+    """It was shown as degraded, -1 of 0 domains, 2 steps less than none behind, its ranks gone."""
+    (nodes.root / "storage").mkdir()
+    node = nodes.node(storage_root=nodes.root / "storage")
+    (rank,) = nodes.world([node], JOB)
+    assert rank.do("restore") is None
+    rank.do("train", steps=2)
+    assert "durable" in str(rank.do("wait", level="durable"))
+    rank.do("close")
+    node.kill()
+    node.start()
+    until(lambda: node.newest(JOB, "durable") == 2, 30, "step 2 to be shown")
+    job = node.job(JOB)
+    assert (job["newest"]["sealed"], job["lag"], job["degraded"]) == (-1, {"durable": 0}, False)
+    page = node.cli("status").stdout
+    assert "protection: nothing in memory (replicas=" in page
+    assert "DEGRADED" not in page and "GONE" not in page and "none yet" in page

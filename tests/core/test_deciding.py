@@ -19,7 +19,7 @@ from ckptd.core.machine.steward.restore import (
     NO_NUMBER,
 )
 from ckptd.core.redundancy import Parity, Redundancy, Replicas
-from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
+from tests.core.elect import ASK, BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
 from tests.core.machines import at, member, only, sent
 
 
@@ -44,6 +44,18 @@ def test_a_proven_fresh_start_restores_nothing() -> None:
     node.claimed()
     message = node.opens()[-1]
     assert (message.snapshot, message.record.number, message.record.before) == (None, 1, (-1, ()))
+
+
+def test_a_step_that_was_asked_for_is_not_there_in_a_fresh_job_either() -> None:
+    """A job name with a slip in it would begin at step 0 without a word."""
+    node = Elect(ask=replace(ASK, step=50)).start()
+    node.answer("b")
+    (refused,) = sent(node.done, msg.JoinRefused, "a")
+    assert (refused.code, refused.reason) == ("unrecoverable", "there is no checkpoint of step 50")
+    node = Elect(ask=replace(ASK, step=50, allow_fresh=True)).start()
+    node.answer("b")
+    node.claimed()
+    assert node.opens()[-1].snapshot is None
 
 
 @pytest.mark.parametrize(

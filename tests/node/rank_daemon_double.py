@@ -77,6 +77,7 @@ class RankDaemonDouble:
         self.level = 1  # told of complete snapshots
         self.durable = True
         self.fail_restore: str = ""
+        self.problems: list[str] = []  # told to whoever asks
         self.part_pieces = 0  # pieces of each part of a load plan; 0: one part
         self.spoil_part = -1  # the part whose first piece leaves its segment
         self.changed = threading.Condition(threading.RLock())
@@ -460,7 +461,7 @@ class RankDaemonDouble:
         _send(peer, wire.Steps(message.request, rows))
 
     def _on_askhealth(self, peer: Peer, message: wire.AskHealth, fds: list[int]) -> None:
-        _send(peer, wire.Health(message.request, True))
+        _send(peer, wire.Health(message.request, not self.problems, self.problems))
 
 
 def _send(peer: Peer, message: object, fds: list[int] | None = None, timeout_s: float = 0.0) -> None:
@@ -470,9 +471,7 @@ def _send(peer: Peer, message: object, fds: list[int] | None = None, timeout_s: 
 
 def _objects(held: Held) -> dict[str, bytes]:
     found: dict[str, bytes] = msgpack.unpackb(held.payload[: held.objects_bytes])
-    assert not any(held.payload[held.objects_bytes : held.layout.objects_capacity]), (
-        "the rest of the region is zero"
-    )
+    assert not any(held.payload[held.objects_bytes : held.layout.objects_capacity]), "the rest of the region is zero"
     return found
 
 

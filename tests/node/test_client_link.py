@@ -17,7 +17,7 @@ from ckptd_client import CkptdError, Client, session
 from ckptd_client import client as client_module
 from ckptd_client.capture import Engine
 from ckptd_client.session import Session
-from ckptd_client.troubles import Troubles
+from ckptd_client.troubles import SAID, Troubles
 from ckptd_client.world import World
 
 from ckptd.core import failpoint
@@ -204,6 +204,26 @@ def test_a_world_of_4096_ranks_is_told_at_the_join_and_again_to_a_new_daemon(tmp
             assert again.messages(wire.Join) == daemon.messages(wire.Join)
     finally:
         session.link.close(None)
+
+
+def test_what_is_wrong_with_the_daemon_is_said_while_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait for durable on a full storage used to be ten minutes of silence."""
+    monkeypatch.setattr(session, "ASK_EVERY_S", 0.05)
+    training = Training()
+    with RankDaemonDouble(tmp_path / "d.sock") as daemon, Client.connect("job", socket=daemon.path) as client:
+        client.register(model=training.model, optimizer=training.optimizer)
+        client.restore()
+        daemon.problems = ["flush: no space", "and more"]
+        session_ = client._session
+        session_.wait(lambda: bool(caplog.messages), time.monotonic() + 30)
+        session_.wait(lambda: False, time.monotonic() + 0.3)
+        assert caplog.messages == ["ckptd job job: flush: no space; and more"], "once"
+        assert client.health().problems == daemon.problems
+        daemon.problems = []
+        session_.wait(lambda: SAID not in session_.troubles._now, time.monotonic() + 30)
+        assert client.health().ok
 
 
 @pytest.fixture

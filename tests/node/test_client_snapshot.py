@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from ckptd_client import Client, session, tree
+from ckptd_client import CkptdError, Client, session, tree
 from torch import nn
 
 from ckptd.core import failpoint
@@ -42,6 +43,29 @@ def test_a_snapshot_holds_exactly_what_was_there_when_it_was_called(daemon: Rank
     assert len(layouts) == 1
     daemon.wait_for(lambda: daemon.messages(wire.Goodbye))
     assert daemon.messages(wire.Goodbye)[0].finished
+
+
+def test_a_step_is_an_integer_of_any_kind(daemon: RankDaemonDouble) -> None:
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        for step in (np.int64(1), torch.tensor(2)):
+            training.step()
+            assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
+        for wrong in (3.0, "3", None):
+            with pytest.raises(TypeError, match="integer"):
+                client.snapshot(wrong)
+        with pytest.raises(TypeError, match="integer"):
+            client.restore(step="3")  # type: ignore[arg-type]
+    assert sorted(daemon.held) == [(1, 1), (1, 2)]
+
+
+def test_a_job_name_that_is_not_usable_is_refused_at_once(daemon: RankDaemonDouble) -> None:
+    """It was refused by the daemon, and read as no daemon at all."""
+    for name in ("a/b", "", ".hidden"):
+        with pytest.raises(CkptdError, match="job name is not usable") as caught:
+            Client.connect(name, socket=daemon.path)
+        assert "letters, digits" in caught.value.hint
 
 
 def test_a_first_snapshot_without_restore_joins_in_the_background(daemon: RankDaemonDouble) -> None:

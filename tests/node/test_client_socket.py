@@ -9,6 +9,7 @@ import pytest
 from ckptd_client import sockets
 
 from ckptd.config import Config
+from ckptd.core.errors import CkptdError
 
 USER_UID = 4242
 
@@ -36,6 +37,16 @@ def test_a_user_finds_the_daemon_he_started(
     place.parent.mkdir(parents=True)
     place.touch()
     assert sockets.default(to_start=False) == str(place)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(as_user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A uid that a container was given and nobody named. The client has the machine's daemon left."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: USER_UID)
+    with pytest.raises(CkptdError, match="no home directory") as caught:
+        Config()
+    assert "CKPTD_STATE_DIR" in caught.value.hint
+    assert sockets.default(to_start=True) == sockets.SYSTEM
 
 
 def test_the_machines_daemon_serves_users_too(as_user: Path) -> None:

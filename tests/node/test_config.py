@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptd import identity, units
-from ckptd.config import Config
+from ckptd.config import FLUSH_EVERY_S, Config
 from ckptd.config_sources import load
 from ckptd.core.errors import CkptdError
 from ckptd.core.policy import Policy
@@ -126,10 +126,17 @@ def test_all_bad_values_are_named_at_once() -> None:
     assert caught.value.where == "flag:--replicas, env:CKPTD_NICE"
 
 
-def test_policy_is_the_cores_with_equal_defaults() -> None:
-    assert Config(storage_root=Path("/mnt")).policy() == Policy()
-    assert Config().policy() == dataclasses.replace(Policy(), durable=False)
+def test_policy_is_the_cores_with_equal_defaults_but_for_the_cadence() -> None:
+    cadence = {"flush_every_s": FLUSH_EVERY_S}
+    assert Config(storage_root=Path("/mnt")).policy() == dataclasses.replace(Policy(), **cadence)
+    assert Config().policy() == dataclasses.replace(Policy(), durable=False, **cadence)
     assert Config(replicas=3, flush_every_s=60.0).policy().flush_every_s == 60.0
+
+
+def test_a_cadence_in_steps_is_the_only_one_unless_both_are_set() -> None:
+    assert Config(flush_every_steps=10).flush_every_s == 0
+    assert Config(flush_every_steps=10, flush_every_s=5).flush_every_s == 5
+    assert Config(flush_every_s=0).flush_every_s == 0
 
 
 @pytest.mark.parametrize(

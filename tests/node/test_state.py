@@ -41,8 +41,49 @@ def test_half_written_files_of_an_earlier_life_go(tmp_path: Path) -> None:
     StateDir(tmp_path).persist_epoch("0/one", RAN, None)
     (tmp_path / "epochs" / "0.one.json.77.tmp").write_bytes(b"{")
     (tmp_path / "ports.json.77.tmp").write_bytes(b"")
-    assert StateDir(tmp_path).epochs() == {"0/one": (RAN, None)}
+    state = StateDir(tmp_path)
+    state.alone()
+    assert state.epochs() == {"0/one": (RAN, None)}
     assert not list(tmp_path.rglob("*.tmp"))
+    state.leave()
+
+
+def test_a_directory_is_one_daemons(tmp_path: Path) -> None:
+    """Two nodes with one home directory, or a second daemon on another socket: neither its ports nor what it writes are touched."""
+    first, second = StateDir(tmp_path), StateDir(tmp_path)
+    first.alone()
+    (tmp_path / "ports.json.77.tmp").write_bytes(b"")  # the first is at it
+    with pytest.raises(CkptdError, match="another daemon uses this state directory") as caught:
+        second.alone()
+    assert "state_dir of its own" in caught.value.hint
+    assert list(tmp_path.glob("*.tmp"))
+    first.leave()
+    second.alone()
+    second.leave()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(fd: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("ckptd.wire.path_lock.fcntl.flock", flock)
+    state = StateDir(tmp_path)
+    state.alone()
+    state.leave()
+
+
+def test_a_full_directory_is_used_without_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7, as below."""
+    state = StateDir(tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ckptd.wire.path_lock.os.open", full)
+    state.alone()
 
 
 def test_a_record_that_does_not_parse_is_no_older_one(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ class Running:
         place = Path(self.life.mount)
         self.promised("named", text=kept_node_id(place / "state"))
         self.state = StateDir(place / "state")
+        self.state.alone()
         self.state.epochs()
         self.storage = PosixStorage(str(place / "store"), direct=self.chance.random() < 0.5)
         self._stale_claim()

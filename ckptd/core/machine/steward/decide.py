@@ -78,7 +78,7 @@ def decide(
     usable = [candidate for candidate in found.restorable if candidate.snapshot not in excluded]
     if usable:
         return Decision(_record(gather, usable[0], floor, redundancy), usable[0], errors=errors)
-    if ask.allow_fresh or _proven_fresh(gather):
+    if ask.allow_fresh or (ask.step is None and _proven_fresh(gather)):
         return Decision(_record(gather, None, floor, redundancy), errors=errors)
     complete = not gather.missing() and gather.durable is not None and gather.durable.ok
     code = "unrecoverable" if complete or excluded else "unreachable"
