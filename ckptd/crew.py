@@ -54,7 +54,7 @@ class Crew(Executor):
         self._hall.grow()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Raises NoThread, with nothing left queued, when no thread lives and none has begun in BEGIN_S."""
+        """Raises NoThread, with nothing left to run, when no thread lives and none has begun in BEGIN_S."""
         return self.ask(partial(fn, *args, **kwargs)).future
 
     def ask(self, call: Callable[[], T]) -> Task[T]:

@@ -88,6 +88,7 @@ class Door:
             "own_slots": config.own_slots,
             "fence_timeout_s": config.fence_timeout_s,
             "audit_every": config.audit_every,
+            "join_timeout_s": config.join_timeout_s,
             "restore_timeout_s": config.restore_timeout_s,
             "durable": bool(config.storage_root),
             "pacing": config.pacing,

@@ -335,6 +335,7 @@ class Ranks:
 
     def _tell_health(self, session: RankSession, request: int) -> None:
         sight = Sight(uid=session.uid)
-        problems = [problem.text for problem in self._services.health.problems(sight)]
+        known = self._services.health.problems(sight)
+        problems = [problem.text for problem in known if problem.job in ("", self._job.job)]
         ok = self._services.health.seems_ok(sight)
         session.send(wire.Health(request, ok, problems[:HEALTH_PROBLEMS_MAX], dict(self._job.summary())))

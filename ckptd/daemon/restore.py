@@ -139,6 +139,7 @@ class Restore:
     def abandon(self) -> None:
         """The ranks come back by themselves."""
         self._attempts.clear()
+        self._joined_at.clear()
         self._drop_round()
 
     # --- the ranks' answers -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ WORK_THREADS_MAX = 4
 DISK_THREADS_MAX = 4  # short words with storage; a restore reads with threads of its own
 FLUSH_THREADS_MAX = 4  # flushes and commits at once, over all jobs
 STOP_TIMEOUT_S = 5.0
+LEAVE_S = STOP_TIMEOUT_S + 2.0  # how long one that ends is waited for by the next
 STATE_LOOK_S = 5.0  # a state directory that was full at the start is tried again
 
 
@@ -104,7 +106,7 @@ class Daemon:
     # --- start --------------------------------------------------------------------------------------------------
     async def _start(self) -> None:
         config = self.config
-        self.state.alone()
+        await self._alone()
         self.arena.ready()
         adopted = self.arena.adopt(self.keeper.taken())
         last = ports.kept(self.state, config.node_id, config.bind_address)
@@ -168,6 +170,17 @@ class Daemon:
         host, port = self.http.address
         page = f"http://{host}:{port}"
         log.info("ready socket=%s control=%s bulk=%s page=%s", config.socket, node.control, node.bulk, page)
+
+    async def _alone(self) -> None:
+        """A daemon at its end holds the directory, and its ports, for a while after its socket is gone."""
+        deadline = time.monotonic() + LEAVE_S
+        while True:
+            try:
+                return self.state.alone()
+            except CkptdError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(TICK_S)
 
     def _introduce(self, frozen: FrozenParts, cards: Cards) -> None:
         """The rooms that look after copies find the jobs' memory, and tell the jobs what came."""

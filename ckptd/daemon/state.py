@@ -48,12 +48,14 @@ class StateDir:
     def alone(self) -> None:
         """Keep other daemons out until ``leave`` or death: two with one directory would have one name and one pair of ports.
         Then sweep what an earlier life left behind. Raises CkptdError when another one is there, OSError."""
+        if self._lock.held:
+            return
         try:
             self._lock.take()
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            return
+            return  # look() tries again
         for place in (self.path, self.path / "epochs"):
             for left in place.glob(f"*{TEMPORARY}"):  # of a life that ended in the middle of write()
                 left.unlink(missing_ok=True)
@@ -65,8 +67,9 @@ class StateDir:
         """Can it be written now?"""
         try:
             self.write("probe", b"ok")
+            self.alone()
             self.trouble = ""
-        except OSError as error:
+        except (OSError, CkptdError) as error:
             self.trouble = str(error)
         return not self.trouble
 

@@ -32,6 +32,7 @@ def summary(job: JobShell) -> JobReport:
     phase = str(view.get("phase", ""))
     if phase == "running" and ranks and all(rank["finished"] for rank in ranks):
         phase = "finished"
+    trains = phase == "running" and bool(job.ranks.progress)
     trained = max([*job.ranks.progress.values(), *newest.values()])
     leaving = job.machine.ctx.leaving
     nodes: list[PeerReport] = [
@@ -51,7 +52,7 @@ def summary(job: JobShell) -> JobReport:
         "rung": int(view.get("rung", 0)),
         "wanted": wanted,
         "level": level,
-        "degraded": bool(record) and max(level, 0) < wanted,
+        "degraded": bool(record) and (max(level, 0) < wanted or (level < 0 and trains)),
         "unprotected_s": round(job.meter.unprotected_s(), 3),
     }
 

@@ -43,8 +43,8 @@ class Stored:
         except (CkptdError, OSError) as error:
             if self.ok:
                 self._failed(error)
+            self.our_lack = is_our_lack(error) and (self.ok or self.our_lack)  # whoever else failed may have found damage
             self.ok = False
-            self.our_lack = is_our_lack(error)
             self.why = f"{error.what} [{error.where}]" if isinstance(error, CkptdError) else str(error)
             raise
 

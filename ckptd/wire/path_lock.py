@@ -26,7 +26,7 @@ class PathLock:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):  # the latter is CIFS's word for it
             os.close(fd)
             raise CkptdError(self._taken, where=str(self._path), hint=self._hint) from None
         except OSError as error:
@@ -34,6 +34,10 @@ class PathLock:
                 os.close(fd)
                 raise
         self._fd = fd
+
+    @property
+    def held(self) -> bool:
+        return self._fd >= 0
 
     def drop(self) -> None:
         fd, self._fd = self._fd, -1

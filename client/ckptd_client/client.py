@@ -30,7 +30,7 @@ from ckptd_client.stepclock import CALLS
 from ckptd_client.troubles import HealthReport, Troubles
 
 CONNECT_TIMEOUT_S = 5.0  # a daemon that runs answers at once; one that is stopped does not
-RESTORE_TIMEOUT_S = 600.0  # when the daemon names no other
+JOIN_TIMEOUT_S, RESTORE_TIMEOUT_S = 300.0, 600.0  # when the daemon names no others
 RESTORE_GRACE_S = 30.0  # beyond the daemons' own timeout: it is they who shall say what failed
 FENCE_TIMEOUT_S = 60.0  # when the daemon names no other
 MUST_TIMEOUT_S = 60.0
@@ -167,8 +167,7 @@ class Client:
         state = current_state(self._registry)
         self._engine.fence(self._fence_timeout_s)
         self._engine.drain(self._fence_timeout_s)
-        limit = float(session.policy.get("restore_timeout_s", RESTORE_TIMEOUT_S)) + RESTORE_GRACE_S
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + self._restore_limit_s()
         try:
             ask = ask_dict(step, source, allow_fresh)
             world = self._joiner.now(
@@ -187,6 +186,12 @@ class Client:
         self._last = None
         self._snapshots.begin_anew()
         return outcome.step
+
+    def _restore_limit_s(self) -> float:
+        """Until all have joined; while what cannot be reached is decided upon anew; and the last try."""
+        policy = self._session.policy
+        join_s, restore_s = policy.get("join_timeout_s", JOIN_TIMEOUT_S), policy.get("restore_timeout_s", RESTORE_TIMEOUT_S)
+        return float(join_s) + 2 * float(restore_s) + RESTORE_GRACE_S
 
     def _run_restore(self, restore: Restore, deadline: float) -> Outcome:
         try:

@@ -24,7 +24,7 @@ from ckptd_client.handles import Handle
 from ckptd_client.link import Link, close_all
 from ckptd_client.segments import Segments, SlotView
 from ckptd_client.stepclock import StepClock
-from ckptd_client.troubles import SAID, Troubles
+from ckptd_client.troubles import Troubles
 from ckptd_client.world import World
 
 LEVELS_KEPT_MAX = 1024  # steps whose level is remembered
@@ -35,7 +35,6 @@ ASK_EVERY_S = 2.0
 ALLOCATION_S = 10.0  # memory comes after the join, off the critical path
 LOST_HINT = "start the job again: a daemon that is started again finds its memory as it was; its log says why it ended"
 
-SAID_MAX = 3  # of the daemon's own problems, in a warning
 
 IDLE, JOINING, READY, SUPERSEDED = "idle", "joining", "ready", "superseded"
 
@@ -123,7 +122,6 @@ class Session:
             self._layouts.clear()
             self.segments.forget_connection()
             self.frozen_slot = -1  # the next daemon may give that number to another slot
-            self.troubles.clear(SAID)
             if self.restoring:
                 self._inbox.append((wire.Failed("lost", f"the daemon was lost: {reason}", LOST_HINT), b"", []))
             self.changed.notify_all()
@@ -247,11 +245,10 @@ class Session:
             self._hear_problems(message)
 
     def _hear_problems(self, message: wire.Health) -> None:
-        """Unasked-for by anybody (request 0) it is heard in a wait, which may be for just that: worth a warning."""
-        if message.problems and not message.request:
-            self.troubles.report(SAID, "; ".join(message.problems[:SAID_MAX]))
-        elif not message.problems:
-            self.troubles.clear(SAID)
+        """Asked for by nobody (request 0) it is heard in a wait, which may be for just that: worth a warning."""
+        if not message.request and not message.ok:
+            for text in message.problems:
+                self.troubles.pass_on(text)
 
     # --- joining ------------------------------------------------------------------------------------------------
     def join(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-SAID = "daemon's problems"  # the kind of what the daemon says is wrong with itself
+SAID_MAX = 64  # different words of the daemon's that are passed on
 
 log = logging.getLogger("ckptd")
 
@@ -27,6 +28,7 @@ class Troubles:
         self._lock = threading.Lock()
         self._now: dict[str, str] = {}
         self._warned: set[str] = set()
+        self._said: set[str] = set()
 
     def report(self, kind: str, text: str) -> None:
         """Warns when this kind of trouble is new."""
@@ -37,6 +39,16 @@ class Troubles:
         if new:
             log.warning("ckptd job %s: %s", self._job, text)
 
+    def pass_on(self, text: str) -> None:
+        """What the daemon says is wrong with itself: warned of once, whatever its numbers are. It is the daemon's to keep."""
+        words = re.sub(r"\d+", "#", text)
+        with self._lock:
+            new = words not in self._said and len(self._said) < SAID_MAX
+            if new:
+                self._said.add(words)
+        if new:
+            log.warning("ckptd job %s: the daemon says: %s", self._job, text)
+
     def clear(self, kind: str) -> None:
         with self._lock:
             if self._now.pop(kind, None) is None:
@@ -45,6 +57,5 @@ class Troubles:
         log.info("ckptd job %s: %s is over", self._job, kind)
 
     def problems(self) -> list[str]:
-        """Ours: what the daemon said while we waited is its own, and it is asked for it."""
         with self._lock:
-            return [text for kind, text in self._now.items() if kind != SAID]
+            return list(self._now.values())

@@ -11,18 +11,15 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.machine.joining import ATTEMPTS_KEPT_MAX, PATIENCE_S
-from ckptd.core.machine.opening import REJOIN_S, RESTORE_PATIENCE
+from ckptd.core.machine.joining import ATTEMPTS_KEPT_MAX, PATIENCE_S, RESTORE_PATIENCE
+from ckptd.core.machine.opening import REJOIN_S
 from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, Node, at, layout, only, record_of, sent
 
-POLICY = Policy(
-    replicas=1, durable=False, restore_timeout_s=10.0, join_timeout_s=20.0, inventory_timeout_s=2.0
-)
+POLICY = Policy(replicas=1, durable=False, restore_timeout_s=10.0, join_timeout_s=20.0, inventory_timeout_s=2.0)
 BEFORE = record_of("abb", number=EPOCH - 1, nonce="before")
 RECORD = record_of("abb", ancestry=(at(5, EPOCH - 1),))
 WHOLE = at(5, EPOCH - 1)
-
 ASK = msg.RestoreAsk()
 
 
@@ -38,18 +35,12 @@ def node() -> Node:
 def join(node: Node, *ranks: int, attempt: str = "now", ask: Any = ASK, **more: Any) -> list[ins.Instruction]:
     done: list[ins.Instruction] = []
     for rank in ranks:
-        done += node.feed(
-            ev.RankJoined(rank, attempt, RECORD.ranks, RECORD.nodes, ask, **{"running": False, **more})
-        )
+        done += node.feed(ev.RankJoined(rank, attempt, RECORD.ranks, RECORD.nodes, ask, **{"running": False, **more}))
     return done
 
 
-def opened(
-    node: Node, record: EpochRecord = RECORD, snapshot: SnapshotId | None = WHOLE
-) -> list[ins.Instruction]:
-    return node.hear(
-        "a", msg.EpochOpen(record.nonce, record, record.number, snapshot, False, errors=("why",))
-    )
+def opened(node: Node, record: EpochRecord = RECORD, snapshot: SnapshotId | None = WHOLE) -> list[ins.Instruction]:
+    return node.hear("a", msg.EpochOpen(record.nonce, record, record.number, snapshot, False, errors=("why",)))
 
 
 def votes(done: list[ins.Instruction]) -> list[tuple[int, str, bool, str]]:
@@ -87,9 +78,7 @@ def test_ranks_fetch_vote_load_vote_and_train(node: Node) -> None:
     assert votes(fetched(node, 1, 2)) == [(1, "fetched", True, ""), (2, "fetched", True, "")]
     assert only(go(node), ins.LoadNow) == [ins.LoadNow(EPOCH)]
     assert votes(loaded(node, 1, 2)) == [(1, "loaded", True, ""), (2, "loaded", True, "")]
-    assert only(node.hear("a", msg.RestoreDone(EPOCH, EPOCH)), ins.FinishRestore) == [
-        ins.FinishRestore(EPOCH)
-    ]
+    assert only(node.hear("a", msg.RestoreDone(EPOCH, EPOCH)), ins.FinishRestore) == [ins.FinishRestore(EPOCH)]
     assert (node.machine.view()["phase"], set(node.machine.ranks.here)) == ("running", {1, 2})
 
 
@@ -128,9 +117,7 @@ def test_fetching_begins_when_the_last_local_rank_stands_there(node: Node) -> No
 
 
 def test_a_holder_without_ranks_learns_of_the_epoch_and_fetches_nothing() -> None:
-    node = Node(
-        "x", replace(BEFORE, nodes=(*BEFORE.nodes,), holders=record_of("x").nodes), POLICY, running=False
-    )
+    node = Node("x", replace(BEFORE, nodes=(*BEFORE.nodes,), holders=record_of("x").nodes), POLICY, running=False)
     done = opened(node, replace(RECORD, holders=record_of("x").nodes))
     assert len(only(done, ins.PersistEpoch)) == 1
     assert only(node.tick(REJOIN_S + 1.0), ins.PrepareRestore) == []
@@ -292,9 +279,7 @@ def test_an_aborted_restore_fails_its_ranks(node: Node) -> None:
     restoring(node)
     abort = msg.RestoreAbort(EPOCH, EPOCH, "mismatch", "another model")
     assert only(node.hear("a", replace(abort, round=EPOCH + 1)), ins.FailRestore) == []
-    assert only(node.hear("a", abort), ins.FailRestore) == [
-        ins.FailRestore(EPOCH, "mismatch", "another model")
-    ]
+    assert only(node.hear("a", abort), ins.FailRestore) == [ins.FailRestore(EPOCH, "mismatch", "another model")]
     assert only(node.hear("a", abort), ins.FailRestore) == []
     assert node.machine.view()["phase"] == "idle"
 
@@ -433,6 +418,38 @@ def test_a_refusal_fails_the_start_it_is_about(node: Node) -> None:
 def test_a_steward_elect_that_never_answers_is_given_up(node: Node) -> None:
     join(node, 1)
     limit = POLICY.join_timeout_s + POLICY.inventory_timeout_s + PATIENCE_S
+    assert failed(node.tick(limit)) == []
+    assert failed(node.tick(0.5)) == [("now", "timeout")]
+
+
+def test_a_restore_may_take_longer_than_the_ranks_were_waited_for() -> None:
+    """It was refused at all ranks of a node 310 s after the first of them had come, however well it went."""
+    node = Node("b", BEFORE, replace(POLICY, restore_timeout_s=100.0))
+    limit = POLICY.join_timeout_s + POLICY.inventory_timeout_s + PATIENCE_S
+    join(node, 1, 2)
+    node.tick(limit)
+    opened(node)
+    assert failed(node.tick(RESTORE_PATIENCE * 100.0)) == []
+    assert node.machine.view()["phase"] == "restoring"
+
+
+def test_a_steward_that_begins_anew_in_mid_restore_has_the_time_of_a_join() -> None:
+    limit = POLICY.join_timeout_s + POLICY.inventory_timeout_s + PATIENCE_S
+    node = restoring(Node("b", BEFORE, replace(POLICY, restore_timeout_s=100.0)))
+    node.tick(limit)
+    node.hear("a", msg.StewardHello(EPOCH, "again"))
+    node.tick(1.0)
+    node.hear("a", msg.StewardHello(EPOCH, "again"))
+    assert failed(node.tick(limit - 1.0)) == []
+    assert failed(node.tick(0.5)) == [("now", "timeout")]
+
+
+def test_a_start_whose_epoch_was_opened_and_forgotten_is_given_up(node: Node) -> None:
+    restoring(node)
+    other = replace(RECORD, number=EPOCH + 1, nonce="other")
+    opened(node, other)
+    assert node.machine.joining.join is not None
+    limit = RESTORE_PATIENCE * POLICY.restore_timeout_s + PATIENCE_S
     assert failed(node.tick(limit)) == []
     assert failed(node.tick(0.5)) == [("now", "timeout")]
 

@@ -17,7 +17,7 @@ from ckptd_client import CkptdError, Client, session
 from ckptd_client import client as client_module
 from ckptd_client.capture import Engine
 from ckptd_client.session import Session
-from ckptd_client.troubles import SAID, Troubles
+from ckptd_client.troubles import Troubles
 from ckptd_client.world import World
 
 from ckptd.core import failpoint
@@ -215,14 +215,16 @@ def test_what_is_wrong_with_the_daemon_is_said_while_it_is_waited_for(
     with RankDaemonDouble(tmp_path / "d.sock") as daemon, Client.connect("job", socket=daemon.path) as client:
         client.register(model=training.model, optimizer=training.optimizer)
         client.restore()
-        daemon.problems = ["flush: no space", "and more"]
-        session_ = client._session
-        session_.wait(lambda: bool(caplog.messages), time.monotonic() + 30)
-        session_.wait(lambda: False, time.monotonic() + 0.3)
-        assert caplog.messages == ["ckptd job job: flush: no space; and more"], "once"
+        daemon.problems = ["flush of step 7: no space", "and more"]
+        told = ["ckptd job job: the daemon says: flush of step 7: no space", "ckptd job job: the daemon says: and more"]
+        waiting = client._session
+        waiting.wait(lambda: len(caplog.messages) == 2, time.monotonic() + 30)
+        assert caplog.messages == told
+        daemon.problems = ["flush of step 9: no space", "another"]
+        waiting.wait(lambda: len(caplog.messages) == 3, time.monotonic() + 30)
+        assert caplog.messages == [*told, "ckptd job job: the daemon says: another"], "each once, whatever its numbers"
         assert client.health().problems == daemon.problems
         daemon.problems = []
-        session_.wait(lambda: SAID not in session_.troubles._now, time.monotonic() + 30)
         assert client.health().ok
 
 

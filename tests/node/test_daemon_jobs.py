@@ -322,3 +322,27 @@ async def test_faults_of_ours_that_a_rank_brings_about_are_one_trace_and_a_count
             traces = [record for record in caplog.records if record.exc_info]
             assert len(traces) == 1
     assert sum("7 more" in record.getMessage() for record in caplog.records if "could not" not in record.getMessage()) == 1
+
+
+async def test_a_rank_hears_of_its_own_jobs_problems_and_the_nodes() -> None:
+    """Another job of the same user was named without its name."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        for job in ("", house.shell().job, f"{os.getuid()}/other"):
+            house.daemon.health.report("flush", f"told of {job!r}", job=job)
+        rank.say(wire.AskHealth(3))
+        health, _ = await rank.heard(wire.Health, request=3)
+        assert sorted(health.problems) == ["told of ''", f"told of {house.shell().job!r}"]
+
+
+async def test_a_job_that_trains_with_nothing_in_memory_is_degraded() -> None:
+    """Also where no copies are wanted: all its snapshots are void, say."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        assert not house.shell().summary()["degraded"]
+        house.shell().ranks.progress[0] = 1
+        assert house.shell().summary()["degraded"]
+        await rank.sealed(3)
+        await eventually(lambda: not house.shell().summary()["degraded"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from ckptd.recover.by_parity import ByParity
 from ckptd.recover.host import Unrecoverable
 from ckptd.recover.left_out import LeftOut
 from ckptd.recover.rebuild import Rebuild
+from ckptd.recover.stored import Stored
 from ckptd.recover.wants import Slice, Wants
 from tests.node.slots import JOB, MIB, OWN, fill_and_seal, small_arena
 
@@ -160,6 +162,22 @@ async def test_a_daemon_that_lacks_means_to_read_storage_says_nothing_against_it
     host.storage = lack
     error = await refused(host, rebuild(host, "a", durable=True), {"a": [DAMAGED]}, objects=objects)
     assert error.code == "unreachable"
+
+
+@pytest.mark.parametrize("first_lacks", [True, False])
+async def test_damage_beside_a_lack_of_means_is_damage(first_lacks: bool) -> None:
+    """Several readers fail at once, and any of them last."""
+    lack, damage = NoThread(), OSError(errno.EIO, "the disk")
+    stored = Stored(True, lambda: None, lambda error: None)  # type: ignore[arg-type,return-value]
+
+    def fails(error: OSError, checkpoint: object) -> None:
+        raise error
+
+    for error in (lack, damage) if first_lacks else (damage, lack):
+        stored._checkpoint = True  # type: ignore[assignment]
+        with pytest.raises(OSError, match=r"thread|disk"):
+            await stored.call(partial(fails, error))
+    assert not stored.ok and not stored.our_lack
 
 
 class Beside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -12,6 +13,9 @@ import pytest
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.daemon.state import StateDir
+from tests.node.daemon_rig import Rig
+from tests.node.links import stays
+from tests.short import short_folder
 
 NODE = NodeInfo("a", "tcp://a:1", "a:2", "A", "a#1")
 RAN = EpochRecord(7, "x", ("a",), (NODE,), (SnapshotId(3, 20),))
@@ -82,8 +86,25 @@ def test_a_full_directory_is_used_without_its_lock(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ckptd.wire.path_lock.os.open", full)
-    state.alone()
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptd.wire.path_lock.os.open", full)
+        state.alone()
+    assert state.look()
+    with pytest.raises(CkptdError, match="another daemon"):
+        StateDir(tmp_path).alone()
+    state.leave()
+
+
+async def test_a_daemon_that_ends_is_waited_for() -> None:
+    """Its socket goes first, so the next one may be started while it still has its ports."""
+    with short_folder() as root:
+        rig, last = Rig(root), StateDir(root / "state")
+        last.alone()
+        starting = asyncio.ensure_future(rig.start())
+        await stays(lambda: not starting.done())
+        last.leave()
+        await starting
+        await rig.stop()
 
 
 def test_a_record_that_does_not_parse_is_no_older_one(tmp_path: Path) -> None:

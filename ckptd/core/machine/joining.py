@@ -10,6 +10,7 @@ from ckptd.core.instructions import FailJoin
 from ckptd.core.machine.context import RESEND_S, Context
 from ckptd.core.messages import Inventory, JoinRefused, JoinReport, RestoreAsk
 
+RESTORE_PATIENCE = 1.5  # times restore_timeout_s, before a node that hears nothing fails its own ranks
 PATIENCE_S = 5.0  # beyond the steward's own limits, before a node gives up on the steward
 ATTEMPTS_KEPT_MAX = 64
 
@@ -20,7 +21,7 @@ class Join:
     ranks: tuple[str, ...]
     nodes: tuple[NodeInfo, ...]
     asks: dict[int, RestoreAsk | None] = field(default_factory=dict)  # of the local ranks that stand here
-    since: float = 0.0
+    since: float = 0.0  # the first rank came, the epoch was opened, or the steward began anew
     told_at: float = -1e9
     answered: bool = False  # the epoch is opening
     trains: bool = False  # the epoch of this attempt runs, and this daemon lost what it knew of it
@@ -62,7 +63,10 @@ class Joining:
         join, policy = self.join, self._ctx.policy
         if join is None:
             return
-        if self._ctx.now - join.since > policy.join_timeout_s + policy.inventory_timeout_s + PATIENCE_S:
+        limit = policy.join_timeout_s + policy.inventory_timeout_s
+        if join.answered:  # a restore takes its own time, which is Opening's to bound; this is for one that was forgotten
+            limit = RESTORE_PATIENCE * policy.restore_timeout_s
+        if self._ctx.now - join.since > limit + PATIENCE_S:
             self.fail("timeout", f"no answer from the steward-elect {join.ranks[0]}")
         elif self._ctx.now - join.told_at >= RESEND_S:
             self._tell(join)
@@ -72,8 +76,12 @@ class Joining:
 
         Reports go on until the restore is done: an attempt whose ranks are not heard of any more must not open anything.
         """
-        if self.join is not None and self.join.attempt == attempt:
-            self.join.answered = answered
+        join = self.join
+        if join is None or join.attempt != attempt:
+            return
+        if answered or join.answered:
+            join.since = self._ctx.now
+        join.answered = answered
 
     def all_here(self, attempt: str, ranks: tuple[int, ...]) -> bool:
         return self.join is not None and self.join.attempt == attempt and set(ranks) <= set(self.join.asks)

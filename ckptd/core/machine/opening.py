@@ -13,13 +13,12 @@ from ckptd.core.instructions import (
     Supersede,
 )
 from ckptd.core.machine.context import RESEND_S, Context
-from ckptd.core.machine.joining import Joining
+from ckptd.core.machine.joining import RESTORE_PATIENCE, Joining
 from ckptd.core.machine.ranks import Ranks
 from ckptd.core.machine.slots import Slots
 from ckptd.core.messages import EpochOpen, RestoreAbort, RestoreDone, RestoreGo, Stale, Vote
 
 REJOIN_S = 5.0  # all ranks stood there when the epoch was opened; one that is not back by then has failed its restore()
-RESTORE_PATIENCE = 1.5  # times restore_timeout_s, before a node that hears nothing fails its own ranks
 
 
 class Opening:

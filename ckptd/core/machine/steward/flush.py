@@ -60,7 +60,8 @@ class Flushing:
         self._not_before = 0.0
         self._alone_since: float | None = None
         self._breakpoint_told = False
-        self._last_at = 0.0
+        # Of a durable one, else of the first office here: a job that starts anew each minute has its turn, too.
+        self._last_at: float | None = None
 
     def stop(self) -> None:
         """Out of office: whoever follows decides anew."""
@@ -71,7 +72,8 @@ class Flushing:
         self.stop()
         self.asked.clear()
         self._failures, self._not_before, self._alone_since = 0, 0.0, None
-        self._breakpoint_told, self._last_at = False, self._ctx.now
+        self._breakpoint_told = False
+        self._last_at = self._ctx.now if self._last_at is None else self._last_at
 
     # --- what to flush ------------------------------------------------------------------------------------------
     def on_ask(self, message: FlushAsk) -> None:
@@ -129,6 +131,7 @@ class Flushing:
         policy = self._ctx.policy
         durable = max((snapshot.step for snapshot in known), default=0)
         by_steps = policy.flush_every_steps and newest.snapshot.step - durable >= policy.flush_every_steps
+        assert self._last_at is not None, "only who is in office flushes"
         by_time = policy.flush_every_s and self._ctx.now - self._last_at >= policy.flush_every_s
         return bool(by_steps or by_time)
 
