@@ -73,10 +73,22 @@ def test_a_file_system_without_locks_keeps_nobody_out(
     def flock(fd: int, how: int) -> None:
         raise OSError(number, os.strerror(number))
 
+    def denied(fd: int, how: int) -> None:
+        raise OSError(errno.EIO, "not a lock")
+
     monkeypatch.setattr("ckptd.wire.path_lock.fcntl.flock", flock)
-    state = StateDir(tmp_path)
-    state.alone()
-    state.leave()
+    first, second = StateDir(tmp_path), StateDir(tmp_path)
+    left = tmp_path / "ports.json.77.tmp"
+    for state in (first, second):
+        left.write_bytes(b"")
+        state.alone()
+        assert not left.exists(), "it goes on as one that has the lock"
+        assert state.look() and not state.trouble
+    monkeypatch.setattr("ckptd.wire.path_lock.fcntl.flock", denied)
+    with pytest.raises(OSError, match="not a lock"):
+        StateDir(tmp_path).alone()
+    for state in (first, second):
+        state.leave()
 
 
 def test_a_full_directory_is_used_without_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +114,15 @@ async def test_a_daemon_that_ends_is_waited_for() -> None:
         last.alone()
         starting = asyncio.ensure_future(rig.start())
         await stays(lambda: not starting.done())
+        assert not (root / "state" / "ports.json").exists() and not (root / "s").exists(), "it has begun nothing"
         last.leave()
         await starting
+        assert (root / "s").is_socket()
+        with pytest.raises(CkptdError, match="another daemon"):
+            last.alone()
         await rig.stop()
+        last.alone()  # it left with the daemon
+        last.leave()
 
 
 def test_a_record_that_does_not_parse_is_no_older_one(tmp_path: Path) -> None:
