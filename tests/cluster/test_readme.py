@@ -148,3 +148,12 @@ def test_files_named_in_the_documents_exist(name: str) -> None:
     named |= {f"{Path(name).parent}/{link}" for link in re.findall(r"\]\(([\w./-]+?\.\w+)(?:#[\w-]*)?\)", text)}
     missing = {path for path in named if not (REPO / path).exists() and not path.startswith("bench/results")}
     assert not missing, f"{name} names {sorted(missing)}"
+
+
+def test_tests_of_the_track_record_exist() -> None:
+    """The last column names files below tests/."""
+    text = (REPO / "docs/TESTING.md").read_text()
+    rows = [line.rsplit(" | ", 1)[1] for line in text[text.index("| bug | found by") :].splitlines()[2:] if line.startswith("| ")]
+    named = {path.removeprefix("tests/") for row in rows for path in re.findall(r"`([\w/]+\.py)", row)}
+    assert len(rows) > 100 and named
+    assert not {path for path in named if not (REPO / "tests" / path).exists()}
