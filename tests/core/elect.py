@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ckptd.core import events as ev
@@ -31,7 +32,8 @@ class Elect:
             "restore_timeout_s": 20.0,
             **policy,
         }
-        self.machine, self.now, self.done = JobMachine("1/job", A, Policy(**wanted)), 50.0, []  # type: ignore[var-annotated]
+        me = replace(A, incarnation="a#2")  # restarted, so that it may have forgotten what the records name it in
+        self.machine, self.now, self.done = JobMachine("1/job", me, Policy(**wanted)), 50.0, []  # type: ignore[var-annotated]
         self.nodes: tuple[NodeInfo, ...] = (A, B)
         self.ask = ask
         self.feed(ev.Restarted(known))

@@ -254,9 +254,18 @@ def test_outsiders_that_hold_something_or_may_are_remembered() -> None:
     node = Elect(known).start()
     node.answer("b", *BOTH, known=known, done=True)
     node.answer("c", BOTH[0], known=known, done=True)
-    node.answer("d", known=known, done=True)
+    node.answer("d", known=known)
     node.tick(2.5)
     assert node.claim.holders == (C, member("e")), "node d holds nothing; node e did not answer"
+
+
+def test_a_member_of_an_epoch_that_goes_on_until_this_one_opens_is_remembered() -> None:
+    known = replace(BEFORE, nodes=(A, B, C, member("d")), ranks=tuple("abc"))
+    node = Elect(known).start()
+    node.answer("b", *BOTH, known=known, done=True)
+    node.answer("c", known=known, done=True)
+    node.answer("d", known=known, done=True)
+    assert node.claim.holders == (C,), "node d has no ranks"
 
 
 # --- the claim --------------------------------------------------------------------------------------------------------

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from ckptd.core.events import DurableRead
+from dataclasses import replace
+
+from ckptd.core.events import DurableRead, RankLeft
 from ckptd.core.ids import EpochRecord, NodeInfo
 from ckptd.core.machine.steward.decide import decide
 from ckptd.core.machine.steward.gather import Gather
 from ckptd.core.messages import Inventory, RestoreAsk
+from tests.core.elect import BOTH, Elect
+from tests.core.machines import at
 
 A = NodeInfo("a", "tcp://a", "a", "a", "a#1")
 TRAINED = EpochRecord(1, "x", ("b",), (NodeInfo("b", "tcp://b", "b", "b", "b#1"),), before=(-1, ()))
@@ -60,3 +64,23 @@ def test_a_start_that_was_claimed_and_never_opened_leaves_nothing_before_the_nex
     assert second is not None and second.before == (-1, ())
     gather.answers["a"] = Inventory("z", None, (), incarnation="a#2")
     assert decide(gather, 2, (), {}).record is None, "it may have forgotten a snapshot"
+
+
+def test_a_start_that_claimed_and_never_opened_hides_nothing_of_the_one_that_trained_on() -> None:
+    """P1: the start after it asked only those that the claim names, and called the job fresh (simulator, seed 915715 of that day)."""
+    c = NodeInfo("c", "tcp://c", "c", "c", "c#1")
+    first = EpochRecord(1, "first", ("c", "c"), (c,), before=(-1, ()))
+    node = Elect(durable=True).start()
+    node.feed(DurableRead("now", True, first))
+    node.answer("b", incarnation="b#1")
+    node.answer("c", known=first, done=True, incarnation="c#1")
+    claimed = node.claim
+    assert (claimed.number, claimed.ancestry) == (2, ()), "the first start has not taken a snapshot yet"
+    node.feed(RankLeft(0, False))  # its ranks end before the claim is done: epoch 2 never opens, epoch 1 goes on
+    node.join("again")
+    node.report("again")
+    node.feed(DurableRead("again", True, claimed))
+    node.answer("b", attempt="again", incarnation="b#1")
+    node.answer("c", *(replace(one, snapshot=at(5, 1)) for one in BOTH), attempt="again", known=first, done=True)
+    node.claimed()
+    assert node.opens()[-1].snapshot == at(5, 1)

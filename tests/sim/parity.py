@@ -146,6 +146,7 @@ def _take_part(host: Host, do: ins.MakeParity, contents: dict[int, list[Token] |
     fact = HoldingFact(do.snapshot, lane.holding_rank, 0, layout.layout_id, joined, False, do.part)
     mem.state, mem.sums, mem.fact, mem.layout = "sealed", tuple(mem.content or ()), fact, layout
     mem.layouts = tuple(layouts.values())
+    mem.since = host.world.clock.now
     host.world.oracle.count("parity made")
     host.feed(ev.ParityMade(do.snapshot, do.part, mem.id, layout, joined, mem.layouts))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptd.core.candidates import Candidate, Candidates, find_candidates
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId, parallel_groups
 from ckptd.core.machine.steward.gather import Gather
-from ckptd.core.messages import RestoreAsk
+from ckptd.core.messages import Inventory, RestoreAsk
 from ckptd.core.parity_groups import parity_seats
 from ckptd.core.placement import seats
 from ckptd.core.policy import ONE_COPY
@@ -199,7 +199,8 @@ def _ancestry(lineage: EpochRecord | None, snapshot: SnapshotId) -> tuple[Snapsh
 
 
 def _holders(gather: Gather) -> tuple[NodeInfo, ...]:
-    """Outsiders that hold something, or did not answer although they were members of the last epoch."""
+    """Outsiders that hold something, did not answer although they were members of the last epoch, or have ranks in an epoch
+    that goes on until this one opens, which may be never: what it takes until then is known to them alone."""
     members = {node.node for node in gather.nodes}
     last = gather.newest()
     recent = {node.node for node in last.nodes} if last is not None else set()
@@ -207,5 +208,10 @@ def _holders(gather: Gather) -> tuple[NodeInfo, ...]:
         info
         for node, info in sorted(gather.asked.items())
         if node not in members
-        and (gather.answers[node].holdings if node in gather.answers else node in recent)
+        and (_holds_or_trains(node, gather.answers[node]) if node in gather.answers else node in recent)
     )
+
+
+def _holds_or_trains(node: str, answer: Inventory) -> bool:
+    trains = answer.done and answer.known is not None and node in answer.known.ranks
+    return bool(answer.holdings) or trains

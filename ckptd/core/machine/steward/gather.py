@@ -77,7 +77,8 @@ class Gather:
         """A member with ranks knows that they did not load, or never entered it: then nobody can have completed it."""
         if any(snapshot.epoch == record.number for snapshot in self.heard_of()):
             return False
-        return any(_did_not_load(self.answers[node], record) for node in set(record.ranks) if node in self.answers)
+        members = [node for node in record.nodes if node.node in record.ranks and node.node in self.answers]
+        return any(_did_not_load(self.answers[node.node], record, node.incarnation) for node in members)
 
     def heard_of(self) -> set[SnapshotId]:
         """Every snapshot that anyone holds, was told of (also one that has fallen since), or reads on storage."""
@@ -96,9 +97,11 @@ class Gather:
         return found
 
 
-def _did_not_load(answer: Inventory, record: EpochRecord) -> bool:
+def _did_not_load(answer: Inventory, record: EpochRecord, incarnation: str) -> bool:
+    """incarnation: of the process that the record was made with. While it lives it remembers what it has entered; another
+    one that knows of no epoch may have forgotten it."""
     if answer.known is None:
-        return False  # it has forgotten everything
+        return bool(incarnation) and answer.incarnation == incarnation
     return answer.known.number < record.number or (answer.never and answer.known == record)
 
 
