@@ -242,10 +242,20 @@ def test_slots_that_were_retired_are_told(node: Member) -> None:
     node.grant(9)
     node.order(msg.Void(EPOCH, 3, "why"))
     done = node.feed(ev.SlotsGone(1, (1, 2, 3, 4)))
-    assert missed(done) == [(2, "its slot was retired")], (
-        "the doomed one's grant is void, a free one has none"
-    )
+    assert missed(done) == [(2, "its slot was retired"), (3, "its slot was retired")], "a free one has no grant"
     assert [(m.fact.snapshot, m.lost) for m in node.said(msg.Held, "a")] == [(at(7), True)]
+
+
+def test_a_void_grant_whose_slot_is_retired_before_its_rank_answered_is_settled(node: Member) -> None:
+    """P14: the steward waited for that answer for ever, and granted nothing meanwhile (simulator, seed 914974 of that day)."""
+    node.grant(7)
+    assert only(node.order(msg.Void(EPOCH, 1, "another rank missed it")), ins.TakeBack)
+    done = node.feed(ev.SlotsGone(1, (1, 2)), ev.RankMissed(1, 1, "the rank is not here"))
+    assert missed(done) == [(1, "its slot was retired")], "told once"
+    node.slots(1, 5)
+    node.grant(8)
+    node.hello("s2")
+    assert missed(node.feed(ev.SlotsGone(1, (5,)))) == [], "nobody waits for the grants of an earlier session"
 
 
 def test_a_new_session_dooms_what_is_being_filled(node: Member) -> None:

@@ -123,8 +123,9 @@ class Capture:
             self._settle_missed(slot, "the rank is gone")
 
     def on_slots_gone(self, gone: list[Slot]) -> None:
+        """The steward waits for the rank's answer to a grant also when it is void by now."""
         for slot in gone:
-            if slot.state == FILLING and not slot.doomed:
+            if slot.state == FILLING and slot.grant in self._answered:
                 self._uplink.tell_missed(slot.grant, slot.rank, "its slot was retired")
             elif slot.fact is not None:
                 self._uplink.tell_held(slot.fact, lost=True)
