@@ -326,12 +326,34 @@ def test_storage_that_cannot_be_asked_makes_a_number_that_nobody_else_takes() ->
     node.answer("b", *BOTH, known=BEFORE, done=True)
     node.feed(ev.DurableRead("now", True, BEFORE))
     node.claimed(ok=False, reason="EIO")
-    assert node.opens()[-1].record.number == OLD + 1 + spread("now")
-    assert spread("now") >= CLAIM_GAP
+    assert node.opens()[-1].record.number == OLD + 1 + spread("now", OLD + 1)
+    assert spread("now", OLD + 1) >= CLAIM_GAP
+
     node = Elect(durable=True).start()
     node.answer("b", *BOTH, known=BEFORE, done=True)
     node.feed(ev.DurableRead("now", False, reason="EIO"))
-    assert node.claim.number == OLD + 1 + spread("now"), "nor was it read"
+    assert node.claim.number == OLD + 1 + spread("now", OLD + 1), "nor was it read"
+
+
+def test_a_later_claim_does_not_meet_a_number_that_nobody_vouched_for() -> None:
+    """P12: it opened without a claim, its daemon died, and began anew knowing nothing of it, from one number lower: the next
+    start claimed the one after, which was the first (simulator, seed 900463 of that day)."""
+    node = Elect(durable=True).start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.feed(ev.DurableRead("now", True, replace(BEFORE, number=OLD + 1, before=(OLD, ()))))
+    node.claimed(reason="EIO")
+    nobody_vouched_for = node.opens()[-1].record.number
+    node = Elect(durable=True).start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.feed(ev.DurableRead("now", False, reason="EIO"))
+    node.claimed()
+    opened = node.opens()[-1].record
+    node = Elect(opened, durable=True)
+    node.join("later")
+    node.report("later")
+    node.answer("b", *BOTH, attempt="later", known=opened)
+    node.feed(ev.DurableRead("later", True, opened))
+    assert node.claim.number == opened.number + 1 != nobody_vouched_for
 
 
 def test_without_storage_a_silent_node_may_have_seen_higher_numbers() -> None:
@@ -339,7 +361,7 @@ def test_without_storage_a_silent_node_may_have_seen_higher_numbers() -> None:
     node = Elect(known).start()
     node.answer("b", *BOTH, known=known, done=True)
     node.tick(2.5)
-    assert node.claim.number == OLD + 1 + spread("now")
+    assert node.claim.number == OLD + 1 + spread("now", OLD + 1)
 
 
 def test_a_claim_that_hangs_is_done_without() -> None:
@@ -349,7 +371,7 @@ def test_a_claim_that_hangs_is_done_without() -> None:
     node.tick(CLAIM_TIMEOUT_S)
     assert node.opens() == []
     node.tick(0.5)
-    assert node.opens()[-1].record.number == OLD + 1 + spread("now")
+    assert node.opens()[-1].record.number == OLD + 1 + spread("now", OLD + 1)
 
 
 def test_ranks_that_went_during_the_claim_open_nothing() -> None:

@@ -111,9 +111,10 @@ def _left_behind(gather: Gather, ask: RestoreAsk) -> str:
     )
 
 
-def spread(attempt: str) -> int:
-    """How far an epoch's number goes up when nobody can vouch that it is free."""
-    return CLAIM_GAP + zlib.crc32(attempt.encode()) % CLAIM_SPREAD
+def spread(attempt: str, number: int) -> int:
+    """How far an epoch's number goes up when nobody can vouch that it is free. Two such numbers of one attempt are no
+    neighbours either: the claims of later starts count up from the one, and would meet the other."""
+    return CLAIM_GAP + zlib.crc32(f"{attempt}/{number}".encode()) % CLAIM_SPREAD
 
 
 def _find(gather: Gather, ask: RestoreAsk | None) -> Candidates:
@@ -168,7 +169,7 @@ def _record(gather: Gather, candidate: Candidate | None, floor: int, redundancy:
     last = gather.newest()
     number = 1 + max(floor, last.number if last is not None else 0)
     if gather.durable is None or not gather.durable.ok or (gather.missing() and not gather.claims):
-        number += spread(gather.attempt)
+        number += spread(gather.attempt, number)
     ancestry: tuple[SnapshotId, ...] = ()
     lineage = gather.lineage()
     if candidate is not None:

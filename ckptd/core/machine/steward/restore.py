@@ -187,7 +187,8 @@ class Restoring:
         """Storage did not answer: nobody can say that the number is free, so it is one that nobody else will take."""
         record = decision.record
         assert record is not None, "refusals open nothing"
-        self._open(replace(decision, record=replace(record, number=record.number + spread(record.nonce))))
+        number = record.number + spread(record.nonce, record.number)
+        self._open(replace(decision, record=replace(record, number=number)))
 
     # --- the epoch ----------------------------------------------------------------------------------------------
     def _open(self, decision: Decision) -> None:
