@@ -12,6 +12,7 @@ from ckptd.core.machine.steward.draining import AGAIN_S
 from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, Steward, at, fact, only, record_of
 from tests.core.parity_rig import (
+    PATIENCE_S,
     leaves,
     lose,
     make,
@@ -127,6 +128,27 @@ def test_a_copy_of_the_data_beside_another_position_does_not_bring_the_part_ther
     for to, order in orders(node, mark):
         make(node, to, order.part)
     node.tick(1.0)
+    assert node.level(7) == 1
+
+
+def test_a_copy_that_a_drain_asked_for_does_not_keep_the_position_of_its_node_from_being_made_anew() -> None:
+    """P14: node c was to go and stays; a copy of its data lies on node b, beside which b's own position was never made again
+    (simulator, seed 913938 of that day)."""
+    node = protected(steward(spare=""))
+    leaves(node, "c")
+    node.tick(1.0)
+    node.others["b"].held(fact(7, 2, 0, world=3))
+    leaves(node, "c", False)
+    mark = node.mark
+    (part,) = [order.part for to, order in orders(node) if to == "b"]
+    node.others["b"].held(fact(7, 1, world=3), lost=True)
+    node.others["b"].held(part_fact(part), lost=True)
+    node.tick(PATIENCE_S + REPEAT_S)
+    assert ordered(node, mark) == {("b", 1, True)}
+    node.others["b"].held(fact(7, 1, world=3))
+    node.tick(REPEAT_S)
+    assert ordered(node, mark) == {("b", 1, True), ("b", 1, False)}
+    make(node, "b", part)
     assert node.level(7) == 1
 
 

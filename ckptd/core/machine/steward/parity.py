@@ -194,9 +194,12 @@ class Parities:
 
     def _places(self, facts: Facts, held: Held, at: int) -> list[str]:
         """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
-        cannot take this one any more."""
+        cannot take this one any more. What is where it was meant to be is there alone: a copy beside it, which a drain asked for,
+        takes no other position's place."""
         chosen, seats = facts.moved.get((held.lane, at)), facts.seats.get(held.lane)
         found = [*held.data.get(at, ()), *held.parts.get(at, ())]
+        if seats and seats[at] in found:
+            return [seats[at]]
         found += [chosen] if chosen and self._sessions.live(chosen) else []
         return found or ([seats[at]] if seats and self._sessions.live(seats[at]) else [])
 
