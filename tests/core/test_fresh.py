@@ -67,7 +67,7 @@ def test_a_start_that_was_claimed_and_never_opened_leaves_nothing_before_the_nex
 
 
 def test_a_start_that_claimed_and_never_opened_hides_nothing_of_the_one_that_trained_on() -> None:
-    """P1: the start after it asked only those that the claim names, and called the job fresh (simulator, seed 915715 of that day)."""
+    """P1: the start after it asked only those that the claim names, and called the job fresh (simulator, seed 915715)."""
     c = NodeInfo("c", "tcp://c", "c", "c", "c#1")
     first = EpochRecord(1, "first", ("c", "c"), (c,), before=(-1, ()))
     node = Elect(durable=True).start()
