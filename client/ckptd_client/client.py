@@ -248,11 +248,10 @@ class Client:
             self._engine.fence(self._fence_timeout_s)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """The hook before every optimizer's step."""
+        """Called by the hook when an optimizer's step begins; ``fence`` follows before that step writes."""
         if os.getpid() == self._pid:
             self._session.stepped(id(optimizer), not self._engine.idle)
             self._session.close_step()
-            self.fence()
 
     def not_fenced(self, optimizer: Optimizer) -> None:
         """This optimizer is replayed by a graph: what it writes is copied before snapshot() returns from now on."""

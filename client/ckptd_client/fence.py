@@ -6,10 +6,12 @@ import functools
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptd_client import _switches
@@ -20,12 +22,13 @@ log = logging.getLogger("ckptd")
 
 class Fenced(Protocol):
     def before_step(self, optimizer: Optimizer) -> None:
-        """Wait, bounded, until nothing that the optimizer may write is still being read."""
+        """An optimizer's step begins. It has written nothing yet; ``fence`` is called before it does."""
 
     def not_fenced(self, optimizer: Optimizer) -> None:
         """This optimizer's steps escape the hook (a graph replays them)."""
 
-    def fence(self) -> None: ...
+    def fence(self) -> None:
+        """Wait, bounded, until nothing that training may write is still being read."""
 
 
 class _Clients:
@@ -60,19 +63,56 @@ def leave(client: Fenced) -> None:
         _clients.live.discard(client)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Called by torch; what it returns takes the place of the step's arguments, of which the first is the optimizer."""
     _clients.steps += 1
     if not _switches.FENCE:
-        return
+        return None
     capturing = cuda_in_use() and torch.cuda.is_current_stream_capturing()
     for client in list(_clients.live):
-        try:
-            if capturing:
-                client.not_fenced(optimizer)
-            else:
-                client.before_step(optimizer)
-        except Exception:
-            log.exception("ckptd client: fence")  # never the trainer's problem (P5)
+        _safely(client.not_fenced if capturing else client.before_step, optimizer)
+    if capturing:
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure) or not _evaluates_first(optimizer):
+        _fence_all()
+        return None
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": _fencing(closure)}
+    return (args[0], _fencing(closure), *args[2:]), kwargs
+
+
+def _evaluates_first(optimizer: Optimizer) -> bool:
+    """Does this optimizer write nothing before its closure has returned? All of torch's own do so: forward and backward pass
+    run in the closure and need not wait. Another class may write first (SAM does), and so may a hook that runs after ours."""
+    others = len(torch_optimizer._global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks
+    return type(optimizer).step.__module__.startswith("torch.optim.") and not others
+
+
+def _fencing(closure: Callable[..., Any]) -> Callable[..., Any]:
+    """The same closure; nothing is written after it has returned while a capture still reads. LBFGS calls it many times."""
+
+    @functools.wraps(closure)
+    def fencing(*args: Any, **kwargs: Any) -> Any:
+        value = closure(*args, **kwargs)
+        _fence_all()
+        return value
+
+    return fencing
+
+
+def _fence_all() -> None:
+    for client in list(_clients.live):
+        _safely(client.fence)
+
+
+def _safely(call: Callable[..., None], *args: Any) -> None:
+    try:
+        call(*args)
+    except Exception:
+        log.exception("ckptd client: fence")  # never the trainer's problem (P5)
 
 
 def _wrap_averaged_model() -> None:
@@ -83,8 +123,7 @@ def _wrap_averaged_model() -> None:
     @functools.wraps(update)
     def fenced(self: Any, *args: Any, **kwargs: Any) -> None:
         if _switches.FENCE:
-            for client in list(_clients.live):
-                client.fence()
+            _fence_all()
         update(self, *args, **kwargs)
 
     model.update_parameters = fenced  # type: ignore[method-assign]
