@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import optim, resolve, rng, tree
+from ckptd_client import nested, optim, resolve, rng, tree
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner, State
 from ckptd_client.load import Memory
@@ -102,10 +102,10 @@ class Objects:
 
     def _set_states(self, strict: bool) -> None:
         for new in self._wanted.states:
-            odd = self.trees.get(f"{new.owner.name}.{resolve.ODD}", {}).get(new.key, {})
+            odd = self.trees.get(f"{new.owner.name}.{resolve.ODD}", {}).get(optim.odd_key(new.holder.label, new.key), {})
             tensors = dict(new.tensors)
             state = {name: optim.flesh(bones, tensors) for name, bones in odd.items()} | tensors
-            of_all = new.owner.value.state
+            of_all = new.holder.optimizer.state
             if state:
                 if strict and new.parameter in of_all:
                     of_all[new.parameter].clear()
@@ -122,8 +122,9 @@ class Objects:
             groups = self.trees.get(f"{owner.name}.{resolve.GROUPS}")
             if groups is not None:
                 optim.apply_groups(owner, self._state.params, groups, _write)
-            for name, value in self.trees.get(f"{owner.name}.{resolve.ODD}", {}).get("", {}).items():
-                owner.value.state[name] = value
+            odd = self.trees.get(f"{owner.name}.{resolve.ODD}", {})
+            for label, optimizer in nested.names(owner.value):
+                optimizer.state.update(odd.get(label and f":{label}", {}))
         elif owner.name in self.trees:
             self._set_value(owner, self.trees[owner.name], result)
 

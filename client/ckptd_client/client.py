@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ckptd.core.errors import CkptdError
 from ckptd.wire import rank as wire
 from ckptd.wire.names import job_key
-from ckptd_client import autostart, fence, resolve, sockets
+from ckptd_client import autostart, fence, nested, resolve, sockets, watch
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
 from ckptd_client.entries import KeyMap
@@ -96,6 +96,7 @@ class Client:
         if not up:
             client._no_daemon(required)
         fence.join(client)
+        watch.install()
         return client
 
     def _start_daemon(self, path: str, required: bool) -> None:
@@ -125,6 +126,7 @@ class Client:
         replicated: Patterns = (),
         fenced: bool = False,
         key_map: KeyMap | None = None,
+        without: Patterns = (),
         **objects: Any,
     ) -> None:
         """Name what a snapshot holds: modules, optimizers, anything with state_dict/load_state_dict, tensors, plain nested
@@ -134,12 +136,13 @@ class Client:
         ranks that have them; of what is sharded over a sub-mesh, equal on all sub-meshes like it. Buffers that DDP broadcasts
         are its first rank's whatever a pattern says; only its own whole key declares such a buffer. fenced: you call
         ``client.fence()`` before you write these tensors by hand, so they may be copied in the background. key_map: renames
-        keys, {old prefix: new prefix} or a function. Raises TypeError naming the path of a value that cannot be saved without
-        pickle, and its remedy.
+        keys, {old prefix: new prefix} or a function. without: keys of parameters whose optimizer state is meant to be absent;
+        any other parameter that an unregistered optimizer steps fails its snapshots. Raises TypeError naming the path of a
+        value that cannot be saved without pickle, and its remedy.
         """
         self._registry.register(
-            objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map
-        )
+            objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map, without=without
+        )  # fmt: skip
 
     # --- restoring ----------------------------------------------------------------------------------------------
     def restore(
@@ -256,7 +259,7 @@ class Client:
     def not_fenced(self, optimizer: Optimizer) -> None:
         """This optimizer is replayed by a graph: what it writes is copied before snapshot() returns from now on."""
         for owner in self._registry.of_kind("optimizer"):
-            if owner.value is optimizer:
+            if optimizer in nested.optimizers(owner.value):
                 owner.writes_unfenced = True
 
     @property

@@ -36,6 +36,7 @@ class Owner:
     key_map: KeyMap | None = None
     writes_unfenced: bool = False
     thawed: bool = False  # its frozen parameters change too often to be kept apart
+    since: int = 0  # when it was registered (watch.now)
 
     def takes(self, key: str) -> bool:
         """Patterns are shell patterns on whole keys (``model.head.*``)."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
+from ckptd_client import nested
 from ckptd_client.entries import Copies, Entry, Mode, Owner
 from ckptd_client.naming import is_dtensor
 
@@ -19,8 +20,8 @@ TENSOR_AT = "$tensor"
 NameOf = Mapping[int, Entry]  # id(parameter) -> its entry
 
 
-def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
+def parameters(owner: Owner) -> Iterator[Tensor]:
+    for _, group in nested.groups(owner.value):
         yield from group["params"]
 
 
@@ -38,24 +39,43 @@ def key_of(owner: Owner, parameter: Tensor, known: NameOf) -> str:
 
 def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, Any]]:
     """Tensors of the optimizer's state as entries, and what is not a tensor: {key: {path: value}}."""
-    optimizer: Optimizer = owner.value
     mode = Mode.SYNC if owner.writes_unfenced else Mode.FENCED
     entries: list[Entry] = []
     odd: dict[str, Any] = {}
-    for parameter, state in list(optimizer.state.items()):
-        if not isinstance(parameter, Tensor):
-            odd.setdefault("", {})[str(parameter)] = state
-            continue
-        key = key_of(owner, parameter, known)
-        copies = _copies_like(known[id(parameter)])
-        for name, value in state.items():
-            for path, leaf in tensor_leaves(name, value):
-                full = f"{owner.name}.{key}.{path}"
-                if owner.takes(full):
-                    entries.append(Entry(full, leaf, "optim", owner, mode, copies))
-            if not isinstance(value, Tensor):
-                odd.setdefault(key, {})[name] = skeleton(name, value)
+    held = nested.holders(owner.value)
+    for name_here, optimizer in nested.names(owner.value):
+        for parameter, state in list(optimizer.state.items()):
+            if not isinstance(parameter, Tensor):
+                odd.setdefault(name_here and f":{name_here}", {})[str(parameter)] = state
+                continue
+            label = nested.label_of(optimizer, parameter, held)
+            key = key_of(owner, parameter, known)
+            copies = _copies_like(known[id(parameter)])
+            for name, value in state.items():
+                for path, leaf in tensor_leaves(name, value):
+                    full = f"{owner.name}.{key}.{_labelled(label, path)}"
+                    if owner.takes(full):
+                        entries.append(Entry(full, leaf, "optim", owner, mode, copies))
+                if not isinstance(value, Tensor):
+                    odd.setdefault(odd_key(label, key), {})[name] = skeleton(name, value)
     return entries, odd
+
+
+def _labelled(label: str, path: str) -> str:
+    return f"{label}.{path}" if label else path
+
+
+def odd_key(label: str, key: str) -> str:
+    return f"{label}:{key}" if label else key
+
+
+def of_label(saved: Mapping[str, str], label: str, labels: Iterable[str]) -> dict[str, str]:
+    """What of a parameter's saved state, {path: key}, is the holder's with this label; the innermost one takes what carries
+    the label of no other."""
+    prefixes = tuple(f"{other}." for other in labels if other)
+    if label:
+        return {path[len(label) + 1 :]: key for path, key in saved.items() if path.startswith(f"{label}.")}
+    return {path: key for path, key in saved.items() if not path.startswith(prefixes)}
 
 
 def _copies_like(parameter: Entry) -> Copies | None:
@@ -100,18 +120,22 @@ def flesh(bones: Any, tensors: dict[str, Tensor]) -> Any:
 
 def group_of_each(owner: Owner, known: NameOf) -> dict[str, int]:
     """parameter key -> index of its group. Raises CkptdError for a parameter of nothing registered."""
+    held = nested.holders(owner.value)
     return {
-        key_of(owner, parameter, known): index
-        for index, group in enumerate(owner.value.param_groups)
+        odd_key(nested.label_of(optimizer, parameter, held), key_of(owner, parameter, known)): index
+        for index, (optimizer, group) in enumerate(nested.groups(owner.value))
         for parameter in group["params"]
     }
 
 
 def groups_tree(owner: Owner, of: Mapping[str, int]) -> dict[str, Any]:
     """{"groups": [hyperparameters], "of": {parameter key: index into groups}}: per key, said once per group."""
-    optimizer: Optimizer = owner.value
-    groups = [{k: v for k, v in group.items() if k not in IMPLEMENTATION} for group in optimizer.param_groups]
+    groups = [hyperparameters(group) for _, group in nested.groups(owner.value)]
     return {"groups": groups, "of": of}
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in IMPLEMENTATION}
 
 
 def merge_groups(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -177,9 +201,8 @@ def apply_groups(
 def check_groups(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[str]:
     """Mismatches: parameters that nothing was saved for, groups whose parameters had different hyperparameters."""
     problems = []
-    for index, group in enumerate(owner.value.param_groups):
-        keys = [key_of(owner, parameter, known) for parameter in group["params"]]
-        missing = [key for key in keys if key not in tree["of"]]
+    for index, (group, keys) in enumerate(_keys_of_groups(owner, known)):
+        missing = [key for key in keys if key not in tree["of"] and hyperparameters(group)]
         problems += [f"{owner.name}: no hyperparameters for {key}" for key in missing]
         saved = {tree["of"][key] for key in keys if key in tree["of"]}
         first = min(saved, default=0)
@@ -193,11 +216,17 @@ def check_groups(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[s
 def _wanted_groups(
     owner: Owner, known: NameOf, tree: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    for group in owner.value.param_groups:
-        keys = [key_of(owner, parameter, known) for parameter in group["params"]]
+    for group, keys in _keys_of_groups(owner, known):
         index = next((tree["of"][key] for key in keys if key in tree["of"]), None)
         if index is not None:
             yield group, tree["groups"][index]
+
+
+def _keys_of_groups(owner: Owner, known: NameOf) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    held = nested.holders(owner.value)
+    for optimizer, group in nested.groups(owner.value):
+        labels = ((nested.label_of(optimizer, parameter, held), parameter) for parameter in group["params"])
+        yield group, [odd_key(label, key_of(owner, parameter, known)) for label, parameter in labels]
 
 
 def empty_state(

@@ -11,7 +11,7 @@ import torch
 from ckptd.core.balance import balanced_plan, plan_id, plan_id_apart
 from ckptd.core.layout import REPLICA, Fragment, Layout
 from ckptd.core.layout_build import LayoutItem, build_layout, place
-from ckptd_client import _switches, optim
+from ckptd_client import _switches, nested, optim
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import is_dtensor, local_of
 from ckptd_client.registry import Registry
@@ -170,21 +170,19 @@ def predicted_bytes(registry: Registry, state: State, world: World, replicas: in
 
 
 def _unborn(registry: Registry, state: State, world: World) -> list[Slice]:
+    """Of each parameter's innermost optimizer; what a wrapper will add nobody knows."""
     found: list[Slice] = []
     for owner in registry.of_kind("optimizer"):
-        for group in owner.value.param_groups:
-            count = optim.lazy_tensors(owner.value, group)
-            for parameter in group["params"]:
-                if parameter.requires_grad and not owner.value.state.get(parameter):
-                    entry = state.params[id(parameter)]
-                    parts = slices_of(replace(entry, role="optim"), world)
-                    found += [
-                        replace(p, key=f"{owner.name}.{p.key}.{n}") for n in range(count) for p in parts
-                    ]
-                    counter = replace(
-                        entry, tensor=_COUNTER, key=f"{owner.name}.{entry.key}.step", role="optim"
-                    )
-                    found += slices_of(
-                        replace(counter, copies=None if is_dtensor(parameter) else entry.copies), world
-                    )
+        held = nested.holders(owner.value)
+        for parameter in optim.parameters(owner):
+            optimizer, group, _ = held[id(parameter)][0]
+            if parameter.requires_grad and not optimizer.state.get(parameter):
+                found += _unborn_of(owner, optim.lazy_tensors(optimizer, group), state.params[id(parameter)], world)
     return found
+
+
+def _unborn_of(owner: Owner, count: int, entry: Entry, world: World) -> list[Slice]:
+    parts = slices_of(replace(entry, role="optim"), world)
+    found = [replace(p, key=f"{owner.name}.{p.key}.{n}") for n in range(count) for p in parts]
+    counter = replace(entry, tensor=_COUNTER, key=f"{owner.name}.{entry.key}.step", role="optim")
+    return found + slices_of(replace(counter, copies=None if is_dtensor(entry.tensor) else entry.copies), world)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ckptd_client import _switches, naming
+from ckptd_client import _switches, naming, nested, watch
 from ckptd_client.entries import State
 from ckptd_client.plan import Plan
 from ckptd_client.registry import Registry
@@ -31,7 +31,6 @@ class Recall:
         self._version = registry.version
         self._modules = [owner.value for owner in registry.of_kind("module")]
         self._parts = [part for module in self._modules for part in module.modules()]
-        self._optimizers = [owner.value for owner in registry.of_kind("optimizer")]
         self._tensors = [weakref.ref(entry.tensor) for entry in state.entries]
         self._kinds = [_kind(entry.tensor) for entry in state.entries]
         self._seen = self._look()
@@ -62,6 +61,7 @@ class Recall:
             *flags,
             int(_switches.SYNC_COPIES),
             *map(id, chain(self._in_modules(), self._in_optimizers())),
+            *chain.from_iterable((id(optimizer), len(optimizer.state)) for optimizer in watch.stepped()),
         ]
 
     def _in_modules(self) -> Iterator[object]:
@@ -72,7 +72,9 @@ class Recall:
         )
 
     def _in_optimizers(self) -> Iterator[object]:
-        for optimizer in self._optimizers:
+        owners = self._registry.of_kind("optimizer")
+        for optimizer in chain.from_iterable(nested.optimizers(owner.value) for owner in owners):
+            yield optimizer
             yield from chain.from_iterable(group["params"] for group in optimizer.param_groups)
             yield from optimizer.state
             yield from chain.from_iterable(state.values() for state in optimizer.state.values())

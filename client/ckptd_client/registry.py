@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import tree
+from ckptd_client import nested, optim, tree, watch
 from ckptd_client.entries import KeyMap, Owner
 from ckptd_client.naming import loaded
 from ckptd_client.scaler import ScalerState
@@ -23,6 +23,7 @@ class Registry:
     def __init__(self) -> None:
         self.owners: dict[str, Owner] = {}
         self.version = 0  # grows with every register()
+        self.without: tuple[str, ...] = ()  # parameters whose optimizer state is meant to be absent
 
     def register(
         self,
@@ -33,6 +34,7 @@ class Registry:
         replicated: Patterns = (),
         fenced: bool = False,
         key_map: KeyMap | None = None,
+        without: Patterns = (),
     ) -> list[Owner]:
         """Raises TypeError naming the path of a value that cannot be saved; nothing is registered then."""
         found: list[Owner] = []
@@ -41,8 +43,10 @@ class Registry:
                 owner = Owner(
                     path, kind, item, _tuple(include), _tuple(exclude), _tuple(replicated), fenced, key_map
                 )
+                owner.since = watch.now()
                 _check(owner)
                 found.append(owner)
+        self.without += _tuple(without)
         self.owners.update({owner.name: owner for owner in found})
         self.version += 1
         return found
@@ -90,6 +94,8 @@ def _kind(value: Any) -> str:
         return "stateful"
     if isinstance(value, dict) and any(_live(item) for item in value.values()):
         return "nest"
+    if isinstance(value, list | tuple) and value and all(isinstance(item, Optimizer) for item in value):
+        return "optimizer"  # one for all: no position in the list is part of a name
     if isinstance(value, list | tuple) and any(_live(item) for item in value):
         return "nest"
     return "value"
@@ -107,10 +113,7 @@ def _check(owner: Owner) -> None:
     elif owner.kind == "value":
         tree.encode(owner.value, owner.name, _any_tensor)
     elif owner.kind == "optimizer":
-        hyper = [
-            {k: v for k, v in group.items() if k != "params"}
-            for group in cast(Optimizer, owner.value).param_groups
-        ]
+        hyper = [optim.hyperparameters(group) for _, group in nested.groups(owner.value)]
         tree.encode(hyper, f"{owner.name}.param_groups", _any_tensor)
 
 

@@ -87,7 +87,7 @@ class _Resolver:
             id(parameter)
             for owner in self._optimizers
             if not owner.writes_unfenced
-            for parameter in optim.parameters(owner.value)
+            for parameter in optim.parameters(owner)
         }
         for owner in registry.of_kind("module"):
             self._module(owner)

@@ -16,7 +16,7 @@ from ckptd.core.events import NO_MEMORY
 from ckptd.core.failpoint import failpoint
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
-from ckptd_client import fence, libc, resolve
+from ckptd_client import complete, fence, libc, resolve
 from ckptd_client.capture import Engine
 from ckptd_client.entries import State
 from ckptd_client.frozen import FrozenCapture, FrozenSlot
@@ -189,6 +189,7 @@ class Snapshots:
             if not state.inside and len(packed) <= recall.plan.objects_max:
                 return tensors, packed, recall.plan
         state = resolve.tensors(self._registry)
+        complete.check(self._registry, state)
         resolve.objects(self._registry, state, step, meta)
         packed = msgpack.packb(state.objects)
         replicas = int(session.policy.get("replicas", 0))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ckptd.core.box import Box
-from ckptd_client import dtypes, optim, resolve, rng, tree
+from ckptd_client import dtypes, nested, optim, resolve, rng, tree
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import local_of
+from ckptd_client.nested import Holder
 from ckptd_client.registry import Registry
 from ckptd_client.slices import Slice, slices_of
 from ckptd_client.world import World
@@ -46,6 +48,7 @@ class NewState:
     """What an optimizer will hold for one parameter: tensors by path, in place or newly made."""
 
     owner: Owner
+    holder: Holder
     parameter: Tensor
     key: str  # the parameter's
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -95,6 +98,7 @@ class _Matcher:
         self._only = only or (lambda key: True)
         self.result = Wanted()
         self._claimed: set[str] = set()
+        self._made: dict[tuple[str, torch.device], Tensor] = {}  # optimizer state that is born here, by its key in the snapshot
         self._tensors()
         self._tied()
         self._optimizers()
@@ -171,35 +175,40 @@ class _Matcher:
     # --- optimizers ---------------------------------------------------------------------------------------------
     def _optimizers(self) -> None:
         for owner in self._registry.of_kind("optimizer"):
-            saved = self._saved_state(owner)
-            for group in owner.value.param_groups:
-                for parameter in group["params"]:
-                    key = optim.key_of(owner, parameter, self._state.params)
-                    if self._only(f"{owner.name}.{key}."):
-                        self._state_of(owner, group, parameter, key, saved.get(key, {}))
+            saved, held = self._saved_state(owner), nested.holders(owner.value)
+            for parameter in optim.parameters(owner):
+                key = optim.key_of(owner, parameter, self._state.params)
+                if not self._only(f"{owner.name}.{key}."):
+                    continue
+                holders = held.pop(id(parameter), [])
+                labels = [holder.label for holder in holders]
+                for holder in holders:
+                    own = optim.of_label(saved.get(key, {}), holder.label, labels)
+                    self._state_of(owner, holder, parameter, key, own)
 
     def _saved_state(self, owner: Owner) -> dict[str, dict[str, str]]:
-        """parameter key (as it is called here) -> {path: key in the snapshot}."""
+        """parameter key (as it is called here) -> {path: key in the snapshot}. What parameters share (a quantiser's table) was
+        saved once, under the name of the first."""
         here = {entry.key: entry.key for entry in self._state.params.values()}
         here.update({alias: canonical for alias, canonical in self._state.aliases if canonical in here})
         found: dict[str, dict[str, str]] = {}
         prefix = owner.name + "."
-        for key, (_, _, role) in self._catalogue.tensors.items():
-            if role != "optim" or not key.startswith(prefix):
-                continue
-            head = key[len(prefix) :]
+        own = ((key, key) for key, (_, _, role) in self._catalogue.tensors.items() if role == "optim")
+        shared = ((key, source) for key, source in self._catalogue.aliases.items() if source in self._catalogue.tensors)
+        for key, source in chain(own, shared):
+            head = key.removeprefix(prefix) if key.startswith(prefix) else ""
             while "." in head:
                 head = head.rpartition(".")[0]
                 if head in here:
-                    found.setdefault(here[head], {})[key[len(prefix) + len(head) + 1 :]] = key
+                    found.setdefault(here[head], {})[key[len(prefix) + len(head) + 1 :]] = source
                     break
         return found
 
     def _state_of(
-        self, owner: Owner, group: dict[str, Any], parameter: Tensor, key: str, saved: dict[str, str]
+        self, owner: Owner, holder: Holder, parameter: Tensor, key: str, saved: dict[str, str]
     ) -> None:
-        new = NewState(owner, parameter, key)
-        existing = owner.value.state.get(parameter) or {}
+        new = NewState(owner, holder, parameter, key)
+        existing = holder.optimizer.state.get(parameter) or {}
         present = {
             path: leaf for name, value in existing.items() for path, leaf in optim.tensor_leaves(name, value)
         }
@@ -209,9 +218,13 @@ class _Matcher:
                 self._problem(f"{owner.name}.{key}.{path}: not in the snapshot")
         for path, source in saved.items():
             tensor = present.get(path)
+            made = (source, parameter.device)
+            if tensor is None and made in self._made:
+                new.tensors[path] = self._made[made]  # shared with another parameter, as it was
+                continue
             dtype, shape, _ = self._catalogue.tensors[source]
             if tensor is None:
-                tensor = optim.empty_state(parameter, group, shape, dtypes.TORCH[dtype])
+                tensor = self._made[made] = optim.empty_state(parameter, holder.group, shape, dtypes.TORCH[dtype])
             copies = (
                 None
                 if type(tensor) is not type(parameter) and tensor.ndim

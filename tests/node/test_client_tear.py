@@ -79,10 +79,10 @@ class Everything:
         found |= {f"ema.{name}": value for name, value in self.ema.items()}
         found |= {f"fenced_ema.{name}": value for name, value in self.fenced_ema.items()}
         names = {id(value): name for name, value in self.model.named_parameters()}
-        for index, optimizer in enumerate(self.optimizers):
+        for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
-                    found[f"optimizers.{index}.model.{names[id(parameter)]}.{key}"] = value
+                    found[f"optimizers.model.{names[id(parameter)]}.{key}"] = value
         return {name: value.clone() for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 

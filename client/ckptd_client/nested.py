@@ -1,0 +1,119 @@
+"""Optimizers inside of a registered one: lists, containers, wrappers such as SAM, Lookahead or Accelerate's (design D7, P15).
+
+The innermost optimizer that holds a parameter names its state by the parameter alone; a wrapper's own state for the same
+parameter carries the wrapper's class name. No position in any list is part of a name, so another split of the parameters
+over optimizers finds the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+_OF_THE_CLASS = frozenset({"param_groups", "state", "defaults"})  # attributes of an optimizer that hold none
+
+
+class Holder(NamedTuple):
+    """An optimizer that may have state for a parameter. ``label``: "" for the innermost one."""
+
+    optimizer: Optimizer
+    group: dict[str, Any]
+    label: str
+
+
+def optimizers(value: Any) -> list[Optimizer]:
+    """``value``: an optimizer, or a list or dict of such. All of them and what they hold, the innermost first, each once."""
+    found: dict[int, Optimizer] = {}
+    _collect(value, found, set())
+    return list(found.values())
+
+
+def _collect(value: Any, found: dict[int, Optimizer], above: set[int]) -> None:
+    if isinstance(value, Optimizer):
+        if id(value) in above or id(value) in found:
+            return
+        above.add(id(value))
+        for name, inner in vars(value).items():
+            if name not in _OF_THE_CLASS:
+                _collect(inner, found, above)
+        found[id(value)] = value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            if isinstance(item, Optimizer):
+                _collect(item, found, above)
+    elif isinstance(value, dict):
+        for item in value.values():
+            if isinstance(item, Optimizer):
+                _collect(item, found, above)
+
+
+def inside(value: Any) -> list[Optimizer]:
+    """The optimizers in something that steps as an optimizer does without being one (Megatron's, Apex's): its own
+    ``state_dict()`` speaks for them. A scheduler holds an optimizer too, but has no ``zero_grad``."""
+    found: dict[int, Optimizer] = {}
+    _below(value, found, set())
+    return list(found.values())
+
+
+def _below(value: Any, found: dict[int, Optimizer], above: set[int]) -> None:
+    if id(value) in above or not callable(getattr(value, "zero_grad", None)):
+        return
+    above.add(id(value))
+    _collect(value, found, set())
+    for part in list(getattr(value, "__dict__", {}).values()):
+        for item in part if isinstance(part, list | tuple) else [part]:
+            _below(item, found, above)
+
+
+def with_state(value: Any) -> Iterator[Optimizer]:
+    """Those of ``optimizers`` whose state is their own: Accelerate's wrapper shows the inner one's."""
+    seen: set[int] = set()
+    for optimizer in optimizers(value):
+        if id(optimizer.state) not in seen:
+            seen.add(id(optimizer.state))
+            yield optimizer
+
+
+def groups(value: Any) -> list[tuple[Optimizer, dict[str, Any]]]:
+    """Each parameter group once, wherever it is shared; innermost first."""
+    seen: set[int] = set()
+    found = []
+    for optimizer in optimizers(value):
+        for group in optimizer.param_groups:
+            if id(group) not in seen:
+                seen.add(id(group))
+                found.append((optimizer, group))
+    return found
+
+
+def holders(value: Any) -> dict[int, list[Holder]]:
+    """id(parameter) -> the optimizers that hold it."""
+    found: dict[int, list[Holder]] = {}
+    for optimizer in with_state(value):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                others = found.setdefault(id(parameter), [])
+                others.append(Holder(optimizer, group, _label(optimizer, others)))
+    return found
+
+
+def _label(optimizer: Optimizer, others: list[Holder]) -> str:
+    if not others:
+        return ""
+    name, taken = type(optimizer).__name__, {other.label for other in others}
+    return next(label for n in range(len(others) + 1) if (label := f"{name}{n or ''}") not in taken)
+
+
+def label_of(optimizer: Optimizer, parameter: Tensor, held: Mapping[int, list[Holder]]) -> str:
+    return next((h.label for h in held.get(id(parameter), ()) if h.optimizer is optimizer), "")
+
+
+def names(value: Any) -> list[tuple[str, Optimizer]]:
+    """A name for each of ``with_state``, for what it keeps of no parameter: "" for the first."""
+    found: list[Holder] = []
+    for optimizer in with_state(value):
+        found.append(Holder(optimizer, {}, _label(optimizer, found)))
+    return [(holder.label, holder.optimizer) for holder in found]

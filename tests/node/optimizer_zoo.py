@@ -1,0 +1,137 @@
+"""Optimizers that hold others, and one whose state is shared, as the libraries that publish them build them.
+
+Written after torchtitan's OptimizersContainer, davda54's SAM, the Lookahead of several collections, Accelerate's wrapper and
+bitsandbytes' 8-bit optimizers; none of them is needed to run the tests.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+
+class Container(Optimizer):
+    """torchtitan's: one optimizer per model part, and an own group of all parameters without any hyperparameter."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        parts = list(parts)
+        self.optimizers = [AdamW(part.parameters(), lr=1e-2) for part in parts]
+        super().__init__([p for part in parts for p in part.parameters()], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+class Sam(Optimizer):
+    """Two forward passes to a step; its own state beside that of the base optimizer, under the same groups."""
+
+    def __init__(self, params: Iterable[Tensor], base: type[Optimizer] = AdamW, **how: Any) -> None:
+        super().__init__(params, {"rho": 0.05, **how})
+        self.base_optimizer = base(self.param_groups, **how)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old_p"] = p.detach().clone()
+        self.base_optimizer.step()
+
+
+class Lookahead(Optimizer):
+    """Slow weights in a state of its own, a counter under the name of the inner one's, no call of super().__init__."""
+
+    def __init__(self, optimizer: Optimizer, k: int = 2) -> None:
+        self.optimizer, self.k = optimizer, k
+        self.param_groups = optimizer.param_groups
+        self.defaults = optimizer.defaults
+        self.state: Any = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                step = self.state[p].setdefault("step", torch.zeros(()))
+                step += 1
+                if step % self.k == 0:
+                    slow.add_(p - slow, alpha=0.5)
+                    p.copy_(slow)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class Wrapper(Optimizer):
+    """Accelerate's: everything is the inner one's, by property."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+class EightBit(Optimizer):
+    """bitsandbytes': the table that codes are looked up in is one tensor for all parameters."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.qmap = torch.linspace(-1, 1, 256)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "state1": torch.full(p.shape, 128, dtype=torch.uint8), "qmap1": self.qmap}
+                state["step"] += 1
+                moment = state["qmap1"][state["state1"].long()] * 0.9 + p.grad.clamp(-1, 1) * 0.1
+                state["state1"].copy_(((moment + 1) * 127.5).round().to(torch.uint8))
+                p.sub_(moment, alpha=group["lr"])
+
+
+def sam(model: nn.Module) -> Optimizer:
+    return Sam(model.parameters(), AdamW, lr=1e-2)
+
+
+HOLDING: dict[str, Callable[[nn.Sequential], Optimizer]] = {
+    "container": lambda model: Container([model[:1], model[1:]]),
+    "sam": sam,
+    "lookahead": lambda model: Lookahead(AdamW(model.parameters(), lr=1e-2)),
+    "wrapper": lambda model: Wrapper(AdamW(model.parameters(), lr=1e-2)),
+    "nested": lambda model: Lookahead(Lookahead(SGD(model.parameters(), lr=1e-2, momentum=0.9))),
+}

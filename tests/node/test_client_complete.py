@@ -1,0 +1,224 @@
+"""P15: a snapshot holds all that training needs to go on, or it fails and says by name what it lacks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ckptd_client import CkptdError, Client
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.node.client_training import load, net, save
+from tests.node.optimizer_zoo import HOLDING, EightBit
+from tests.node.rank_daemon_double import RankDaemonDouble
+
+
+def train(model: nn.Module, optimizers: list[Any], steps: int) -> list[float]:
+    """The losses, of batches that are always the same."""
+    losses = []
+    for step in range(steps):
+        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
+        loss = model(batch).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def refused(daemon: RankDaemonDouble, **objects: Any) -> str:
+    """Why these could not be restored; "" when they were."""
+    try:
+        load(daemon, **objects)
+    except CkptdError as error:
+        return str(error)
+    return ""
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_goes_on(
+    daemon: RankDaemonDouble, make: Callable[[nn.Sequential], Optimizer], **how: Any
+) -> tuple[nn.Module, Any]:
+    """A job that was restored trains on as if it had never been interrupted, to the last bit. The restored one."""
+    model = net()
+    optimizer = make(model)
+    train(model, [optimizer], 3)
+    save(daemon, model=model, optimizer=optimizer)
+    expected = train(model, [optimizer], 4)
+    fresh = net()
+    other = make(fresh)
+    load(daemon, how, model=fresh, optimizer=other)
+    assert train(fresh, [other], 4) == expected
+    assert all(map(torch.equal, parameters_of(fresh), parameters_of(model)))
+    return fresh, other
+
+
+@pytest.mark.parametrize("kind", HOLDING)
+def test_an_optimizer_that_holds_others_comes_back_with_all_their_state(daemon: RankDaemonDouble, kind: str) -> None:
+    assert_goes_on(daemon, HOLDING[kind])
+
+
+def test_the_state_of_a_container_is_found_by_another_split_and_by_no_container(daemon: RankDaemonDouble) -> None:
+    """Another pipeline split gives other positions in the container, and other optimizers altogether."""
+    model = net()
+    first = [AdamW(model[:1].parameters(), lr=1e-2), AdamW(model[1:].parameters(), lr=1e-2)]
+    train(model, first, 3)
+    save(daemon, model=model, optimizers=first)
+    expected = train(model, first, 4)
+    for split in (2, 3):
+        fresh = net()
+        parts = [part for part in (fresh[split:], fresh[:split]) if list(part.parameters())]
+        others = [AdamW(part.parameters(), lr=5e-2) for part in parts]
+        assert not refused(daemon, model=fresh, optimizers=others)
+        assert train(fresh, others, 4) == expected
+
+
+def test_two_optimizers_of_the_same_parameters_keep_their_states_apart(daemon: RankDaemonDouble) -> None:
+    def make(model: nn.Module) -> list[Optimizer]:
+        return [SGD(model.parameters(), lr=1e-2, momentum=0.9), SGD(model.parameters(), lr=1e-3, momentum=0.5)]
+
+    model = net()
+    both = make(model)
+    train(model, both, 3)
+    save(daemon, model=model, optimizers=both)
+    expected = train(model, both, 4)
+    fresh = net()
+    others = make(fresh)
+    load(daemon, model=fresh, optimizers=others)
+    assert train(fresh, others, 4) == expected
+
+
+def test_what_parameters_share_is_saved_once_and_comes_back_shared(daemon: RankDaemonDouble) -> None:
+    model = net()
+    optimizer = EightBit(model.parameters())
+    train(model, [optimizer], 2)
+    save(daemon, model=model, optimizer=optimizer)
+    expected = train(model, [optimizer], 4)
+    fresh = net()
+    other = EightBit(fresh.parameters())
+    load(daemon, model=fresh, optimizer=other)
+    tables = [other.state[parameter].get("qmap1") for parameter in fresh.parameters()]
+    assert all(table is tables[0] is not None for table in tables), tables
+    assert train(fresh, [other], 4) == expected
+    stored = [f.key for f in daemon.held[1, 1][0].layout.fragments if f.key.endswith("qmap1")]
+    assert len(stored) == 1
+
+
+def test_what_is_shared_comes_back_into_state_that_is_there(daemon: RankDaemonDouble) -> None:
+    model = net()
+    optimizer = EightBit(model.parameters())
+    train(model, [optimizer], 2)
+    save(daemon, model=model, optimizer=optimizer)
+    saved = [optimizer.state[parameter]["state1"].clone() for parameter in model.parameters()]
+    train(model, [optimizer], 2)
+    optimizer.qmap.zero_()
+    assert not refused(daemon, model=model, optimizer=optimizer)
+    assert torch.equal(optimizer.qmap, torch.linspace(-1, 1, 256))
+    assert all(map(torch.equal, saved, (optimizer.state[parameter]["state1"] for parameter in model.parameters())))
+
+
+# --- an optimizer that nobody registered --------------------------------------------------------------------
+def test_a_parameter_of_an_unregistered_optimizer_fails_the_snapshot_by_name(daemon: RankDaemonDouble) -> None:
+    model = net()
+    body, head = AdamW(model[:1].parameters(), lr=1e-2), AdamW(model[1:].parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=body)
+        client.restore()
+        train(model, [body, head], 2)
+        status = client.snapshot(2, must=True).wait("sealed", 30)
+        assert status.startswith("failed: incomplete: model.2.weight and 1 more"), status
+        (problem,) = client.health().problems
+        assert "AdamW" in problem
+        assert "without=" in problem  # and the remedy
+        assert not daemon.held
+        client.register(head=head)
+        train(model, [body, head], 1)
+        assert client.snapshot(3, must=True).wait("sealed", 30) == "durable"
+        assert client.health().problems == []
+
+
+def test_state_that_is_meant_to_be_absent_is_named_and_left_out(daemon: RankDaemonDouble) -> None:
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, without=["model.0.*"])
+        client.restore()
+        train(model, [optimizer], 2)
+        status = client.snapshot(2, must=True).wait("sealed", 30)
+        assert status.startswith("failed: incomplete: model.2.weight"), status
+        client.register(without=["model.2.weight", "model.2.bias"])
+        train(model, [optimizer], 1)
+        assert client.snapshot(3, must=True).wait("sealed", 30) == "durable"
+
+
+def test_an_optimizer_that_appears_later_is_seen(daemon: RankDaemonDouble) -> None:
+    model = net()
+    body, head = AdamW(model[:1].parameters(), lr=1e-2), AdamW(model[1:].parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=body)
+        client.restore()
+        for step in (1, 2, 3):
+            train(model, [body], 1)
+            assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
+        train(model, [body, head], 1)
+        assert client.snapshot(4, must=True).wait("sealed", 30).startswith("failed: incomplete: model.2")
+
+
+def test_an_optimizer_of_a_phase_that_is_over_is_not_missed(daemon: RankDaemonDouble) -> None:
+    """A warm-up's optimizer is still in a variable when the next one has taken over."""
+    model = net()
+    warm_up, optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9), AdamW(model.parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=optimizer)
+        client.restore()
+        train(model, [warm_up], 2)
+        assert client.snapshot(2, must=True).wait("sealed", 30).startswith("failed: incomplete: model.0.weight")
+        train(model, [optimizer], 2)
+        assert client.snapshot(4, must=True).wait("sealed", 30) == "durable"
+    assert warm_up.state
+
+
+class Application:
+    """Saves model and optimizer by itself, as the examples of torch.distributed.checkpoint do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+
+
+class Foreign(Application):
+    """Steps as an optimizer does without being torch's (Megatron's, Apex's); what it saves are copies."""
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": copy.deepcopy(self.optimizer.state_dict())}
+
+
+@pytest.mark.parametrize("kind", [Application, Foreign])
+def test_an_optimizer_that_another_object_saves_is_registered(
+    daemon: RankDaemonDouble, kind: type[Application]
+) -> None:
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    train(model, [optimizer], 3)
+    save(daemon, model=model, application=kind(optimizer))
+    expected = train(model, [optimizer], 4)
+    fresh = net()
+    other = AdamW(fresh.parameters(), lr=1e-2)
+    load(daemon, model=fresh, application=kind(other))
+    assert train(fresh, [other], 4) == expected
