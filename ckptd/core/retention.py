@@ -11,11 +11,26 @@ from ckptd.core.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class CommitInfo:
-    """A committed checkpoint. verified: it was read back whole; only then does it count as restorable."""
+    """A committed checkpoint. verified: it was read back whole; only then does it count as restorable. hidden: retention took
+    it out of sight and may still reveal it."""
 
     snapshot: SnapshotId
     keep: bool = False
     verified: bool = False
+    hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What stands on storage at one moment. record: the newest claim; leased: what somebody reads or is about to restore."""
+
+    record: EpochRecord | None
+    commits: Sequence[CommitInfo]
+    leased: frozenset[SnapshotId]
+
+    def may_go(self, policy: Policy) -> set[SnapshotId]:
+        """The checkpoints that nobody needs as things stand. Whatever else is hidden was hidden in error, and comes back."""
+        return {info.snapshot for info in keep(self.commits, policy, self.record)[1]} - self.leased
 
 
 def keep(

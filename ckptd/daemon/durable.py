@@ -65,7 +65,7 @@ class Durable:
             return
         try:
             record = await self._services.on_disk(newest_record, storage, job)
-            commits = await self._services.on_disk(list_durable, storage, job)
+            commits = await self._services.on_disk(list_durable, storage, job, self._services.policy)
         except (CkptdError, OSError) as error:
             self._services.health.report("storage", str(error))
             self._job.feed(ev.DurableRead(attempt, False, reason=str(error)))
@@ -207,7 +207,7 @@ class Durable:
     def _committed(self, do: ins.Commit) -> None:
         self._job.feed(ev.CommitDone(do.snapshot, do.attempt, True, ""))
         log.info("job=%s epoch=%d step=%d is durable", self._job.job, do.snapshot.epoch, do.snapshot.step)
-        self._retention.begin()
+        self._retention.begin(do.record)
 
     def _claim_and_commit(self, do: ins.Commit) -> None:
         storage = self._services.storage

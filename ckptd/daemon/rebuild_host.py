@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from ckptd.arena.arena import NoMemory, Slot, SlotRecord, Tenant
 from ckptd.core.errors import CkptdError
-from ckptd.core.ids import SnapshotId
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.instructions import MakeParity
 from ckptd.core.layout import Layout
 from ckptd.daemon.seats import settle
 from ckptd.daemon.services import Services
+from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.sums import FileDamage
 from ckptd.protect.columns import Columns
@@ -32,8 +33,9 @@ SCRATCH_META_BYTES = 0  # it is never sealed
 class RebuildHost:
     """``release()`` gives all room back, once all ranks have loaded or the round failed and its threads have ended."""
 
-    def __init__(self, services: Services, job: JobShell) -> None:
-        self._services, self._job = services, job
+    def __init__(self, services: Services, job: JobShell, record: EpochRecord) -> None:
+        """record: the epoch that is being opened."""
+        self._services, self._job, self._record = services, job, record
         self._lent: list[Slot] = []
         self._making: set[asyncio.Task[Slot]] = set()
         self._loop = asyncio.get_running_loop()
@@ -55,11 +57,16 @@ class RebuildHost:
         self._services.health.event("damage", text, job=self._job.job)
 
     def open_checkpoint(self, snapshot: SnapshotId) -> Checkpoint:
-        if self._services.storage is None:
+        """An epoch that was opened while storage did not answer has left no claim there, and without one retention cannot know
+        what the job goes on from. Where the claim cannot be written now, the lease protects what is read."""
+        storage, job = self._services.storage, self._job.job
+        if storage is None:
             raise CkptdError(
                 "this daemon has no storage", where=str(snapshot), hint="set storage_root on every node"
             )
-        return Checkpoint.open(self._services.storage, self._job.job, snapshot)
+        with contextlib.suppress(CkptdError):
+            claim_epoch(storage, job, self._record)
+        return Checkpoint.open(storage, job, snapshot)
 
     async def fetch(
         self, node: str, snapshot: SnapshotId, rank: int, spans: Sequence[tuple[int, int]], into: memoryview

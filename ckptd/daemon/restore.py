@@ -82,7 +82,7 @@ class Restore:
     # --- the machine's instructions -----------------------------------------------------------------------------
     def prepare(self, do: ins.PrepareRestore) -> None:
         self._drop_round()
-        host = RebuildHost(self._services, self._job)
+        host = RebuildHost(self._services, self._job, do.record)
         self._round = Round(do, host, self._services.now(), set(do.ranks))
         joined_at = self._joined_at.get(do.record.nonce)
         if joined_at is not None:

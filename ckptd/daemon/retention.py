@@ -8,13 +8,15 @@ from functools import partial
 from typing import Any
 
 from ckptd.core.errors import CkptdError
-from ckptd.daemon.services import Services
-from ckptd.persist.retention import retain
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.daemon.services import Services, log
+from ckptd.persist.retention import Retained, retain
 from ckptd.persist.storage.base import Storage
 
 RETENTION_TIMEOUT_S = 3600.0  # of one pass: this node alone reads whole checkpoints back before it deletes any
 CANCEL_PATIENCE_S = 5.0  # for a pass that was called off: it notices between two files, unless storage hangs
 KIND = "retention"
+PROBLEMS_TOLD_MAX = 5  # of the damage that one pass read back
 
 
 class Retention:
@@ -25,11 +27,12 @@ class Retention:
         self._services, self._job = services, job
         self._hung, self._hung_max = hung, hung_max
         self._due = self._running = False
+        self._epoch: EpochRecord | None = None
         self._cancelled = threading.Event()
 
-    def begin(self) -> None:
-        """There was a commit. One pass sees all that were there when it began."""
-        self._due = True
+    def begin(self, epoch: EpochRecord) -> None:
+        """This epoch committed something. One pass sees all that is there when it begins."""
+        self._due, self._epoch = True, epoch
         if not self._running and self._services.storage is not None:
             self._running = True
             self._services.spawn(self._run(self._services.storage), f"retention {self._job}")
@@ -53,7 +56,7 @@ class Retention:
         if len(self._hung) >= self._hung_max:
             raise CkptdError("storage does not let go of earlier tries", where=self._services.node.node)
         self._cancelled = cancelled = threading.Event()
-        call = partial(retain, storage, self._job, self._services.policy, cancelled=cancelled)
+        call = partial(retain, storage, self._job, self._services.policy, epoch=self._epoch, cancelled=cancelled)
         thread = self._services.flush.submit(call)
         work = asyncio.wrap_future(thread)
         await asyncio.wait({work}, timeout=RETENTION_TIMEOUT_S)
@@ -63,7 +66,14 @@ class Retention:
             await self._until_let_go(work)
         if work.cancelled():
             raise CkptdError(f"no flush thread was free for {RETENTION_TIMEOUT_S:.0f} s", where=self._job)
-        work.result()
+        self._tell(work.result())
+
+    def _tell(self, done: Retained) -> None:
+        for problem in done.problems[:PROBLEMS_TOLD_MAX]:
+            self._services.health.event(KIND, problem, job=self._job)
+        if done.hidden or done.revealed or done.deleted or done.ended:
+            gone = f"hid {_steps(done.hidden)}, revealed {_steps(done.revealed)}, deleted {len(done.deleted)}"
+            log.info("job=%s retention: %s%s", self._job, gone, f"; {done.ended}" if done.ended else "")
 
     async def _until_let_go(self, work: asyncio.Future[Any]) -> None:
         if work.done():
@@ -76,3 +86,7 @@ class Retention:
         finally:
             self._hung.discard(work)
             self._services.health.clear(KIND, job=self._job, which="hung")
+
+
+def _steps(snapshots: list[SnapshotId]) -> str:
+    return ", ".join(str(snapshot.step) for snapshot in snapshots) or "nothing"

@@ -17,7 +17,7 @@ from ckptd.core.layout import Layout
 from ckptd.persist import manifest as m
 from ckptd.persist import report as r
 from ckptd.persist.assemble import assemble
-from ckptd.persist.names import DATA, KEEP, MANIFEST, PART, SIDE, attempt_dir, epoch_dir, hidden_dir, step_dir
+from ckptd.persist.names import DATA, KEEP, MANIFEST, PART, SIDE, attempt_dir, epoch_dir, gone_dir, step_dir
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import (
     FileReader,
@@ -98,7 +98,9 @@ def _committed(storage: Storage, job: str, snapshot: SnapshotId) -> bool:
     except NotFound:
         return False
     except FileDamage:
-        return not storage.move_dir(step_dir(job, snapshot), hidden_dir(job, snapshot, secrets.token_hex(4)))
+        return not storage.move_dir(
+            step_dir(job, snapshot), gone_dir(step_dir(job, snapshot), secrets.token_hex(4))
+        )
     return True
 
 

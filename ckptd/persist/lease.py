@@ -13,7 +13,7 @@ import threading
 import time
 
 from ckptd.core.ids import SnapshotId
-from ckptd.persist.names import lease_prefix, leases_dir
+from ckptd.persist.names import lease_of, lease_prefix, leases_dir
 from ckptd.persist.storage.base import Storage, StorageError, list_or_empty, write_file
 
 LEASE_STALE_S = 900.0  # an older lease belongs to a dead reader
@@ -64,12 +64,13 @@ class Lease:
         self._path, self._taken_at = path, time.monotonic()
 
 
-def leased(storage: Storage, job: str, now_s: float, stale_s: float = LEASE_STALE_S) -> list[str]:
-    """Names of the leases that count, to be matched with lease_prefix(). now_s: the storage's clock. Drops the stale."""
-    fresh: list[str] = []
+def leased(storage: Storage, job: str, now_s: float, stale_s: float = LEASE_STALE_S) -> frozenset[SnapshotId]:
+    """What is being read, or about to be. now_s: the storage's clock. Drops the stale leases."""
+    fresh: set[SnapshotId] = set()
     for entry in list_or_empty(storage, leases_dir(job)):
-        if now_s - entry.mtime_s < stale_s:
-            fresh.append(entry.name)
-        else:
+        snapshot = lease_of(entry.name)
+        if now_s - entry.mtime_s >= stale_s:
             storage.delete(f"{leases_dir(job)}/{entry.name}")
-    return fresh
+        elif snapshot is not None:
+            fresh.add(snapshot)
+    return frozenset(fresh)

@@ -14,6 +14,9 @@ from ckptd.core.ids import SnapshotId
 MANIFEST = "manifest.json"
 KEEP = "keep"  # marker file: retention leaves this checkpoint alone; may be put there by hand
 VERIFIED = "verified"  # marker file: every byte was read back once
+HIDDEN_MANIFEST = "manifest.gone"  # what the manifest is called while retention hides its checkpoint ...
+DROPPED = "manifest.dropped"  # ... and from when the checkpoint can not come back any more
+RETIRED = "retired"  # marker file: as old as the hiding
 PART = ".part"
 GONE = ".gone"
 DATA = ".safetensors"
@@ -26,7 +29,8 @@ _EPOCH_NUMBER, _STEP_NUMBER = r"([0-9]{6}|[1-9][0-9]{6,18})", r"([0-9]{10}|[1-9]
 _EPOCH = re.compile(rf"epoch-{_EPOCH_NUMBER}")
 _STEP = re.compile(rf"step-{_STEP_NUMBER}")
 _ATTEMPT = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.part")
-_HIDDEN = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.gone")
+_GONE = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.gone")
+_LEASE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})-.+")
 _RECORD = re.compile(rf"epoch-{_EPOCH_NUMBER}\.json")
 
 
@@ -62,6 +66,12 @@ def lease_prefix(snapshot: SnapshotId) -> str:
     return f"{snapshot.epoch}-{snapshot.step}-"
 
 
+def lease_of(name: str) -> SnapshotId | None:
+    """The checkpoint that a lease of this name is for."""
+    found = _LEASE.fullmatch(name)
+    return SnapshotId(int(found[1]), int(found[2])) if found else None
+
+
 def epoch_dir(job: str, epoch: int) -> str:
     return f"{check_job(job)}/epoch-{epoch:06d}"
 
@@ -74,8 +84,9 @@ def attempt_dir(job: str, snapshot: SnapshotId, attempt: str) -> str:
     return f"{step_dir(job, snapshot)}.{check_attempt(attempt)}{PART}"
 
 
-def hidden_dir(job: str, snapshot: SnapshotId, token: str) -> str:
-    return f"{step_dir(job, snapshot)}.{check_attempt(token)}{GONE}"
+def gone_dir(pointer: str, token: str) -> str:
+    """Where the checkpoint at ``pointer`` is deleted."""
+    return f"{pointer}.{check_attempt(token)}{GONE}"
 
 
 def epoch_of_dir(name: str) -> int | None:
@@ -97,8 +108,8 @@ def is_attempt(name: str) -> bool:
     return _ATTEMPT.fullmatch(name) is not None
 
 
-def is_hidden(name: str) -> bool:
-    return _HIDDEN.fullmatch(name) is not None
+def is_gone(name: str) -> bool:
+    return _GONE.fullmatch(name) is not None
 
 
 def header_name(key: str, rank: int | None) -> str:

@@ -1,36 +1,44 @@
-"""Deleting old checkpoints, and what aborted attempts left: only what a newer, read-back checkpoint replaces (P12, D13)."""
+"""Deleting old checkpoints, and what aborted attempts left: only what a newer, read-back checkpoint replaces (P12, D13).
+
+A pass may take an hour, since it reads checkpoints back. Before each step that takes something away it looks anew at what
+stands on storage: claims, leases, checkpoints. It hides before it looks; a restore leaves its claim, or a lease, before it
+opens a checkpoint: one of them sees the other. What was hidden in error is revealed.
+"""
 
 from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
-from ckptd.core.retention import CommitInfo, keep
-from ckptd.persist.commits import list_commits
+from ckptd.core.retention import Standing, keep
+from ckptd.persist.commits import list_all
 from ckptd.persist.lease import LEASE_STALE_S, leased
 from ckptd.persist.lineage import newest_record
 from ckptd.persist.manifest import MANIFEST_BYTES_MAX
 from ckptd.persist.names import (
+    DROPPED,
+    HIDDEN_MANIFEST,
     MANIFEST,
     PART,
+    RETIRED,
     VERIFIED,
     check_job,
     epoch_dir,
     epoch_of_dir,
     epochs_dir,
-    hidden_dir,
     is_attempt,
-    is_hidden,
-    lease_prefix,
+    is_gone,
     step_dir,
     step_of_dir,
 )
+from ckptd.persist.pointer import drop, hide, reveal
 from ckptd.persist.storage.base import (
-    NotFound,
     Storage,
     StorageError,
     list_or_empty,
@@ -43,20 +51,25 @@ from ckptd.persist.verify import verify_at
 
 READER_GRACE_S = 60.0  # between hiding and deleting, for readers that could not leave a lease
 ATTEMPT_STALE_S = 3600.0  # without a write for so long an attempt is dead (write_timeout_s is minutes)
-RETIRED = "retired"
-HIDDEN_MANIFEST = "manifest.gone"
 CLOCK = "clock"  # a file written to learn the storage's time
 
 
 @dataclass
 class Retained:
-    """What one pass did. problems: damage found by reading back; those checkpoints do not count as restorable."""
+    """What one pass did. problems: damage found by reading back; those checkpoints do not count as restorable. ended: why it
+    stopped before its end."""
 
     kept: list[SnapshotId] = field(default_factory=list)
     hidden: list[SnapshotId] = field(default_factory=list)
+    revealed: list[SnapshotId] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     verified: list[SnapshotId] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    ended: str = ""
+
+
+class Superseded(CkptdError):
+    """The epoch that this pass decides for is not, or not any more, the newest claimed one."""
 
 
 def retain(
@@ -64,6 +77,7 @@ def retain(
     job: str,
     policy: Policy,
     *,
+    epoch: EpochRecord | None = None,
     grace_s: float = READER_GRACE_S,
     stale_s: float = LEASE_STALE_S,
     attempt_stale_s: float = ATTEMPT_STALE_S,
@@ -71,146 +85,185 @@ def retain(
 ) -> Retained:
     """One pass; call it after every commit. Hides what is doomed, and deletes what an earlier pass (or, with a grace of 0,
     this one) hid and nobody reads any more. Reads back what it needs to count on first. Raises StorageError, also when it was
-    called off; what it has not looked at by then stays."""
-    record = newest_record(storage, check_job(job))
+    called off; what it has not looked at by then stays.
+
+    epoch: on whose behalf; only the newest one that is claimed on storage may delete. None: whichever that is now.
+    """
     done = Retained()
-    commits = _proven(storage, job, list_commits(storage, job), policy, record, done, cancelled)
-    kept, doomed = keep(commits, policy, record)
-    done.kept = [info.snapshot for info in kept]
-    if list_or_empty(storage, job):
-        for info in doomed:
-            _stop_if(cancelled, job)
-            _hide(storage, job, info.snapshot, done)
+    if list_or_empty(storage, check_job(job)):
         now_s = _storage_clock(storage, job)
-        _sweep(storage, job, now_s, grace_s, stale_s, attempt_stale_s, done, cancelled)
+        epoch = epoch or newest_record(storage, job)
+        run = _Pass(storage, job, policy, epoch, now_s, stale_s, done, cancelled or threading.Event())
+        try:
+            run.hide_and_reveal()
+            run.drop_hidden((_storage_clock(storage, job) if done.hidden else now_s) - grace_s)
+        except Superseded as error:
+            done.ended = str(error)
+        run.sweep(now_s - attempt_stale_s)
     return done
 
 
-def _proven(
-    storage: Storage,
-    job: str,
-    commits: list[CommitInfo],
-    policy: Policy,
-    record: EpochRecord | None,
-    done: Retained,
-    cancelled: threading.Event | None,
-) -> list[CommitInfo]:
-    """Read back, newest first, as many checkpoints as ``keep`` needs to doom any; none when none could be doomed."""
-    hopeful = [replace(info, verified=True) for info in commits]
-    if not keep(hopeful, policy, record)[1]:
-        return commits
-    found = {info.snapshot: info for info in commits}
-    good = 0
-    for info in sorted(commits, key=lambda info: info.snapshot, reverse=True):
-        if record is not None and not record.is_candidate(info.snapshot):
-            continue
-        if not info.verified and _read_back(storage, job, info.snapshot, done, cancelled):
-            found[info.snapshot] = replace(info, verified=True)
-        good += found[info.snapshot].verified
-        if good >= max(policy.keep_last, 1):
-            break
-    return list(found.values())
+class _Pass:
+    def __init__(
+        self,
+        storage: Storage,
+        job: str,
+        policy: Policy,
+        epoch: EpochRecord | None,
+        now_s: float,
+        stale_s: float,
+        done: Retained,
+        cancelled: threading.Event,
+    ) -> None:
+        self._storage, self._job, self._policy, self._epoch = storage, job, policy, epoch
+        self._now_s, self._stale_s = now_s, stale_s  # the storage's clock, as the pass began
+        self._done, self._cancelled = done, cancelled
 
+    def hide_and_reveal(self) -> None:
+        standing = self._read_back(self._look())
+        may_go = standing.may_go(self._policy)
+        self._done.kept = [info.snapshot for info in standing.commits if info.snapshot not in may_go]
+        self._reveal(
+            info.snapshot for info in standing.commits if info.hidden and info.snapshot not in may_go
+        )
+        for info in standing.commits:
+            if info.snapshot in may_go and not info.hidden and self._may_go(info.snapshot):
+                self._hide(info.snapshot)
 
-def _read_back(
-    storage: Storage, job: str, snapshot: SnapshotId, done: Retained, cancelled: threading.Event | None
-) -> bool:
-    directory = step_dir(job, snapshot)
-    report = verify_at(storage, directory, cancelled=cancelled)
-    _stop_if(cancelled, job)
-    if not report.ok:
-        done.problems += [f"{report.path}: {problem}" for problem in report.problems]
-        return False
-    failpoint("persist.retain.verified")
-    # Its committer may not have come to that yet, or never will: nothing may go for what a power cut would still take back.
-    sync_above(storage, epoch_dir(job, snapshot.epoch))
-    manifest = read_file(storage, f"{directory}/{MANIFEST}", MANIFEST_BYTES_MAX)
-    put_file(storage, f"{directory}/{VERIFIED}", digest(manifest).hex().encode())
-    storage.sync_dir(directory)
-    done.verified.append(snapshot)
-    return True
+    def drop_hidden(self, before_s: float) -> None:
+        """Those whose grace is over. What a reader without a lease opened before it was hidden is read by then."""
+        for snapshot, entries in self._steps():
+            if MANIFEST in entries or entries.keys().isdisjoint((HIDDEN_MANIFEST, DROPPED)):
+                continue
+            self._stop_if_cancelled()
+            pointer = step_dir(self._job, snapshot)
+            if DROPPED not in entries:
+                if RETIRED not in entries:  # lost with the power: the grace time begins anew
+                    put_file(self._storage, f"{pointer}/{RETIRED}", b"")
+                    continue
+                if entries[RETIRED] > before_s or not self._may_go(snapshot):
+                    continue
+            if drop(self._storage, pointer):
+                self._done.deleted.append(self._storage.locate(pointer))
 
+    def sweep(self, before_s: float) -> None:
+        """What died in the middle of something, with its process or with the power."""
+        for directory in (self._job, epochs_dir(self._job)):
+            _drop_litter(self._storage, directory, before_s)
+        for snapshot, _ in self._steps():
+            _drop_litter(self._storage, step_dir(self._job, snapshot), before_s)
+        for directory in self._epochs():
+            for entry in list_or_empty(self._storage, directory):
+                path = f"{directory}/{entry.name}"
+                dead = is_attempt(entry.name) and _newest(self._storage, path, entry.mtime_s) <= before_s
+                if dead or is_gone(entry.name):
+                    self._stop_if_cancelled()
+                    self._storage.delete_tree(path)
+                    self._done.deleted.append(self._storage.locate(path))
 
-def _hide(storage: Storage, job: str, snapshot: SnapshotId, done: Retained) -> None:
-    """Without its manifest it is no checkpoint to any reader of ours; those who read already go on."""
-    directory = step_dir(job, snapshot)
-    try:
-        storage.delete(f"{directory}/{RETIRED}")  # of a pass that died before it hid the manifest
-        put_file(storage, f"{directory}/{RETIRED}", b"")  # its age is the grace time
-        if not storage.publish(f"{directory}/{MANIFEST}", f"{directory}/{HIDDEN_MANIFEST}"):
-            storage.delete(f"{directory}/{MANIFEST}")  # a pass died between link and unlink
-        storage.sync_dir(directory)
-    except NotFound:  # somebody else retains this job, too
-        return
-    failpoint("persist.retain.hidden")
-    done.hidden.append(snapshot)
+    # --- deciding -----------------------------------------------------------------------------------------------
+    def _look(self) -> Standing:
+        """Raises Superseded."""
+        self._stop_if_cancelled()
+        record = newest_record(self._storage, self._job)
+        if _name(record) != _name(self._epoch):
+            raise Superseded(_ended(self._epoch, record), where=self._job)
+        fresh = leased(self._storage, self._job, self._now_s, self._stale_s)
+        return Standing(record, list_all(self._storage, self._job), fresh)
 
+    def _may_go(self, snapshot: SnapshotId) -> bool:
+        return snapshot in self._look().may_go(self._policy)
 
-def _sweep(
-    storage: Storage,
-    job: str,
-    now_s: float,
-    grace_s: float,
-    stale_s: float,
-    attempt_stale_s: float,
-    done: Retained,
-    cancelled: threading.Event | None,
-) -> None:
-    fresh = leased(storage, job, now_s, stale_s)
-    for directory in (job, epochs_dir(job)):
-        _drop_litter(storage, directory, now_s - attempt_stale_s)
-    for top in list_or_empty(storage, job):
-        epoch = epoch_of_dir(top.name) if top.is_dir else None
-        if epoch is None:
-            continue
-        directory = epoch_dir(job, epoch)
-        for entry in list_or_empty(storage, directory):
-            _stop_if(cancelled, job)
-            path = f"{directory}/{entry.name}"
-            step = step_of_dir(entry.name)
-            if step is not None:
-                _drop_litter(storage, path, now_s - attempt_stale_s)
-                _delete_retired(storage, job, SnapshotId(epoch, step), now_s - grace_s, fresh, done)
-            elif is_hidden(entry.name) or (
-                is_attempt(entry.name) and _newest(storage, path, entry.mtime_s) <= now_s - attempt_stale_s
+    def _hide(self, snapshot: SnapshotId) -> None:
+        pointer, stays = step_dir(self._job, snapshot), True
+        if not hide(self._storage, pointer):  # somebody else retains this job, too
+            return
+        try:
+            failpoint("persist.retain.hidden")
+            stays = not self._may_go(snapshot)
+        finally:
+            if stays:
+                self._reveal((snapshot,))
+            else:
+                self._done.hidden.append(snapshot)
+
+    def _reveal(self, snapshots: Iterable[SnapshotId]) -> None:
+        self._done.revealed += [s for s in snapshots if reveal(self._storage, step_dir(self._job, s))]
+
+    # --- reading back -------------------------------------------------------------------------------------------
+    def _read_back(self, standing: Standing) -> Standing:
+        """With as many checkpoints read back, newest first, as ``keep`` needs to doom any; none when none could be doomed."""
+        hopeful = [replace(info, verified=True) for info in standing.commits]
+        if not keep(hopeful, self._policy, standing.record)[1]:
+            return standing
+        found = {info.snapshot: info for info in standing.commits}
+        good = 0
+        for info in reversed(standing.commits):
+            if info.hidden or (
+                standing.record is not None and not standing.record.is_candidate(info.snapshot)
             ):
-                storage.delete_tree(path)
-                done.deleted.append(storage.locate(path))
+                continue
+            if not info.verified and self._verify(info.snapshot):
+                found[info.snapshot] = replace(info, verified=True)
+            good += found[info.snapshot].verified
+            if good >= max(self._policy.keep_last, 1):
+                break
+        return replace(standing, commits=list(found.values()))
+
+    def _verify(self, snapshot: SnapshotId) -> bool:
+        storage, directory = self._storage, step_dir(self._job, snapshot)
+        report = verify_at(storage, directory, cancelled=self._cancelled)
+        self._stop_if_cancelled()
+        if not report.ok:
+            self._done.problems += [f"{report.path}: {problem}" for problem in report.problems]
+            return False
+        failpoint("persist.retain.verified")
+        # Its committer may not have come to that yet, or never will: nothing may go for what a power cut would still take back.
+        sync_above(storage, epoch_dir(self._job, snapshot.epoch))
+        manifest = read_file(storage, f"{directory}/{MANIFEST}", MANIFEST_BYTES_MAX)
+        put_file(storage, f"{directory}/{VERIFIED}", digest(manifest).hex().encode())
+        storage.sync_dir(directory)
+        self._done.verified.append(snapshot)
+        return True
+
+    # --- what is there ------------------------------------------------------------------------------------------
+    def _epochs(self) -> list[str]:
+        tops = [entry.name for entry in list_or_empty(self._storage, self._job) if entry.is_dir]
+        return [f"{self._job}/{name}" for name in tops if epoch_of_dir(name) is not None]
+
+    def _steps(self) -> list[tuple[SnapshotId, dict[str, float]]]:
+        """Step directories with the ages of what they hold."""
+        found: list[tuple[SnapshotId, dict[str, float]]] = []
+        for directory in self._epochs():
+            epoch = epoch_of_dir(directory.rpartition("/")[2])
+            for entry in list_or_empty(self._storage, directory):
+                step = step_of_dir(entry.name)
+                if epoch is not None and step is not None and entry.is_dir:
+                    inner = list_or_empty(self._storage, f"{directory}/{entry.name}")
+                    found.append((SnapshotId(epoch, step), {item.name: item.mtime_s for item in inner}))
+        return found
+
+    def _stop_if_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise StorageError("retention was called off", where=self._job)
+
+
+def _name(record: EpochRecord | None) -> tuple[int, str]:
+    return (record.number, record.nonce) if record is not None else (0, "")
+
+
+def _ended(ours: EpochRecord | None, newest: EpochRecord | None) -> str:
+    number, other = _name(ours)[0], _name(newest)[0]
+    why = f"epoch {other} was claimed" if other > number else "storage has no claim of this start"
+    return f"retention of epoch {number} ends: {why}"
 
 
 def _drop_litter(storage: Storage, directory: str, before_s: float) -> None:
-    """Small files that died, with their process or with the power, before they got their name or could be deleted."""
+    """Small files that never got their name, or were not deleted."""
     for entry in list_or_empty(storage, directory):
         ours = entry.name.startswith(f"{CLOCK}-") or entry.name.endswith(PART)
         if ours and not entry.is_dir and entry.mtime_s <= before_s:
             storage.delete(f"{directory}/{entry.name}")
-
-
-def _delete_retired(
-    storage: Storage, job: str, snapshot: SnapshotId, before_s: float, fresh: list[str], done: Retained
-) -> None:
-    directory = step_dir(job, snapshot)
-    entries = {entry.name: entry for entry in list_or_empty(storage, directory)}
-    if MANIFEST in entries or HIDDEN_MANIFEST not in entries:
-        return
-    if RETIRED not in entries:  # lost with the power: the grace time begins anew
-        put_file(storage, f"{directory}/{RETIRED}", b"")
-        return
-    if entries[RETIRED].mtime_s > before_s:
-        return
-    if any(name.startswith(lease_prefix(snapshot)) for name in fresh):
-        return
-    hidden = hidden_dir(job, snapshot, secrets.token_hex(4))
-    if storage.move_dir(directory, hidden):  # in one step, so that no stock reader meets half of it
-        storage.sync_dir(epoch_dir(job, snapshot.epoch))
-        failpoint("persist.retain.moved")
-        storage.delete_tree(hidden)
-        done.deleted.append(storage.locate(directory))
-
-
-def _stop_if(cancelled: threading.Event | None, job: str) -> None:
-    if cancelled is not None and cancelled.is_set():
-        raise StorageError("retention was called off", where=job)
 
 
 def _newest(storage: Storage, path: str, own_s: float) -> float:

@@ -147,7 +147,7 @@ def _name(data: bytes) -> tuple[str, int]:
         if number is not None:
             assert again(number).rpartition("/")[2] == name, f"{name!r} is no {kind} of ours"
             return kind, number
-    assert name.isascii() or not (names.is_attempt(name) or names.is_hidden(name)), name
+    assert name.isascii() or not (names.is_attempt(name) or names.is_gone(name)), name
     raise ValueError("none of ours")
 
 

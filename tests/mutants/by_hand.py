@@ -63,8 +63,38 @@ EDITS = (
     ),
     Edit(
         "a checkpoint is deleted under its readers",
+        "core/retention.py",
+        " - self.leased",
+        "",
+    ),
+    Edit(
+        "retention does not look again after it hid",
         "persist/retention.py",
-        "    if any(name.startswith(lease_prefix(snapshot)) for name in fresh):",
+        "            stays = not self._may_go(snapshot)",
+        "            stays = False",
+    ),
+    Edit(
+        "a superseded epoch retains",
+        "persist/retention.py",
+        "        if _name(record) != _name(self._epoch):",
+        "        if False:",
+    ),
+    Edit(
+        "what a newer epoch revealed is deleted",
+        "persist/pointer.py",
+        "            return False\n    gone",
+        "            pass\n    gone",
+    ),
+    Edit(
+        "what was hidden in error stays hidden",
+        "persist/retention.py",
+        "        self._reveal(info.snapshot for",
+        "        list(info.snapshot for",
+    ),
+    Edit(
+        "a restore does not find what was hidden in error",
+        "persist/commits.py",
+        "    if any(info.hidden for info in commits):",
         "    if False:",
     ),
     Edit(

@@ -79,6 +79,15 @@ class CrashStorage(MemoryStorage):
                 self._change(above, {name: None})
             return done
 
+    def move_file(self, source: str, target: str) -> None:
+        self.operation(f"move_file {target}")
+        with self._lock:
+            above, name = self._parent(source)
+            target_above, target_name = self._parent(target)
+            assert above is target_above, "the model knows renames within one directory only"
+            super().move_file(source, target)
+            self._change(above, {name: None, target_name: above.entries[target_name]})
+
     def move_dir(self, source: str, target: str) -> bool:
         self.operation(f"move_dir {target}")
         with self._lock:

@@ -17,7 +17,16 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.persist.commits import list_commits, list_durable
 from ckptd.persist.lineage import claim_epoch, newest_record
-from ckptd.persist.names import DATA, PART, attempt_dir, epoch_dir, step_dir
+from ckptd.persist.names import (
+    DATA,
+    DROPPED,
+    HIDDEN_MANIFEST,
+    MANIFEST,
+    PART,
+    attempt_dir,
+    epoch_dir,
+    step_dir,
+)
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
 from ckptd.persist.storage.base import Storage, list_or_empty
@@ -73,7 +82,7 @@ def no_partial_directory(storage: Storage, epoch: int = 1) -> None:
     for entry in list_or_empty(storage, epoch_dir(JOB, epoch)):
         names = [inner.name for inner in storage.list(f"{epoch_dir(JOB, epoch)}/{entry.name}")]
         if any(name.endswith(DATA) for name in names) and "." not in entry.name:
-            assert "manifest.json" in names or "manifest.gone" in names
+            assert not {MANIFEST, HIDDEN_MANIFEST, DROPPED}.isdisjoint(names), names
 
 
 # --- power cuts at every operation, on the model ------------------------------------------------------------------
@@ -201,7 +210,7 @@ def test_what_is_listed_as_durable_survives(monkeypatch: pytest.MonkeyPatch) -> 
     for seed in range(8):
         storage = half_committed(monkeypatch)
         lost += NEW not in listed(storage.restarted(seed))
-        assert {info.snapshot for info in list_durable(storage, JOB)} == {OLD, NEW}
+        assert {info.snapshot for info in list_durable(storage, JOB, Policy())} == {OLD, NEW}
         assert listed(storage.restarted(seed)) == {OLD, NEW}
     assert lost, "the model takes nothing back"
 

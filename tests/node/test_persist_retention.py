@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.ids import SnapshotId
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.persist import lease as lease_module
-from ckptd.persist.commits import list_commits
+from ckptd.persist.commits import list_commits, list_durable
+from ckptd.persist.lease import Lease
 from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.names import attempt_dir, epoch_dir, epochs_dir, leases_dir, step_dir
+from ckptd.persist.pointer import drop, hide, reveal
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import Retained, retain
 from ckptd.persist.storage.base import write_file
@@ -71,7 +75,9 @@ def test_what_died_before_it_had_its_name_goes(storage: PosixStorage, world: Wor
     assert not [name for name in names if name.endswith(".part")]
 
 
-def test_a_pass_that_is_called_off_stops_before_the_next_checkpoint(storage: PosixStorage, world: World) -> None:
+def test_a_pass_that_is_called_off_stops_before_the_next_checkpoint(
+    storage: PosixStorage, world: World
+) -> None:
     fill(storage, world)
     cancelled = threading.Event()
     delete = storage.delete_tree
@@ -191,7 +197,9 @@ def test_the_mark_of_a_pass_that_died_does_not_shorten_the_grace(storage: PosixS
     assert list(directory.glob("*.safetensors"))
 
 
-def test_a_retired_one_whose_mark_a_power_cut_took_has_its_grace_anew_and_goes(storage: PosixStorage, world: World) -> None:
+def test_a_retired_one_whose_mark_a_power_cut_took_has_its_grace_anew_and_goes(
+    storage: PosixStorage, world: World
+) -> None:
     fill(storage, world, (10, 20))
     retain(storage, JOB, Policy(keep_last=1), grace_s=60)
     directory = Path(storage.locate(step_dir(JOB, SnapshotId(1, 10))))
@@ -206,7 +214,7 @@ def test_a_reader_is_waited_for(storage: PosixStorage, world: World) -> None:
     fill(storage, world, (10, 20))
     checkpoint = Checkpoint.open(storage, JOB, SnapshotId(1, 10))
     now(storage, Policy(keep_last=1))
-    assert steps_left(storage) == [20]
+    assert steps_left(storage) == [10, 20], "whoever reads it may be about to go on from it"
     check_all(checkpoint, world)  # opens its files only now
     checkpoint.close()
     now(storage, Policy(keep_last=1))
@@ -295,3 +303,117 @@ def test_what_is_not_ours_is_left_alone(storage: PosixStorage, world: World) -> 
     (foreign / "file").write_bytes(b"x")
     now(storage, Policy(keep_last=1), attempt_stale_s=0)
     assert (foreign / "file").exists()
+
+
+class Meanwhile(PosixStorage):
+    """Something happens elsewhere when a checkpoint has just gone out of sight."""
+
+    happens: Callable[[], object] = staticmethod(lambda: None)
+
+    def move_file(self, source: str, target: str) -> None:
+        super().move_file(source, target)
+        if target.endswith("manifest.gone"):
+            call, self.happens = self.happens, lambda: None
+            call()
+
+
+@pytest.fixture
+def meanwhile(tmp_path: Path, world: World) -> Meanwhile:
+    storage = Meanwhile(str(tmp_path / "root"))
+    claim_epoch(storage, JOB, epoch_record(1))
+    fill(storage, world)
+    return storage
+
+
+def back_to_10() -> EpochRecord:
+    """A start of the job that goes on from step 10."""
+    return epoch_record(2, ancestry=(SnapshotId(1, 10),))
+
+
+def test_what_a_new_start_claims_while_it_is_hidden_comes_back(meanwhile: Meanwhile) -> None:
+    """Its claim came before retention looked, after it hid: one of them sees the other."""
+    meanwhile.happens = lambda: claim_epoch(meanwhile, JOB, back_to_10())
+    done = now(meanwhile, Policy(keep_last=2))
+    assert "epoch 2 was claimed" in done.ended
+    assert (done.hidden, done.revealed) == ([], [SnapshotId(1, 10)])
+    assert steps_left(meanwhile) == list(STEPS)
+
+
+def test_what_somebody_is_about_to_open_comes_back(meanwhile: Meanwhile) -> None:
+    leases: list[Lease] = []
+    meanwhile.happens = lambda: leases.append(Lease.take(meanwhile, JOB, SnapshotId(1, 10)))
+    assert now(meanwhile, Policy(keep_last=2)).hidden == [SnapshotId(1, 20)]
+    assert steps_left(meanwhile) == [10, 30, 40]
+
+
+def test_a_retention_that_died_before_it_looked_is_made_up_for(meanwhile: Meanwhile) -> None:
+    """The new start is killed, too, before it commits: nobody retains, and whoever comes next finds what it needs."""
+
+    def power_off() -> None:
+        claim_epoch(meanwhile, JOB, back_to_10())
+        os.rename(meanwhile.root, f"{meanwhile.root}.away")
+
+    meanwhile.happens = power_off
+    with pytest.raises(CkptdError):
+        now(meanwhile, Policy(keep_last=2))
+    os.rename(f"{meanwhile.root}.away", meanwhile.root)
+    assert steps_left(meanwhile) == [20, 30, 40]
+    assert [info.snapshot.step for info in list_durable(meanwhile, JOB, Policy(keep_last=2))] == list(STEPS)
+
+
+def test_what_a_newer_epoch_needs_is_not_deleted_any_more(meanwhile: Meanwhile) -> None:
+    """Hidden rightly, and then a start goes back to an older branch: the next pass reveals instead of deleting."""
+    assert now(meanwhile, Policy(keep_last=1), grace_s=60).hidden == [
+        SnapshotId(1, step) for step in (10, 20, 30)
+    ]
+    claim_epoch(meanwhile, JOB, epoch_record(2, ancestry=(SnapshotId(1, 25),)))
+    done = now(meanwhile, Policy(keep_last=1))
+    assert ([s.step for s in done.revealed], done.deleted) == ([10, 20, 30], []), (
+        "none of its branch was read back yet"
+    )
+    now(meanwhile, Policy(keep_last=1))
+    assert steps_left(meanwhile) == [20]
+
+
+def test_an_epoch_without_a_claim_retains_nothing(meanwhile: Meanwhile) -> None:
+    """Neither one that storage never heard of, nor another start of the same number, nor one that is superseded."""
+    for epoch in (epoch_record(7), epoch_record(1, nonce="another")):
+        done = now(meanwhile, Policy(keep_last=1), epoch=epoch)
+        assert done.ended and not done.verified
+    claim_epoch(meanwhile, JOB, epoch_record(2, ancestry=(SnapshotId(1, 40),)))
+    assert now(meanwhile, Policy(keep_last=1), epoch=epoch_record(1)).ended
+    assert steps_left(meanwhile) == list(STEPS)
+
+
+def together(
+    start: threading.Barrier, do: Callable[[PosixStorage, str], bool], storage: PosixStorage, pointer: str
+) -> bool:
+    start.wait()
+    return do(storage, pointer)
+
+
+def test_of_two_who_disagree_one_wins(storage: PosixStorage, world: World) -> None:
+    """One reveals, the other deletes: it is in sight and whole, or it is gone."""
+    for step in range(10, 110, 10):
+        save(storage, world, SnapshotId(1, step))
+        pointer = step_dir(JOB, SnapshotId(1, step))
+        assert hide(storage, pointer) and not hide(storage, pointer)
+        with ThreadPoolExecutor(2) as pool:
+            start = threading.Barrier(2)
+            asked = [pool.submit(together, start, do, storage, pointer) for do in (reveal, drop)]
+            revealed, dropped = (future.result() for future in asked)
+        assert revealed != dropped
+        assert (step in steps_left(storage)) == revealed
+        assert Path(storage.locate(pointer)).exists() == revealed
+
+
+def test_a_hiding_of_an_earlier_version_that_died_in_between_is_finished(
+    storage: PosixStorage, world: World
+) -> None:
+    """It hid by link and unlink."""
+    fill(storage, world, (10, 20))
+    directory = Path(storage.locate(step_dir(JOB, SnapshotId(1, 10))))
+    os.link(directory / "manifest.json", directory / "manifest.gone")
+    assert steps_left(storage) == [10, 20]
+    assert now(storage, Policy(keep_last=1), grace_s=60).hidden == [SnapshotId(1, 10)]
+    assert sorted(p.name for p in directory.glob("manifest*")) == ["manifest.gone"]

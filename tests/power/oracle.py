@@ -16,9 +16,8 @@ from ckptd.daemon.state import StateDir
 from ckptd.identity import kept_node_id
 from ckptd.persist.commits import list_commits
 from ckptd.persist.lineage import newest_record
-from ckptd.persist.names import DATA, MANIFEST, epoch_of_dir, step_dir
+from ckptd.persist.names import DATA, DROPPED, HIDDEN_MANIFEST, MANIFEST, epoch_of_dir, step_dir
 from ckptd.persist.reader import Checkpoint
-from ckptd.persist.retention import HIDDEN_MANIFEST
 from ckptd.persist.storage.base import list_or_empty
 from ckptd.persist.storage.posix import MARKER, PosixStorage
 from ckptd.persist.verify import verify_at
@@ -161,7 +160,7 @@ class Oracle:
             for entry in storage.list(f"{JOB}/{top.name}"):
                 names = {inner.name for inner in storage.list(f"{JOB}/{top.name}/{entry.name}")}
                 data = any(name.endswith(DATA) for name in names)
-                torn = data and "." not in entry.name and not names & {MANIFEST, HIDDEN_MANIFEST}
+                torn = data and "." not in entry.name and not names & {MANIFEST, HIDDEN_MANIFEST, DROPPED}
                 expect(not torn, f"{entry.name} has data files and no manifest")
 
     @staticmethod

@@ -126,6 +126,9 @@ class Storage(Protocol):
     def publish(self, source: str, target: str) -> bool:
         """Give a finished file its final name, exclusively, and drop the old name. False: the name was taken."""
 
+    def move_file(self, source: str, target: str) -> None:
+        """Rename a file in one step; what had that name is gone. Nothing happens when both names are one file's."""
+
     def move_dir(self, source: str, target: str) -> bool:
         """Rename a directory in one step. False: a directory that is not empty has that name already."""
 

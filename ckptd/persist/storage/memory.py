@@ -65,6 +65,14 @@ class MemoryStorage:
             target_above.entries[target_name] = above.entries.pop(name)
             return True
 
+    def move_file(self, source: str, target: str) -> None:
+        with self._lock:
+            above, name = self._parent(source)
+            target_above, target_name = self._parent(target)
+            if name not in above.entries:
+                raise NotFound("rename: no such file", where=self.locate(source), errno=errno.ENOENT)
+            target_above.entries[target_name] = above.entries.pop(name)
+
     def move_dir(self, source: str, target: str) -> bool:
         with self._lock:
             above, name = self._parent(source)

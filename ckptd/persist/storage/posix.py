@@ -88,6 +88,14 @@ class PosixStorage:
             os.unlink(source_name, dir_fd=source_fd)
             return True
 
+    def move_file(self, source: str, target: str) -> None:
+        with (
+            self._mapped("rename the file", target),
+            self._parent(source) as (source_fd, source_name),
+            self._parent(target) as (target_fd, target_name),
+        ):
+            os.rename(source_name, target_name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+
     def move_dir(self, source: str, target: str) -> bool:
         with (
             self._mapped("rename the directory", target),
