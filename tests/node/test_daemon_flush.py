@@ -12,6 +12,7 @@ from ckptd.core.machine.steward import flush
 from ckptd.daemon import durable, retention
 from ckptd.daemon.server import FLUSH_THREADS_MAX
 from ckptd.persist.commits import list_commits
+from ckptd.persist.retention import Retained
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import Rank, Rig, rig
 from tests.node.links import eventually
@@ -134,9 +135,10 @@ async def test_a_retention_that_hangs_keeps_one_thread_and_stops_nothing(
     """P5, P14: a delete that never ended kept a flush thread for ever, and each commit began another one."""
     go, passes = threading.Event(), []
 
-    def hangs(storage: Any, job: str, policy: Any, *, cancelled: threading.Event) -> None:
+    def hangs(storage: Any, job: str, policy: Any, *, epoch: Any, cancelled: threading.Event) -> Retained:
         passes.append(cancelled)
         assert go.wait(60)
+        return Retained()
 
     monkeypatch.setattr(retention, "retain", hangs)
     monkeypatch.setattr(retention, "RETENTION_TIMEOUT_S", 0.05)
