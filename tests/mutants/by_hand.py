@@ -88,8 +88,8 @@ EDITS = (
     Edit(
         "what was hidden in error stays hidden",
         "persist/retention.py",
-        "        self._reveal(info.snapshot for",
-        "        list(info.snapshot for",
+        "if reveal(self._storage, ",
+        "if (lambda *_: False)(self._storage, ",
     ),
     Edit(
         "a restore does not find what was hidden in error",

@@ -29,7 +29,7 @@ TARGETS = (
 )
 
 # Reached lines are noted in these: somebody may have put a mistake into the others by hand.
-TRACED = (*TARGETS, "persist/storage/base.py")
+TRACED = (*TARGETS, *(f"persist/{name}.py" for name in ("commits", "pointer", "storage/base")))
 
 TESTS = ("tests/core", "tests/sim", "tests/node/test_persist_*.py")
 NOT_TESTS = ("test_sim.py", "test_mutants.py")  # they are made of seeds, which are taken one by one here
