@@ -9,6 +9,7 @@ from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.lanes import Lane, Part
 from ckptd.core.lanes import Member as Position
+from ckptd.core.machine.encoding import FAILURES_MAX
 from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, Member, at, layout, only, record_of
 
@@ -180,3 +181,23 @@ def test_another_epoch_forgets_what_was_ordered(node: Member) -> None:
 
 def test_an_order_of_another_session_is_not_obeyed(node: Member) -> None:
     assert begun(node.order(msg.ParityOrder(EPOCH, "", at(7), PART, SOURCES), session="s0")) == []
+
+
+def test_what_fails_keeps_nothing_newer_waiting(node: Member) -> None:
+    """P14: two snapshots were gone, nobody had told this node, and their parts failed by turns, for ever (simulator, seed 7000503
+    of that day)."""
+    order(node, 7)
+    order(node, 8)
+    assert begun(failed(node, 7)) == [(8, 1, False)]
+    node.tick(1.0)
+    order(node, 9)
+    assert begun(failed(node, 8)) == [(9, 1, False)]
+
+
+def test_what_failed_too_often_waits_for_the_stewards_word(node: Member) -> None:
+    order(node)
+    for _ in range(FAILURES_MAX):
+        failed(node)
+        begun_again = begun(node.tick(5.0))
+    assert begun_again == []
+    assert begun(order(node)) == [(7, 1, False)]

@@ -1,5 +1,6 @@
-"""Parity that this node makes because the steward asked for it (design D8): at most one part of a lane at a time, and the
-oldest snapshot first.
+"""Parity that this node makes because the steward asked for it (design D8): at most one part of a lane at a time, the oldest
+snapshot first, what failed after what did not. A snapshot that is gone leaves orders behind which nobody takes back: what has
+failed too often is made when the steward, which repeats what it misses, asks once more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ckptd.core.machine.slots import Slots
 from ckptd.core.messages import ParityOrder
 
 FIRST_RETRY_S = 0.1  # doubled up to replicate_retry_s
-ORDERS_MAX = 4096  # the steward repeats what it still misses
+FAILURES_MAX = 16
+ORDERS_MAX = 4096
 
 Key = tuple[SnapshotId, Part, bool]
 
@@ -64,6 +66,8 @@ class Encoding:
             pause = FIRST_RETRY_S * 2.0 ** min(order.failures, 16)
             order.failures += 1
             order.not_before = self._ctx.now + min(pause, self._ctx.policy.replicate_retry_s)
+            if order.failures >= FAILURES_MAX:
+                del self._orders[key]
         self.act()
 
     def clear(self) -> None:
@@ -74,7 +78,7 @@ class Encoding:
     def act(self) -> None:
         self._drop_done()
         busy = {self._place(key) for key in self._flying}
-        for key in sorted(self._orders, key=_age):
+        for key in sorted(self._orders, key=lambda key: (self._orders[key].failures > 0, _age(key))):
             order, place = self._orders[key], self._place(key)
             if place in busy or self._ctx.now < order.not_before:
                 continue

@@ -175,7 +175,7 @@ class Certify:
             facts = self._ledger.facts[snapshot]
             if facts.void:
                 continue
-            level = min(facts.level, wanted)
+            level = wanted if self._awaited(facts) else min(facts.level, wanted)
             needed = snapshot == protecting or self._needed(facts)
             if (best >= 0 and level <= best and not needed) or self._spent(facts):
                 self._ledger.release(snapshot)
@@ -185,12 +185,13 @@ class Certify:
         self.name_releases()
 
     def _useless(self, facts: Facts) -> bool:
-        """Of an older epoch and not whole any more, everyone having told; or older than another one of a lineage that a
-        declared fresh start left behind. It would only keep slots from what is to come."""
+        """Of an older epoch and not whole any more, nobody being able to bring the rest; or older than another one of a lineage
+        that a declared fresh start left behind. It would only keep slots from what is to come."""
         if facts.snapshot.epoch == self._ctx.number or not self._ctx.done or self._needed(facts):
             return False
         if facts.level < 0:
-            return all(name in self._ledger.layouts for name in facts.layout_ids.values())
+            known = all(name in self._ledger.layouts for name in facts.layout_ids.values())
+            return known and not self._awaited(facts)
         if self._ctx.is_candidate(facts.snapshot):
             return False
         others = [f for f in self._ledger.facts.values() if f.level >= 0 and f.snapshot.epoch < self._ctx.number]
@@ -211,7 +212,20 @@ class Certify:
     def _spent(self, facts: Facts) -> bool:
         """Durable, while memory lacks a part of it that nobody is going to bring: the rest only keeps slots from what is to
         come."""
-        return facts.durable and facts.level < 0 and self._sessions.members_live() and not self._needed(facts)
+        spent = facts.durable and facts.level < 0 and self._sessions.members_live()
+        return spent and not self._awaited(facts) and not self._needed(facts)
+
+    def _awaited(self, facts: Facts) -> bool:
+        """Somebody who is away may bring the rest of what this epoch continued, and at any level: nobody here may know what was
+        certified. When slots are needed the oldest such goes: he may never come back, and the job goes on (P14)."""
+        if facts.level >= 0 or facts.again or facts.snapshot.epoch == self._ctx.number:
+            return False
+        if not self._ctx.is_candidate(facts.snapshot) or self._sessions.everyone_live():
+            return False
+        if not self._grants.full():
+            return True
+        held = (f for f in self._ledger.facts.values() if f.level < 0 and any(map(self._sessions.live, f.nodes())))
+        return facts.snapshot != min((f.snapshot for f in held), default=None)
 
     def _certified_now(self, facts: Facts) -> bool:
         return facts.certificate is not None and facts.certificate.level >= 0 and facts.level >= 0
@@ -272,6 +286,8 @@ class Certify:
         pause = REPEAT_S if self._rounds < REPEATS_LIVELY else IDLE_S
         if not self._sessions.settled():
             return
+        if self._grants.full():  # what was kept for somebody who is away may have to go
+            self._ledger.dirty.update(s for s, facts in self._ledger.facts.items() if facts.level < 0)
         if self.protecting.overdue():
             self._release()
         if self._ctx.now - self._repeated_at < pause:

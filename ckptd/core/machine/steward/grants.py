@@ -20,6 +20,7 @@ from ckptd.core.messages import Grant, Missed, RankState, Sealed, Void
 
 REPEAT_S = 1.0  # an unanswered grant or void is said again after this
 REFUSED_PAUSE_S = 0.25  # after a grant that a rank could not even take: at once again would only spin
+FULL_S = 60.0  # without a free slot on some rank, while every rank trains: what nobody is sure to need must go
 STUCK_S = 60.0  # a rank that neither seals nor misses, long after the step went by
 
 
@@ -51,12 +52,14 @@ class Grants:
         self._newest_step = -1  # that a grant of this stewardship became
         self._refused_at = -1e9
         self._exact, self._exact_at = -1, 0.0  # newest grant for a rank that waits, and when
+        self._full_since: float | None = None  # every rank trains, and one of them has no slot for a grant
 
     def clear(self) -> None:
         self.open.clear()
         self.ranks.clear()
         self.margin.clear()
         self._last_from = self._last_bare = self._newest_step = -1
+        self._full_since = None
 
     # --- what the nodes say -------------------------------------------------------------------------------------
     def on_state(self, state: RankState) -> None:
@@ -177,6 +180,7 @@ class Grants:
         if self._ctx.now - self._refused_at < REFUSED_PAUSE_S:
             return
         if not self._everyone_is_here() or any(grant.void for grant in self.open.values()):
+            self._full_since = None
             return
         asked = self._asked()
         if asked is not None:
@@ -184,6 +188,14 @@ class Grants:
         progress = max(state.step for state in self.ranks.values())
         while self._room() > 0:
             self._grant_ahead(progress)
+        if self.open:
+            self._full_since = None
+        elif self._full_since is None:
+            self._full_since = self._ctx.now
+
+    def full(self) -> bool:
+        """No rank has been able to capture for so long, for want of slots alone."""
+        return self._full_since is not None and self._ctx.now - self._full_since > FULL_S
 
     def _grant_ahead(self, progress: int) -> None:
         self._last_bare = max(progress, self._last_bare) + 1

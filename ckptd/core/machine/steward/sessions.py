@@ -122,5 +122,9 @@ class Sessions:
         record = self._ctx.record
         return record is not None and all(self.live(node.node) for node in record.nodes)
 
+    def everyone_live(self) -> bool:
+        """Members, and whoever else may hold something of an earlier epoch."""
+        return all(map(self.live, self.seats))
+
     def _hello(self, node: str) -> None:
         self._ctx.send(node, StewardHello(self._ctx.number, self.seats[node].session))

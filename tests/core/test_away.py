@@ -1,0 +1,99 @@
+"""What memory still has of an earlier epoch while somebody who may have the rest is away: it waits for him (P3, P2, P14)."""
+
+from __future__ import annotations
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.machine.steward.certify import REPEAT_S
+from ckptd.core.machine.steward.grants import FULL_S
+from tests.core.certificates import BOTH, OLD, released, steward
+from tests.core.machines import Other, Steward, at, fact, layout, only, record_of
+
+RECORD = record_of("ab", outside="c", ancestry=(at(5, OLD),))
+
+
+def voided(node: Steward, since: int = 0) -> set[int]:
+    return {void.snapshot.step for void in node.said(msg.Void, "b", since) if void.snapshot is not None}
+
+
+def parts_left(*steps: int) -> Steward:
+    """Of steps that this epoch continued (it was opened from storage) node b holds rank 1; node c, cut off, holds rank 0."""
+    node = steward(RECORD)
+    node.feed(ev.NodeDown("c"))
+    del node.others["c"]
+    node.others["b"].tell_inventory(*(fact(step, 1, epoch=OLD) for step in steps), layouts=BOTH)
+    node.tick(2 * REPEAT_S)
+    return node
+
+
+def comes_back(node: Steward, *holdings: msg.HoldingFact) -> None:
+    node.feed(ev.NodeUp("c"))
+    node.others["c"] = Other(node, "c")
+    node.others["c"].tell_inventory(*holdings)
+
+
+def test_a_part_is_kept_while_a_holder_of_the_rest_is_away() -> None:
+    """P3: it was protected against the loss of one node, one node was lost, and the parts of the two that were left would have
+    been all of it (simulator, seed 54065223863 of that day)."""
+    node = parts_left(5)
+    assert voided(node) == set()
+    comes_back(node, fact(5, 0, epoch=OLD))
+    assert (node.level(5, epoch=OLD), voided(node)) == (0, set())
+
+
+def test_it_is_void_when_the_holder_has_told_that_he_has_nothing() -> None:
+    node = parts_left(5)
+    comes_back(node)
+    assert voided(node) == {5}
+
+
+def test_what_the_epoch_left_behind_is_not_waited_for() -> None:
+    """Step 6 was being captured when the epoch before ended; a slot is needed more than a part of it."""
+    assert voided(parts_left(5, 6)) == {6}
+
+
+def test_it_is_released_for_a_newer_one_at_the_level_that_is_wanted() -> None:
+    node = parts_left(5).train().capture(7)
+    assert (node.level(7), released(node)) == (0, set()), "with node c's it may survive as much, or more"
+    node.protect(7)
+    assert (released(node), voided(node)) == ({5}, set())
+
+
+def test_a_steward_who_hears_nobody_gives_nothing_up() -> None:
+    """P2, P3: cut off from all others it declared its own copies void; to the steward of the rest its inventory came late, and
+    that one certified what was not there any more (simulator, seed 54065222023 of that day)."""
+    node = Steward(record_of("abc", ancestry=(at(5, OLD),)))
+    node.feed(ev.NodeDown("b"), ev.NodeDown("c"))
+    node.feed(ev.HoldingFound(9, at(5, OLD), 1, 1, False, layout(1, 3), ()))
+    node.tick(20.0)
+    assert (only(node.done, ins.FreeSlot), node.said(msg.Void)) == ([], [])
+
+
+def test_what_is_durable_keeps_its_parts_in_memory_too() -> None:
+    node = parts_left(5)
+    node.machine.steward.ledger.mark_durable([at(5, OLD)])
+    node.tick(2 * REPEAT_S)
+    assert (released(node), voided(node)) == (set(), set())
+
+
+def test_the_oldest_goes_when_a_rank_has_had_no_slot_for_long() -> None:
+    """P14: who is away may never come back."""
+    node = parts_left(4, 5).train(free=0)
+    node.tick(FULL_S)
+    assert voided(node) == set()
+    node.tick(1.0)
+    assert voided(node) == {4}
+    node.others["b"].held(fact(4, 1, epoch=OLD), lost=True)
+    node.tick(1.0)
+    assert voided(node) == {4, 5}, "no slot came of the first"
+
+
+def test_a_slot_that_comes_of_it_ends_the_need() -> None:
+    node = parts_left(4, 5).train(free=0)
+    node.tick(FULL_S + 1.0)
+    node.others["b"].held(fact(4, 1, epoch=OLD), lost=True)
+    node.train(free=1)
+    assert node.said(msg.Grant, "b"), "the job goes on"
+    node.tick(1.0)
+    assert voided(node) == {4}
