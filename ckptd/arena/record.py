@@ -7,10 +7,11 @@ from typing import Any
 
 import msgpack
 
-from ckptd.arena.sums import SUM_BYTES, block_count
+from ckptd.arena.sums import block_count
 from ckptd.core.ids import SnapshotId
 from ckptd.core.lanes import Part, packed_part, unpacked_part
 from ckptd.core.layout import Layout
+from ckptd.core.record_size import SUM_BYTES
 
 RECORD_VERSION = 1
 PARITY_VERSION = 2  # of a part of a lane; all others are written as before

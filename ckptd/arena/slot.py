@@ -43,7 +43,7 @@ class MetaTooLarge(SlotMisuse):
             where=where,
             hint="allocate with meta_bytes",
         )
-        self.needed = needed
+        self.needed, self.capacity = needed, capacity
 
 
 class Slot:

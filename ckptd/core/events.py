@@ -68,9 +68,12 @@ REFUSED_AT_ONCE = (NOT_HERE, OTHER_MAPPER, STILL_READ, NO_SLOT, NO_MEMORY)  # th
 
 @dataclass(frozen=True, slots=True)
 class RankMissed:
+    """``step``: of the snapshot that the rank takes for captured, where it is not the rank itself that gave it up."""
+
     rank: int
     grant: int
     reason: str
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ckptd.arena.arena import Slot, SlotRecord
+from ckptd.arena.arena import MetaTooLarge, Slot, SlotRecord
 from ckptd.arena.slot import frozen_first
 from ckptd.arena.sums import digests, live_sums
 from ckptd.core import events as ev
@@ -85,7 +85,7 @@ class Ranks:
             self._services.metrics.skipped(self._job.job, message.reason)
             feed(ev.RankMissed(seat.rank, message.grant, message.reason))
         elif isinstance(message, wire.Resize):
-            self._job.seats.resize(seat, message.state_bytes, message.frozen_bytes)
+            self._job.seats.resize(seat, message.state_bytes, message.frozen_bytes, message.record_bytes)
         elif isinstance(message, wire.Skipped):
             self._services.metrics.skipped(self._job.job, message.reason)
         elif isinstance(message, wire.WaitFor):
@@ -137,7 +137,8 @@ class Ranks:
         if old is not None and old.session is not None and old.session is not session:
             # It loses its seat now, before the next epoch is open and can be named.
             old.session.send(wire.Superseded(1 + (record.number if record is not None else 0)))
-        self._job.seats.attach(message.rank, session, message.state_bytes, message.frozen_bytes)
+        sizes = message.state_bytes, message.frozen_bytes, message.record_bytes
+        self._job.seats.attach(message.rank, session, *sizes)
         if running is None:
             self._job.restore.joining(message.rank, message.attempt)
         self._job.feed(joined)
@@ -198,7 +199,7 @@ class Ranks:
     def _sealed(self, session: RankSession, seat: Seat, message: wire.SealedSlot, fds: list[int]) -> None:
         slot = seat.slots.get(message.slot)
         if slot is None or slot.id in self.sealing:
-            self._job.feed(ev.RankMissed(seat.rank, message.grant, "its slot is gone"))
+            self._job.feed(ev.RankMissed(seat.rank, message.grant, "its slot is gone", message.step))
             return
         if fds:
             data = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX)
@@ -209,7 +210,7 @@ class Ranks:
             try:
                 self._job.frozen.hold(slot, seat.rank, message.frozen)  # a wish for another one may be the next message
             except ValueError as error:
-                self._job.feed(ev.RankMissed(seat.rank, message.grant, f"seal failed: {error}"))
+                self._missed(seat, slot, message, f"seal failed: {error}")
                 return
         self.captured_at[message.step] = self._services.wall()
         while len(self.captured_at) > CAPTURES_KEPT_MAX:
@@ -231,6 +232,10 @@ class Ranks:
                 frozen = await self._job.frozen.support(slot, seat.rank, message.frozen, layout)
             number = record.number if record is not None else 0
             sealed = await self._services.in_work(self._make_record, slot, layout, frozen, message, number)
+        except MetaTooLarge as error:
+            self._job.seats.resize(seat, seat.state_bytes, record_bytes=error.needed)
+            text = f"record too large: {error.needed} bytes, the slot has room for {error.capacity}; larger slots are made"
+            self._missed(seat, slot, message, text)
         except (CkptdError, ValueError) as error:  # the layout stays known: its rank does not send it again
             self._missed(seat, slot, message, f"seal failed: {error}")
         except Exception as error:  # the machine keeps the slot until it has an answer
@@ -249,7 +254,7 @@ class Ranks:
 
     def _missed(self, seat: Seat, slot: Slot, message: wire.SealedSlot, reason: str) -> None:
         self.sealing.discard(slot.id)
-        self._job.feed(ev.RankMissed(seat.rank, message.grant, reason))
+        self._job.feed(ev.RankMissed(seat.rank, message.grant, reason, message.step))
 
     async def _layout_of(self, seat: Seat, slot: Slot, message: wire.SealedSlot) -> Layout:
         """Raises ValueError: this cannot be what lies in the slot."""

@@ -18,13 +18,8 @@ from ckptd.wire.rank import Mapped, Retire
 from ckptd.wire.rank_link import RankSession
 
 SLOT_GRAIN_BYTES = 2 << 20  # slots grow in these, so that small changes of a layout need no new memory
-META_BYTES_MIN = 1 << 20  # layout, sums and digests of a slot
+RECORD_BYTES_MIN = 1 << 20  # of the room for a slot's record; what its layout needs beyond that the rank says
 OVERSIZE = 2  # a slot of more than this many times what is needed was made for something else
-META_SHIFT = 7  # and one 128th of a large payload
-
-
-def meta_bytes(payload_bytes: int) -> int:
-    return max(META_BYTES_MIN, payload_bytes >> META_SHIFT)
 
 
 @dataclass
@@ -39,7 +34,8 @@ class Seat:
     resize_again: bool = False
     frozen: Slot | None = None  # where its trainer captures the frozen part, or has captured it
     frozen_wanted: int = 0  # bytes of a new one
-    frozen_bytes: int = 0  # of the rank's frozen part, which its slots' records describe too
+    frozen_bytes: int = 0  # of the rank's frozen part
+    record_bytes: int = 0  # of a slot's record, which describes both parts
     adopted: set[int] = field(default_factory=set)  # FREE slots that came back, of which nobody knows what they were for
     granted: dict[int, RankSession] = field(default_factory=dict)  # grant -> who may be filling its slot
     watched: int = -1  # pidfd of the process whose connection ended: its death is still to be told
@@ -73,7 +69,9 @@ class Seats:
             seat.adopted.add(slot.id)
             self._feed(SlotsReady(seat.rank, (slot.id,)))
 
-    def attach(self, rank: int, session: RankSession, state_bytes: int, frozen_bytes: int = 0) -> Seat:
+    def attach(
+        self, rank: int, session: RankSession, state_bytes: int, frozen_bytes: int = 0, record_bytes: int = 0
+    ) -> Seat:
         seat, frozen_bytes = self.by_rank.setdefault(rank, Seat(rank)), max(frozen_bytes, 0)
         if seat.session is not session:
             seat.layouts.clear()
@@ -81,7 +79,7 @@ class Seats:
             if kept is not None and self._services.arena.foreign_mapper(kept, session.process):
                 kept = None
             seat.frozen, seat.frozen_wanted = kept, 0 if kept is not None else frozen_bytes
-        seat.frozen_bytes = frozen_bytes
+        seat.frozen_bytes, seat.record_bytes = frozen_bytes, record_bytes
         self.unwatch(seat)
         seat.session = session
         seat.state_bytes = max(state_bytes, 1)
@@ -122,10 +120,10 @@ class Seats:
             os.close(seat.watched)
             seat.watched = -1
 
-    def resize(self, seat: Seat, state_bytes: int, frozen_bytes: int = 0) -> None:
+    def resize(self, seat: Seat, state_bytes: int, frozen_bytes: int = 0, record_bytes: int = 0) -> None:
         """``frozen_bytes``: a new slot of this size for its frozen part is wanted, unless one waits to be filled; below 0: the
         rank has no frozen part any more."""
-        seat.state_bytes = max(state_bytes, 1)
+        seat.state_bytes, seat.record_bytes = max(state_bytes, 1), record_bytes or seat.record_bytes
         if frozen_bytes < 0:
             seat.frozen, seat.frozen_wanted, seat.frozen_bytes = None, 0, 0
             asyncio.get_running_loop().call_soon(self.tidy)
@@ -236,7 +234,7 @@ class Seats:
         if seat.frozen_wanted and not await self._give_frozen(seat):
             return
         while seat.session is not None and self._fitting(seat) < self._services.policy.own_slots:
-            slot = await self._allocate(seat, seat.state_bytes, seat.frozen_bytes)
+            slot = await self._allocate(seat, seat.state_bytes)
             if slot is None:
                 return
             if seat.session is None or not self._fits(seat, slot):
@@ -253,8 +251,7 @@ class Seats:
     @staticmethod
     def _fits(seat: Seat, slot: Slot) -> bool:
         """Has it room for the live part, and for a record of both parts?"""
-        record = meta_bytes(seat.state_bytes + seat.frozen_bytes)
-        return slot.capacity >= seat.state_bytes and slot.row.meta_capacity >= record
+        return slot.capacity >= seat.state_bytes and slot.row.meta_capacity >= _record_room(seat)
 
     @staticmethod
     def _oversized(seat: Seat, slot_id: int) -> bool:
@@ -281,15 +278,14 @@ class Seats:
             asyncio.get_running_loop().call_soon(self.grow)
         return True
 
-    async def _allocate(self, seat: Seat, nbytes: int, described_bytes: int = 0) -> Slot | None:
-        """``described_bytes``: what its record describes beyond what lies in it."""
+    async def _allocate(self, seat: Seat, nbytes: int) -> Slot | None:
         payload = -(-nbytes // SLOT_GRAIN_BYTES) * SLOT_GRAIN_BYTES
         tenant = Tenant(self._job, self._uid, "own", seat.rank)
         arena: Arena = self._services.arena
         try:
             process = seat.session.process if seat.session else None
             slot = await self._services.in_work(
-                partial(arena.allocate, tenant, payload, meta_bytes(payload + described_bytes), mapper=process)
+                partial(arena.allocate, tenant, payload, _record_room(seat), mapper=process)
             )
         except NoMemory as error:
             have = self._fitting(seat)
@@ -326,6 +322,10 @@ class Seats:
     def _tell_retired(self, slot: Slot) -> None:
         for session in self._told.pop(slot.id, set()):
             session.send(Retire(slot.id))
+
+
+def _record_room(seat: Seat) -> int:
+    return max(RECORD_BYTES_MIN, seat.record_bytes)
 
 
 async def settle(predicate: Callable[[], bool], timeout_s: float) -> bool:

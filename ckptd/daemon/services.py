@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptd.arena.arena import Arena
 from ckptd.core.ids import NodeInfo
 from ckptd.core.layout import Layout
+from ckptd.core.machine.context import decode_layout
 from ckptd.core.policy import Policy
 from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
@@ -94,7 +95,7 @@ class Services:
 
 
 def _decode(data: bytes) -> Layout:
-    layout = Layout.decode(data)
+    layout = decode_layout(data)  # remembered: the machine decodes what it is told again
     layout.layout_id  # noqa: B018 - made here, kept with it
     if layout.frozen_bytes:
         layout.frozen.layout_id  # noqa: B018

@@ -10,6 +10,7 @@ from ckptd.arena.arena import Arena, Slot, SlotRecord
 from ckptd.arena.frozen import content_of, frozen_record, own_bytes
 from ckptd.arena.sums import bad_blocks
 from ckptd.core.errors import CkptdError
+from ckptd.core.record_size import record_bytes
 from ckptd.protect.fetch import Fetcher
 from ckptd.protect.peer_slot import DAMAGE, allocate
 from ckptd.wire.bulk import Changed
@@ -48,9 +49,9 @@ class FrozenParts:
 
     async def _bring(self, node: str, record: SlotRecord, part: SlotRecord) -> None:
         loop = asyncio.get_running_loop()
-        nbytes, meta = own_bytes(part.layout, part.tier), len(part.layout.encoded) + len(part.sums)
+        nbytes, room = own_bytes(part.layout, part.tier), record_bytes(len(part.layout.encoded), len(part.sums))
         slot = await loop.run_in_executor(
-            self._work, allocate, self._arena, record.job, record.rank, nbytes, meta
+            self._work, allocate, self._arena, record.job, record.rank, nbytes, room
         )
         try:
             slot.fill()

@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 
 from ckptd.arena.arena import Arena, Slot, SlotRecord
 from ckptd.arena.frozen import content_of, frozen_record, leans
-from ckptd.arena.sums import bad_blocks, block_sums
+from ckptd.arena.sums import bad_blocks, block_count, block_sums
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.instructions import MakeParity
@@ -19,6 +19,7 @@ from ckptd.core.lanes import joined_digests, part_layout
 from ckptd.core.layout import Layout
 from ckptd.core.messages import Source
 from ckptd.core.parity_groups import stripes_held
+from ckptd.core.record_size import SUM_BYTES, record_bytes
 from ckptd.protect import cards as slot_cards
 from ckptd.protect.cards import Cards
 from ckptd.protect.columns import Columns, Read, Spans
@@ -48,8 +49,8 @@ class ParityMaker:
         lane = do.part.lane
         layout = part_layout(lane, len(blob))
         digests = joined_digests({rank: sorted(card.digests) for rank, card in cards.items()})
-        meta = len(layout.encoded) + sum(len(n) + len(v) + 16 for n, v in digests) + (layout.payload_bytes >> 15)
-        slot = await self._allocate(job, lane.holding_rank, layout.payload_bytes, meta)
+        room = record_bytes(len(layout.encoded), SUM_BYTES * block_count(layout), digests)
+        slot = await self._allocate(job, lane.holding_rank, layout.payload_bytes, room)
         try:
             slot.fill()
             into = slot.extent[: layout.payload_bytes]
@@ -77,7 +78,7 @@ class ParityMaker:
         card, parts = kept[do.part.member.rank], await self._part_layout(job, do)
         columns = self.columns(job, do, {rank: found.layout for rank, found in kept.items()}, parts)
         layout, live = card.layout, card.layout.live_bytes(1)
-        slot = await self._allocate(job, card.rank, live, len(layout.encoded) + len(card.sums))
+        slot = await self._allocate(job, card.rank, live, record_bytes(len(layout.encoded), len(card.sums), card.digests))
         try:
             slot.fill()
             await columns.data(do.part.position, 0, slot.extent[:live])
@@ -99,7 +100,7 @@ class ParityMaker:
         if found is not None:
             return found
         nbytes = sum(length for at, length in card.layout.spans(1) if at >= card.layout.frozen_at)
-        slot = await self._allocate(job, card.rank, nbytes, len(part.layout.encoded) + len(part.sums))
+        slot = await self._allocate(job, card.rank, nbytes, record_bytes(len(part.layout.encoded), len(part.sums)))
         try:
             slot.fill()
             await columns.data(position, start, slot.extent[:nbytes])
@@ -200,8 +201,8 @@ class ParityMaker:
             return Fetched(False, DAMAGE)
         return Fetched(True)
 
-    async def _allocate(self, job: str, rank: int, nbytes: int, meta: int) -> Slot:
-        return await in_thread(self._work, allocate, self._arena, job, rank, nbytes, meta)
+    async def _allocate(self, job: str, rank: int, nbytes: int, record: int) -> Slot:
+        return await in_thread(self._work, allocate, self._arena, job, rank, nbytes, record)
 
 
 def _seal(slot: Slot, record: SlotRecord) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from ckptd.arena.arena import Arena, Slot, Tenant
 
-RECORD_MARGIN_BYTES = 64 * 1024  # of a slot's record beyond layout, sums and digests
 DAMAGE = "damage"  # the reason, between daemons too: it does not match the sums of its seal
 PACED_STREAMS = 1  # of a push that has a rate to keep
 
 
-def allocate(arena: Arena, job: str, rank: int, nbytes: int, meta_bytes: int) -> Slot:
-    """In a thread: memory is touched for the first time. ``meta_bytes``: layout, sums and digests. Raises NoMemory."""
+def allocate(arena: Arena, job: str, rank: int, nbytes: int, record_bytes: int) -> Slot:
+    """In a thread: memory is touched for the first time. ``record_bytes``: core.record_size. Raises NoMemory."""
     uid = int(job.split("/", 1)[0])
-    return arena.allocate(Tenant(job, uid, "peer", rank), nbytes, meta_bytes + RECORD_MARGIN_BYTES)
+    return arena.allocate(Tenant(job, uid, "peer", rank), nbytes, record_bytes)

@@ -17,13 +17,14 @@ from typing import Any
 
 from ckptd.arena.arena import Arena, NoMemory, Slot, SlotRecord
 from ckptd.arena.frozen import leans
-from ckptd.arena.sums import SUM_BYTES, block_count, live_blocks, lower_tier
+from ckptd.arena.sums import block_count, live_blocks, lower_tier
 from ckptd.core.errors import CkptdError
 from ckptd.core.events import NO_MEMORY
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.core.pacing import DEADLINE_S
+from ckptd.core.record_size import SUM_BYTES, record_bytes
 from ckptd.crew import Crew
 from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.landing_sums import LandingSums
@@ -203,7 +204,8 @@ class Replicator:
         nbytes = layout.live_bytes(offer.tier)
         try:
             slot = await loop.run_in_executor(
-                self._work, allocate, self._arena, job, offer.rank, nbytes, _meta_bytes(offer)
+                self._work, allocate, self._arena, job, offer.rank, nbytes,
+                record_bytes(len(offer.layout), len(offer.sums), offer.digests),
             )
         except NoMemory as error:
             return None, f"{NO_MEMORY}: {error.what}"
@@ -297,11 +299,6 @@ def _record(job: str, layout: Layout, offer: ReplicaOffer) -> SlotRecord:
         digests=offer.digests,
         keep=offer.keep,
     )
-
-
-def _meta_bytes(offer: ReplicaOffer) -> int:
-    digests = sum(len(name) + len(value) + 16 for name, value in offer.digests)
-    return len(offer.layout) + len(offer.sums) + digests
 
 
 def _aad(job: str, offer: ReplicaOffer) -> bytes:

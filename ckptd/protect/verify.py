@@ -10,8 +10,9 @@ import xxhash
 
 from ckptd.arena.arena import Slot, SlotRecord
 from ckptd.arena.payload import Payload
-from ckptd.arena.sums import SUM_BYTES, bad_blocks, blocks_of, hash_shares
+from ckptd.arena.sums import bad_blocks, blocks_of, hash_shares
 from ckptd.core.layout import BLOCK_BYTES, Layout
+from ckptd.core.record_size import SUM_BYTES
 
 Span = tuple[int, int]  # (offset, length)
 

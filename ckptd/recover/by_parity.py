@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import xxhash
 
 from ckptd.arena.arena import SlotRecord
-from ckptd.arena.sums import SUM_BYTES, blocks_of
+from ckptd.arena.sums import blocks_of
 from ckptd.core.box import runs
 from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
@@ -21,6 +21,7 @@ from ckptd.core.lanes import Lane, Part, decodable
 from ckptd.core.layout import BLOCK_BYTES, Fragment, Layout
 from ckptd.core.linear import linear_offset
 from ckptd.core.messages import Source
+from ckptd.core.record_size import SUM_BYTES
 from ckptd.core.recovery import BY_PARITY, Held, Piece
 from ckptd.protect.columns import Columns, Undecodable
 from ckptd.protect.fetched import Away

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 3  # 2: the world of a Join lies beside the frame; 3: frozen parameters have slots of their own
+# 2: the world of a Join lies beside the frame; 3: frozen parameters have slots of their own; 4: record_bytes
+PROTOCOL_VERSION = 4
 FRAME_BYTES_MAX = 64 * 1024
 FDS_PER_FRAME_MAX = 64
 LOAD_SEGMENTS_MAX = FDS_PER_FRAME_MAX - 1  # of one LoadPlan; the plan itself is the first descriptor
@@ -43,7 +44,7 @@ class Join:
     """At restore() or the first snapshot(): the world is fixed now. fds: [world], see wire/world.py.
 
     ``attempt`` is one random string for all ranks. ``ask`` is None or a RestoreAsk dict.
-    state_bytes: predicted live part of one snapshot; frozen_bytes: of its frozen part.
+    state_bytes: predicted live part of one snapshot; frozen_bytes: of its frozen part; record_bytes: of core.record_size.
     After a reconnect (the daemon restarted, training went on) the client sends Hello, Offer and the *same* Join again:
     the attempt is the nonce of the running epoch, so the daemon answers Mapped* and Ready, and opens nothing.
     ``trains``: it had been told Ready. A daemon that lost what it knew asks the others of this world for that epoch.
@@ -55,6 +56,7 @@ class Join:
     ask: dict[str, Any] | None
     frozen_bytes: int = 0
     trains: bool = False
+    record_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,11 @@ NOTHING_FROZEN = -1
 @dataclass(frozen=True)
 class Resize:
     """The layout's live part needs this many bytes per slot now. frozen_bytes > 0: the rank needs a slot of this size to
-    capture its frozen part into, anew. NOTHING_FROZEN: it has no frozen part any more."""
+    capture its frozen part into, anew. NOTHING_FROZEN: it has no frozen part any more. record_bytes: as of a Join."""
 
     state_bytes: int
     frozen_bytes: int = 0
+    record_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class FrozenCapture:
         self._engine.statics.forget()
         with session.changed:
             session.frozen_slot, self._asked = -1, False
-        session.link.send(wire.Resize(plan.layout.frozen_at, wire.NOTHING_FROZEN))
+        session.link.send(wire.Resize(plan.layout.frozen_at, wire.NOTHING_FROZEN, plan.record_bytes))
 
     def _count(self, plan: Plan, changed: list[int], marks: tuple[Mark, ...]) -> None:
         """What changes again and again is not frozen: its owner's such parameters are copied with the others from then on.
@@ -103,7 +103,7 @@ class FrozenCapture:
             return fresh
         live, frozen = plan.layout.frozen_at, plan.layout.frozen_bytes
         self._asked = True
-        self._session.link.send(wire.Resize(live, frozen))
+        self._session.link.send(wire.Resize(live, frozen, plan.record_bytes))
         if patience_s > 0:
             self._session.wait(lambda: self._look(plan) is not None, time.monotonic() + patience_s)
             fresh = self._pinned(plan)

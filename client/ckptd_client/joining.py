@@ -21,6 +21,7 @@ log = logging.getLogger("ckptd")
 AGAIN_AFTER_S = 10.0  # a join that failed is tried anew, on all ranks, no sooner than this
 POLL_S = 0.5
 LAYOUT_SLACK = 1.02  # objects and alignment grow a little; a change of size costs a snapshot
+RECORD_SLACK = 1.125  # the names of optimizer state that is not born yet are longer than what stands for them
 FOREVER_S = 10 * 365 * 86400.0
 
 
@@ -88,10 +89,10 @@ class Joiner:
         if not joined:
             self._not_before = time.monotonic() + AGAIN_AFTER_S
 
-    def _bytes(self, state: State, world: World) -> tuple[int, int]:
-        """(live, frozen) part of one snapshot."""
+    def _bytes(self, state: State, world: World) -> tuple[int, int, int]:
+        """(live part, frozen part, record) of one snapshot."""
         replicas = int(self._session.policy.get("replicas", 0))
-        live, frozen = predicted_bytes(self._registry, state, world, replicas)
+        live, frozen, record = predicted_bytes(self._registry, state, world, replicas)
         if self._state_bytes is not None:
-            return max(1, self._state_bytes - frozen), frozen
-        return int(live * LAYOUT_SLACK), frozen
+            return max(1, self._state_bytes - frozen), frozen, int(record * RECORD_SLACK)
+        return int(live * LAYOUT_SLACK), frozen, int(record * RECORD_SLACK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from ckptd.core.balance import balanced_plan, plan_id, plan_id_apart
 from ckptd.core.layout import REPLICA, Fragment, Layout
 from ckptd.core.layout_build import LayoutItem, build_layout, place
+from ckptd.core.record_size import predicted_record
 from ckptd_client import _switches, nested, optim
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import is_dtensor, local_of
@@ -49,6 +51,10 @@ class Plan:
     signature: tuple[Any, ...]
     objects_max: int
     world: World
+
+    @cached_property
+    def record_bytes(self) -> int:
+        return predicted_record(self.layout)
 
 
 def signature_of(state: State) -> tuple[Any, ...]:
@@ -155,8 +161,8 @@ def _tier(part: Slice, captors: dict[str, tuple[int, ...]], world: World, replic
     return max(0, replicas + 1 - len({world.domains[rank] for rank in ranks}))
 
 
-def predicted_bytes(registry: Registry, state: State, world: World, replicas: int) -> tuple[int, int]:
-    """(live, frozen) part of one snapshot once the optimizers' state is born (section 5: it is born at the first step).
+def predicted_bytes(registry: Registry, state: State, world: World, replicas: int) -> tuple[int, int, int]:
+    """(live part, frozen part, record) of one snapshot once the optimizers' state is born, which it is at the first step.
     ``state`` with its objects."""
     rows: list[tuple[Entry | None, Slice]] = [(e, part) for e in state.entries for part in slices_of(e, world)]
     rows += [(None, part) for part in _unborn(registry, state, world)]
@@ -166,7 +172,7 @@ def predicted_bytes(registry: Registry, state: State, world: World, replicas: in
     ]
     objects_bytes = sum(map(len, state.objects.values()))
     layout = build_layout(world.rank, world.size, items, objects_capacity(objects_bytes))
-    return layout.frozen_at, layout.frozen_bytes
+    return layout.frozen_at, layout.frozen_bytes, predicted_record(layout)
 
 
 def _unborn(registry: Registry, state: State, world: World) -> list[Slice]:

@@ -252,10 +252,11 @@ class Session:
 
     # --- joining ------------------------------------------------------------------------------------------------
     def join(
-        self, world: World, state_bytes: int, frozen_bytes: int, ask: dict[str, Any] | None, *, restoring: bool
+        self, world: World, state_bytes: int, frozen_bytes: int, record_bytes: int, ask: dict[str, Any] | None, *,
+        restoring: bool,
     ) -> None:
         """Raises CkptdError without a connection. Answers come to ``next_restore`` when ``restoring``."""
-        message = wire.Join(world.attempt, world.rank, state_bytes, ask, frozen_bytes)
+        message = wire.Join(world.attempt, world.rank, state_bytes, ask, frozen_bytes, record_bytes=record_bytes)
         body = pack_world(world.ranks, world.nodes)
         with self.changed:
             self._drop_inbox()

@@ -161,7 +161,7 @@ class Snapshots:
         if not plan.layout.frozen_bytes:
             self._frozen.not_needed(plan)
         if plan.layout.frozen_at > slot.capacity:
-            self._ask_for_more(plan.layout.frozen_at, slot.capacity)
+            self._ask_for_more(plan, slot.capacity)
         patience_s = max(0.0, deadline - time.monotonic())
         frozen = self._frozen.slot_for(plan, tensors, patience_s) if plan.layout.frozen_bytes else None
         try:
@@ -198,8 +198,9 @@ class Snapshots:
         self._recall = Recall(self._registry, state, plan) if Recall.can_hold(state) else None
         return [entry.tensor for entry in state.entries], packed, plan
 
-    def _ask_for_more(self, needed: int, have: int) -> NoReturn:
-        self._session.link.send(wire.Resize(needed))
+    def _ask_for_more(self, plan: Plan, have: int) -> NoReturn:
+        needed = plan.layout.frozen_at
+        self._session.link.send(wire.Resize(needed, record_bytes=plan.record_bytes))
         text = f"a snapshot needs {needed} bytes, the slot has {have}; asked for more"
         self._troubles.report("memory", text)
         raise Skip("no memory")

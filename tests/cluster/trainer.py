@@ -3,7 +3,7 @@
 Kinds: plain, ddp, fsdp; other (another shape than plain), double (another dtype), head (one module more), model (no optimizer
 registered); wide (tensors that are copied in the background, small ones are not), wide_fsdp (the same, sharded; 3.2 MB); stages
 (equal names, other values on each rank), shapes (equal names, another shape on each rank); adapters (16 MB of frozen
-parameters and a small trained layer), adapters_fsdp.
+parameters and a small trained layer), adapters_fsdp; many (600 small parameters, plain on each rank).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ckptd.core import failpoint
 
 WIDTH = 64
 FROZEN = 1024
+MANY = 600
 
 
 class Loader:
@@ -36,6 +37,17 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]
+
+
+class Many(nn.Module):
+    """``count`` parameters of 16 numbers each; all of them train."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.full((16,), float(i)) for i in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer.mean() for layer in self.layers]).sum() * x
 
 
 class Run:
@@ -60,6 +72,8 @@ class Run:
             self.bare[2].requires_grad_(False)
             self.bare.append(nn.Sequential(*(nn.Linear(FROZEN, FROZEN) for _ in range(4))).requires_grad_(False))
             self.bare.append(nn.Linear(FROZEN, WIDTH))
+        if kind == "many":
+            self.bare = Many(MANY)
         self.model = self._wrap(kind)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
         self.loader = Loader()

@@ -108,7 +108,7 @@ def test_what_was_captured_under_another_grant_than_the_slots_is_dropped_and_the
     """Without this word it would wait for a level for ever."""
     node.grant(7)
     done = node.seal(1, 7, 1, grant=99)
-    assert only(done, ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "its grant was void")]
+    assert only(done, ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "a newer epoch opened")]
     assert only(done, ins.FreeSlot) == [ins.FreeSlot(1)]
     assert missed(done) == [(1, "void")]
 
@@ -126,7 +126,7 @@ def test_a_capture_of_an_epoch_that_is_over_is_void_in_its_own_epoch(node: Membe
     node.grant(7)
     node.feed(ev.Received("b", msg.Stale(record_of("abc", number=EPOCH + 1, nonce="newer"))))
     done = node.seal(1, 7, 1)
-    assert only(done, ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "its grant was void")]
+    assert only(done, ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "a newer epoch opened")]
 
 
 def test_what_is_sealed_of_a_void_snapshot_is_dropped_with_its_reason(node: Member) -> None:
@@ -173,6 +173,24 @@ def test_a_void_grant_takes_its_slot_back_and_waits_for_the_rank(node: Member) -
     assert only(node.order(msg.Void(EPOCH, 1, "again")), ins.TakeBack) == []
     done = node.feed(ev.RankMissed(1, 1, "taken back"))
     assert (state_of(node, 1), missed(done)) == (("free", False), [(1, "taken back")])
+
+
+def test_a_rank_that_takes_a_failed_seal_for_captured_is_told_why_it_is_void(node: Member) -> None:
+    """P15: it waits for a level. One that gave the snapshot up itself knows."""
+    node.grant(7)
+    done = node.feed(ev.RankMissed(1, 1, "record too large: 3 bytes, the slot has room for 2", 7))
+    assert only(done, ins.TellLevel) == [
+        ins.TellLevel(at(7), -1, 0, False, "record too large: 3 bytes, the slot has room for 2")
+    ]
+    node.grant(8)
+    assert only(node.feed(ev.RankMissed(1, 2, "late")), ins.TellLevel) == []
+
+
+def test_a_seal_that_comes_after_its_grant_was_void_is_told_why(node: Member) -> None:
+    """P15"""
+    node.grant(7)
+    node.order(msg.Void(EPOCH, 1, "rank 0 missed it: late"))
+    assert only(node.seal(1, 7, 1), ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "rank 0 missed it: late")]
 
 
 def test_a_void_that_overtook_its_grant_is_answered_and_the_grant_not_taken(node: Member) -> None:

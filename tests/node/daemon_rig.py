@@ -107,11 +107,13 @@ class Rank:
         self.join(attempt)
         await self.heard(wire.Ready)
 
-    async def capture(self, step: int, seed: int | None = None, *, seal: bool = True) -> wire.GrantSlot:
+    async def capture(
+        self, step: int, seed: int | None = None, *, seal: bool = True, layout: Layout | None = None
+    ) -> wire.GrantSlot:
         """Fill the slot of the next grant, as snapshot(step) does."""
         grant, _ = await self.heard(wire.GrantSlot)
         await eventually(lambda: grant.slot in self.views)
-        layout = layout_here()
+        layout = layout or layout_here()
         objects = write_payload(self.views[grant.slot], layout, seed=step if seed is None else seed)
         self.say(wire.Called(max(step, grant.from_step)))
         if seal:
@@ -123,11 +125,11 @@ class Rank:
         self.say(wire.SealedSlot(grant.slot, grant.grant, step, layout.layout_id, objects), (fd,))
         os.close(fd)
 
-    async def sealed(self, step: int, seed: int | None = None) -> None:
-        await self.capture(step, seed)
+    async def sealed(self, step: int, seed: int | None = None, *, layout: Layout | None = None) -> None:
+        await self.capture(step, seed, layout=layout)
         while (await self.heard(wire.Level, step=step))[0].void:
             self.say(wire.Called(step, True))  # must=True
-            await self.capture(step, seed)
+            await self.capture(step, seed, layout=layout)
 
     async def opened(self) -> tuple[wire.Opened, dict[str, Any]]:
         note, fds = await self.heard(wire.Opened)

@@ -14,6 +14,7 @@ from ckptd.arena.tenant import Tenant
 from ckptd.core.box import Box
 from ckptd.core.layout import MAYBE, UNIQUE, Layout
 from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.record_size import predicted_record
 from ckptd.daemon import job, seats
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
@@ -35,7 +36,8 @@ async def begin(rank: Rank, layout: Layout, attempt: str = "a") -> int:
     """Join; the slot for the frozen part."""
     node = asdict(rank.daemon.services.node)
     ask = {"step": None, "source": None, "allow_fresh": True}
-    join = wire.Join(attempt, 0, layout.frozen_at, ask, layout.frozen_bytes)
+    room = predicted_record(layout)
+    join = wire.Join(attempt, 0, layout.frozen_at, ask, layout.frozen_bytes, record_bytes=room)
     rank.say_join(join, pack_world([node["node"]], [node]))
     await rank.heard(wire.Ready)
     return (await rank.heard(wire.Mapped, frozen=True))[0].slot
@@ -122,7 +124,7 @@ async def test_a_snapshot_on_its_way_keeps_what_it_leans_on(monkeypatch: pytest.
 
 async def test_a_small_live_part_beside_a_large_frozen_one_has_room_for_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """P14: the record of each snapshot describes and sums the frozen part too."""
-    monkeypatch.setattr(seats, "META_BYTES_MIN", 4096)
+    monkeypatch.setattr(seats, "RECORD_BYTES_MIN", 4096)
     async with rig() as house:
         rank, layout = house.rank(), layout_of(frozen=1000, elements=4096)
         first = await begin(rank, layout)

@@ -65,7 +65,7 @@ class Capture:
     def _doom(self, slot: Slot, reason: str) -> None:
         if slot.doomed:
             return
-        slot.doomed = True
+        slot.doomed, slot.void = True, reason
         self._ctx.emit(TakeBack(slot.rank, slot.grant, reason))
         self._tell_rank(slot.rank)
 
@@ -90,7 +90,11 @@ class Capture:
             self._uplink.tell_rank(rank)
 
     def on_missed(self, event: RankMissed) -> None:
-        for slot in self._slots.filling(event.rank, event.grant):
+        filling = self._slots.filling(event.rank, event.grant)
+        if event.step is not None:  # without this word the rank would wait for a level for ever
+            epoch = filling[0].epoch if filling else self._ctx.number
+            self._ctx.emit(TellLevel(SnapshotId(epoch, event.step), -1, 0, False, event.reason))
+        for slot in filling:
             self._settle_missed(slot, event.reason)
 
     def on_sealed(self, event: SlotSealed) -> Slot | None:
@@ -104,7 +108,8 @@ class Capture:
         snapshot = SnapshotId(slot.epoch, event.step)  # the rank may be of an epoch that is over
         if slot.doomed or slot.grant != event.grant or snapshot in self._slots.void:
             # The rank believes that it was captured: without this word it would wait for a level for ever.
-            self._ctx.emit(TellLevel(snapshot, -1, 0, False, self._slots.void.get(snapshot, "its grant was void")))
+            why = self._slots.void.get(snapshot) or slot.void or "its grant was void"
+            self._ctx.emit(TellLevel(snapshot, -1, 0, False, why))
             self._settle_missed(slot, "void")
             return None
         layout = event.layout
@@ -148,7 +153,7 @@ class Capture:
         self._answered.clear()
         for slot in self._slots.by_id.values():
             if slot.state == FILLING and not slot.doomed:
-                slot.doomed = True
+                slot.doomed, slot.void = True, reason
                 self._ctx.emit(TakeBack(slot.rank, slot.grant, reason))
             elif slot.state == SEALED:
                 slot.grant = 0

@@ -30,6 +30,7 @@ class Slot:
     epoch: int = 0  # of the grant that it was given under last
     grant: int = 0  # of a FILLING slot, or what a SEALED one was captured under (0: nobody's business any more)
     doomed: bool = False
+    void: str = ""  # why the grant of a doomed one is void
     fact: HoldingFact | None = None
     layout: Layout | None = None
     layouts: tuple[Layout, ...] = ()  # of a lane's members, where it holds their parity
@@ -124,7 +125,7 @@ class Slots:
     def free(self, slot: Slot) -> None:
         """Its content is gone, whatever it was."""
         self._forget(slot)
-        slot.state, slot.grant, slot.doomed, slot.released = FREE, 0, False, False
+        slot.state, slot.grant, slot.doomed, slot.void, slot.released = FREE, 0, False, "", False
         slot.fact = slot.layout = None
         slot.layouts = ()
         if not slot.own:
