@@ -108,7 +108,7 @@ def test_what_was_captured_under_another_grant_than_the_slots_is_dropped_and_the
     """Without this word it would wait for a level for ever."""
     node.grant(7)
     done = node.seal(1, 7, 1, grant=99)
-    assert only(done, ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "a newer epoch opened")]
+    assert only(done, ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "its grant was void")]
     assert only(done, ins.FreeSlot) == [ins.FreeSlot(1)]
     assert missed(done) == [(1, "void")]
 
