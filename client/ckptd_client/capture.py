@@ -9,12 +9,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from ckptd.core.failpoint import FailpointError, failpoint
-from ckptd_client import libc
+from ckptd_client import _switches, libc
 from ckptd_client.copying import Copy
+from ckptd_client.entries import Owner
 from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
 from ckptd_client.segments import SlotView
 from ckptd_client.statics import Statics, mark_of
@@ -24,6 +25,9 @@ STOP_WAIT_S = 5.0  # at close, for the chunk in flight
 DEVICE_POLL_S = (
     0.002  # is the device done? Asked, not waited for, so that the next job can be enqueued meanwhile
 )
+# A counter moves when the write is over. Without a fence the look at the counters comes this much later than the last byte, for a
+# write that was under way then; or twice as long as the capture took, if that is longer.
+WRITE_S = 0.2
 
 
 class Engine:
@@ -77,6 +81,7 @@ class Engine:
         began = time.monotonic()
         if not self._jobs:
             return 0.0
+        self._look(self._jobs)
         if not self._copy_until(began + timeout_s):
             self._stop_all("fence timeout")
         self._hold_back_devices()
@@ -88,9 +93,17 @@ class Engine:
         return spent
 
     def settle(self, deadline: float) -> None:
-        """Let jobs that wait for their audit end, when no optimizer step is going to come."""
-        if any(job.audit for job in list(self._jobs)) and self._copy_until(deadline):
+        """Let jobs that wait for a fence end, when no optimizer step is going to come. For the training thread, which writes
+        nothing meanwhile."""
+        if self._jobs and self._copy_until(deadline):
+            self._look(self._jobs)
             self._audit(deadline)
+
+    def settle_audits(self, deadline: float) -> None:
+        """The same, but nobody waits for those that need no audit."""
+        if any(job.audit for job in list(self._jobs)):
+            self.settle(deadline)
+        self._look([job for job in list(self._jobs) if job.copied])
 
     def stop(self, grant: int, reason: str) -> bool:
         """True when the job had not been sealed yet: it will end void."""
@@ -124,6 +137,7 @@ class Engine:
 
     def close(self) -> None:
         self._stop_all("closed")
+        self._look(self._jobs)
         with self._changed:
             self._closing = True
             for job in self._jobs:
@@ -166,6 +180,18 @@ class Engine:
                     job.stop = job.stop or reason
             self._changed.notify_all()
 
+    def _look(self, jobs: Iterable[Job]) -> None:
+        """Were sources written since snapshot()? Asked once of each job: at the first fence, or before its seal when none was.
+        Later the optimizer may rightly have written."""
+        with self._changed:
+            for job in jobs:
+                found = job.versions.moved() if _switches.VERSIONS and not job.looked else []
+                job.looked = True
+                if any(one.behind for one in found):
+                    fenced = [(one.owner, one.key) for one in found if one.fenced]
+                    job.were_written(fenced, "written before the fence:")
+            self._changed.notify_all()
+
     def _hold_back_devices(self) -> None:
         for job in list(self._jobs):
             if job.device is not None and job.enqueued and not job.stop:
@@ -175,10 +201,10 @@ class Engine:
         """Compare slot and source while both should still be what snapshot() saw."""
         for job in list(self._jobs):
             if job.audit and not job.stop:
-                found = _difference(job, deadline)
+                found = _differing(job, deadline)
                 with self._changed:
                     if found:
-                        job.stop = found
+                        job.were_written(found, "hidden write to")
                     job.audit = False
                     self._changed.notify_all()
 
@@ -195,7 +221,7 @@ class Engine:
                 while task is None:
                     if self._closing and not self._jobs:
                         return
-                    self._changed.wait(DEVICE_POLL_S if any(job.on_device for job in self._jobs) else None)
+                    self._changed.wait(self._pause_s())
                     task = self._task()
             task()
 
@@ -210,9 +236,26 @@ class Engine:
         if not self._jobs:
             return self._warm_one if self._warming else None
         first = self._jobs[0]
-        if first.copied and not first.on_device and (first.stop or not first.audit):
+        if first.copied and not first.on_device and (first.stop or (not first.audit and self._unripe_s(first) <= 0)):
             return partial(self._end, first)
         return None
+
+    def _pause_s(self) -> float | None:
+        """Until the thread looks again by itself. Under the lock."""
+        if any(job.on_device for job in self._jobs):
+            return DEVICE_POLL_S
+        first = self._jobs[0] if self._jobs else None
+        waits = first is not None and first.copied and not first.audit and not first.looked
+        return self._unripe_s(first) if first is not None and waits else None
+
+    @staticmethod
+    def _unripe_s(job: Job) -> float:
+        """How long the seal of a job that is copied still waits for a fence."""
+        if job.looked:
+            return 0.0
+        now = time.monotonic()
+        job.copied_at = job.copied_at or now
+        return job.copied_at + max(WRITE_S, 2 * (job.copied_at - job.began)) - now
 
     def _not_enqueued(self) -> Job | None:
         """Under the lock."""
@@ -259,6 +302,7 @@ class Engine:
         try:
             if job.device is not None and job.enqueued:
                 job.device.finish()
+            self._look([job])
             self._check_static(job)
             job.capture_s = time.monotonic() - job.began
             failpoint("capture.sealing")
@@ -276,6 +320,7 @@ class Engine:
                 self._on_sealed(job)
         except Exception:
             log.exception("ckptd client: end of the capture of step %d", job.step)
+        job.versions.let_go()
         with self._changed:
             self._jobs.remove(job)
             self._changed.notify_all()
@@ -286,8 +331,7 @@ class Engine:
         """A snapshot that leans on what was written meanwhile is void."""
         for copy, tensor, mark in job.static:
             if not job.stop and mark_of(tensor, copy.source) != mark:
-                copy.owner.writes_unfenced = True
-                job.stop = f"{copy.key} was written while it was copied"
+                job.were_written([(copy.owner, copy.key)], "written while it was copied:")
         for copy, tensor, mark in job.unproven:
             if job.stop:
                 break
@@ -295,7 +339,7 @@ class Engine:
             if mark_of(tensor, copy.source) != mark:  # what snapshot() saw is not there to be compared any more
                 job.stop = f"{copy.key} was written while it was compared"
             elif differs:
-                job.stop = self._another(job, copy)
+                self._another(job, copy)
         if job.frozen is not None and not job.stop:
             (self.statics.finished if job.fills else self.statics.proved)(job.frozen)
 
@@ -310,13 +354,13 @@ class Engine:
                 return True
         return False
 
-    def _another(self, job: Job, copy: Copy) -> str:
-        """What lies in the frozen slot is not what the parameter is now. Why the snapshot is void."""
+    def _another(self, job: Job, copy: Copy) -> None:
+        """What lies in the frozen slot is not what the parameter is now."""
         if job.found:
             self.statics.forget(job.frozen)
-            return f"{copy.key} is not what was kept of it: it is captured anew"
-        copy.owner.writes_unfenced = True
-        return f"hidden write to {copy.key}"
+            job.stop = f"{copy.key} is not what was kept of it: it is captured anew"
+        else:
+            job.were_written([(copy.owner, copy.key)], "hidden write to")
 
     def _warm_one(self) -> None:
         slot, pieces = self._warming[0]
@@ -329,13 +373,14 @@ class Engine:
         slot.segment.unpin()
 
 
-def _difference(job: Job, deadline: float) -> str:
-    """Names a tensor that was written past the fence, and makes its owner synchronous. "": all equal, or no time left."""
+def _differing(job: Job, deadline: float) -> list[tuple[Owner, str]]:
+    """Tensors that were written past the fence; as far as the time went."""
+    found: list[tuple[Owner, str]] = []
     for copy in [*job.fenced, *(copy for copy, _, _ in job.static), *job.held]:
         for begin, length in copy.chunks():
             if time.monotonic() > deadline:
-                return ""
+                return found
             if copy.differs(begin, length):
-                copy.owner.writes_unfenced = True
-                return f"hidden write to {copy.key}"
-    return ""
+                found.append((copy.owner, copy.key))
+                break
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,8 @@ class Mode(enum.IntEnum):
 
 @dataclass(eq=False)
 class Owner:
-    """One registered object under one name. ``writes_unfenced``: a hidden write was found; synchronous from then on."""
+    """One registered object under one name. What is known to be written past the fence is copied before snapshot() returns
+    from then on: the tensors ``written``, or all of it (``writes_unfenced``)."""
 
     name: str
     kind: str  # module | optimizer | stateful | tensor | value
@@ -35,6 +36,8 @@ class Owner:
     fenced: bool = False
     key_map: KeyMap | None = None
     writes_unfenced: bool = False
+    written: set[str] = field(default_factory=set)  # keys
+    written_in: int = -1  # the grant whose snapshot was void for the newest of them
     thawed: bool = False  # its frozen parameters change too often to be kept apart
     since: int = 0  # when it was registered (watch.now)
 
@@ -43,6 +46,20 @@ class Owner:
         if self.include and not matches(key, self.include):
             return False
         return not matches(key, self.exclude)
+
+    def escapes(self, key: str) -> bool:
+        """Is this tensor written past the fence?"""
+        return self.writes_unfenced or key in self.written
+
+    def was_written(self, keys: Collection[str], grant: int) -> None:
+        """The snapshot under this grant is void, as these were written past the fence; all of it where none is named. The second
+        time there is no end to be expected of such writes."""
+        new = set(keys) - self.written
+        again = bool(self.written) and self.written_in != grant
+        self.writes_unfenced |= not keys or (bool(new) and again)
+        self.written |= new
+        if new:
+            self.written_in = grant
 
     def rename(self, key: str) -> str:
         """key_map: a function, or {old prefix: new prefix} at dots, the longest that fits."""

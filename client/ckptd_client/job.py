@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from ckptd_client.copying import Copy
+from ckptd_client.entries import Owner
 from ckptd_client.handles import Handle
 from ckptd_client.plan import Plan
 from ckptd_client.segments import SlotView
 from ckptd_client.statics import Mark
+from ckptd_client.versions import Versions
 
+NAMED_MAX = 3  # tensors in the reason of a void
 
 class DeviceBatch(Protocol):
     """Copies that an accelerator makes by itself once they are enqueued (device.py)."""
@@ -43,7 +46,8 @@ class Chunk:
 
 @dataclass(eq=False)
 class Job:
-    """``copied``: no source is read by a thread any more. ``stop``: why it is void. ``over``: nothing can stop it now."""
+    """``copied``: no source is read by a thread any more. ``looked``: the version counters were asked since. ``stop``: why it is
+    void. ``over``: nothing can stop it now."""
 
     step: int
     grant: int
@@ -58,6 +62,7 @@ class Job:
     objects_bytes: int
     keep: bool
     audit: bool
+    versions: Versions = field(default_factory=lambda: Versions((), ()))  # as snapshot() saw them
     copies: list[Copy] = field(default_factory=list)  # on the CPU, for the threads
     fenced: list[Copy] = field(default_factory=list)  # what an audit compares, wherever it lies
     static: list[tuple[Copy, Tensor, Mark]] = field(default_factory=list)  # frozen, copied this time; what it is of
@@ -66,6 +71,9 @@ class Job:
     device: DeviceBatch | None = None
     blocked_s: float = 0.0
     stop: str = ""
+    looked: bool = False
+    copied_at: float = 0.0
+    written: dict[str, set[str]] = field(default_factory=dict)  # owner -> keys that were written past the fence
     over: bool = False
     enqueued: bool = False
     in_flight: int = 0
@@ -85,6 +93,14 @@ class Job:
         chunk = next(self._chunks, None)
         self._exhausted = chunk is None
         return chunk
+
+    def were_written(self, found: Collection[tuple[Owner, str]], how: str) -> None:
+        """Void, as these keys of these owners are not what snapshot() saw. ``how``: "written before the fence", ..."""
+        for owner, key in found:
+            self.written.setdefault(owner.name, set()).add(key)
+        keys = sorted(key for _, key in found)
+        more = f" and {len(keys) - NAMED_MAX} more" if len(keys) > NAMED_MAX else ""
+        self.stop = self.stop or f"{how} {', '.join(keys[:NAMED_MAX])}{more}"
 
     @property
     def slots(self) -> list[SlotView]:

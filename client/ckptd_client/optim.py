@@ -39,7 +39,6 @@ def key_of(owner: Owner, parameter: Tensor, known: NameOf) -> str:
 
 def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, Any]]:
     """Tensors of the optimizer's state as entries, and what is not a tensor: {key: {path: value}}."""
-    mode = Mode.SYNC if owner.writes_unfenced else Mode.FENCED
     entries: list[Entry] = []
     odd: dict[str, Any] = {}
     held = nested.holders(owner.value)
@@ -55,6 +54,7 @@ def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, A
                 for path, leaf in tensor_leaves(name, value):
                     full = f"{owner.name}.{key}.{_labelled(label, path)}"
                     if owner.takes(full):
+                        mode = Mode.SYNC if owner.escapes(full) else Mode.FENCED
                         entries.append(Entry(full, leaf, "optim", owner, mode, copies))
                 if not isinstance(value, Tensor):
                     odd.setdefault(odd_key(label, key), {})[name] = skeleton(name, value)

@@ -18,6 +18,7 @@ from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import is_dtensor, local_of
 from ckptd_client.registry import Registry
 from ckptd_client.slices import Slice, slices_of
+from ckptd_client.versions import Watched
 from ckptd_client.world import World
 
 _COUNTER = torch.zeros(())  # stands for a step counter that is not born yet
@@ -51,6 +52,7 @@ class Plan:
     signature: tuple[Any, ...]
     objects_max: int
     world: World
+    watched: tuple[Watched, ...]
 
     @cached_property
     def record_bytes(self) -> int:
@@ -95,7 +97,19 @@ def make_plan(state: State, world: World, replicas: int, objects_bytes: int, old
         for at, ((index, part, _), fragment) in enumerate(zip(rows, layout.fragments, strict=True))
         if fragment.nbytes
     )
-    return Plan(layout, sources, signature, objects_max, world)
+    return Plan(layout, sources, signature, objects_max, world, _watched(state, sources))
+
+
+def _watched(state: State, sources: Sequence[Source]) -> tuple[Watched, ...]:
+    """Parameters whose version counters say that they were written. Those of inference tensors do not exist."""
+    behind = {source.entry for source in sources if source.mode is Mode.FENCED}
+    return tuple(
+        Watched(
+            index, entry.key, entry.owner, is_dtensor(entry.tensor), entry.mode is Mode.FENCED, index in behind
+        )
+        for index, entry in enumerate(state.entries)
+        if (entry.role == "param" or entry.owner.kind == "tensor") and not local_of(entry.tensor).is_inference()
+    )
 
 
 def _item(entry: Entry | None, part: Slice, tier: int) -> LayoutItem:

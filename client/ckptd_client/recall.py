@@ -56,7 +56,9 @@ class Recall:
         return alive
 
     def _look(self) -> list[int]:
-        flags = [2 * owner.writes_unfenced + owner.thawed for owner in self._registry.owners.values()]
+        flags = [
+            4 * len(owner.written) + 2 * owner.writes_unfenced + owner.thawed for owner in self._registry.owners.values()
+        ]
         return [
             *flags,
             int(_switches.SYNC_COPIES),

@@ -108,14 +108,14 @@ class _Resolver:
         trained = any(id(spot.tensor) in self._stepped for spot in spots)
         for spot in spots:
             key = owner.rename(f"{owner.name}.{spot.name}")
-            entry = Entry(key, spot.tensor, spot.role, owner, self._mode(owner, spot, trained), spot.copies)
+            entry = Entry(key, spot.tensor, spot.role, owner, self._mode(owner, spot, key, trained), spot.copies)
             if spot.role == "param":
                 self.state.params.setdefault(id(spot.tensor), entry)
             if owner.takes(key):
                 self._add(entry)
 
-    def _mode(self, owner: Owner, spot: naming.Spot, trained: bool) -> Mode:
-        if spot.role == "buffer" or owner.writes_unfenced:
+    def _mode(self, owner: Owner, spot: naming.Spot, key: str, trained: bool) -> Mode:
+        if spot.role == "buffer" or owner.escapes(key) or _uncounted(spot.tensor):
             return Mode.SYNC
         if owner.fenced or id(spot.tensor) in self._stepped or _averaged(owner.value):
             return Mode.FENCED
@@ -123,7 +123,7 @@ class _Resolver:
         return Mode.STATIC if frozen else Mode.SYNC
 
     def _tensor_mode(self, owner: Owner) -> Mode:
-        if owner.writes_unfenced:
+        if owner.escapes(owner.rename(owner.name)) or _uncounted(owner.value):
             return Mode.SYNC
         return Mode.FENCED if owner.fenced or id(owner.value) in self._stepped else Mode.SYNC
 
@@ -136,6 +136,11 @@ class _Resolver:
             raise CkptdError("two tensors of one name", where=entry.key, hint="rename one with key_map=")
         self._names.add(entry.key)
         self.state.entries.append(entry)
+
+
+def _uncounted(tensor: Tensor) -> bool:
+    """Inference tensors have no version counter, so nobody could tell that they were written."""
+    return naming.local_of(tensor).is_inference()
 
 
 def _averaged(module: Any) -> bool:

@@ -32,6 +32,7 @@ from ckptd_client.segments import SlotView
 from ckptd_client.session import IDLE, JOINING, READY, Session
 from ckptd_client.tree import ForeignType
 from ckptd_client.troubles import Troubles
+from ckptd_client.versions import Versions
 
 log = logging.getLogger("ckptd")
 AUDIT_TIMEOUT_S = 30.0
@@ -49,6 +50,7 @@ class Snapshots:
         self._plan: Plan | None = None
         self._recall: Recall | None = None
         self._taken = 0  # snapshots captured so far
+        self._doubt = False  # the newest void was for writes past the fence: there may be others
         self._steps_at_taken = -1  # optimizer steps at the newest capture
 
     def begin_anew(self) -> None:
@@ -152,7 +154,7 @@ class Snapshots:
         began = time.monotonic()
         session = self._session
         session.clock.captures()
-        self._engine.settle(began + AUDIT_TIMEOUT_S)  # an earlier snapshot that no optimizer step came after
+        self._engine.settle_audits(began + AUDIT_TIMEOUT_S)  # an earlier snapshot that no optimizer step came after
         if self._engine.busy(slot) and not self._engine.drain(
             float(session.policy.get("fence_timeout_s", 0.0))
         ):
@@ -165,7 +167,7 @@ class Snapshots:
         patience_s = max(0.0, deadline - time.monotonic())
         frozen = self._frozen.slot_for(plan, tensors, patience_s) if plan.layout.frozen_bytes else None
         try:
-            job = self._job(handle, grant, slot, frozen, plan, len(packed), keep)
+            job = self._job(handle, grant, slot, frozen, plan, tensors, len(packed), keep)
             self._write_objects(slot, packed, plan)
             gather(tensors, job, self._engine.statics)
             job.blocked_s = time.monotonic() - began
@@ -206,16 +208,18 @@ class Snapshots:
         raise Skip("no memory")
 
     def _job(
-        self, handle: Handle, grant: Grant, slot: SlotView, frozen: FrozenSlot | None, plan: Plan, objects_bytes: int,
-        keep: bool,
+        self, handle: Handle, grant: Grant, slot: SlotView, frozen: FrozenSlot | None, plan: Plan, tensors: Sequence[Tensor],
+        objects_bytes: int, keep: bool,
     ) -> Job:  # fmt: skip
         every = int(self._session.policy.get("audit_every", 0))
+        doubt, self._doubt = self._doubt, False
         return Job(
             step=handle.step, grant=grant.number, came_at=grant.came_at, slot=slot, frozen=frozen.slot if frozen else None,
             fills=frozen is not None and frozen.to_fill,
             found=frozen is not None and self._engine.statics.found(frozen.slot),
             connection=self._session.connection, plan=plan, handle=handle,
-            objects_bytes=objects_bytes, keep=keep, audit=every > 0 and (self._taken + 1) % every == 0,
+            objects_bytes=objects_bytes, keep=keep, audit=every > 0 and (doubt or (self._taken + 1) % every == 0),
+            versions=Versions(plan.watched, tensors),
         )  # fmt: skip
 
     def _write_objects(self, slot: SlotView, packed: bytes, plan: Plan) -> None:
@@ -257,6 +261,9 @@ class Snapshots:
 
     def void(self, job: Job, reason: str) -> None:
         session = self._session
+        for name, keys in job.written.items():
+            self._registry.owners[name].was_written(keys, job.grant)
+            self._doubt = True
         if session.connection == job.connection:
             session.link.send(wire.GaveUp(job.grant, job.step, reason[:200]))
         with session.changed:
@@ -267,5 +274,5 @@ class Snapshots:
             self._troubles.report("fence", text)
         elif reason not in ("taken back", "closed"):
             self._troubles.report(
-                "hidden write" if "write" in reason else "capture", f"snapshot {job.step} is void: {reason}"
+                "hidden write" if job.written else "capture", f"snapshot {job.step} is void: {reason}"
             )
