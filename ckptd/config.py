@@ -18,6 +18,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.pacing import FLOOR_BYTES_S, OVERHEAD_MAX
 from ckptd.core.policy import Policy
 from ckptd.core.redundancy import AUTO, FORMS, REPLICAS_MAX, Replicas, parse
+from ckptd.core.storage_root import local_root
 from ckptd.identity import NODE_ID_PATTERN, address_of, kept_node_id, uid_of
 from ckptd.units import machine_memory_bytes, parse_budget
 
@@ -242,6 +243,14 @@ class Config(BaseSettings):
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
         return None if value == "" else value
+
+    @field_validator("storage_root", mode="before")
+    @classmethod
+    def _local(cls, value: Any) -> Any:
+        try:
+            return local_root(str(value)) if value is not None else None
+        except CkptdError as error:
+            raise ValueError(f"{error.what} [{error.where}]: {error.hint}") from error
 
     @field_validator("state_dir", "socket", "key_file", "storage_root")
     @classmethod

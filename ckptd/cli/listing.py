@@ -9,6 +9,7 @@ import typer
 
 from ckptd.cli.flags import Loaded, with_settings
 from ckptd.core.errors import CkptdError
+from ckptd.core.storage_root import local_root
 
 if TYPE_CHECKING:
     from ckptd.core.ids import EpochRecord
@@ -41,6 +42,7 @@ def of_storage(path: Path) -> ListReport:
     """Every committed checkpoint below a storage root. Raises CkptdError when there is no such directory."""
     from ckptd.persist.storage.posix import PosixStorage
 
+    path = Path(local_root(str(path)))
     if not path.is_dir():
         raise CkptdError("no such directory", where=str(path), hint="name a storage root")
     storage = PosixStorage(str(path), create=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptd.core.box import Box, uncovered
 from ckptd.core.errors import CkptdError
+from ckptd.core.storage_root import local_root
 from ckptd.persist import manifest as m
 from ckptd.persist.names import DATA, MANIFEST
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
@@ -42,6 +43,7 @@ Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 def verify(path: str, progress: Progress | None = None) -> VerifyReport:
     """Check the checkpoint directory at ``path`` of the local file system. Never raises for damage, it reports it."""
+    path = local_root(path)
     if not os.path.isdir(path):
         raise CkptdError("no such directory", where=path)
     return verify_at(PosixStorage(path, create=False), "", progress)

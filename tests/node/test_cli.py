@@ -365,3 +365,24 @@ def test_verify_names_the_damage_and_exits_with_1(cli: Cli, stored: Path, tmp_pa
 def test_verify_of_nothing_is_an_error(cli: Cli, tmp_path: Path) -> None:
     assert "no checkpoint here" in cli("verify", tmp_path).err
     assert cli("verify", tmp_path / "absent").code == 1
+
+
+@pytest.mark.parametrize("root", ["s3://bucket/x", "gs://bucket/x", "http://host/x", "S3:/bucket"])
+@pytest.mark.parametrize("command", [("config", "--storage-root"), ("preflight", "--storage-root"), ("ls",), ("verify",)])
+def test_a_storage_root_that_is_no_directory_is_refused_in_words(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, command: tuple[str, ...]
+) -> None:
+    """P4, P15: a local directory of that name would be called durable."""
+    monkeypatch.chdir(tmp_path)
+    shown = cli(*command, root)
+    assert shown.code != 0
+    assert "not supported" in shown.err
+    assert not list(tmp_path.glob("*:"))
+
+
+def test_a_file_address_is_the_directory_that_it_names(cli: Cli, stored: Path) -> None:
+    assert cli("verify", f"file://{stored}").code == 0
+    assert json.loads(cli("ls", f"file://{stored}", "--json").out)["rows"]
+    assert "another host" in cli("config", "--storage-root", "file://host/x").err
+    said = json.loads(cli("config", "--storage-root", f"file://{stored}", "--json").out)
+    assert str(stored) in json.dumps(said) and "file:" not in json.dumps(said)
