@@ -8,8 +8,9 @@ from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ladder import DOWN_S, UP_S
 from ckptd.core.machine.steward.certify import REPEAT_S
-from ckptd.core.machine.steward.draining import AGAIN_S
+from ckptd.core.machine.steward.draining import AGAIN_S, FOLLOWS_S
 from ckptd.core.policy import Policy
+from tests.core.certificates import released
 from tests.core.machines import EPOCH, Steward, at, fact, only, record_of
 from tests.core.parity_rig import (
     PATIENCE_S,
@@ -71,6 +72,31 @@ def test_with_nowhere_to_go_it_gets_the_part_that_it_lacks_and_not_the_data_that
     mark = leaves(node, "c")
     node.tick(AGAIN_S)
     assert ordered(node, mark) == {("c", 2, False)}
+
+
+@pytest.mark.parametrize("part_too", [False, True])
+def test_what_a_leaving_node_lost_to_damage_is_made_there_where_nobody_else_can_take_it(part_too: bool) -> None:
+    """P14: the newest stayed below an older one, neither of the two could go, and with two slots nothing was captured any more
+    until the drain was ended (simulator, seed 552 of its day)."""
+    node = protected(steward(spare=""))
+    leaves(node, "c")
+    node.tick(AGAIN_S)
+    protected(node, 8)
+    assert (node.level(8), released(node)) == (1, set()), "it leans on node c"
+    (part,) = [order.part for to, order in orders(node, step=8) if to == "c"]
+    node.others["c"].held(fact(8, 2, world=3), lost=True)
+    if part_too:
+        node.others["c"].held(part_fact(part, 8), lost=True)
+    assert node.level(8) == 0
+    mark = node.mark
+    node.tick(PATIENCE_S + REPEAT_S)
+    assert ("c", 2, True) in ordered(node, mark, 8)
+    node.others["c"].held(fact(8, 2, 1, world=3))
+    if part_too:
+        node.tick(REPEAT_S)
+        make(node, "c", part, 8)
+    node.tick(FOLLOWS_S + 1.0)
+    assert (node.level(8), released(node)) == (1, {7})
 
 
 def test_where_all_that_could_take_it_leave_a_position_stays_together() -> None:

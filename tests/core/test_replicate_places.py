@@ -171,3 +171,15 @@ def test_an_extra_copy_may_share_the_domain_of_a_node_that_is_about_to_go() -> N
     node.order(msg.Departures(EPOCH, "", (first,)))
     (stays,) = {"a", "c"} - {first}
     assert copies(holders(node, 7, ("b", 0), (first, 0), tier=0)) == [(7, 0, stays)]
+
+
+def test_an_extra_copy_goes_to_a_node_that_is_about_to_go_where_there_is_no_other() -> None:
+    """P14: a drain that cannot end kept a slice that had lost a capture on that node below what is wanted (as seed 552)."""
+    node = member(record_of("ab"))
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    node.order(msg.Departures(EPOCH, "", ("a",)))
+    assert copies(holders(node, 7, ("b", 0), tier=0)) == [(7, 0, "a")]
+    node.feed(ev.ReplicaSent(at(7), 1, 0, "a", True, ""))
+    node.tick(4.0)
+    assert copies(holders(node, 7, ("b", 0), ("a", 0), tier=0)) == [], "it has one"

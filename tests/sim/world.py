@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from ckptd.core.events import DrainAsked, FlushAsked
+from ckptd.core.events import FlushAsked
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.core.machine.machine import JobMachine
@@ -159,7 +159,7 @@ class World:
         self._calm_down()
         before = {world.job: set(world.oracle.certified_ever) for world in self.everyone}
         for world in self.everyone:
-            world._wait_for_snapshots(partial(world._keep_completing, before[world.job]))
+            world._wait("snapshots keep completing", partial(world._keep_completing, before[world.job]))
         for world in self.everyone:
             world._finish()
             world.oracle.check_all()
@@ -181,19 +181,6 @@ class World:
                 if not host.alive:
                     host.start()
             world.launcher.clear_up()
-
-    def _wait_for_snapshots(self, completing: Callable[[], bool]) -> None:
-        """A known limit (docs/TESTING.md): the operator ends a drain that cannot end, when the job has no slot to spare for it."""
-        try:
-            self._wait("snapshots keep completing", completing)
-        except Broken:
-            stuck = [h for h in self.hosts.values() if h.alive and h.machine.view()["drain"]["stuck"]]
-            if self.policy.own_slots > 2 or not stuck:
-                raise
-            self.oracle.count("no slot to spare beside a drain that cannot end")
-            for host in self.hosts.values():
-                host.feed(DrainAsked(False))
-            self._wait("snapshots keep completing once the drain is ended", completing)
 
     def _keep_completing(self, before: set[SnapshotId]) -> bool:
         return len(self._of_this_run() - before) >= ENOUGH_SNAPSHOTS

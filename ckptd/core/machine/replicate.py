@@ -229,20 +229,20 @@ class Replication:
 
     def _target(self, copies: Copies, avoid: tuple[str, ...], extra: bool) -> tuple[str | None, bool]:
         """The node for the next copy; or none, and whether one will do later. What is about to go is a last resort; for an extra
-        copy it is as good as gone already, and its domain is free."""
+        copy elsewhere it is as good as gone already, and its domain is free."""
         ctx = self._ctx
         if ctx.record is None:
             return None, False
         flying = list(copies.flying.values())
         used = [*avoid, *flying] if avoid else [*(node for node, _ in copies.done.values()), *flying]
         gone = ctx.leaving if extra else frozenset()
-        domains = {ctx.domain(node) for node in (*used, ctx.me.node) if node not in gone}
-        found = preference(ctx.record, ctx.me, ctx.redundancy.tolerates)
-        free = [node for node in found if ctx.is_up(node) and ctx.domain(node) not in domains]
-        to, waits = self._first(copies, [node for node in free if node not in ctx.leaving])
-        if to is not None or waits or extra:
+        domains = {ctx.domain(node) for node in (*used, ctx.me.node)}
+        stays = {ctx.domain(node) for node in (*used, ctx.me.node) if node not in gone}
+        found = list(filter(ctx.is_up, preference(ctx.record, ctx.me, ctx.redundancy.tolerates)))
+        to, waits = self._first(copies, [n for n in found if n not in ctx.leaving and ctx.domain(n) not in stays])
+        if to is not None or waits:
             return to, waits
-        return self._first(copies, [node for node in free if node in ctx.leaving])
+        return self._first(copies, [n for n in found if n in ctx.leaving and ctx.domain(n) not in domains])
 
     def _first(self, copies: Copies, nodes: list[str]) -> tuple[str | None, bool]:
         waiting = False

@@ -159,8 +159,9 @@ class Parities:
             leans = (lacks_data and not lost) or (lacks_part and not unmade)
             to = self._seat_of(facts, held, at, anywhere=lost and at_once, moves=leans)
             sources = self._sources(facts, held)
-            if to is None and leans and unmade and not lost:  # nowhere to move: it protects as long as it is there
-                to, lacks_data = self._seat_of(facts, held, at, anywhere=False, moves=False), False
+            if to is None and leans and (lost or unmade):  # nowhere to move: it protects as long as it is there
+                to = self._seat_of(facts, held, at, anywhere=False, moves=False)
+                lacks_data, lacks_part = lost, unmade
             if to is None:
                 continue
             facts.moved[lane, at] = to
