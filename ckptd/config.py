@@ -29,6 +29,7 @@ HTTP_SUFFIX = ".http"
 SOCKET_PATH_BYTES_MAX = 107  # sun_path, less its NUL
 PORT_MAX = 65535
 DAY_S = 86400.0
+MONTH_S = 30 * DAY_S
 FLUSH_EVERY_S = 600.0  # where no cadence is set
 LABEL_CHARACTERS_MAX = 128
 PACING_FLOOR_MIN_BYTES_S = 16 * 1024  # slower, and a stream's receiver might take it for dead
@@ -137,7 +138,8 @@ class Config(BaseSettings):
         "70%", "memory", "for snapshots: own, peers', restore", "bytes, GiB or % of memory"
     )
     user_budget: str = _set(
-        "100%", "memory", "part of it that the jobs of one user may take", "bytes, GiB or % of memory_budget"
+        "50%", "memory", "a user's share of it: what he may have while another one lacks memory",
+        "bytes, GiB or % of memory_budget"
     )
     redundancy: str = _set("replicas=1", "memory", f"how a snapshot outlives nodes: {FORMS}")
     replicas: int = _of_policy(
@@ -151,7 +153,13 @@ class Config(BaseSettings):
         "peer_sets", "memory", "generations kept for each rank protected here", "sets", ge=1, le=16
     )
     job_linger_s: Annotated[float, Field(ge=0, le=DAY_S)] = _set(
-        600.0, "memory", "a finished job's memory is kept this long, and until it is durable")  # fmt: skip
+        _POLICY.job_linger_s, "memory", "a finished job's memory is kept this long, and until it is durable; "
+        "so is what is known of a dead job that has nothing in memory")  # fmt: skip
+    orphan_linger_s: Annotated[float, Field(ge=0, le=MONTH_S)] = _of_policy(
+        "orphan_linger_s", "memory", "no rank lives: what is durable goes after this, the rest where memory is short")
+    orphan_drop: bool = _of_policy(
+        "orphan_drop", "memory", "then, where memory is short, also the last complete snapshot of a job without a rank"
+    )
 
     drain_on_stop_s: Annotated[float, Field(ge=0, le=DAY_S)] = _set(
         0.0, "memory", "on SIGTERM, hand away what only this node holds for at most so long, then stop; 0: off")  # fmt: skip

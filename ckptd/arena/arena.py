@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ckptd.arena.budget import NoMemory
 from ckptd.arena.ledger import EXTENTS_AT, LedgerCorrupt, is_segment_name
@@ -28,8 +28,9 @@ DEDICATED_USE_SHARE = 2  # a single-slot segment is used again only for at least
 
 
 class Arena:
-    """``keeper`` outlives us with the descriptors. ``uid_budget_bytes`` bounds each user's part, ``segment_bytes`` is
-    the size of shared segments. Thread-safe; ``allocate`` blocks for the kernel, everything else returns at once."""
+    """``keeper`` outlives us with the descriptors. ``uid_budget_bytes`` is each user's share, which binds him while another one
+    lacks memory; ``segment_bytes`` is the size of shared segments.
+    Thread-safe; ``allocate`` blocks for the kernel, everything else returns at once."""
 
     def __init__(
         self,
@@ -66,6 +67,15 @@ class Arena:
     def used_by(self, uid: int) -> int:
         with self._lock:
             return self._stock.committed(uid)
+
+    @property
+    def share_bytes(self) -> int:
+        """What one user may have while another one lacks memory."""
+        return self._stock.share_bytes
+
+    def on_short(self, told: Callable[[int, int], None]) -> None:
+        """``told(uid, bytes)`` of each request that is refused, from any thread."""
+        self._stock.on_short = told
 
     # --- allocate -----------------------------------------------------------------------------------
     def allocate(

@@ -73,6 +73,11 @@ class Slot:
         return self.row.capacity
 
     @property
+    def size(self) -> int:
+        """Bytes of its extent and its record."""
+        return self.row.capacity + self.row.meta_capacity
+
+    @property
     def state(self) -> str:
         return self.row.state
 

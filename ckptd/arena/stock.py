@@ -21,6 +21,7 @@ log = logging.getLogger("ckptd.arena")
 
 SEGMENTS_MAX = 4096  # the fd store of the unit file holds as many
 REAP_TIMEOUT_S = 60.0
+LACK_S = 15.0  # a request that was refused is repeated every few seconds, as long as there is need
 
 
 class FdKeeper(Protocol):
@@ -29,7 +30,9 @@ class FdKeeper(Protocol):
 
 
 class Stock:
-    """``lock`` is the arena's too. ``reserve_bytes`` stay free on the machine and in each cgroup."""
+    """``lock`` is the arena's too. ``reserve_bytes`` stay free on the machine and in each cgroup.
+    ``uid_budget_bytes``: what one user may take while another one lacks memory. ``on_short``: (uid, bytes) of each request
+    that is refused, from any thread."""
 
     def __init__(
         self,
@@ -44,7 +47,10 @@ class Stock:
         self.lock = threading.RLock()
         self.keeper, self.incarnation = keeper, incarnation
         self.segments: dict[str, Segment] = {}  # oldest first
-        self._budget_bytes, self._uid_budget_bytes = budget_bytes, uid_budget_bytes
+        self._budget_bytes = budget_bytes
+        self.share_bytes = budget_bytes if uid_budget_bytes is None else uid_budget_bytes
+        self.on_short: Callable[[int, int], None] = lambda uid, nbytes: None
+        self._lacking: dict[int, float] = {}  # uid -> when a request within his share was refused last
         self._reserve_bytes, self._touch = reserve_bytes, touch
         self._pending: dict[int, tuple[int, int]] = {}  # allocation -> (uid, bytes) not there yet
         self._dying: dict[Future[None], int] = {}  # bytes whose pages are being given back
@@ -73,7 +79,7 @@ class Stock:
         ``beyond_budget``: it counts, but the budget does not refuse it. Raises NoMemory."""
         with self._reserved(tenant, size, beyond_budget) as number:
             wait(list(self._dying), REAP_TIMEOUT_S)
-            self._admit(size)
+            self._admit(size, tenant.uid)
             name = f"{tenant.kind}-{number:x}-{tenant.tag}"
             try:
                 segment = Segment.create(name, tenant, size, self.incarnation, touch=self._touch)
@@ -113,17 +119,30 @@ class Stock:
                 self._pending.pop(number, None)
 
     def make_room(self, size: int, uid: int) -> None:
-        """Idle segments give way. Raises NoMemory when that is not enough for the budget or the user's part of it."""
+        """Idle segments give way. Raises NoMemory when that is not enough for the budget, or for the user's share of it while
+        another one lacks memory."""
         with self.lock:
-            self._make_room(size, self._budget_bytes, None)
-            if self._uid_budget_bytes is not None:
-                self._make_room(size, self._uid_budget_bytes, uid)
+            try:
+                self._make_room(size, self._budget_bytes, None)
+                if self._others_lack(uid):
+                    self._make_room(size, self.share_bytes, uid)
+            except NoMemory:
+                if self.committed(uid) + size <= self.share_bytes:
+                    self._lacking[uid] = time.monotonic()
+                self.on_short(uid, size)
+                raise
+            self._lacking.pop(uid, None)
+
+    def _others_lack(self, uid: int) -> bool:
+        """Was a request within another user's share refused a moment ago?"""
+        since = time.monotonic() - LACK_S
+        return any(at > since for other, at in self._lacking.items() if other != uid)
 
     def _make_room(self, size: int, limit: int, uid: int | None) -> None:
         over = self.committed(uid) + size - limit
         idle = self._idle(uid)
         if over > sum(s.size for s in idle):
-            whose = "memory budget" if uid is None else f"memory budget of uid {uid}"
+            whose = "memory budget" if uid is None else f"another user lacks memory: the share of uid {uid}"
             raise NoMemory(
                 f"{whose} of {gibibytes(limit)} has no room for {gibibytes(size)}",
                 where=f"{gibibytes(self.committed(uid))} used",
@@ -135,13 +154,14 @@ class Stock:
             over -= segment.size
             self.drop(segment)
 
-    def _admit(self, size: int) -> None:
+    def _admit(self, size: int, uid: int) -> None:
         """The machine and our cgroups must have room besides what other threads are touching right now."""
         room = self._room(size)
         if room < size and self.trim():
             wait(list(self._dying), REAP_TIMEOUT_S)
             room = self._room(size)
         if room < size:
+            self.on_short(uid, size)
             now, reserve = headroom(), gibibytes(self._reserve_bytes)
             raise NoMemory(
                 f"the machine has no room for {gibibytes(size)}",

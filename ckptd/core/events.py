@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.lanes import Part
 from ckptd.core.layout import Layout
+from ckptd.core.life import NO_TOMBSTONE, Order, Tombstone
 from ckptd.core.messages import Message, RestoreAsk
 
 
@@ -31,6 +32,7 @@ class RankJoined:
 class RankLeft:
     rank: int
     clean: bool  # said goodbye; False: its pidfd fired
+    finished: bool = False  # its with block ended without an exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,28 @@ class Restarted:
 
     known: EpochRecord | None
     ran: EpochRecord | None = None
+    life: str = ""  # of core.life.Life, as it was written down (instructions.PersistLife)
+    life_s: float = 0.0  # for how long it has been so
+    tombstone: Tombstone = NO_TOMBSTONE  # of an earlier life of the job that was forgotten here
+
+
+@dataclass(frozen=True, slots=True)
+class SpareAsked:
+    """Memory is short on this node, or a job's time is over: let go of what ``order`` says may go now.
+
+    ``durable``: what storage has of the job, asked just now. ``most``: not more than these snapshots (None: all).
+    """
+
+    order: Order
+    durable: tuple[SnapshotId, ...] = ()
+    most: tuple[SnapshotId, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetOrdered:
+    """`ckptd forget`: whatever there is of the job up to this epoch goes."""
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,5 +292,6 @@ class Tick:
 Event = (
     RankJoined | RankLeft | SlotsReady | SlotsGone | RankProgress | RankMissed | SlotSealed | SlotDamaged | HoldingFound
     | ReplicaArrived | ReplicaSent | ParityMade | ParityFailed | NodeUp | NodeDown | Received | EpochClaimed | DurableRead
-    | FilesWritten | CommitDone | RankFetched | RankLoaded | FlushAsked | DrainAsked | Restarted | Tick
+    | FilesWritten | CommitDone | RankFetched | RankLoaded | FlushAsked | DrainAsked | SpareAsked | ForgetOrdered | Restarted
+    | Tick
 )  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.lanes import Part
+from ckptd.core.life import Tombstone
 from ckptd.core.messages import Message, Source, WritePiece
 
 
@@ -31,6 +32,21 @@ class PersistEpoch:
 
     record: EpochRecord
     ran: EpochRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PersistLife:
+    """Write down that the job has been in this state (core.life.Life) for so long, beside its epoch."""
+
+    state: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bury:
+    """The job is forgotten here: write the tombstone, then let go of all its memory, its records and of this machine."""
+
+    tombstone: Tombstone
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +218,7 @@ class Alarm:
 
 
 Instruction = (
-    Send | Connect | PersistEpoch | ReadDurable | ClaimEpoch | PrepareRestore | LoadNow | FailJoin | FailRestore
-    | FinishRestore | GiveSlot | TakeBack | Supersede | TellLevel | FreeSlot | Replicate | MakeParity | WriteFiles
+    Send | Connect | PersistEpoch | PersistLife | Bury | ReadDurable | ClaimEpoch | PrepareRestore | LoadNow | FailJoin
+    | FailRestore | FinishRestore | GiveSlot | TakeBack | Supersede | TellLevel | FreeSlot | Replicate | MakeParity | WriteFiles
     | CancelWrite | Commit | Alarm
 )  # fmt: skip

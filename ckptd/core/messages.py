@@ -77,6 +77,8 @@ class Inventory:
     grant: int = 0  # the highest grant the sender has seen in this epoch
     ran: EpochRecord | None = None  # the newest epoch before ``known`` that trained on the sender
     turn: int = 0  # of the request that this answers
+    buried: int = 0  # the highest epoch of this job that the sender has forgotten, for whatever reason (core.life.Tombstone)
+    forgotten: int = 0  # the highest that it has forgotten by the operator's word: what is left of it counts no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ class RankState:
     step: int  # newest step for which snapshot() was called, -1: none
     free_slots: int
     asks: int | None = None  # must=True waits for a grant of exactly this step
-    left: str = ""  # "clean" | "died": the rank is not there any more
+    left: str = ""  # "finished" | "clean" (said goodbye, after an exception) | "died": the rank is not there any more
     session: str = ""
     serial: int = 0
 
@@ -375,11 +377,13 @@ class StewardHello:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Steward -> node: every message of the session up to this serial is in my books."""
+    """Steward -> node: every message of the session up to this serial is in my books. Also a keep-alive, which brings the word
+    on the job's life (core.life.Life; "": not known yet)."""
 
     epoch: int
     session: str
     serial: int
+    life: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ class Policy:
     join_timeout_s: float = 300.0  # all ranks of an attempt must join within this
     restore_timeout_s: float = 600.0
     breakpoint_grace_s: float = 10.0  # ranks dead, nobody back: flush what memory holds
+    job_linger_s: float = 600.0  # a finished job's memory, and what is known of a job with nothing in memory
+    orphan_linger_s: float = 86_400.0  # no rank lives; without a steward it is assumed so after this
+    orphan_drop: bool = False  # then also of the last complete snapshot, where memory is short
     steward_timeout_s: float = 10.0  # steward unreachable: the successor speaks
     replicate_retry_s: float = 1.0
     pacing_deadline_s: float = DEADLINE_S  # a copy is made within this

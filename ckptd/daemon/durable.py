@@ -244,6 +244,18 @@ class Durable:
             if record is not None and record.is_candidate(snapshot)
         }
 
+    async def durable_now(self) -> tuple[SnapshotId, ...] | None:
+        """What storage holds of this job at this moment, such that a power cut takes none of it back; None: it does not answer."""
+        storage = self._services.storage
+        if storage is None:
+            return None
+        try:
+            listing = self._services.on_disk(list_durable, storage, self._job.job, self._services.policy)
+            return tuple(info.snapshot for info in await asyncio.wait_for(listing, LIST_TIMEOUT_S))
+        except (asyncio.TimeoutError, CkptdError, OSError) as error:
+            self._services.health.report("storage", str(error) or f"no answer within {LIST_TIMEOUT_S:.0f} s")
+            return None
+
     async def _in_storage(self) -> list[CommitInfo]:
         """None when it does not answer: health says so."""
         storage = self._services.storage

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 from ckptd.arena.arena import Slot, SlotRecord
@@ -18,6 +19,7 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.life import NO_TOMBSTONE, Tombstone
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.machine.view import progress
 from ckptd.daemon.behind import Behind
@@ -31,6 +33,7 @@ from ckptd.daemon.restore import Restore
 from ckptd.daemon.revival import Revival
 from ckptd.daemon.seats import Seats
 from ckptd.daemon.services import Services, log
+from ckptd.daemon.state import Kept
 from ckptd.daemon.summary import summary
 from ckptd.observe.report import JobReport
 from ckptd.protect.peer_slot import DAMAGE
@@ -42,15 +45,18 @@ LEVELS_KEPT_MAX = 256  # snapshots whose level is remembered for status
 
 
 class JobShell:
-    """``job`` is "uid/name". ``known``, ``ran``: what this daemon had persisted before it restarted."""
+    """``job`` is "uid/name". ``kept``: what this daemon had persisted before it restarted, or forgot the job: ``tombstone``."""
 
     def __init__(
-        self, services: Services, job: str, known: EpochRecord | None, ran: EpochRecord | None = None
+        self, services: Services, job: str, kept: Kept | None = None, tombstone: Tombstone = NO_TOMBSTONE
     ) -> None:
         self.services, self.job = services, job
         self.uid = int(job.split("/", 1)[0])
         self.machine = JobMachine(job, services.node, services.policy)
-        self.record, self.ran = known, ran
+        self.record: EpochRecord | None = kept.record if kept is not None else None
+        self.ran: EpochRecord | None = kept.ran if kept is not None else None
+        self.life, self._life_since = (kept.life, kept.since) if kept is not None else ("", 0.0)
+        self._tombstone = tombstone
         self.slots: dict[int, Slot] = {}  # replicas held for others
         self._unwritten_at: float | None = None  # the newest epoch could not be written down, tried last then
         self._damaged: set[int] = set()  # slots that are kept only until their last reader has ended
@@ -73,6 +79,8 @@ class JobShell:
             ins.Send: self._send,
             ins.Connect: self._connect,
             ins.PersistEpoch: self._persist_epoch,
+            ins.PersistLife: self._persist_life,
+            ins.Bury: lambda do: services.forget_job(job, do.tombstone),
             ins.ReadDurable: self.durable.read,
             ins.ClaimEpoch: self.durable.claim,
             ins.PrepareRestore: self.restore.prepare,
@@ -92,7 +100,12 @@ class JobShell:
             ins.Commit: self.durable.commit,
             ins.Alarm: self._alarm,
         }
-        self.feed(ev.Restarted(known, ran))
+        self.feed(self.restarted())
+
+    def restarted(self) -> ev.Restarted:
+        """The first event of a new machine."""
+        since = max(0.0, self.services.wall() - self._life_since) if self.life else 0.0
+        return ev.Restarted(self.record, self.ran, self.life, since, self._tombstone)
 
     def feed(self, event: ev.Event) -> None:
         """Hand an event to the machine and do what it says. Events that arise meanwhile wait their turn."""
@@ -157,6 +170,19 @@ class JobShell:
 
     def all_slots(self) -> list[Slot]:
         return [*self.seats.slots.values(), *self.slots.values()]
+
+    def memory_bytes(self) -> int:
+        """What its slots here take."""
+        return sum(slot.size for slot in (*self.all_slots(), *self.frozen.slots.values()))
+
+    def fitting(self, most_bytes: int) -> tuple[SnapshotId, ...]:
+        """Snapshots held here, oldest first, that take no more than this together."""
+        sizes: dict[SnapshotId, int] = {}
+        for slot in self.all_slots():
+            if slot.record is not None:
+                sizes[slot.record.snapshot] = slot.size + sizes.get(slot.record.snapshot, 0)
+        totals = zip(sorted(sizes), accumulate(sizes[snapshot] for snapshot in sorted(sizes)), strict=True)
+        return tuple(snapshot for snapshot, total in totals if total <= most_bytes)
 
     def held(self, snapshot: SnapshotId, rank: int) -> Slot | None:
         """The sealed slot, own or replica, that holds most of this rank's snapshot here."""
@@ -229,12 +255,12 @@ class JobShell:
     def drop(self) -> None:
         """The job is over: all its memory goes."""
         self.dropped = True
+        self._queue.clear()
         self.seats.drop_all()
         for slot in self.slots.values():
             self.services.arena.retire(slot)
         self.slots.clear()
         self.frozen.drop_all()
-        self.services.state.forget(self.job)
 
     def _send(self, do: ins.Send) -> None:
         if do.to == self.services.node.node:
@@ -263,12 +289,17 @@ class JobShell:
         here = frozenset(rank for rank, node in enumerate(do.record.ranks) if node == self.services.node.node)
         asyncio.get_running_loop().call_soon(self.seats.release_unused, here)
 
+    def _persist_life(self, do: ins.PersistLife) -> None:
+        self.life, self._life_since = do.state, self.services.wall() - do.age_s
+        log.info("job=%s is %s", self.job, do.state)
+        self._write_epoch()
+
     def _write_epoch(self) -> None:
         """A state directory that cannot be written does not stop training: a restart of this daemon might then take an older
         epoch for the newest, so health says it until a later try succeeds."""
         assert self.record is not None, "there is one to write down"
         try:
-            self.services.state.persist_epoch(self.job, self.record, self.ran)
+            self.services.state.persist_job(self.job, Kept(self.record, self.ran, self.life, self._life_since))
             self._unwritten_at = None
             self.services.health.clear("state", job=self.job)
         except OSError as error:

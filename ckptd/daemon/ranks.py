@@ -19,7 +19,7 @@ from ckptd.core.layout import Layout
 from ckptd.core.messages import RestoreAsk
 from ckptd.core.steptimes import Cadence
 from ckptd.daemon.seats import Seat
-from ckptd.daemon.services import Services, log
+from ckptd.daemon.services import Services
 from ckptd.observe.sight import Sight
 from ckptd.wire import rank as wire
 from ckptd.wire.rank_link import RankSession
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 
 CAPTURES_KEPT_MAX = 256
-LINGER_LOOK_S = 1.0  # how often a finished job is looked at, until it is durable
 GRANTS_PER_SEAT_MAX = 256  # remembered with the session they went to
 HEALTH_PROBLEMS_MAX = 64  # of one answer, so that it fits a frame
 LAYOUTS_PER_SEAT_MAX = (
@@ -41,7 +40,6 @@ LAYOUTS_PER_SEAT_MAX = (
 class Ranks:
     def __init__(self, services: Services, job: JobShell) -> None:
         self._services, self._job = services, job
-        self.finished: set[int] = set()  # said goodbye without an exception
         self.progress: dict[int, int] = {}  # rank -> newest step called
         self.captured_at: dict[int, float] = {}  # step -> unix time at which a local rank handed it over
         self._newest = -1  # of progress, in this epoch
@@ -132,7 +130,6 @@ class Ranks:
         running = record if record is not None and record.nonce == message.attempt else None
         if running is not None and running.ranks != joined.ranks:
             raise ValueError("the same attempt with another world")
-        self.finished.discard(message.rank)
         old = self._job.seats.by_rank.get(message.rank)
         if old is not None and old.session is not None and old.session is not session:
             # It loses its seat now, before the next epoch is open and can be named.
@@ -166,23 +163,7 @@ class Ranks:
         if seat is None:
             return
         self._services.pacer.forget(self._name(seat))
-        if message.finished:
-            self.finished.add(seat.rank)
-        self._job.feed(ev.RankLeft(seat.rank, True))
-        if message.finished and not any(s.session for s in self._job.seats.by_rank.values()):
-            self._services.spawn(self._linger(), f"linger {self._job.job}")
-
-    async def _linger(self) -> None:
-        """A finished job's memory goes after job_linger, and only once its newest snapshot is durable (section 5)."""
-        await asyncio.sleep(self._services.config.job_linger_s)
-        while self.finished and not self._job.busy():
-            levels = self._job.levels
-            newest = max((s for s, told in levels.items() if not told.void and told.level >= 0), default=None)
-            if newest is None or levels[newest].durable:
-                log.info("job=%s finished: memory is released", self._job.job)
-                self._services.forget_job(self._job.job)
-                return
-            await asyncio.sleep(LINGER_LOOK_S)
+        self._job.feed(ev.RankLeft(seat.rank, True, message.finished))
 
     def on_close(self, session: RankSession, reason: str) -> None:
         """``dead``: the process is gone (pidfd). Anything else may come back, its memory stays as it is."""

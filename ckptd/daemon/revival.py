@@ -44,6 +44,6 @@ class Revival:
         job = self._job
         self._due = None
         job.machine = JobMachine(job.job, self._services.node, self._services.policy)
-        job.feed(ev.Restarted(job.record, job.ran))
+        job.feed(job.restarted())
         for slot in job.freed_for_revival():
             job.adopt(slot)

@@ -159,6 +159,17 @@ class Seats:
         if self._frozen.tidy() or retired:
             self.grow()
 
+    def drop_idle(self, most_bytes: int | None) -> None:
+        """Memory is short: slots of ranks that are gone, with nothing in them, go; not more than so many bytes."""
+        for seat in self.by_rank.values():
+            if seat.session is not None or seat.watched >= 0:
+                continue  # its process lives
+            for slot_id in sorted(seat.free):
+                size = seat.slots[slot_id].size
+                if most_bytes is None or size <= most_bytes:
+                    most_bytes = None if most_bytes is None else most_bytes - size
+                    self._retire(seat, slot_id)
+
     def forget_frozen(self, frozen: Slot) -> None:
         """Who captured it is told that it is gone, and captures anew."""
         for seat in self.by_rank.values():

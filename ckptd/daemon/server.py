@@ -18,13 +18,17 @@ from ckptd.config import Config
 from ckptd.core import events as ev
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo, SnapshotId
+from ckptd.core.life import NO_TOMBSTONE, Tombstone
+from ckptd.core.machine.holdings import STALE
 from ckptd.core.messages import Message
 from ckptd.core.pacing import Pacing
 from ckptd.crew import Crew
 from ckptd.daemon import ports
 from ckptd.daemon.door import Door
 from ckptd.daemon.drain import Drain
+from ckptd.daemon.graveyard import Graveyard
 from ckptd.daemon.job import JobShell
+from ckptd.daemon.reclaim import Reclaim
 from ckptd.daemon.services import Services, log
 from ckptd.daemon.state import StateDir
 from ckptd.daemon.status import Status
@@ -62,6 +66,7 @@ class Daemon:
         self.state = StateDir(Path(config.state_dir))
         self.health = Health()
         self.metrics = Metrics(config.node_id, version("ckptd"))
+        self.graveyard = Graveyard(self.state, self.health, self._has_record)
         self.keeper = Keeper.from_env()
         self.incarnation = secrets.token_hex(8)
         self.secret = _load_key(config)
@@ -158,6 +163,8 @@ class Daemon:
         self._open = True
         self._take_up_jobs(adopted)
         self.drain = Drain(self.services, self.jobs)
+        self.reclaim = Reclaim(self.services, self.jobs)
+        self.arena.on_short(self.reclaim.short)
         self.door = Door(self.services, self.job, self.drain)
         self.door.start(Path(config.socket))
         self.status = Status(self.services, self.jobs, lambda: self.peers_up)
@@ -219,8 +226,11 @@ class Daemon:
         )  # fmt: skip
 
     def _take_up_jobs(self, adopted: list[Any]) -> None:
-        for job, (record, ran) in self.state.epochs().items():
-            self.jobs[job] = JobShell(self.services, job, record, ran)
+        for job, kept in self.state.jobs().items():
+            if kept.record.number <= self.graveyard.of(job).epoch:
+                self.state.forget(job)  # it was forgotten in the moment in which we ended
+            else:
+                self.jobs[job] = JobShell(self.services, job, kept, self.graveyard.of(job))
         for slot in frozen_first(adopted):
             self.job(slot.tenant.job).adopt(slot)
         if adopted:
@@ -229,12 +239,17 @@ class Daemon:
     def job(self, job: str) -> JobShell:
         shell = self.jobs.get(job)
         if shell is None:
-            shell = self.jobs[job] = JobShell(self.services, job, None)
+            shell = self.jobs[job] = JobShell(self.services, job, tombstone=self.graveyard.of(job))
         return shell
+
+    def _has_record(self, job: str) -> bool:
+        return job in self.jobs and self.jobs[job].record is not None
 
     def _refusal(self, job: str, snapshot: SnapshotId, rank: int) -> str:
         """Why a peer may not send us this now; "": it may."""
         shell = self.jobs.get(job)
+        if snapshot.epoch <= self.graveyard.of(job).ordered:
+            return STALE
         return shell.machine.admits_replica(snapshot, rank) if shell is not None else ""
 
     def _refused_bytes(self, job: str, node: str) -> None:
@@ -250,12 +265,13 @@ class Daemon:
             and not shell.busy()
             and not shell.seats.sizing()
         ):
-            self._forget_job(job)
+            self._forget_job(job, NO_TOMBSTONE)
 
-    def _forget_job(self, job: str) -> None:
+    def _forget_job(self, job: str, tombstone: Tombstone) -> None:
         shell = self.jobs.pop(job, None)
         if shell is not None:
             shell.drop()
+            self.graveyard.add(job, tombstone)
             self.metrics.forget(job)
             self.health.forget(job)
 
@@ -265,8 +281,7 @@ class Daemon:
         ends = self.services.now() + limit_s if limit_s is not None else None
         ending = asyncio.ensure_future(until.wait())
         while not until.is_set() and (ends is None or (self.services.now() < ends and not self.drain.done())):
-            for shell in list(self.jobs.values()):
-                shell.tick()
+            self.tick_jobs()
             self.drain.tick()
             self._tell_memory()
             self.services.pacer.look()
@@ -274,6 +289,12 @@ class Daemon:
             self.keeper.watchdog()
             await asyncio.wait([ending], timeout=TICK_S)
         ending.cancel()
+
+    def tick_jobs(self) -> None:
+        for shell in list(self.jobs.values()):
+            shell.tick()
+        self.reclaim.tick()
+        self.graveyard.tick(self.services.now())
 
     def _tell_memory(self) -> None:
         memory = self.status.memory()
@@ -303,7 +324,7 @@ class Daemon:
             return  # still starting; whatever matters is said again
         services = self.services
         if isinstance(message, Message):
-            self.job(job).mail.deliver(node, message)
+            self._to_job(node, job, message)
         elif self.shared.on_message(node, message) or self.drain.on_message(node, message):
             return
         elif not (
@@ -312,6 +333,12 @@ class Daemon:
             or services.cards.on_message(node, job, message)
         ):
             self.status.on_message(node, job, message)
+
+    def _to_job(self, node: str, job: str, message: Message) -> None:
+        if job in self.jobs or not self.graveyard.keeps_out(job, message):
+            self.job(job).mail.deliver(node, message)
+        elif (answer := self.graveyard.answer(job, message)) is not None:
+            self._send(node, job, answer)
 
     def _on_peer(self, node: str, up: bool) -> None:
         log.info("peer=%s %s", node, "up" if up else "down")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptd.arena.arena import Arena
 from ckptd.core.ids import NodeInfo
 from ckptd.core.layout import Layout
+from ckptd.core.life import Tombstone
 from ckptd.core.machine.context import decode_layout
 from ckptd.core.policy import Policy
 from ckptd.daemon.state import StateDir
@@ -52,7 +53,7 @@ class Services:
     work: Executor  # sums, allocation, verification: short, touches memory
     disk: Executor  # short words with storage: claims, lists; may hang all the same
     flush: Executor  # files and commits: minutes each, and must not keep a claim or a list waiting
-    forget_job: Callable[[str], None]
+    forget_job: Callable[[str, Tombstone], None]
     forget_if_empty: Callable[[str], None]  # a name somebody only asked about
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 

@@ -1,4 +1,5 @@
-"""What a daemon must not forget over a restart: who it is and the newest epoch of each job (design D10).
+"""What a daemon must not forget over a restart: who it is, the newest epoch of each job and its life, and what it has forgotten
+(design D10, D19).
 
 One small file per fact in the state directory, replaced atomically and fsynced with its directory: a daemon that came back
 and had forgotten an epoch could serve a stale trainer.
@@ -9,21 +10,36 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord
+from ckptd.core.life import Life, Tombstone
 from ckptd.directory import make_directories, sync_path
 from ckptd.wire.path_lock import PathLock
 
 TEMPORARY = ".tmp"
+LIVES = frozenset(life.value for life in Life)
 TAKEN = "another daemon uses this state directory"
 TAKEN_HINT = "stop it; a second one, here or on a node with the same home directory, needs a state_dir of its own"
 
+TOMBSTONES = "forgotten.json"  # of all jobs that are forgotten, in the order in which that happened
+TOMBSTONES_MAX = 4096  # jobs; the oldest go first
+
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One job's file. ``ran``: see instructions.PersistEpoch. ``since``: unix time from which on the job has been in ``life``."""
+
+    record: EpochRecord
+    ran: EpochRecord | None = None
+    life: str = ""
+    since: float = 0.0
 
 
 class StateDir:
@@ -73,25 +89,51 @@ class StateDir:
             self.trouble = str(error)
         return not self.trouble
 
-    def persist_epoch(self, job: str, record: EpochRecord, ran: EpochRecord | None) -> None:
-        """``ran``: see instructions.PersistEpoch."""
-        facts = {"job": job, "record": asdict(record), "ran": asdict(ran) if ran is not None else None}
-        body = json.dumps(facts).encode()
-        self.write("epochs/" + _file_name(job), body)
+    def persist_job(self, job: str, kept: Kept) -> None:
+        facts = {
+            "job": job,
+            "record": asdict(kept.record),
+            "ran": asdict(kept.ran) if kept.ran is not None else None,
+            "life": {"state": kept.life, "since": kept.since},
+        }
+        self.write("epochs/" + _file_name(job), json.dumps(facts).encode())
 
     def forget(self, job: str) -> None:
+        """Its tombstone is written before (``bury``)."""
         (self.path / "epochs" / _file_name(job)).unlink(missing_ok=True)
 
-    def epochs(self) -> dict[str, tuple[EpochRecord, EpochRecord | None]]:
-        """Every job's newest epoch, and the one before it that ran. A file that does not parse is an error: guessing an older
-        epoch would be unsafe."""
-        found: dict[str, tuple[EpochRecord, EpochRecord | None]] = {}
+    def bury(self, tombstones: dict[str, Tombstone]) -> None:
+        """Write all of them down. The oldest beyond TOMBSTONES_MAX are dropped from ``tombstones``. Raises OSError."""
+        while len(tombstones) > TOMBSTONES_MAX:
+            del tombstones[next(iter(tombstones))]
+        rows = [[job, stone.epoch, stone.ordered] for job, stone in tombstones.items()]
+        self.write(TOMBSTONES, json.dumps(rows).encode())
+
+    def tombstones(self) -> dict[str, Tombstone]:
+        """Of the jobs forgotten so far. Raises CkptdError when the file does not parse."""
+        path = self.path / TOMBSTONES
+        try:
+            rows = msgspec.json.decode(path.read_bytes(), type=list[tuple[str, int, int]])
+        except FileNotFoundError:
+            return {}
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            hint = "remove the file only if no node that was away still holds memory of a forgotten job"
+            raise CkptdError(f"the list of forgotten jobs does not parse: {error}", where=str(path), hint=hint) from error
+        return {job: Tombstone(epoch, ordered) for job, epoch, ordered in rows}
+
+    def jobs(self) -> dict[str, Kept]:
+        """Every job's newest epoch, the one before it that ran, and its life. A file that does not parse is an error: guessing
+        an older epoch would be unsafe."""
+        found: dict[str, Kept] = {}
         for path in sorted((self.path / "epochs").glob("*.json")):
             try:
                 body = json.loads(path.read_bytes())
                 record = msgspec.convert(body["record"], EpochRecord)
                 job = msgspec.convert(body["job"], str)
-                found[job] = record, msgspec.convert(body.get("ran"), EpochRecord | None)
+                ran = msgspec.convert(body.get("ran"), EpochRecord | None)
+                life = msgspec.convert(body.get("life") or {}, dict[str, str | float])
+                state, since = str(life.get("state", "")), float(life.get("since", 0.0))
+                found[job] = Kept(record, ran, state if state in LIVES else "", since)
             except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError) as error:
                 raise CkptdError(
                     f"epoch record does not parse: {error}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.machine.ranks import FINISHED
 from ckptd.observe.report import JobReport, PeerReport, RankReport
 
 if TYPE_CHECKING:
@@ -29,9 +30,8 @@ def summary(job: JobShell) -> JobReport:
         if told.durable:
             newest["durable"] = snapshot.step
     ranks = _rank_reports(job)
-    phase = str(view.get("phase", ""))
-    if phase == "running" and ranks and all(rank["finished"] for rank in ranks):
-        phase = "finished"
+    lifetime = job.machine.lifetime
+    phase = lifetime.life.state.value if lifetime.life.over else str(view.get("phase", ""))
     trains = phase == "running" and bool(job.ranks.progress)
     trained = max([*job.ranks.progress.values(), *newest.values()])
     leaving = job.machine.ctx.leaving
@@ -42,6 +42,8 @@ def summary(job: JobShell) -> JobReport:
         "job": job.job,
         "epoch": record.number if record else 0,
         "phase": phase,
+        "life": lifetime.life.state.value,
+        "life_s": round(lifetime.age(job.services.now()), 3) if lifetime.life.over else 0.0,
         "steward": str(view.get("steward", "")),
         "world": record.world if record else 0,
         "nodes": nodes,
@@ -65,7 +67,8 @@ def _rank_reports(job: JobShell) -> list[RankReport]:
         seat = job.seats.by_rank.get(rank)
         step = job.ranks.progress.get(rank, -1)
         report: RankReport = {"rank": rank, "node": here, "step": step, "free_slots": 0, "up": False}
-        report["finished"] = rank in job.ranks.finished
+        gone = job.machine.ranks.here.get(rank)
+        report["finished"] = gone is not None and gone.left == FINISHED
         if seat is not None:
             report |= {"free_slots": len(seat.free), "up": seat.session is not None}
             if seat.state_bytes:  # not of a seat that was taken back from memory

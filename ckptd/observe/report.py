@@ -112,7 +112,9 @@ class OutlookReport(TypedDict, total=False):
 class JobReport(TypedDict, total=False):
     job: str  # "{uid}/{name}"
     epoch: int
-    phase: str  # "idle", "joining", "restoring", "running", "finished": all ranks of this node are
+    phase: str  # "idle", "joining", "restoring", "running"; when it is over, its life
+    life: str  # core.life.Life: "running", "orphaned" (no rank lives), "finished" (all said goodbye)
+    life_s: float  # for how long it has been over, by this node; 0.0: it is not
     steward: str
     world: int
     nodes: list[PeerReport]

@@ -55,16 +55,16 @@ def test_what_was_taken_is_acknowledged_and_the_session_kept_alive() -> None:
     node = steward().greet()
     b = node.others["b"]
     node.tick()
-    assert node.said(msg.Heard, "b") == [msg.Heard(EPOCH, b.session, 0)]
+    assert node.said(msg.Heard, "b") == [msg.Heard(EPOCH, b.session, 0, "running")]
     b.state(1, 5)
     b.tell(msg.RankState(EPOCH, 1, 9, 2), serial=7)
     node.tick()
-    assert node.said(msg.Heard, "b")[1:] == [msg.Heard(EPOCH, b.session, 1)]
+    assert node.said(msg.Heard, "b")[1:] == [msg.Heard(EPOCH, b.session, 1, "running")]
     mark = node.mark
     node.tick(KEEPALIVE_S - 0.25)
     assert node.said(msg.Heard, "b", mark) == []
     node.tick(0.5)
-    assert node.said(msg.Heard, "b", mark) == [msg.Heard(EPOCH, b.session, 1)]
+    assert node.said(msg.Heard, "b", mark) == [msg.Heard(EPOCH, b.session, 1, "running")]
     node.feed(ev.NodeDown("b"))
     mark = node.mark
     node.tick(3 * KEEPALIVE_S)
@@ -96,7 +96,7 @@ def test_a_repeated_fact_is_acknowledged_again() -> None:
     mark = node.mark
     node.others["b"].tell(msg.Inventory("", node.record, (), done=True), serial=0)
     node.tick()
-    assert node.said(msg.Heard, "b", mark) == [msg.Heard(EPOCH, node.others["b"].session, 0)]
+    assert node.said(msg.Heard, "b", mark) == [msg.Heard(EPOCH, node.others["b"].session, 0, "running")]
 
 
 def test_a_node_that_does_not_answer_is_greeted_again() -> None:

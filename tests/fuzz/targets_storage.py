@@ -177,7 +177,7 @@ def state() -> StateDir:
 
 def _state(data: bytes) -> Any:
     (state().path / "epochs" / "j.json").write_bytes(data)
-    return state().epochs()
+    return state().jobs()
 
 
 def _ports(data: bytes) -> ports.Ports:

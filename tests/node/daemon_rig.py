@@ -180,8 +180,7 @@ class Rig:
 
     async def _tick(self) -> None:
         while True:
-            for shell in list(self.daemon.jobs.values()):
-                shell.tick()
+            self.daemon.tick_jobs()
             await asyncio.sleep(TICK_S)
 
     async def stop(self) -> None:

@@ -128,12 +128,23 @@ def test_budget_refusal_names_what_is_missing_and_counts_idle_memory_as_free(are
 
 
 def test_budgets_are_per_user(arena: Arena) -> None:
-    small = small_arena(uid_budget_bytes=8 * MIB)
-    small.allocate(OWN, 5 * MIB)
-    with pytest.raises(NoMemory, match="uid 1000"):
-        small.allocate(OWN, 5 * MIB)
-    assert small.allocate(Tenant("5/x", 5, "own", 0), 5 * MIB)
-    assert small.used_by(1000) < 8 * MIB
+    """A share binds only while another user lacks memory, which he does when he is refused what lies within his own (D19)."""
+    small, refused, other = small_arena(20 * MIB, uid_budget_bytes=9 * MIB), [], Tenant("5/x", 5, "own", 0)
+    small.on_short(lambda uid, nbytes: refused.append(uid))
+    first, second = small.allocate(OWN, 6 * MIB), small.allocate(OWN, 5 * MIB)
+    assert small.used_by(1000) > small.share_bytes, "nobody else asks"
+    with pytest.raises(NoMemory, match="memory budget of"):
+        small.allocate(other, 7 * MIB)
+    with pytest.raises(NoMemory, match="share of uid 1000"):
+        small.allocate(OWN, MIB)
+    assert refused == [5, 1000]
+    small.retire(second)
+    assert small.allocate(other, 7 * MIB), "and has it now"
+    small.retire(first)
+    assert small.allocate(OWN, 5 * MIB)
+    with pytest.raises(NoMemory, match="memory budget of"):
+        small.allocate(other, 7 * MIB)
+    assert small.allocate(OWN, MIB), "he wants more than his share: nobody makes room for that"
     small.close()
 
 

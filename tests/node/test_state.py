@@ -12,7 +12,7 @@ import pytest
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
-from ckptd.daemon.state import StateDir
+from ckptd.daemon.state import Kept, StateDir
 from tests.node.daemon_rig import Rig
 from tests.node.links import stays
 from tests.short import short_folder
@@ -24,11 +24,11 @@ NEWEST = EpochRecord(90, "y", ("a",), (NODE,), before=(3, ()))
 
 def test_the_newest_epoch_and_the_one_that_ran_before_it(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
-    state.persist_epoch("0/one", RAN, None)
-    state.persist_epoch("0/two", NEWEST, RAN)
-    assert StateDir(tmp_path).epochs() == {"0/one": (RAN, None), "0/two": (NEWEST, RAN)}
+    state.persist_job("0/one", Kept(RAN))
+    state.persist_job("0/two", Kept(NEWEST, RAN))
+    assert StateDir(tmp_path).jobs() == {"0/one": Kept(RAN), "0/two": Kept(NEWEST, RAN)}
     state.forget("0/one")
-    assert state.epochs() == {"0/two": (NEWEST, RAN)}
+    assert state.jobs() == {"0/two": Kept(NEWEST, RAN)}
 
 
 def test_it_is_durable_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,12 +42,12 @@ def test_it_is_durable_where_it_was_made(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_half_written_files_of_an_earlier_life_go(tmp_path: Path) -> None:
-    StateDir(tmp_path).persist_epoch("0/one", RAN, None)
+    StateDir(tmp_path).persist_job("0/one", Kept(RAN))
     (tmp_path / "epochs" / "0.one.json.77.tmp").write_bytes(b"{")
     (tmp_path / "ports.json.77.tmp").write_bytes(b"")
     state = StateDir(tmp_path)
     state.alone()
-    assert state.epochs() == {"0/one": (RAN, None)}
+    assert state.jobs() == {"0/one": Kept(RAN)}
     assert not list(tmp_path.rglob("*.tmp"))
     state.leave()
 
@@ -127,16 +127,16 @@ async def test_a_daemon_that_ends_is_waited_for() -> None:
 
 def test_a_record_that_does_not_parse_is_no_older_one(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
-    state.persist_epoch("0/one", NEWEST, RAN)
+    state.persist_job("0/one", Kept(NEWEST, RAN))
     (path,) = (tmp_path / "epochs").glob("*.json")
     body = json.loads(path.read_bytes())
     path.write_text(
         json.dumps({key: body[key] for key in ("job", "record")})
     )  # of a version that knew only the newest
-    assert state.epochs() == {"0/one": (NEWEST, None)}
+    assert state.jobs() == {"0/one": Kept(NEWEST)}
     path.write_text(json.dumps({**body, "ran": {"number": 7}}))
     with pytest.raises(CkptdError, match="does not parse"):
-        state.epochs()
+        state.jobs()
 
 
 def test_a_full_directory_that_was_in_use_is_no_reason_not_to_start(
@@ -144,7 +144,7 @@ def test_a_full_directory_that_was_in_use_is_no_reason_not_to_start(
 ) -> None:
     """P7: the daemon may hold memory that nobody else has. What was written is still there, and nothing half-written."""
     state = StateDir(tmp_path / "used")
-    state.persist_epoch("0/one", RAN, None)
+    state.persist_job("0/one", Kept(RAN))
 
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -152,10 +152,10 @@ def test_a_full_directory_that_was_in_use_is_no_reason_not_to_start(
     with monkeypatch.context() as patch:
         patch.setattr("ckptd.daemon.state.os.fsync", full)
         with pytest.raises(OSError, match="No space"):
-            state.persist_epoch("0/one", NEWEST, RAN)
+            state.persist_job("0/one", Kept(NEWEST, RAN))
         again = StateDir(tmp_path / "used")
         assert "No space" in again.trouble and not again.look()
-        assert again.epochs() == {"0/one": (RAN, None)}
+        assert again.jobs() == {"0/one": Kept(RAN)}
         assert not list((tmp_path / "used").rglob("*.tmp"))
         with pytest.raises(CkptdError, match="not writable"):
             StateDir(tmp_path / "new")

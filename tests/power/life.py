@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
-from ckptd.daemon.state import StateDir
+from ckptd.daemon.state import Kept, StateDir
 from ckptd.identity import kept_node_id
 from ckptd.persist.commits import list_commits
 from ckptd.persist.lineage import claim_epoch, highest_epoch, newest_record
@@ -111,7 +111,7 @@ class Running:
         self.promised("named", text=kept_node_id(place / "state"))
         self.state = StateDir(place / "state")
         self.state.alone()
-        self.state.epochs()
+        self.state.jobs()
         self.storage = PosixStorage(str(place / "store"), direct=self.chance.random() < 0.5)
         self._stale_claim()
         old = newest_record(self.storage, JOB)
@@ -124,11 +124,11 @@ class Running:
         assert ok, f"epoch {self.record.number} is refused, {taken} is taken"
         self.promised("claimed", record=self.record)
         self.note("persisting", record=self.record)
-        self.state.persist_epoch(JOB, self.record, None)
+        self.state.persist_job(JOB, Kept(self.record))
         self.promised("persisted", record=self.record)
 
     def _next(self) -> EpochRecord:
-        kept = [record.number for record, _ in self.state.epochs().values()]
+        kept = [kept.record.number for kept in self.state.jobs().values()]
         number = 1 + max([highest_epoch(self.storage, JOB), *kept])
         nonce = f"{self.chance.getrandbits(64):016x}"
         return epoch_record(number, NODES, fork_of(self.storage, self.chance), nonce)

@@ -94,9 +94,10 @@ class Oracle:
             found = kept_node_id(place)
             expect(found == self.identity, f"the node was {self.identity}, now it is {found}")
         if self.persisted is not None:
-            kept, _ = StateDir(place).epochs().get(JOB, (None, None))
-            expect(kept is not None, "the state directory has forgotten the epoch")
-            assert kept is not None
+            job = StateDir(place).jobs().get(JOB)
+            expect(job is not None, "the state directory has forgotten the epoch")
+            assert job is not None
+            kept = job.record
             newer = kept.number > self.persisted.number and kept in self.asked
             text = f"the state directory says {kept}, acknowledged was {self.persisted}"
             expect(kept == self.persisted or newer, text)

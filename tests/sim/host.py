@@ -226,6 +226,12 @@ class Host:
         self.record, self.ran = do.record, do.ran
         self._write_epoch(self.life)
 
+    def _PersistLife(self, do: ins.PersistLife) -> None:  # noqa: N802
+        pass
+
+    def _Bury(self, do: ins.Bury) -> None:  # noqa: N802
+        pass
+
     def _write_epoch(self, life: int) -> None:
         """A state directory that does not work stops nobody; it is tried again."""
         if life == self.life and not self.state.write(Written(self.record, self.ran)):

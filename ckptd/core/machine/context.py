@@ -9,6 +9,7 @@ from functools import lru_cache
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.instructions import Connect, Instruction, Send
 from ckptd.core.layout import Layout
+from ckptd.core.life import NO_TOMBSTONE, Tombstone
 from ckptd.core.messages import Message
 from ckptd.core.policy import Policy
 from ckptd.core.redundancy import Redundancy
@@ -35,6 +36,7 @@ class Context:
     ran: EpochRecord | None = None  # the newest one before ``record`` that trained here
     done: bool = False  # all ranks of ``record`` have restored: its steps count
     never: bool = False  # they certainly have not
+    tombstone: Tombstone = NO_TOMBSTONE  # of an earlier life of the job, forgotten here
     leaving: frozenset[str] = frozenset()  # nodes that are about to go, as the steward says
     down: dict[str, float] = field(default_factory=dict)  # node -> since
     spoke_at: dict[str, float] = field(

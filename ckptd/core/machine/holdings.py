@@ -11,6 +11,8 @@ from ckptd.core.machine.slots import SEALED, Slot, Slots
 from ckptd.core.machine.uplink import Uplink
 from ckptd.core.messages import Held, HoldingFact
 
+STALE = "stale epoch"
+
 
 class Holdings:
     def __init__(self, ctx: Context, slots: Slots, uplink: Uplink, replication: Replication) -> None:
@@ -23,7 +25,7 @@ class Holdings:
         if snapshot in self._slots.void:
             return VOID
         if self._beyond_fork(snapshot):
-            return "stale epoch"
+            return STALE
         others = {
             slot.fact.snapshot
             for slot in self._slots.holdings()
@@ -59,6 +61,9 @@ class Holdings:
         fact = HoldingFact(
             event.snapshot, event.rank, event.tier, event.layout.layout_id, event.digests, event.keep, event.part
         )
+        if event.snapshot.epoch <= self._ctx.tombstone.ordered:
+            self._ctx.emit(FreeSlot(event.slot))
+            return
         slot = Slot(event.slot, event.rank, own=event.own)
         self._slots.hold(slot, fact, event.layout, event.layouts)
         self._uplink.tell_held(fact)  # a trainer brings its memory to a daemon that lost its own, and that the steward has heard
@@ -89,6 +94,8 @@ class Holdings:
 
     def _beyond_fork(self, snapshot: SnapshotId) -> bool:
         record = self._ctx.record
+        if snapshot.epoch <= self._ctx.tombstone.ordered:
+            return True
         if record is None or not self._ctx.done or snapshot.epoch >= record.number or not record.ancestry:
             return False
         return not record.is_candidate(snapshot)

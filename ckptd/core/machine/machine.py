@@ -18,8 +18,9 @@ from ckptd.core.machine.holdings import Holdings
 from ckptd.core.machine.joining import Joining
 from ckptd.core.machine.leaving import Leaving
 from ckptd.core.machine.levels import Levels
+from ckptd.core.machine.lifetime import Lifetime
 from ckptd.core.machine.opening import Opening
-from ckptd.core.machine.ranks import Ranks
+from ckptd.core.machine.ranks import CLEAN, DIED, FINISHED, Ranks
 from ckptd.core.machine.replicate import Replication
 from ckptd.core.machine.shortage import Shortages
 from ckptd.core.machine.slots import Slots
@@ -57,6 +58,8 @@ class JobMachine:
         self.writing = Writing(ctx, self.slots)
         self.asks = FlushAsks(ctx, self.uplink, self.levels)
         self.steward = Steward(ctx, self.joining)
+        self.lifetime = Lifetime(ctx, self.ranks, self.slots, self.levels, self.uplink, self.joining, self.opening,
+                                 self.steward.holds)  # fmt: skip
         self._events = self._event_table()
         self._messages = self._message_table()
 
@@ -86,6 +89,8 @@ class JobMachine:
             ev.RankLoaded: self.opening.on_loaded,
             ev.FlushAsked: self.asks.on_asked,
             ev.DrainAsked: self.leaving.on_asked,
+            ev.SpareAsked: self.lifetime.on_spare,
+            ev.ForgetOrdered: self.lifetime.on_forget,
             ev.Restarted: self._restarted,
             ev.Tick: self._tick,
         }
@@ -123,7 +128,7 @@ class JobMachine:
             msg.WriteCancel: lambda s, m: self.writing.on_cancel(m),
             msg.FlushAsk: lambda s, m: self.steward.on_ask(m),
             msg.StewardHello: self._hello,
-            msg.Heard: self.uplink.on_heard,
+            msg.Heard: self._heard,
             msg.Stale: lambda s, m: self._stale(m),
         }
 
@@ -156,6 +161,7 @@ class JobMachine:
         if event.known is not None and self.ctx.record is None:
             self.ctx.record, self.ctx.ran = event.known, event.ran
             self.ctx.learn((*event.known.nodes, *event.known.holders))
+        self.lifetime.on_restarted(event)
 
     def _tick(self, event: ev.Tick) -> None:
         self._look_for_silent()
@@ -169,6 +175,7 @@ class JobMachine:
         self.leaving.on_tick()
         self.asks.on_tick()
         self.steward.on_tick()
+        self.lifetime.on_tick()
 
     def _node_up(self, event: ev.NodeUp) -> None:
         self.ctx.down.pop(event.node, None)
@@ -212,7 +219,9 @@ class JobMachine:
             self.uplink.knock(sender)
 
     def _stale(self, message: msg.Stale) -> None:
-        """The job has moved on without us."""
+        """The job has moved on without us. What the operator had forgotten does not come back by it."""
+        if message.known.number <= self.ctx.tombstone.ordered:
+            return
         if self.steward.restoring.opens(message.known):
             return
         self.steward.restoring.on_higher(message.known)
@@ -235,7 +244,7 @@ class JobMachine:
     def _rank_left(self, event: ev.RankLeft) -> None:
         rank = self.ranks.here.get(event.rank)
         if rank is not None:
-            rank.left = "clean" if event.clean else "died"
+            rank.left = FINISHED if event.finished else CLEAN if event.clean else DIED
             rank.asks = None
         self.opening.on_left(event.rank)
         self.joining.on_left(event.rank)
@@ -287,13 +296,15 @@ class JobMachine:
             sender,
             msg.Inventory(message.attempt, self.ctx.record, self.slots.frozen_facts(), layouts, self.levels.certified(),
                           done=self.ctx.done, never=self.ctx.never, incarnation=self.ctx.me.incarnation, ran=self.ctx.ran,
-                          turn=message.turn),
+                          turn=message.turn, buried=self.ctx.tombstone.epoch, forgotten=self.ctx.tombstone.ordered),
         )  # fmt: skip
 
     def _inventory(self, sender: str, message: msg.Inventory) -> None:
         """An answer for a gathering, a fact of a session, or a knock."""
         if message.attempt:
             self.steward.restoring.on_inventory(sender, message)
+            return
+        if self.lifetime.on_tombstone(message):
             return
         number = message.known.number if message.known is not None else 0
         if number > self.ctx.number and message.known is not None:
@@ -369,6 +380,11 @@ class JobMachine:
             self.steward.on_fact(sender, message)
         else:
             self.replication.on_peer_lost(sender, message)
+
+    def _heard(self, sender: str, message: msg.Heard) -> None:
+        self.uplink.on_heard(sender, message)
+        if self.uplink.is_from_steward(sender, message.session):
+            self.lifetime.on_heard(message)
 
     def _certificate(self, sender: str, message: msg.Certificate) -> None:
         if self.uplink.is_from_steward(sender, message.session):

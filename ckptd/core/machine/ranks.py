@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FINISHED, CLEAN, DIED = "finished", "clean", "died"
+SAID_GOODBYE = (FINISHED, CLEAN)  # the first without an exception
+
 
 @dataclass
 class Rank:
     rank: int
     step: int = -1  # newest step for which snapshot() was called
     asks: int | None = None
-    left: str = ""  # "clean" | "died"
+    left: str = ""  # FINISHED, CLEAN or DIED
 
 
 class Ranks:

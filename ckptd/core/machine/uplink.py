@@ -169,7 +169,7 @@ class Uplink:
             self.tell_rank(rank)
 
     def tell_rank(self, rank: Rank) -> None:
-        if not self._ctx.done or not self.session:
+        if not self.session or not (self._ctx.done or rank.left):
             return
         state = RankState(
             self._ctx.number, rank.rank, rank.step, self._slots.capacity(rank.rank), rank.asks, rank.left

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import Alarm
+from ckptd.core.life import JOB_OVER
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.grants import Grants
 from ckptd.core.machine.steward.ledger import Facts, Ledger
@@ -316,6 +317,8 @@ class Certify:
         """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""
         if facts.level < 0 or facts.level >= self.wanted() or not self._ctx.is_candidate(facts.snapshot):
             return
+        if facts.durable and self._sessions.life() in JOB_OVER:
+            return  # a node that lacked memory has let go of it, and would get it back
         self._parities.order(facts)
         # On a rung of copies no parity is made, also not where there was some: copies take its place.
         by_parity = self._parities.ranks_in_lanes(facts) if isinstance(self._ctx.redundancy, Parity) else set()

@@ -130,6 +130,8 @@ def _proven_fresh(gather: Gather) -> bool:
     durable = gather.durable
     if gather.missing() or durable is None or not durable.ok or gather.heard_of():
         return False
+    if gather.tombstone.ordered and max((r.number for r in gather.records), default=0) <= gather.tombstone.ordered:
+        return True  # all there was, the operator had forgotten
     last = gather.lineage()
     if last is None:
         return all(record.before[0] < 0 for record in gather.records)
@@ -138,9 +140,10 @@ def _proven_fresh(gather: Gather) -> bool:
 
 def _remembers_nothing(gather: Gather, record: EpochRecord) -> bool:
     """A fresh start that was only declared left an older lineage behind, unless it never ran: then the witness must know that
-    it did, also when it has entered a later one since."""
+    it did, also when it has entered a later one since. Who let go of the job since remembers nothing at all."""
     witnesses = [node for node in record.nodes if node.node in record.ranks and node.incarnation]
     answers = [(node, gather.answers[node.node]) for node in witnesses if node.node in gather.answers]
+    answers = [(node, answer) for node, answer in answers if answer.buried < record.number]
     nothing_before = record.before[0] < 0
     return any(
         answer.incarnation == node.incarnation and (answer.done or answer.ran == record or nothing_before)

@@ -13,6 +13,7 @@ from ckptd.core.events import CommitDone
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import Alarm, Commit
 from ckptd.core.machine.context import RESEND_S, Context
+from ckptd.core.machine.ranks import SAID_GOODBYE
 from ckptd.core.machine.steward.certify import Certify
 from ckptd.core.machine.steward.grants import Grants
 from ckptd.core.machine.steward.ledger import Facts, Ledger
@@ -152,7 +153,7 @@ class Flushing:
     def _nobody_trains(self) -> bool:
         """All said goodbye; or some are dead and no new start of the job came within the grace time."""
         ranks, record = self._grants.ranks, self._ctx.record
-        if record is not None and len(ranks) == record.world and all(s.left == "clean" for s in ranks.values()):
+        if record is not None and len(ranks) == record.world and all(s.left in SAID_GOODBYE for s in ranks.values()):
             return True
         grace = self._ctx.policy.breakpoint_grace_s
         return self._alone_since is not None and self._ctx.now - self._alone_since >= grace
@@ -183,7 +184,7 @@ class Flushing:
         self._order(self.flush)
 
     def _all_clean(self) -> bool:
-        return all(state.left == "clean" for state in self._grants.ranks.values()) and bool(self._grants.ranks)
+        return all(state.left in SAID_GOODBYE for state in self._grants.ranks.values()) and bool(self._grants.ranks)
 
     def _order(self, flush: Flush) -> None:
         flush.said_at = self._ctx.now

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptd.core.events import DurableRead
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.instructions import ReadDurable
 from ckptd.core.layout import Layout
+from ckptd.core.life import NO_TOMBSTONE, Tombstone
 from ckptd.core.machine.context import RESEND_S, Context, decode_layout
 from ckptd.core.machine.joining import Joining
 from ckptd.core.messages import Inventory, InventoryRequest, JoinReport, RestoreAsk
@@ -38,6 +39,7 @@ class Gather:
     answers: dict[str, Inventory] = field(default_factory=dict)
     durable: DurableRead | None = None
     records: list[EpochRecord] = field(default_factory=list)
+    tombstone: Tombstone = NO_TOMBSTONE  # the highest that any node has of this job
     said_at: float = -1e9
 
     def missing(self) -> list[str]:
@@ -80,6 +82,14 @@ class Gather:
         members = [node for node in record.nodes if node.node in record.ranks and node.node in self.answers]
         return any(_did_not_load(self.answers[node.node], record, node.incarnation) for node in members)
 
+    def bury(self, tombstone: Tombstone) -> None:
+        """What nodes know and hold up to there was forgotten by the operator's word; what storage has of it stays."""
+        self.tombstone = self.tombstone.over(tombstone)
+        ordered, durable = self.tombstone.ordered, self.durable
+        on_storage = durable.newest if durable is not None else None
+        self.records = [record for record in self.records if record.number > ordered or record == on_storage]
+        self.answers = {node: _without(answer, ordered) for node, answer in self.answers.items()}
+
     def heard_of(self) -> set[SnapshotId]:
         """Every snapshot that anyone holds, was told of (also one that has fallen since), or reads on storage."""
         found = {fact.snapshot for answer in self.answers.values() for fact in answer.holdings}
@@ -97,11 +107,20 @@ class Gather:
         return found
 
 
+def _without(answer: Inventory, ordered: int) -> Inventory:
+    """Without what was forgotten."""
+    if not ordered:
+        return answer
+    holdings = tuple(fact for fact in answer.holdings if fact.snapshot.epoch > ordered)
+    certified = tuple(said for said in answer.certified if said[0].epoch > ordered)
+    return replace(answer, holdings=holdings, certified=certified)
+
+
 def _did_not_load(answer: Inventory, record: EpochRecord, incarnation: str) -> bool:
     """incarnation: of the process that the record was made with. While it lives it remembers what it has entered; another
-    one that knows of no epoch may have forgotten it."""
+    one that knows of no epoch may have forgotten it. So may one that had let the job go (core.life.Tombstone)."""
     if answer.known is None:
-        return bool(incarnation) and answer.incarnation == incarnation
+        return bool(incarnation) and answer.incarnation == incarnation and answer.buried < record.number
     return answer.known.number < record.number or (answer.never and answer.known == record)
 
 
@@ -119,6 +138,7 @@ class Gathering:
                 message.attempt, message.ranks, message.nodes, self._ctx.now, self._ctx.policy.durable
             )
             self._ctx.learn(message.nodes)
+            gather.bury(self._ctx.tombstone)
             self._learn(gather, self._ctx.record)
         self._learn(gather, message.known)
         if (gather.ranks, gather.nodes) != (message.ranks, message.nodes):
@@ -181,6 +201,7 @@ class Gathering:
         if message.turn != gather.turn:
             return
         gather.answers[sender] = message
+        gather.bury(Tombstone(message.buried, message.forgotten))
         for record in (message.known, message.ran):
             self._learn(gather, record)
 
@@ -188,7 +209,7 @@ class Gathering:
         gather = self.gather
         if gather is not None and gather.asking_since is not None and event.attempt == gather.attempt:
             gather.durable = event
-            self._learn(gather, event.newest)
+            self._learn(gather, event.newest, on_storage=True)
 
     def learn(self, record: EpochRecord) -> None:
         if self.gather is not None:
@@ -199,11 +220,12 @@ class Gathering:
         if gather is not None and gather.asking_since is not None and self._ctx.now - gather.said_at >= RESEND_S:
             self._say(gather)
 
-    def _learn(self, gather: Gather, record: EpochRecord | None) -> None:
+    def _learn(self, gather: Gather, record: EpochRecord | None, *, on_storage: bool = False) -> None:
         """Members of every epoch somebody knows may hold memory."""
         if record is None or record in gather.records:
             return
-        gather.records.append(record)
+        if on_storage or record.number > gather.tombstone.ordered:
+            gather.records.append(record)
         new = {node.node: node for node in (*record.nodes, *record.holders) if node.node not in gather.asked}
         gather.asked |= new
         self._ctx.learn(n for n in (*record.nodes, *record.holders) if n.node not in self._ctx.nodes)

@@ -143,7 +143,8 @@ class Restoring:
         self._since = self._ctx.now if self._decisions == 1 else self._since
         excluded = [s for s, (sources, _) in self._tried.items() if self._sources_now(s) >= sources]
         damaged = {s: reason for s, (_, reason) in self._tried.items()}
-        decision = decide(gather, max(self._floor, self._ctx.number), excluded, damaged, self._ctx.policy.redundancy)
+        floor = max(self._floor, self._ctx.number, gather.tombstone.epoch)
+        decision = decide(gather, floor, excluded, damaged, self._ctx.policy.redundancy)
         if decision.record is None:
             self._refuse(decision.code, decision.reason)
         elif self._decisions - self._waits > DECISIONS_MAX:

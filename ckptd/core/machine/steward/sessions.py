@@ -35,6 +35,7 @@ class Sessions:
         self._ctx, self._deliver, self._reset = ctx, deliver, reset
         self.seats: dict[str, Seat] = {}
         self.leaving: set[str] = set()  # live or not: they said so in their session
+        self.life: Callable[[], str] = str  # what is to be told of the job's life
         self._count = 0
 
     def start(self) -> None:
@@ -79,11 +80,12 @@ class Sessions:
                 return
 
     def on_tick(self) -> None:
+        life = self.life()
         for node, seat in self.seats.items():
             quiet = seat.established and self._ctx.now - seat.heard_at >= KEEPALIVE_S
             if (seat.owes or quiet) and self._ctx.is_up(node):
                 seat.owes, seat.heard_at = False, self._ctx.now
-                self._ctx.send(node, Heard(self._ctx.number, seat.session, seat.expected - 1))
+                self._ctx.send(node, Heard(self._ctx.number, seat.session, seat.expected - 1, life))
             if not seat.established and self._ctx.is_up(node) and self._ctx.now - seat.invited_at >= KNOCK_S:
                 seat.invited_at = self._ctx.now
                 self._hello(node)

@@ -12,6 +12,8 @@ from ckptd.core.ids import EpochRecord
 from ckptd.core.instructions import ReadDurable
 from ckptd.core.machine.context import Context, audience, place_in_order, succession
 from ckptd.core.machine.joining import Joining
+from ckptd.core.machine.lifetime import told_life
+from ckptd.core.machine.ranks import DIED
 from ckptd.core.machine.steward.certify import Certify
 from ckptd.core.machine.steward.draining import Draining
 from ckptd.core.machine.steward.flush import Flushing
@@ -49,6 +51,7 @@ class Steward:
         self.grants = Grants(ctx, self.sessions, self.ledger)
         self.parities = Parities(ctx, self.sessions, self.ledger)
         self.rung = Rung(ctx, self.sessions, self.ledger)
+        self.sessions.life = self.life
         self.certify = Certify(ctx, self.sessions, self.ledger, self.grants, self.parities)
         self.draining = Draining(ctx, self.sessions, self.ledger, self.parities, self.certify)
         self.flushing = Flushing(ctx, self.sessions, self.ledger, self.grants, self.certify, self.parities)
@@ -56,6 +59,21 @@ class Steward:
         self._done = False  # of the epoch it speaks for
         self._told_done_at = -1e9
         self._acted_at = -1e9
+
+    def life(self) -> str:
+        """Of the job, by what is known of each rank; "": not yet. Who lived on a node that is lost is gone with it."""
+        record = self._ctx.record
+        if record is None or not self.sessions.settled():
+            return ""
+        known, lost = self.grants.ranks, {node for node in set(record.ranks) if self._ctx.lost(node)}
+        gone = {rank: state.left for rank, state in known.items()}
+        return told_life(
+            [gone.get(rank) or DIED if node in lost else gone.get(rank) for rank, node in enumerate(record.ranks)]
+        )
+
+    def holds(self) -> bool:
+        """Is there something that only this office looks after?"""
+        return self.active and bool(self.ledger.facts or self.flushing.flush is not None)
 
     # --- in and out of office -----------------------------------------------------------------------------------
     def on_tick(self) -> None:

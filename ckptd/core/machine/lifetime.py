@@ -1,0 +1,173 @@
+"""This node's view of its job's life (core/life.py has the states): the steward's word, the ranks here, the operator's order.
+
+A node that forgets a job says so with ``Bury``; its shell then drops the machine, and keeps the tombstone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from ckptd.core import messages as msg
+from ckptd.core.events import ForgetOrdered, Restarted, SpareAsked
+from ckptd.core.ids import SnapshotId
+from ckptd.core.instructions import Bury, PersistLife
+from ckptd.core.life import JobLife, Life, Order, Tombstone, expired, orders, spare
+from ckptd.core.machine.context import Context
+from ckptd.core.machine.joining import Joining
+from ckptd.core.machine.levels import Levels
+from ckptd.core.machine.opening import Opening
+from ckptd.core.machine.ranks import DIED, FINISHED, Ranks
+from ckptd.core.machine.slots import Slots
+from ckptd.core.machine.uplink import Uplink
+
+RETURN_S = 30.0  # ranks come back to a restarted daemon within some seconds (the client's longest pause is 10); then they are dead
+
+
+class Lifetime:
+    """``steward_holds``: does this node speak as the steward of something that is held anywhere?"""
+
+    def __init__(
+        self,
+        ctx: Context,
+        ranks: Ranks,
+        slots: Slots,
+        levels: Levels,
+        uplink: Uplink,
+        joining: Joining,
+        opening: Opening,
+        steward_holds: Callable[[], bool],
+    ) -> None:
+        self._ctx, self._ranks, self._slots, self._levels = ctx, ranks, slots, levels
+        self._uplink, self._joining, self._opening = uplink, joining, opening
+        self._steward_holds = steward_holds
+        self.life = JobLife()
+        self.buried = False
+        self._began_at: float | None = None  # the first tick of this machine
+        self._known_at = 0.0  # when somebody last knew of the ranks: the steward, or we of our own
+
+    # --- what happens -------------------------------------------------------------------------------------------
+    def on_restarted(self, event: Restarted) -> None:
+        self._ctx.tombstone = event.tombstone
+        if event.life:
+            self.life = JobLife(Life(event.life), self._ctx.now - max(0.0, event.life_s))
+
+    def on_heard(self, message: msg.Heard) -> None:
+        """The steward's word, in our session."""
+        if not message.life:
+            return
+        self._known_at = self._ctx.now
+        if not self.here():
+            self._become(Life(message.life))
+
+    def on_tick(self) -> None:
+        now = self._ctx.now
+        if self._began_at is None:
+            self._began_at = self._known_at = now
+        self._tell_missing(now - self._began_at)
+        if self.here():
+            self._known_at = now
+            self._become(Life.RUNNING)
+        elif now - self._known_at >= self._ctx.policy.orphan_linger_s and self._ctx.record is not None:
+            self._become(Life.ORPHANED, self._known_at)
+        if self._nothing_is_left(now - self._began_at):
+            self._bury(Tombstone(self._ctx.number))
+
+    def on_forget(self, event: ForgetOrdered) -> None:
+        """The operator's word, here or through another node: whatever was known up to this epoch. A running job stays."""
+        if event.epoch >= self._ctx.number and not self.refusal():
+            self._bury(Tombstone(event.epoch, event.epoch))
+
+    def on_tombstone(self, message: msg.Inventory) -> bool:
+        """True: the sender has forgotten the job by the operator's word while we were away, and so do we."""
+        if not message.forgotten or message.forgotten < self._ctx.number or self._ctx.record is None or self.here():
+            return False
+        self._bury(Tombstone(message.forgotten, message.forgotten))
+        return True
+
+    def on_spare(self, event: SpareAsked) -> None:
+        """Memory is short here, or its time is over. Durable: what storage said just now."""
+        if event.order not in self.orders():
+            return
+        complete, is_candidate = self.complete(), self._ctx.is_candidate
+        going = spare(event.order, self._slots.sealed.keys(), complete, event.durable, is_candidate, self._ctx.policy)
+        for snapshot in sorted(going if event.most is None else going & set(event.most)):
+            self._let_go(snapshot)
+
+    # --- what it is ---------------------------------------------------------------------------------------------
+    def here(self) -> bool:
+        """A rank lives here, or stands at restore(); or a restore is under way."""
+        alive = any(not rank.left for rank in self._ranks.here.values())
+        return alive or self._joining.join is not None or self._opening.open is not None
+
+    def age(self, now: float) -> float:
+        """Seconds in this state."""
+        return max(0.0, now - self.life.since)
+
+    def orders(self) -> tuple[Order, ...]:
+        return orders(self.life.state, self.age(self._ctx.now), self._ctx.policy)
+
+    def expired(self) -> tuple[Order, ...]:
+        """What it would spare without being pressed."""
+        return expired(self.life.state, self.age(self._ctx.now), self._ctx.policy) if self._slots.sealed else ()
+
+    def complete(self) -> SnapshotId | None:
+        """The newest snapshot that is certified whole."""
+        told = self._levels.told.items()
+        whole = (s for s, said in told if said.level >= 0 and self._ctx.is_candidate(s) and s not in self._levels.released)
+        return max(whole, default=None)
+
+    def refusal(self) -> str:
+        """Why `ckptd forget` may not have it; "": it may."""
+        if self.here():
+            return "ranks of it are here"
+        if self.life.state is Life.RUNNING and self._uplink.session and self._ctx.is_up(self._uplink.steward):
+            return f"it runs, says its steward {self._uplink.steward}"
+        return ""
+
+    # --- transitions --------------------------------------------------------------------------------------------
+    def _become(self, state: Life, since: float | None = None) -> None:
+        if state is self.life.state or not self.life.may_become(state):
+            return
+        self.life.become(state, self._ctx.now if since is None else since)
+        if self._ctx.record is not None:
+            self._ctx.emit(PersistLife(state.value, self.age(self._ctx.now)))
+
+    def _bury(self, tombstone: Tombstone) -> None:
+        if not self.buried:
+            self.buried = True
+            self.life.state = Life.FORGOTTEN
+            self._ctx.emit(Bury(tombstone.over(self._ctx.tombstone)))
+
+    def _nothing_is_left(self, seconds: float) -> bool:
+        """``seconds``: of this machine. One without an epoch is somebody's question, or a word of a node that was away."""
+        if self.here() or self._slots.sealed or self._slots.filling() or self._steward_holds():
+            return False
+        linger_s = self._ctx.policy.job_linger_s
+        if self._ctx.record is None:
+            return seconds >= linger_s
+        return self.life.over and self.age(self._ctx.now) >= linger_s
+
+    def _tell_missing(self, seconds: float) -> None:
+        """Ranks that lived with an earlier process of this daemon, and have not come back to it."""
+        state = self.life.state
+        if self.here() or (state is Life.RUNNING and seconds < RETURN_S):
+            return
+        for rank in self._ctx.local_ranks():
+            if rank not in self._ranks.here:
+                self._ranks.attach(rank).left = FINISHED if state is Life.FINISHED else DIED
+
+    def _let_go(self, snapshot: SnapshotId) -> None:
+        for slot in list(self._slots.sealed.get(snapshot, ())):
+            if slot.fact is not None and not slot.released:
+                self._uplink.tell_held(slot.fact, lost=True)
+        self._slots.release(snapshot)
+
+
+def told_life(left: Collection[str | None]) -> str:
+    """The steward's word, from what it knows of each rank: why it left, "" of one that lives, None of one nobody has told of."""
+    if any(why == "" for why in left):
+        return Life.RUNNING.value
+    if not left or any(why is None for why in left):
+        return ""
+    return str((Life.FINISHED if all(why == FINISHED for why in left) else Life.ORPHANED).value)
+

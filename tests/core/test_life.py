@@ -1,0 +1,272 @@
+"""A job's life (D19): who says that it is over, what goes in which order, and what a forgotten job leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from ckptd.core.life import TRANSITIONS, JobLife, Life, Order, Tombstone, expired, orders, revives, spare
+from ckptd.core.machine.lifetime import RETURN_S, told_life
+from ckptd.core.policy import Policy
+from tests.core.certificates import steward
+from tests.core.elect import BEFORE, BOTH, OLD, A, B, Elect
+from tests.core.machines import EPOCH, Member, Node, at, fact, layout, only, record_of, sent
+
+GRACE_S, LINGER_S, ORPHAN_S = 10.0, 600.0, 86_400.0
+STORED, UNSTORED = Policy(durable=True), Policy(durable=False)
+NOBODY_S = 3 * ORPHAN_S
+
+
+def of(member: Member) -> Life:
+    return member.machine.lifetime.life.state
+
+
+def heard(member: Member, life: Life) -> list[ins.Instruction]:
+    return member.order(msg.Heard(EPOCH, member.session, 99, life.value))
+
+
+# --- the states ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("left", "life"),
+    [
+        (["", "died"], "running"), (["died", "clean"], "orphaned"), (["finished", "finished"], "finished"),
+        (["finished", "died"], "orphaned"), (["finished", None], ""), (["", None], "running"), ([], ""),
+    ],
+)  # fmt: skip
+def test_the_stewards_word_follows_from_what_is_known_of_each_rank(left: list[str | None], life: str) -> None:
+    assert told_life(left) == life
+
+
+def test_no_transition_but_those_of_the_table() -> None:
+    for state in Life:
+        for other in Life:
+            life = JobLife(state)
+            assert life.may_become(other) == ((state, other) in TRANSITIONS)
+            if not life.may_become(other):
+                with pytest.raises(AssertionError):
+                    life.become(other, 0.0)
+
+
+def test_a_node_keeps_the_stewards_word_and_writes_it_down() -> None:
+    member = Member(record_of("ab"), running=False)
+    member.tick()
+    assert of(member) is Life.RUNNING
+    done = heard(member, Life.ORPHANED)
+    assert of(member) is Life.ORPHANED and only(done, ins.PersistLife) == [ins.PersistLife("orphaned", 0.0)]
+    assert only(heard(member, Life.ORPHANED), ins.PersistLife) == [], "once"
+    assert of(member) is Life.ORPHANED and member.machine.lifetime.age(member.now + 7) == pytest.approx(7)
+    heard(member, Life.RUNNING)
+    assert of(member) is Life.RUNNING
+
+
+def test_a_rank_that_is_here_keeps_the_job_running_whatever_the_steward_believes() -> None:
+    member = Member(record_of("ab"))
+    heard(member, Life.ORPHANED)
+    assert of(member) is Life.RUNNING
+    member.feed(ev.RankLeft(1, clean=False))
+    heard(member, Life.ORPHANED)
+    assert of(member) is Life.ORPHANED
+    member.join(1)
+    member.tick()
+    assert of(member) is Life.RUNNING
+
+
+def test_without_a_steward_a_job_is_orphaned_after_orphan_linger_s() -> None:
+    member = Member(record_of("ab"), Policy(replicas=1, durable=False, orphan_linger_s=20.0), running=False)
+    member.tick(18)
+    assert of(member) is Life.RUNNING
+    member.tick(4)
+    assert of(member) is Life.ORPHANED
+    assert member.machine.lifetime.age(member.now) > 20, "since somebody last knew of a rank"
+
+
+def test_the_life_survives_the_daemon() -> None:
+    node = Node("b", record_of("ab"), running=False)
+    node.feed(ev.Restarted(node.record, None, "finished", 123.0))
+    node.tick()
+    assert node.machine.lifetime.life.state is Life.FINISHED
+    assert node.machine.lifetime.age(node.now) == pytest.approx(123.25)
+    assert node.machine.ranks.here[1].left == "finished", "its ranks have not died since"
+
+
+def test_ranks_that_do_not_come_back_to_a_restarted_daemon_are_dead() -> None:
+    """Not before they had the time to: a connection is tried again every few seconds."""
+    member = Member(record_of("ab"), running=False)
+    member.tick(RETURN_S - 1)
+    assert not member.machine.ranks.here
+    member.tick(2)
+    assert member.machine.ranks.here[1].left == "died"
+    assert {state.left for state in member.said(msg.RankState, "a")} == {"died"}
+
+
+def test_the_steward_tells_what_it_knows_with_each_keep_alive() -> None:
+    node = steward().greet()
+    b = node.others["b"]
+    node.feed(ev.RankLeft(0, clean=True, finished=True))
+    b.tell(msg.RankState(EPOCH, 1, 9, 2, None, "finished"))
+    node.tick(3)
+    assert node.said(msg.Heard, "b")[-1].life == "finished"
+    assert node.machine.lifetime.life.state is Life.FINISHED
+
+
+# --- the order --------------------------------------------------------------------------------------------------------------
+def test_memory_goes_in_the_order_of_the_design() -> None:
+    assert orders(Life.RUNNING, NOBODY_S, STORED) == orders(Life.FORGOTTEN, NOBODY_S, STORED) == ()
+    assert orders(Life.FINISHED, 0, STORED) == (Order.RELEASED, Order.FINISHED_DURABLE)
+    assert orders(Life.FINISHED, 0, UNSTORED) == (Order.RELEASED,)
+    assert orders(Life.FINISHED, LINGER_S, UNSTORED) == (Order.RELEASED, Order.FINISHED_UNSTORED)
+    assert orders(Life.ORPHANED, GRACE_S - 1, STORED) == (Order.RELEASED,)
+    assert orders(Life.ORPHANED, GRACE_S, STORED) == (Order.RELEASED, Order.ORPHANED_DURABLE)
+    assert orders(Life.ORPHANED, ORPHAN_S - 1, UNSTORED) == (Order.RELEASED,)
+    assert orders(Life.ORPHANED, ORPHAN_S, UNSTORED) == (Order.RELEASED, Order.ORPHANED_LAST)
+    assert sorted(Order) == list(Order)
+
+
+def test_without_pressure_only_what_nobody_misses_goes_and_late() -> None:
+    assert expired(Life.FINISHED, LINGER_S - 1, STORED) == ()
+    assert expired(Life.FINISHED, LINGER_S, STORED) == (Order.FINISHED_DURABLE,)
+    assert expired(Life.FINISHED, LINGER_S, UNSTORED) == (Order.FINISHED_UNSTORED,)
+    assert expired(Life.ORPHANED, ORPHAN_S - 1, STORED) == ()
+    assert expired(Life.ORPHANED, ORPHAN_S, STORED) == (Order.ORPHANED_DURABLE,)
+    assert expired(Life.ORPHANED, ORPHAN_S, UNSTORED) == ()
+
+
+def test_what_each_order_spares() -> None:
+    held, everything = {at(3), at(4), at(5)}, {at(3), at(4), at(5)}
+
+    def goes(order: Order, complete: int | None, *durable: int, policy: Policy = STORED) -> set[int]:
+        whole = None if complete is None else at(complete)
+        found = spare(order, held, whole, [at(step) for step in durable], lambda snapshot: snapshot.step != 9, policy)
+        return {snapshot.step for snapshot in found}
+
+    assert goes(Order.RELEASED, 5, 5) == set()
+    assert goes(Order.ORPHANED_DURABLE, 5, 5) == {3, 4, 5}
+    assert goes(Order.ORPHANED_DURABLE, 5, 4) == {3, 4}, "the newest is not durable"
+    assert goes(Order.FINISHED_DURABLE, 5) == set() == goes(Order.FINISHED_DURABLE, 5, 9), "nor by what was left behind"
+    assert goes(Order.FINISHED_UNSTORED, 5) == {s.step for s in everything}
+    assert goes(Order.ORPHANED_LAST, 4) == {3, 5}
+    assert goes(Order.ORPHANED_LAST, None) == set(), "which of them is whole, nobody can say"
+    assert goes(Order.ORPHANED_LAST, 4, policy=Policy(orphan_drop=True)) == {3, 4, 5}
+
+
+def holding(life: Life, policy: Policy = STORED) -> Member:
+    """Node b holds step 5, which is certified, and its own rank is gone."""
+    member = Member(record_of("ab"), policy)
+    member.feed(ev.HoldingFound(7, at(5), 1, 0, True, layout(1), ()))
+    member.order(msg.Certificate(EPOCH, 1, at(5), 1, 1, False))
+    member.feed(ev.RankLeft(1, clean=True, finished=life is Life.FINISHED))
+    heard(member, life)
+    assert of(member) is life
+    return member
+
+
+def test_a_node_lets_go_of_what_storage_has_and_tells_the_steward() -> None:
+    member = holding(Life.ORPHANED)
+    asked = ev.SpareAsked(Order.ORPHANED_DURABLE, (at(5),))
+    assert only(member.feed(asked), ins.FreeSlot) == [], "not within the grace time"
+    member.tick(GRACE_S)
+    assert only(member.feed(ev.SpareAsked(Order.ORPHANED_DURABLE, ())), ins.FreeSlot) == []
+    assert only(member.feed(ev.SpareAsked(Order.ORPHANED_DURABLE, (at(5),), ())), ins.FreeSlot) == [], "others' need has an end"
+    done = member.feed(asked)
+    assert only(done, ins.FreeSlot) == [ins.FreeSlot(7)]
+    assert [held.lost for held in sent(done, msg.Held, "a")] == [True]
+
+
+def test_what_a_restore_reads_stays() -> None:
+    member = holding(Life.FINISHED)
+    member.hear("c", msg.InventoryRequest("other", ()))
+    assert only(member.feed(ev.SpareAsked(Order.FINISHED_DURABLE, (at(5),))), ins.FreeSlot) == []
+
+
+# --- the end ------------------------------------------------------------------------------------------------------------------
+def test_a_job_of_which_nothing_is_left_here_is_forgotten() -> None:
+    member = holding(Life.FINISHED)
+    member.tick(LINGER_S)
+    assert only(member.done, ins.Bury) == [], "it holds something"
+    member.feed(ev.SpareAsked(Order.FINISHED_DURABLE, (at(5),)))
+    assert only(member.tick(), ins.Bury) == [ins.Bury(Tombstone(EPOCH))]
+    assert only(member.tick(), ins.Bury) == [], "once"
+
+
+def test_the_operators_word_forgets_all_but_a_running_job() -> None:
+    member = Member(record_of("ab"))
+    assert only(member.feed(ev.ForgetOrdered(EPOCH)), ins.Bury) == []
+    assert "ranks" in member.machine.lifetime.refusal()
+    member = holding(Life.ORPHANED)
+    assert only(member.feed(ev.ForgetOrdered(EPOCH - 1)), ins.Bury) == [], "it has begun anew since"
+    assert only(member.feed(ev.ForgetOrdered(EPOCH)), ins.Bury) == [ins.Bury(Tombstone(EPOCH, EPOCH))]
+
+
+def test_a_node_that_returns_forgets_what_was_forgotten_meanwhile() -> None:
+    member = holding(Life.ORPHANED)
+    done = member.hear("a", msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH - 1))
+    assert only(done, ins.Bury) == []
+    done = member.hear("a", msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH))
+    assert only(done, ins.Bury) == [ins.Bury(Tombstone(EPOCH, EPOCH))]
+
+
+def test_no_word_about_the_past_brings_a_forgotten_job_back() -> None:
+    stone = Tombstone(EPOCH, EPOCH)
+    old, new = record_of("ab"), record_of("ab", number=EPOCH + 1)
+    for past in (msg.Heard(EPOCH, "s", 1, "running"), msg.StewardHello(EPOCH, "s"), msg.Stale(old), msg.Inventory("", old, ()),
+                 msg.Held(EPOCH, fact(5, 0))):  # fmt: skip
+        assert not revives(past, stone) and revives(past, Tombstone())
+    join = msg.JoinReport("x", (), (), (), None, old)
+    for now in (msg.Stale(new), msg.StewardHello(EPOCH + 1, "s"), msg.InventoryRequest("x", ()), join):
+        assert revives(now, stone)
+    node = Node("b", old, running=False)
+    node.machine.ctx.record = None
+    node.feed(ev.Restarted(None, tombstone=stone))
+    node.hear("a", msg.Stale(old))
+    node.feed(ev.HoldingFound(7, at(5), 1, 0, True, layout(1), ()))
+    assert node.machine.ctx.record is None and only(node.done, ins.FreeSlot) == [ins.FreeSlot(7)]
+    assert node.machine.admits_replica(at(6), 1) == "stale epoch"
+
+
+def test_a_new_start_takes_a_number_above_what_anybody_has_forgotten() -> None:
+    elect = Elect(None).start()
+    elect.answer("b", buried=40)
+    assert only(elect.done, ins.ClaimEpoch)[-1].record.number == 41
+
+
+def test_what_was_forgotten_by_order_is_no_candidate_and_the_next_start_is_fresh() -> None:
+    """Node b was away when the operator had it forgotten: what it knows and holds supersedes nothing."""
+    elect = Elect(None)
+    elect.feed(ev.Restarted(None, tombstone=Tombstone(OLD, OLD)))
+    elect.start().answer("b", *BOTH, known=BEFORE, done=True)
+    elect.claimed()
+    opened = elect.opens()[-1]
+    assert opened.snapshot is None and opened.record.number > OLD and opened.record.before[0] < 0
+    assert {A, B} == set(opened.record.nodes)
+
+
+def test_what_was_forgotten_because_it_was_gone_here_is_restored_from_elsewhere() -> None:
+    elect = Elect(None)
+    elect.feed(ev.Restarted(None, tombstone=Tombstone(OLD)))
+    elect.start().answer("b", *BOTH, known=BEFORE, done=True)
+    elect.claimed()
+    assert elect.opens()[-1].snapshot == at(5, OLD)
+
+
+def test_what_is_on_storage_outlives_the_order() -> None:
+    elect = Elect(None, durable=True)
+    elect.feed(ev.Restarted(None, tombstone=Tombstone(OLD, OLD)))
+    elect.start().answer("b", known=BEFORE)
+    elect.feed(ev.DurableRead("now", True, BEFORE, (at(3, OLD),)))
+    elect.claimed()
+    opened = elect.opens()[-1]
+    assert (opened.snapshot, opened.durable) == (at(3, OLD), True)
+
+
+def test_a_process_that_forgot_the_job_is_no_witness_that_an_epoch_never_ran() -> None:
+    """It knows of none, and is the process that was there when the epoch opened."""
+    record = replace(record_of("ab", number=OLD, nonce="before"), before=(-1, ()))
+    elect = Elect(None, durable=True)
+    elect.feed(ev.Restarted(None, tombstone=Tombstone(OLD)))
+    elect.start().answer("b", incarnation="b#1", buried=OLD)
+    elect.feed(ev.DurableRead("now", True, record, ()))
+    assert elect.refusals() == [("now", "unrecoverable")], "it ran, and what it left is gone"

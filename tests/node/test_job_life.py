@@ -1,0 +1,96 @@
+"""A job's life on its daemon (D19): who died, who said goodbye, and whose memory the next job gets (P8, P15)."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.wire import rank as wire
+from tests.node.daemon_rig import Rig, rig
+from tests.node.links import eventually, stays
+from tests.node.rank_child import rank_child
+
+MIB = 1 << 20
+SMALL = 4 * MIB
+BIG = 20 * MIB  # three own slots of it are all of the rig's 64 MiB
+DEAD_JOBS = 300
+
+
+def phase(house: Rig, job: str) -> str:
+    shell = house.daemon.jobs.get(f"{os.getuid()}/{job}")
+    return shell.summary()["phase"] if shell is not None else "forgotten"
+
+
+async def durable_steps(house: Rig, job: str) -> list[int]:
+    rows = await house.shell(job).durable.steps()
+    return [row["step"] for row in rows if row["durable"]]
+
+
+async def until_durable(house: Rig, job: str, step: int) -> None:
+    for _ in range(3000):
+        if step in await durable_steps(house, job):
+            return
+        await stays(lambda: True, 0.01)
+    raise AssertionError(f"step {step} never became durable")
+
+
+async def test_the_next_job_gets_the_memory_of_one_that_was_killed_and_is_durable(tmp_path: Path) -> None:
+    """The first row: it got no memory, ever."""
+    async with rig(storage_root=tmp_path / "ckpt", breakpoint_grace_s=0.2) as house:
+        async with rank_child(house, "first", BIG) as child:
+            await child.order("seal 5")
+            await child.kill()
+        await until_durable(house, "first", 5)
+        rank = house.rank("second")
+        rank.join("b", BIG)
+        await rank.heard(wire.Ready)
+        await eventually(
+            lambda: len(house.shell("second").seats.slots) == house.daemon.services.policy.own_slots,
+            what=f"slots for the next job; problems: {house.problems()}",
+        )
+
+
+async def test_a_killed_job_is_not_running(tmp_path: Path) -> None:
+    async with rig() as house, rank_child(house, "first", SMALL) as child:
+        await child.order("seal 5")
+        await eventually(lambda: phase(house, "first") == "running")
+        await child.kill()
+        await eventually(lambda: phase(house, "first") == "orphaned", what=f"orphaned, is {phase(house, 'first')}")
+
+
+async def test_a_finished_job_without_storage_is_freed_after_its_linger() -> None:
+    async with rig(job_linger_s=0.3) as house:
+        async with rank_child(house, "first", SMALL) as child:
+            await child.order("seal 5")
+            assert house.daemon.arena.used_bytes > 0
+            await child.order("goodbye")
+        await eventually(lambda: house.daemon.arena.used_bytes == 0, what="the finished job's memory is free")
+        await eventually(lambda: phase(house, "first") == "forgotten", what="the finished job is forgotten")
+
+
+def plant_dead_jobs(state: Path, count: int, node: str = "rig") -> None:
+    """What starts of so many jobs left in the state directory: their ranks are gone, and the memory with the machine."""
+    (state / "epochs").mkdir(parents=True, mode=0o700)
+    member = NodeInfo(node, "tcp://127.0.0.1:1", "127.0.0.1:2", node)
+    for number in range(count):
+        record = EpochRecord(3, f"n{number}", (node,), (member,))
+        life = {"state": "orphaned", "since": 0.0}
+        facts = {"job": f"{os.getuid()}/dead-{number}", "record": asdict(record), "ran": None, "life": life}
+        (state / "epochs" / f"{os.getuid()}.dead-{number}.json").write_text(json.dumps(facts))
+
+
+async def test_dead_jobs_cost_nothing_once_they_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_dead_jobs(tmp_path / "state", DEAD_JOBS)
+    async with rig(state_dir=tmp_path / "state", job_linger_s=0.2) as house:
+        from ckptd.observe.sight import ALL
+
+        before = len(house.daemon.metrics.render().splitlines())
+        await eventually(lambda: not house.daemon.jobs, what=f"{len(house.daemon.jobs)} jobs are still known")
+        lines = len(house.daemon.status.routes().metrics(ALL).splitlines())
+        assert lines <= before + 20, f"{lines} lines of /metrics"
+        assert list((tmp_path / "state" / "epochs").iterdir()) == []
