@@ -114,11 +114,10 @@ class Objects:
                 of_all.pop(new.parameter, None)  # the snapshot is older than this state
 
     def _set_owner(self, owner: Owner, result: Restored) -> None:
-        if owner.kind == "module":
-            for name, module in self._state.extras[owner.name]:
-                if name in self.trees:
-                    module.set_extra_state(self.trees[name])
-        elif owner.kind == "optimizer":
+        for name, extra in self._state.extras.get(owner.name, {}).items():
+            if name in self.trees:
+                extra.set(self.trees[name])
+        if owner.kind == "optimizer":
             groups = self.trees.get(f"{owner.name}.{resolve.GROUPS}")
             if groups is not None:
                 optim.apply_groups(owner, self._state.params, groups, _write)

@@ -6,7 +6,7 @@ import enum
 import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -99,11 +99,20 @@ class Entry:
     copies: Copies | None = None
 
 
+class Extra(Protocol):
+    """State beside an owner's tensors, asked for at each capture."""
+
+    def get(self) -> Any: ...
+
+    def set(self, value: Any) -> None:
+        """After the owner's tensors are written. Raises CkptdError when it cannot be taken back."""
+
+
 @dataclass
 class State:
     """Everything registered, at one moment. ``objects``: name -> encoded tree, filled at a capture. ``odd``: optimizer
     name -> its state that is not a tensor. ``params``: id(parameter) -> its entry, also of those not captured. ``groups``:
-    optimizer name -> {parameter key: index of its group}. ``extras``: module name -> (object, module with extra state).
+    optimizer name -> {parameter key: index of its group}. ``extras``: owner name -> {object: what gives and takes it}.
     ``inside``: some entries are tensors inside of the user's objects.
     """
 
@@ -113,5 +122,5 @@ class State:
     params: dict[int, Entry] = field(default_factory=dict)
     odd: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: dict[str, dict[str, int]] = field(default_factory=dict)
-    extras: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
+    extras: dict[str, dict[str, Extra]] = field(default_factory=dict)
     inside: bool = False

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import _switches
-from ckptd_client.entries import Copies
+from ckptd_client import _switches, modules
+from ckptd_client.entries import Copies, Owner
+from ckptd_client.modules import ExtraState, SavedState
+from ckptd_client.quiet import NoCollectives
 
 # (module that defines it, class, attribute that holds the wrapped module)
 _WRAPPERS = (
@@ -25,6 +27,9 @@ _WRAPPERS = (
         "_checkpoint_wrapped_module",
     ),
 )
+
+
+ModuleState = ExtraState | SavedState
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +57,50 @@ def loaded(module: str, name: str) -> type | None:
     return cast("type | None", getattr(found, name, None)) if found is not None else None
 
 
-def walk(module: nn.Module) -> tuple[list[Spot], list[tuple[str, nn.Module]]]:
-    """All parameters and persistent buffers by canonical name, and the modules with an extra state."""
+def walk(module: nn.Module) -> tuple[list[Spot], list[ModuleState]]:
+    """All parameters and persistent buffers by canonical name, and what modules have to save beside them."""
     spots: list[Spot] = []
-    extras: list[tuple[str, nn.Module]] = []
+    extras: list[ModuleState] = []
     _walk(module, "", _Wrapping(), spots, extras)
     return spots, extras
 
 
 def _walk(
-    module: nn.Module, prefix: str, above: _Wrapping, spots: list[Spot], extras: list[tuple[str, nn.Module]]
-) -> None:
+    module: nn.Module, prefix: str, above: _Wrapping, spots: list[Spot], extras: list[ModuleState],
+    covered: bool = False,
+) -> None:  # fmt: skip
+    """``covered``: a module above is asked for whatever else there is here."""
     inner = unwrap_once(module)
     if inner is not None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             above = _wrapping(module)
-        _walk(inner, prefix, above, spots, extras)
+        _walk(inner, prefix, above, spots, extras, covered)
         return
+    start = len(spots)
     for name, parameter in module._parameters.items():
         if parameter is not None:
             copies = None if id(parameter) in above.ignored else above.params
             spots.append(Spot(prefix + name, parameter, "param", copies))
     if module._buffers:
         _buffers(module, prefix, above, spots)
-    if has_extra_state(cast(Any, type(module))):
-        extras.append((prefix + "_extra_state", module))
+    if modules.has_extra_state(module):
+        extras.append(modules.ExtraState(prefix + modules.EXTRA, module))
+    whole = not covered and modules.saves_the_whole(module)
+    own = len(spots)
     for name, child in module._modules.items():
         if child is not None:
-            _walk(child, f"{prefix}{name}.", above, spots, extras)
+            _walk(child, f"{prefix}{name}.", above, spots, extras, covered or whole)
+    if whole or (not covered and modules.saves_itself(module)):
+        known = spots[start:] if whole else spots[start:own]
+        pairs = [(spot.name.removeprefix(prefix), spot.tensor) for spot in known]
+        extras.append(modules.SavedState(prefix + modules.SAVED, module, whole=whole, known=pairs))
+
+
+def named(owner: Owner, extras: list[ModuleState]) -> dict[str, ModuleState]:
+    """By the names under which this owner's are saved, those that it takes."""
+    for extra in extras:
+        extra.name = owner.rename(f"{owner.name}.{extra.name}")
+    return {extra.name: extra for extra in extras if owner.takes(extra.name)}
 
 
 def _buffers(module: nn.Module, prefix: str, above: _Wrapping, spots: list[Spot]) -> None:
@@ -87,11 +108,6 @@ def _buffers(module: nn.Module, prefix: str, above: _Wrapping, spots: list[Spot]
         if buffer is not None and name not in module._non_persistent_buffers_set:
             copies = None if id(buffer) in above.ignored else above.buffers
             spots.append(Spot(prefix + name, buffer, "buffer", copies))
-
-
-@lru_cache(maxsize=4096)
-def has_extra_state(kind: Any) -> bool:
-    return getattr(kind, "get_extra_state", None) is not nn.Module.get_extra_state
 
 
 def unwrap_once(module: nn.Module) -> nn.Module | None:
@@ -136,7 +152,8 @@ def reshard(module: nn.Module) -> None:
     if fsdp is None or not _switches.RESHARD:
         return
     if any(isinstance(part, fsdp) for part in module.modules()):
-        module.state_dict(keep_vars=True)
+        with NoCollectives(type(module).__name__):
+            module.state_dict(keep_vars=True)
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import nested
+from ckptd_client import apart, nested
 from ckptd_client.entries import Copies, Entry, Mode, Owner
 from ckptd_client.naming import is_dtensor
 
@@ -56,7 +56,7 @@ def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, A
                     if owner.takes(full):
                         mode = Mode.SYNC if owner.escapes(full) else Mode.FENCED
                         entries.append(Entry(full, leaf, "optim", owner, mode, copies))
-                if not isinstance(value, Tensor):
+                if not isinstance(value, Tensor) or apart.is_apart(value):
                     odd.setdefault(odd_key(label, key), {})[name] = skeleton(name, value)
     return entries, odd
 
@@ -84,7 +84,10 @@ def _copies_like(parameter: Entry) -> Copies | None:
 
 def tensor_leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors in a piece of state, nested ones (Shampoo's lists of factors) by dotted path."""
-    if isinstance(value, Tensor):
+    if apart.is_apart(value):
+        for name, part in apart.inner(value):
+            yield f"{path}.{name}", part
+    elif isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
         for name, item in value.items():
@@ -95,7 +98,9 @@ def tensor_leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def skeleton(path: str, value: Any) -> Any:
-    """The same without tensors: each is replaced by {TENSOR_AT: its path}."""
+    """The same without tensors: each is replaced by {TENSOR_AT: its path}, a subclass by its form."""
+    if apart.is_apart(value):
+        return {TENSOR_AT: path, "form": apart.form_of(value, path)}
     if isinstance(value, Tensor):
         return {TENSOR_AT: path}
     if isinstance(value, Mapping):
@@ -111,6 +116,8 @@ def flesh(bones: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(bones, dict):
         if set(bones) == {TENSOR_AT}:
             return tensors.pop(bones[TENSOR_AT])
+        if set(bones) == {TENSOR_AT, "form"}:
+            return apart.build(bones["form"], tensors.pop, bones[TENSOR_AT])
         return {name: flesh(item, tensors) for name, item in bones.items()}
     if isinstance(bones, list | tuple):
         items = [flesh(item, tensors) for item in bones]
@@ -235,7 +242,7 @@ def empty_state(
     """A tensor for state that is not born yet: the parameter's placements and strides where the shapes agree, on the
     parameter's device; 0-d counters live on the CPU unless fused or capturable says otherwise (as torch's optimizers do)."""
     parameter = parameter.detach()
-    if shape == tuple(parameter.shape) and shape:
+    if shape == tuple(parameter.shape) and shape and not apart.is_apart(parameter):
         return torch.empty_like(parameter, dtype=dtype)
     if not shape and not (group.get("fused") or group.get("capturable")):
         return torch.empty((), dtype=dtype)

@@ -13,7 +13,7 @@ from ckptd.core.balance import balanced_plan, plan_id, plan_id_apart
 from ckptd.core.layout import REPLICA, Fragment, Layout
 from ckptd.core.layout_build import LayoutItem, build_layout, place
 from ckptd.core.record_size import predicted_record
-from ckptd_client import _switches, nested, optim
+from ckptd_client import _switches, apart, nested, optim
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import is_dtensor, local_of
 from ckptd_client.registry import Registry
@@ -202,6 +202,8 @@ def _unborn(registry: Registry, state: State, world: World) -> list[Slice]:
 
 
 def _unborn_of(owner: Owner, count: int, entry: Entry, world: World) -> list[Slice]:
+    if apart.is_apart(entry.tensor):
+        entry = replace(entry, tensor=torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta"))
     parts = slices_of(replace(entry, role="optim"), world)
     found = [replace(p, key=f"{owner.name}.{p.key}.{n}") for n in range(count) for p in parts]
     counter = replace(entry, tensor=_COUNTER, key=f"{owner.name}.{entry.key}.step", role="optim")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ckptd_client import _switches, naming, nested, watch
+from ckptd_client import _switches, apart, naming, nested, watch
 from ckptd_client.entries import State
 from ckptd_client.plan import Plan
 from ckptd_client.registry import Registry
@@ -37,8 +37,10 @@ class Recall:
 
     @staticmethod
     def can_hold(state: State) -> bool:
-        """Tensors found inside of user objects, and state that is no tensor, are looked up each time."""
-        return not state.inside and not any(state.odd.values())
+        """Tensors found inside of user objects, and state that is no tensor, are looked up each time; so are the tensors inside
+        of subclasses, which may be replaced behind our back."""
+        forms = any(isinstance(extra, apart.Forms) for extras in state.extras.values() for extra in extras.values())
+        return not state.inside and not any(state.odd.values()) and not forms
 
     def tensors(self) -> list[Tensor] | None:
         """In the order of the plan's entries; None when anything was replaced, added or changed its form."""

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import nested, optim, tree, watch
+from ckptd_client import naming, nested, optim, supported, tree, watch
 from ckptd_client.entries import KeyMap, Owner
-from ckptd_client.naming import loaded
+from ckptd_client.modules import SavedState
+from ckptd_client.quiet import NoCollectives
 from ckptd_client.scaler import ScalerState
 
 EXTRA = "extra"  # register(extra={...}): always a dict of objects, each under its own name
@@ -79,11 +80,7 @@ def _objects(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
 def _kind(value: Any) -> str:
     if isinstance(value, nn.Module):
         return "module"
-    zero = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
-    if zero is not None and isinstance(value, zero):
-        raise CkptdError(
-            "ZeroRedundancyOptimizer is not supported", hint="shard with fully_shard (FSDP2) instead"
-        )
+    supported.check_optimizer(value)
     if isinstance(value, Optimizer):
         return "optimizer"
     if isinstance(value, torch.amp.GradScaler):
@@ -109,12 +106,32 @@ def _live(value: Any) -> bool:
 def _check(owner: Owner) -> None:
     """A type that cannot be saved is found here, where the user can do something about it."""
     if owner.kind == "stateful":
-        tree.encode(owner.value.state_dict(), owner.name, _any_tensor)
+        with NoCollectives(owner.name):
+            saved = owner.value.state_dict()
+        tree.encode(saved, owner.name, _any_tensor)
+    elif owner.kind == "module":
+        _check_module(owner)
     elif owner.kind == "value":
         tree.encode(owner.value, owner.name, _any_tensor)
+    elif owner.kind == "tensor":
+        supported.check_tensor(owner.rename(owner.name), owner.value)
     elif owner.kind == "optimizer":
+        for optimizer in nested.optimizers(owner.value):
+            supported.check_optimizer(optimizer)
         hyper = [optim.hyperparameters(group) for _, group in nested.groups(owner.value)]
         tree.encode(hyper, f"{owner.name}.param_groups", _any_tensor)
+
+
+def _check_module(owner: Owner) -> None:
+    """What hangs there now; a module may be sharded or quantised later, which its snapshots look at."""
+    spots, extras = naming.walk(owner.value)
+    for spot in spots:
+        key = owner.rename(f"{owner.name}.{spot.name}")
+        if owner.takes(key):
+            supported.check_tensor(key, spot.tensor)
+    for name, extra in naming.named(owner, extras).items():
+        if isinstance(extra, SavedState):
+            tree.encode(extra.get(), name, _any_tensor)
 
 
 def _any_tensor(path: str, _: Tensor) -> str:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import naming, optim, rng, tree
-from ckptd_client.entries import Entry, Mode, Owner, State
+from ckptd_client import apart, naming, optim, rng, tree
+from ckptd_client.entries import Entry, Extra, Mode, Owner, State
+from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
 
 META = "$meta"  # object: {"step", "meta"}
@@ -47,23 +48,22 @@ def whole(registry: Registry, state: State) -> State:
 
 def object_names(owner: Owner, state: State) -> list[str]:
     """The objects that a capture of this owner makes whatever its state (restore asks for these)."""
-    if owner.kind == "module":
-        return [name for name, _ in state.extras[owner.name]]
     if owner.kind == "optimizer":
         return [f"{owner.name}.{GROUPS}"]
-    return [owner.name] if owner.kind in ("stateful", "value") else []
+    return [owner.name] if owner.kind in ("stateful", "value") else [*state.extras.get(owner.name, {})]
 
 
 def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
-    if owner.kind == "module":
-        for name, module in state.extras[owner.name]:
-            yield name, module.get_extra_state()
-    elif owner.kind == "optimizer":
+    for name, extra in state.extras.get(owner.name, {}).items():
+        yield name, extra.get()
+    if owner.kind == "optimizer":
         yield f"{owner.name}.{GROUPS}", optim.groups_tree(owner, state.groups[owner.name])
         if state.odd.get(owner.name):
             yield f"{owner.name}.{ODD}", state.odd[owner.name]
     elif owner.kind == "stateful":
-        yield owner.name, owner.value.state_dict()
+        with NoCollectives(owner.name):
+            saved = owner.value.state_dict()
+        yield owner.name, saved
     elif owner.kind == "value":
         yield owner.name, owner.value
 
@@ -95,6 +95,9 @@ class _Resolver:
             entry = Entry(owner.rename(owner.name), owner.value, "extra", owner, self._tensor_mode(owner))
             self.state.params.setdefault(id(owner.value), entry)
             self._add(entry)
+            if apart.is_apart(owner.value):
+                name = f"{owner.name}.{apart.FORMS}"
+                self.state.extras[owner.name] = {name: apart.Forms(name, {entry.key: owner.value})}
         for owner in self._optimizers:
             self.state.groups[owner.name] = optim.group_of_each(owner, self.state.params)
             entries, self.state.odd[owner.name] = optim.state_entries(owner, self.state.params)
@@ -103,8 +106,8 @@ class _Resolver:
 
     def _module(self, owner: Owner) -> None:
         spots, extras = naming.walk(owner.value)
-        named = [(owner.rename(f"{owner.name}.{name}"), module) for name, module in extras]
-        self.state.extras[owner.name] = [(name, module) for name, module in named if owner.takes(name)]
+        own: dict[str, Extra] = {**naming.named(owner, extras)}
+        taken: dict[str, Tensor] = {}
         trained = any(id(spot.tensor) in self._stepped for spot in spots)
         for spot in spots:
             key = owner.rename(f"{owner.name}.{spot.name}")
@@ -113,6 +116,12 @@ class _Resolver:
                 self.state.params.setdefault(id(spot.tensor), entry)
             if owner.takes(key):
                 self._add(entry)
+                if apart.is_apart(spot.tensor):
+                    taken[key] = spot.tensor
+        if taken:
+            name = f"{owner.name}.{apart.FORMS}"
+            own[name] = apart.Forms(name, taken)
+        self.state.extras[owner.name] = own
 
     def _mode(self, owner: Owner, spot: naming.Spot, key: str, trained: bool) -> Mode:
         if spot.role == "buffer" or owner.escapes(key) or _uncounted(spot.tensor):
@@ -128,6 +137,10 @@ class _Resolver:
         return Mode.FENCED if owner.fenced or id(owner.value) in self._stepped else Mode.SYNC
 
     def _add(self, entry: Entry) -> None:
+        if apart.is_apart(entry.tensor):
+            for name, part in apart.inner(entry.tensor):
+                self._add(replace(entry, key=f"{entry.key}.{name}", tensor=part))
+            return
         first = self._seen.setdefault(id(entry.tensor), entry)
         if first is not entry:
             self.state.aliases.append((entry.key, first.key))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ckptd.core.box import Box
@@ -19,6 +18,7 @@ from ckptd.core.layout import MAYBE, REPLICA, UNIQUE
 from ckptd_client import dtypes
 from ckptd_client.entries import Entry, State, matches
 from ckptd_client.naming import is_dtensor, local_of, root_mesh
+from ckptd_client.supported import check_memory
 from ckptd_client.world import World
 
 Run = tuple[int, int]  # (start, length) along one dimension
@@ -63,7 +63,7 @@ class Slice:
 def slices_of(entry: Entry, world: World) -> list[Slice]:
     """Raises CkptdError naming the key: unknown dtype, tensor subclass, placements that are not understood."""
     tensor = entry.tensor
-    _check_memory(entry)
+    check_memory(entry.key, tensor)
     if is_dtensor(tensor):
         return _of_dtensor(entry, world)
     shape = tuple(tensor.shape)
@@ -86,15 +86,6 @@ def _is_declared(entry: Entry) -> bool:
     if entry.copies is not None and entry.copies.first_only:
         return entry.key in entry.owner.replicated
     return matches(entry.key, entry.owner.replicated)
-
-
-def _check_memory(entry: Entry) -> None:
-    local = local_of(entry.tensor)
-    if type(local) is not Tensor or local.layout != torch.strided or local.is_conj() or local.is_neg():
-        kind = f"{type(local).__name__} ({local.layout})"
-        raise CkptdError(
-            f"a {kind} cannot be copied as memory", where=entry.key, hint="leave it out with exclude="
-        )
 
 
 def _plain_sharing(entry: Entry, world: World) -> tuple[str, tuple[int, ...], bool, bool]:

@@ -135,3 +135,17 @@ HOLDING: dict[str, Callable[[nn.Sequential], Optimizer]] = {
     "wrapper": lambda model: Wrapper(AdamW(model.parameters(), lr=1e-2)),
     "nested": lambda model: Lookahead(Lookahead(SGD(model.parameters(), lr=1e-2, momentum=0.9))),
 }
+
+
+def train(model: nn.Module, optimizers: list[Any], steps: int) -> list[float]:
+    """The losses, of batches that are always the same."""
+    losses = []
+    for step in range(steps):
+        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
+        loss = model(batch).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -13,22 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.node.client_training import load, net, save
-from tests.node.optimizer_zoo import HOLDING, EightBit
+from tests.node.optimizer_zoo import HOLDING, EightBit, train
 from tests.node.rank_daemon_double import RankDaemonDouble
-
-
-def train(model: nn.Module, optimizers: list[Any], steps: int) -> list[float]:
-    """The losses, of batches that are always the same."""
-    losses = []
-    for step in range(steps):
-        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
-        loss = model(batch).square().mean()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def refused(daemon: RankDaemonDouble, **objects: Any) -> str:

@@ -1,0 +1,60 @@
+"""What cannot be captured yet is refused at ``register`` by name (P15): placeholders, flat parameters, sharded optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptd.core.errors import CkptdError
+from ckptd_client import apart
+from ckptd_client.naming import loaded, local_of
+
+_FSDP2 = "shard with fully_shard (FSDP2) instead"
+_OWN = "its state lies in flat buffers of its own, each rank with other cuts"
+
+# (package, class, why, what to do) of optimizers; by name, so that nothing is imported
+_OPTIMIZERS = (
+    ("torch.distributed.optim", "ZeroRedundancyOptimizer", "its state lies on other ranks", _FSDP2),
+    ("megatron.core", "DistributedOptimizer", _OWN, "use_distributed_optimizer=False, or Megatron's own checkpoints"),
+    ("megatron.core", "LayerWiseDistributedOptimizer", "its state lies on other ranks", "Megatron's own checkpoints"),
+    ("deepspeed", "ZeROOptimizer", _OWN, f"{_FSDP2}, or DeepSpeed's own checkpoints"),
+)
+
+
+def check_optimizer(value: Any) -> None:
+    """Raises CkptdError for one whose state cannot be told by parameter, also when it stands in a chain of others."""
+    for kind in type(value).__mro__:
+        for package, name, why, remedy in _OPTIMIZERS:
+            if kind.__name__ == name and f"{kind.__module__}.".startswith(f"{package}."):
+                raise CkptdError(f"{name} is not supported: {why}", where=kind.__module__, hint=remedy)
+    for part in getattr(value, "chained_optimizers", ()):  # Megatron's ChainedOptimizer
+        check_optimizer(part)
+
+
+def check_tensor(key: str, tensor: Tensor) -> None:
+    """Raises CkptdError for a parameter or buffer that is a stand-in for others, or no memory."""
+    if hasattr(tensor, "ds_id") or hasattr(tensor, "ds_status"):
+        shape = list(getattr(tensor, "ds_shape", ()))
+        raise CkptdError(
+            f"a placeholder of DeepSpeed's ZeRO-3 (shape {list(tensor.shape)} of {shape}) is not supported", where=key,
+            hint=f"{_FSDP2}, or DeepSpeed's own checkpoints",
+        )  # fmt: skip
+    flat = loaded("torch.distributed.fsdp._flat_param", "FlatParameter")
+    if (flat is not None and isinstance(tensor, flat)) or getattr(tensor, "_is_flat_param", False):
+        raise CkptdError("FSDP1's flat parameters are not supported", where=key, hint=_FSDP2)
+    if apart.is_apart(tensor):
+        apart.form_of(tensor, key)
+        for name, part in apart.inner(tensor):
+            check_tensor(f"{key}.{name}", part)
+    elif not torch.nn.parameter.is_lazy(tensor):
+        check_memory(key, tensor)
+
+
+def check_memory(key: str, tensor: Tensor) -> None:
+    """Raises CkptdError for what cannot be copied as bytes."""
+    local = local_of(tensor)
+    if type(local) is not Tensor or local.layout != torch.strided or local.is_conj() or local.is_neg():
+        kind = f"{type(local).__name__} ({local.layout})"
+        raise CkptdError(f"a {kind} cannot be copied as memory", where=key, hint="leave it out with exclude=")

@@ -1,0 +1,148 @@
+"""P15 for modules that save more than parameters and buffers; and what is refused at register by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ckptd_client import CkptdError, Client
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.node.client_training import load, save
+from tests.node.module_zoo import Forgetful, Linear4, Linear8, Metric, Observer, Unsaveable, hooked
+from tests.node.rank_daemon_double import RankDaemonDouble
+
+
+def changed(module: nn.Module, scale: float) -> nn.Module:
+    """Other values everywhere, also where only the module itself knows."""
+    with torch.no_grad():
+        for value in module.parameters():
+            value.mul_(scale)
+    if isinstance(module, Linear8):
+        module.quantise()
+    elif not isinstance(module, Observer | Metric):
+        module.scale = scale  # type: ignore[assignment]
+    for _ in range(int(scale)):
+        module(torch.ones(3, 20) * scale)
+    return module
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Linear8(20, 20), lambda: Linear4(20, 20), Observer, Metric, hooked],
+    ids=["linear8", "linear4", "observer", "metric", "hooks"],
+)  # fmt: skip
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_a_module_saves_itself_comes_back(
+    daemon: RankDaemonDouble, make: Callable[[], nn.Module], deep: bool
+) -> None:
+    def model(scale: float) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleDict({"at": nn.ModuleList([changed(make(), scale)])}) if deep else changed(make(), scale)
+
+    def answer(model: nn.Module) -> torch.Tensor:
+        module = model["at"][0] if isinstance(model, nn.ModuleDict) else model
+        return module(torch.linspace(-1, 1, 60).view(3, 20))
+
+    saved, fresh = model(3.0), model(1.0)
+    save(daemon, model=saved)
+    load(daemon, model=fresh)
+    for key, value in saved.state_dict().items():
+        found = fresh.state_dict()[key]
+        assert torch.equal(value, found) if isinstance(value, torch.Tensor) else value == found, key
+    assert torch.equal(answer(fresh), answer(saved))
+
+
+def test_what_a_module_does_not_take_back_is_an_error_by_name(daemon: RankDaemonDouble) -> None:
+    save(daemon, model=nn.Sequential(changed(Forgetful(), 3.0)))
+    why = ""
+    try:
+        load(daemon, model=nn.Sequential(Forgetful()))
+    except CkptdError as error:
+        why = str(error)
+    assert "Forgetful does not take back what it saved: seen" in why, why
+    assert "model.0" in why
+
+
+# --- refused at register ------------------------------------------------------------------------------------
+def refusal(daemon: RankDaemonDouble, **objects: Any) -> str:
+    """What register() says; "" when it takes them."""
+    with Client.connect("job", socket=daemon.path) as client:
+        try:
+            client.register(**objects)
+        except (CkptdError, TypeError) as error:
+            assert not client._registry.owners
+            return str(error)
+    return ""
+
+
+def test_a_module_that_cannot_save_itself_is_refused(daemon: RankDaemonDouble) -> None:
+    model = nn.Sequential(Unsaveable())
+    why = refusal(daemon, model=model)
+    assert "Unsaveable cannot save itself: NotImplementedError: Saving is not implemented" in why, why
+    assert "model.0." in why
+    assert not refusal(daemon, model=model, exclude="model.0.*")
+
+
+def test_placeholders_of_zero_3_are_refused(daemon: RankDaemonDouble) -> None:
+    model = nn.Linear(4, 4)
+    shape, model.weight.data = model.weight.shape, torch.empty(0)
+    model.weight.ds_id, model.weight.ds_status, model.weight.ds_shape = 0, "NOT_AVAILABLE", shape
+    why = refusal(daemon, model=model)
+    assert "ZeRO-3 (shape [0] of [4, 4]) is not supported [model.weight]" in why, why
+    assert "fully_shard" in why
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.filterwarnings("ignore")
+def test_flat_parameters_of_fsdp1_are_refused(daemon: RankDaemonDouble) -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    why = refusal(daemon, model=model)
+    assert "FSDP1's flat parameters are not supported" in why, why
+    holder = nn.Module()
+    holder.weight = next(model.parameters())
+    why = refusal(daemon, model=holder)
+    assert "FSDP1's flat parameters are not supported [model.weight]" in why, why
+
+
+def published(module: str, name: str, *bases: type, **of_class: Any) -> Any:
+    """A class of the name, and the place, under which a library publishes it."""
+    return type(name, bases, {"__module__": module, **of_class})
+
+
+def saving(self: Any, *_: Any) -> dict[str, Any]:
+    return {"param_groups": [{"lr": 1.0}]}
+
+
+PLAIN = {"state_dict": saving, "load_state_dict": saving, "zero_grad": saving, "step": saving}
+MEGATRON = published("megatron.core.optimizer.optimizer", "MixedPrecisionOptimizer", **PLAIN)
+DISTRIBUTED = published("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer", MEGATRON)
+CHAINED = published("megatron.core.optimizer.optimizer", "ChainedOptimizer", MEGATRON)
+ZERO = published("deepspeed.runtime.base_optimizer", "ZeROOptimizer", **PLAIN)
+STAGE_1 = published("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", ZERO)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(DISTRIBUTED, "DistributedOptimizer"), (STAGE_1, "ZeROOptimizer")])
+def test_optimizers_with_flat_buffers_are_refused(daemon: RankDaemonDouble, kind: Any, name: str) -> None:
+    why = refusal(daemon, optimizer=kind())
+    assert f"{name} is not supported" in why, why
+    assert "checkpoints" in why
+
+
+def test_one_in_a_chain_is_refused_too(daemon: RankDaemonDouble) -> None:
+    chain = CHAINED()
+    chain.chained_optimizers = [MEGATRON()]
+    assert not refusal(daemon, optimizer=chain)
+    chain.chained_optimizers += [DISTRIBUTED()]
+    assert "DistributedOptimizer is not supported" in refusal(daemon, optimizer=chain)
