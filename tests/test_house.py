@@ -66,6 +66,11 @@ CLIENT_WIRE = frozenset(
 CLIENT_PACKAGES = frozenset({"torch", "msgpack", "ckptd_client"})
 CLIENT_LAZY = frozenset({"numpy"})  # only where the user's own state holds numpy values, never at import
 
+# The simulator's oracle shares no decision with what it judges: of ckptd it and all that it imports of the tests import names and
+# messages. What is imported for annotations only is never executed.
+ORACLE = "tests.sim.oracle"
+ORACLE_IMPORTS = frozenset({"ckptd", "ckptd.core", "ckptd.core.ids", "ckptd.core.messages"})
+
 EXECUTES_INPUT = frozenset(  # P13
     {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
 )
@@ -201,6 +206,27 @@ def client_files() -> list[Path]:
     wire = [ROOT / (module.replace(".", "/") + ".py") for module in sorted(CLIENT_WIRE)]
     shared = [ROOT / "ckptd/__init__.py", ROOT / "ckptd/wire/__init__.py", *wire]
     return python_files("client", "ckptd/core") + [path for path in shared if path.is_file()]
+
+
+def test_the_oracle_imports_names_and_messages_only() -> None:
+    found, seen, left = [], set(), {ORACLE}
+    while left:
+        seen.add(dotted := left.pop())
+        path = ROOT / (dotted.replace(".", "/") + ".py")
+        for line, target in imports_of(path):
+            if for_annotations(path, line) or target in ("tests", "tests.sim"):
+                continue
+            if target.startswith("tests."):
+                left |= {target} - seen if is_module(target) else set()
+            elif target.split(".")[0] in ("ckptd", "ckptd_client", "bench") and target not in ORACLE_IMPORTS:
+                found.append(broken(path, line, f"imports {target}"))
+    assert not found, "\n".join(found)
+
+
+def for_annotations(path: Path, line: int) -> bool:
+    """Below ``if TYPE_CHECKING:``."""
+    guards = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    return any(node.lineno < line <= (node.end_lineno or line) for node in guards)
 
 
 def test_nothing_received_is_executed() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
-from ckptd.core.ids import SnapshotId
+from ckptd.core.layout import Layout
 from ckptd.core.messages import HoldingFact
-from tests.sim.state import DAMAGE, Mem, digests_of
+from tests.sim.state import Mem, prefix
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -45,13 +46,14 @@ class Copies:
             delay = CONNECT_S if reason == "unreachable" else 2 * net.latency()
             host.later(delay, _sent(do, reason))
             return
-        assert mem is not None and mem.content is not None and mem.layout is not None and mem.fact is not None
-        first_half = list(mem.content)
+        assert mem is not None and mem.payload is not None and mem.layout is not None and mem.fact is not None
+        sums = prefix(mem.layout, do.tier, mem.sums)
+        first_half = mem.payload[: len(sums) // 2]
         seconds = net.bulk(host.name, do.to)
-        host.world.clock.after(seconds, self._transferred, (life, peer.life), do, mem, mem.sums, first_half)
+        host.world.clock.after(seconds, self._transferred, (life, peer.life), do, mem, sums, first_half)
 
     def _transferred(
-        self, lives: tuple[int, int], do: ins.Replicate, mem: Mem, sums: Any, first: Any
+        self, lives: tuple[int, int], do: ins.Replicate, mem: Mem, sums: bytes, first: bytes
     ) -> None:
         """Half of the bytes were read at the beginning, half now: a slot that was reused meanwhile gives a mixture."""
         host = self.host
@@ -59,36 +61,23 @@ class Copies:
         if peer.life != lives[1] or not host.world.net.reaches(host.name, do.to) or host.life != lives[0]:
             host.world.clock.after(CONNECT_S, host.feed_if, lives[0], _sent(do, "the connection broke"))
             return
-        now = mem.content or [DAMAGE] * len(first)
-        mixed = [
-            a if i % 2 else b for i, (a, b) in enumerate(zip(first, [*now, *first[len(now) :]], strict=False))
-        ]
-        if tuple(mixed) != sums and not host.world.mutant("no verify"):
+        mixed = first + (mem.payload or b"")[len(first) : len(sums)]
+        if mixed != sums and not host.world.mutant("no verify"):
             if mem.snapshot == do.snapshot and not mem.intact:
                 host.feed(ev.SlotDamaged(mem.id, "found while sending"))
             host.later(0.0, _sent(do, "damage"))
             return
-        if mem.layout is None:
+        if mem.layout is None or mem.fact is None:
             return
-        peer.copies.take(do.snapshot, do.rank, do.tier, mem, mixed, sums)
+        peer.copies.take(replace(mem.fact, tier=do.tier), mem.layout, mixed, sums)
         host.later(host.world.net.latency(), _sent(do, ""))
 
-    def take(self, snapshot: SnapshotId, rank: int, tier: int, source: Mem, content: Any, sums: Any) -> None:
-        assert source.layout is not None
-        host, layout = self.host, source.layout
-        digests = digests_of(layout, sums)
-        keep = source.fact.keep if source.fact is not None else False
-        fact = HoldingFact(snapshot, rank, tier, layout.layout_id, digests, keep)
-        mem = host.new_mem(rank, own=False)
-        mem.state, mem.content, mem.sums, mem.fact, mem.layout = (
-            "sealed",
-            list(content),
-            tuple(sums),
-            fact,
-            layout,
-        )
-        host.world.oracle.held(mem)
-        host.feed(ev.ReplicaArrived(snapshot, rank, tier, mem.id, layout, digests, keep))
+    def take(self, fact: HoldingFact, layout: Layout, payload: bytes, sums: bytes) -> None:
+        host = self.host
+        mem = host.new_mem(fact.rank, own=False)
+        mem.state, mem.payload, mem.sums, mem.fact, mem.layout = "sealed", payload, sums, fact, layout
+        host.world.oracle.held(host, mem)
+        host.feed(ev.ReplicaArrived(fact.snapshot, fact.rank, fact.tier, mem.id, layout, fact.digests, fact.keep))
 
 
 def _sent(do: ins.Replicate, reason: str) -> ev.ReplicaSent:

@@ -11,6 +11,7 @@ from ckptd.core.events import OTHER_MAPPER, STILL_READ, DrainAsked, FlushAsked
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.machine.context import succession
 from tests.sim.disk import Written
+from tests.sim.state import OBJECTS_BYTES, Mem
 from tests.sim.traps import AT, SPRUNG_WITHIN_S, OldClock, Trap
 from tests.sim.writes import SYNC_S
 
@@ -49,6 +50,7 @@ class Faults:
         self.corruption = self.rng.random() < 0.2
         self.aimed = self.rng.random() < 0.25  # at the steward, when a snapshot has just become complete
         self._apart = Random(f"aimed {world.seed}")  # so that a seed of before shows what it showed, as far as it can
+        self._bits = Random(f"bits {world.seed}")
         self._kinds: list[Callable[[], None]] = [
             self._node, self._node, self._node, self._daemon, self._daemon, self._daemon, self._rank, self._rank, self._rank,
             self._pause, self._pause, self._partition, self._partition, self._storage, self._storage, self._damage,
@@ -404,11 +406,23 @@ class Faults:
         if host is None or not sealed:
             return
         mem = self.rng.choice(sealed)
-        if mem.content and mem.snapshot is not None:
+        if mem.payload and mem.snapshot is not None:
             world.trace(host.name, "!", f"a bit of slot {mem.id} flips")
             world.oracle.damaged(host, mem.snapshot)
-            mem.content[self.rng.randrange(len(mem.content))] = ("flip", 0)
+            self._flip(mem)
             self._count("bit flip")
+
+    def _flip(self, mem: Mem) -> None:
+        """Only objects and fragments have sums: what lies between them is nobody's."""
+        assert mem.payload is not None and mem.layout is not None
+        if mem.fact is not None and mem.fact.part is not None:
+            at = self._bits.randrange(OBJECTS_BYTES, len(mem.payload))
+        else:
+            whole = [(0, OBJECTS_BYTES), *((f.offset, f.nbytes) for f in mem.layout.fragments)]
+            spans = [(start, n) for start, n in whole if n and start + n <= len(mem.payload)]
+            start, n = spans[self.rng.randrange(len(whole)) % len(spans)]
+            at = start + self._bits.randrange(n)
+        mem.payload = mem.payload[:at] + bytes([mem.payload[at] ^ 1]) + mem.payload[at + 1 :]
 
     # --- trainers that do not fit -------------------------------------------------------------------------------
     def misfit(self) -> str:

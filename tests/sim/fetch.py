@@ -11,17 +11,18 @@ from ckptd.core.layout import Layout
 from ckptd.core.machine.context import decode_layout
 from ckptd.core.recovery import BY_PARITY, PARITY, Held, Piece, Plan, SourceIndex, Want, plan_recovery
 from tests.sim import parity
-from tests.sim.state import SHARDED, Mem, Token, shard
+from tests.sim.state import Mem, shard
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
+Loaded = tuple[str, int, bytes]  # (key, first element, bytes)
 
 
 class Fetching:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.do: ins.PrepareRestore | None = None
-        self.ready: dict[int, tuple[Token, ...]] = {}
+        self.ready: dict[int, tuple[Loaded, ...]] = {}
         self._lent: list[Mem] = []  # FREE slots that bytes are fetched into
 
     def drop(self) -> None:
@@ -51,7 +52,7 @@ class Fetching:
             for rank in do.ranks:
                 proc = self.host.procs.get(rank)
                 if proc is not None:
-                    proc.opened(None, ())
+                    proc.opened(do.record.number, None, ())
             return
         for rank in do.ranks:
             delay = self.host.world.fetch_s * (0.5 + self.host.world.rng.random())
@@ -71,25 +72,25 @@ class Fetching:
             reason = f"uncovered {plan.uncovered} {plan.mismatched}"
             self.host.feed(ev.RankFetched(rank, do.round, False, self._code(do), reason))
             return
-        tokens: list[Token] = []
+        loaded: list[Loaded] = []
         bad: list[str] = []
         for piece in plan.pieces:
-            token, why = self._read(do, piece)
-            tokens.append(token)
+            data, why = self._read(do, piece)
+            loaded.append((piece.key, piece.box.offsets[0], data))
             bad += [why] if why else []
         if bad:
             self.host.feed(ev.RankFetched(rank, do.round, False, self._code(do), "; ".join(bad)))
             return
-        self.ready[rank] = tuple(tokens)
-        self.host.world.oracle.fetched(do, {piece.source for piece in plan.pieces})
+        self.ready[rank] = tuple(loaded)
+        self.host.world.oracle.fetched(do.round, {piece.source for piece in plan.pieces})
         self.host.feed(ev.RankFetched(rank, do.round, True))
 
     def _plan(self, do: ins.PrepareRestore, rank: int, layouts: dict[str, Layout]) -> Plan:
         world = do.record.world
+        assert do.snapshot is not None
         wants = [
-            Want(0, "w", "U8", (SHARDED,), shard(rank, world)),
-            Want(1, "norm", "U8", (4,), Box((0,), (4,))),
-            Want(2, "b", "U8", (2,), Box((0,), (2,))),
+            Want(at, t.key, "U8", (t.size,), shard(t.size, rank, world) if t.key == "w" else Box((0,), (t.size,)))
+            for at, t in enumerate(self.host.world.model.tensors(do.snapshot.step))
         ]
         sources = [
             Held(s.node, s.rank, s.tier, layouts[s.layout_id])
@@ -102,33 +103,39 @@ class Fetching:
             for rank in parity.lost_ranks(self.host, do)
             if rank in of_rank
         ]
-        committed = self.host.world.store.commits.get(do.snapshot) if do.durable and do.snapshot else None
+        committed = self.host.world.store.commits.get(do.snapshot) if do.durable else None
         durable = (
             {key: list(boxes) for key, boxes in committed.tensors.items()} if committed is not None else {}
         )
         return plan_recovery(wants, SourceIndex(sources), self.host.name, rank, durable, do.per_rank)
 
-    def _read(self, do: ins.PrepareRestore, piece: Piece) -> tuple[Token, str]:
+    def _read(self, do: ins.PrepareRestore, piece: Piece) -> tuple[bytes, str]:
+        """The bytes of the piece's box, out of what is stored; or why they cannot be had."""
+        found, why = self._stored(do, piece)
+        start = piece.box.offsets[0] - piece.stored.offsets[0]
+        return found[start : start + piece.nbytes], why
+
+    def _stored(self, do: ins.PrepareRestore, piece: Piece) -> tuple[bytes, str]:
         world = self.host.world
         assert do.snapshot is not None
         if piece.source == "durable":
             committed = world.store.commits.get(do.snapshot)
             if committed is None or world.store.refuses(writes=False):
-                return ("", 0), "storage is gone"
+                return b"", "storage is gone"
             return committed.tensors[piece.key][piece.stored], ""
         if piece.source == PARITY:
             world.oracle.count("a slice from parity")
-            return parity.token(self.host, do, piece.rank, piece.fragment)
+            return parity.read(self.host, do, piece.rank, piece.fragment)
         peer = world.hosts[piece.node]
         if not self.host.reaches(piece.node):
-            return ("", 0), f"{piece.node} is unreachable"
+            return b"", f"{piece.node} is unreachable"
         mem = peer.best(do.snapshot, piece.rank)
-        if mem is None or mem.content is None:
-            return ("", 0), f"{piece.node} holds nothing of rank {piece.rank}"
+        if mem is None or mem.payload is None:
+            return b"", f"{piece.node} holds nothing of rank {piece.rank}"
         if not mem.intact and not world.mutant("no verify"):
             peer.feed(ev.SlotDamaged(mem.id, "found at restore"))
-            return ("", 0), f"{piece.node}: rank {piece.rank} is damaged"
-        return mem.content[piece.fragment], ""
+            return b"", f"{piece.node}: rank {piece.rank} is damaged"
+        return mem.piece(piece.fragment), ""
 
     def _code(self, do: ins.PrepareRestore) -> str:
         """What could not be reached may still be whole; else something is damaged, or gone."""
@@ -146,7 +153,7 @@ class Fetching:
             if self.host.world.faults.misfit() == "load":
                 self.host.feed(ev.RankLoaded(rank, do.round, False, "out of memory"))
                 return
-            proc.opened(do.snapshot, self.ready[rank])
+            proc.opened(do.record.number, do.snapshot, self.ready[rank])
             self.host.feed(ev.RankLoaded(rank, do.round))
 
     def finish(self, number: int) -> None:

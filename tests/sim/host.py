@@ -11,7 +11,6 @@ from ckptd.core import instructions as ins
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.core.machine.machine import JobMachine
-from ckptd.core.machine.steward.gather import Gather
 from tests.sim import parity
 from tests.sim.copies import Copies
 from tests.sim.disk import RETRY_S, StateFile, Written
@@ -48,7 +47,6 @@ class Host:
         self.squeezed = False  # no memory for what is new
         self.no_room_for: frozenset[str] = frozenset()  # "copies", "parity": as a budget may leave it
         self.saw_at = 0.0  # when what is being done now was known to be so: earlier than now in a process that was stopped
-        self.gathered: Gather | None = None  # the last one: a refusal ends it before the word of it is on its way
         self._slots = 0
         self._queue: deque[ev.Event] = deque()
         self._batch: deque[ins.Instruction] = deque()
@@ -102,7 +100,7 @@ class Host:
                 )
             )
         elif mem.own:
-            mem.state, mem.content = "free", None
+            mem.state, mem.payload = "free", None
             self.feed(ev.SlotsReady(mem.rank, (mem.id,)))
         else:
             del self.memory[mem.id]
@@ -190,12 +188,20 @@ class Host:
         watch = self.world.watch
         if watch is not None:
             watch.before(self, event)
-        self.gathered = self.machine.steward.restoring.gathering.gather or self.gathered
+        self._overheard(event)
         done = self.machine.handle(event, now)
         if watch is not None:
             watch.after(self, event, done)
         self._batch.extend(done)
         self.world.after_event(self)
+
+    def _overheard(self, event: ev.Event) -> None:
+        """By the oracle."""
+        if isinstance(event, ev.Received):
+            self.world.oracle.heard(self, event.sender, event.message)
+        elif isinstance(event, ev.DurableRead):
+            commits = event.commits if event.ok else None
+            self.world.oracle.decisions.read(self.name, self.life, event.attempt, event.newest, commits)
 
     def _next(self, do: ins.Instruction) -> None:
         if self.trap is not None and self.trap.springs(do):
@@ -212,7 +218,7 @@ class Host:
 
     # --- instructions -------------------------------------------------------------------------------------------
     def _Send(self, do: ins.Send) -> None:  # noqa: N802
-        self.world.oracle.sent(self, do)
+        self.world.oracle.sent(self, do.message)
         if do.to == self.name:
             self.later(self.world.net.to_itself(self.name), ev.Received(self.name, do.message))
         else:
@@ -242,6 +248,7 @@ class Host:
         self.writes.read(do)
 
     def _ClaimEpoch(self, do: ins.ClaimEpoch) -> None:  # noqa: N802
+        self.world.oracle.claims(self, do.record)
         self.writes.claim(do)
         self.world.faults.on_claim(self, do.record)
 
@@ -286,7 +293,7 @@ class Host:
             self.world.clock.after(UNIX_S, proc.superseded)
 
     def _TellLevel(self, do: ins.TellLevel) -> None:  # noqa: N802
-        self.world.oracle.told(self, do)
+        self.world.oracle.told(self, do.snapshot, do.level, do.void)
 
     def _FreeSlot(self, do: ins.FreeSlot) -> None:  # noqa: N802
         mem = self.memory.get(do.slot)
@@ -294,10 +301,8 @@ class Host:
             return
         sealed = mem.snapshot if mem.state == "sealed" else None
         if sealed is not None:
-            self.world.oracle.given_up.append((self.world.clock.now, self, replace(mem)))
-            if not mem.intact:
-                self.world.oracle.graves.append((self.world.clock.now, self, [replace(mem)]))
-        mem.state, mem.grant, mem.content, mem.sums, mem.fact = "free", 0, None, (), None
+            self.world.oracle.gives_up(self, mem, replace(mem))
+        mem.state, mem.grant, mem.payload, mem.sums, mem.fact = "free", 0, None, b"", None
         if not mem.own:
             del self.memory[mem.id]
         if sealed is not None:

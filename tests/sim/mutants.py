@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 from ckptd.core.machine.machine import JobMachine
@@ -87,6 +89,41 @@ def give_a_doomed_slot_again(machine: JobMachine) -> None:
     capture._doom = free_at_once
 
 
+def wrong_level(wrong: Callable[..., int]) -> Mutant:
+    """What ``level()`` of the core answers goes through this first, in this machine alone (P2, P3)."""
+
+    def plant(machine: JobMachine) -> None:
+        ledger: Any = machine.steward.ledger
+        right = type(ledger).level_with
+        mistaken = {**right.__globals__, "level": partial(wrong, right.__globals__["level"])}
+        ledger.level_with = FunctionType(right.__code__, mistaken).__get__(ledger)
+
+    return plant
+
+
+def prefixes_are_whole(level: Any, classes: Any, holders: Any, spared: Any) -> int:
+    """A copy counts for slices that it does not have."""
+    whole = {rank: [(domain, 0) for domain, _ in found] for rank, found in holders.items()}
+    return int(level(classes, whole, spared))
+
+
+def copies_are_domains(level: Any, classes: Any, holders: Any, spared: Any) -> int:
+    """Two copies in one rack count as if they were in two."""
+    apart = {rank: [(f"{at} {d}", tier) for at, (d, tier) in enumerate(found)] for rank, found in holders.items()}
+    return int(level(classes, apart, spared))
+
+
+def the_best_rank_counts(level: Any, classes: Any, holders: Any, spared: Any) -> int:
+    """Every rank is taken to be held where the one with the most holders is."""
+    best = max(holders.values(), key=len, default=[])
+    return int(level(classes, {rank: found and best for rank, found in holders.items()}, spared))
+
+
+def parity_survives_all(level: Any, classes: Any, holders: Any, spared: Any) -> int:
+    """A lane is taken to survive one loss more than it does."""
+    return int(level(classes, holders, {rank: count + 1 for rank, count in spared.items()}))
+
+
 MUTANTS: dict[str, Mutant] = {
     "free early": free_the_old_one_early,
     "no epoch check": skip_the_epoch_check,
@@ -97,6 +134,11 @@ MUTANTS: dict[str, Mutant] = {
     "no second copy": never_make_a_copy_again,
     "no pins": free_a_slot_while_it_is_written,
     "doomed slot": give_a_doomed_slot_again,
+    "level: prefixes are whole": wrong_level(prefixes_are_whole),
+    "level: copies are domains": wrong_level(copies_are_domains),
+    "level: the best rank counts": wrong_level(the_best_rank_counts),
+    "level: parity survives all": wrong_level(parity_survives_all),
+    "level: one more": wrong_level(lambda level, *held: level(*held) + 1),
     # A writer reports before its files are synced (writes.py).
     "no file sync": lambda machine: None,
     # A commit is acknowledged before its manifest is synced (writes.py).

@@ -1,32 +1,32 @@
 """The plain model: what was promised, what is really held, and whether the two agree (P1, P2, P3, P6, P9, P12, P14).
 
-It looks at the true content of every daemon's memory, which no machine can, and knows nothing of the protocol beyond what the
-promises say.
+It looks at the bytes in every daemon's memory (evidence.py), at what the trainers really trained (training.py) and at what the
+daemons tell each other, and knows nothing of the protocol beyond what the promises say. Of ckptd it imports names and messages.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.lanes import Part
-from ckptd.core.layout import Layout
-from ckptd.core.protection import level, slice_classes
-from tests.sim.parity import spared
-from tests.sim.state import Mem
-from tests.sim.store import Broken
+from tests.sim.broken import Broken
+from tests.sim.decisions import Decisions, Told
+from tests.sim.evidence import OBJECTS_BYTES, Evidence, Piece
+from tests.sim.training import Origin, Trail, begin, objects
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
+    from tests.sim.state import Mem
     from tests.sim.trainer import Run
     from tests.sim.world import World
 
 BLIND_S = 4.0  # a loss may stay unnoticed by the steward for this long
 GIVEN_UP_KEPT = 4096  # slots that were freed last
+ENDLESS = 1 << 62  # a step that no run reaches
 
 
 @dataclass
@@ -41,7 +41,9 @@ class Oracle:
     def __init__(self, world: World) -> None:
         self.world = world
         self.counts: Counter[str] = Counter()
-        self.layouts: dict[SnapshotId, dict[int, Layout]] = {}
+        self.evidence = Evidence(world.model)
+        self.decisions = Decisions()
+        self.origins: dict[SnapshotId, Origin] = {}  # what was trained and captured under that name
         self.promises: dict[SnapshotId, Promise] = {}
         self.certified_ever: dict[SnapshotId, int] = {}  # best level
         self.known_at: dict[
@@ -49,11 +51,14 @@ class Oracle:
         ] = {}  # when it was certified, or acknowledged as durable, for the first time
         self.complete_uncertified: set[SnapshotId] = set()
         self.records: dict[int, EpochRecord] = {}
-        self.done: set[int] = set()  # epochs whose restore was completed
+        self.done: dict[int, Origin] = {}  # epochs that all ranks have loaded for -> the end of their line of training
         self.graves: list[tuple[float, Host, list[Mem]]] = []
         self.given_up: deque[tuple[float, Host, Mem]] = deque(maxlen=GIVEN_UP_KEPT)
         self.told_at: dict[tuple[str, str], float] = {}  # (attempt, node) -> when it first told what it holds
         self.saw_certificate: dict[tuple[str, SnapshotId], bool] = {}
+        self._held: dict[SnapshotId, dict[int, tuple[Host, Mem]]] = {}  # by id() of the slot
+        self._trails: dict[str, Trail] = {}  # by attempt
+        self._levels: dict[SnapshotId, int] = {}  # of what is there now, until something of it changes
         self._refusals: set[str] = set()
         self._sources: dict[int, set[str]] = {}
 
@@ -61,11 +66,19 @@ class Oracle:
         self.counts[what] += 1
 
     # --- what is held -------------------------------------------------------------------------------------------
-    def held(self, mem: Mem) -> None:
-        assert mem.fact is not None and mem.layout is not None
+    def sealed(self, host: Host, mem: Mem, origin: Origin) -> None:
+        """A rank's own slot is complete. origin: what its trainer captured."""
+        assert mem.fact is not None
+        known = self.origins.setdefault(mem.fact.snapshot, origin)
+        if known != origin:
+            raise Broken(f"P12 {mem.fact.snapshot} names two states, of two starts of the job")
+        self.held(host, mem)
+
+    def held(self, host: Host, mem: Mem) -> None:
+        assert mem.fact is not None
         snapshot, mem.since = mem.fact.snapshot, self.world.clock.now
-        if mem.own:
-            self.layouts.setdefault(snapshot, {}).setdefault(mem.rank, mem.layout)
+        self._held.setdefault(snapshot, {})[id(mem)] = host, mem
+        self._levels.pop(snapshot, None)
         known = snapshot in self.certified_ever or snapshot in self.complete_uncertified
         if not known and self.truth(snapshot) >= 0:
             self.complete_uncertified.add(snapshot)
@@ -80,55 +93,67 @@ class Oracle:
         attempt: str = "",
         stopped: float | None = None,
     ) -> int:
-        """How many domains may be lost now, from the real content of memory. graves: as one may believe who has not noticed
-        what died after that moment, nor a flipped bit. attempt: what each node held when it told its inventory to this one.
-        stopped: for a process that was, at that moment, just before it says what it had found."""
-        layouts = self.layouts.get(snapshot, {})
-        if not layouts or len(layouts) < next(iter(layouts.values())).world:
+        """How many domains may be lost now, from the bytes that memory really has. graves: as one may believe who has not
+        noticed what died after that moment, nor a flipped bit. attempt: what each node held when it told its inventory to this
+        one. stopped: for a process that was, at that moment, just before it says what it had found."""
+        origin = self.origins.get(snapshot)
+        if origin is None:
             return -1
-        holders: dict[int, list[tuple[str, int]]] = {}
-        parts: list[tuple[str, Part]] = []
+        plain = among is None and graves is None and not attempt and stopped is None
+        if plain and snapshot in self._levels:
+            return self._levels[snapshot]
         now = self.world.clock.now
-        for host, memory in self._memories(graves) + self._given_up_since(stopped):
-            if among is not None and host.name not in among:
-                continue
+        pieces: list[Piece] = []
+        for host, mem in self._slots(snapshot, graves, stopped):
             until = self.told_at.get((attempt, host.name), now) if attempt else now
-            for mem in memory:
-                if mem.since > until:
-                    continue
-                if (
-                    mem.fact is None
-                    or mem.snapshot != snapshot
-                    or mem.state != "sealed"
-                    or not (mem.intact or graves is not None)
-                ):
-                    continue
-                if mem.fact.part is not None:
-                    parts.append((host.domain, mem.fact.part))
-                else:
-                    holders.setdefault(mem.rank, []).append((host.domain, mem.fact.tier))
-        return level(slice_classes(layouts), holders, spared(holders, parts))
-
-    def _memories(self, graves: float | None) -> list[tuple[Host, list[Mem]]]:
-        found = [(host, list(host.memory.values())) for host in self.world.hosts.values()]
-        if graves is not None:
-            found += [(host, memory) for died, host, memory in self.graves if died > graves]
+            payload = mem.sums if graves is not None else mem.payload if mem.intact else None
+            if payload is not None and mem.since <= until and (among is None or host.name in among):
+                pieces.append((host.domain, mem, payload))
+        found = self.evidence.level(pieces, origin)
+        if plain:
+            self._levels[snapshot] = found
         return found
 
-    def _given_up_since(self, stopped: float | None) -> list[tuple[Host, list[Mem]]]:
-        return [(host, [mem]) for at, host, mem in self.given_up if stopped is not None and at > stopped]
+    def _slots(
+        self, snapshot: SnapshotId, graves: float | None, stopped: float | None
+    ) -> Iterator[tuple[Host, Mem]]:
+        yield from self._held.get(snapshot, {}).values()
+        for died, host, memory in self.graves if graves is not None else ():
+            if died > graves:  # type: ignore[operator]
+                yield from ((host, mem) for mem in memory if mem.snapshot == snapshot)
+        yield from ((host, mem) for host, mem in self._given_up_since(stopped) if mem.snapshot == snapshot)
+
+    def _given_up_since(self, stopped: float | None) -> Iterator[tuple[Host, Mem]]:
+        for at, host, mem in reversed(self.given_up) if stopped is not None else ():
+            if at <= stopped:  # type: ignore[operator]
+                return
+            yield host, mem
 
     def lost(self, host: Host) -> None:
         """A node dies with its memory."""
-        self.graves.append(
-            (self.world.clock.now, host, [mem for mem in host.memory.values() if mem.state == "sealed"])
-        )
+        memory = [mem for mem in host.memory.values() if mem.state == "sealed"]
+        self.graves.append((self.world.clock.now, host, memory))
+        for mem in memory:
+            self._gone(mem)
         for promise in self.promises.values():
             promise.lost.add(host.domain)
 
+    def _gone(self, mem: Mem) -> None:
+        assert mem.fact is not None
+        self._held.get(mem.fact.snapshot, {}).pop(id(mem), None)
+        self._levels.pop(mem.fact.snapshot, None)
+
     def damaged(self, host: Host, snapshot: SnapshotId) -> None:
+        self._levels.pop(snapshot, None)
         if snapshot in self.promises:
             self.promises[snapshot].lost.add(host.domain)
+
+    def gives_up(self, host: Host, mem: Mem, copy: Mem) -> None:
+        """A sealed slot is freed, by a decision. copy: what it was."""
+        self._gone(mem)
+        self.given_up.append((self.world.clock.now, host, copy))
+        if not copy.intact:
+            self.graves.append((self.world.clock.now, host, [copy]))
 
     def freed(self, snapshot: SnapshotId) -> None:
         """P3: memory went. Does everything promised still hold?"""
@@ -142,50 +167,61 @@ class Oracle:
         promise = self.promises.get(snapshot)
         if promise is None or promise.level < 0:
             return
+        due = promise.level - len(promise.lost)
+        if due < 0 or self.truth(snapshot) >= due:
+            return
         if self._superseded(snapshot, promise.level):
             del self.promises[snapshot]
             return
-        due = promise.level - len(promise.lost)
-        if due >= 0 and self.truth(snapshot) < due:
-            raise Broken(
-                f"P3 {snapshot} was certified at {promise.level}, {sorted(promise.lost)} were lost since, "
-                f"and it survives only {self.truth(snapshot)} more"
-            )
-
-    def _superseded(self, snapshot: SnapshotId, at: int) -> bool:
-        """A newer one of the lineage was certified at that level; or the lineage forked before it."""
-        wanted = self.world.wanted_now()
-        for other, best in self.certified_ever.items():
-            if other > snapshot and best >= min(at, wanted) and self._same_lineage(snapshot, other):
-                return True
-        return any(
-            number > snapshot.epoch
-            and number in self.done
-            and not self.records[number].is_candidate(snapshot)
-            for number in self.records
+        raise Broken(
+            f"P3 {snapshot} was certified at {promise.level}, {sorted(promise.lost)} were lost since, "
+            f"and it survives only {self.truth(snapshot)} more"
         )
 
-    def _same_lineage(self, old: SnapshotId, new: SnapshotId) -> bool:
-        record = self.records.get(new.epoch)
-        return record is not None and record.is_candidate(old)
+    # --- lineage ------------------------------------------------------------------------------------------------
+    def _superseded(self, snapshot: SnapshotId, at: int) -> bool:
+        """A newer one of the lineage was certified at that level; or the job went on from before it."""
+        origin, wanted = self.origins.get(snapshot), self.world.wanted_now()
+        if origin is None:
+            return False
+        for other, best in self.certified_ever.items():
+            if other != snapshot and best >= min(at, wanted) and self._continues(other, origin):
+                return True
+        return any(
+            number > snapshot.epoch and not end.continues(origin) for number, end in self.done.items()
+        )
+
+    def _continues(self, snapshot: SnapshotId, origin: Origin) -> bool:
+        newer = self.origins.get(snapshot)
+        return newer is not None and newer.continues(origin)
+
+    def _lineage(self) -> Origin | None:
+        """The end of what is trained: of the newest start that all ranks have loaded for."""
+        return self.done[max(self.done)] if self.done else None
+
+    def _in(self, lineage: Origin | None, snapshot: SnapshotId) -> bool:
+        origin = self.origins.get(snapshot)
+        return lineage is None or (origin is not None and lineage.continues(origin))
 
     # --- what is said -------------------------------------------------------------------------------------------
-    def sent(self, host: Host, do: ins.Send) -> None:
-        message = do.message
+    def sent(self, host: Host, message: object) -> None:
         kind = type(message)
         if kind is msg.Certificate:
             self._certificate(host, message)  # type: ignore[arg-type]
         elif kind is msg.Inventory:
-            self.told_at.setdefault((message.attempt, host.name), self.world.clock.now)  # type: ignore[union-attr]
+            self.told_at.setdefault((message.attempt, host.name), self.world.clock.now)  # type: ignore[attr-defined]
+        elif kind is msg.InventoryRequest:
+            self.decisions.asked(host.name, host.life, message)  # type: ignore[arg-type]
         elif kind is msg.EpochOpen:
             self._decided(host, message)  # type: ignore[arg-type]
-        elif kind is msg.RestoreDone:
-            self._done(message)  # type: ignore[arg-type]
         elif kind is msg.JoinRefused:
-            self.counts[f"refused {message.code}"] += 1  # type: ignore[union-attr]
+            self.counts[f"refused {message.code}"] += 1  # type: ignore[attr-defined]
             self._refused(host, message)  # type: ignore[arg-type]
         elif kind is msg.Stale:
             self.counts["a stale epoch fenced"] += 1
+
+    def heard(self, host: Host, sender: str, message: object) -> None:
+        self.decisions.heard(host.name, host.life, sender, message, host.record)
 
     def _certificate(self, host: Host, message: msg.Certificate) -> None:
         """P2: what is said holds, but for what nobody could have noticed yet."""
@@ -203,9 +239,8 @@ class Oracle:
             self.certified_ever[snapshot] = max(best, message.level)
             self.complete_uncertified.discard(snapshot)
         lost = {dead.domain for died, dead, _ in self.graves if died > host.saw_at - BLIND_S}
-        lost |= {h.domain for h in self.world.hosts.values() for m in h.memory.values()
-                 if m.snapshot == snapshot and not m.intact}  # fmt: skip
-        lost |= {h.domain for h, (m,) in self._given_up_since(host.saw_at) if m.snapshot == snapshot}
+        lost |= {h.domain for h, mem in self._held.get(snapshot, {}).values() if not mem.intact}
+        lost |= {h.domain for h, mem in self._given_up_since(host.saw_at) if mem.snapshot == snapshot}
         self.promises[snapshot] = Promise(message.level, lost)
 
     def _count_new(self, snapshot: SnapshotId) -> None:
@@ -215,16 +250,16 @@ class Oracle:
             if any(old.step == snapshot.step and old.epoch < snapshot.epoch for old in self.certified_ever):
                 self.counts["a retrained step after a fork"] += 1
 
-    def told(self, host: Host, do: ins.TellLevel) -> None:
-        key = (f"{host.name}#{host.life}", do.snapshot)
-        if do.void:
+    def told(self, host: Host, snapshot: SnapshotId, level: int, void: str) -> None:
+        key = (f"{host.name}#{host.life}", snapshot)
+        if void:
             self.counts["void"] += 1
-            if do.snapshot in self.certified_ever or do.snapshot in self.complete_uncertified:
+            if snapshot in self.certified_ever or snapshot in self.complete_uncertified:
                 self.counts["a void racing a certificate"] += 1
-            self.check_promise(do.snapshot)
+            self.check_promise(snapshot)
             self.saw_certificate[key] = True
-        elif do.level >= 0 and self.saw_certificate.get(key):
-            raise Broken(f"P2 {host.name} reports {do.snapshot} at {do.level} after it was void")
+        elif level >= 0 and self.saw_certificate.get(key):
+            raise Broken(f"P2 {host.name} reports {snapshot} at {level} after it was void")
 
     # --- epochs -------------------------------------------------------------------------------------------------
     def persisted(self, host: Host, record: EpochRecord) -> None:
@@ -233,9 +268,8 @@ class Oracle:
         if record.number <= before:
             raise Broken(f"P12 {host.name} went from epoch {before} to {record.number}")
 
-    def _done(self, message: msg.RestoreDone) -> None:
-        if message.epoch not in self.done and message.epoch in self.records:
-            self.done.add(message.epoch)
+    def claims(self, host: Host, record: EpochRecord) -> None:
+        self.decisions.decided(host.name, host.life, record.nonce)
 
     def _decided(self, host: Host, message: msg.EpochOpen) -> None:
         """P3: what those who answered hold of a promised snapshot is not passed over."""
@@ -244,47 +278,45 @@ class Oracle:
                 self.counts["one number, two records"] += 1
             return
         self.records[message.record.number] = message.record
-        gather = host.machine.steward.restoring.gathering.gather
-        assert gather is not None
-        ask = next(iter(gather.joined.values()), None)
-        if ask is None or ask.step is not None or host.machine.steward.restoring._tried:
+        told = self.decisions.of(host.name, host.life, message.record.nonce)
+        assert told is not None, "nobody has asked for this epoch"
+        if told.ask is None or told.ask.step is not None or "damage" in told.failures:
             return
-        answered = set(gather.asked) - _missing(message.errors)  # others may have answered since
-        assumed = gather.lineage()
-        if assumed is not None and assumed.number not in self.done:
+        if self._nobody_knows(told):
             self.counts["an epoch of which nobody knows whether it ran"] += 1
             return
-        commits = set(gather.durable.commits if gather.durable is not None else ())
-        if any(error.startswith("storage did not answer") for error in message.errors):
-            commits = set()  # it has answered since
-        best = self._best_restorable(answered, commits, gather.attempt)
-        if best is not None and (message.snapshot is None or message.snapshot < best):
+        best = self._best_restorable(told.decided_on, told.decided_with, message.record.nonce)
+        if best is not None and not self._as_new(message.snapshot, best):
             raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
-        self._everyone_was_asked(host, set(gather.answers))
+        self._everyone_was_asked(host, set(told.answers))
+
+    def _as_new(self, chosen: SnapshotId | None, best: SnapshotId) -> bool:
+        return chosen is not None and (chosen == best or self._continues(chosen, self.origins[best]))
+
+    def _nobody_knows(self, told: Told) -> bool:
+        """An epoch that was declared after all that trained, and of which none of its members could say that it never ran."""
+        newest = max(self.done, default=0)
+        return any(
+            record.number > newest and record.number not in self.done and told.may_have_run(record)
+            for record in told.records()
+        )
 
     def _best_restorable(
-        self, answered: set[str], commits: set[SnapshotId], attempt: str
+        self, answered: Collection[str], commits: Iterable[SnapshotId], attempt: str
     ) -> SnapshotId | None:
         """The newest snapshot of the lineage that a level was promised for and that can be had from those who answered."""
         lineage = self._lineage()
-        promised = [
-            s
-            for s, p in self.promises.items()
-            if p.level >= 0 and (lineage is None or lineage.is_candidate(s))
-        ]
-        found = [s for s in promised if self.truth(s, among=answered, attempt=attempt) >= 0]
-        found += [s for s in commits if lineage is None or lineage.is_candidate(s)]
+        promised = [s for s, p in self.promises.items() if p.level >= 0 and self._in(lineage, s)]
+        found = [s for s in promised if self.truth(s, among=set(answered), attempt=attempt) >= 0]
+        found += [s for s in commits if self._in(lineage, s)]
         return max(found, default=None)
-
-    def _lineage(self) -> EpochRecord | None:
-        return self.records[max(self.done)] if self.done else None
 
     def _everyone_was_asked(self, host: Host, answered: set[str]) -> None:
         """Nodes that could answer and hold something promised did answer."""
         if self.world.trouble_since(self.world.policy.inventory_timeout_s + 1.0):
             return
+        promised = {snapshot for snapshot, promise in self.promises.items() if promise.level >= 0}
         for other in self.world.hosts.values():
-            promised = {snapshot for snapshot, promise in self.promises.items() if promise.level >= 0}
             holds = any(m.snapshot in promised for m in other.memory.values() if m.state == "sealed")
             heard = self.world.net.links.beats(host.name, other.name, self.world.clock.now)
             could = other.alive and not other.paused and heard
@@ -292,41 +324,40 @@ class Oracle:
                 raise Broken(f"P3 {other.name} holds memory of the job and was not asked")
 
     def _matters(self, other: Host) -> bool:
-        lineage = self._lineage()
-        if lineage is None:
+        if not self.done:
             return False
-        names = {node.node for node in (*lineage.nodes, *lineage.holders)}
-        return other.name in names
+        record = self.records[max(self.done)]
+        return other.name in {node.node for node in (*record.nodes, *record.holders)}
 
     def _refused(self, host: Host, message: msg.JoinRefused) -> None:
         if message.code not in ("unrecoverable", "unreachable") or message.attempt in self._refusals:
             return
         self._refusals.add(message.attempt)
-        gather = host.gathered
-        if gather is None or gather.attempt != message.attempt or host.machine.steward.restoring._tried:
+        told = self.decisions.of(host.name, host.life, message.attempt)
+        if told is None or told.ask is None or told.ask.step is not None or "damage" in told.failures:
             return
-        if host.machine.steward.restoring.away:
+        if "unreachable" in told.failures:
             self.counts["refused for a holder that was never reached"] += 1
             return
-        ask = next(iter(gather.joined.values()), None)
-        if ask is None or ask.step is not None:
-            return
-        first_lives = all(host.life <= 1 for host in self.world.hosts.values())
-        assumed = gather.lineage()
-        # Of two starts at once one may be told so: what the other, which stands there, may have taken meanwhile nobody can say.
-        alone = assumed is None or assumed.nonce == message.attempt or not self._stands(assumed.nonce)
-        # Of a start that was declared while somebody could not be heard nobody knows what it was declared against.
-        vouched = all(record.before[0] for record in gather.records)
-        never = not self.layouts and first_lives and alone and vouched
-        if message.code == "unrecoverable" and ask.source is None and never:
+        unsure = self._nobody_knows(told)
+        if message.code == "unrecoverable" and told.ask.source is None and self._never(told, message.attempt, unsure):
             raise Broken(f"D11 a job that never had a snapshot was refused ({message.reason})")
-        if assumed is not None and assumed.number not in self.done:
+        if unsure:
             self.counts["refused for an epoch of which nobody knows whether it ran"] += 1
             return
-        commits = set(gather.durable.commits if gather.durable is not None else ())
-        best = self._best_restorable(set(gather.answers), commits, gather.attempt)
+        best = self._best_restorable(set(told.answers), told.commits or (), message.attempt)
         if best is not None:
             raise Broken(f"P3 the restore was refused ({message.reason}) although {best} was there")
+
+    def _never(self, told: Told, attempt: str, unsure: bool) -> bool:
+        """Nothing was ever captured, and those who were asked could know that."""
+        first_lives = all(host.life <= 1 for host in self.world.hosts.values())
+        # Of two starts at once one may be told so: what the other, which stands there, may have taken meanwhile nobody can say.
+        others = {record.nonce for record in told.records()} - {attempt}
+        alone = not unsure or not any(map(self._stands, others))
+        # Of a start that was declared while somebody could not be heard nobody knows what it was declared against.
+        vouched = all(record.before[0] for record in told.records())
+        return not self.origins and first_lives and alone and vouched
 
     def _stands(self, attempt: str) -> bool:
         """A rank of this start is at its daemon."""
@@ -334,49 +365,84 @@ class Oracle:
         return any(proc.alive and proc.run.attempt == attempt for proc in procs)
 
     # --- restores -----------------------------------------------------------------------------------------------
-    def fetched(self, do: ins.PrepareRestore, sources: set[str]) -> None:
-        found = self._sources.setdefault(do.round, set())
+    def fetched(self, number: int, sources: set[str]) -> None:
+        found = self._sources.setdefault(number, set())
         before = len(found)
         found |= sources
         if before < 3 <= len(found):
             self.counts["a restore mixing three sources"] += 1
 
-    def restored(self, run: Run) -> None:
-        """P1, P9: all ranks have the same step, whole, and it is the one that was chosen."""
+    def loaded(self, run: Run) -> None:
+        """A rank has loaded, or was told that there is nothing to load. When all have, the job goes on from there (P1, P9): the
+        same step on all ranks, whole, and bit by bit what was trained."""
+        if any(proc.loaded is None for proc in run.procs) or len({proc.epoch for proc in run.procs}) > 1:
+            return
         restored = {proc.restored for proc in run.procs}
         if len(restored) != 1:
             raise Broken(f"P1 ranks restored different snapshots: {restored}")
-        snapshot = next(iter(restored))
+        number, snapshot = run.procs[0].epoch, run.procs[0].restored
+        parent = self._trained(run, snapshot) if snapshot is not None else None
+        trail = self._trails[run.attempt] = begin(self.world.job, run.attempt, len(run.procs), parent)
+        self.done[number] = Origin(trail, ENDLESS)
+
+    def _trained(self, run: Run, snapshot: SnapshotId) -> Origin:
+        origin = self.origins[snapshot]
+        state = self.world.model.state(origin)
+        whole: Counter[str] = Counter()
+        for proc in run.procs:
+            for key, start, data in proc.loaded or ():
+                base = self.world.model.all[key].base + start
+                if data != state[base : base + len(data)]:
+                    raise Broken(f"P1 the restore of {snapshot} loaded other bytes of {key} than were trained")
+                whole[key] += len(data)
+        for tensor in self.world.model.tensors(origin.step):
+            if whole[tensor.key] < tensor.size:
+                raise Broken(f"P1 the restore of {snapshot} lacks a part of {tensor.key}")
+        return origin
+
+    def restored(self, run: Run) -> Trail:
+        """All ranks are let go. What they train from now on."""
+        snapshot = run.procs[0].restored
         if snapshot is None:
             self.counts["fresh start"] += 1
             self._fresh(run)
-            return
-        tokens = {token for proc in run.procs for token in proc.loaded or ()}
-        right = (self.records[snapshot.epoch].nonce, snapshot.step)
-        if tokens != {right}:
-            raise Broken(f"P1 the restore of {snapshot} loaded {tokens}")
-        self.counts["restore"] += 1
-        self.counts["restore into another world"] += run.world_changed(self.layouts.get(snapshot, {}))
+        else:
+            self.counts["restore"] += 1
+            self.counts["restore into another world"] += self.origins[snapshot].trail.world != len(run.procs)
+        return self._trails[run.attempt]
 
     def _fresh(self, run: Run) -> None:
         ask = run.ask
         if ask is None or ask.allow_fresh or ask.step is not None:
             return
-        number = next(record.number for record in self.records.values() if record.nonce == run.attempt)
-        ran = [self.records[n] for n in self.done if n < number]
-        last = max(ran, key=lambda record: record.number, default=None)
+        number = run.procs[0].epoch
+        last = max((n for n in self.done if n < number), default=None)
         # What another start of the job, which this one supersedes, certified after it had been asked is lost with it.
         asked = min(at for (attempt, _), at in self.told_at.items() if attempt == run.attempt)
         known = [snapshot for snapshot, at in self.known_at.items() if at < asked]
-        if any(last is None or last.is_candidate(snapshot) for snapshot in known):
+        if any(last is None or self._in(self.done[last], snapshot) for snapshot in known):
             raise Broken("P1 a fresh start was called proven although the job has had checkpoints")
+
+    # --- storage ------------------------------------------------------------------------------------------------
+    def published(
+        self, snapshot: SnapshotId, slices: Iterable[tuple[str, int, bytes]], of_ranks: dict[int, bytes]
+    ) -> None:
+        """A commit is made of this (P1, P4): every byte of every tensor, and the objects of every rank. slices: (key, first
+        element, bytes)."""
+        origin = self.origins[snapshot]
+        state, whole = self.world.model.state(origin), 0
+        for key, start, data in slices:
+            base = self.world.model.all[key].base + start
+            if data != state[base : base + len(data)]:
+                raise Broken(f"P1 the commit of {snapshot} has other bytes of {key} than were trained")
+            whole |= ((1 << len(data)) - 1) << base
+        for rank, data in of_ranks.items():
+            if data != objects(origin, rank).ljust(OBJECTS_BYTES, b"\0"):
+                raise Broken(f"P1 the commit of {snapshot} has other objects of rank {rank} than were captured")
+            whole |= 1 << (self.world.model.nbytes + rank)
+        if self.evidence.needed(origin) & ~whole:
+            raise Broken(f"P4 the commit of {snapshot} lacks a part of the state")
 
     def committed(self, snapshot: SnapshotId) -> None:
         self.known_at.setdefault(snapshot, self.world.clock.now)
         self.counts["committed"] += 1
-
-
-def _missing(errors: tuple[str, ...]) -> set[str]:
-    """The nodes named as silent."""
-    named = [error.removeprefix("no answer from ") for error in errors if error.startswith("no answer from ")]
-    return set(", ".join(named).split(", ")) if named else set()

@@ -1,4 +1,4 @@
-"""What ranks train, symbolically: every slice of the state at one step of one run is one token, so that any mixture shows.
+"""What lies in the simulated daemons' memory: slots of bytes, laid out as the core lays them out.
 
 The model has a tensor sharded over all ranks (unevenly), one replicated by contract that only f+1 ranks capture, one plain
 value on every rank, and an object per rank. Sizes are a few bytes; layouts are the real ones.
@@ -12,50 +12,77 @@ from functools import lru_cache
 
 from ckptd.core.box import Box
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Layout
+from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
 from ckptd.core.layout_build import build_layout
 from ckptd.core.messages import HoldingFact
+from tests.sim.training import Model, Origin, Tensor, objects
 
-SHARDED = 24  # elements of the sharded tensor
-Token = tuple[str, int]  # (attempt of the run, step); a slice's whole content
-DAMAGE: Token = ("damage", -1)
-
-
-@lru_cache(maxsize=4096)
-def _digest(token: Token) -> bytes:
-    return hashlib.blake2b(repr(token).encode(), digest_size=16).digest()
+OBJECTS_BYTES = 64
+DIGESTS_CACHED_MAX = 4096
 
 
-def shard(rank: int, world: int) -> Box:
+def shard(size: int, rank: int, world: int) -> Box:
     """Uneven on purpose: chunks of the rounded-up size, the last ones shorter or empty."""
-    size = -(-SHARDED // world)
-    start = min(SHARDED, rank * size)
-    return Box((start,), (min(size, SHARDED - start),))
+    chunk = -(-size // world)
+    start = min(size, rank * chunk)
+    return Box((start,), (min(size, start + chunk) - start,))
 
 
 @lru_cache(maxsize=512)
-def layout_of(rank: int, domains: tuple[str, ...], replicas: int) -> Layout:
+def layout_of(tensors: tuple[Tensor, ...], rank: int, domains: tuple[str, ...], replicas: int) -> Layout:
     """domains: of each rank. The replicated tensor is captured in as many domains as there are holders wanted."""
     world = len(domains)
     holders: list[int] = []
     for other in range(world):
         if domains[other] not in {domains[h] for h in holders} and len(holders) <= replicas:
             holders.append(other)
-    items = [("w", "U8", (SHARDED,), shard(rank, world), "param", UNIQUE, replicas)]
-    if rank in holders:
-        items.append(("norm", "U8", (4,), Box((0,), (4,)), "param", REPLICA, replicas + 1 - len(holders)))
-    items.append(("b", "U8", (2,), Box((0,), (2,)), "buffer", MAYBE, replicas))
-    return build_layout(rank, world, items, 64, f"plan-{world}", ())
+    items = []
+    for tensor in tensors:
+        whole = Box((0,), (tensor.size,))
+        if tensor.key == "w":
+            cut = shard(tensor.size, rank, world)
+            items.append((tensor.key, "U8", (tensor.size,), cut, "param", UNIQUE, replicas))
+        elif tensor.key == "b":
+            items.append((tensor.key, "U8", (tensor.size,), whole, "buffer", MAYBE, replicas))
+        elif rank in holders:
+            tier = replicas + 1 - len(holders)
+            items.append((tensor.key, "U8", (tensor.size,), whole, "param", REPLICA, tier))
+    return build_layout(rank, world, items, OBJECTS_BYTES, f"plan-{world}", ())
 
 
-def digests_of(layout: Layout, content: tuple[Token, ...]) -> tuple[tuple[str, bytes], ...]:
-    """As the arena makes them: of fragments that may be shared, and of objects. content: per fragment, objects last."""
+def captured(model: Model, origin: Origin, layout: Layout) -> bytes:
+    """What a rank writes into its slot."""
+    state, row = model.state(origin), bytearray(layout.payload_bytes)
+    said = objects(origin, layout.rank)
+    row[: len(said)] = said
+    for fragment in layout.fragments:
+        at = model.all[fragment.key].base + fragment.box.offsets[0]
+        row[fragment.offset : fragment.offset + fragment.nbytes] = state[at : at + fragment.nbytes]
+    return bytes(row)
+
+
+def prefix(layout: Layout, tier: int, payload: bytes) -> bytes:
+    """What a copy of this tier has of a slot. Nothing is frozen here, so it is one prefix."""
+    return b"".join(payload[at : at + length] for at, length in layout.spans(tier))
+
+
+@lru_cache(maxsize=DIGESTS_CACHED_MAX)
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def digests_of(layout: Layout, payload: bytes) -> tuple[tuple[str, bytes], ...]:
+    """As the arena makes them: of fragments that may be shared, and of objects. A prefix has those of what it holds."""
     named = [
-        (f"t:{fragment.key}|{','.join(map(str, fragment.box.offsets))}", _digest(token))
-        for fragment, token in zip(layout.fragments, content, strict=False)
-        if fragment.sharing != UNIQUE and fragment.nbytes
+        (f"t:{f.key}|{','.join(map(str, f.box.offsets))}", _digest(piece(payload, f)))
+        for f in layout.fragments
+        if f.sharing != UNIQUE and f.nbytes and f.offset + f.nbytes <= len(payload)
     ]
-    return (*named, ("o:rng", _digest((content[-1][0] + str(layout.rank), content[-1][1]))))
+    return (*named, ("o:rng", _digest(payload[:OBJECTS_BYTES])))
+
+
+def piece(payload: bytes, fragment: Fragment) -> bytes:
+    return payload[fragment.offset : fragment.offset + fragment.nbytes]
 
 
 @dataclass
@@ -67,18 +94,23 @@ class Mem:
     own: bool
     state: str = "free"  # free | filling | sealed
     grant: int = 0
-    content: list[Token] | None = None  # per fragment, objects last
-    sums: tuple[Token, ...] = ()  # what the sums were made of
+    payload: bytes | None = None  # what lies there now
+    sums: bytes = b""  # what the sums were made of: the payload at its seal
     fact: HoldingFact | None = None
     layout: Layout | None = None
     since: float = 0.0  # sealed at
     layouts: tuple[Layout, ...] = ()  # of a lane's members, whose parity this is
-    lengths: tuple[int, ...] = ()  # tokens of each of them
+    seen: tuple[bytes, Origin, int] | None = None  # what the oracle found in these bytes (evidence.py)
 
     @property
     def intact(self) -> bool:
-        return self.content is not None and tuple(self.content) == self.sums
+        return self.payload is not None and (self.payload is self.sums or self.payload == self.sums)
 
     @property
     def snapshot(self) -> SnapshotId | None:
         return self.fact.snapshot if self.fact is not None else None
+
+    def piece(self, index: int) -> bytes:
+        """Of a fragment; -1: the objects."""
+        assert self.payload is not None and self.layout is not None
+        return self.payload[:OBJECTS_BYTES] if index < 0 else piece(self.payload, self.layout.fragments[index])

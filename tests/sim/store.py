@@ -13,8 +13,8 @@ from ckptd.core.box import Box
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.core.retention import CommitInfo, keep
+from tests.sim.broken import Broken
 from tests.sim.disk import Unsynced
-from tests.sim.state import Token
 
 SLOW_S = 6.0  # at most, of one operation while storage is slow
 FAILS_OF = 0.3  # of the operations while storage is failing
@@ -23,17 +23,13 @@ WRONG_OF = 0.3  # of the others: done, and the answer is an error
 Rows = list[tuple[object, ...]]
 
 
-class Broken(AssertionError):
-    """A promise was broken. The first word is its number."""
-
-
 @dataclass
 class Committed:
     snapshot: SnapshotId
     attempt: str
     keep: bool
-    tensors: dict[str, dict[Box, Token]] = field(default_factory=dict)
-    objects: dict[int, Token] = field(default_factory=dict)
+    tensors: dict[str, dict[Box, bytes]] = field(default_factory=dict)
+    objects: dict[int, bytes] = field(default_factory=dict)
 
 
 class Store:

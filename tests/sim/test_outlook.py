@@ -29,7 +29,7 @@ def looked_at(world: World, host: Host) -> int:
         if found is not None:
             count += 1
             there = {name for name, it in world.hosts.items() if it.alive} - lost
-            newer = [snapshot for snapshot in world.oracle.layouts if snapshot >= found.snapshot]  # its release may be on its way
+            newer = [snapshot for snapshot in world.oracle.origins if snapshot >= found.snapshot]  # its release may be on its way
             assert any(world.oracle.truth(s, among=there) >= 0 for s in newer), (host.name, failure, victim, found)
     return count
 
@@ -82,7 +82,7 @@ def test_the_stewards_node_says_all_that_is_so() -> None:
     now = situation(the_steward(world).machine)
     for name in world.hosts:
         there = set(world.hosts) - {name}
-        held = [s for s in world.oracle.layouts if world.oracle.truth(s, among=there) >= 0]
+        held = [s for s in world.oracle.origins if world.oracle.truth(s, among=there) >= 0]
         found = left([point for point in now.points if point.level >= 0], NODE, name)
         assert (found.snapshot if found else None) == max(held, default=None)
 

@@ -12,7 +12,8 @@ from ckptd.core.instructions import GiveSlot
 from ckptd.core.layout import Layout
 from ckptd.core.messages import HoldingFact, RestoreAsk
 from tests.sim.host import UNIX_S, Host
-from tests.sim.state import Mem, Token, digests_of, layout_of
+from tests.sim.state import Mem, captured, digests_of, layout_of
+from tests.sim.training import Origin, Trail
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -38,8 +39,9 @@ class Proc:
         self.grants: dict[int, GiveSlot] = {}
         self.came_at: dict[int, int] = {}  # grant -> newest step called when it came
         self.filling: Mem | None = None
-        self.loaded: tuple[Token, ...] | None = None
+        self.loaded: tuple[tuple[str, int, bytes], ...] | None = None  # (key, first element, bytes)
         self.restored: SnapshotId | None = None
+        self.epoch = 0  # that it loaded for
 
     # --- connection ---------------------------------------------------------------------------------------------
     def connect(self) -> None:
@@ -84,8 +86,9 @@ class Proc:
         self.die()
 
     # --- restore ------------------------------------------------------------------------------------------------
-    def opened(self, snapshot: SnapshotId | None, loaded: tuple[Token, ...]) -> None:
-        self.restored, self.loaded = snapshot, loaded
+    def opened(self, epoch: int, snapshot: SnapshotId | None, loaded: tuple[tuple[str, int, bytes], ...]) -> None:
+        self.epoch, self.restored, self.loaded = epoch, snapshot, loaded
+        self.world.oracle.loaded(self.run)
 
     def may_train(self) -> None:
         if not self.ready and self.loaded is not None:
@@ -134,17 +137,26 @@ class Proc:
         self.grants.pop(give.grant, None)
         mem = self.filling = self.host.memory[give.slot]
         assert mem.state == "filling", f"a capture into a slot that is {mem.state}"
-        layout = layout_of(self.rank, self.run.domains, self.world.policy.tolerates)
-        token = self.world.token(self.run, step)
-        half = [token] * (len(layout.fragments) // 2)
-        mem.content = half
+        payload = self._state(step)
+        mem.payload = payload[: len(payload) // 2]
         slow = 10 if self.world.rng.random() < 0.01 and not self.world.calm else 1
         seconds = slow * self.world.capture_s * (0.5 + self.world.rng.random())
         fence = FENCE * self.world.capture_s
         if seconds > fence:
             self.world.clock.after(fence, self._give_up, self.conn, mem, give)
         else:
-            self.world.clock.after(seconds, self._captured, self.conn, mem, give, step, token)
+            self.world.clock.after(seconds, self._captured, self.conn, mem, give, step, payload)
+
+    def _layout(self, step: int) -> Layout:
+        return layout_of(self.world.model.tensors(step), self.rank, self.run.domains, self.world.policy.tolerates)
+
+    def _state(self, step: int) -> bytes:
+        """What the optimizer leaves alone until it is copied."""
+        return captured(self.world.model, Origin(self.run.trail, step), self._layout(step))
+
+    def _corrupted(self, step: int, payload: bytes) -> bytes:
+        at = next(f.offset for f in self._layout(step).fragments if f.key == "norm")
+        return payload[:at] + bytes([payload[at] ^ 0xFF]) + payload[at + 1 :]
 
     def _give_up(self, conn: int, mem: Mem, give: GiveSlot) -> None:
         if self.alive and conn == self.conn and self.filling is mem:
@@ -153,16 +165,12 @@ class Proc:
         if self.alive:
             self.run.passed(self)
 
-    def _captured(self, conn: int, mem: Mem, give: GiveSlot, step: int, token: Token) -> None:
+    def _captured(self, conn: int, mem: Mem, give: GiveSlot, step: int, payload: bytes) -> None:
         if not self.alive:
             return
         if conn == self.conn and self.filling is mem and self.host.alive:
             self.filling = None
-            layout = layout_of(self.rank, self.run.domains, self.world.policy.tolerates)
-            mem.content = [token] * (len(layout.fragments) + 1)
-            if self.world.corrupts(self, layout):
-                at = next(i for i, f in enumerate(layout.fragments) if f.key == "norm")
-                mem.content[at] = (f"corrupt {self.rank}", step)
+            mem.payload = self._corrupted(step, payload) if self.world.corrupts(self, self._layout(step)) else payload
             self.world.clock.after(
                 UNIX_S + self.world.seal_s, self._sealed, conn, mem, give, step, self.run.attempt
             )
@@ -171,18 +179,18 @@ class Proc:
     def _sealed(self, conn: int, mem: Mem, give: GiveSlot, step: int, attempt: str) -> None:
         """The daemon has made the sums; as the shell does, it gives up when a newer epoch opened meanwhile."""
         host = self.host
-        if conn != host.life or mem.state != "filling" or mem.content is None or mem.grant != give.grant:
+        if conn != host.life or mem.state != "filling" or mem.payload is None or mem.grant != give.grant:
             return
         record = host.record
         if record is None or record.nonce != attempt:
             host.feed_if(conn, ev.RankMissed(self.rank, give.grant, "a newer epoch opened"))
             return
-        layout = layout_of(self.rank, self.run.domains, self.world.policy.tolerates)
-        mem.state, mem.layout, mem.sums = "sealed", layout, tuple(mem.content)
+        layout = self._layout(step)
+        mem.state, mem.layout, mem.sums = "sealed", layout, mem.payload
         keep = self.run.keeps(step)
         digests = digests_of(layout, mem.sums)
         mem.fact = HoldingFact(SnapshotId(record.number, step), self.rank, 0, layout.layout_id, digests, keep)
-        self.world.oracle.held(mem)
+        self.world.oracle.sealed(host, mem, Origin(self.run.trail, step))
         came_at = self.came_at.pop(give.grant, None)
         host.feed_if(conn, ev.SlotSealed(self.rank, mem.id, give.grant, step, layout, digests, keep, came_at))
 
@@ -198,6 +206,7 @@ class Run:
         self.domains = tuple(host.domain for host in seats)
         self.failures: list[str] = []
         self.step = 0
+        self.trail: Trail  # once all are ready
         self.stopped = False
         self._waiting: set[int] = set()
         self._left_to_ready = len(self.ranks)
@@ -226,9 +235,6 @@ class Run:
         self.world.clock.after(2 * UNIX_S, self.procs[0].connect)
         return True
 
-    def world_changed(self, layouts: dict[int, Layout]) -> bool:
-        return len(layouts) != len(self.ranks)
-
     def start(self) -> None:
         for proc in self.procs:
             self.world.clock.after(0.3 * self.world.rng.random(), proc.connect)
@@ -244,7 +250,7 @@ class Run:
     def became_ready(self) -> None:
         self._left_to_ready -= 1
         if self._left_to_ready == 0:
-            self.world.oracle.restored(self)
+            self.trail = self.world.oracle.restored(self)
             self.step = self.procs[0].restored.step if self.procs[0].restored is not None else 0
             self.world.clock.after(self.world.step_s, self._advance)
 

@@ -12,6 +12,7 @@ from ckptd.core.events import FlushAsked
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.core.machine.machine import JobMachine
+from tests.sim.broken import Broken
 from tests.sim.clock import Clock
 from tests.sim.faults import Faults
 from tests.sim.host import BOOTED_S, DRIFT, Host
@@ -20,9 +21,9 @@ from tests.sim.mutants import MUTANTS
 from tests.sim.net import Net
 from tests.sim.oracle import Oracle
 from tests.sim.shape import draw
-from tests.sim.state import Token
-from tests.sim.store import Broken, Store
+from tests.sim.store import Store
 from tests.sim.trainer import Launcher, Proc, Run
+from tests.sim.training import Model
 from tests.sim.watch import Watch
 
 FAULTY_S = 30.0  # simulated seconds with faults
@@ -57,6 +58,7 @@ class World:
         self._clocks = beside._clocks if beside is not None else {}
         self.net = Net(self, self.rng, beside.net.links if beside is not None else Links())
         self.store = Store(self.policy, self.rng)
+        self.model = Model()
         self.oracle = Oracle(self)
         nodes = (
             beside.hosts
@@ -92,9 +94,6 @@ class World:
 
     def mutant(self, name: str) -> bool:
         return self._mutant == name
-
-    def token(self, run: Run, step: int) -> Token:
-        return run.attempt, step
 
     def corrupts(self, proc: Proc, layout: Layout) -> bool:
         """Silent corruption: one rank's copy by contract differs."""

@@ -1,0 +1,104 @@
+"""What the steward of a start had been told when it decided what to restore: followed from the messages that reached it.
+
+Nothing is read from its machine. Attempts are kept by (node, life of its daemon, attempt), since a daemon that comes back knows
+nothing of what was told to it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.messages import Inventory, InventoryRequest, JoinReport, RestoreAsk, Vote
+
+
+@dataclass
+class Told:
+    """All that one steward was told for one attempt."""
+
+    own: EpochRecord | None  # what its node knew
+    ask: RestoreAsk | None = None
+    turn: int = 0
+    answers: dict[str, Inventory] = field(default_factory=dict)  # of this turn
+    commits: frozenset[SnapshotId] | None = None  # None: storage did not answer
+    newest: EpochRecord | None = None  # that storage has a claim of
+    reports: list[EpochRecord] = field(default_factory=list)
+    failures: set[str] = field(default_factory=set)  # codes of the votes against what it had decided
+    decided_on: frozenset[str] = frozenset()  # who had answered at its last decision
+    decided_with: frozenset[SnapshotId] = frozenset()  # commits that it knew of then
+
+    def records(self) -> list[EpochRecord]:
+        """Every epoch that it has heard of."""
+        said = [r for answer in self.answers.values() for r in (answer.known, answer.ran)]
+        return [r for r in (self.own, self.newest, *self.reports, *said) if r is not None]
+
+    def may_have_run(self, record: EpochRecord) -> bool:
+        """Nobody who answered could say that its restore was never completed."""
+        held = any(fact.snapshot.epoch == record.number for a in self.answers.values() for fact in a.holdings)
+        told = any(snapshot.epoch == record.number for a in self.answers.values() for snapshot, _, _ in a.certified)
+        durable = any(commit.epoch == record.number for commit in self.commits or ())
+        return held or told or durable or not any(
+            knows_that_it_never_ran(self.answers[node], record) for node in record.ranks if node in self.answers
+        )
+
+
+def knows_that_it_never_ran(answer: Inventory, record: EpochRecord) -> bool:
+    """A member with ranks that never entered it, or whose ranks did not load."""
+    if answer.known is None:
+        return False
+    return answer.known.number < record.number or (answer.never and answer.known == record)
+
+
+class Decisions:
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, int, str], Told] = {}
+        self._last: dict[tuple[str, int], str] = {}  # attempt that a daemon decides about
+
+    def of(self, node: str, life: int, attempt: str) -> Told | None:
+        return self._told.get((node, life, attempt))
+
+    def heard(self, node: str, life: int, sender: str, message: object, record: EpochRecord | None) -> None:
+        """record: the newest epoch that the node knows."""
+        kind = type(message)
+        if kind is Inventory:
+            self._answered(node, life, sender, message)  # type: ignore[arg-type]
+        elif kind is JoinReport:
+            self._reported(node, life, message, record)  # type: ignore[arg-type]
+        elif kind is Vote and not message.ok:  # type: ignore[attr-defined]
+            told = self._told.get((node, life, self._last.get((node, life), "")))
+            if told is not None:
+                told.failures.add(message.code)  # type: ignore[attr-defined]
+
+    def _reported(self, node: str, life: int, message: JoinReport, record: EpochRecord | None) -> None:
+        told = self._told.get((node, life, message.attempt))
+        if told is None:
+            told = self._told[node, life, message.attempt] = Told(record, message.ask)
+        if message.known is not None and message.known not in told.reports:
+            told.reports.append(message.known)
+
+    def _answered(self, node: str, life: int, sender: str, message: Inventory) -> None:
+        told = self._told.get((node, life, message.attempt))
+        if told is not None and message.turn == told.turn:
+            told.answers[sender] = message
+
+    def asked(self, node: str, life: int, message: InventoryRequest) -> None:
+        told = self._told.get((node, life, message.attempt))
+        if told is not None and message.turn != told.turn:
+            told.turn, told.answers = message.turn, {}
+        self._last[node, life] = message.attempt
+
+    def read(
+        self, node: str, life: int, attempt: str, newest: EpochRecord | None, commits: Collection[SnapshotId] | None
+    ) -> None:
+        """commits None: storage did not answer."""
+        told = self._told.get((node, life, attempt))
+        if told is not None:
+            told.newest = newest or told.newest
+            told.commits = frozenset(commits) if commits is not None else None
+
+    def decided(self, node: str, life: int, attempt: str) -> None:
+        """It claims an epoch for what it has chosen; what it is told from now on comes too late."""
+        told = self._told.get((node, life, attempt))
+        if told is not None:
+            told.decided_on, told.decided_with = frozenset(told.answers), told.commits or frozenset()
