@@ -75,7 +75,7 @@ def test_a_higher_number_that_never_ran_does_not_hide_what_a_lower_one_trained(r
     world.store.up = False
     world.net.split({"n2", "n3"})
     world.clock.run(world.clock.now + 5.0)
-    low, high = sorted(("x", "y"), key=spread)
+    low, high = sorted(("x", "y"), key=lambda attempt: spread(attempt, 2))
     trained = start(world, low, 0, 1)
     trains(world, trained)
     stranded = start(world, high, 2, 3)
