@@ -60,7 +60,7 @@ mutants: $(STAMP)
 
 bench: $(STAMP)
 	@mkdir -p bench/results
-	@missed=""; for name in stall protect erasure persist restore; do \
+	@missed=""; for name in stall protect erasure persist restore peers; do \
 		echo "== $$name"; $(BIN)/python -m bench.$$name --json bench/results/$$name.json || missed="$$missed $$name"; done; \
 	test -z "$$missed" || { echo "floors missed or benchmark failed:$$missed"; exit 1; }
 

@@ -32,12 +32,12 @@ Terms = list[tuple[Bytes, int]]
 
 def warm_buffers(count: int, nbytes: int) -> list[Bytes]:
     """``count`` buffers of random bytes, in the arena."""
-    arena, chance = make_arena(count * (nbytes + (8 << 20))), np.random.default_rng(1)
+    arena, chance = make_arena(count, nbytes), np.random.default_rng(1)
     piece = chance.integers(0, 256, CHUNK_BYTES, dtype=np.uint8)
     made = []
     for rank in range(count):
         payload = arena.allocate(Tenant(JOB, rank, "own", 0), nbytes, 1 << 20).payload
-        buffer = np.frombuffer(payload, np.uint8, count=nbytes)
+        buffer = np.frombuffer(payload[:nbytes], np.uint8)
         for at in range(0, nbytes, CHUNK_BYTES):
             buffer[at : at + CHUNK_BYTES] = np.roll(piece, 7 * rank + at)[: nbytes - at]
         made.append(buffer)

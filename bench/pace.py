@@ -11,6 +11,7 @@ import struct
 from typing import Any
 
 from ckptd.wire import tcp_push
+from ckptd.wire.tcp_io import connect
 
 SO_MAX_PACING_RATE = 47  # the socket module has no name for it
 
@@ -24,9 +25,8 @@ def paced(sock: socket.socket, bytes_per_s: float) -> socket.socket:
 
 def pace_pushes(bytes_per_s: float) -> None:
     """Every stream that this process pushes from now on."""
-    connect = tcp_push.connect
 
     def connect_paced(*args: Any) -> socket.socket:
         return paced(connect(*args), bytes_per_s)
 
-    tcp_push.connect = connect_paced
+    vars(tcp_push)["connect"] = connect_paced

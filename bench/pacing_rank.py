@@ -47,7 +47,8 @@ class Rank:
         shard = torch.randn(
             int(self.order["state_bytes"]) // 4, generator=torch.Generator().manual_seed(self.rank)
         )
-        self.client.register(fenced=True, **{f"shard{self.rank}": shard})
+        shards: dict[str, Any] = {f"shard{self.rank}": shard}
+        self.client.register(fenced=True, **shards)
         self.client.restore()
 
     def step(self) -> None:

@@ -7,27 +7,37 @@ python -m bench.protect --pace 2.5e9    # as over a wire of 20 Gb/s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from bench.common import Report, Row, arguments, interleave
 from bench.pace import pace_pushes, paced
 from bench.state import JOB, make_arena, sealed_slot
+from ckptd.arena.arena import Slot
+from ckptd.arena.payload import Payload
 from ckptd.core.ids import SnapshotId
 from ckptd.protect.fetch import Fetcher
 from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.replicate import Replicator
+from ckptd.wire.bulk import Mode
 from ckptd.wire.codec import MESSAGES, decode, encode
 from ckptd.wire.keys import ClusterKey
 from ckptd.wire.tcp import TcpTransport
 
+T = TypeVar("T")
+MODES: tuple[Mode, ...] = ("none", "aead")
 STREAMS = 2
+OWN_SLOTS = 2  # what is sent, and where it is fetched into
+PEER_SLOTS = 2  # the replica it holds, and the one that arrives
 CHUNK_BYTES = 8 << 20
 FRAME_BYTES_MAX = 64 << 20
 FLOOR = 0.7
@@ -61,30 +71,30 @@ class Pipe:
     rooms: tuple[Replicator | Fetcher, ...] = ()
 
 
-def _rooms(pipe: Pipe, transport: TcpTransport, budget: int) -> tuple[Replicator, Fetcher]:
+def _rooms(pipe: Pipe, transport: TcpTransport, slots: int, nbytes: int) -> tuple[Replicator, Fetcher]:
     work = ThreadPoolExecutor(2)
-    arena, fetcher = make_arena(budget), Fetcher(transport, pipe.send, work)
+    arena, fetcher = make_arena(slots, nbytes), Fetcher(transport, pipe.send, work)
     made = Replicator(transport, arena, pipe.send, work, FrozenParts(arena, fetcher, work)), fetcher
     pipe.rooms = made
     return made
 
 
 # --- the peer process -------------------------------------------------------------------------------------------
-async def _serve_messages(sock: socket.socket, mode: str, key: ClusterKey, nbytes: int) -> None:
+async def _serve_messages(sock: socket.socket, mode: Mode, key: ClusterKey, nbytes: int) -> None:
     reader, writer = await asyncio.open_connection(sock=sock)
     pipe = Pipe(reader, writer)
-    transport = TcpTransport("127.0.0.1", mode=mode, secret=key)  # type: ignore[arg-type]
-    replicator, fetcher = _rooms(pipe, transport, 3 * nbytes)
-    held: list[object] = []
+    transport = TcpTransport("127.0.0.1", mode=mode, secret=key)
+    replicator, fetcher = _rooms(pipe, transport, PEER_SLOTS, nbytes)
+    held: list[Slot] = []
 
-    def arrived(job: str, slot: object) -> None:
+    def arrived(job: str, slot: Slot) -> None:
         # Keep the newest, as a peer set does: the memory of the one before is used again, so it is warm.
         for old in held:
-            replicator._arena.release(old)  # type: ignore[arg-type]
+            replicator._arena.release(old)
         held[:] = [slot]
 
-    replicator.on_arrived = arrived  # type: ignore[assignment]
-    fetcher.held = lambda job, snapshot, rank: held[0] if held else None  # type: ignore[assignment,return-value]
+    replicator.on_arrived = arrived
+    fetcher.held = lambda job, snapshot, rank: held[0] if held else None
     await pipe.messages()
 
 
@@ -127,10 +137,9 @@ def peer(key_hex: str, nbytes: int, pace: float = 0.0) -> None:
                 daemon=True,
             ).start()
         else:
-            mode = "aead" if sock.recv(1) == b"a" else "none"
-            threading.Thread(
-                target=lambda s=sock, m=mode: asyncio.run(_serve_messages(s, m, key, nbytes)), daemon=True
-            ).start()
+            mode: Mode = "aead" if sock.recv(1) == b"a" else "none"
+            coroutine = _serve_messages(sock, mode, key, nbytes)
+            threading.Thread(target=asyncio.run, args=(coroutine,), daemon=True).start()
 
 
 # --- the measuring side -----------------------------------------------------------------------------------------
@@ -164,76 +173,94 @@ class RawTcp:
 class Loop:
     """An event loop in a thread, with the sender's rooms."""
 
-    def __init__(self, port: int, mode: str, key: ClusterKey, nbytes: int) -> None:
+    def __init__(self, port: int, mode: Mode, key: ClusterKey) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.call(self._open(port, mode, key, nbytes))
+        self.call(self._open(port, mode, key))
 
-    async def _open(self, port: int, mode: str, key: ClusterKey, nbytes: int) -> None:
+    async def _open(self, port: int, mode: Mode, key: ClusterKey) -> None:
         sock = socket.create_connection(("127.0.0.1", port))
         sock.sendall(MESSAGES_KIND + mode[:1].encode())
         reader, writer = await asyncio.open_connection(sock=sock)
         self.pipe = Pipe(reader, writer)
-        transport = TcpTransport("127.0.0.1", mode=mode, secret=key)  # type: ignore[arg-type]
-        self.replicator, self.fetcher = _rooms(self.pipe, transport, nbytes)
+        transport = TcpTransport("127.0.0.1", mode=mode, secret=key)
+        self.replicator, self.fetcher = _rooms(self.pipe, transport, 1, 0)
         self.task = asyncio.ensure_future(self.pipe.messages())
 
-    def call(self, coroutine: object) -> object:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()  # type: ignore[arg-type]
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+
+class Side:
+    """What is measured in one mode: a replica sent to the peer, and the same slices fetched back from it."""
+
+    def __init__(self, loop: Loop, slot: Slot, into: Payload) -> None:
+        assert slot.record is not None
+        self._loop, self._slot = loop, slot
+        self._spans = tuple((f.offset, f.nbytes) for f in slot.record.layout.fragments)
+        self._into = into[: sum(nbytes for _, nbytes in self._spans)]
+
+    def replicate(self) -> None:
+        done, reason = self._loop.call(self._loop.replicator.replicate(JOB, self._slot, 0, "peer"))
+        assert done, reason
+
+    def fetch(self) -> None:
+        fetched = self._loop.call(
+            self._loop.fetcher.fetch(JOB, "peer", SnapshotId(1, 1), 0, self._spans, self._into)
+        )
+        assert fetched.ok, fetched.reason
+
+    def prove(self) -> None:
+        """What was measured is a replica: the slices come back bit by bit."""
+        np.frombuffer(self._into, np.uint8)[:] = 0
+        self.fetch()
+        at = 0
+        for offset, nbytes in self._spans:
+            assert self._into[at : at + nbytes] == self._slot.payload[offset : offset + nbytes], f"other bytes at {offset}"
+            at += nbytes
+
+
+@contextlib.contextmanager
+def peer_process(key: ClusterKey, nbytes: int, pace: float) -> Iterator[int]:
+    """The port it listens on."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"from bench.protect import peer; peer({key.secret.hex()!r}, {nbytes}, {pace})"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        yield int(child.stdout.readline())
+    finally:
+        child.kill()
+        child.wait()
 
 
 def main() -> int:
     pace_help = "bytes/s the wire carries, all streams together (0: what loopback does)"
     args = arguments(__doc__ or "", pace={"type": float, "default": 0.0, "help": pace_help})
     pace_pushes(args.pace / STREAMS)
-    nbytes = int(args.bytes)
-    key = ClusterKey.generate()
-    arena = make_arena(3 * nbytes)
-    slot = sealed_slot(arena, nbytes)
+    key, arena = ClusterKey.generate(), make_arena(OWN_SLOTS, int(args.bytes))
+    slot = sealed_slot(arena, int(args.bytes))
     assert slot.record is not None
     payload = slot.record.layout.payload_bytes
-    child = subprocess.Popen(
-        [sys.executable, "-c", f"from bench.protect import peer; peer({key.secret.hex()!r}, {payload}, {args.pace})"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    into = arena.allocate(slot.tenant, payload, 1 << 20).payload
     report = Report("protect: one replica of a sealed slot; restore: the same slices fetched from a peer")
-    try:
-        assert child.stdout is not None
-        port = int(child.stdout.readline())
+    with peer_process(key, payload, args.pace) as port:
         view = slot.payload[:payload]
-        loops = {mode: Loop(port, mode, key, nbytes) for mode in ("none", "aead")}
-        contenders = {
-            "raw none": RawTcp(port, view, sealed=False, pace=args.pace),
-            "raw aead": RawTcp(port, view, sealed=True, pace=args.pace),
+        contenders: dict[str, Callable[[], None]] = {
+            f"raw {mode}": RawTcp(port, view, sealed=mode == "aead", pace=args.pace) for mode in MODES
         }
-        spans = tuple((f.offset, f.nbytes) for f in slot.record.layout.fragments)
-        into = arena.allocate(slot.tenant, payload, 1 << 20).payload[: sum(n for _, n in spans)]
-        for mode, loop in loops.items():
-
-            def replicate(loop: Loop = loop) -> float:
-                started = time.perf_counter()
-                answer = loop.call(loop.replicator.replicate(JOB, slot, 0, "peer"))
-                assert answer == (True, ""), answer
-                return time.perf_counter() - started
-
-            def fetch(loop: Loop = loop) -> float:
-                started = time.perf_counter()
-                answer = loop.call(loop.fetcher.fetch(JOB, "peer", SnapshotId(1, 1), 0, spans, into))
-                assert answer == (True, ""), answer
-                return time.perf_counter() - started
-
-            contenders |= {f"replica {mode}": replicate, f"fetch {mode}": fetch}  # type: ignore[dict-item]
+        sides = {mode: Side(Loop(port, mode, key), slot, into) for mode in MODES}
+        for mode, side in sides.items():
+            contenders |= {f"replica {mode}": side.replicate, f"fetch {mode}": side.fetch}
         # warm twice: the peer keeps one replica while the next arrives, so it has two memories to touch first
-        taken = interleave(contenders, args.repeats, warm=2)  # type: ignore[arg-type]
-        for mode in loops:
-            limit = report.add(Row(f"raw TCP, {STREAMS} streams, {mode}", taken[f"raw {mode}"], payload))
-            report.add(
-                Row(f"replica, {mode}, verified", taken[f"replica {mode}"], payload, floor=FLOOR), limit
-            )
-            report.add(Row(f"fetch, {mode}, verified", taken[f"fetch {mode}"], payload, floor=FLOOR), limit)
-    finally:
-        child.kill()
-        child.wait()
+        taken = interleave(contenders, args.repeats, warm=2)
+        for side in sides.values():
+            side.prove()
+    for mode in MODES:
+        limit = report.add(Row(f"raw TCP, {STREAMS} streams, {mode}", taken[f"raw {mode}"], payload))
+        report.add(Row(f"replica, {mode}, verified", taken[f"replica {mode}"], payload, floor=FLOOR), limit)
+        report.add(Row(f"fetch, {mode}, verified", taken[f"fetch {mode}"], payload, floor=FLOOR), limit)
     return report.finish(args.json)
 
 

@@ -12,8 +12,9 @@ import torch
 from ckptd_client import Client
 
 from bench.common import Report, Row, arguments, interleave
-from bench.rig import daemon
-from bench.stall import GRANT_WAIT_S, Training
+from bench.rig import daemon, room
+from bench.stall import GRANT_WAIT_S
+from bench.training import Copies, Training
 
 OWN_FLOOR = 0.6
 
@@ -22,11 +23,9 @@ def main() -> int:
     args = arguments(__doc__ or "", threads={"type": int, "default": max(1, (os.cpu_count() or 2) - 1)})
     torch.set_num_threads(args.threads)
     report = Report("restore: from own memory")
-    with daemon(memory_budget=int(2 * args.bytes * 1.1 + 256e6)) as node:
-        training = Training(args.bytes, "cpu")
-        sources = training.tensors()
-        targets = [torch.zeros_like(t) for t in sources]
-        nbytes = sum(t.numel() * t.element_size() for t in sources)
+    training = Training(args.bytes)
+    memcpy, nbytes = Copies(training), training.nbytes
+    with daemon(memory_budget=room(nbytes)) as node:
         client = Client.connect(job="bench", socket=str(node.socket), required=True)
         client.register(model=training.model, optimizer=training.optimizer)
         assert client.restore() is None
@@ -35,10 +34,7 @@ def main() -> int:
         assert not handle.status.startswith("skipped"), handle.status
         client.wait(level="sealed", timeout=GRANT_WAIT_S)
         phases: dict[str, list[float]] = {}
-
-        def memcpy() -> None:
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source)
+        digests = training.digests()
 
         def restore() -> None:
             assert client.restore() == training.step
@@ -47,6 +43,9 @@ def main() -> int:
             for name, seconds in client.last_restore["seconds"].items():
                 phases.setdefault(name, []).append(float(seconds))
 
+        training.spoil()
+        restore()
+        assert training.digests() == digests, "restored is not what was captured"
         taken = interleave({"memcpy": memcpy, "restore": restore}, args.repeats)
         phases = {name: seconds[-args.repeats :] for name, seconds in phases.items()}
         limit = report.add(Row("memcpy, warm", taken["memcpy"], nbytes))

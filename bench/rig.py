@@ -16,6 +16,14 @@ from pathlib import Path
 
 START_TIMEOUT_S = 60.0
 POLL_S = 0.05
+OWN_SLOTS = 2
+BESIDE_STATE = 1.1  # sums and records, and what rounding adds
+RESERVE_BYTES = 256_000_000  # what the daemon keeps free of its budget, and a little
+
+
+def room(nbytes: int) -> int:
+    """The memory budget for OWN_SLOTS snapshots of a state of so many bytes."""
+    return int(OWN_SLOTS * BESIDE_STATE * nbytes) + RESERVE_BYTES
 
 
 class Daemon:
@@ -23,7 +31,7 @@ class Daemon:
         self.root, self.socket = root, root / "s"
         defaults = {
             "node_id": "bench", "state_dir": root / "state", "socket": self.socket, "plain_loopback": "true",
-            "replicas": 0, "own_slots": 2,
+            "replicas": 0, "own_slots": OWN_SLOTS,
         }  # fmt: skip
         env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
         env |= {f"CKPTD_{name.upper()}": str(value) for name, value in {**defaults, **settings}.items()}

@@ -1,4 +1,5 @@
-"""How long a snapshot holds training, next to a warm memcpy of the same state and to DCP's async_save in the same run.
+"""How long a snapshot holds training, next to a warm memcpy of the same state in the same run. (Beside other systems:
+bench.peers.)
 
     python -m bench.stall --json out.json
     python -m bench.stall --device cuda --bytes 12e9
@@ -10,23 +11,17 @@ Blocking is the time inside snapshot() plus the time the next optimizer step wai
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from ckptd_client import Client
-from torch import nn
 
 from bench.common import Report, Row, arguments, interleave
-from bench.rig import Daemon, daemon
+from bench.rig import Daemon, daemon, room
+from bench.training import Copies, Training
 
-LAYER = 4096  # square weights of 64 MiB in float32
 COMPUTE_RATIO = 3.0  # forward and backward take this many times the memcpy
 STEPS_AFTER = 10
 BLOCKING_FLOOR, ADDED_FLOOR, BARE_FLOOR = 0.10, 0.25, 1.25
@@ -35,59 +30,10 @@ DAEMON_BEYOND_ARENA_MAX = 200e6
 GRANT_WAIT_S = 30.0
 
 
-class Training:
-    """A state of about ``nbytes``: weights and two AdamW moments; ``compute`` stands for forward and backward."""
-
-    def __init__(self, nbytes: float, device: str) -> None:
-        layers = max(1, round(nbytes / 3 / (LAYER * LAYER * 4)))
-        self.model = nn.ParameterList(
-            [nn.Parameter(torch.randn(LAYER, LAYER, device=device)) for _ in range(layers)]
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        for weight in self.model:
-            weight.grad = torch.zeros_like(weight)
-        self.optimizer.step()
-        self.device, self.step = device, 0
-        self._left, self._right = (torch.randn(512, 512, device=device) for _ in range(2))
-        self.products = 0  # matrix products of one forward and backward
-
-    def tensors(self) -> list[torch.Tensor]:
-        moments = [
-            v
-            for s in self.optimizer.state.values()
-            for v in s.values()
-            if torch.is_tensor(v) and v.numel() > 1
-        ]
-        return [*(weight.data for weight in self.model), *moments]
-
-    def calibrate(self, seconds: float) -> None:
-        """From now on compute() is the work of about ``seconds``: a fixed amount, which takes longer when it is disturbed."""
-        done, end = 0, time.perf_counter() + 1.0
-        while time.perf_counter() < end:
-            self._left @ self._right
-            done += 1
-        self.products = max(1, round(done * seconds))
-
-    def compute(self) -> None:
-        for _ in range(self.products):
-            self._left @ self._right
-
-    def optimize(self) -> None:
-        self.optimizer.step()
-        self.step += 1
-
-
 class Stall:
-    def __init__(self, training: Training, client: Client, directory: Path) -> None:
-        self.training, self.client, self.directory = training, client, directory
-        self._sources = training.tensors()
-        self._targets = [torch.empty_like(t, device="cpu").fill_(0) for t in self._sources]
-        self.nbytes = sum(t.numel() * t.element_size() for t in self._sources)
+    def __init__(self, training: Training, client: Client) -> None:
+        self.training, self.client = training, client
         self.loops: dict[bool, list[list[float]]] = {False: [], True: []}  # rounds of seconds per step
-
-    def memcpy(self) -> None:
-        for source, target in zip(self._sources, self._targets, strict=True):
-            target.copy_(source)
 
     def snapshot(self) -> float:
         """Seconds inside snapshot(); tries again at the next step while nothing is granted (not timed)."""
@@ -121,19 +67,6 @@ class Stall:
         self._settle()
         return blocked
 
-    def dcp(self) -> float:
-        state = {"model": dict(self.training.model.named_parameters()), "optim": self._optim_state()}
-        started = time.perf_counter()
-        future: Any = dcp.async_save(state, checkpoint_id=str(self.directory / "dcp"))
-        blocked = time.perf_counter() - started
-        future.result()
-        shutil.rmtree(self.directory / "dcp", ignore_errors=True)
-        return blocked
-
-    def _optim_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.training.optimizer.state_dict()["state"]
-        return {str(index): values for index, values in state.items()}
-
     def loop(self, with_snapshot: bool) -> float:
         """A step and the ten after it."""
         first = self.snapshot() if with_snapshot else self._plain_first()
@@ -160,35 +93,48 @@ class Stall:
         rounds = [sum(steps) - len(steps) * plain - copy_s for steps in self.loops[True]]
         return max(0.0, sum(medians) - len(medians) * plain - copy_s), rounds
 
+    def prove(self) -> None:
+        """What was measured is a snapshot: the state comes back bit by bit."""
+        self.snapshot()
+        self._settle()
+        step, digests = self.training.step, self.training.digests()
+        self.training.spoil()
+        assert self.client.restore() == step
+        assert self.training.digests() == digests, "restored is not what was captured"
+
     def _settle(self) -> None:
         self.client.wait(level="sealed", timeout=GRANT_WAIT_S)
 
 
-def run(training: Training, client: Client, node: Daemon, directory: Path, args: Any) -> Report:
-    stall = Stall(training, client, directory)
-    report = Report("stall: how long a snapshot holds training")
+def calibrated(training: Training) -> Copies:
+    """Copies that are warm; compute() takes COMPUTE_RATIO times as long from now on."""
+    memcpy = Copies(training)
     for _ in range(3):
-        stall.memcpy()
+        memcpy()
     started = time.perf_counter()
-    stall.memcpy()
+    memcpy()
     training.calibrate(COMPUTE_RATIO * (time.perf_counter() - started))
+    return memcpy
+
+
+def run(training: Training, client: Client, node: Daemon, args: Any) -> Report:
+    stall, memcpy = Stall(training, client), calibrated(training)
+    report = Report("stall: how long a snapshot holds training")
     taken = interleave(
-        {"memcpy": stall.memcpy, "hidden": stall.hidden, "bare": stall.bare, "dcp": stall.dcp},
-        args.repeats,
-        warm=2,
+        {"memcpy": memcpy, "hidden": stall.hidden, "bare": stall.bare}, args.repeats, warm=2
     )
     stall.loop(True)
     stall.loops[True].clear()
     loops = interleave(
         {"plain": lambda: stall.loop(False), "snapshot": lambda: stall.loop(True)}, args.repeats, warm=0
     )
-    limit = report.add(Row("memcpy, warm", taken["memcpy"], stall.nbytes))
+    stall.prove()
+    limit = report.add(Row("memcpy, warm", taken["memcpy"], training.nbytes))
     hidden = Row("snapshot() + fence, behind compute", taken["hidden"], floor=BLOCKING_FLOOR, kind="time")
     report.add(hidden, limit)
     report.add(
         Row("snapshot() + fence, nothing to hide behind", taken["bare"], floor=BARE_FLOOR, kind="time"), limit
     )
-    report.add(Row("DCP async_save, blocking", taken["dcp"], kind="time"), limit)
     added, rounds = stall.added(limit.median)
     name = f"added over {STEPS_AFTER + 1} steps beyond the copy's CPU time"
     spread = f"single rounds {min(rounds):+.2f} to {max(rounds):+.2f} s"
@@ -199,7 +145,7 @@ def run(training: Training, client: Client, node: Daemon, directory: Path, args:
     report.facts["daemon memory beyond its arena"] = (
         f"{beyond / 1e6:.0f} MB (at most {DAEMON_BEYOND_ARENA_MAX / 1e6:.0f})"
     )
-    report.facts["state"] = f"{stall.nbytes / 1e9:.2f} GB in {len(stall._sources)} tensors"
+    report.facts["state"] = f"{training.nbytes / 1e9:.2f} GB in {len(memcpy.sources)} tensors"
     report.facts["compute per step"] = f"{training.products} products on {torch.get_num_threads()} threads"
     report.facts["11 steps without / with a snapshot"] = (
         f"{sorted(loops['plain'])[len(loops['plain']) // 2]:.3f} / "
@@ -210,8 +156,7 @@ def run(training: Training, client: Client, node: Daemon, directory: Path, args:
 
 def run_cuda(training: Training, client: Client, args: Any) -> Report:
     """Blocking with QUEUED_MS of kernels queued, D2H against pinned copies of the same run, step time over ten steps."""
-    sources = training.tensors()
-    nbytes = sum(t.numel() * t.element_size() for t in sources)
+    sources, nbytes = training.tensors(), training.nbytes
     pinned = [torch.empty_like(t, device="cpu", pin_memory=True) for t in sources]
     report = Report(f"stall on {torch.cuda.get_device_name()}")
 
@@ -224,7 +169,7 @@ def run_cuda(training: Training, client: Client, args: Any) -> Report:
         while True:
             training.optimize()
             torch.cuda.synchronize()
-            torch.cuda._sleep(int(QUEUED_MS * 1e-3 * 1.7e9))
+            torch.cuda._sleep(int(QUEUED_MS * 1e-3 * 1.7e9))  # type: ignore[no-untyped-call]
             started = time.perf_counter()
             handle = client.snapshot(training.step)
             seconds = time.perf_counter() - started
@@ -259,25 +204,18 @@ def main() -> int:
         __doc__ or "",
         device={"default": "cpu", "choices": ["cpu", "cuda"]},
         threads={"type": int, "default": max(1, (os.cpu_count() or 2) - 1)},
-        directory={"type": Path, "default": None},
     )
     torch.set_num_threads(args.threads)
-    directory = Path(tempfile.mkdtemp(prefix="ckptd-bench-", dir=args.directory))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with daemon(memory_budget=int(2 * args.bytes * 1.1 + 256e6)) as node:
-            training = Training(args.bytes, args.device)
-            client = Client.connect(job="bench", socket=str(node.socket), required=True)
-            client.register(model=training.model, optimizer=training.optimizer)
-            assert client.restore() is None
-            if args.device == "cuda":
-                report = run_cuda(training, client, args)
-            else:
-                report = run(training, client, node, directory, args)
-            client.close()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        dist.destroy_process_group()
+    training = Training(args.bytes, args.device)
+    with daemon(memory_budget=room(training.nbytes)) as node:
+        client = Client.connect(job="bench", socket=str(node.socket), required=True)
+        client.register(model=training.model, optimizer=training.optimizer)
+        assert client.restore() is None
+        if args.device == "cuda":
+            report = run_cuda(training, client, args)
+        else:
+            report = run(training, client, node, args)
+        client.close()
     return report.finish(args.json)
 
 

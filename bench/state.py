@@ -12,26 +12,29 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.layout_build import LayoutItem, build_layout
 
 JOB = "0/bench"
-TENSOR_BYTES = 64 << 20  # of one tensor: about what a layer of a billion-parameter model has
+TENSOR_BYTES_MAX = 64 << 20  # of one tensor: about what a layer of a billion-parameter model has
+TENSORS_MIN = 4
+COLUMNS = 1024
 META_BYTES = 16 << 20
 OBJECTS_BYTES = 64 << 10
 
 
-def make_arena(budget: int) -> Arena:
-    return Arena(budget, NullKeeper(), incarnation="bench", reserve_bytes=64 << 20)
+def make_arena(slots: int, nbytes: int) -> Arena:
+    """With room for so many slots of so many bytes."""
+    return Arena(slots * (nbytes + OBJECTS_BYTES + 2 * META_BYTES), NullKeeper(), incarnation="bench", reserve_bytes=64 << 20)
 
 
 def sealed_slot(arena: Arena, nbytes: int, step: int = 1) -> Slot:
-    """``nbytes`` of random float32 tensors, sums made. The memory is warm afterwards."""
-    count = max(1, round(nbytes / TENSOR_BYTES))
-    shape = (TENSOR_BYTES // 4096 // 4, 4096)
+    """About ``nbytes`` of random float32 tensors, sums made. The memory is warm afterwards."""
+    count = max(TENSORS_MIN, round(nbytes / TENSOR_BYTES_MAX))
+    shape = (max(1, nbytes // count // COLUMNS // 4), COLUMNS)
     items = [
         LayoutItem(f"layer.{i}.weight", "F32", shape, Box.whole(shape), "param", "unique", 1)
         for i in range(count)
     ]
     layout = build_layout(0, 1, items, OBJECTS_BYTES, "bench", ())
     slot = arena.allocate(Tenant(JOB, 0, "own", 0), layout.payload_bytes, META_BYTES)
-    flat = np.frombuffer(slot.payload, dtype=np.uint8, count=layout.payload_bytes)
+    flat = np.frombuffer(slot.payload[: layout.payload_bytes], dtype=np.uint8)
     piece = np.random.default_rng(step).integers(0, 255, 8 << 20, dtype=np.uint8)
     for at in range(0, len(flat), len(piece)):
         end = min(len(flat), at + len(piece))

@@ -1,0 +1,53 @@
+"""Every benchmark runs at 10 MB, and what it measured is what it says it is. None is judged by its speed here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.netns import missing
+
+REPO = Path(__file__).resolve().parents[2]
+BENCHMARKS = ("stall", "protect", "erasure", "persist", "restore", "peers")
+RUN_TIMEOUT_S = 240.0
+
+
+def told_by(name: str, folder: Path, *options: str) -> dict[str, Any]:
+    """What it wrote at its end. Each proves then, in its own process, that what it moved arrived bit by bit."""
+    said = folder / "said.json"
+    command = [sys.executable, "-m", f"bench.{name}", "--json", str(said), *options]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    assert said.exists(), f"bench.{name} ended before its end:\n{done.stderr[-3000:]}"
+    assert done.returncode in (0, 1), done.stderr  # 1: a floor was missed, which is for a person to look at
+    told: dict[str, Any] = json.loads(said.read_text())
+    return told
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_it_runs_to_its_end(name: str, tmp_path: Path) -> None:
+    told = told_by(name, tmp_path, "--bytes", "1e7", "--repeats", "1")
+    assert told["rows"] and all(second >= 0 for row in told["rows"] for second in row["seconds"])
+    assert not [row["name"] for row in told["rows"] if not row["seconds"]]
+
+
+@pytest.mark.root
+@pytest.mark.chaos
+@pytest.mark.skipif(bool(missing()), reason=f"skipped: {missing()}")
+def test_pacing_runs_to_its_end(tmp_path: Path) -> None:
+    short = "--rounds 2 --steps 5 --learn-s 10 --reduce-bytes 1e6 --state-bytes 4e6"
+    told = told_by("pacing", tmp_path, *short.split())
+    assert [row["name"] for row in told["rows"]] == ["none", "unpaced", "paced"]
+    assert told["rows"][1]["moved_mb_s"] > 0, "nothing was copied beside the steps"
+
+
+def test_make_bench_runs_each_of_them() -> None:
+    (named,) = re.findall(r"for name in ([\w ]+); do", (REPO / "Makefile").read_text())
+    assert named.split() == list(BENCHMARKS)
+    modules = {path.stem for path in (REPO / "bench").glob("*.py") if "def main() -> int" in path.read_text()}
+    assert modules == {*BENCHMARKS, "pacing"}
