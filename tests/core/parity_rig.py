@@ -17,11 +17,12 @@ Ordered = set[tuple[str, int, bool]]  # (to, position, data)
 
 
 def steward(
-    ranks: str = "abc", spare: str = "d", parity: Parity = XOR, durable: bool = False, **more: float
+    ranks: str = "abc", spare: str = "d", parity: Parity = XOR, durable: bool = False, rack: str = "", **more: float
 ) -> Steward:
-    """Nodes of one rank each, all of one lane; ``spare`` ones have none."""
+    """Nodes of one rank each, all of one lane; ``spare`` ones have none. rack: these are one failure domain."""
     record = record_of(ranks)
-    record = replace(record, nodes=(*record.nodes, *map(member, spare)))
+    nodes = (*record.nodes, *map(member, spare))
+    record = replace(record, nodes=tuple(replace(n, domain="rack") if n.node in rack else n for n in nodes))
     policy = Policy(redundancy=parity, durable=durable, steward_timeout_s=PATIENCE_S, **more)  # type: ignore[arg-type]
     return Steward(record, policy).train()
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.lanes import Part
-from ckptd.core.machine.steward.certify import REPEAT_S
+from ckptd.core.lanes import Lane, Part, part_layout
+from ckptd.core.lanes import Member as Position
+from ckptd.core.machine.steward.certify import IDLE_S, REPEAT_S
 from ckptd.core.machine.steward.flush import MEND_S
+from ckptd.core.machine.steward.grants import FULL_S
+from ckptd.core.policy import Policy
 from ckptd.core.redundancy import Parity
 from tests.core.flushes import ask, step_of
-from tests.core.machines import EPOCH, Steward, at, fact, layout, only
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 from tests.core.parity_rig import (
     PATIENCE_S,
+    XOR,
     leaves,
     lose,
     make,
@@ -315,3 +321,44 @@ def test_a_leaving_node_with_its_data_gets_its_parity_when_only_one_with_another
     make(node, "c", part)
     node.tick(1.0)
     assert node.level(7) == 1
+
+
+def test_a_lane_of_which_two_positions_came_to_live_in_one_domain_is_made_good_by_copies() -> None:
+    """P14: it was whole, and survived nothing: the newest stayed below an older one, and with two slots neither could go
+    (simulator, seed 83712297 of that day)."""
+    node = protected(steward(rack="ad", durable=True))
+    lose(node, "c")
+    node.tick(1.0)
+    node.hear("b", msg.FlushAsk(EPOCH, 7))
+    node.tick()
+    ((to, part),) = [(to, order.part) for to, order in orders(node) if order.data]
+    assert (to, part.position) == ("d", 2), "anywhere, for the flush"
+    node.others["d"].held(fact(7, 2, 1, world=3))
+    node.tick(PATIENCE_S)
+    make(node, "d", part)
+    assert node.level(7) == 0, "nodes a and d are in one rack"
+    mark = node.mark
+    node.tick(REPEAT_S)
+    assert {asked.rank for to in "ad" for asked in node.said(msg.Holders, to, mark)} == {0, 2}
+    for rank in (0, 2):
+        node.others["b"].held(fact(7, rank, 1, world=3))
+    assert node.level(7) == 1
+
+
+def test_without_slots_for_long_copies_take_the_place_of_parity_that_cannot_be_made() -> None:
+    """P14: of a lane of the epoch before one node is gone, and there is no other domain for its position."""
+    members = tuple(Position(rank, 64, layout(rank, 4).layout_id) for rank in range(4))
+    lane, step = Lane(4, 0, 1, members), at(7, EPOCH - 1)
+    node = Steward(record_of("abc", ancestry=(step,)), Policy(redundancy=XOR, durable=False))
+    node.feed(ev.HoldingFound(50, step, 0, 0, True, layout(0, 4), ()))
+    own = part_layout(lane, 64), (), False, Part(lane, 0), tuple(layout(rank, 4) for rank in range(4))
+    node.feed(ev.HoldingFound(51, step, lane.holding_rank, 0, False, *own))
+    for name, rank in (("b", 1), ("c", 2)):
+        held = fact(7, rank, epoch=EPOCH - 1, world=4), replace(part_fact(Part(lane, rank)), snapshot=step)
+        node.others[name].tell_inventory(*held, layouts=[layout(rank, 4) for rank in range(4)])
+    node.train(free=0)
+    mark = node.mark
+    node.tick(FULL_S)
+    assert (node.level(7, epoch=EPOCH - 1), node.said(msg.Holders, "b", mark)) == (0, [])
+    node.tick(IDLE_S)
+    assert [asked.rank for asked in node.said(msg.Holders, "b", mark)][:1] == [1]

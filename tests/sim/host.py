@@ -354,6 +354,8 @@ class Host:
         ranks, ask = run.joining(proc.rank)
         joined = ev.RankJoined(proc.rank, run.attempt, ranks, run.nodes, ask, running, trains=running)
         self.feed(joined)
+        if self.machine.ctx.done and self.record is not None and self.record.nonce == run.attempt:
+            proc.may_train()  # it comes back to a daemon that has heard already: the shell says so at once
         self.world.clock.after(0.05, self._size, self.life, proc)
 
     def _size(self, life: int, proc: Proc) -> None:

@@ -320,8 +320,10 @@ class Certify:
         if facts.durable and self._sessions.life() in JOB_OVER:
             return  # a node that lacked memory has let go of it, and would get it back
         self._parities.order(facts)
-        # On a rung of copies no parity is made, also not where there was some: copies take its place.
-        by_parity = self._parities.ranks_in_lanes(facts) if isinstance(self._ctx.redundancy, Parity) else set()
+        # On a rung of copies no parity is made, also not where there was some: copies take its place. So they do where parity has
+        # not brought what a newer snapshot needs to take an older one's slots, and none is left.
+        parity = isinstance(self._ctx.redundancy, Parity) and not self._grants.full()
+        by_parity = self._parities.ranks_by_parity_alone(facts) if parity else set()
         asked = False
         for rank, nodes in facts.holders.items():
             if rank in by_parity:

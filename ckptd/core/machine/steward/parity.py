@@ -56,6 +56,18 @@ class Parities:
         """They are protected by parity, and not by copies."""
         return {rank for lane in self._lanes(facts) for rank in lane.ranks()}
 
+    def ranks_by_parity_alone(self, facts: Facts) -> set[int]:
+        """Without those of lanes that are whole and yet survive less than they could, as two positions came to live in one domain
+        when something was lost: nothing is left to be made of them, so copies take their place."""
+        lanes = [lane for lane in self._lanes(facts) if not self._ill_placed(self._held(facts, lane))]
+        return {rank for lane in lanes for rank in lane.ranks()}
+
+    def _ill_placed(self, held: Held) -> bool:
+        whole = all(map(held.all_data.get, held.lane.ranks().values())) and all(
+            map(held.all_parts.get, range(len(held.lane.members)))
+        )
+        return whole and self._survives(held.lane, held.all_data, held.all_parts) < held.lane.parity
+
     def order(self, facts: Facts, *, at_once: bool = False) -> None:
         """Ask for what is missing, of the most exposed lanes first. at_once: also for data, however recently it was lost."""
         wanted = at_once or self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)
@@ -134,11 +146,11 @@ class Parities:
         )
 
     def _tolerates(self, held: Held) -> int:
-        domain = self._ctx.domain
-        where = [
-            {at: {domain(node) for node in nodes} for at, nodes in found.items()} for found in (held.data, held.parts)
-        ]
-        return tolerance(held.lane, where[0], where[1])
+        return self._survives(held.lane, held.data, held.parts)
+
+    def _survives(self, lane: Lane, *found: dict[int, list[str]]) -> int:
+        data, parts = ({at: set(map(self._ctx.domain, nodes)) for at, nodes in where.items()} for where in found)
+        return tolerance(lane, data, parts)
 
     def _long_short(self, facts: Facts, lost: bool) -> bool:
         if not lost:
