@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import nested, optim, resolve, rng, tree
+from ckptd_client import beside, nested, optim, resolve, rng, tree
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner, State
 from ckptd_client.load import Memory
@@ -55,7 +55,7 @@ class Objects:
     def _named(self) -> Iterator[tuple[str, Owner | None]]:
         wanted = set(self._wanted.objects)
         for owner in self._registry.owners.values():
-            own = [*resolve.object_names(owner, self._state), f"{owner.name}.{resolve.ODD}"]
+            own = [*resolve.object_names(owner, self._state), *resolve.optional_names(owner)]
             yield from ((name, owner) for name in own if name in wanted)
         yield from ((name, None) for name in (rng.NAME, resolve.META) if name in wanted)
 
@@ -92,6 +92,8 @@ class Objects:
     def apply(self, step: int, *, strict: bool) -> Restored:
         """After the tensors are written."""
         result = Restored()
+        for owner in self._registry.of_kind("optimizer"):
+            beside.give_back(owner.name, owner.value, self.trees.get(f"{owner.name}.{resolve.BESIDE}", {}))
         self._set_states(strict)
         for owner in self._registry.owners.values():
             self._set_owner(owner, result)

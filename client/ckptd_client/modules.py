@@ -29,7 +29,8 @@ class ExtraState:
         self.name, self._module = name, module
 
     def get(self) -> Any:
-        return self._module.get_extra_state()
+        with NoCollectives(self.name):
+            return self._module.get_extra_state()
 
     def set(self, value: Any) -> None:
         self._module.set_extra_state(value)
@@ -96,7 +97,7 @@ class SavedState:
 
     def _differing(self, saved: dict[str, Any]) -> list[str]:
         now = self.get()
-        return [key for key, value in saved.items() if key not in now or not _same(now[key], value)]
+        return [key for key, value in saved.items() if key not in now or not same(now[key], value)]
 
 
 def _write(target: Any, value: Any) -> None:
@@ -105,7 +106,7 @@ def _write(target: Any, value: Any) -> None:
         target.copy_(value)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Bit by bit."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return type(a) is type(b) and bool(a == b)

@@ -7,7 +7,7 @@ over optimizers finds the state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -112,8 +112,13 @@ def label_of(optimizer: Optimizer, parameter: Tensor, held: Mapping[int, list[Ho
 
 
 def names(value: Any) -> list[tuple[str, Optimizer]]:
-    """A name for each of ``with_state``, for what it keeps of no parameter: "" for the first."""
-    found: list[Holder] = []
-    for optimizer in with_state(value):
-        found.append(Holder(optimizer, {}, _label(optimizer, found)))
-    return [(holder.label, holder.optimizer) for holder in found]
+    """A name for each of ``with_state``, for what it keeps of no parameter."""
+    return named(with_state(value))
+
+
+def named(found: Iterable[Optimizer]) -> list[tuple[str, Optimizer]]:
+    """"" for the first."""
+    holders: list[Holder] = []
+    for optimizer in found:
+        holders.append(Holder(optimizer, {}, _label(optimizer, holders)))
+    return [(holder.label, holder.optimizer) for holder in holders]

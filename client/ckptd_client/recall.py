@@ -27,6 +27,7 @@ class Recall:
         self.aliases = state.aliases
         self.groups = state.groups
         self.extras = state.extras
+        self.beside = state.beside
         self._registry = registry
         self._version = registry.version
         self._modules = [owner.value for owner in registry.of_kind("module")]

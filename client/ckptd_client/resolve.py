@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import apart, naming, optim, rng, tree
+from ckptd_client import apart, beside, naming, optim, rng, tree
 from ckptd_client.entries import Entry, Extra, Mode, Owner, State
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
 
 META = "$meta"  # object: {"step", "meta"}
 GROUPS = "groups"  # object "<optimizer>.groups"
+BESIDE = "more"  # object "<optimizer>.more": what its own state_dict() has beside state and groups
 ODD = "state"  # object "<optimizer>.state": optimizer state that is not a tensor
 
 
@@ -53,6 +54,11 @@ def object_names(owner: Owner, state: State) -> list[str]:
     return [owner.name] if owner.kind in ("stateful", "value") else [*state.extras.get(owner.name, {})]
 
 
+def optional_names(owner: Owner) -> list[str]:
+    """Objects that an optimizer has once it has something to put there."""
+    return [f"{owner.name}.{ODD}", f"{owner.name}.{BESIDE}"] if owner.kind == "optimizer" else []
+
+
 def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
     for name, extra in state.extras.get(owner.name, {}).items():
         yield name, extra.get()
@@ -60,6 +66,8 @@ def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
         yield f"{owner.name}.{GROUPS}", optim.groups_tree(owner, state.groups[owner.name])
         if state.odd.get(owner.name):
             yield f"{owner.name}.{ODD}", state.odd[owner.name]
+        if owner.name in state.beside:
+            yield f"{owner.name}.{BESIDE}", beside.collect(owner.name, owner.value)
     elif owner.kind == "stateful":
         with NoCollectives(owner.name):
             saved = owner.value.state_dict()
@@ -101,6 +109,8 @@ class _Resolver:
         for owner in self._optimizers:
             self.state.groups[owner.name] = optim.group_of_each(owner, self.state.params)
             entries, self.state.odd[owner.name] = optim.state_entries(owner, self.state.params)
+            if beside.collect(owner.name, owner.value):
+                self.state.beside.add(owner.name)
             for entry in entries:
                 self._add(entry)
 

@@ -185,7 +185,7 @@ class Snapshots:
         assert session.world is not None, "a grant without a world"
         tensors = recall.tensors() if recall is not None and recall.plan.world is session.world else None
         if recall is not None and tensors is not None:
-            state = State(aliases=recall.aliases, groups=recall.groups, extras=recall.extras)
+            state = State(aliases=recall.aliases, groups=recall.groups, extras=recall.extras, beside=recall.beside)
             resolve.objects(self._registry, state, step, meta)
             packed: bytes = msgpack.packb(state.objects)
             if not state.inside and len(packed) <= recall.plan.objects_max:

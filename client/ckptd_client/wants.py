@@ -242,9 +242,9 @@ class _Matcher:
             for name in resolve.object_names(owner, self._state):
                 if self._only(name):
                     self._object(owner, name)
-            odd = f"{owner.name}.{resolve.ODD}"
-            if owner.kind == "optimizer" and odd in self._catalogue.objects and self._only(odd):
-                self._object(owner, odd)
+            for name in resolve.optional_names(owner):
+                if name in self._catalogue.objects and self._only(name):
+                    self._object(owner, name)
         for name in ALWAYS & self._catalogue.objects:
             if self._only(name):
                 self.result.objects.append(name)
@@ -254,7 +254,8 @@ class _Matcher:
             self._problem(f"{name}: not in the snapshot")
             return
         self._claimed.add(name)
-        if owner.kind != "optimizer" and self._other_world("o", name) and not hasattr(owner.value, "reshard"):
+        mergeable = owner.kind == "optimizer" and not name.endswith(f".{resolve.BESIDE}")
+        if not mergeable and self._other_world("o", name) and not hasattr(owner.value, "reshard"):
             self._problem(f"{name}: {self._per_rank_text()}, or give it reshard(states, rank, world)")
             return
         self.result.objects.append(name)

@@ -43,6 +43,10 @@ def stepped() -> Iterator[Optimizer]:
     return iter(list(_last))
 
 
+def has_stepped(optimizer: Optimizer) -> bool:
+    return optimizer in _first
+
+
 def took_over(optimizer: Optimizer, other: Optimizer, since: int) -> bool:
     """Has ``optimizer``, registered at ``since``, stepped only after the last step of ``other``? Then that one's state is of
     a phase of training that is over."""

@@ -73,6 +73,24 @@ class Lookahead(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
 
+class Counting(AdamW):
+    """Steps every other time by its own count, which is in its state_dict() only."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        if self.count % 2:
+            super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        super().load_state_dict(state)
+
+
 class Wrapper(Optimizer):
     """Accelerate's: everything is the inner one's, by property."""
 
@@ -133,6 +151,8 @@ HOLDING: dict[str, Callable[[nn.Sequential], Optimizer]] = {
     "sam": sam,
     "lookahead": lambda model: Lookahead(AdamW(model.parameters(), lr=1e-2)),
     "wrapper": lambda model: Wrapper(AdamW(model.parameters(), lr=1e-2)),
+    "counting": lambda model: Counting(model.parameters(), lr=1e-2),
+    "counting in a wrapper": lambda model: Lookahead(Counting(model.parameters(), lr=1e-2)),
     "nested": lambda model: Lookahead(Lookahead(SGD(model.parameters(), lr=1e-2, momentum=0.9))),
 }
 

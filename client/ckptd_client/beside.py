@@ -1,0 +1,81 @@
+"""What an optimizer's own ``state_dict()`` has beside state and groups (P15): the counter of a Lookahead, a scale.
+
+Only asked where a class overrides it, and not before a first step: some are made to take one (torchtitan's container).
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ckptd.core.errors import CkptdError
+from ckptd_client import nested, optim, watch
+from ckptd_client.modules import same
+from ckptd_client.quiet import NoCollectives
+
+log = logging.getLogger("ckptd")
+Tree = dict[str, dict[str, Any]]  # name of the optimizer -> {key: value}
+_USUAL = ("state", "param_groups")
+
+
+def collect(name: str, value: Any) -> Tree:
+    """``value``: the registered optimizer or list. Raises CkptdError when one runs a collective."""
+    inside = nested.optimizers(value)
+    if not any(optimizer.state or watch.has_stepped(optimizer) for optimizer in inside):
+        return {}
+    known = {id(leaf) for optimizer in inside for leaf in _tensors(optimizer.state)}
+    known |= {id(parameter) for _, group in nested.groups(value) for parameter in group["params"]}
+    found = {label: _beside(name, optimizer, known) for label, optimizer in nested.named(inside)}
+    return {label: extra for label, extra in found.items() if extra}
+
+
+def _beside(name: str, optimizer: Optimizer, known: set[int]) -> dict[str, Any]:
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return {}
+    try:
+        with NoCollectives(name), torch.no_grad():
+            saved = optimizer.state_dict()
+    except CkptdError as error:
+        if len(nested.optimizers(optimizer)) == 1:
+            raise
+        _warn_once(name, type(optimizer).__name__, error.what)
+        return {}
+    return {
+        key: value
+        for key, value in saved.items()
+        if str(key).split(".")[0] not in _USUAL and not any(id(leaf) in known for leaf in _tensors(value))
+    }
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(name: str, kind: str, why: str) -> None:
+    """The optimizers that it holds are looked into without it."""
+    log.warning("ckptd: what %s (%s) may have beside the optimizers that it holds is not saved: %s", kind, name, why)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for _, leaf in optim.tensor_leaves("", value)]
+
+
+def give_back(name: str, value: Any, saved: Tree) -> None:
+    """Before state and groups are set, which the optimizer's ``load_state_dict`` may replace. Raises CkptdError naming what it
+    did not take."""
+    for label, optimizer in nested.named(nested.optimizers(value)):
+        extra = saved.get(label, {})
+        if extra and _differing(name, optimizer, extra):
+            with NoCollectives(name):
+                optimizer.load_state_dict({**optimizer.state_dict(), **extra})
+        lost = _differing(name, optimizer, extra)
+        if lost:
+            text = f"{type(optimizer).__name__} does not take back what it saved: {', '.join(lost)}"
+            raise CkptdError(text, where=name)
+
+
+def _differing(name: str, optimizer: Optimizer, extra: dict[str, Any]) -> list[str]:
+    now = _beside(name, optimizer, set()) if extra else {}
+    return [key for key, value in extra.items() if key not in now or not same(now[key], value)]
