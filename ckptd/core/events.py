@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.lanes import Part
 from ckptd.core.layout import Layout
 from ckptd.core.life import NO_TOMBSTONE, Order, Tombstone
 from ckptd.core.messages import Message, RestoreAsk
+from ckptd.core.written import Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,14 @@ REFUSED_AT_ONCE = (NOT_HERE, OTHER_MAPPER, STILL_READ, NO_SLOT, NO_MEMORY)  # th
 
 @dataclass(frozen=True, slots=True)
 class RankMissed:
-    """``step``: of the snapshot that the rank takes for captured, where it is not the rank itself that gave it up."""
+    """``step``: of the snapshot that the rank takes for captured, where it is not the rank itself that gave it up. ``written``:
+    past its fence."""
 
     rank: int
     grant: int
     reason: str
     step: int | None = None
+    written: Written = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

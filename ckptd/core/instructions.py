@@ -8,6 +8,7 @@ from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.lanes import Part
 from ckptd.core.life import Tombstone
 from ckptd.core.messages import Message, Source, WritePiece
+from ckptd.core.written import Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,15 @@ class TakeBack:
 
 
 @dataclass(frozen=True, slots=True)
+class TellWritten:
+    """Tell this node's ranks that the snapshot under this grant is void, as these tensors were written past a rank's fence: they
+    copy them before snapshot() returns from now on."""
+
+    grant: int
+    written: Written
+
+
+@dataclass(frozen=True, slots=True)
 class Supersede:
     """Tell this local rank that a newer epoch exists: it takes no more snapshots."""
 
@@ -219,6 +229,6 @@ class Alarm:
 
 Instruction = (
     Send | Connect | PersistEpoch | PersistLife | Bury | ReadDurable | ClaimEpoch | PrepareRestore | LoadNow | FailJoin
-    | FailRestore | FinishRestore | GiveSlot | TakeBack | Supersede | TellLevel | FreeSlot | Replicate | MakeParity | WriteFiles
-    | CancelWrite | Commit | Alarm
+    | FailRestore | FinishRestore | GiveSlot | TakeBack | TellWritten | Supersede | TellLevel | FreeSlot | Replicate | MakeParity
+    | WriteFiles | CancelWrite | Commit | Alarm
 )  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.lanes import Part
+from ckptd.core.written import Written
 
 
 # --- joining, inventory, restore --------------------------------------------------------------------------------
@@ -196,12 +197,13 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Node -> steward: this rank will not deliver that grant."""
+    """Node -> steward: this rank will not deliver that grant. written: what was written past its fence."""
 
     epoch: int
     grant: int
     rank: int
     reason: str
+    written: Written = field(default_factory=dict)
     session: str = ""
     serial: int = 0
 
@@ -210,7 +212,8 @@ class Missed:
 class Void:
     """Steward -> nodes: nobody keeps what was captured under this grant, nor any copy of ``snapshot`` where it is named.
 
-    grant 0: only the snapshot, of a grant that nobody answers for any more.
+    grant 0: only the snapshot, of a grant that nobody answers for any more. written: what every rank copies before its
+    snapshot() returns from now on.
     """
 
     epoch: int
@@ -218,6 +221,7 @@ class Void:
     reason: str
     snapshot: SnapshotId | None = None
     session: str = ""
+    written: Written = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

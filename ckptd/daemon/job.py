@@ -90,6 +90,7 @@ class JobShell:
             ins.FinishRestore: self.restore.finish,
             ins.GiveSlot: self.ranks.give_slot,
             ins.TakeBack: self.ranks.take_back,
+            ins.TellWritten: self.ranks.tell_written,
             ins.Supersede: self.ranks.supersede,
             ins.TellLevel: self._tell_level,
             ins.FreeSlot: self._free_slot,

@@ -18,6 +18,7 @@ from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.layout import Layout
 from ckptd.core.messages import RestoreAsk
 from ckptd.core.steptimes import Cadence
+from ckptd.core.written import checked
 from ckptd.daemon.seats import Seat
 from ckptd.daemon.services import Services
 from ckptd.observe.sight import Sight
@@ -81,7 +82,8 @@ class Ranks:
             self._sealed(session, seat, message, fds)
         elif isinstance(message, wire.GaveUp):
             self._services.metrics.skipped(self._job.job, message.reason)
-            feed(ev.RankMissed(seat.rank, message.grant, message.reason))
+            written = checked(message.written)
+            feed(ev.RankMissed(seat.rank, message.grant, message.reason, None, written))
         elif isinstance(message, wire.Resize):
             self._job.seats.resize(seat, message.state_bytes, message.frozen_bytes, message.record_bytes)
         elif isinstance(message, wire.Skipped):
@@ -303,6 +305,12 @@ class Ranks:
             self._job.feed(ev.RankMissed(do.rank, do.grant, "another process has the rank's place"))
         else:
             seat.session.send(wire.TakeBack(do.grant, do.reason))
+
+    def tell_written(self, do: ins.TellWritten) -> None:
+        said = wire.WrittenThere(do.grant, {owner: list(keys) for owner, keys in do.written.items()})
+        for seat in self._job.seats.by_rank.values():
+            if seat.session is not None:
+                seat.session.send(said)
 
     def supersede(self, do: ins.Supersede) -> None:
         seat = self._job.seats.by_rank.get(do.rank)

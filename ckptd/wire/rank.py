@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# 2: the world of a Join lies beside the frame; 3: frozen parameters have slots of their own; 4: record_bytes
+# 2: the world of a Join lies beside the frame; 3: frozen parameters have slots of their own; 4: record_bytes, and what was written
 PROTOCOL_VERSION = 4
 FRAME_BYTES_MAX = 64 * 1024
 FDS_PER_FRAME_MAX = 64
@@ -137,6 +137,7 @@ class GaveUp:
     grant: int
     step: int
     reason: str
+    written: dict[str, list[str]] = field(default_factory=dict)  # past the fence, as ckptd.core.written bounds it
 
 
 NOTHING_FROZEN = -1
@@ -292,6 +293,15 @@ class TakeBack:
 
 
 @dataclass(frozen=True)
+class WrittenThere:
+    """The snapshot under this grant is void, as these were written past the fence of some rank: {registered object: keys of its
+    tensors; none: all of it}. Copy them before snapshot() returns from now on."""
+
+    grant: int
+    written: dict[str, list[str]]
+
+
+@dataclass(frozen=True)
 class Level:
     epoch: int
     step: int
@@ -339,6 +349,6 @@ TO_DAEMON = (
     AskHealth, DrainAsk, Goodbye,
 )  # fmt: skip
 TO_RANK = (
-    Welcome, Refused, Mapped, Retire, Opened, LoadPlan, Failed, Ready, GrantSlot, TakeBack, Level, Superseded, Steps,
+    Welcome, Refused, Mapped, Retire, Opened, LoadPlan, Failed, Ready, GrantSlot, TakeBack, WrittenThere, Level, Superseded, Steps,
     DrainState, Health,
 )  # fmt: skip

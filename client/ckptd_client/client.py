@@ -63,6 +63,7 @@ class Client:
         self._session.connection_lost = lambda lost: self._engine.stop_connection(
             lost, "connection to the daemon lost"
         )
+        self._session.written_there = self._registry.were_written
         self._session.slot_mapped = self._engine.warm
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,12 @@ class Registry:
         self.owners.update({owner.name: owner for owner in found})
         self.version += 1
         return found
+
+    def were_written(self, written: Mapping[str, Collection[str]], grant: int) -> None:
+        """Past the fence, on whatever rank: {name of an owner: keys; none: all of it}."""
+        for name, keys in written.items():
+            if name in self.owners:
+                self.owners[name].was_written(keys, grant)
 
     def of_kind(self, *kinds: str) -> list[Owner]:
         return [owner for owner in self.owners.values() if owner.kind in kinds]

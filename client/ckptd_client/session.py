@@ -66,6 +66,7 @@ class Session:
         self.restoring = False
         self.stop_capture: Callable[[int, str], bool] = lambda grant, reason: False
         self.connection_lost: Callable[[int], None] = lambda connection: None
+        self.written_there: Callable[[dict[str, list[str]], int], None] = lambda written, grant: None
         self.slot_mapped: Callable[[SlotView], None] = lambda slot: None
         self._handles: dict[int, Handle] = {}
         self._inbox: deque[tuple[Any, bytes, list[int]]] = deque()
@@ -82,6 +83,7 @@ class Session:
             wire.Ready: self._ready,
             wire.GrantSlot: self._granted,
             wire.TakeBack: self._taken_back,
+            wire.WrittenThere: lambda m, _: self.written_there(m.written, m.grant),
             wire.Level: self._level,
             wire.Superseded: self._superseded,
             wire.Steps: self._reply,

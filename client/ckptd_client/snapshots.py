@@ -14,6 +14,7 @@ from torch import Tensor
 from ckptd.core.errors import CkptdError
 from ckptd.core.events import NO_MEMORY
 from ckptd.core.failpoint import failpoint
+from ckptd.core.written import bounded
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
 from ckptd_client import complete, fence, libc, resolve
@@ -261,11 +262,13 @@ class Snapshots:
 
     def void(self, job: Job, reason: str) -> None:
         session = self._session
-        for name, keys in job.written.items():
-            self._registry.owners[name].was_written(keys, job.grant)
-            self._doubt = True
+        self._doubt |= bool(job.written)
+        self._registry.were_written(job.written, job.grant)
         if session.connection == job.connection:
-            session.link.send(wire.GaveUp(job.grant, job.step, reason[:200]))
+            owners = self._registry.owners
+            found = {name: () if owners[name].writes_unfenced else keys for name, keys in job.written.items()}
+            written = {name: list(keys) for name, keys in bounded(found).items()}
+            session.link.send(wire.GaveUp(job.grant, job.step, reason[:200], written))
         with session.changed:
             job.handle.became(f"void: {reason}")
             session.changed.notify_all()

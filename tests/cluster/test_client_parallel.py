@@ -26,7 +26,7 @@ from tests.node.rank_daemon_double import RankDaemonDouble
 LAUNCH_TIMEOUT_S = 150
 SOCKETS = (
     "ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "wrapped", "tears", "tears_without_fence", "tears_without_reshard", "per_rank",
-    "two_groups", "sub_mesh", "stages", "batch_norm", "batch_norm_declared", "before", "compiled",
+    "two_groups", "sub_mesh", "stages", "batch_norm", "batch_norm_declared", "before", "compiled", "audited",
 )  # fmt: skip
 FIRST = (
     "ddp to fsdp", "fsdp to hsdp", "hsdp to tp", "tp to fsdp_tp", "fsdp_tp to wrapped", "wrapped to plain", "tears",
@@ -37,7 +37,7 @@ FIRST = (
 )  # fmt: skip
 SECOND = (
     "ddp into two as tp", "fsdp into two as fsdp", "hsdp into two as ddp", "tp into two as fsdp", "fsdp_tp into two as fsdp",
-    "per rank into two",
+    "per rank into two", "audited under FSDP2",
 )  # fmt: skip
 
 Results = dict[str, list[str | None]]
@@ -80,7 +80,9 @@ def launch(folder: Path, part: str, ranks: int) -> Results:
 def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RankDaemonDouble]]:
     folder = tmp_path_factory.mktemp("parallel")
     with ExitStack() as stack:
-        yield {name: stack.enter_context(RankDaemonDouble(folder / f"{name}.s")) for name in SOCKETS}
+        audits = {name: int(name == "audited") for name in SOCKETS}
+        doubles = {name: RankDaemonDouble(folder / f"{name}.s", audit_every=audits[name]) for name in SOCKETS}
+        yield {name: stack.enter_context(double) for name, double in doubles.items()}
 
 
 @pytest.fixture(scope="module")

@@ -143,6 +143,13 @@ class Run:
         health = self.client.health()
         return {"ok": health.ok, "problems": list(health.problems)}
 
+    def write(self, ranks: list[int], whole: bool = False) -> None:
+        """By hand, past every fence: these ranks change a weight, or its local part (two counters)."""
+        weight: Any = self.bare[0].weight
+        if self.rank in ranks:
+            with torch.no_grad():
+                (weight if whole else weight.to_local()).mul_(1.1)
+
     def thaw(self) -> None:
         """Other weights under the same names, as a new base model has."""
         with torch.no_grad():

@@ -265,8 +265,10 @@ class Other:
                        layout_id=one.layout_id)  # fmt: skip
         return self.tell(msg.Sealed(EPOCH, grant, told, one.plan_id, {one.layout_id: one.encoded}, **more))
 
-    def missed(self, grant: int, rank: int, reason: str) -> list[ins.Instruction]:
-        return self.tell(msg.Missed(EPOCH, grant, rank, reason))
+    def missed(
+        self, grant: int, rank: int, reason: str, written: dict[str, tuple[str, ...]] | None = None
+    ) -> list[ins.Instruction]:
+        return self.tell(msg.Missed(EPOCH, grant, rank, reason, written or {}))
 
     def held(self, what: msg.HoldingFact, *, lost: bool = False) -> list[ins.Instruction]:
         return self.tell(msg.Held(EPOCH, what, lost))

@@ -298,6 +298,19 @@ async def test_memory_of_a_rank_that_moved_away_comes_back_when_its_old_trainer_
         assert len(free) == 3 and not free & house.daemon.arena.slots.keys(), "the arena has it back"
 
 
+async def test_what_a_rank_found_written_past_its_fence_is_told_to_the_ranks() -> None:
+    """And what is no such list closes that connection only."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        grant, _ = await rank.heard(wire.GrantSlot)
+        rank.say(wire.GaveUp(grant.grant, 1, "written before the fence: model.w", {"model": ["model.w"]}))
+        told, _ = await rank.heard(wire.WrittenThere)
+        assert told == wire.WrittenThere(grant.grant, {"model": ["model.w"]})
+        rank.say(wire.GaveUp(grant.grant, 1, "written", {"model": "model.w"}))  # type: ignore[dict-item]
+        await eventually(lambda: house.shell().seats.by_rank[0].session is None)
+
+
 async def test_faults_of_ours_that_a_rank_brings_about_are_one_trace_and_a_count(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from ckptd.core.events import NO_SLOT, NOT_HERE, RankMissed, RankProgress, SlotSealed
 from ckptd.core.ids import SnapshotId
-from ckptd.core.instructions import FreeSlot, GiveSlot, TakeBack, TellLevel
+from ckptd.core.instructions import FreeSlot, GiveSlot, TakeBack, TellLevel, TellWritten
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.ranks import Rank, Ranks
 from ckptd.core.machine.slots import FILLING, FREE, SEALED, Slot, Slots
 from ckptd.core.machine.uplink import Uplink
 from ckptd.core.messages import Grant, HoldingFact, Void
+from ckptd.core.written import Written
 
 GRANTS_KEPT_MAX = 256  # settled grants remembered, so that a repeated one is not taken twice
 LATE = "late"
@@ -59,6 +60,8 @@ class Capture:
             if rank not in answered:
                 answered.add(rank)
                 self._uplink.tell_missed(message.grant, rank, "void")
+        if message.written:
+            self._ctx.emit(TellWritten(message.grant, message.written))
         for slot in self._slots.filling(grant=message.grant):
             self._doom(slot, message.reason)
 
@@ -95,7 +98,7 @@ class Capture:
             epoch = filling[0].epoch if filling else self._ctx.number
             self._ctx.emit(TellLevel(SnapshotId(epoch, event.step), -1, 0, False, event.reason))
         for slot in filling:
-            self._settle_missed(slot, event.reason)
+            self._settle_missed(slot, event.reason, event.written)
 
     def on_sealed(self, event: SlotSealed) -> Slot | None:
         """The slot, when it holds a snapshot now; None when nobody wants it."""
@@ -135,12 +138,12 @@ class Capture:
             elif slot.fact is not None:
                 self._uplink.tell_held(slot.fact, lost=True)
 
-    def _settle_missed(self, slot: Slot, reason: str) -> None:
+    def _settle_missed(self, slot: Slot, reason: str, written: Written | None = None) -> None:
         grant, rank, known = slot.grant, slot.rank, slot.grant in self._answered
         self._slots.free(slot)
         self._tell_rank(rank)
         if known:
-            self._uplink.tell_missed(grant, rank, reason)
+            self._uplink.tell_missed(grant, rank, reason, written)
 
     def _tell_rank(self, rank: int) -> None:
         here: Rank | None = self._ranks.here.get(rank)

@@ -30,6 +30,7 @@ from ckptd.core.messages import (
     Shortage,
     StewardHello,
 )
+from ckptd.core.written import Written
 
 OUTBOX_MAX = 8192  # messages nobody heard; beyond, the session is given up and begun anew
 RESENT_MAX = 64  # messages repeated at once
@@ -183,8 +184,8 @@ class Uplink:
         self._known_layouts.add(fact.layout_id)
         self._say(Sealed(self._ctx.number, grant, fact, layout.plan_id, layouts, came_at))
 
-    def tell_missed(self, grant: int, rank: int, reason: str) -> None:
-        self._say(Missed(self._ctx.number, grant, rank, reason))
+    def tell_missed(self, grant: int, rank: int, reason: str, written: Written | None = None) -> None:
+        self._say(Missed(self._ctx.number, grant, rank, reason, written or {}))
 
     def tell_held(self, fact: HoldingFact, *, lost: bool = False) -> None:
         self._say(Held(self._ctx.number, fact, lost))

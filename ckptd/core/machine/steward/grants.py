@@ -17,6 +17,7 @@ from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.margin import Margin
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.messages import Grant, Missed, RankState, Sealed, Void
+from ckptd.core.written import Written, merged
 
 REPEAT_S = 1.0  # an unanswered grant or void is said again after this
 REFUSED_PAUSE_S = 0.25  # after a grant that a rank could not even take: at once again would only spin
@@ -38,6 +39,7 @@ class Granted:
     sealed: set[int] = field(default_factory=set)
     missed: set[int] = field(default_factory=set)
     void: str = ""
+    written: Written = field(default_factory=dict)  # past some ranks' fences, for which it is void
     passed_at: float | None = None
 
 
@@ -93,6 +95,8 @@ class Grants:
         if grant is None:
             return
         grant.missed.add(message.rank)
+        written = merged(grant.written, message.written)
+        news, grant.written = written != grant.written, written
         if message.reason in REFUSED_AT_ONCE:
             self._refused_at = self._ctx.now
         if message.reason.startswith(LATE) and (grant.late or not grant.void) and message.rank in self.ranks:
@@ -100,6 +104,8 @@ class Grants:
             self._took(grant, max(self.ranks[message.rank].step, grant.from_step))
         if not grant.void:
             self.void(grant, f"rank {message.rank} missed it: {message.reason}")
+        elif news:
+            self._say_void(grant)
         self._drop_settled(grant)
 
     def on_reset(self, node: str) -> None:
@@ -145,10 +151,10 @@ class Grants:
         grant.said_at = self._ctx.now
         for node in self._member_nodes():
             unsettled = self._ranks_of(node) - grant.missed - grant.sealed
-            if unsettled and self._sessions.live(node):
+            if (unsettled or grant.written) and self._sessions.live(node):
+                session = self._sessions.session(node)
                 self._ctx.send(
-                    node,
-                    Void(self._ctx.number, grant.number, grant.void, None, self._sessions.session(node)),
+                    node, Void(self._ctx.number, grant.number, grant.void, None, session, grant.written)
                 )
 
     def _drop_settled(self, grant: Granted) -> None:
