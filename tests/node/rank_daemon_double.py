@@ -399,8 +399,7 @@ class RankDaemonDouble:
 
     def _on_gaveup(self, peer: Peer, message: wire.GaveUp, fds: list[int]) -> None:
         peer.called = max(peer.called, message.step)
-        if message.written:
-            self._tell(wire.WrittenThere(message.grant, message.written))
+        self._tell(wire.WrittenThere(message.grant, message.written))
         slot = peer.granted.pop(message.grant, None)
         if slot is not None and slot in peer.slots:
             peer.free.append(slot)
