@@ -156,6 +156,19 @@ def test_only_the_cli_imports_the_daemon() -> None:
     assert not found, "\n".join(found)
 
 
+def test_one_factory_knows_the_storage_backends() -> None:
+    """Everybody else has the contract (persist/storage/base.py): a backend is added without opening another folder."""
+    backends = ("posix", "posix_file", "tree", "memory")
+    found = [
+        broken(path, line, f"imports {dotted}")
+        for path in python_files("ckptd", "client")
+        for line, dotted in imports_of(path)
+        if dotted.startswith(tuple(f"ckptd.persist.storage.{name}" for name in backends))
+        if path.parent.parts[-2:] != ("persist", "storage")
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_every_room_of_the_house_is_known() -> None:
     """A new folder must be placed in the table above before code goes into it."""
     rooms = {room_of(module_of(path)) for path in python_files("ckptd")} - {""}

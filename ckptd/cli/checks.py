@@ -120,12 +120,12 @@ def storage(config: Config) -> Check:
             "set storage_root to a shared directory",
         )
     from ckptd.persist.preflight import probe
-    from ckptd.persist.storage.posix import PosixStorage
+    from ckptd.persist.storage.factory import storage_at
 
     if not config.storage_root.is_dir():
         where, hint = str(config.storage_root), "make or mount it, on every node alike"
         raise CkptdError("no such directory", where=where, hint=hint)
-    free = probe(PosixStorage(str(config.storage_root)))
+    free = probe(storage_at(str(config.storage_root), create=True))
     text = f"{config.storage_root}: rights, link() and rename() are fine, {format_bytes(free)} free"
     return Check("storage", True, text)
 

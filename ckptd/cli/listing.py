@@ -40,12 +40,12 @@ def ls(
 
 def of_storage(path: Path) -> ListReport:
     """Every committed checkpoint below a storage root. Raises CkptdError when there is no such directory."""
-    from ckptd.persist.storage.posix import PosixStorage
+    from ckptd.persist.storage.factory import storage_at
 
     path = Path(local_root(str(path)))
     if not path.is_dir():
         raise CkptdError("no such directory", where=str(path), hint="name a storage root")
-    storage = PosixStorage(str(path), create=False)
+    storage = storage_at(str(path))
     rows: list[SnapshotReport] = []
     errors: list[str] = []
     for job in _jobs(storage):

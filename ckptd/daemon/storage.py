@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from ckptd.core.errors import CkptdError
 from ckptd.observe.health import Health
 from ckptd.persist.preflight import place_token, probe, read_token
-from ckptd.persist.storage.posix import PosixStorage
+from ckptd.persist.storage.base import Storage
+from ckptd.persist.storage.factory import storage_at
 from ckptd.wire.peer import StorageToken
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 NOT_SHARED = "storage_not_shared"
 
 
-def open_storage(root: str, node: str, health: Health, *, fresh: bool) -> tuple[PosixStorage | None, str]:
+def open_storage(root: str, node: str, health: Health, *, fresh: bool) -> tuple[Storage | None, str]:
     """The storage and this node's token in it.
 
     Storage that cannot be used is refused at a fresh start (CkptdError with the remedy). A daemon that comes back to memory
@@ -24,7 +25,7 @@ def open_storage(root: str, node: str, health: Health, *, fresh: bool) -> tuple[
     """
     if not root:
         return None, ""
-    storage = PosixStorage(root, create=fresh, marked=True)
+    storage = storage_at(root, create=fresh, marked=True)
     try:
         probe(storage)
         return storage, place_token(storage, node)

@@ -6,19 +6,8 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.core.retention import CommitInfo, keep
 from ckptd.persist.lineage import newest_record
-from ckptd.persist.names import (
-    HIDDEN_MANIFEST,
-    KEEP,
-    MANIFEST,
-    VERIFIED,
-    check_job,
-    epoch_dir,
-    epoch_of_dir,
-    step_dir,
-    step_of_dir,
-)
-from ckptd.persist.pointer import reveal
-from ckptd.persist.storage.base import Storage, list_or_empty, sync_above
+from ckptd.persist.names import KEEP, VERIFIED, check_job, epoch_dir, epoch_of_dir, step_dir, step_of_dir
+from ckptd.persist.storage.base import Pointer, Sight, Storage
 
 
 def list_commits(storage: Storage, job: str) -> list[CommitInfo]:
@@ -28,9 +17,15 @@ def list_commits(storage: Storage, job: str) -> list[CommitInfo]:
 
 def list_all(storage: Storage, job: str) -> list[CommitInfo]:
     """The hidden ones, too."""
-    epochs = [epoch_of_dir(entry.name) for entry in list_or_empty(storage, check_job(job)) if entry.is_dir]
-    found = [info for epoch in epochs if epoch is not None for info in _of_epoch(storage, job, epoch)]
-    return sorted(found, key=lambda info: info.snapshot)
+    found = [
+        (snapshot, pointer)
+        for snapshot, pointer in list_pointers(storage, job)
+        if pointer.sight is not Sight.DROPPED
+    ]
+    return [
+        CommitInfo(snapshot, KEEP in pointer.marks, VERIFIED in pointer.marks, pointer.sight is Sight.HIDDEN)
+        for snapshot, pointer in found
+    ]
 
 
 def list_durable(storage: Storage, job: str, policy: Policy) -> list[CommitInfo]:
@@ -42,24 +37,25 @@ def list_durable(storage: Storage, job: str, policy: Policy) -> list[CommitInfo]
         kept, _ = keep(commits, policy, newest_record(storage, job))
         for info in kept:
             if info.hidden:
-                reveal(storage, step_dir(job, info.snapshot))
+                storage.reveal(step_dir(job, info.snapshot))
         commits = list_all(storage, job)
-    for epoch in sorted({info.snapshot.epoch for info in commits}):
-        storage.sync_dir(epoch_dir(job, epoch))
     if commits:
-        sync_above(storage, job)
+        storage.secure(*{epoch_dir(job, info.snapshot.epoch) for info in commits})
     return [info for info in commits if not info.hidden]
 
 
-def _of_epoch(storage: Storage, job: str, epoch: int) -> list[CommitInfo]:
-    directory = epoch_dir(job, epoch)
-    found: list[CommitInfo] = []
-    for entry in list_or_empty(storage, directory):
-        step = step_of_dir(entry.name)
-        if step is None or not entry.is_dir:
-            continue
-        names = {inner.name for inner in list_or_empty(storage, f"{directory}/{entry.name}")}
-        if not names.isdisjoint((MANIFEST, HIDDEN_MANIFEST)):
-            hidden = MANIFEST not in names
-            found.append(CommitInfo(SnapshotId(epoch, step), KEEP in names, VERIFIED in names, hidden))
-    return found
+def list_pointers(storage: Storage, job: str) -> list[tuple[SnapshotId, Pointer]]:
+    """Oldest first."""
+    found: list[tuple[SnapshotId, Pointer]] = []
+    for epoch in list_epochs(storage, job):
+        for pointer in storage.pointers(epoch_dir(job, epoch)):
+            step = step_of_dir(pointer.name)
+            if step is not None:
+                found.append((SnapshotId(epoch, step), pointer))
+    return sorted(found, key=lambda item: item[0])
+
+
+def list_epochs(storage: Storage, job: str) -> list[int]:
+    """Those that something was written for."""
+    found = [epoch_of_dir(entry.name) for entry in storage.list(check_job(job)) if entry.is_dir]
+    return [epoch for epoch in found if epoch is not None]

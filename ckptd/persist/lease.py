@@ -14,7 +14,7 @@ import time
 
 from ckptd.core.ids import SnapshotId
 from ckptd.persist.names import lease_of, lease_prefix, leases_dir
-from ckptd.persist.storage.base import Storage, StorageError, list_or_empty, write_file
+from ckptd.persist.storage.base import Storage, StorageError
 
 LEASE_STALE_S = 900.0  # an older lease belongs to a dead reader
 LEASE_REFRESH_S = 120.0
@@ -33,10 +33,10 @@ class Lease:
     def take(storage: Storage, job: str, snapshot: SnapshotId) -> Lease:
         """Never fails for want of rights or space. A job that is not there gets no directory."""
         lease = Lease(storage, job, snapshot)
-        if not list_or_empty(storage, job):
+        if not storage.list(job):
             return lease
         try:
-            storage.make_dir(leases_dir(job))
+            storage.begin(leases_dir(job))
             lease._renew()
         except StorageError as error:
             if error.errno not in _NO_RIGHT:
@@ -60,14 +60,14 @@ class Lease:
 
     def _renew(self) -> None:
         path = f"{self._stem}{secrets.token_hex(8)}"
-        write_file(self._storage, path, b"")
+        self._storage.put_if_absent(path, b"")
         self._path, self._taken_at = path, time.monotonic()
 
 
 def leased(storage: Storage, job: str, now_s: float, stale_s: float = LEASE_STALE_S) -> frozenset[SnapshotId]:
     """What is being read, or about to be. now_s: the storage's clock. Drops the stale leases."""
     fresh: set[SnapshotId] = set()
-    for entry in list_or_empty(storage, leases_dir(job)):
+    for entry in storage.list(leases_dir(job)):
         snapshot = lease_of(entry.name)
         if now_s - entry.mtime_s >= stale_s:
             storage.delete(f"{leases_dir(job)}/{entry.name}")

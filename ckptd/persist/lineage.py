@@ -19,15 +19,7 @@ from ckptd.persist.names import (
     record_path,
     step_of_dir,
 )
-from ckptd.persist.storage.base import (
-    NotFound,
-    Storage,
-    StorageError,
-    list_or_empty,
-    put_file,
-    read_file,
-    sync_above,
-)
+from ckptd.persist.storage.base import NotFound, Sight, Storage, StorageError, read_file
 from ckptd.persist.sums import FileDamage, digest
 
 FORMAT = "ckptd-epoch"
@@ -56,10 +48,10 @@ def claim_epoch(storage: Storage, job: str, record: EpochRecord) -> tuple[bool, 
         return False, taken
     if taken == record.number and _claimed(storage, path, record.nonce):
         return True, taken
-    storage.make_dir(directory)
-    ok = put_file(storage, path, _encode(record)) or _read(storage, path).nonce == record.nonce
+    storage.begin(directory)
+    ok = storage.put_if_absent(path, _encode(record)) or _read(storage, path).nonce == record.nonce
     failpoint("persist.claim.published")
-    sync_above(storage, directory)
+    storage.secure(directory)
     highest = highest_epoch(storage, job)
     return ok and highest == record.number, highest
 
@@ -70,7 +62,7 @@ def _claimed(storage: Storage, path: str, nonce: str) -> bool:
         ours = _read(storage, path).nonce == nonce
     except NotFound:
         return False
-    sync_above(storage, path.rpartition("/")[0])
+    storage.secure(path.rpartition("/")[0])
     return ours
 
 
@@ -98,8 +90,8 @@ def highest_epoch(storage: Storage, job: str) -> int:
 
 
 def _epochs(storage: Storage, job: str) -> set[int]:
-    claimed = {epoch_of_record(entry.name) for entry in list_or_empty(storage, epochs_dir(job))}
-    written = {epoch_of_dir(entry.name) for entry in list_or_empty(storage, job) if entry.is_dir}
+    claimed = {epoch_of_record(entry.name) for entry in storage.list(epochs_dir(job))}
+    written = {epoch_of_dir(entry.name) for entry in storage.list(job) if entry.is_dir}
     return {number for number in claimed | written if number is not None}
 
 
@@ -127,10 +119,10 @@ def _read(storage: Storage, path: str) -> EpochRecord:
 
 def _from_manifests(storage: Storage, job: str, number: int) -> EpochRecord | None:
     directory = epoch_dir(job, number)
-    for entry in list_or_empty(storage, directory):
-        if step_of_dir(entry.name) is None:
+    for pointer in storage.pointers(directory):
+        if step_of_dir(pointer.name) is None or pointer.sight is not Sight.SHOWN:
             continue
-        path = f"{directory}/{entry.name}/{MANIFEST}"
+        path = f"{directory}/{pointer.name}/{MANIFEST}"
         try:
             return m.decode(read_file(storage, path, m.MANIFEST_BYTES_MAX), storage.locate(path)).epoch
         except (FileDamage, StorageError):

@@ -14,9 +14,6 @@ from ckptd.core.ids import SnapshotId
 MANIFEST = "manifest.json"
 KEEP = "keep"  # marker file: retention leaves this checkpoint alone; may be put there by hand
 VERIFIED = "verified"  # marker file: every byte was read back once
-HIDDEN_MANIFEST = "manifest.gone"  # what the manifest is called while retention hides its checkpoint ...
-DROPPED = "manifest.dropped"  # ... and from when the checkpoint can not come back any more
-RETIRED = "retired"  # marker file: as old as the hiding
 PART = ".part"
 GONE = ".gone"
 DATA = ".safetensors"
@@ -29,7 +26,6 @@ _EPOCH_NUMBER, _STEP_NUMBER = r"([0-9]{6}|[1-9][0-9]{6,18})", r"([0-9]{10}|[1-9]
 _EPOCH = re.compile(rf"epoch-{_EPOCH_NUMBER}")
 _STEP = re.compile(rf"step-{_STEP_NUMBER}")
 _ATTEMPT = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.part")
-_GONE = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.gone")
 _LEASE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})-.+")
 _RECORD = re.compile(rf"epoch-{_EPOCH_NUMBER}\.json")
 
@@ -84,11 +80,6 @@ def attempt_dir(job: str, snapshot: SnapshotId, attempt: str) -> str:
     return f"{step_dir(job, snapshot)}.{check_attempt(attempt)}{PART}"
 
 
-def gone_dir(pointer: str, token: str) -> str:
-    """Where the checkpoint at ``pointer`` is deleted."""
-    return f"{pointer}.{check_attempt(token)}{GONE}"
-
-
 def epoch_of_dir(name: str) -> int | None:
     found = _EPOCH.fullmatch(name)
     return int(found[1]) if found else None
@@ -106,10 +97,6 @@ def step_of_dir(name: str) -> int | None:
 
 def is_attempt(name: str) -> bool:
     return _ATTEMPT.fullmatch(name) is not None
-
-
-def is_gone(name: str) -> bool:
-    return _GONE.fullmatch(name) is not None
 
 
 def header_name(key: str, rank: int | None) -> str:

@@ -5,33 +5,34 @@ from __future__ import annotations
 import secrets
 
 from ckptd.core.errors import CkptdError
-from ckptd.persist.names import file_stem
-from ckptd.persist.storage.base import NotFound, Storage, StorageError, put_file, read_file, write_file
+from ckptd.persist.names import MANIFEST, PART, file_stem
+from ckptd.persist.storage.base import NotFound, Storage, StorageError, read_file
 
 TOKEN_BYTES_MAX = 256
 PROBE_DIR = "preflight"
+PATH_BYTES_MAX = 4096
+HINT = "ckptd needs a file system with hard links and exclusive renames (local disk, NFS, Lustre, CephFS)"
 
 
 def probe(storage: Storage) -> int:
-    """Create, sync, publish exclusively, rename, read, delete; the free bytes. Raises CkptdError with the remedy."""
+    """One short life of a checkpoint and of a claim; the free bytes. Raises CkptdError with the remedy."""
     directory = f"{PROBE_DIR}/probe-{secrets.token_hex(8)}"
-    storage.make_dir(directory)
+    storage.begin(directory)
     try:
-        _probe_links(storage, directory)
-        _probe_rename(storage, directory)
-        storage.sync_dir(directory)
+        _probe_names(storage, f"{directory}/name")
+        _probe_commit(storage, directory)
     finally:
-        storage.delete_tree(directory)
+        storage.discard(directory)
     return storage.free_bytes()
 
 
 def place_token(storage: Storage, node: str) -> str:
     """A fresh random token under this node's name, for the others to find through their own mounts."""
     token = secrets.token_hex(16)
-    storage.make_dir(f"{PROBE_DIR}/tokens")
+    storage.begin(f"{PROBE_DIR}/tokens")
     path = _token_path(node)
     storage.delete(path)
-    if not put_file(storage, path, token.encode()):
+    if not storage.put_if_absent(path, token.encode()):
         raise StorageError(
             "two daemons use one node id", where=storage.locate(path), hint="give each node its own id"
         )
@@ -54,31 +55,38 @@ def _token_path(node: str) -> str:
     return f"{PROBE_DIR}/tokens/{file_stem(node)}"
 
 
-def _probe_links(storage: Storage, directory: str) -> None:
-    first, second, target = (f"{directory}/{name}" for name in ("first", "second", "target"))
-    write_file(storage, first, b"first")
-    write_file(storage, second, b"second")
-    hint = "ckptd needs a file system with hard links (local disk, NFS, Lustre, CephFS)"
+def _probe_names(storage: Storage, path: str) -> None:
     try:
-        won, lost = storage.publish(first, target), storage.publish(second, target)
+        won, lost = storage.put_if_absent(path, b"first"), storage.put_if_absent(path, b"second")
     except StorageError as error:
         raise CkptdError(
-            "the storage cannot publish a name exclusively", where=error.where, hint=hint
+            "the storage cannot give a name exclusively", where=error.where, hint=HINT
         ) from error
-    if not won or lost or read_file(storage, target, TOKEN_BYTES_MAX) != b"first":
+    if not won or lost or read_file(storage, path, TOKEN_BYTES_MAX) != b"first":
         raise CkptdError(
-            "the storage lets a second writer take a name", where=storage.locate(target), hint=hint
+            "the storage lets a second writer take a name", where=storage.locate(path), hint=HINT
         )
 
 
-def _probe_rename(storage: Storage, directory: str) -> None:
-    source, target = f"{directory}/one", f"{directory}/other"
-    for path in (source, target):
-        storage.make_dir(path)
-        write_file(storage, f"{path}/file", b"")
-    if storage.move_dir(source, target):
-        text = "the storage renames a directory over another one"
-        raise CkptdError(text, where=storage.locate(target), hint="ckptd needs a POSIX file system")
-    storage.delete_tree(target)
-    if not storage.move_dir(source, target):
-        raise CkptdError("the storage cannot rename a directory", where=storage.locate(source))
+def _probe_commit(storage: Storage, directory: str) -> None:
+    """The first attempt is committed, the second one is not; what is hidden can be revealed or dropped, not both."""
+    pointer, attempts = (
+        f"{directory}/pointer",
+        [f"{directory}/pointer.{name}{PART}" for name in ("one", "other")],
+    )
+    for attempt in attempts:
+        storage.begin(attempt)
+        writer = storage.put(f"{attempt}/file")
+        writer.write(attempt.encode())
+        writer.finish()
+    won, lost = (
+        storage.commit_if_absent(attempt, pointer, ["file"], {MANIFEST: b""}) for attempt in attempts
+    )
+    if not won or lost or read_file(storage, f"{pointer}/file", PATH_BYTES_MAX) != attempts[0].encode():
+        text = "the storage renames a directory over another one, or not at all"
+        raise CkptdError(text, where=storage.locate(pointer), hint=HINT)
+    turns = [storage.hide(pointer), storage.reveal(pointer), storage.hide(pointer), storage.drop(pointer)]
+    if not all(turns) or storage.reveal(pointer) or storage.pointers(directory):
+        raise CkptdError(
+            "the storage cannot take a checkpoint out of sight", where=storage.locate(pointer), hint=HINT
+        )

@@ -17,35 +17,12 @@ from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.core.retention import Standing, keep
-from ckptd.persist.commits import list_all
+from ckptd.persist.commits import list_all, list_epochs, list_pointers
 from ckptd.persist.lease import LEASE_STALE_S, leased
 from ckptd.persist.lineage import newest_record
 from ckptd.persist.manifest import MANIFEST_BYTES_MAX
-from ckptd.persist.names import (
-    DROPPED,
-    HIDDEN_MANIFEST,
-    MANIFEST,
-    PART,
-    RETIRED,
-    VERIFIED,
-    check_job,
-    epoch_dir,
-    epoch_of_dir,
-    epochs_dir,
-    is_attempt,
-    is_gone,
-    step_dir,
-    step_of_dir,
-)
-from ckptd.persist.pointer import drop, hide, reveal
-from ckptd.persist.storage.base import (
-    Storage,
-    StorageError,
-    list_or_empty,
-    put_file,
-    read_file,
-    sync_above,
-)
+from ckptd.persist.names import MANIFEST, VERIFIED, check_job, epoch_dir, epochs_dir, is_attempt, step_dir
+from ckptd.persist.storage.base import Sight, Storage, StorageError, read_file
 from ckptd.persist.sums import digest
 from ckptd.persist.verify import verify_at
 
@@ -90,7 +67,7 @@ def retain(
     epoch: on whose behalf; only the newest one that is claimed on storage may delete. None: whichever that is now.
     """
     done = Retained()
-    if list_or_empty(storage, check_job(job)):
+    if storage.list(check_job(job)):
         now_s = _storage_clock(storage, job)
         epoch = epoch or newest_record(storage, job)
         run = _Pass(storage, job, policy, epoch, now_s, stale_s, done, cancelled or threading.Event())
@@ -132,34 +109,37 @@ class _Pass:
 
     def drop_hidden(self, before_s: float) -> None:
         """Those whose grace is over. What a reader without a lease opened before it was hidden is read by then."""
-        for snapshot, entries in self._steps():
-            if MANIFEST in entries or entries.keys().isdisjoint((HIDDEN_MANIFEST, DROPPED)):
-                continue
+        for snapshot, found in list_pointers(self._storage, self._job):
             self._stop_if_cancelled()
             pointer = step_dir(self._job, snapshot)
-            if DROPPED not in entries:
-                if RETIRED not in entries:  # lost with the power: the grace time begins anew
-                    put_file(self._storage, f"{pointer}/{RETIRED}", b"")
+            if found.sight is Sight.HIDDEN:
+                if found.hidden_s is None:  # lost with the power: the grace time begins anew
+                    self._storage.hide(pointer)
                     continue
-                if entries[RETIRED] > before_s or not self._may_go(snapshot):
+                if found.hidden_s > before_s or not self._may_go(snapshot):
                     continue
-            if drop(self._storage, pointer):
+            if found.sight is not Sight.SHOWN and self._storage.drop(pointer):
                 self._done.deleted.append(self._storage.locate(pointer))
 
     def sweep(self, before_s: float) -> None:
         """What died in the middle of something, with its process or with the power."""
-        for directory in (self._job, epochs_dir(self._job)):
-            _drop_litter(self._storage, directory, before_s)
-        for snapshot, _ in self._steps():
-            _drop_litter(self._storage, step_dir(self._job, snapshot), before_s)
-        for directory in self._epochs():
-            for entry in list_or_empty(self._storage, directory):
+        storage, directories = (
+            self._storage,
+            [epoch_dir(self._job, epoch) for epoch in list_epochs(self._storage, self._job)],
+        )
+        for entry in storage.list(self._job):
+            if entry.name.startswith(f"{CLOCK}-") and not entry.is_dir and entry.mtime_s <= before_s:
+                storage.delete(f"{self._job}/{entry.name}")
+        for directory in directories:
+            for entry in storage.list(directory):
                 path = f"{directory}/{entry.name}"
-                dead = is_attempt(entry.name) and _newest(self._storage, path, entry.mtime_s) <= before_s
-                if dead or is_gone(entry.name):
+                if is_attempt(entry.name) and _newest(storage, path, entry.mtime_s) <= before_s:
                     self._stop_if_cancelled()
-                    self._storage.delete_tree(path)
-                    self._done.deleted.append(self._storage.locate(path))
+                    storage.discard(path)
+                    self._done.deleted.append(storage.locate(path))
+        pointers = [step_dir(self._job, snapshot) for snapshot, _ in list_pointers(storage, self._job)]
+        for path in (self._job, epochs_dir(self._job), *directories, *pointers):
+            storage.sweep(path, before_s)
 
     # --- deciding -----------------------------------------------------------------------------------------------
     def _look(self) -> Standing:
@@ -176,7 +156,7 @@ class _Pass:
 
     def _hide(self, snapshot: SnapshotId) -> None:
         pointer, stays = step_dir(self._job, snapshot), True
-        if not hide(self._storage, pointer):  # somebody else retains this job, too
+        if not self._storage.hide(pointer):  # somebody else retains this job, too
             return
         try:
             failpoint("persist.retain.hidden")
@@ -188,7 +168,7 @@ class _Pass:
                 self._done.hidden.append(snapshot)
 
     def _reveal(self, snapshots: Iterable[SnapshotId]) -> None:
-        self._done.revealed += [s for s in snapshots if reveal(self._storage, step_dir(self._job, s))]
+        self._done.revealed += [s for s in snapshots if self._storage.reveal(step_dir(self._job, s))]
 
     # --- reading back -------------------------------------------------------------------------------------------
     def _read_back(self, standing: Standing) -> Standing:
@@ -219,29 +199,11 @@ class _Pass:
             return False
         failpoint("persist.retain.verified")
         # Its committer may not have come to that yet, or never will: nothing may go for what a power cut would still take back.
-        sync_above(storage, epoch_dir(self._job, snapshot.epoch))
+        storage.secure(epoch_dir(self._job, snapshot.epoch))
         manifest = read_file(storage, f"{directory}/{MANIFEST}", MANIFEST_BYTES_MAX)
-        put_file(storage, f"{directory}/{VERIFIED}", digest(manifest).hex().encode())
-        storage.sync_dir(directory)
+        storage.mark(directory, VERIFIED, digest(manifest).hex().encode())
         self._done.verified.append(snapshot)
         return True
-
-    # --- what is there ------------------------------------------------------------------------------------------
-    def _epochs(self) -> list[str]:
-        tops = [entry.name for entry in list_or_empty(self._storage, self._job) if entry.is_dir]
-        return [f"{self._job}/{name}" for name in tops if epoch_of_dir(name) is not None]
-
-    def _steps(self) -> list[tuple[SnapshotId, dict[str, float]]]:
-        """Step directories with the ages of what they hold."""
-        found: list[tuple[SnapshotId, dict[str, float]]] = []
-        for directory in self._epochs():
-            epoch = epoch_of_dir(directory.rpartition("/")[2])
-            for entry in list_or_empty(self._storage, directory):
-                step = step_of_dir(entry.name)
-                if epoch is not None and step is not None and entry.is_dir:
-                    inner = list_or_empty(self._storage, f"{directory}/{entry.name}")
-                    found.append((SnapshotId(epoch, step), {item.name: item.mtime_s for item in inner}))
-        return found
 
     def _stop_if_cancelled(self) -> None:
         if self._cancelled.is_set():
@@ -258,22 +220,14 @@ def _ended(ours: EpochRecord | None, newest: EpochRecord | None) -> str:
     return f"retention of epoch {number} ends: {why}"
 
 
-def _drop_litter(storage: Storage, directory: str, before_s: float) -> None:
-    """Small files that never got their name, or were not deleted."""
-    for entry in list_or_empty(storage, directory):
-        ours = entry.name.startswith(f"{CLOCK}-") or entry.name.endswith(PART)
-        if ours and not entry.is_dir and entry.mtime_s <= before_s:
-            storage.delete(f"{directory}/{entry.name}")
-
-
 def _newest(storage: Storage, path: str, own_s: float) -> float:
-    return max((entry.mtime_s for entry in list_or_empty(storage, path)), default=own_s)
+    return max((entry.mtime_s for entry in storage.list(path)), default=own_s)
 
 
 def _storage_clock(storage: Storage, job: str) -> float:
     """The time as the storage stamps it: leases and grace times are compared on one clock only."""
     name = f"{CLOCK}-{secrets.token_hex(4)}"
-    put_file(storage, f"{job}/{name}", b"")
+    storage.put_if_absent(f"{job}/{name}", b"")
     try:
         return next(entry.mtime_s for entry in storage.list(job) if entry.name == name)
     finally:

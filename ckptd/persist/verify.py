@@ -17,7 +17,7 @@ from ckptd.persist.names import DATA, MANIFEST
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import Storage
-from ckptd.persist.storage.posix import PosixStorage
+from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.sums import digest
 
 PROBLEMS_MAX = 1000  # named in one report
@@ -46,7 +46,7 @@ def verify(path: str, progress: Progress | None = None) -> VerifyReport:
     path = local_root(path)
     if not os.path.isdir(path):
         raise CkptdError("no such directory", where=path)
-    return verify_at(PosixStorage(path, create=False), "", progress)
+    return verify_at(storage_at(path), "", progress)
 
 
 def find_checkpoints(path: str) -> list[str]:

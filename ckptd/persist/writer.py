@@ -13,7 +13,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.crew import Crew, here
-from ckptd.persist.names import DATA, PART, SIDE, attempt_dir, file_stem
+from ckptd.persist.names import DATA, SIDE, attempt_dir, file_stem
 from ckptd.persist.packing import FILE_BYTES_MAX, Package, header, pack
 from ckptd.persist.pieces import HeldPiece, ObjectBlob, OutChunk, chunks_of, objects_of
 from ckptd.persist.report import (
@@ -126,14 +126,13 @@ class _Run:
                 where=self.storage.locate(self.directory),
                 hint="free space on the storage, or lower keep_last",
             )
-        self.storage.make_dir(self.directory)
+        self.storage.begin(self.directory)
 
     def write(self, packages: list[Package], blobs: list[ObjectBlob], threads: int) -> Report:
         if not packages and not blobs:
             return Report(REPORT_VERSION, self.node, [], None, self.ranks)
         finished = self._data_files(packages, threads)
         written, side = self._durable(SIDE, lambda path: self._side_file(path, finished, blobs))
-        self.storage.sync_dir(self.directory)
         failpoint("persist.write.synced")
         return Report(REPORT_VERSION, self.node, written, side, self.ranks)
 
@@ -173,14 +172,14 @@ class _Run:
             try:
                 return write(path)
             except SyncFailed:
-                self.storage.delete(f"{self.directory}/{path}{PART}")
+                self.storage.delete(f"{self.directory}/{path}")
                 if not left:
                     raise
         raise AssertionError("SYNC_TRIES is at least 1")
 
     def _fill(self, path: str, package: Package) -> _Finished:
         head = header(package.chunks, self.origin)
-        out = self.storage.create(f"{self.directory}/{path}{PART}")
+        out = self.storage.put(f"{self.directory}/{path}")
         try:
             out.write(head)
             rows: list[WrittenChunk] = []
@@ -198,7 +197,7 @@ class _Run:
     def _side_file(
         self, path: str, finished: list[_Finished], blobs: list[ObjectBlob]
     ) -> tuple[list[WrittenFile], WrittenSide]:
-        out = self.storage.create(f"{self.directory}/{path}{PART}")
+        out = self.storage.put(f"{self.directory}/{path}")
         try:
             side = SideWriter(out)
             files = [_located(file, side.append(file.sums)) for file in finished]
@@ -224,7 +223,7 @@ class _Run:
         with self._lock:
             path = f"{self._stem}-{self._names:04d}{suffix}"
             self._names += 1
-            self._created.append(f"{path}{PART}")
+            self._created.append(path)
             return path
 
     def _stopped(self) -> bool:

@@ -23,7 +23,7 @@ from ckptd.persist import manifest as m
 from ckptd.persist import report as r
 from ckptd.persist.preflight import TOKEN_BYTES_MAX, read_token
 from ckptd.persist.side import check_side
-from ckptd.persist.storage.base import read_file, write_file
+from ckptd.persist.storage.base import read_file
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.sums import digest
 from ckptd.persist.verify import verify_at
@@ -67,7 +67,7 @@ def _verify(data: bytes) -> None:
         raise CkptdError("no directory is like this") from None
     storage = MemoryStorage()
     for name, content in files.items():
-        write_file(storage, name, content)
+        storage.put_if_absent(name, content)
     report = verify_at(storage, "")
     kept = {n: c for n, c in files.items() if n != names.KEEP}
     wanted = {n: c for n, c in checkpoint()[0].items() if n != names.KEEP}
@@ -94,7 +94,7 @@ def _sealed_manifest(data: bytes) -> m.Manifest:
     files = {**checkpoint()[0], names.MANIFEST: data}
     storage = MemoryStorage()
     for name, content in files.items():
-        write_file(storage, name, content)
+        storage.put_if_absent(name, content)
     verify_at(storage, "")
     return manifest
 
@@ -106,8 +106,8 @@ def _claim_files() -> list[bytes]:
 
 def _claim(data: bytes) -> Any:
     storage = MemoryStorage()
-    storage.make_dir(names.epochs_dir(JOB))
-    write_file(storage, names.record_path(JOB, 1), data)
+    storage.begin(names.epochs_dir(JOB))
+    storage.put_if_absent(names.record_path(JOB, 1), data)
     return lineage.newest_record(storage, JOB)
 
 
@@ -126,7 +126,7 @@ def _sides() -> list[bytes]:
 
 def _side(data: bytes) -> bytes:
     storage = MemoryStorage()
-    write_file(storage, "side", data)
+    storage.put_if_absent("side", data)
     with_sum = _sides()[0][-16:]
     reader = storage.open("side")
     try:
@@ -147,7 +147,7 @@ def _name(data: bytes) -> tuple[str, int]:
         if number is not None:
             assert again(number).rpartition("/")[2] == name, f"{name!r} is no {kind} of ours"
             return kind, number
-    assert name.isascii() or not (names.is_attempt(name) or names.is_gone(name)), name
+    assert name.isascii() or not (names.is_attempt(name)), name
     raise ValueError("none of ours")
 
 
@@ -159,8 +159,8 @@ def _job(data: bytes) -> str:
 
 def _token(data: bytes) -> str | None:
     storage = MemoryStorage()
-    storage.make_dir("preflight/tokens")
-    write_file(storage, "preflight/tokens/n0", data[: TOKEN_BYTES_MAX + 9])
+    storage.begin("preflight/tokens")
+    storage.put_if_absent("preflight/tokens/n0", data[: TOKEN_BYTES_MAX + 9])
     return read_token(storage, "n0")
 
 

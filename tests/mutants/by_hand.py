@@ -27,9 +27,9 @@ EDITS = (
     # --- what is durable (P4, P11, P12)
     Edit(
         "the directories above a checkpoint are not synced",
-        "persist/storage/base.py",
-        "    while path:\n",
-        "    while False:\n",
+        "persist/storage/tree.py",
+        "            while path:\n",
+        "            while False:\n",
     ),
     Edit(
         "only the first writer's files are checked",
@@ -39,15 +39,21 @@ EDITS = (
     ),
     Edit(
         "the manifest is not synced before the directory appears",
-        "persist/commit.py",
-        '    failpoint("persist.commit.manifest")\n    storage.sync_dir(directory)',
-        '    failpoint("persist.commit.manifest")\n    pass',
+        "persist/storage/tree.py",
+        '        failpoint("persist.commit.manifest")\n        self.sync_dir(attempt)',
+        '        failpoint("persist.commit.manifest")\n        pass',
+    ),
+    Edit(
+        "a file is durable before its entry in the directory is",
+        "persist/storage/tree.py",
+        "        self._tree.sync_dir(self._directory)",
+        "        pass",
     ),
     Edit(
         "strangers' files appear with the checkpoint",
-        "persist/commit.py",
-        "        if entry.name not in wanted and not entry.is_dir:",
-        "        if False:",
+        "persist/storage/tree.py",
+        "            if entry.name not in {*names, *beside} and not entry.is_dir:",
+        "            if False:",
     ),
     Edit(
         "an unread commit counts as restorable",
@@ -81,15 +87,15 @@ EDITS = (
     ),
     Edit(
         "what a newer epoch revealed is deleted",
-        "persist/pointer.py",
-        "            return False\n    gone",
-        "            pass\n    gone",
+        "persist/storage/tree.py",
+        "                return False\n        gone",
+        "                pass\n        gone",
     ),
     Edit(
         "what was hidden in error stays hidden",
         "persist/retention.py",
-        "if reveal(self._storage, ",
-        "if (lambda *_: False)(self._storage, ",
+        " if self._storage.reveal(step_dir(self._job, s))]",
+        " if False]",
     ),
     Edit(
         "a restore does not find what was hidden in error",

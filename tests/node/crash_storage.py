@@ -10,7 +10,7 @@ import itertools
 import random
 
 from ckptd.persist.storage.base import NotFound, split_path
-from ckptd.persist.storage.memory import MemoryDir, MemoryFile, MemoryReader, MemoryStorage, MemoryWriter
+from tests.node.memory_tree import MemoryDir, MemoryFile, MemoryReader, MemoryTree, MemoryWriter
 
 Node = MemoryDir | MemoryFile
 
@@ -19,7 +19,7 @@ class PowerCut(BaseException):
     """The process is gone: nothing may catch it, nothing may still be done."""
 
 
-class CrashStorage(MemoryStorage):
+class CrashStorage(MemoryTree):
     """``cut_at``: the power is cut right before this operation (0: never); ``operations`` counts them."""
 
     def __init__(self, cut_at: int = 0) -> None:
@@ -104,9 +104,9 @@ class CrashStorage(MemoryStorage):
         with self._lock:
             self._sync(self._dir(path))
 
-    def open(self, path: str) -> MemoryReader:
+    def open_file(self, path: str) -> MemoryReader:
         self._check_power()
-        return super().open(path)
+        return super().open_file(path)
 
     def _drop(self, path: str, kind: type[MemoryDir | MemoryFile]) -> None:
         self.operation(f"delete {path}")

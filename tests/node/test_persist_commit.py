@@ -17,13 +17,14 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.messages import WritePiece
 from ckptd.core.retention import CommitInfo
 from ckptd.persist import report as r
-from ckptd.persist.commit import COMMITTERS_MAX, commit
+from ckptd.persist.commit import commit
 from ckptd.persist.commits import list_commits
 from ckptd.persist.names import KEEP, MANIFEST, PART, attempt_dir, epoch_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import Entry, NotFound, Storage, StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
+from ckptd.persist.storage.tree import COMMITTERS_MAX
 from ckptd.persist.sums import FileDamage
 from ckptd.persist.writer import write_pieces
 from tests.node.checkpoints import JOB, check_all, commit_all, epoch_record, save, small_world, write_all
@@ -141,17 +142,19 @@ class Swept(PosixStorage):
     def publish(self, source: str, target: str) -> bool:
         if target.endswith(f"/{self._name}") and self._left:
             self._left -= 1
-            self.delete(source)
+            self.unlink(source)
         return super().publish(source, target)
 
-    def list(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[Entry]:
         self.listed += path == attempt_dir(JOB, SNAPSHOT, "a1")
-        return super().list(path)
+        return super().entries(path)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, KEEP])
 @pytest.mark.parametrize("times", [1, COMMITTERS_MAX - 1])
-def test_a_committer_whose_unfinished_file_was_swept_sweeps_nobody_again(tmp_path: Path, name: str, times: int) -> None:
+def test_a_committer_whose_unfinished_file_was_swept_sweeps_nobody_again(
+    tmp_path: Path, name: str, times: int
+) -> None:
     """Four of them swept each other for longer than each tried (the suite, once)."""
     world = small_world()
     storage = Swept(str(tmp_path / "root"), name, times)
@@ -309,7 +312,9 @@ def test_what_vanished_under_the_hands_of_a_commit_is_looked_for_once_more(
     assert list_commits(storage, JOB) == [CommitInfo(SNAPSHOT)]
 
 
-def test_a_mark_that_came_with_a_second_attempt_is_durable(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_came_with_a_second_attempt_is_durable(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P4, P12: retention would delete it after a power cut."""
     world = small_world()
     first, second = (write_all(storage, world, SNAPSHOT, attempt) for attempt in ("a1", "a2"))

@@ -19,8 +19,6 @@ from ckptd.persist.commits import list_commits, list_durable
 from ckptd.persist.lineage import claim_epoch, newest_record
 from ckptd.persist.names import (
     DATA,
-    DROPPED,
-    HIDDEN_MANIFEST,
     MANIFEST,
     PART,
     attempt_dir,
@@ -29,8 +27,9 @@ from ckptd.persist.names import (
 )
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
-from ckptd.persist.storage.base import Storage, list_or_empty
+from ckptd.persist.storage.base import Storage
 from ckptd.persist.storage.posix import PosixStorage
+from ckptd.persist.storage.tree import DROPPED, HIDDEN
 from ckptd.persist.verify import verify_at
 from tests.node.checkpoints import (
     JOB,
@@ -79,10 +78,10 @@ def listed(storage: Storage) -> set[SnapshotId]:
 
 def no_partial_directory(storage: Storage, epoch: int = 1) -> None:
     """A stock reader loads every data file it finds in a step directory: there must be a manifest beside them."""
-    for entry in list_or_empty(storage, epoch_dir(JOB, epoch)):
+    for entry in storage.list(epoch_dir(JOB, epoch)):
         names = [inner.name for inner in storage.list(f"{epoch_dir(JOB, epoch)}/{entry.name}")]
         if any(name.endswith(DATA) for name in names) and "." not in entry.name:
-            assert not {MANIFEST, HIDDEN_MANIFEST, DROPPED}.isdisjoint(names), names
+            assert not {MANIFEST, HIDDEN, DROPPED}.isdisjoint(names), names
 
 
 # --- power cuts at every operation, on the model ------------------------------------------------------------------
@@ -126,9 +125,7 @@ def test_a_power_cut_at_every_operation_leaves_old_or_new() -> None:
 
 def test_the_model_finds_a_missing_directory_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the last syncs an acknowledged checkpoint can be lost: the test above would see it."""
-    from ckptd.persist import commit as module
-
-    monkeypatch.setattr(module, "sync_above", lambda *_: None)
+    monkeypatch.setattr(CrashStorage, "secure", lambda *_: None)
     lost = 0
     for seed in range(8):
         after, done, _ = crashed(0, seed)

@@ -18,11 +18,12 @@ from ckptd.core.ids import SnapshotId
 from ckptd.persist.commits import list_commits
 from ckptd.persist.names import attempt_dir
 from ckptd.persist.reader import Checkpoint
-from ckptd.persist.storage.base import StorageError, list_or_empty
+from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from tests import places
 from tests.node.checkpoints import JOB, check_all, save, small_world, write_all
+from tests.node.memory_tree import MemoryTree
 
 SNAPSHOT = SnapshotId(1, 10)
 REPO = Path(__file__).resolve().parents[2]
@@ -77,12 +78,12 @@ def test_a_full_disk_does_not_stop_readers(small_disk: Path) -> None:
 def test_every_storage_operation_may_fail_once() -> None:
     """The N-th operation fails, for every N: an error with a place, nothing committed in part, and the retry works."""
 
-    class Failing(MemoryStorage):
+    class Failing(MemoryTree):
         fail_at = 0
         count = 0
 
     def failing(name: str):  # type: ignore[no-untyped-def]
-        real = getattr(MemoryStorage, name)
+        real = getattr(MemoryTree, name)
 
         def call(self: Failing, *args: str):  # type: ignore[no-untyped-def]
             self.count += 1
@@ -92,7 +93,7 @@ def test_every_storage_operation_may_fail_once() -> None:
 
         return call
 
-    for name in ("make_dir", "create", "publish", "move_dir", "sync_dir", "open", "list"):
+    for name in ("make_dir", "create", "publish", "move_dir", "sync_dir", "open_file", "entries"):
         setattr(Failing, name, failing(name))
     world = small_world(2, rows=40)
     whole = Failing()
@@ -149,4 +150,4 @@ def test_a_directory_without_rights() -> None:
 
 
 def test_nothing_is_there_to_begin_with() -> None:
-    assert list_or_empty(MemoryStorage(), "1000/gpt") == []
+    assert MemoryStorage().list("1000/gpt") == []

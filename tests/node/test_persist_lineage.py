@@ -17,6 +17,7 @@ from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from tests.node.checkpoints import JOB, commit_all, epoch_record, small_world, write_all
+from tests.node.memory_tree import MemoryTree
 
 
 @pytest.fixture
@@ -88,7 +89,9 @@ def test_a_checkpoint_without_a_claim_takes_its_number(storage: PosixStorage) ->
     assert newest_record(storage, JOB) == record, "told by the manifest"
     assert claim_epoch(storage, JOB, epoch_record(3)) == (False, 4)
     assert claim_epoch(storage, JOB, record) == (True, 4), "nobody else has claimed it"
-    assert storage.open(record_path(JOB, 4)).close() is None, "the claim, for whoever comes when the checkpoint is gone"
+    assert storage.open(record_path(JOB, 4)).close() is None, (
+        "the claim, for whoever comes when the checkpoint is gone"
+    )
 
 
 def test_an_epoch_that_never_got_to_storage_is_passed_over(storage: PosixStorage) -> None:
@@ -168,16 +171,16 @@ def test_tokens_find_the_node_that_writes_elsewhere(tmp_path: Path) -> None:
 
 
 def test_storage_without_exclusive_names(storage: PosixStorage) -> None:
-    class Overwriting(MemoryStorage):
+    class Overwriting(MemoryTree):
         def publish(self, source: str, target: str) -> bool:
-            self.delete(target)
+            self.unlink(target)
             return super().publish(source, target)
 
-    class Unlinked(MemoryStorage):
+    class Unlinked(MemoryTree):
         def publish(self, source: str, target: str) -> bool:
             raise StorageError("publish: Operation not supported", where=target)
 
-    class Replacing(MemoryStorage):
+    class Replacing(MemoryTree):
         def move_dir(self, source: str, target: str) -> bool:
             self.delete_tree(target)
             return super().move_dir(source, target)

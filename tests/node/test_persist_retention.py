@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ from ckptd.persist.commits import list_commits, list_durable
 from ckptd.persist.lease import Lease
 from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.names import attempt_dir, epoch_dir, epochs_dir, leases_dir, step_dir
-from ckptd.persist.pointer import drop, hide, reveal
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import Retained, retain
-from ckptd.persist.storage.base import write_file
 from ckptd.persist.storage.posix import PosixStorage
 from tests.node.checkpoints import JOB, World, check_all, epoch_record, save, small_world, write_all
 
@@ -65,7 +62,7 @@ def test_what_died_before_it_had_its_name_goes(storage: PosixStorage, world: Wor
     left = [f"{JOB}/clock-0a1b.77.part", f"{JOB}/clock-0a1b", f"{epochs_dir(JOB)}/epoch-000002.json.99.part"]
     left.append(f"{step_dir(JOB, SnapshotId(1, 10))}/verified.77.part")
     for path in left:
-        write_file(storage, path, b"")
+        storage.put_if_absent(path, b"")
     now(storage, Policy())
     assert all(storage.open(path).close() is None for path in left)
     now(storage, Policy(), attempt_stale_s=0)
@@ -383,28 +380,6 @@ def test_an_epoch_without_a_claim_retains_nothing(meanwhile: Meanwhile) -> None:
     claim_epoch(meanwhile, JOB, epoch_record(2, ancestry=(SnapshotId(1, 40),)))
     assert now(meanwhile, Policy(keep_last=1), epoch=epoch_record(1)).ended
     assert steps_left(meanwhile) == list(STEPS)
-
-
-def together(
-    start: threading.Barrier, do: Callable[[PosixStorage, str], bool], storage: PosixStorage, pointer: str
-) -> bool:
-    start.wait()
-    return do(storage, pointer)
-
-
-def test_of_two_who_disagree_one_wins(storage: PosixStorage, world: World) -> None:
-    """One reveals, the other deletes: it is in sight and whole, or it is gone."""
-    for step in range(10, 110, 10):
-        save(storage, world, SnapshotId(1, step))
-        pointer = step_dir(JOB, SnapshotId(1, step))
-        assert hide(storage, pointer) and not hide(storage, pointer)
-        with ThreadPoolExecutor(2) as pool:
-            start = threading.Barrier(2)
-            asked = [pool.submit(together, start, do, storage, pointer) for do in (reveal, drop)]
-            revealed, dropped = (future.result() for future in asked)
-        assert revealed != dropped
-        assert (step in steps_left(storage)) == revealed
-        assert Path(storage.locate(pointer)).exists() == revealed
 
 
 def test_a_hiding_of_an_earlier_version_that_died_in_between_is_finished(

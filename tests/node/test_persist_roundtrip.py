@@ -20,7 +20,7 @@ from ckptd.core.messages import WritePiece
 from ckptd.persist.names import attempt_dir, step_dir
 from ckptd.persist.packing import split_box
 from ckptd.persist.reader import Checkpoint
-from ckptd.persist.storage.base import Storage, StorageError, list_or_empty
+from ckptd.persist.storage.base import Storage, StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.strided import extent, slabs
@@ -166,7 +166,7 @@ def test_asking_for_what_is_not_there() -> None:
         Checkpoint.open(storage, JOB, SnapshotId(1, 11))
     with pytest.raises(CkptdError, match="no such checkpoint"):
         Checkpoint.open(storage, "1000/other", SNAPSHOT)
-    assert list_or_empty(storage, "1000/other") == []
+    assert storage.list("1000/other") == []
 
 
 # --- the writer -------------------------------------------------------------------------------------------------
@@ -199,10 +199,10 @@ def test_damage_after_the_check_is_found_by_the_reader() -> None:
     """A chunk of one fragment keeps the sums of its capture, so a bit that flips on the way to the disk is found."""
     storage = MemoryStorage()
     world = small_world(1)
-    real = MemoryStorage.create
+    real = MemoryStorage.put
 
     class Flipping(MemoryStorage):
-        def create(self, path: str):  # type: ignore[no-untyped-def]
+        def put(self, path: str):  # type: ignore[no-untyped-def]
             out = real(self, path)
             write = out.write
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.errors import CkptdError
-from ckptd.persist.storage.base import Storage, StorageError, read_file, write_file
+from ckptd.persist.storage.base import Entry, Storage, StorageError, read_file
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import MARKER, PosixStorage
 from ckptd.persist.storage.posix_file import ALIGN_BYTES, SCRATCH_BYTES, PosixWriter
@@ -45,8 +45,8 @@ class _Posix(StorageConformance):
 
 
 class Unmarked(PosixStorage):
-    def list(self, path: str) -> list:  # type: ignore[type-arg]
-        return [entry for entry in super().list(path) if entry.name != MARKER]
+    def entries(self, path: str) -> list[Entry]:
+        return [entry for entry in super().entries(path) if entry.name != MARKER]
 
 
 class TestPosixDirect(_Posix):
@@ -93,7 +93,7 @@ def test_aligned_memory_is_written_in_place(root: Path, monkeypatch: pytest.Monk
 def test_a_vanished_root_is_an_error_and_its_return_is_noticed(root: Path, tmp_path: Path) -> None:
     """An open handle of the root must not make us write into a directory that was moved away."""
     storage = PosixStorage(str(root))
-    write_file(storage, "file", b"here")
+    storage.put_if_absent("file", b"here")
     root.rename(tmp_path / "away")
     for call in (
         lambda: storage.list(""),
@@ -139,7 +139,7 @@ def test_links_lead_nowhere(root: Path, tmp_path: Path) -> None:
         lambda: storage.open("fifo"),
         lambda: storage.create("link/new"),
         lambda: storage.make_dir("link/new"),
-        lambda: storage.delete("link/secret"),
+        lambda: storage.unlink("link/secret"),
         lambda: storage.delete_tree("link"),
     ):
         with pytest.raises(StorageError):
@@ -154,7 +154,7 @@ def test_links_lead_nowhere(root: Path, tmp_path: Path) -> None:
 def test_files_are_private(root: Path) -> None:
     storage = PosixStorage(str(root))
     storage.make_dir("1000/job")
-    write_file(storage, "1000/job/file", b"x")
+    storage.put_if_absent("1000/job/file", b"x")
     assert stat.S_IMODE((root / "1000/job/file").stat().st_mode) == 0o600
     assert stat.S_IMODE((root / "1000/job").stat().st_mode) == 0o700
 
@@ -164,7 +164,7 @@ def test_files_are_private(root: Path) -> None:
 def test_files_of_a_job_belong_to_its_user(root: Path) -> None:
     storage = PosixStorage(str(root))
     storage.make_dir("1000/job")
-    write_file(storage, "1000/job/file", b"x")
+    storage.put_if_absent("1000/job/file", b"x")
     assert {(root / name).stat().st_uid for name in ("1000", "1000/job", "1000/job/file")} == {1000}
 
 

@@ -7,14 +7,15 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptd.core.ids import SnapshotId
+from ckptd.core import retention as core_retention
 from ckptd.daemon import state
-from ckptd.persist import commit, lineage, retention
-from ckptd.persist.names import DATA, MANIFEST, PART, step_dir
-from ckptd.persist.storage import base, posix, posix_file
+from ckptd.persist import commit, commits, lineage, retention
+from ckptd.persist.names import DATA, MANIFEST, PART
+from ckptd.persist.storage import posix, posix_file
 from ckptd.persist.storage.base import NotFound, StorageError
 from ckptd.persist.storage.posix import PosixStorage
 
@@ -57,13 +58,13 @@ def no_directory_fsync() -> None:
 
 @mutant
 def no_sync_after_the_rename() -> None:
-    commit.sync_above = _nothing
+    PosixStorage.secure = _nothing  # type: ignore[method-assign]
 
 
 @mutant
 def acknowledge_before_the_commit() -> None:
     """The rename happens after the caller was told, as by a background thread."""
-    real, above = PosixStorage.move_dir, commit.sync_above
+    real, above, mark = PosixStorage.move_dir, PosixStorage.secure, PosixStorage.mark
     late: list[tuple[PosixStorage, str, str]] = []
 
     def move_dir(self: PosixStorage, source: str, target: str) -> bool:
@@ -73,37 +74,33 @@ def acknowledge_before_the_commit() -> None:
         late[:] = [(self, source, target)]
         return True
 
-    def put_file(storage: Any, path: str, data: bytes) -> bool:
+    def mark_later(self: PosixStorage, *rest: Any) -> None:
         with suppress(NotFound):  # the mark of one that is not there yet
-            return base.put_file(storage, path, data)
-        return False
+            mark(self, *rest)
 
     PosixStorage.move_dir = move_dir  # type: ignore[method-assign]
     PosixStorage.delete_tree = _nothing  # type: ignore[method-assign]
-    commit.put_file = put_file
-    commit.sync_above = _nothing
+    PosixStorage.mark = mark_later  # type: ignore[method-assign]
+    PosixStorage.secure = _nothing  # type: ignore[method-assign]
 
 
 @mutant
 def rename_before_the_manifest() -> None:
     """The directory gets its name first, the manifest is put into it afterwards."""
-    real = commit.put_file
-    held: list[bytes] = []
+    put, real = PosixStorage._put_small, PosixStorage.commit_if_absent
 
-    def put_file(storage: Any, path: str, data: bytes) -> bool:
-        if path.endswith(MANIFEST):
-            held[:] = [data]
-            return True
-        return real(storage, path, data)
+    def put_small(self: PosixStorage, path: str, data: bytes) -> bool:
+        return path.endswith(f"{PART}/{MANIFEST}") or put(self, path, data)
 
-    publish = commit._publish
-
-    def late(storage: Any, job: str, snapshot: SnapshotId, *rest: Any) -> None:
+    def late(self: PosixStorage, attempt: str, pointer: str, names: Any, beside: Any) -> bool:
+        done = False
         with suppress(StorageError):  # beside another attempt
-            publish(storage, job, snapshot, *rest)
-        real(storage, f"{step_dir(job, snapshot)}/{MANIFEST}", held[0])
+            done = real(self, attempt, pointer, names, beside)
+        put(self, f"{pointer}/{MANIFEST}", beside[MANIFEST])
+        return done
 
-    commit.put_file, commit._publish = put_file, late
+    PosixStorage._put_small = put_small  # type: ignore[method-assign]
+    PosixStorage.commit_if_absent = late  # type: ignore[method-assign]
 
 
 @mutant
@@ -123,78 +120,73 @@ def the_last_attempt_wins() -> None:
 @mutant
 def delete_before_the_new_one_is_there() -> None:
     """Room is made first."""
-    real = commit._publish
+    real = PosixStorage.commit_if_absent
 
-    def late(storage: Any, job: str, *rest: Any) -> None:
-        for info in retention.list_commits(storage, job):
-            retention._hide(storage, job, info.snapshot, retention.Retained())
-        real(storage, job, *rest)
+    def late(self: PosixStorage, attempt: str, pointer: str, *rest: Any) -> bool:
+        above = os.path.dirname(pointer)
+        for found in self.pointers(above):
+            self.hide(f"{above}/{found.name}")
+        return real(self, attempt, pointer, *rest)
 
-    commit._publish = late
+    PosixStorage.commit_if_absent = late  # type: ignore[method-assign]
+
+
+def _other_keep(other: Callable[..., Any]) -> None:
+    """``other`` gets the real one first."""
+    wrong = partial(other, core_retention.keep)
+    core_retention.keep = retention.keep = commits.keep = wrong  # type: ignore[assignment]
 
 
 @mutant
 def keep_one_fewer() -> None:
     """As if one that is still being written counted among the last."""
-    real = retention.keep
-
-    def keep(commits: Any, policy: Any, record: Any) -> Any:
-        return real(commits, replace(policy, keep_last=1), record)
-
-    retention.keep = keep
+    _other_keep(lambda real, found, policy, record: real(found, replace(policy, keep_last=1), record))
 
 
 @mutant
 def retention_ignores_marks() -> None:
-    real = retention.keep
-    retention.keep = lambda commits, *rest: real([replace(info, keep=False) for info in commits], *rest)
+    _other_keep(lambda real, found, *rest: real([replace(info, keep=False) for info in found], *rest))
 
 
 @mutant
 def no_sync_of_a_claim() -> None:
     """Told before its directory entry is durable."""
+    real = lineage.claim_epoch
 
-    def put_file(storage: PosixStorage, path: str, data: bytes) -> bool:
-        return _in_place(Path(storage.locate(path)), data)
-
-    lineage.put_file = put_file
-    _unsynced_directories(lineage)
-
-
-def _in_place(path: Path, data: bytes) -> bool:
-    if path.exists():
-        return False
-    path.write_bytes(data)
-    return True
-
-
-def _unsynced_directories(module: Any) -> None:
-    real = module.claim_epoch
+    def put_if_absent(storage: PosixStorage, path: str, data: bytes) -> bool:
+        place = Path(storage.locate(path))
+        if place.exists():
+            return False
+        place.write_bytes(data)
+        return True
 
     def claim(storage: PosixStorage, *rest: Any) -> Any:
         storage.sync_dir = _nothing  # type: ignore[method-assign]
+        storage.put_if_absent = partial(put_if_absent, storage)  # type: ignore[method-assign]
         try:
             return real(storage, *rest)
         finally:
-            del storage.sync_dir
+            del storage.sync_dir, storage.put_if_absent
 
-    module.claim_epoch = claim
     from tests.power import life
 
-    life.claim_epoch = claim
+    lineage.claim_epoch = life.claim_epoch = claim
 
 
 @mutant
 def a_claim_replaces_another() -> None:
     """The later claim of a number gets it."""
+    real = PosixStorage.put_if_absent
 
-    def put_file(storage: PosixStorage, path: str, data: bytes) -> bool:
-        fresh = Path(storage.locate(f"{path}.{secrets.token_hex(4)}{PART}"))
+    def put_if_absent(self: PosixStorage, path: str, data: bytes) -> bool:
+        if os.path.basename(os.path.dirname(path)) != "epochs":
+            return real(self, path, data)
+        fresh = Path(self.locate(f"{path}.{secrets.token_hex(4)}{PART}"))
         fresh.write_bytes(data)
-        os.replace(fresh, storage.locate(path))
+        os.replace(fresh, self.locate(path))
         return True
 
-    lineage.put_file = put_file
+    PosixStorage.put_if_absent = put_if_absent  # type: ignore[method-assign]
     lineage._claimed = lambda *_: False
 
 

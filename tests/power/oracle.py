@@ -16,10 +16,10 @@ from ckptd.daemon.state import StateDir
 from ckptd.identity import kept_node_id
 from ckptd.persist.commits import list_commits
 from ckptd.persist.lineage import newest_record
-from ckptd.persist.names import DATA, DROPPED, HIDDEN_MANIFEST, MANIFEST, epoch_of_dir, step_dir
+from ckptd.persist.names import DATA, MANIFEST, epoch_of_dir, step_dir
 from ckptd.persist.reader import Checkpoint
-from ckptd.persist.storage.base import list_or_empty
 from ckptd.persist.storage.posix import MARKER, PosixStorage
+from ckptd.persist.storage.tree import DROPPED, HIDDEN
 from ckptd.persist.verify import verify_at
 from tests.node.checkpoints import JOB, check_all
 from tests.power.life import world_of
@@ -155,13 +155,13 @@ class Oracle:
     @staticmethod
     def _check_torn(storage: PosixStorage) -> None:
         """A stock reader loads every data file of a directory that is named like a checkpoint."""
-        for top in list_or_empty(storage, JOB):
+        for top in storage.list(JOB):
             if epoch_of_dir(top.name) is None:
                 continue
             for entry in storage.list(f"{JOB}/{top.name}"):
                 names = {inner.name for inner in storage.list(f"{JOB}/{top.name}/{entry.name}")}
                 data = any(name.endswith(DATA) for name in names)
-                torn = data and "." not in entry.name and not names & {MANIFEST, HIDDEN_MANIFEST, DROPPED}
+                torn = data and "." not in entry.name and not names & {MANIFEST, HIDDEN, DROPPED}
                 expect(not torn, f"{entry.name} has data files and no manifest")
 
     @staticmethod
@@ -173,7 +173,7 @@ class Oracle:
             if path.suffix in (".part", ".gone", ".tmp") or "clock-" in path.name
         ]
         litter = [
-            path for path in found if path.name != HIDDEN_MANIFEST or not path.with_name(MANIFEST).exists()
+            path for path in found if path.name != HIDDEN or not path.with_name(MANIFEST).exists()
         ]
         beside = {path.name for left in litter for path in left.parent.iterdir()}
         expect(

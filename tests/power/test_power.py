@@ -20,7 +20,7 @@ from ckptd.persist.lineage import claim_epoch, newest_record
 from ckptd.persist.names import DATA, epoch_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage import posix, posix_file
-from ckptd.persist.storage.base import SyncFailed, list_or_empty, write_file
+from ckptd.persist.storage.base import SyncFailed
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.storage.posix_file import PosixWriter
 from ckptd.persist.verify import verify_at
@@ -89,9 +89,13 @@ class Cutting(PosixStorage):
         self.step()
         super().sync_dir(path)
 
-    def delete(self, path: str) -> None:
+    def move_file(self, source: str, target: str) -> None:
         self.step()
-        super().delete(path)
+        super().move_file(source, target)
+
+    def unlink(self, path: str) -> None:
+        self.step()
+        super().unlink(path)
 
     def delete_tree(self, path: str) -> None:
         self.step()
@@ -113,7 +117,7 @@ def expect_whole(storage: PosixStorage, snapshots: set[SnapshotId], worlds: dict
 def torn_directories(storage: PosixStorage) -> list[str]:
     """Step directories with data files but no manifest: what a stock reader would take for a checkpoint."""
     found = []
-    for entry in list_or_empty(storage, epoch_dir(JOB, 1)):
+    for entry in storage.list(epoch_dir(JOB, 1)):
         if "." not in entry.name:
             names = [inner.name for inner in storage.list(f"{epoch_dir(JOB, 1)}/{entry.name}")]
             if any(name.endswith(DATA) for name in names) and "manifest.json" not in names:
@@ -176,7 +180,7 @@ def test_a_sync_that_comes_too_late_is_no_success(machine: Disk, monkeypatch: py
     """P4: XFS answers the fsync of a directory with success when it was shut down just before, and its changes are gone."""
     storage = PosixStorage(str(machine.mount / "root"))
     storage.make_dir("1000")
-    write_file(storage, "1000/first", b"first")
+    storage.put_if_absent("1000/first", b"first")
     real = os.fsync
 
     def fsync(fd: int) -> None:

@@ -1,15 +1,19 @@
-"""The narrow contract with durable storage: what a POSIX directory can do and an object store can imitate (design D13).
+"""The contract with durable storage: a file system can keep it, and so can an object store with conditional PUT (design D22).
 
-Paths are relative, ``/``-separated, of validated components; ``""`` is the root. One conformance suite
-(tests/node/storage_conformance.py) holds for every implementation. All methods block and may be called from any thread.
+Paths are relative, ``/``-separated, of validated components; ``""`` is the root. Files of one try to write a checkpoint lie below
+its *attempt*, a path of its own. A commit makes the attempt's files readable below the *pointer*, the checkpoint's path: a
+directory that got another name, or a small object that names the attempt. All methods block and may be called from any thread;
+what they did survives a power cut when they return. A backend is one file beside this one and one class in
+tests/node/test_persist_storage.py, which runs the conformance suite (tests/node/storage_conformance.py).
 """
 
 from __future__ import annotations
 
 import errno
 import re
-import secrets
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from ckptd.core.errors import CkptdError
@@ -69,12 +73,32 @@ def split_path(path: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One directory entry. ``mtime_s`` is the storage's own clock; compare it with other entries' only."""
+    """What stands below a path; a directory (``is_dir``) is a common beginning of paths. ``mtime_s`` is the storage's own
+    clock; compare it with other entries' only."""
 
     name: str
     is_dir: bool
     size: int
     mtime_s: float
+
+
+class Sight(Enum):
+    """What readers see of a commit."""
+
+    SHOWN = "shown"
+    HIDDEN = "hidden"  # no reader opens it any more; it may be revealed, or dropped
+    DROPPED = "dropped"  # it cannot come back; what is left of it shall be deleted
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A commit. marks: small files put beside its own, such as ``keep``. hidden_s: when it was hidden, on the storage's clock;
+    None when that was lost."""
+
+    name: str
+    sight: Sight
+    marks: frozenset[str] = frozenset()
+    hidden_s: float | None = None
 
 
 class FileWriter(Protocol):
@@ -94,7 +118,7 @@ class FileWriter(Protocol):
         """Append a copy of ``data``."""
 
     def finish(self) -> int:
-        """Make it durable and close it; the size in bytes. Raises SyncFailed: the file must not be used (P11)."""
+        """Make it durable under its name and close it; the size in bytes. Raises SyncFailed: it must not be used (P11)."""
 
     def abort(self) -> None:
         """Close without any promise; the caller deletes the name."""
@@ -117,40 +141,65 @@ class Storage(Protocol):
     def locate(self, path: str) -> str:
         """``path`` as the operator knows it, for messages."""
 
-    def make_dir(self, path: str) -> None:
-        """Create it and its parents, each durable in its own parent. Existing ones are fine."""
+    def free_bytes(self) -> int:
+        """Bytes this user may still write."""
 
-    def create(self, path: str) -> FileWriter:
-        """A new file in an existing directory. StorageError (EEXIST) when the name is taken."""
+    # --- small files and what is there --------------------------------------------------------------------------
+    def begin(self, path: str) -> None:
+        """Files may be put below ``path`` from now on. An attempt is begun by each of its writers."""
 
-    def publish(self, source: str, target: str) -> bool:
-        """Give a finished file its final name, exclusively, and drop the old name. False: the name was taken."""
-
-    def move_file(self, source: str, target: str) -> None:
-        """Rename a file in one step; what had that name is gone. Nothing happens when both names are one file's."""
-
-    def move_dir(self, source: str, target: str) -> bool:
-        """Rename a directory in one step. False: a directory that is not empty has that name already."""
-
-    def sync_dir(self, path: str) -> None:
-        """Make the directory's entries durable. Raises SyncFailed."""
-
-    def open(self, path: str) -> FileReader: ...
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        """A small file that appears whole, for one of those who ask at the same time: a claim, a lease. False: the name was
+        taken."""
 
     def list(self, path: str) -> list[Entry]:
-        """Entries by name."""
+        """By name; [] when nothing is there. A committed attempt is listed as its pointer only."""
+
+    def open(self, path: str) -> FileReader:
+        """A file for reading ranges: below a pointer, or below an attempt (then only one whose writer has finished it)."""
 
     def delete(self, path: str) -> None:
         """Remove a file; a missing one is fine."""
 
-    def delete_tree(self, path: str) -> None:
-        """Remove a directory and all below it; a missing one is fine."""
+    def discard(self, path: str) -> None:
+        """Remove all below ``path``, an attempt for example. A committed attempt is left alone, a missing one is fine."""
 
-    def free_bytes(self) -> int:
-        """Bytes this user may still write."""
+    def secure(self, *paths: str) -> None:
+        """What stands below these paths survives a power cut from now on: whoever made it may have died before it did."""
+
+    def sweep(self, path: str, before_s: float) -> None:
+        """Delete what the storage's own methods left directly below ``path`` when they died before ``before_s``."""
+
+    # --- a checkpoint -------------------------------------------------------------------------------------------
+    def put(self, path: str) -> FileWriter:
+        """A new file of an attempt, not visible to readers before its commit. StorageError (EEXIST): the name is taken."""
+
+    def commit_if_absent(
+        self, attempt: str, pointer: str, names: Collection[str], beside: Mapping[str, bytes]
+    ) -> bool:
+        """The attempt's files of these names appear below ``pointer`` in one step, with small files ``beside`` them (MANIFEST among
+        them); others of the attempt are deleted. False: another commit, or a hidden one, stands there. NotFound: the attempt, or
+        one of the files, is not there; another committer of the same attempt may have been faster."""
+
+    def pointers(self, path: str) -> Sequence[Pointer]:
+        """The commits directly below ``path``, by name."""
+
+    def mark(self, pointer: str, name: str, data: bytes) -> None:
+        """Put a small file beside the commit's own, if it has none of that name. NotFound: it is gone."""
+
+    def hide(self, pointer: str) -> bool:
+        """No reader opens it any more; those who have it open read on. False: it is not shown. One that is hidden, and nobody
+        knows since when, is hidden since now."""
+
+    def reveal(self, pointer: str) -> bool:
+        """The opposite. False: it is not hidden."""
+
+    def drop(self, pointer: str) -> bool:
+        """Delete a hidden commit, for ever. Of ``drop`` and ``reveal`` one wins. False: it is not hidden. After a death in its
+        middle it is repeated."""
 
 
-def read_file(storage: Storage, path: str, bytes_max: int) -> bytearray:
+def read_file(storage: Storage, path: str, bytes_max: int) -> bytes:
     """The whole of a small file. Raises StorageError when it is longer than ``bytes_max``."""
     reader = storage.open(path)
     try:
@@ -160,43 +209,6 @@ def read_file(storage: Storage, path: str, bytes_max: int) -> bytearray:
             )
         data = bytearray(reader.size)
         reader.read_into(0, memoryview(data))
-        return data
+        return bytes(data)
     finally:
         reader.close()
-
-
-def write_file(storage: Storage, path: str, data: bytes) -> None:
-    """A small file under this name, durable but for its directory entry. Nothing stays behind on failure."""
-    writer = storage.create(path)
-    try:
-        writer.write(data)
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        storage.delete(path)
-        raise
-
-
-def put_file(storage: Storage, path: str, data: bytes) -> bool:
-    """A small durable file that appears whole under its name. False: the name was taken, nothing changed."""
-    part = f"{path}.{secrets.token_hex(8)}.part"
-    write_file(storage, part, data)
-    if storage.publish(part, path):
-        return True
-    storage.delete(part)
-    return False
-
-
-def sync_above(storage: Storage, path: str) -> None:
-    """The directory ``path`` and all above it, whoever made them: what lies there is durable only if its way is (P4)."""
-    while path:
-        storage.sync_dir(path)
-        path = path.rpartition("/")[0]
-    storage.sync_dir("")
-
-
-def list_or_empty(storage: Storage, path: str) -> list[Entry]:
-    try:
-        return storage.list(path)
-    except NotFound:
-        return []

@@ -16,6 +16,7 @@ from pathlib import Path
 from ckptd.directory import make_directories
 from ckptd.persist.storage.base import Entry, StorageError, split_path, storage_error
 from ckptd.persist.storage.posix_file import PosixReader, PosixWriter, ScratchPool, sync_entries
+from ckptd.persist.storage.tree import TreeStorage
 
 MARKER = ".ckptd-root"
 DIR_MODE = 0o700  # a job's state is its user's alone (P13)
@@ -25,7 +26,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a planted FIFO must not hang us
 
 
-class PosixStorage:
+class PosixStorage(TreeStorage):
     """create: make ``root`` and its marker if need be. marked: insist on the marker at every operation (default: as
     ``create``; without it any directory is taken as it is). direct: try O_DIRECT. chown: give what is created below
     ``<root>/<uid>`` to that uid (default: when we are root), so that users can read their checkpoints with stock tools.
@@ -114,7 +115,7 @@ class PosixStorage:
         with self._mapped("open the directory", path), self._at(path) as fd:
             sync_entries(fd, self.locate(path))
 
-    def open(self, path: str) -> PosixReader:
+    def open_file(self, path: str) -> PosixReader:
         with self._mapped("open the file", path), self._parent(path) as (fd, name):
             file = os.open(name, _READ, dir_fd=fd)
             try:
@@ -125,12 +126,12 @@ class PosixStorage:
                 os.close(file)
                 raise
 
-    def list(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[Entry]:
         with self._mapped("list the directory", path), self._at(path) as fd, os.scandir(fd) as found:
             entries = [entry for item in found if (entry := _entry(item)) is not None]
         return sorted(entries, key=lambda entry: entry.name)
 
-    def delete(self, path: str) -> None:
+    def unlink(self, path: str) -> None:
         with (
             self._mapped("delete the file", path),
             suppress(FileNotFoundError),
