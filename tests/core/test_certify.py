@@ -327,7 +327,7 @@ def test_what_is_void_stands_in_for_nothing_that_was_left_behind() -> None:
     node, three = steward(), [layout(rank, 3) for rank in range(3)]
     void = [fact(5, rank, epoch=OLD, world=3) for rank in range(3)]
     node.others["b"].tell_inventory(*OLD_ONES[0], *void, layouts=three)
-    node.machine.steward.ledger.facts[at(5, OLD)].void = "copies differ"
+    node.machine.steward.ledger.facts[at(5, OLD)].become_void("left_behind", "why")
     node.hear("b", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in BOTH}))
     assert node.level(4, epoch=OLD) == 0
     assert at(4, OLD) not in {v.snapshot for v in node.said(msg.Void, "b")}

@@ -221,7 +221,7 @@ def test_whoever_leaves_office_leaves_its_flush() -> None:
     node = steward().train().capture(7)
     ask(node, 7)
     node.machine.steward.stop()
-    assert (step_of(node), node.machine.steward.certify.pinned) == (None, set())
+    assert (step_of(node), node.machine.steward.certify.guards.pinned) == (None, set())
 
 
 def test_a_new_office_knows_no_wishes_and_no_failures() -> None:
@@ -244,7 +244,7 @@ def test_a_new_office_begins_no_flush_where_the_one_before_stood() -> None:
     ask(node, 7)
     node.now += 10.0  # its process stood still
     node.tick()
-    assert (step_of(node), node.machine.steward.certify.pinned) == (None, set())
+    assert (step_of(node), node.machine.steward.certify.guards.pinned) == (None, set())
 
 
 def test_a_new_office_waits_for_the_ranks_anew_and_says_again_that_they_are_gone() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from ckptd.core.instructions import Send
 from ckptd.core.lanes import Lane, Member, Part, joined_digests, part_layout
 from ckptd.core.machine.context import Context
-from ckptd.core.machine.steward.ledger import RELEASED_KEPT_MAX, Facts, Ledger
+from ckptd.core.machine.steward.ledger import RELEASED_KEPT_MAX, Ledger
+from ckptd.core.machine.steward.snapshot import SnapshotState
 from ckptd.core.messages import Certificate, HoldingFact, LayoutRequest
 from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, at, fact, layout, member
@@ -28,7 +29,7 @@ class Books:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.ctx, lambda node: True)
 
-    def of(self, step: int = 7) -> Facts:
+    def of(self, step: int = 7) -> SnapshotState:
         return self.ledger.facts[at(step)]
 
     def slot(self, node: str, rank: int, step: int = 7, **more: Any) -> HoldingFact:
@@ -159,7 +160,8 @@ def test_what_nobody_holds_any_more_is_struck_out() -> None:
     books.ledger.remove("b", told)
     assert books.ledger.facts == {}
     told = books.slot("b", 0)
-    books.of().void, books.of().certificate = "copies differ", Certificate(EPOCH, 1, at(7), 0, 1, False)
+    books.of().certify(Certificate(EPOCH, 1, at(7), 0, 1, False))
+    books.of().become_void("nowhere", "why")
     books.ledger.remove("b", told)
     assert books.ledger.facts == {}, "what is void is reported as fallen by nobody"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckptd.core.machine.context import Context
-from ckptd.core.machine.steward.ledger import Facts
 from ckptd.core.machine.steward.protecting import PATIENCE_MAX_S, PATIENCE_S, SLACK, Protecting
+from ckptd.core.machine.steward.snapshot import SnapshotState
 from ckptd.core.policy import Policy
 from ckptd.core.redundancy import Replicas
 from tests.core.machines import EPOCH, at, member, record_of
@@ -31,7 +31,7 @@ class Under:
         self.ctx.now += after
         self.levels.update((int(step[1:]), level) for step, level in levels.items())
         found = self.protecting.choose(
-            [Facts(at(s, self.epoch), level=v) for s, v in self.levels.items()], WANTED
+            [SnapshotState(at(s, self.epoch), level=v) for s, v in self.levels.items()], WANTED
         )
         return found.step if found is not None else None
 

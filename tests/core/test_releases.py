@@ -7,7 +7,8 @@ from typing import Any
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.machine.steward.certify import KEEP_FAILURES_MAX, REPEAT_S
+from ckptd.core.machine.steward.certify import REPEAT_S
+from ckptd.core.machine.steward.guards import KEEP_FAILURES_MAX
 from ckptd.core.machine.steward.protecting import PATIENCE_S
 from tests.core.certificates import BOTH, released, steward
 from tests.core.machines import Steward, at, fact, only, record_of
@@ -52,10 +53,10 @@ def test_a_void_one_releases_nothing() -> None:
 
 def test_what_is_pinned_for_a_flush_is_not_released() -> None:
     node = steward(replicas=0).train().capture(7)
-    node.machine.steward.certify.pinned = {at(7)}
+    node.machine.steward.certify.guards.pinned = {at(7)}
     node.capture(8)
     assert released(node) == set()
-    node.machine.steward.certify.pinned = set()
+    node.machine.steward.certify.guards.pinned = set()
     node.capture(9)
     assert released(node) == {7, 8}
 
@@ -157,7 +158,7 @@ def test_that_is_so_too_when_the_newer_one_is_whole_again_with_the_same_word() -
 def test_of_a_released_one_that_is_needed_again_the_fall_is_told() -> None:
     """P2: it was weighed anew and certified, and a flush reads it now, so no release takes its certificate back."""
     node = steward(record_of("ab", outside="c"), replicas=0).train().capture(7).capture(8)
-    node.machine.steward.certify.pinned = {at(7)}
+    node.machine.steward.certify.guards.pinned = {at(7)}
     comes_back(node, fact(7, 0), fact(7, 1))
     assert node.level(7, to="c") == 0
     node.others["c"].held(fact(7, 1), lost=True)

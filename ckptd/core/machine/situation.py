@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.machine.steward.ledger import Facts
+from ckptd.core.machine.steward.snapshot import SnapshotState
 from ckptd.core.messages import Certificate
 from ckptd.core.outlook import Point, Situation, critical, fatal_places
 from ckptd.core.redundancy import Parity
@@ -67,7 +67,7 @@ def _by_books(machine: JobMachine) -> list[Point]:
     return points
 
 
-def _critical(facts: Facts, places: Mapping[str, str]) -> frozenset[str]:
+def _critical(facts: SnapshotState, places: Mapping[str, str]) -> frozenset[str]:
     """places: of the nodes that count."""
     holders = {
         rank: [(places[node], tier) for node, tier in nodes.items() if node in places]

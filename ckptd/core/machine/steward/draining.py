@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.certify import Certify
-from ckptd.core.machine.steward.ledger import Facts, Ledger
+from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.machine.steward.snapshot import SnapshotState
 from ckptd.core.messages import Departures, Holders, Leaving, Remainder
 
 LOOK_S = 0.5
@@ -45,7 +46,7 @@ class Draining:
     ) -> None:
         self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
         self._parities, self._certify = parities, certify
-        certify.follows = self.follows
+        certify.guards.follows = self.follows
         self._asked: dict[tuple[SnapshotId, int, int], float] = {}
         self._said: frozenset[str] = frozenset()
         self._said_at = self._until = self._looked_at = -1e9
@@ -113,7 +114,7 @@ class Draining:
         )
 
     # --- what is needed -----------------------------------------------------------------------------------------
-    def follows(self, facts: Facts) -> bool:
+    def follows(self, facts: SnapshotState) -> bool:
         """It leans on leaving nodes, but not for long: copies elsewhere are on their way. Until then no older one is released for
         it, so that while ranks train there is always one that does without those nodes."""
         if not self._sessions.leaving:
@@ -125,18 +126,18 @@ class Draining:
             facts.leans_since = self._ctx.now
         return self._ctx.now - facts.leans_since < FOLLOWS_S
 
-    def _level(self, facts: Facts) -> int:
-        return min(facts.level, self._certify.wanted())
+    def _level(self, facts: SnapshotState) -> int:
+        return min(facts.level, self._certify.guards.wanted())
 
-    def _without(self, facts: Facts) -> int:
+    def _without(self, facts: SnapshotState) -> int:
         return min(self._level(facts), self._ledger.level_with(facts, self._sessions.stays))
 
-    def _short(self) -> Iterator[tuple[Facts, int, int, bool]]:
+    def _short(self) -> Iterator[tuple[SnapshotState, int, int, bool]]:
         """(snapshot, its level, its level without the leaving nodes, does it count) where they are needed, the newest first. What a
         newer one that does not need them is as good as needs nothing."""
         found = [facts for _, facts in sorted(self._ledger.facts.items(), reverse=True) if self._matters(facts)]
         without = {facts.snapshot: self._without(facts) for facts in found}
-        wanted = self._certify.wanted()
+        wanted = self._certify.guards.wanted()
         safe = max((snapshot for snapshot, level in without.items() if level >= wanted), default=None)
         best = -1
         for facts in found:
@@ -147,11 +148,11 @@ class Draining:
                 counts = safe is None or snapshot < safe or not self.follows(facts)
                 yield facts, level, without[snapshot], counts
 
-    def _matters(self, facts: Facts) -> bool:
+    def _matters(self, facts: SnapshotState) -> bool:
         whole = not facts.void and facts.level >= 0 and facts.classes is not None
         return whole and self._ctx.is_candidate(facts.snapshot)
 
-    def _copies(self, facts: Facts, level: int) -> Iterator[Need]:
+    def _copies(self, facts: SnapshotState, level: int) -> Iterator[Need]:
         """Slices that fewer staying domains hold than the level takes."""
         assert facts.classes is not None, "looked at before"
         by_parity = self._parities.ranks_in_lanes(facts)
@@ -168,7 +169,7 @@ class Draining:
             if len(staying) <= level and holders:
                 yield self._need(facts, sorted(holders), staying)
 
-    def _need(self, facts: Facts, holders: list[tuple[bool, int, str, int, int]], staying: set[str]) -> Need:
+    def _need(self, facts: SnapshotState, holders: list[tuple[bool, int, str, int, int]], staying: set[str]) -> Need:
         """Leaving nodes come first among the holders."""
         record, domain = self._ctx.record, self._ctx.domain
         assert record is not None, "a steward has an epoch"
@@ -183,7 +184,7 @@ class Draining:
         key = (facts.snapshot, rank, tier)
         return Need(key, len(staying), 1, layout.live_bytes(tier), leaving, None if stuck else (first, ask), stuck)
 
-    def _parity(self, facts: Facts) -> Iterator[Need]:
+    def _parity(self, facts: SnapshotState) -> Iterator[Need]:
         for move in self._parities.moves(facts):
             key = (facts.snapshot, -1 - move.lane, move.position)
             yield Need(key, 0, move.slots, move.nbytes, move.nodes, None, not move.places)

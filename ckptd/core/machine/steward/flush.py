@@ -16,9 +16,10 @@ from ckptd.core.machine.context import RESEND_S, Context
 from ckptd.core.machine.ranks import SAID_GOODBYE
 from ckptd.core.machine.steward.certify import Certify
 from ckptd.core.machine.steward.grants import Grants
-from ckptd.core.machine.steward.ledger import Facts, Ledger
+from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.machine.steward.snapshot import SnapshotState
 from ckptd.core.messages import FlushAsk, WriteCancel, WriteOrder, WritePiece, Wrote
 from ckptd.core.writes import assign_writes
 
@@ -67,7 +68,7 @@ class Flushing:
     def stop(self) -> None:
         """Out of office: whoever follows decides anew."""
         self.flush = None
-        self._certify.pinned = set()
+        self._certify.guards.pinned = set()
 
     def clear(self) -> None:
         self.stop()
@@ -94,7 +95,7 @@ class Flushing:
             if target is not None:
                 self._begin(target)
 
-    def _target(self) -> Facts | None:
+    def _target(self) -> SnapshotState | None:
         usable = [
             facts
             for facts in self._ledger.facts.values()
@@ -110,7 +111,7 @@ class Flushing:
             return kept
         return self._asked_for(usable) or (newest if self._due(newest) else None)
 
-    def _asked_for(self, usable: list[Facts]) -> Facts | None:
+    def _asked_for(self, usable: list[SnapshotState]) -> SnapshotState | None:
         """The oldest complete snapshot that is not before the step somebody waits for."""
         done = self._durable_step()
         self.asked = {step for step in self.asked if step > done}
@@ -123,7 +124,7 @@ class Flushing:
         """The newest of this epoch, -1: none."""
         return max((s.step for s in self._ledger.durable if s.epoch == self._ctx.number), default=-1)
 
-    def _due(self, newest: Facts) -> bool:
+    def _due(self, newest: SnapshotState) -> bool:
         known = [snapshot for snapshot in self._ledger.durable if self._ctx.is_candidate(snapshot)]
         if newest.snapshot < max(known, default=newest.snapshot):
             return False
@@ -159,7 +160,7 @@ class Flushing:
         return self._alone_since is not None and self._ctx.now - self._alone_since >= grace
 
     # --- one flush ----------------------------------------------------------------------------------------------
-    def _begin(self, facts: Facts) -> None:
+    def _begin(self, facts: SnapshotState) -> None:
         assert facts.agreement is not None, "a complete snapshot has been agreed upon"
         layouts = self._ledger.layouts_of(facts)
         per_rank = facts.agreement.per_rank
@@ -177,7 +178,7 @@ class Flushing:
         text = f"{self._ctx.number}|{facts.snapshot.step}|{me.node}|{me.incarnation}|{self._count}"
         attempt = hashlib.blake2b(text.encode(), digest_size=ATTEMPT_BYTES).hexdigest()  # it becomes part of file names
         self.flush = Flush(facts.snapshot, attempt, now, now, orders, per_rank)
-        self._certify.pinned = {facts.snapshot}
+        self._certify.guards.pinned = {facts.snapshot}
         if self._nobody_trains() and not self._breakpoint_told and not self._all_clean():
             self._breakpoint_told = True
             self._ctx.emit(Alarm("breakpoint", f"ranks are gone: step {facts.snapshot.step} is written from memory"))
@@ -268,4 +269,4 @@ class Flushing:
         if self.flush is not None:
             self._ledger.dirty.add(self.flush.snapshot)
         self.flush = None
-        self._certify.pinned = set()
+        self._certify.guards.pinned = set()

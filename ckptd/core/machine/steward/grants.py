@@ -16,6 +16,7 @@ from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.margin import Margin
 from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.machine.steward.snapshot import SnapshotState
 from ckptd.core.messages import Grant, Missed, RankState, Sealed, Void
 from ckptd.core.written import Written, merged
 
@@ -136,16 +137,19 @@ class Grants:
         self._drop_settled(grant)
 
     def _void_step(self, step: int, reason: str) -> None:
-        """What was certified stays, whatever one grant became. Another steward may have done so while we were cut off: before
-        everyone has told, nobody can say that it was not (P3). What is then not whole is void for that (certify.py)."""
-        facts = self._ledger.facts.get(SnapshotId(self._ctx.number, step))
-        if facts is None or facts.void:
+        state = self._ledger.facts.get(SnapshotId(self._ctx.number, step))
+        if state is None or state.void:
             return
-        certified = facts.certificate is not None and facts.certificate.level >= 0
-        heard = self._ledger.heard.get(facts.snapshot, -1) >= 0
-        if not certified and not heard and self._sessions.members_live():
-            facts.void = reason
-        self._ledger.dirty.add(facts.snapshot)
+        if self.grant_void(state):
+            state.become_void("grant_void", reason)
+        self._ledger.dirty.add(state.snapshot)
+
+    def grant_void(self, state: SnapshotState) -> bool:
+        """The grant that it was captured under is void, and it was certified by nobody. Another steward may have done so while
+        we were cut off: before everyone has told, nobody can say that it was not (P3). What is then not whole is void for
+        that."""
+        heard = self._ledger.heard.get(state.snapshot, -1) >= 0
+        return not state.certified and not heard and self._sessions.members_live()
 
     def _say_void(self, grant: Granted) -> None:
         grant.said_at = self._ctx.now

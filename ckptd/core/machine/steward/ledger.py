@@ -6,54 +6,17 @@ Only what a node said in its current session is in the books, so they can be thr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
-from ckptd.core.agreement import Agreement, agree
+from ckptd.core.agreement import agree
 from ckptd.core.ids import SnapshotId
-from ckptd.core.lanes import NOBODY, Lane, Part, member_digests, tolerance
+from ckptd.core.lanes import NOBODY, Part, member_digests, tolerance
 from ckptd.core.layout import Layout
 from ckptd.core.machine.context import RESEND_S, Context, decode_layout
-from ckptd.core.messages import Certificate, HoldingFact, LayoutRequest
+from ckptd.core.machine.steward.snapshot import Phase, SnapshotState
+from ckptd.core.messages import HoldingFact, LayoutRequest
 from ckptd.core.protection import Classes, level, slice_classes
 
 RELEASED_KEPT_MAX = 64  # released snapshots named again in certificates, for a node that missed it
-
-
-@dataclass
-class Facts:
-    """All that is known of one snapshot."""
-
-    snapshot: SnapshotId
-    holders: dict[int, dict[str, int]] = field(default_factory=dict)  # rank -> node -> tier
-    layout_ids: dict[int, str] = field(default_factory=dict)
-    digests: dict[int, tuple[tuple[str, bytes], ...]] = field(default_factory=dict)
-    parts: dict[Lane, dict[int, set[str]]] = field(default_factory=dict)  # lane -> position -> nodes with its parity
-    seats: dict[Lane, tuple[str, ...]] = field(default_factory=dict)  # lane -> nodes that are to hold it, by position
-    tolerated: dict[Lane, int] = field(default_factory=dict)  # lane -> losses it survives now, where that was looked at
-    moved: dict[tuple[Lane, int], str] = field(default_factory=dict)  # (lane, position) -> where it was asked for last
-    keep: bool = False
-    durable: bool = False
-    failures: int = 0  # of flushes
-    void: str = ""
-    agreement: Agreement | None = None
-    classes: Classes | None = None
-    level: int = -1  # now; not bounded by what the policy wants
-    certificate: Certificate | None = None
-    leans_since: float | None = None  # below its level without nodes that are about to go
-    again: bool = False  # released once: somebody who missed that may still hold copies nobody told of
-
-    def nodes(self) -> set[str]:
-        """Who holds something of it."""
-        found = {node for nodes in self.holders.values() for node in nodes}
-        return found.union(*(nodes for held in self.parts.values() for nodes in held.values()))
-
-    def vouching(self, rank: int) -> list[str]:
-        """Nodes that know the layout of this rank: holders of its slot, and of parity of its lane."""
-        lanes = [held for lane, held in self.parts.items() if rank in lane.ranks()]
-        return [
-            *self.holders.get(rank, ()),
-            *sorted({node for held in lanes for nodes in held.values() for node in nodes}),
-        ]
 
 
 class Ledger:
@@ -61,7 +24,7 @@ class Ledger:
 
     def __init__(self, ctx: Context, live: Callable[[str], bool]) -> None:
         self._ctx, self._live = ctx, live
-        self.facts: dict[SnapshotId, Facts] = {}
+        self.facts: dict[SnapshotId, SnapshotState] = {}
         self.layouts: dict[str, Layout] = {}
         self.durable: set[SnapshotId] = set()
         self.released: dict[SnapshotId, None] = {}
@@ -86,7 +49,7 @@ class Ledger:
         facts = self.facts.get(fact.snapshot)
         if facts is None:
             again = fact.snapshot in self._again
-            facts = Facts(fact.snapshot, durable=fact.snapshot in self.durable, again=again)
+            facts = SnapshotState(fact.snapshot, durable=fact.snapshot in self.durable, again=again)
             self.facts[fact.snapshot] = facts
         if fact.part is not None:
             self._add_part(node, facts, fact, fact.part)
@@ -101,7 +64,7 @@ class Ledger:
         facts.keep |= fact.keep
         self.dirty.add(fact.snapshot)
 
-    def _add_part(self, node: str, facts: Facts, fact: HoldingFact, part: Part) -> None:
+    def _add_part(self, node: str, facts: SnapshotState, fact: HoldingFact, part: Part) -> None:
         """It also vouches for the layouts and digests of its lane's members, whose own slots may be gone."""
         facts.parts.setdefault(part.lane, {}).setdefault(part.position, set()).add(node)
         facts.tolerated.pop(part.lane, None)
@@ -138,11 +101,11 @@ class Ledger:
             facts.holders = {rank: nodes for rank, nodes in facts.holders.items() if nodes}
             self._changed(facts)
 
-    def _changed(self, facts: Facts) -> None:
+    def _changed(self, facts: SnapshotState) -> None:
         facts.tolerated.clear()
         held = {lane: {at: nodes for at, nodes in parts.items() if nodes} for lane, parts in facts.parts.items()}
         facts.parts = {lane: parts for lane, parts in held.items() if parts}
-        if not facts.nodes() and (facts.void or facts.certificate is None):
+        if self.held_nowhere(facts):
             self.drop(facts)
         self.dirty.add(facts.snapshot)
 
@@ -172,8 +135,12 @@ class Ledger:
         self.facts.pop(snapshot, None)
         self._keep_released(snapshot)
 
-    def drop(self, facts: Facts) -> None:
-        """Nobody holds it any more, as far as is known."""
+    def held_nowhere(self, facts: SnapshotState) -> bool:
+        """Nobody holds anything of it any more, as far as is known; what was certified stays as fallen."""
+        return not facts.nodes() and (facts.phase is Phase.VOID or facts.certificate is None)
+
+    def drop(self, facts: SnapshotState) -> None:
+        facts.become_gone("held_nowhere")
         del self.facts[facts.snapshot]
         if facts.again:
             self._keep_released(facts.snapshot)
@@ -193,7 +160,7 @@ class Ledger:
             del self.released[next(iter(self.released))]
 
     # --- reading ------------------------------------------------------------------------------------------------
-    def weigh(self, facts: Facts) -> None:
+    def weigh(self, facts: SnapshotState) -> None:
         """Bring level, classes and agreement of this snapshot up to date."""
         if facts.classes is None:
             facts.classes = self._classes(facts)
@@ -204,7 +171,7 @@ class Ledger:
         if facts.agreement is None and facts.level >= 0:
             facts.agreement = agree(self.layouts_of(facts), facts.digests)
 
-    def level_with(self, facts: Facts, counts: Callable[[str], bool]) -> int:
+    def level_with(self, facts: SnapshotState, counts: Callable[[str], bool]) -> int:
         """Its level if only the nodes that ``counts`` says held something."""
         if facts.classes is None:
             return -1
@@ -216,7 +183,7 @@ class Ledger:
         return level(facts.classes, holders, self._spared(facts, holders, counts))
 
     def _spared(
-        self, facts: Facts, holders: dict[int, list[tuple[str, int]]], counts: Callable[[str], bool]
+        self, facts: SnapshotState, holders: dict[int, list[tuple[str, int]]], counts: Callable[[str], bool]
     ) -> dict[int, int]:
         """rank -> losses after which parity still brings it."""
         found: dict[int, int] = {}
@@ -232,20 +199,20 @@ class Ledger:
                 found[rank] = max(count, found.get(rank, -1))
         return {rank: count for rank, count in found.items() if count >= 0}
 
-    def unread(self, facts: Facts) -> bool:
+    def unread(self, facts: SnapshotState) -> bool:
         """A layout is on its way from a live holder: until then nothing can be said about this snapshot."""
         return any(
             name not in self.layouts and any(map(self._live, facts.vouching(rank)))
             for rank, name in facts.layout_ids.items()
         )
 
-    def knows_layouts(self, facts: Facts) -> bool:
+    def knows_layouts(self, facts: SnapshotState) -> bool:
         return all(name in self.layouts for name in facts.layout_ids.values())
 
-    def layouts_of(self, facts: Facts) -> dict[int, Layout]:
+    def layouts_of(self, facts: SnapshotState) -> dict[int, Layout]:
         return {rank: self.layouts[name] for rank, name in facts.layout_ids.items()}
 
-    def live_holdings(self, facts: Facts) -> dict[str, list[tuple[int, int]]]:
+    def live_holdings(self, facts: SnapshotState) -> dict[str, list[tuple[int, int]]]:
         """node -> (rank, tier), as core.writes wants it."""
         found: dict[str, list[tuple[int, int]]] = {}
         for rank, nodes in facts.holders.items():
@@ -254,7 +221,7 @@ class Ledger:
                     found.setdefault(node, []).append((rank, tier))
         return found
 
-    def _classes(self, facts: Facts) -> Classes | None:
+    def _classes(self, facts: SnapshotState) -> Classes | None:
         """None until every rank of the snapshot's world is known with its layout."""
         if not facts.layout_ids or not self.knows_layouts(facts):
             return None

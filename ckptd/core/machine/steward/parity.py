@@ -15,8 +15,9 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.lanes import NOBODY, Lane, Member, Part, decodable, seatings, tolerance
 from ckptd.core.linear import linear_bytes
 from ckptd.core.machine.context import Context
-from ckptd.core.machine.steward.ledger import Facts, Ledger
+from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.machine.steward.snapshot import SnapshotState
 from ckptd.core.messages import ParityOrder, Source
 from ckptd.core.redundancy import Parity
 
@@ -52,11 +53,11 @@ class Parities:
             SnapshotId, float
         ] = {}  # below what is wanted, with data that only parity can bring
 
-    def ranks_in_lanes(self, facts: Facts) -> set[int]:
+    def ranks_in_lanes(self, facts: SnapshotState) -> set[int]:
         """They are protected by parity, and not by copies."""
         return {rank for lane in self._lanes(facts) for rank in lane.ranks()}
 
-    def ranks_by_parity_alone(self, facts: Facts) -> set[int]:
+    def ranks_by_parity_alone(self, facts: SnapshotState) -> set[int]:
         """Without those of lanes that are whole and yet survive less than they could, as two positions came to live in one domain
         when something was lost: nothing is left to be made of them, so copies take their place."""
         lanes = [lane for lane in self._lanes(facts) if not self._ill_placed(self._held(facts, lane))]
@@ -68,7 +69,7 @@ class Parities:
         )
         return whole and self._survives(held.lane, held.all_data, held.all_parts) < held.lane.parity
 
-    def order(self, facts: Facts, *, at_once: bool = False) -> None:
+    def order(self, facts: SnapshotState, *, at_once: bool = False) -> None:
         """Ask for what is missing, of the most exposed lanes first. at_once: also for data, however recently it was lost."""
         wanted = at_once or self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)
         if facts.level < 0 or facts.void or not wanted:
@@ -78,12 +79,12 @@ class Parities:
         for held in sorted(lanes, key=lambda held: (self._tolerates(held), held.lane.number)):
             self._order_lane(facts, held, mend=not patient, at_once=at_once)
 
-    def moves(self, facts: Facts) -> list[Move]:
+    def moves(self, facts: SnapshotState) -> list[Move]:
         """What lies on leaving nodes alone, the most exposed lanes first."""
         lanes = sorted(map(partial(self._held, facts), self._lanes(facts)), key=lambda h: (self._tolerates(h), h.lane.number))
         return [move for held in lanes for move in self._moves_of(facts, held)]
 
-    def _moves_of(self, facts: Facts, held: Held) -> Iterator[Move]:
+    def _moves_of(self, facts: SnapshotState, held: Held) -> Iterator[Move]:
         lane = held.lane
         for at, member in enumerate(lane.members):
             data = member.rank != NOBODY and not held.data.get(at)
@@ -104,14 +105,14 @@ class Parities:
         self._short_since.pop(snapshot, None)
 
     # --- what there is ------------------------------------------------------------------------------------------
-    def _lanes(self, facts: Facts) -> list[Lane]:
+    def _lanes(self, facts: SnapshotState) -> list[Lane]:
         """Those that somebody holds parts of, and, while parity is made, those that this epoch's snapshots are to have."""
         if facts.snapshot.epoch == self._ctx.number and not facts.seats and self._ledger.knows_layouts(facts):
             self._seat(facts)
         seats = facts.seats if isinstance(self._ctx.redundancy, Parity) else ()
         return sorted({*facts.parts, *seats}, key=lambda lane: lane.number)
 
-    def _seat(self, facts: Facts) -> None:
+    def _seat(self, facts: SnapshotState) -> None:
         record = self._ctx.record
         assert record is not None, "a steward has an epoch"
         layouts = self._ledger.layouts_of(facts)
@@ -129,7 +130,7 @@ class Parities:
         if not facts.seats.keys() >= facts.parts.keys():
             facts.seats.clear()  # it was encoded under another rung: a lane's number must mean one lane
 
-    def _held(self, facts: Facts, lane: Lane) -> Held:
+    def _held(self, facts: SnapshotState, lane: Lane) -> Held:
         data: dict[int, list[str]] = {}
         for rank, at in lane.ranks().items():
             found = sorted((tier, node) for node, tier in facts.holders.get(rank, {}).items() if tier <= 1)
@@ -152,7 +153,7 @@ class Parities:
         data, parts = ({at: set(map(self._ctx.domain, nodes)) for at, nodes in where.items()} for where in found)
         return tolerance(lane, data, parts)
 
-    def _long_short(self, facts: Facts, lost: bool) -> bool:
+    def _long_short(self, facts: SnapshotState, lost: bool) -> bool:
         if not lost:
             self._short_since.pop(facts.snapshot, None)
             return False
@@ -160,7 +161,7 @@ class Parities:
         return self._ctx.now - since >= self._ctx.policy.steward_timeout_s
 
     # --- what is to be made -------------------------------------------------------------------------------------
-    def _order_lane(self, facts: Facts, held: Held, *, mend: bool, at_once: bool) -> None:
+    def _order_lane(self, facts: SnapshotState, held: Held, *, mend: bool, at_once: bool) -> None:
         lane, data, parts = held.lane, held.data, held.parts
         here = [at for at, nodes in held.all_data.items() if nodes], [at for at, nodes in held.all_parts.items() if nodes]
         for at, member in enumerate(lane.members):
@@ -182,7 +183,7 @@ class Parities:
             if not lost and lacks_part:
                 self._send(facts, Part(lane, at), to, sources, False)
 
-    def _seat_of(self, facts: Facts, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
+    def _seat_of(self, facts: SnapshotState, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
         """The node that is to hold this position: where the rest of it is, where it was meant to be, or one whose domain no
         other position lives in or is to live in; one that is about to go when there is no other, unless it moves away from such
         a one. anywhere: failing that any."""
@@ -205,7 +206,7 @@ class Parities:
             return staying
         return next(iter(apart), None) or (next(iter(live), None) if anywhere else None)
 
-    def _places(self, facts: Facts, held: Held, at: int) -> list[str]:
+    def _places(self, facts: SnapshotState, held: Held, at: int) -> list[str]:
         """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
         cannot take this one any more. What is where it was meant to be is there alone: a copy beside it, which a drain asked for,
         takes no other position's place."""
@@ -216,10 +217,10 @@ class Parities:
         found += [chosen] if chosen and self._sessions.live(chosen) else []
         return found or ([seats[at]] if seats and self._sessions.live(seats[at]) else [])
 
-    def _load(self, facts: Facts, node: str) -> int:
+    def _load(self, facts: SnapshotState, node: str) -> int:
         return sum(node in nodes for held in facts.parts.values() for nodes in held.values())
 
-    def _sources(self, facts: Facts, held: Held) -> tuple[Source, ...]:
+    def _sources(self, facts: SnapshotState, held: Held) -> tuple[Source, ...]:
         """Also on leaving nodes."""
         lane, found = held.lane, []
         for at, nodes in sorted(held.all_data.items()):
@@ -232,7 +233,7 @@ class Parities:
             found += [Source(node, lane.holding_rank, 0, "", Part(lane, at)) for node in nodes]
         return tuple(found)
 
-    def _send(self, facts: Facts, part: Part, to: str, sources: tuple[Source, ...], data: bool) -> None:
+    def _send(self, facts: SnapshotState, part: Part, to: str, sources: tuple[Source, ...], data: bool) -> None:
         session = self._sessions.session(to)
         self._ctx.send(to, ParityOrder(self._ctx.number, session, facts.snapshot, part, sources, data))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.context import Context
-from ckptd.core.machine.steward.ledger import Facts
+from ckptd.core.machine.steward.snapshot import SnapshotState
 from ckptd.core.redundancy import attainable
 
 PATIENCE_S = 10.0  # no level more within this time: peers refuse, or hang; newer snapshots may take its place
@@ -33,7 +33,7 @@ class Protecting:
         self.now, self._patience_s = None, PATIENCE_S
         self._given_up.clear()
 
-    def choose(self, certified: Iterable[Facts], wanted: int) -> SnapshotId | None:
+    def choose(self, certified: Iterable[SnapshotState], wanted: int) -> SnapshotId | None:
         """Among snapshots that are whole; None: nothing lacks a copy that this cluster could make."""
         goal = min(wanted, self._attainable())
         known = {facts.snapshot: facts for facts in certified}
@@ -57,7 +57,7 @@ class Protecting:
             self.now = None
         return first
 
-    def _hangs(self, facts: Facts) -> bool:
+    def _hangs(self, facts: SnapshotState) -> bool:
         """Nothing has come of it for too long."""
         now = self._ctx.now
         if facts.snapshot != self.now:
