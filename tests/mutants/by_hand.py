@@ -149,14 +149,14 @@ EDITS = (
     Edit(
         "a void snapshot is certified",
         "core/machine/steward/certify.py",
-        "level = -1 if facts.void else min(",
+        "level = -1 if void else min(",
         "level = min(",
     ),
     Edit(
         "an older one is released by one that survives less",
-        "core/machine/steward/certify.py",
-        "best >= 0 and level <= best and",
-        "best >= 0 and",
+        "core/machine/steward/guards.py",
+        "return 0 <= best >= self.worth(state) and",
+        "return 0 <= best and",
     ),
     Edit(
         "two copies in one failure domain",
@@ -290,7 +290,7 @@ EDITS = (
     Edit(
         "a slow copy is evicted for a newer snapshot that has none",
         "core/machine/steward/certify.py",
-        "        protecting = self.protecting.choose(certified, wanted)",
+        "        protecting = self.protecting.choose(certified, guards.wanted())",
         "        protecting = None",
     ),
     Edit(
