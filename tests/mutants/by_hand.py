@@ -161,8 +161,8 @@ EDITS = (
     Edit(
         "two copies in one failure domain",
         "core/machine/replicate.py",
-        "ctx.domain(node) not in domains",
-        "node not in used",
+        "[n for n in found if n not in ctx.leaving and ctx.domain(n) not in stays]",
+        "[n for n in found if n not in ctx.leaving and n not in used]",
     ),
     Edit(
         "a substitute in a domain that has a copy",
