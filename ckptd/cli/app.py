@@ -9,6 +9,7 @@ import typer
 
 from ckptd.cli.check import preflight
 from ckptd.cli.drain import drain
+from ckptd.cli.forget import forget
 from ckptd.cli.listing import ls
 from ckptd.cli.node import run
 from ckptd.cli.plan import plan
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, config, preflight, plan, status, ls, drain, verify):
+for command in (run, config, preflight, plan, status, ls, drain, forget, verify):
     app.command()(command)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from ckptd.core.ids import SnapshotId
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.messages import InventoryRequest, JoinReport, Message
 from ckptd.core.policy import Policy
 
@@ -72,6 +72,15 @@ class Tombstone:
 
 
 NO_TOMBSTONE = Tombstone()
+
+
+def grave(number: int, nonce: str) -> EpochRecord:
+    """An epoch without ranks, claimed on storage in the place of a job that was forgotten there: nothing was before it."""
+    return EpochRecord(number, nonce, (), (), before=(-1, ()))
+
+
+def is_grave(record: EpochRecord) -> bool:
+    return record.world == 0 and record.before[0] < 0
 
 
 def revives(message: Message, tombstone: Tombstone) -> bool:

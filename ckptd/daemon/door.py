@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptd.core.errors import CkptdError
 from ckptd.daemon.drain import Drain
+from ckptd.daemon.forget import Forget
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 from ckptd.wire import rank as wire
@@ -18,8 +19,8 @@ from ckptd.wire.rank_link import RankLink, RankSession
 
 
 class Door:
-    def __init__(self, services: Services, job: Callable[[str], JobShell], drain: Drain) -> None:
-        self._services, self._job, self._drain = services, job, drain
+    def __init__(self, services: Services, job: Callable[[str], JobShell], drain: Drain, forget: Forget) -> None:
+        self._services, self._job, self._drain, self._forget = services, job, drain, forget
         self._faults = Complaints()
         self._jobs: dict[RankSession, str] = {}  # by name: a job that was forgotten meanwhile begins anew
 
@@ -42,6 +43,8 @@ class Door:
         job = self._jobs.get(session)
         if isinstance(message, wire.DrainAsk):
             self._drain.on_ask(session, message)
+        elif isinstance(message, wire.ForgetAsk):
+            self._forget.on_ask(session, message)
         elif job is not None:
             self._to_job(session, job, message, fds)
         elif isinstance(message, wire.Hello):

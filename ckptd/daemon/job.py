@@ -257,6 +257,7 @@ class JobShell:
         """The job is over: all its memory goes."""
         self.dropped = True
         self._queue.clear()
+        self.durable.cancel_all()
         self.seats.drop_all()
         for slot in self.slots.values():
             self.services.arena.retire(slot)

@@ -26,6 +26,7 @@ from ckptd.crew import Crew
 from ckptd.daemon import ports
 from ckptd.daemon.door import Door
 from ckptd.daemon.drain import Drain
+from ckptd.daemon.forget import Forget
 from ckptd.daemon.graveyard import Graveyard
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.reclaim import Reclaim
@@ -165,7 +166,8 @@ class Daemon:
         self.drain = Drain(self.services, self.jobs)
         self.reclaim = Reclaim(self.services, self.jobs)
         self.arena.on_short(self.reclaim.short)
-        self.door = Door(self.services, self.job, self.drain)
+        self.forget = Forget(self.services, self.jobs, self.graveyard)
+        self.door = Door(self.services, self.job, self.drain, self.forget)
         self.door.start(Path(config.socket))
         self.status = Status(self.services, self.jobs, lambda: self.peers_up)
         self.http = HttpServer(
@@ -331,6 +333,7 @@ class Daemon:
             services.replicator.on_message(node, job, message)
             or services.fetcher.on_message(node, job, message)
             or services.cards.on_message(node, job, message)
+            or self.forget.on_message(node, job, message)
         ):
             self.status.on_message(node, job, message)
 

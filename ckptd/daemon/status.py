@@ -127,7 +127,8 @@ class Status:
             try:
                 for row in await shell.durable.steps():
                     where = [place for place in ("memory", "storage") if place in row["where"]]
-                    rows.append({**row, "job": job, "where": where})  # type: ignore[typeddict-item]
+                    life = shell.machine.lifetime.life.state.value
+                    rows.append({**row, "job": job, "where": where, "life": life})  # type: ignore[typeddict-item]
             except (CkptdError, OSError) as error:
                 errors.append(f"{job}: {error}")
         return {"rows": rows, "errors": errors}

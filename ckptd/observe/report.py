@@ -163,6 +163,7 @@ class SnapshotReport(TypedDict, total=False):
     keep: bool
     abandoned: bool  # beyond the step that the job went back to: not restored any more, and deleted by retention unless kept
     where: list[str]  # "memory", "storage"
+    life: str  # of its job: see JobReport; absent where a storage root was listed
     world: int
     bytes: int
     per_rank: list[str]  # names that differed between ranks: the same world only

@@ -125,6 +125,21 @@ class DrainReply:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetOrder:
+    """`ckptd forget`, passed on to the job's other nodes. look: only say what speaks against it."""
+
+    request: str
+    epoch: int
+    look: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetReply:
+    request: str
+    reason: str  # why not; "": nothing does, or it is done
+
+
+@dataclass(frozen=True, slots=True)
 class StorageToken:
     """What the sender placed on its storage under its node id: whoever cannot read it there has another storage."""
 
@@ -133,5 +148,5 @@ class StorageToken:
 
 PEER_MESSAGES = (
     ReplicaOffer, ReplicaTicket, ReplicaDone, FetchAsk, FetchDone, FetchBad, CardAsk, Card, StatusAsk, StatusReply,
-    DrainOrder, DrainReply, StorageToken,
+    DrainOrder, DrainReply, ForgetOrder, ForgetReply, StorageToken,
 )  # fmt: skip

@@ -189,6 +189,15 @@ class DrainAsk:
 
 
 @dataclass(frozen=True)
+class ForgetAsk:
+    """`ckptd forget`, without a Hello. job: its name, or "uid/name". storage: its checkpoints as well. Only its owner, root and the
+    daemon's own user may (SO_PEERCRED)."""
+
+    job: str
+    storage: bool = False
+
+
+@dataclass(frozen=True)
 class Goodbye:
     """The with block ended. finished: without an exception; the job's memory may go after job_linger, once durable."""
 
@@ -335,6 +344,17 @@ class DrainState:
 
 
 @dataclass(frozen=True)
+class Forgotten:
+    """Answer to ForgetAsk. silent: nodes that did not answer. deleted: checkpoints on storage."""
+
+    node: str
+    job: str
+    epoch: int  # the highest that counts no more
+    silent: list[str] = field(default_factory=list)
+    deleted: int = 0
+
+
+@dataclass(frozen=True)
 class Health:
     """Answer to AskHealth (request > 0) or news (request 0)."""
 
@@ -346,9 +366,9 @@ class Health:
 
 TO_DAEMON = (
     Hello, Offer, Join, Wants, WantsRefused, LoadedPart, Loaded, Called, SealedSlot, GaveUp, Resize, Skipped, WaitFor, ListSteps,
-    AskHealth, DrainAsk, Goodbye,
+    AskHealth, DrainAsk, ForgetAsk, Goodbye,
 )  # fmt: skip
 TO_RANK = (
     Welcome, Refused, Mapped, Retire, Opened, LoadPlan, Failed, Ready, GrantSlot, TakeBack, WrittenThere, Level, Superseded, Steps,
-    DrainState, Health,
+    DrainState, Forgotten, Health,
 )  # fmt: skip

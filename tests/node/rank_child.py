@@ -1,7 +1,7 @@
 """A process of its own that stands for a training rank: it joins, fills slots, and can be killed with -9.
 
-Run as ``python -m tests.node.rank_child SOCKET NODE JOB BYTES``; NODE is the daemon's NodeInfo as JSON. Orders on stdin: seal STEP,
-goodbye, fail; it answers each with one line.
+Run as ``python -m tests.node.rank_child SOCKET NODE JOB BYTES``; NODE is the daemon's NodeInfo as JSON. Orders on stdin: begin,
+restore STEP (it is offered that one), seal STEP, goodbye, fail; it answers each with one line.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Child:
 
 
 @asynccontextmanager
-async def rank_child(house: Rig, job: str, state_bytes: int) -> AsyncIterator[Child]:
-    """One that was let into an epoch of its own."""
+async def rank_child(house: Rig, job: str, state_bytes: int, first: str = "begin") -> AsyncIterator[Child]:
+    """One that was let into an epoch of its own, or stands at its restore."""
     node = json.dumps(asdict(house.daemon.services.node))
     arguments = ["-m", "tests.node.rank_child", str(house.daemon.config.socket), node, job, str(state_bytes)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=pipe, stdout=pipe)
     child = Child(process)
     try:
-        await child.order("begin")
+        await child.order(first)
         yield child
     finally:
         await child.kill()
@@ -62,6 +62,10 @@ async def main(path: str, node: str, job: str, state_bytes: int) -> None:
         if order == "begin":
             rank.join(job, state_bytes)
             await rank.heard(wire.Ready)
+        elif order == "restore":
+            rank.join(f"{job}-again", state_bytes)
+            opened, _ = await rank.heard(wire.Opened)
+            assert opened.snapshot is not None and opened.snapshot[1] == int(argument), opened
         elif order == "seal":
             await rank.sealed(int(argument))
         else:

@@ -120,6 +120,8 @@ class Lifetime:
         """Why `ckptd forget` may not have it; "": it may."""
         if self.here():
             return "ranks of it are here"
+        if self._ctx.now < self._slots.frozen_until:
+            return "a restore has asked what there is of it"
         if self.life.state is Life.RUNNING and self._uplink.session and self._ctx.is_up(self._uplink.steward):
             return f"it runs, says its steward {self._uplink.steward}"
         return ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckptd.core.candidates import Candidate, Candidates, find_candidates
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId, parallel_groups
+from ckptd.core.life import is_grave
 from ckptd.core.machine.steward.gather import Gather
 from ckptd.core.messages import Inventory, RestoreAsk
 from ckptd.core.parity_groups import parity_seats
@@ -133,6 +134,8 @@ def _proven_fresh(gather: Gather) -> bool:
     if gather.tombstone.ordered and max((r.number for r in gather.records), default=0) <= gather.tombstone.ordered:
         return True  # all there was, the operator had forgotten
     last = gather.lineage()
+    if last is not None and is_grave(last):
+        return True
     if last is None:
         return all(record.before[0] < 0 for record in gather.records)
     return not last.ancestry and _remembers_nothing(gather, last)

@@ -1,0 +1,133 @@
+"""`ckptd forget JOB`: the operator's word that a job that is over shall leave nothing, here and on its other nodes (D19).
+
+Asked through the rank socket, as `ckptd drain` is: the kernel says who asks. A node that does not answer forgets when it comes
+back: the tombstones of the others tell it (daemon/graveyard.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Mapping
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.events import ForgetOrdered
+from ckptd.core.life import Tombstone
+from ckptd.daemon.graveyard import Graveyard
+from ckptd.daemon.job import JobShell
+from ckptd.daemon.services import Services, log
+from ckptd.persist.forget import forget_on_storage
+from ckptd.persist.lineage import highest_epoch
+from ckptd.protect.settle import Answers
+from ckptd.wire import rank as wire
+from ckptd.wire.names import job_key
+from ckptd.wire.peer import ForgetOrder, ForgetReply
+from ckptd.wire.rank_link import RankSession
+
+PEER_ANSWER_TIMEOUT_S = 3.0
+REQUESTS_MAX = 64
+RUNS_HINT = "stop its ranks first; `ckptd status` shows it as orphaned or finished then"
+
+
+class Forget:
+    def __init__(self, services: Services, jobs: Mapping[str, JobShell], graveyard: Graveyard) -> None:
+        self._services, self._jobs, self._graveyard = services, jobs, graveyard
+        self._answers: Answers[str] = Answers()
+
+    def on_ask(self, session: RankSession, message: wire.ForgetAsk) -> None:
+        owner, _, name = message.job.rpartition("/")
+        try:
+            job = job_key(int(owner) if owner else session.uid, name)
+        except (CkptdError, ValueError) as error:
+            session.send(wire.Refused(f"not a job: {error}", message.job[:120], "name it as `ckptd status` does: NAME or UID/NAME"))
+            return
+        if session.uid not in (0, os.geteuid(), int(job.partition("/")[0])):
+            where = f"uid {session.uid}"
+            session.send(wire.Refused("only its owner, root and the daemon's own user may forget a job", where, "use sudo"))
+        elif len(self._answers) >= REQUESTS_MAX:
+            session.send(wire.Refused("too many orders are under way", job, "ask again"))
+        else:
+            self._services.spawn(self._answer(session, job, message.storage), f"forget {job}")
+
+    async def _answer(self, session: RankSession, job: str, storage: bool) -> None:
+        try:
+            session.send(await self._forget(job, storage, f"uid {session.uid}"))
+        except CkptdError as error:
+            session.send(wire.Refused(error.what, error.where, error.hint))
+
+    async def _forget(self, job: str, storage: bool, who: str) -> wire.Forgotten:
+        """All nodes are asked before any of them forgets. Raises CkptdError."""
+        epoch = await self._epoch(job, storage)
+        refused, silent = await self._order(job, epoch, look=True)
+        if (own := self._refusal(job, epoch)) or refused:
+            raise CkptdError(f"the job is not over: {own or '; '.join(refused)}", where=job, hint=RUNS_HINT)
+        deleted = 0
+        if storage and self._services.storage is not None:
+            on_flush = asyncio.get_running_loop().run_in_executor
+            epoch, deleted = await on_flush(self._services.flush, forget_on_storage, self._services.storage, job, epoch)
+        _, silent = await self._order(job, epoch, look=False)
+        self._here(job, epoch)
+        log.info("job=%s forgotten asked_by=%s storage=%s silent=%s", job, who, storage, " ".join(silent) or "none")
+        if not self._graveyard.write():
+            raise CkptdError("it is forgotten, but that is not written down", where=str(self._services.state.path),
+                             hint="free space there: a restart of the daemon might bring it back")  # fmt: skip
+        return wire.Forgotten(self._services.node.node, job, epoch, silent, deleted)
+
+    async def _epoch(self, job: str, storage: bool) -> int:
+        """The highest that is known of it. Raises CkptdError: there is no such job."""
+        shell = self._jobs.get(job)
+        known = shell.record.number if shell is not None and shell.record is not None else self._graveyard.of(job).epoch
+        if storage and self._services.storage is None:
+            raise CkptdError("this daemon has no storage", where=job, hint="leave out --storage, or ask a node that has one")
+        if self._services.storage is not None and (storage or not known):
+            known = max(known, await self._services.on_disk(highest_epoch, self._services.storage, job))
+        if not known and (shell is None or not shell.all_slots()):
+            raise CkptdError("no such job is known here", where=job, hint="`ckptd status` and `ckptd ls` show those that are")
+        return known
+
+    def _refusal(self, job: str, epoch: int) -> str:
+        shell = self._jobs.get(job)
+        if shell is not None and shell.record is not None and shell.record.number > epoch:
+            return f"epoch {shell.record.number} has begun"
+        return shell.machine.lifetime.refusal() if shell is not None else ""
+
+    def _here(self, job: str, epoch: int) -> None:
+        shell = self._jobs.get(job)
+        if shell is not None:
+            shell.feed(ForgetOrdered(epoch))
+        else:
+            self._graveyard.add(job, Tombstone(epoch, epoch).over(self._graveyard.of(job)))
+
+    # --- the job's other nodes ----------------------------------------------------------------------------------
+    async def _order(self, job: str, epoch: int, *, look: bool) -> tuple[list[str], list[str]]:
+        """(why nodes refuse, nodes that do not answer)."""
+        shell, me = self._jobs.get(job), self._services.node.node
+        record = shell.record if shell is not None else None
+        nodes = [n.node for n in (*record.nodes, *record.holders) if n.node != me] if record is not None else []
+        answers = await asyncio.gather(*(self._ask(node, job, epoch, look) for node in nodes))
+        told = list(zip(nodes, answers, strict=True))
+        return [f"{node}: {why}" for node, why in told if why], [node for node, why in told if why is None]
+
+    async def _ask(self, node: str, job: str, epoch: int, look: bool) -> str | None:
+        """Why it refuses; "": it does not. None: no answer."""
+        request = secrets.token_hex(8)
+        try:
+            with self._answers.to(f"{node} {request}") as answer:
+                self._services.send(node, job, ForgetOrder(request, epoch, look))
+                return await asyncio.wait_for(answer, PEER_ANSWER_TIMEOUT_S)
+        except (asyncio.TimeoutError, TimeoutError):
+            return None
+
+    def on_message(self, node: str, job: str, message: object) -> bool:
+        """True: it was for us."""
+        if isinstance(message, ForgetOrder):
+            why = self._refusal(job, message.epoch)
+            if not why and not message.look:
+                self._here(job, message.epoch)
+            self._services.send(node, job, ForgetReply(message.request, why))
+        elif isinstance(message, ForgetReply):
+            self._answers.came(f"{node} {message.request}", message.reason)
+        else:
+            return False
+        return True

@@ -1,0 +1,122 @@
+"""`ckptd forget JOB` on one node: a job that is over leaves nothing, and begins anew (D19, P15)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ckptd.core.life import Tombstone, is_grave
+from ckptd.daemon.state import StateDir
+from ckptd.persist.commits import list_commits
+from ckptd.persist.lineage import claim_epoch, newest_record
+from ckptd.persist.storage.posix import PosixStorage
+from ckptd.wire import rank as wire
+from tests.node.daemon_rig import Rig, rig
+from tests.node.links import eventually
+from tests.node.rank_child import rank_child
+from tests.node.test_job_life import SMALL, phase, until_durable
+
+FIRST = f"{os.getuid()}/first"
+
+
+async def ckptd(house: Rig, *arguments: str) -> tuple[int, str]:
+    """The command, as the operator runs it: exit status and what it says."""
+    pipe, socket = asyncio.subprocess.PIPE, str(house.daemon.config.socket)
+    command = [sys.executable, "-m", "ckptd", *arguments, "--socket", socket]
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+async def killed(house: Rig, step: int = 5) -> None:
+    async with rank_child(house, "first", SMALL) as child:
+        await child.order(f"seal {step}")
+        await child.kill()
+    await eventually(lambda: phase(house, "first") == "orphaned")
+
+
+async def begins_anew(house: Rig) -> wire.Ready:
+    """Its next start asks for a restore, and nothing is found."""
+    rank = house.rank("first")
+    rank.join("next")
+    ready, _ = await rank.heard(wire.Ready)
+    return ready
+
+
+async def test_a_forgotten_job_leaves_no_memory_and_begins_anew() -> None:
+    async with rig() as house:
+        await killed(house)
+        before = house.shell("first").record
+        code, said = await ckptd(house, "forget", "first", "--json")
+        assert code == 0, said
+        assert json.loads(said)["job"] == FIRST
+        await eventually(lambda: house.daemon.arena.used_bytes == 0)
+        assert phase(house, "first") == "forgotten" and before is not None
+        assert StateDir(Path(house.daemon.config.state_dir)).tombstones() == {FIRST: Tombstone(before.number, before.number)}
+        assert (await begins_anew(house)).epoch > before.number
+        code, said = await ckptd(house, "forget", "first")
+        assert code == 1 and "not over" in said and "stop its ranks" in said, said
+        code, said = await ckptd(house, "forget", "nobodys")
+        assert code == 1 and "no such job" in said
+
+
+async def test_what_was_forgotten_stays_so_over_a_restart_of_the_daemon(tmp_path: Path) -> None:
+    """Its highest epoch, too: a node that was away supersedes nothing."""
+    places: dict[str, Any] = {"state_dir": tmp_path / "state"}
+    async with rig(**places) as house:
+        await killed(house)
+        number = house.shell("first").machine.ctx.number
+        assert (await ckptd(house, "forget", "first"))[0] == 0
+    async with rig(**places) as house:
+        assert not house.daemon.jobs
+        assert (await begins_anew(house)).epoch == number + 1
+
+
+async def test_checkpoints_stay_and_go_only_when_that_is_said(tmp_path: Path) -> None:
+    storage = PosixStorage(str(tmp_path / "ckpt"), create=True)
+    async with rig(storage_root=tmp_path / "ckpt", breakpoint_grace_s=0.2) as house:
+        await killed(house)
+        await until_durable(house, "first", 5)
+        code, said = await ckptd(house, "forget", "first")
+        assert code == 0, said
+        async with rank_child(house, "first", SMALL, "restore 5") as child:  # from storage
+            old = newest_record(storage, FIRST)
+            await child.kill()
+        await eventually(lambda: phase(house, "first") not in ("joining", "restoring"))
+        code, said = await ckptd(house, "forget", "first", "--storage")
+        while "a restore has asked" in said:  # it was called off, and what it was told of stays for some seconds
+            code, said = await ckptd(house, "forget", "first", "--storage")
+        assert code == 0 and "1 checkpoints deleted" in said, said
+        assert list_commits(storage, FIRST) == []
+        left = newest_record(storage, FIRST)
+        assert old is not None and left is not None and is_grave(left)
+        assert claim_epoch(storage, FIRST, old) == (False, left.number), "who was away commits nothing any more"
+        assert [entry.name for entry in storage.list(FIRST) if entry.name.startswith("epoch-")] == []
+        assert (await begins_anew(house)).epoch > left.number
+
+
+async def test_storage_alone_says_that_a_job_was_forgotten(tmp_path: Path) -> None:
+    """To nodes that never knew it."""
+    async with rig(storage_root=tmp_path / "ckpt", breakpoint_grace_s=0.2) as house:
+        await killed(house)
+        await until_durable(house, "first", 5)
+        assert (await ckptd(house, "forget", "first", "--storage"))[0] == 0
+    async with rig(storage_root=tmp_path / "ckpt") as another:
+        assert (await begins_anew(another)).epoch > 1
+
+
+async def test_only_the_owner_and_the_operator_may(tmp_path: Path) -> None:
+    async with rig() as house:
+        await killed(house)
+        asked: list[Any] = []
+        session: Any = type("Session", (), {"uid": os.getuid() + 7, "send": lambda self, message: asked.append(message)})()
+        house.daemon.forget.on_ask(session, wire.ForgetAsk(FIRST))
+        assert isinstance(asked[0], wire.Refused) and "owner" in asked[0].what
+        house.daemon.forget.on_ask(session, wire.ForgetAsk("../x"))
+        assert isinstance(asked[1], wire.Refused) and "not a job" in asked[1].what
+        assert phase(house, "first") == "orphaned"
