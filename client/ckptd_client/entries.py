@@ -113,7 +113,7 @@ class State:
     """Everything registered, at one moment. ``objects``: name -> encoded tree, filled at a capture. ``odd``: optimizer
     name -> its state that is not a tensor. ``params``: id(parameter) -> its entry, also of those not captured. ``groups``:
     optimizer name -> {parameter key: index of its group}. ``extras``: owner name -> {object: what gives and takes it}.
-    ``beside``: optimizers whose own state_dict() has more. ``inside``: some entries are tensors inside of the user's objects.
+    ``beside``: optimizers whose own state_dict() has more.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -124,4 +124,3 @@ class State:
     groups: dict[str, dict[str, int]] = field(default_factory=dict)
     extras: dict[str, dict[str, Extra]] = field(default_factory=dict)
     beside: set[str] = field(default_factory=set)
-    inside: bool = False

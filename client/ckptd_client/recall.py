@@ -15,14 +15,15 @@ from torch import Tensor
 
 from ckptd_client import _switches, apart, naming, nested, watch
 from ckptd_client.entries import State
-from ckptd_client.plan import Plan
+from ckptd_client.plan import Plan, signature_of
 from ckptd_client.registry import Registry
 
 
 class Recall:
-    """Made from a full look-up. Only of states whose tensors all hang in modules, optimizers or owners themselves."""
+    """Made from a full look-up. ``found``: so many entries hang in modules, optimizers or owners themselves; the others lie
+    inside of user objects (a scaler's scale, a loader's order), which are asked each time."""
 
-    def __init__(self, registry: Registry, state: State, plan: Plan) -> None:
+    def __init__(self, registry: Registry, state: State, plan: Plan, found: int) -> None:
         self.plan = plan
         self.aliases = state.aliases
         self.groups = state.groups
@@ -32,19 +33,26 @@ class Recall:
         self._version = registry.version
         self._modules = [owner.value for owner in registry.of_kind("module")]
         self._parts = [part for module in self._modules for part in module.modules()]
-        self._tensors = [weakref.ref(entry.tensor) for entry in state.entries]
-        self._kinds = [_kind(entry.tensor) for entry in state.entries]
+        self._tensors = [weakref.ref(entry.tensor) for entry in state.entries[:found]]
+        self._kinds = [_kind(entry.tensor) for entry in state.entries[:found]]
         self._seen = self._look()
 
     @staticmethod
     def can_hold(state: State) -> bool:
-        """Tensors found inside of user objects, and state that is no tensor, are looked up each time; so are the tensors inside
-        of subclasses, which may be replaced behind our back."""
+        """State that is no tensor is looked up each time; so are the tensors inside of subclasses, which may be replaced behind
+        our back."""
         forms = any(isinstance(extra, apart.Forms) for extras in state.extras.values() for extra in extras.values())
-        return not state.inside and not any(state.odd.values()) and not forms
+        return not any(state.odd.values()) and not forms
+
+    def with_inside(self, tensors: list[Tensor], state: State) -> list[Tensor] | None:
+        """``tensors`` and, after them, those that were found inside of objects just now; None when these are others than the
+        plan knows. ``state``: with its objects."""
+        if signature_of(state)[1:] != self.plan.signature[1 + len(tensors) :]:
+            return None
+        return tensors + [entry.tensor for entry in state.entries]
 
     def tensors(self) -> list[Tensor] | None:
-        """In the order of the plan's entries; None when anything was replaced, added or changed its form."""
+        """In the order of the plan's first entries; None when anything was replaced, added or changed its form."""
         if self._registry.version != self._version:
             return None
         if self._look() != self._seen:  # FSDP2 after an eval pass: the shards may be one hook away

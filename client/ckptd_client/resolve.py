@@ -79,7 +79,6 @@ def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
 def _encode(name: str, value: Any, owner: Owner, state: State) -> bytes:
     def take(path: str, tensor: Tensor) -> str:
         state.entries.append(Entry(path, tensor.detach(), "extra", owner, Mode.SYNC))
-        state.inside = True
         return path
 
     return tree.encode(value, name, take)

@@ -25,10 +25,9 @@ def capture() -> dict[str, Any]:
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
     if cuda_in_use():
-        state["cuda"] = {
-            device: tree.tensor_bytes(torch.cuda.get_rng_state(device))
-            for device in range(torch.cuda.device_count())
-        }
+        devices = range(torch.cuda.device_count())
+        states = {device: tree.tensor_bytes(torch.cuda.get_rng_state(device)) for device in devices}
+        state["cuda"] = {"current": torch.cuda.current_device(), "states": states}
     return state
 
 
@@ -44,9 +43,16 @@ def restore(state: dict[str, Any]) -> None:
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
-        for device, value in state["cuda"].items():
-            if device < torch.cuda.device_count():
-                torch.cuda.set_rng_state(_bytes(value), device)
+        _restore_cuda(**state["cuda"])
+
+
+def _restore_cuda(current: int, states: dict[int, bytes]) -> None:
+    """What the rank's device had goes to the device that the rank has now; the others' only where that is the same one."""
+    here = torch.cuda.current_device()
+    wanted = states if here == current else {here: states[current]}
+    for device, value in wanted.items():
+        if device < torch.cuda.device_count():
+            torch.cuda.set_rng_state(_bytes(value), device)
 
 
 def _bytes(data: bytes) -> torch.Tensor:

@@ -189,16 +189,18 @@ class Snapshots:
             state = State(aliases=recall.aliases, groups=recall.groups, extras=recall.extras, beside=recall.beside)
             resolve.objects(self._registry, state, step, meta)
             packed: bytes = msgpack.packb(state.objects)
-            if not state.inside and len(packed) <= recall.plan.objects_max:
-                return tensors, packed, recall.plan
+            everything = recall.with_inside(tensors, state)
+            if everything is not None and len(packed) <= recall.plan.objects_max:
+                return everything, packed, recall.plan
         state = resolve.tensors(self._registry)
+        found = len(state.entries)
         complete.check(self._registry, state)
         resolve.objects(self._registry, state, step, meta)
         packed = msgpack.packb(state.objects)
         replicas = int(session.policy.get("replicas", 0))
         plan = make_plan(state, session.world, replicas, len(packed), self._plan)
         self._plan = plan
-        self._recall = Recall(self._registry, state, plan) if Recall.can_hold(state) else None
+        self._recall = Recall(self._registry, state, plan, found) if Recall.can_hold(state) else None
         return [entry.tensor for entry in state.entries], packed, plan
 
     def _ask_for_more(self, plan: Plan, have: int) -> NoReturn:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ckptd_client import Client, _switches
+from ckptd_client import Client, _switches, resolve
 from torch import nn
 
 from ckptd.core import failpoint
@@ -134,3 +134,22 @@ def test_restore_into_a_device(daemon: RankDaemonDouble) -> None:
     assert all(bits_equal(found[key], value) for key, value in expected.items())
     steps = [state["step"].device.type for state in fresh.optimizer.state.values()]
     assert set(steps) == {"cpu"}
+
+
+def test_a_scaler_does_not_cost_the_known_structure(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, scaler = Training(512), torch.amp.GradScaler("cuda")
+    looked_up: list[int] = []
+    tensors = resolve.tensors
+    monkeypatch.setattr(resolve, "tensors", lambda registry: (looked_up.append(1), tensors(registry))[1])
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=training.model, optimizer=training.optimizer, scaler=scaler)
+        client.restore()
+        for step in range(1, 4):
+            scaler.scale(torch.ones((), device="cuda"))
+            training.step()
+            looked_up.clear()
+            client.snapshot(step, must=True)
+            assert client.wait("sealed", 30) == "durable"
+        assert looked_up == []

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ckptd_client import Client
+from ckptd_client import Client, resolve
 from ckptd_client.recall import Recall
 from torch import nn
 
@@ -102,6 +102,41 @@ def test_an_unchanged_structure_is_not_looked_up_again(
             assert client.wait("sealed", 30) == "durable"
             assert_same(daemon.held[1, step][0], expected)
     assert found == [True, True, True]
+
+
+class Loader:
+    """Keeps a tensor that is too large to lie among the small values, and replaces it."""
+
+    def __init__(self) -> None:
+        self.order = torch.arange(9000)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"order": self.order}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.order = state["order"]
+
+
+def test_tensors_inside_of_objects_do_not_cost_the_known_structure(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GradScaler's scale on its device, or a loader's order, made every snapshot look everything up by name."""
+    training, loader = Training(), Loader()
+    looked_up: list[int] = []
+    tensors = resolve.tensors
+    monkeypatch.setattr(resolve, "tensors", lambda registry: (looked_up.append(1), tensors(registry))[1])
+    with connected(daemon, training) as client:
+        client.register(loader=loader)
+        client.restore()
+        for step in range(1, 6):
+            training.step()
+            loader.order = torch.randperm(9000 if step < 5 else 9001)
+            looked_up.clear()
+            client.snapshot(step, must=True)
+            assert client.wait("sealed", 30) == "durable"
+            assert looked_up == ([] if step in (2, 3, 4) else [1])
+            expected = training.tensors() | {"loader#0": loader.order.clone()}
+            assert_same(daemon.held[1, step][0], expected)
 
 
 def test_nothing_of_the_trainers_is_kept_alive(daemon: RankDaemonDouble) -> None:
