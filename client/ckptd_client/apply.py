@@ -95,6 +95,8 @@ class Objects:
         for owner in self._registry.of_kind("optimizer"):
             beside.give_back(owner.name, owner.value, self.trees.get(f"{owner.name}.{resolve.BESIDE}", {}))
         self._set_states(strict)
+        for parameter, gradient in self._wanted.gradients:
+            parameter.grad = gradient
         for owner in self._registry.owners.values():
             self._set_owner(owner, result)
         meta = self.trees.get(resolve.META)

@@ -128,6 +128,7 @@ class Client:
         fenced: bool = False,
         key_map: KeyMap | None = None,
         without: Patterns = (),
+        gradients: bool = False,
         **objects: Any,
     ) -> None:
         """Name what a snapshot holds: modules, optimizers, anything with state_dict/load_state_dict, tensors, plain nested
@@ -138,11 +139,13 @@ class Client:
         are its first rank's whatever a pattern says; only its own whole key declares such a buffer. fenced: you call
         ``client.fence()`` before you write these tensors by hand, so they may be copied in the background. key_map: renames
         keys, {old prefix: new prefix} or a function. without: keys of parameters whose optimizer state is meant to be absent;
-        any other parameter that an unregistered optimizer steps fails its snapshots. Raises TypeError naming the path of a
+        any other parameter that an unregistered optimizer steps fails its snapshots. gradients: of modules, for snapshots in
+        the middle of an accumulation. Raises TypeError naming the path of a
         value that cannot be saved without pickle, and its remedy.
         """
         self._registry.register(
-            objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map, without=without
+            objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map, without=without,
+            gradients=gradients,
         )  # fmt: skip
 
     # --- restoring ----------------------------------------------------------------------------------------------

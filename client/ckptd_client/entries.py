@@ -39,6 +39,7 @@ class Owner:
     written: set[str] = field(default_factory=set)  # keys
     written_in: int = -1  # the grant whose snapshot was void for the newest of them
     thawed: bool = False  # its frozen parameters change too often to be kept apart
+    gradients: bool = False  # are its parameters' gradients captured, too?
     since: int = 0  # when it was registered (watch.now)
 
     def takes(self, key: str) -> bool:

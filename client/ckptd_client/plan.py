@@ -13,7 +13,7 @@ from ckptd.core.balance import balanced_plan, plan_id, plan_id_apart
 from ckptd.core.layout import REPLICA, Fragment, Layout
 from ckptd.core.layout_build import LayoutItem, build_layout, place
 from ckptd.core.record_size import predicted_record
-from ckptd_client import _switches, apart, nested, optim
+from ckptd_client import _switches, apart, gradients, nested, optim
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import is_dtensor, local_of
 from ckptd_client.registry import Registry
@@ -191,7 +191,9 @@ def predicted_bytes(registry: Registry, state: State, world: World, replicas: in
 
 def _unborn(registry: Registry, state: State, world: World) -> list[Slice]:
     """Of each parameter's innermost optimizer; what a wrapper will add nobody knows."""
-    found: list[Slice] = []
+    missing = [entry for entry in gradients.parameters(state) if entry.tensor.requires_grad]
+    born = [replace(_like(entry), key=gradients.key_of(entry), role="extra", copies=None) for entry in missing]
+    found = [part for entry in born for part in slices_of(entry, world)]
     for owner in registry.of_kind("optimizer"):
         held = nested.holders(owner.value)
         for parameter in optim.parameters(owner):
@@ -202,9 +204,14 @@ def _unborn(registry: Registry, state: State, world: World) -> list[Slice]:
 
 
 def _unborn_of(owner: Owner, count: int, entry: Entry, world: World) -> list[Slice]:
-    if apart.is_apart(entry.tensor):
-        entry = replace(entry, tensor=torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta"))
-    parts = slices_of(replace(entry, role="optim"), world)
+    parts = slices_of(replace(_like(entry), role="optim"), world)
     found = [replace(p, key=f"{owner.name}.{p.key}.{n}") for n in range(count) for p in parts]
     counter = replace(entry, tensor=_COUNTER, key=f"{owner.name}.{entry.key}.step", role="optim")
     return found + slices_of(replace(counter, copies=None if is_dtensor(entry.tensor) else entry.copies), world)
+
+
+def _like(entry: Entry) -> Entry:
+    """A plain tensor in the place of a subclass."""
+    if not apart.is_apart(entry.tensor):
+        return entry
+    return replace(entry, tensor=torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta"))

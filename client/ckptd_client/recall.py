@@ -73,7 +73,7 @@ class Recall:
         return [
             *flags,
             int(_switches.SYNC_COPIES),
-            *map(id, chain(self._in_modules(), self._in_optimizers())),
+            *map(id, chain(self._in_modules(), self._in_optimizers(), self._gradients())),
             *chain.from_iterable((id(optimizer), len(optimizer.state)) for optimizer in watch.stepped()),
         ]
 
@@ -83,6 +83,11 @@ class Recall:
             for part in self._parts
             for values in (part._parameters, part._buffers, part._modules)
         )
+
+    def _gradients(self) -> Iterator[object]:
+        for owner in self._registry.of_kind("module"):
+            if owner.gradients:
+                yield from (parameter.grad for parameter in owner.value.parameters())
 
     def _in_optimizers(self) -> Iterator[object]:
         owners = self._registry.of_kind("optimizer")

@@ -36,6 +36,7 @@ class Registry:
         fenced: bool = False,
         key_map: KeyMap | None = None,
         without: Patterns = (),
+        gradients: bool = False,
     ) -> list[Owner]:
         """Raises TypeError naming the path of a value that cannot be saved; nothing is registered then."""
         found: list[Owner] = []
@@ -44,7 +45,7 @@ class Registry:
                 owner = Owner(
                     path, kind, item, _tuple(include), _tuple(exclude), _tuple(replicated), fenced, key_map
                 )
-                owner.since = watch.now()
+                owner.since, owner.gradients = watch.now(), gradients
                 _check(owner)
                 found.append(owner)
         self.without += _tuple(without)

@@ -17,11 +17,12 @@ from ckptd.core.failpoint import failpoint
 from ckptd.core.written import bounded
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
-from ckptd_client import complete, fence, libc, resolve
+from ckptd_client import complete, fence, gradients, libc, resolve
 from ckptd_client.capture import Engine
 from ckptd_client.entries import State
 from ckptd_client.frozen import FrozenCapture, FrozenSlot
 from ckptd_client.gather import gather
+from ckptd_client.gradients import Accumulation
 from ckptd_client.grants import Grant
 from ckptd_client.handles import Handle, Skip
 from ckptd_client.job import Job
@@ -50,6 +51,7 @@ class Snapshots:
         self._frozen = FrozenCapture(session, engine, troubles)
         self._plan: Plan | None = None
         self._recall: Recall | None = None
+        self._accumulation = Accumulation(session.job)
         self._taken = 0  # snapshots captured so far
         self._doubt = False  # the newest void was for writes past the fence: there may be others
         self._steps_at_taken = -1  # optimizer steps at the newest capture
@@ -161,6 +163,7 @@ class Snapshots:
         ):
             raise Skip("busy")
         tensors, packed, plan = self._lookup(handle.step, meta)
+        self._accumulation.look(handle.step)
         if not plan.layout.frozen_bytes:
             self._frozen.not_needed(plan)
         if plan.layout.frozen_at > slot.capacity:
@@ -194,6 +197,8 @@ class Snapshots:
                 return everything, packed, recall.plan
         state = resolve.tensors(self._registry)
         found = len(state.entries)
+        state.entries += gradients.entries(state)
+        self._accumulation.sample(state)
         complete.check(self._registry, state)
         resolve.objects(self._registry, state, step, meta)
         packed = msgpack.packb(state.objects)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.box import Box
-from ckptd_client import dtypes, nested, optim, resolve, rng, tree
+from ckptd_client import dtypes, gradients, nested, optim, resolve, rng, tree
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import local_of
@@ -59,6 +59,7 @@ class Wanted:
     targets: list[Target] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
     states: list[NewState] = field(default_factory=list)
+    gradients: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # of parameters
     inside: dict[str, Tensor] = field(default_factory=dict)  # tensors inside of objects, by key
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -101,6 +102,7 @@ class _Matcher:
         self._made: dict[tuple[str, torch.device], Tensor] = {}  # optimizer state that is born here, by its key in the snapshot
         self._tensors()
         self._tied()
+        self._gradients()
         self._optimizers()
         self._objects()
         if only is None:
@@ -119,6 +121,19 @@ class _Matcher:
                     self._problem(f"{entry.key}: not in the snapshot")
                 else:
                     self._fill(entry, source)
+
+    def _gradients(self) -> None:
+        """Those that were not saved are dropped."""
+        for entry in gradients.parameters(self._state):
+            if not self._only(entry.key):
+                continue
+            key = gradients.key_of(entry)
+            tensor = None
+            if key in self._catalogue.tensors:
+                dtype = dtypes.TORCH[self._catalogue.tensors[key][0]]
+                tensor = torch.empty_like(entry.tensor.detach(), dtype=dtype)
+                self._fill(Entry(key, tensor, "extra", entry.owner, Mode.SYNC), key)
+            self.result.gradients.append((entry.tensor, tensor))
 
     def _source(self, key: str) -> str | None:
         """Also under the names that this tensor has here because it is tied."""

@@ -1,19 +1,24 @@
-"""Which optimizers step, registered or not (P15): a hook after every optimizer's step tells."""
+"""Which optimizers step, registered or not, and when gradients have been used (P15): a hook after every step tells."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+log = logging.getLogger("ckptd")
 _serials = itertools.count(1)  # of steps and of registrations, in the order in which they happened
 _first: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_accumulating: weakref.WeakSet[Accumulating] = weakref.WeakSet()
 _lock = threading.Lock()
 _installed = False
 
@@ -25,12 +30,44 @@ def install() -> None:
         if not _installed:
             _installed = True
             register_optimizer_step_post_hook(_after_step)
+            _wrap(Optimizer, "zero_grad")
+            _wrap(torch.amp.GradScaler, "update")  # it may have left a step out
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     serial = next(_serials)
     _first.setdefault(optimizer, serial)
     _last[optimizer] = serial
+    _gradients_used()
+
+
+class Accumulating(Protocol):
+    def used(self) -> None:
+        """What gradients were there has been used, or is dropped."""
+
+
+def tell_of_used_gradients(whom: Accumulating) -> None:
+    _accumulating.add(whom)
+
+
+def _gradients_used() -> None:
+    for each in list(_accumulating):
+        try:
+            each.used()
+        except Exception:
+            log.exception("ckptd client: gradients")  # never the trainer's problem (P5)
+
+
+def _wrap(kind: Any, name: str) -> None:
+    inner = getattr(kind, name)
+
+    @functools.wraps(inner)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = inner(self, *args, **kwargs)
+        _gradients_used()
+        return value
+
+    setattr(kind, name, torch._disable_dynamo(wrapped))  # type: ignore[attr-defined]
 
 
 def now() -> int:

@@ -1,0 +1,90 @@
+"""Gradients in the middle of an accumulation: captured with ``register(..., gradients=True)``, else told once (P15)."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ckptd_client import fence, watch
+from ckptd_client.entries import Entry, Mode, State
+from ckptd_client.naming import local_of
+
+log = logging.getLogger("ckptd")
+WARNING = (
+    "ckptd job %s: snapshot %d was taken amid an accumulation of gradients, which it does not hold: after a restore their "
+    "micro-batches are lost. Take snapshots after the optimizer's step, or register(..., gradients=True)"
+)
+Mark = tuple["weakref.ref[Tensor]", int, int]  # the gradient, its version, that of its local part
+
+
+def key_of(parameter: Entry) -> str:
+    return f"{parameter.key}.grad"
+
+
+def parameters(state: State) -> Iterator[Entry]:
+    """Those whose gradients are registered."""
+    return (entry for entry in state.params.values() if entry.owner.gradients and entry.owner.takes(entry.key))
+
+
+def entries(state: State) -> list[Entry]:
+    """Of the gradients that are there. The next backward pass writes them, so nothing may fence them."""
+    found = ((entry, entry.tensor.grad) for entry in parameters(state))
+    return [
+        Entry(key_of(entry), gradient, "extra", entry.owner, Mode.SYNC)
+        for entry, gradient in found
+        if gradient is not None
+    ]
+
+
+class Accumulation:
+    """Looks at the first and the last trained parameter: a backward pass writes the gradients of all, or of most."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._sample: list[weakref.ref[Tensor]] = []
+        self._marks: dict[int, Mark] = {}
+        self._noted = False  # has the sample been used since it was chosen?
+        self._told = False
+        watch.tell_of_used_gradients(self)
+
+    def sample(self, state: State) -> None:
+        trained = [
+            entry.tensor
+            for entry in state.params.values()
+            if entry.mode is Mode.FENCED and entry.tensor.requires_grad and not entry.owner.gradients
+        ]
+        sample = {id(tensor): tensor for tensor in (*trained[:1], *trained[-1:])}
+        self._noted = self._noted and list(sample) == [id(reference()) for reference in self._sample]
+        self._sample = [weakref.ref(tensor) for tensor in sample.values()]
+
+    def used(self) -> None:
+        """An optimizer has stepped, or dropped them."""
+        self._marks = {id(parameter): _mark(gradient) for parameter, gradient in self._now()}
+        self._noted = bool(self._sample)
+
+    def look(self, step: int) -> None:
+        """At the snapshot of this step: warns once."""
+        if self._told or not any(self._is_new(parameter, gradient) for parameter, gradient in self._now()):
+            return
+        self._told = True
+        log.warning(WARNING, self._job, step)
+
+    def _is_new(self, parameter: Tensor, gradient: Tensor) -> bool:
+        """Written since it was used. Before the first use that was seen there is nothing to compare with."""
+        mark = self._marks.get(id(parameter))
+        if mark is None:
+            return self._noted or fence.steps() == 0
+        return mark[0]() is not gradient or mark[1:] != _mark(gradient)[1:]
+
+    def _now(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for reference in self._sample:
+            parameter = reference()
+            if parameter is not None and parameter.grad is not None:
+                yield parameter, parameter.grad
+
+
+def _mark(gradient: Tensor) -> Mark:
+    return weakref.ref(gradient), gradient._version, local_of(gradient)._version

@@ -1,0 +1,153 @@
+"""P15 for gradients: a snapshot amid an accumulation holds them when asked to, and else says once that it does not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ckptd_client import Client
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from ckptd.wire import rank as wire
+from tests.node.client_training import net
+from tests.node.rank_daemon_double import RankDaemonDouble
+
+ACCUMULATED = 4  # micro-batches to a step
+
+
+def micro_batch(model: nn.Module, number: int) -> None:
+    batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+    model(batch).square().mean().backward()
+
+
+def accumulating(model: nn.Module, optimizer: Optimizer, numbers: range) -> None:
+    """Micro-batches, and a step after every fourth."""
+    for number in numbers:
+        micro_batch(model, number)
+        if (number + 1) % ACCUMULATED == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_an_accumulation_goes_on_where_it_was(daemon: RankDaemonDouble) -> None:
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=optimizer, gradients=True)
+        client.restore()
+        accumulating(model, optimizer, range(6))
+        assert client.snapshot(6, must=True).wait("sealed", 30) == "durable"
+    assert not daemon.messages(wire.Resize)
+    accumulating(model, optimizer, range(6, 16))
+    fresh = net()
+    other = AdamW(fresh.parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=fresh, optimizer=other, gradients=True)
+        assert client.restore() == 6
+    accumulating(fresh, other, range(6, 16))
+    assert all(map(torch.equal, fresh.parameters(), model.parameters()))
+
+
+def test_gradients_come_and_go_between_snapshots(daemon: RankDaemonDouble) -> None:
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=optimizer, gradients=True)
+        client.restore()
+        for step, end in enumerate((6, 8, 11, 13, 16), 1):
+            accumulating(model, optimizer, range(end - 3 if step > 1 else 0, end))
+            assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
+            held = {f.key for f in daemon.held[1, step][0].layout.fragments if f.key.endswith(".grad")}
+            assert held == ({f"model.{n}.grad" for n, p in model.named_parameters() if p.grad is not None})
+        micro_batch(model, 99)
+        assert client.restore(step=2) == 2
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    said = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+    return [text for text in said if "accumulation" in text]
+
+
+def test_without_them_it_is_said_once(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=optimizer)
+        client.restore()
+        for step in range(1, 6):
+            accumulating(model, optimizer, range(6 * step - 6, 6 * step))
+            assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
+    said = warnings(caplog)
+    assert len(said) == 1, said
+    assert "gradients=True" in said[0]
+
+
+def snapshot_before_zero_grad(model: nn.Module, optimizer: Any, snapshot: Callable[[], None]) -> None:
+    micro_batch(model, 1)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    snapshot()
+    optimizer.zero_grad()
+
+
+def snapshot_after_zeros(model: nn.Module, optimizer: Any, snapshot: Callable[[], None]) -> None:
+    micro_batch(model, 1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    snapshot()
+
+
+def snapshot_after_the_models_zero_grad(model: nn.Module, optimizer: Any, snapshot: Callable[[], None]) -> None:
+    micro_batch(model, 1)
+    optimizer.step()
+    model.zero_grad()
+    snapshot()
+
+
+def snapshot_after_a_step_that_the_scaler_left_out(
+    model: nn.Module, optimizer: Any, snapshot: Callable[[], None]
+) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.full((2, 20), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    snapshot()
+    optimizer.zero_grad()
+
+
+def snapshot_amid_two_optimizers(model: nn.Module, optimizer: Any, snapshot: Callable[[], None]) -> None:
+    """A generator's loss reaches the discriminator's parameters; its gradients are dropped before they are used."""
+    other = SGD(model.parameters(), lr=0.0)
+    micro_batch(model, 1)
+    optimizer.step()
+    micro_batch(model, 2)
+    other.step()
+    snapshot()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        snapshot_before_zero_grad, snapshot_after_zeros, snapshot_after_the_models_zero_grad,
+        snapshot_after_a_step_that_the_scaler_left_out, snapshot_amid_two_optimizers,
+    ],
+)  # fmt: skip
+def test_an_ordinary_loop_is_not_warned_of(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture, loop: Callable[..., None]
+) -> None:
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=optimizer)
+        client.restore()
+        for step in range(1, 5):
+            handles = []
+            loop(model, optimizer, lambda step=step, handles=handles: handles.append(client.snapshot(step, must=True)))
+            assert handles[0].wait("sealed", 30) == "durable"
+    assert warnings(caplog) == []
