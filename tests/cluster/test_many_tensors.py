@@ -14,7 +14,7 @@ JOB = "many"
 PATIENCE_S = 120.0
 
 
-@pytest.mark.parametrize("count", [20_000, 100_000])
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.chaos)])
 def test_any_number_of_tensors_is_sealed_and_comes_back(nodes: Cluster, count: int) -> None:
     node, model, again = nodes.node(replicas=0, memory_budget="2GiB"), Many(count), Many(count)
     with Client.connect(JOB, socket=node.socket) as client:
