@@ -108,6 +108,7 @@ class Reclaim:
         if freed > 0:
             age, state = shell.machine.lifetime.age(self._services.now()), shell.machine.lifetime.life.state.value
             text = f"{WHY[order]}, {state} for {age:.0f} s: {freed / MIB:.1f} MiB released"
+            self._services.metrics.reclaimed(WHY[order], freed)
             log.info("job=%s %s", shell.job, text if uid == shell.uid else f"{text} for uid {uid}")
         return freed
 

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any, cast
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.life import Life
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services
 from ckptd.observe.http import Routes
@@ -55,6 +56,8 @@ class Status:
                 self._services.metrics.rung(job, summary.get("rung", 0))
                 self._services.metrics.outlook(job, shell.meter.outlook(), summary.get("unprotected_s", 0.0))
                 self._services.metrics.ranks(job, sum(1 for s in shell.seats.by_rank.values() if s.session))
+            lives = [shell.machine.lifetime.life.state for shell in self._jobs.values()]
+            self._services.metrics.jobs({life.value: lives.count(life) for life in Life if life is not Life.FORGOTTEN})
             up = self._peers_up()
             self._services.metrics.peers(sum(up.values()), len(up))
             self._services.metrics.pacing(self._pacing())

@@ -195,6 +195,10 @@ class Metrics:
             "kind",
         )
         self._ranks = self._gauge("ckptd_ranks", "Ranks connected to this daemon", "job")
+        self._jobs = self._gauge("ckptd_jobs", "Jobs that this node knows, by their life", "life")
+        self._reclaimed = self._count(
+            "ckptd_reclaimed_bytes_total", "Memory of jobs that are over, released on this node", "why"
+        )
 
     # --- telling: the journey of a snapshot ---------------------------------------------------------------------
     def captured(self, job: str, capture_s: float, blocked_s: float) -> None:
@@ -278,6 +282,14 @@ class Metrics:
     def peers(self, up: int, known: int) -> None:
         self._peers_up.set(up)
         self._peers.set(known)
+
+    def jobs(self, lives: Mapping[str, int]) -> None:
+        """``lives``: of core.life.Life, how many jobs are in each."""
+        for life, count in lives.items():
+            self._jobs.labels(life).set(count)
+
+    def reclaimed(self, why: str, nbytes: int) -> None:
+        self._reclaimed.labels(why).inc(nbytes)
 
     def ranks(self, job: str, connected: int) -> None:
         self._ranks.labels(job).set(connected)
