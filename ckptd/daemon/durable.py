@@ -216,7 +216,8 @@ class Durable:
         if not ok and taken >= do.record.number:
             raise CkptdError(
                 f"epoch {do.record.number} was claimed by another start of this job", where=self._job.job,
-                hint="the same job name runs twice, or this daemon missed a restart while storage was away",
+                hint="nothing more becomes durable until you start the job once more: its name runs twice, this daemon missed "
+                "a restart while storage was away, or a claim hung there until its start was over",
             )  # fmt: skip
         layouts = {layout.rank: layout for layout in map(Layout.decode, do.layouts.values())}
         commit(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 
+from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.persist.lineage import claim_epoch
+from ckptd.persist.storage.posix import PosixStorage
 from tests.cluster.nodes import Cluster, together
 from tests.waiting import until
 
@@ -87,3 +91,20 @@ def test_a_job_of_which_only_storage_is_left_has_lost_nothing(nodes: Cluster) ->
     page = node.cli("status").stdout
     assert "protection: nothing in memory (replicas=" in page
     assert "DEGRADED" not in page and "GONE" not in page and "none yet" in page
+
+
+def test_commits_that_another_start_shuts_out_are_said_with_what_to_do(nodes: Cluster) -> None:
+    """A claim that hung in storage was carried out when its start of the job was over: nothing of this epoch becomes durable."""
+    storage = nodes.root / "storage"
+    storage.mkdir()
+    node = nodes.node(storage_root=storage, replicas=0, flush_every_steps=1)
+    (rank,) = nodes.world([node], JOB)
+    assert rank.do("restore") is None
+    me = NodeInfo("n9", "tcp://127.0.0.9:1", "127.0.0.9:1", "n9")
+    late = EpochRecord(9, "a start that is over", ("n9",), (me,), before=(-1, ()))
+    assert claim_epoch(PosixStorage(storage), f"{os.getuid()}/{JOB}", late) == (True, 9)
+    rank.do("train", steps=2, snapshot=False)
+    rank.do("snapshot", must=True)
+    until(lambda: "flush" in node.problems(), 30, "the flush to fail")
+    page = " ".join(node.cli("status").stdout.split())
+    assert "claimed by another start" in page and "start the job once more" in page, page
