@@ -21,6 +21,7 @@ log = logging.getLogger("ckptd.arena")
 
 SEGMENTS_MAX = 4096  # the fd store of the unit file holds as many
 REAP_TIMEOUT_S = 60.0
+HOLDERS_SHOWN_MAX = 4  # in one refusal
 LACK_S = 15.0  # a request that was refused is repeated every few seconds, as long as there is need
 
 
@@ -123,9 +124,9 @@ class Stock:
         another one lacks memory."""
         with self.lock:
             try:
-                self._make_room(size, self._budget_bytes, None)
+                self._make_room(size, self._budget_bytes, None, uid)
                 if self._others_lack(uid):
-                    self._make_room(size, self.share_bytes, uid)
+                    self._make_room(size, self.share_bytes, uid, uid)
             except NoMemory:
                 if self.committed(uid) + size <= self.share_bytes:
                     self._lacking[uid] = time.monotonic()
@@ -138,14 +139,15 @@ class Stock:
         since = time.monotonic() - LACK_S
         return any(at > since for other, at in self._lacking.items() if other != uid)
 
-    def _make_room(self, size: int, limit: int, uid: int | None) -> None:
+    def _make_room(self, size: int, limit: int, uid: int | None, asker: int) -> None:
         over = self.committed(uid) + size - limit
         idle = self._idle(uid)
-        if over > sum(s.size for s in idle):
+        missing = over - sum(s.size for s in idle)
+        if missing > 0:
             whose = "memory budget" if uid is None else f"another user lacks memory: the share of uid {uid}"
             raise NoMemory(
                 f"{whose} of {gibibytes(limit)} has no room for {gibibytes(size)}",
-                where=f"{gibibytes(self.committed(uid))} used",
+                where=f"{gibibytes(missing)} missing, held by {self._holders(asker)}",
                 hint="raise memory_budget, or use fewer copies or own slots",
             )
         for segment in idle:
@@ -153,6 +155,15 @@ class Stock:
                 break
             over -= segment.size
             self.drop(segment)
+
+    def _holders(self, asker: int) -> str:
+        """Who has the memory: his own jobs by name, other users' together (P13)."""
+        held: dict[str, int] = {}
+        for s in self.segments.values():
+            name = f"job {s.tenant.job}" if s.tenant.uid == asker else "other users"
+            held[name] = held.get(name, 0) + s.size
+        most = sorted(held, key=lambda name: -held[name])[:HOLDERS_SHOWN_MAX]
+        return ", ".join(f"{name}: {gibibytes(held[name])}" for name in most) or "nobody"
 
     def _admit(self, size: int, uid: int) -> None:
         """The machine and our cgroups must have room besides what other threads are touching right now."""

@@ -120,6 +120,8 @@ def _job(job: JobReport) -> Iterator[RenderableType]:
     title += f"{job.get('world', NONE)} ranks, steward {job.get('steward') or NONE}"
     yield title
     yield good(not job.get("degraded", False), f"protection: {held}", f"DEGRADED: {held}")
+    if job.get("waits"):
+        yield f"no snapshot is granted: {job['waits']}"
     yield table("", ("level", ">newest step", ">steps behind"), levels)
     yield from _outlook(job)
     yield from _members(job)

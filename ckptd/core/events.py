@@ -53,6 +53,14 @@ class SlotsGone:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsShort:
+    """There is no memory for all of this rank's own slots, in the words of the arena; "": there is."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankProgress:
     """snapshot(step) was called on a local rank; nothing is known yet of its outcome. asks: must=True waits."""
 
@@ -293,7 +301,8 @@ class Tick:
 
 
 Event = (
-    RankJoined | RankLeft | SlotsReady | SlotsGone | RankProgress | RankMissed | SlotSealed | SlotDamaged | HoldingFound
+    RankJoined | RankLeft | SlotsReady | SlotsGone | SlotsShort | RankProgress | RankMissed | SlotSealed | SlotDamaged
+    | HoldingFound
     | ReplicaArrived | ReplicaSent | ParityMade | ParityFailed | NodeUp | NodeDown | Received | EpochClaimed | DurableRead
     | FilesWritten | CommitDone | RankFetched | RankLoaded | FlushAsked | DrainAsked | SpareAsked | ForgetOrdered | Restarted
     | Tick

@@ -167,6 +167,7 @@ class RankState:
     free_slots: int
     asks: int | None = None  # must=True waits for a grant of exactly this step
     left: str = ""  # "finished" | "clean" (said goodbye, after an exception) | "died": the rank is not there any more
+    short: str = ""  # why it has fewer slots than it should
     session: str = ""
     serial: int = 0
 
@@ -382,12 +383,13 @@ class StewardHello:
 @dataclass(frozen=True, slots=True)
 class Heard:
     """Steward -> node: every message of the session up to this serial is in my books. Also a keep-alive, which brings the word
-    on the job's life (core.life.Life; "": not known yet)."""
+    on the job's life (core.life.Life; "": not known yet) and why no snapshot is granted at the moment (waiting.py; "": one is)."""
 
     epoch: int
     session: str
     serial: int
     life: str = ""
+    waits: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from ckptd.daemon.behind import Behind
 from ckptd.daemon.durable import Durable
 from ckptd.daemon.frozen import Frozen
 from ckptd.daemon.lane_parts import LaneParts
+from ckptd.daemon.losses import Losses
 from ckptd.daemon.mail import Mail
 from ckptd.daemon.meter import Meter
 from ckptd.daemon.ranks import Ranks
@@ -71,6 +72,7 @@ class JobShell:
         self.mail = Mail(services, job, self.feed)
         self.meter = Meter(services, self)
         self._behind = Behind(services, job)
+        self.losses = Losses(services, job, self.seats)
         self._revival = Revival(services, self)
         self._queue: deque[ev.Event] = deque()
         self._grown_at = services.now()
@@ -128,6 +130,7 @@ class JobShell:
     def tick(self) -> None:
         self.feed(ev.Tick())
         self._behind.look(progress(self.machine))
+        self.losses.look(self.machine.uplink.waits())
         if self.services.now() - self._grown_at >= GROW_RETRY_S:  # memory may have come free elsewhere
             self._grown_at = self.services.now()
             self.frozen.tidy()
@@ -256,6 +259,7 @@ class JobShell:
     def drop(self) -> None:
         """The job is over: all its memory goes."""
         self.dropped = True
+        self.losses.close()
         self._queue.clear()
         self.durable.cancel_all()
         self.seats.drop_all()
@@ -327,6 +331,7 @@ class JobShell:
         if now.void:
             if before is None or not before.void:
                 metrics.voided(self.job, now.void)
+                self.losses.lost("void", now.snapshot.step, now.void)
             return
         old_level = before.level if before else -1
         if old_level < 0 <= now.level:

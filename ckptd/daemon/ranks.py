@@ -81,19 +81,23 @@ class Ranks:
         elif isinstance(message, wire.SealedSlot):
             self._sealed(session, seat, message, fds)
         elif isinstance(message, wire.GaveUp):
-            self._services.metrics.skipped(self._job.job, message.reason)
+            self._lost("given up", message)
             written = checked(message.written)
             feed(ev.RankMissed(seat.rank, message.grant, message.reason, None, written))
         elif isinstance(message, wire.Resize):
             self._job.seats.resize(seat, message.state_bytes, message.frozen_bytes, message.record_bytes)
         elif isinstance(message, wire.Skipped):
-            self._services.metrics.skipped(self._job.job, message.reason)
+            self._lost("skipped", message)
         elif isinstance(message, wire.WaitFor):
             self._services.pacer.waits()
             if message.level == "durable":
                 feed(ev.FlushAsked(message.step))
         else:
             self._job.restore.on_message(session, seat, message, fds)
+
+    def _lost(self, what: str, message: wire.Skipped | wire.GaveUp) -> None:
+        self._services.metrics.skipped(self._job.job, message.reason)
+        self._job.losses.lost(what, message.step, message.reason)
 
     def _called(self, seat: Seat, message: wire.Called) -> None:
         """Raises ValueError for step times that are none."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckptd.arena.arena import Arena, NoMemory, Slot, Tenant
-from ckptd.core.events import Event, SlotsGone, SlotsReady
+from ckptd.core.events import Event, SlotsGone, SlotsReady, SlotsShort
 from ckptd.core.layout import Layout
 from ckptd.daemon.frozen import Frozen
 from ckptd.daemon.services import Services
@@ -39,6 +39,7 @@ class Seat:
     adopted: set[int] = field(default_factory=set)  # FREE slots that came back, of which nobody knows what they were for
     granted: dict[int, RankSession] = field(default_factory=dict)  # grant -> who may be filling its slot
     watched: int = -1  # pidfd of the process whose connection ended: its death is still to be told
+    told_waits: str = ""  # what this session was told of why nothing is granted
     left: bool = False  # the rank lives on another node in the newest epoch
 
 
@@ -81,7 +82,7 @@ class Seats:
             seat.frozen, seat.frozen_wanted = kept, 0 if kept is not None else frozen_bytes
         seat.frozen_bytes, seat.record_bytes = frozen_bytes, record_bytes
         self.unwatch(seat)
-        seat.session = session
+        seat.session, seat.told_waits = session, ""
         seat.state_bytes = max(state_bytes, 1)
         for slot_id in sorted(seat.free):
             if self._foreign_mapper(slot_id, session) or self._oversized(seat, slot_id):
@@ -302,8 +303,10 @@ class Seats:
             have = self._fitting(seat)
             text = f"rank {seat.rank} has {have} of {self._services.policy.own_slots} slots: {error}"
             self._services.health.report("no_memory", text, job=self._job, which=str(seat.rank))
+            self._feed(SlotsShort(seat.rank, f"{have} of {self._services.policy.own_slots} slots: {error.what} [{error.where}]"))
             return None
-        self._services.health.clear("no_memory", job=self._job, which=str(seat.rank))
+        if self._services.health.clear("no_memory", job=self._job, which=str(seat.rank)):
+            self._feed(SlotsShort(seat.rank, ""))
         return slot
 
     def _map(self, seat: Seat, slot: Slot) -> None:

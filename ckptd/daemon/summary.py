@@ -52,6 +52,7 @@ def summary(job: JobShell) -> JobReport:
         "lag": {name: trained - step for name, step in newest.items() if step >= 0},
         "redundancy": str(view.get("redundancy", "")),
         "rung": int(view.get("rung", 0)),
+        "waits": job.losses.waits,
         "wanted": wanted,
         "level": level,
         "degraded": bool(record) and (max(level, 0) < wanted or (level < 0 and trains)),

@@ -26,10 +26,12 @@ class _Said:
 
 
 class Complaints:
-    """In the event loop's thread. ``call_later``: of the running loop, unless given."""
+    """In the event loop's thread. ``call_later``: of the running loop, unless given. ``to``: the log that hears them."""
 
-    def __init__(self, call_later: CallLater | None = None) -> None:
-        self._later = call_later
+    def __init__(
+        self, call_later: CallLater | None = None, *, to: logging.Logger = log, period_s: float = PERIOD_S
+    ) -> None:
+        self._later, self._log, self._period_s = call_later, to, period_s
         self._said: dict[str, _Said] = {}
 
     def say(self, who: str, text: str, fault: BaseException | None = None) -> None:
@@ -40,7 +42,7 @@ class Complaints:
         text = _plain(text)
         said = self._said.get(who)
         if said is None:
-            log.log(logging.ERROR if fault else logging.WARNING, "%s: %s", who, text, exc_info=fault)
+            self._log.log(logging.ERROR if fault else logging.WARNING, "%s: %s", who, text, exc_info=fault)
             self._said[who] = _Said(self._start(who))
         else:
             said.more, said.last = said.more + 1, text
@@ -49,23 +51,22 @@ class Complaints:
         """Says what is still counted."""
         for who, said in self._said.items():
             said.timer.cancel()
-            _count(who, said)
+            self._count(who, said)
         self._said.clear()
 
     def _start(self, who: str) -> Any:
         later = self._later or asyncio.get_running_loop().call_later
-        return later(PERIOD_S, self._passed, who)
+        return later(self._period_s, self._passed, who)
 
     def _passed(self, who: str) -> None:
         said = self._said.pop(who)
         if said.more:
-            _count(who, said)
+            self._count(who, said)
             self._said[who] = _Said(self._start(who))
 
-
-def _count(who: str, said: _Said) -> None:
-    if said.more:
-        log.warning("%s: %d more within %.0f s, the last: %s", who, said.more, PERIOD_S, said.last)
+    def _count(self, who: str, said: _Said) -> None:
+        if said.more:
+            self._log.warning("%s: %d more within %.0f s, the last: %s", who, said.more, self._period_s, said.last)
 
 
 def _plain(text: str) -> str:

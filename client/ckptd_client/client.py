@@ -342,7 +342,7 @@ class Client:
         """What keeps this rank from being protected, ours and the daemon's words. Never raises."""
         session = self._session
         problems = self._troubles.problems()
-        facts = session.facts() | {"fence_s": self._engine.fenced_s}
+        facts = session.facts() | {"fence_s": self._engine.fenced_s, "lost": self._troubles.losses()}
         reply = session.ask(wire.AskHealth, ANSWER_TIMEOUT_S)
         if isinstance(reply, wire.Health):
             problems += [text for text in reply.problems if text not in problems]

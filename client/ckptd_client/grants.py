@@ -46,6 +46,10 @@ class Grants:
             self.take_back(number)
         return gone
 
+    def later_than(self, step: int) -> int | None:
+        """The first step that the next grant is good for, where that lies beyond ``step``."""
+        return min((grant.from_step for grant in self._untaken if grant.from_step > step), default=None)
+
     def take(self, step: int) -> Grant | None:
         """The earliest grant for this step, now taken."""
         for index, grant in enumerate(self._untaken):

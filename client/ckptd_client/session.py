@@ -32,9 +32,11 @@ HANDLES_KEPT_MAX = 256
 SILENT_AFTER_S = 15.0  # a daemon that answers no question for this long is not waited for
 RESTORE_SILENT_AFTER_S = 60.0  # the same while it restores: it may be busy
 ASK_EVERY_S = 2.0
-ALLOCATION_S = 10.0  # memory comes after the join, off the critical path
 LOST_HINT = "start the job again: a daemon that is started again finds its memory as it was; its log says why it ended"
 
+
+GRANTED_AHEAD, TAKEN_BACK = "granted ahead", "taken back"
+NO_GRANT_YET, SILENT = "no grant yet: none has arrived", "the daemon is silent"
 
 IDLE, JOINING, READY, SUPERSEDED = "idle", "joining", "ready", "superseded"
 
@@ -61,7 +63,7 @@ class Session:
         self._before = -1  # the step called before that
         self._optimizer_steps = -1  # made when ``called`` was
         self._asking = False  # must=True waits
-        self._ready_at = 0.0
+        self.waits, self._waits_at = "", 0.0  # why the daemon grants nothing, and since when we know that cause
         self.levels: dict[int, wire.Level] = {}
         self.restoring = False
         self.stop_capture: Callable[[int, str], bool] = lambda grant, reason: False
@@ -121,6 +123,7 @@ class Session:
         with self.changed:
             lost = self.connection
             self.grants.clear()
+            self.waits = ""
             self._layouts.clear()
             self.segments.forget_connection()
             self.frozen_slot = -1  # the next daemon may give that number to another slot
@@ -192,7 +195,6 @@ class Session:
             self._handles.clear()
             self.clock.forget()
         self.epoch, self.phase = message.epoch, READY
-        self._ready_at = time.monotonic()
         if self.called >= 0:
             self.link.send(wire.Called(self.called))  # a daemon that was restarted does not know
         self.segments.drop_unused()
@@ -211,9 +213,10 @@ class Session:
 
     def _taken_back(self, message: wire.TakeBack, fds: list[int]) -> None:
         if self.grants.take_back(message.grant):
-            self.link.send(wire.GaveUp(message.grant, self.called, "taken back"))
+            self.link.send(wire.GaveUp(message.grant, self.called, TAKEN_BACK))
         else:
-            self.stop_capture(message.grant, "taken back")  # which then says GaveUp itself
+            self.stop_capture(message.grant, f"{TAKEN_BACK}: {message.reason}" if message.reason else TAKEN_BACK)
+            # which then says GaveUp itself
 
     def _level(self, message: wire.Level, fds: list[int]) -> None:
         if message.epoch != self.epoch:
@@ -225,6 +228,7 @@ class Session:
         if handle is not None:
             handle.told(message)
         if message.void:
+            self.troubles.lost(message.step, f"void: {message.void}")
             self.troubles.report("void", f"snapshot {message.step} is void: {message.void}")
         elif message.level >= 0:
             self.troubles.clear("void")
@@ -244,7 +248,13 @@ class Session:
         if message.request:
             self._replies[message.request] = message
         if isinstance(message, wire.Health):
+            self._hear_waits(str(message.facts.get("waits", self.waits)))
             self._hear_problems(message)
+
+    def _hear_waits(self, text: str) -> None:
+        if text.partition(":")[0] != self.waits.partition(":")[0]:
+            self._waits_at = time.monotonic()
+        self.waits = text
 
     def _hear_problems(self, message: wire.Health) -> None:
         """Asked for by nobody (request 0) it is heard in a wait, which may be for just that: worth a warning."""
@@ -370,10 +380,16 @@ class Session:
                 if not self.changed.wait(min(left, ASK_EVERY_S)):
                     self.link.send_or_drop(wire.AskHealth(0))  # any answer will do
 
-    @property
-    def without_memory(self) -> bool:
-        """The daemon has given no slot, though it has had the time to allocate one."""
-        return not self.segments.slots.keys() - {self.frozen_slot} and time.monotonic() - self._ready_at > ALLOCATION_S
+    def not_granted(self, step: int) -> tuple[str, float]:
+        """Why there is no grant for this step, as far as we were told (nobody is asked), and since how many seconds."""
+        with self.changed:
+            later = self.grants.later_than(step)
+            if later is not None:
+                return f"{GRANTED_AHEAD}: the next snapshot is the first from step {later} on", 0.0
+            quiet_s = time.monotonic() - self.link.heard_at
+            if not self.waits and quiet_s > SILENT_AFTER_S:
+                return f"{SILENT}: nothing was heard of it for {quiet_s:.0f} s", quiet_s
+            return self.waits or NO_GRANT_YET, time.monotonic() - self._waits_at
 
     def follow(self, handle: Handle) -> None:
         with self.changed:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ckptd.core.errors import CkptdError
 from ckptd.core.events import NO_MEMORY
 from ckptd.core.failpoint import failpoint
+from ckptd.core.machine.waiting import FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, NO_STEWARD
 from ckptd.core.written import bounded
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
@@ -31,14 +32,16 @@ from ckptd_client.plan import Plan, make_plan
 from ckptd_client.recall import Recall
 from ckptd_client.registry import Registry
 from ckptd_client.segments import SlotView
-from ckptd_client.session import IDLE, JOINING, READY, Session
+from ckptd_client.session import IDLE, JOINING, READY, SILENT, TAKEN_BACK, Session
 from ckptd_client.tree import ForeignType
 from ckptd_client.troubles import Troubles
 from ckptd_client.versions import Versions
 
 log = logging.getLogger("ckptd")
 AUDIT_TIMEOUT_S = 30.0
-RECOVERED = ("fence", "type", "memory", "capture")  # troubles that a good snapshot ends
+LASTING_S = 5.0  # what keeps snapshots from being granted for less is no trouble
+OBSTACLES = (NO_STEWARD, FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, SILENT)
+RECOVERED = ("fence", "type", "memory", "waiting", "capture")  # troubles that a good snapshot ends
 
 
 class Snapshots:
@@ -82,21 +85,25 @@ class Snapshots:
                 slot.segment.unpin()
             return
         except Skip as reason:
-            handle.became(f"skipped: {reason}")
+            self._lost(handle, f"skipped: {reason}")
             if grant is None:
                 self._session.link.send_or_drop(wire.Skipped(handle.step, str(reason)))
         except ForeignType as error:
-            handle.became("failed: type")
+            self._lost(handle, "failed: type")
             self._troubles.report("type", f"snapshot {handle.step} failed: {error}")
         except CkptdError as error:
-            handle.became(f"failed: {error.what}")
+            self._lost(handle, f"failed: {error.what}")
             self._troubles.report("capture", f"snapshot {handle.step} failed: {error}")
         except Exception as error:
-            handle.became(f"failed: {type(error).__name__}: {error}")
+            self._lost(handle, f"failed: {type(error).__name__}: {error}")
             self._troubles.report("capture", f"snapshot {handle.step} failed: {error}")
             log.exception("ckptd client: snapshot %d", handle.step)
         if grant is not None:
             self._session.link.send(wire.GaveUp(grant.number, handle.step, handle.status[:200]))
+
+    def _lost(self, handle: Handle, status: str) -> None:
+        handle.became(status)
+        self._troubles.lost(handle.step, status)
 
     def _grant(self, step: int, forced: bool, asks: bool, patience_s: float) -> tuple[Grant, SlotView]:
         """The slot comes pinned. Raises Skip."""
@@ -110,13 +117,10 @@ class Snapshots:
         session.call(step, fence.steps(), asks=asks)  # also without a daemon: wait() answers for no older step then
         self._check_ready()
         grant = session.take(step, patience_s)
-        if grant is None and session.without_memory:
-            self._troubles.report(
-                "memory", "not protected: the daemon has no memory for a snapshot; see `ckptd status`"
-            )
-            raise Skip("no memory")
         if grant is None:
-            raise Skip("not granted")
+            reason, seconds = session.not_granted(step)
+            self._report_waiting(step, reason, seconds)
+            raise Skip(reason)
         with session.changed:
             slot = session.segments.slots.get(grant.slot)
             if slot is not None:
@@ -125,6 +129,11 @@ class Snapshots:
             session.link.send(wire.GaveUp(grant.number, step, NO_MEMORY))
             raise Skip("no memory")
         return grant, slot
+
+    def _report_waiting(self, step: int, reason: str, seconds: float) -> None:
+        cause = reason.partition(":")[0]
+        if cause == NO_MEMORY or (cause in OBSTACLES and seconds >= LASTING_S):
+            self._troubles.report("memory" if cause == NO_MEMORY else "waiting", f"snapshot {step} is skipped: {reason}")
 
     def _check_ready(self) -> None:
         session = self._session
@@ -277,12 +286,12 @@ class Snapshots:
             written = {name: list(keys) for name, keys in bounded(found).items()}
             session.link.send(wire.GaveUp(job.grant, job.step, reason[:200], written))
         with session.changed:
-            job.handle.became(f"void: {reason}")
+            self._lost(job.handle, f"void: {reason}")
             session.changed.notify_all()
         if reason == "fence timeout":
             text = f"snapshot {job.step} is void: its capture was slower than fence_timeout_s, training went on without it"
             self._troubles.report("fence", text)
-        elif reason not in ("taken back", "closed"):
+        elif reason.partition(":")[0] not in (TAKEN_BACK, "closed"):
             self._troubles.report(
                 "hidden write" if job.written else "capture", f"snapshot {job.step} is void: {reason}"
             )

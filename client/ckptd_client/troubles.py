@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SAID_MAX = 64  # different words of the daemon's that are passed on
+CAUSES_MAX = 64  # for which snapshots did not count
 
 log = logging.getLogger("ckptd")
 
@@ -29,6 +30,7 @@ class Troubles:
         self._now: dict[str, str] = {}
         self._warned: set[str] = set()
         self._said: set[str] = set()
+        self._lost: dict[str, dict[str, Any]] = {}
 
     def report(self, kind: str, text: str) -> None:
         """Warns when this kind of trouble is new."""
@@ -55,6 +57,19 @@ class Troubles:
                 return
             self._warned.discard(kind)
         log.info("ckptd job %s: %s is over", self._job, kind)
+
+    def lost(self, step: int, status: str) -> None:
+        """This snapshot does not count. ``status``: its handle's, what became of it and the cause before the second colon."""
+        cause = ":".join(status.split(":")[:2])
+        with self._lock:
+            before = self._lost.get(cause, {"count": 0})
+            if before["count"] or len(self._lost) < CAUSES_MAX:
+                self._lost[cause] = {"count": before["count"] + 1, "step": step, "status": status}
+
+    def losses(self) -> dict[str, dict[str, Any]]:
+        """Cause -> how often, and the newest: its step and status."""
+        with self._lock:
+            return {cause: dict(told) for cause, told in self._lost.items()}
 
     def problems(self) -> list[str]:
         with self._lock:

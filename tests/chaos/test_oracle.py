@@ -36,7 +36,7 @@ def told(oracle: Oracle, step: int, level: int, *, rank: int = 0, **how: Any) ->
 
 def waited(oracle: Oracle, step: int, status: str, *, rank: int = 0, lost: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     """A rank had been refused the step and has waited for it."""
-    oracle.heard(1, rank, {"k": "called", "step": step, "status": "skipped: not granted"})
+    oracle.heard(1, rank, {"k": "called", "step": step, "status": "skipped: busy: slots hold step 3"})
     oracle.heard(1, rank, {"k": "waiting", "step": step})
     oracle.heard(1, rank, {"k": "waited", "step": step, "status": status}, lost)
 
@@ -106,7 +106,8 @@ def test_what_a_wait_promised_is_owed(status: str, survived: int) -> None:
         assert (verdict.owed, bool(verdict.error)) == (((1, 3), True) if losses <= survived else ((1, 2), False)), losses
 
 
-@pytest.mark.parametrize("status", ["captured", "skipped: not granted", "void: late", "unreachable", "nothing to wait for"])
+@pytest.mark.parametrize("status", ["captured", "skipped: busy: slots hold step 3", "void: late",
+                                    "unreachable", "nothing to wait for"])
 def test_a_wait_that_promised_nothing(status: str) -> None:
     oracle = trained(levels={2: 1})
     waited(oracle, 3, status)
@@ -127,7 +128,7 @@ def test_a_wait_that_must_not_answer_so() -> None:
         with pytest.raises(Broken, match="not every rank"):
             waited(trained(steps=4), 5, status)
         oracle = trained()
-        oracle.heard(1, 1, {"k": "called", "step": 4, "status": "skipped: not granted"})
+        oracle.heard(1, 1, {"k": "called", "step": 4, "status": "skipped: busy: slots hold step 3"})
         with pytest.raises(Broken, match="a rank skipped it"):
             oracle.heard(1, 0, {"k": "waited", "step": 4, "status": status})
 
@@ -175,7 +176,7 @@ def test_a_mixture_is_found(ranks: list[int], how: dict[str, Any], match: str) -
 
 def test_a_step_that_nobody_or_not_everybody_captured() -> None:
     oracle = trained()
-    oracle.heard(1, 1, {"k": "called", "step": 4, "status": "skipped: not granted"})
+    oracle.heard(1, 1, {"k": "called", "step": 4, "status": "skipped: busy: slots hold step 3"})
     with pytest.raises(Broken, match="not captured"):
         both(oracle, 4).judge(2)
     with pytest.raises(Broken, match="a rank skipped it"):

@@ -150,6 +150,9 @@ class Run:
             with torch.no_grad():
                 (weight if whole else weight.to_local()).mul_(1.1)
 
+    def lost(self) -> Any:
+        return self.client.health().facts.get("lost", {})
+
     def thaw(self) -> None:
         """Other weights under the same names, as a new base model has."""
         with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ckptd.core import events as ev
@@ -14,8 +16,13 @@ from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, 
 POLICY = Policy(replicas=1, durable=False, steward_timeout_s=4.0)
 
 
+
 def steward() -> Steward:
     return Steward(record_of(), POLICY)
+
+
+def acknowledged(node: Steward, since: int = 0) -> list[msg.Heard]:
+    return [replace(heard, waits="") for heard in node.said(msg.Heard, "b", since)]
 
 
 def steps_heard(node: Steward) -> int:
@@ -55,20 +62,20 @@ def test_what_was_taken_is_acknowledged_and_the_session_kept_alive() -> None:
     node = steward().greet()
     b = node.others["b"]
     node.tick()
-    assert node.said(msg.Heard, "b") == [msg.Heard(EPOCH, b.session, 0, "running")]
+    assert acknowledged(node) == [msg.Heard(EPOCH, b.session, 0, "running")]
     b.state(1, 5)
     b.tell(msg.RankState(EPOCH, 1, 9, 2), serial=7)
     node.tick()
-    assert node.said(msg.Heard, "b")[1:] == [msg.Heard(EPOCH, b.session, 1, "running")]
+    assert acknowledged(node)[1:] == [msg.Heard(EPOCH, b.session, 1, "running")]
     mark = node.mark
     node.tick(KEEPALIVE_S - 0.25)
-    assert node.said(msg.Heard, "b", mark) == []
+    assert acknowledged(node, mark) == []
     node.tick(0.5)
-    assert node.said(msg.Heard, "b", mark) == [msg.Heard(EPOCH, b.session, 1, "running")]
+    assert acknowledged(node, mark) == [msg.Heard(EPOCH, b.session, 1, "running")]
     node.feed(ev.NodeDown("b"))
     mark = node.mark
     node.tick(3 * KEEPALIVE_S)
-    assert node.said(msg.Heard, "b", mark) == [], "nobody is there"
+    assert acknowledged(node, mark) == [], "nobody is there"
 
 
 def test_another_process_that_takes_up_a_session_begins_a_new_one() -> None:
@@ -96,7 +103,7 @@ def test_a_repeated_fact_is_acknowledged_again() -> None:
     mark = node.mark
     node.others["b"].tell(msg.Inventory("", node.record, (), done=True), serial=0)
     node.tick()
-    assert node.said(msg.Heard, "b", mark) == [msg.Heard(EPOCH, node.others["b"].session, 0, "running")]
+    assert acknowledged(node, mark) == [msg.Heard(EPOCH, node.others["b"].session, 0, "running")]
 
 
 def test_a_node_that_does_not_answer_is_greeted_again() -> None:

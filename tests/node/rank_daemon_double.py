@@ -77,7 +77,7 @@ class RankDaemonDouble:
         self.level = 1  # told of complete snapshots
         self.durable = True
         self.fail_restore: str = ""
-        self.problems: list[str] = []  # told to whoever asks
+        self.problems, self.waits = list[str](), ""  # told to whoever asks
         self.part_pieces = 0  # pieces of each part of a load plan; 0: one part
         self.spoil_part = -1  # the part whose first piece leaves its segment
         self.changed = threading.Condition(threading.RLock())
@@ -462,7 +462,7 @@ class RankDaemonDouble:
         _send(peer, wire.Steps(message.request, rows))
 
     def _on_askhealth(self, peer: Peer, message: wire.AskHealth, fds: list[int]) -> None:
-        _send(peer, wire.Health(message.request, not self.problems, self.problems))
+        _send(peer, wire.Health(message.request, not self.problems, self.problems, {"waits": self.waits}))
 
 
 def _send(peer: Peer, message: object, fds: list[int] | None = None, timeout_s: float = 0.0) -> None:

@@ -196,7 +196,7 @@ def test_a_world_of_4096_ranks_is_told_at_the_join_and_again_to_a_new_daemon(tmp
     try:
         session.link.start()
         assert session.wait_up(30)
-        session.join(world, 1 << 20, 0, None, restoring=False)
+        session.join(world, 1 << 20, 0, 0, None, restoring=False)
         daemon.wait_for(lambda: daemon.worlds == {"attempt": (ranks, nodes)})
         daemon.stop()
         with RankDaemonDouble(daemon.path) as again:
@@ -254,7 +254,7 @@ def test_a_stopped_daemon_holds_up_nothing(
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
         os.kill(process.pid, signal.SIGSTOP)
         statuses = trains(training, client, 2, 6)
-        assert statuses[-1] == "skipped: not granted"
+        assert statuses[-1].startswith(("skipped: no grant yet", "skipped: the daemon is silent"))
         began = time.monotonic()
         assert client.wait("durable", timeout=20) != "durable"
         assert time.monotonic() - began < 10

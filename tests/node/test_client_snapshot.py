@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ckptd_client import CkptdError, Client, session, tree
+from ckptd_client import CkptdError, Client, tree
 from torch import nn
 
 from ckptd.core import failpoint
@@ -25,6 +25,9 @@ from tests.waiting import until
 def _disarmed() -> Iterator[None]:
     yield
     failpoint.arm("")
+
+
+NOT_YET = "skipped: no grant yet: none has arrived"
 
 
 def test_a_snapshot_holds_exactly_what_was_there_when_it_was_called(daemon: RankDaemonDouble) -> None:
@@ -115,16 +118,19 @@ def test_a_layout_that_outgrows_its_slots_is_skipped_once_and_the_slots_grow(
 
 
 def test_a_daemon_without_memory_is_named_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(session, "ALLOCATION_S", 0.0)
+    why = "no memory: rank 0 on double: 0 of 3 slots"
     with RankDaemonDouble(tmp_path / "d.sock", slots=0, granting="never") as daemon:
         training = Training()
         with connected(daemon, training) as client, caplog.at_level(logging.WARNING, "ckptd"):
             client.restore()
+            daemon.waits = why
+            client.health()  # else it is told unasked
             for step in (1, 2, 3):
                 training.step()
-                assert client.snapshot(step).status == "skipped: no memory"
+                assert client.snapshot(step).status == f"skipped: {why}"
+            assert client.health().facts["lost"]["skipped: no memory"]["count"] == 3
             assert any("no memory" in text for text in client.health().problems)
     assert len(caplog.records) == 1
 
@@ -135,7 +141,7 @@ def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
         with connected(daemon, training) as client:
             client.restore()
             training.step()
-            assert client.snapshot(1).status == "skipped: not granted"
+            assert client.snapshot(1).status == NOT_YET
             late = until(lambda: daemon.grant(1), what="a free slot")  # could still be taken: the state is step 1's
             until(lambda: len(client._session.grants), what="the grant's arrival")
             training.step()
@@ -145,11 +151,11 @@ def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
             back = until(lambda: daemon.grant(2), what="a free slot")
             daemon.take_back(back)
             daemon.wait_for(lambda: daemon.voided.get(back) == "taken back")
-            assert client.snapshot(2).status == "skipped: not granted"
+            assert client.snapshot(2).status == NOT_YET
             until(lambda: daemon.grant(5), what="a free slot")
             until(lambda: len(client._session.grants), what="the grant's arrival")
             training.step()
-            assert client.snapshot(3).status == "skipped: not granted"
+            assert client.snapshot(3).status == "skipped: granted ahead: the next snapshot is the first from step 5 on"
             training.step()
             assert client.snapshot(7).taken  # the first step >= 5 that this rank calls
             assert client.wait("sealed", 30) == "durable"
@@ -165,8 +171,8 @@ def test_a_grant_taken_back_in_mid_copy_leaves_its_slot_alone(daemon: RankDaemon
         handle = client.snapshot(1, must=True)
         (number,) = [g for g, step in daemon._grant_steps.items() if g in daemon._members()[0].granted][:1]
         daemon.take_back(number)
-        daemon.wait_for(lambda: daemon.voided.get(number) == "taken back")
-        until(lambda: handle.status == "void: taken back")
+        daemon.wait_for(lambda: daemon.voided.get(number) == "taken back: test")
+        until(lambda: handle.status == "void: taken back: test")
     assert (1, 1) not in daemon.held
 
 
@@ -183,7 +189,7 @@ def test_must_asks_for_another_capture_when_the_first_one_of_the_step_is_void(da
         (number,) = [g for g, step in daemon._grant_steps.items() if g in daemon._members()[0].granted][:1]
         daemon.take_back(number)
         second = client.snapshot(1, must=True)
-        assert (first.status, second.taken) == ("void: taken back", True)
+        assert (first.status, second.taken) == ("void: taken back: test", True)
         assert second.wait("sealed", 30) == "durable"
         assert client.snapshot(1, must=True) is second, "all ranks have it"
         assert client.snapshot(1) is second
@@ -221,7 +227,7 @@ def test_wait_captures_the_current_step_if_it_was_skipped(tmp_path: Path) -> Non
         with connected(daemon, training) as client:
             client.restore()
             training.step()
-            assert client.snapshot(9).status == "skipped: not granted"
+            assert client.snapshot(9).status == NOT_YET
             assert client.wait(level="durable", timeout=30) == "durable"
             assert (1, 9) in daemon.held
             training.step()  # the state is step 10's now: nothing may be captured under the name of 9
@@ -240,9 +246,9 @@ def test_wait_never_gives_an_older_step_for_the_current_one(tmp_path: Path) -> N
                 daemon.take_back(grant)
             until(lambda: not len(client._session.grants))
             training.step()
-            assert client.snapshot(2).status == "skipped: not granted"
+            assert client.snapshot(2).status == NOT_YET
             daemon.on_asked = False
-            assert client.wait("durable", 0.3) == "skipped: not granted"
+            assert client.wait("durable", 0.3) == NOT_YET
             daemon.on_asked = True
             assert client.wait("durable", 30) == "durable"
         assert (1, 2) in daemon.held

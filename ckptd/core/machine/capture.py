@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.core.events import NO_SLOT, NOT_HERE, RankMissed, RankProgress, SlotSealed
+from ckptd.core.events import NO_SLOT, NOT_HERE, RankMissed, RankProgress, SlotSealed, SlotsShort
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import FreeSlot, GiveSlot, TakeBack, TellLevel, TellWritten
 from ckptd.core.machine.context import Context
@@ -14,6 +14,7 @@ from ckptd.core.written import Written
 
 GRANTS_KEPT_MAX = 256  # settled grants remembered, so that a repeated one is not taken twice
 LATE = "late"
+TEXT_CHARS_MAX = 400  # of a reason, told to other nodes
 
 
 class Capture:
@@ -91,6 +92,10 @@ class Capture:
             rank.step = max(rank.step, event.step)
             rank.asks = event.step if event.asks else None
             self._uplink.tell_rank(rank)
+
+    def on_short(self, event: SlotsShort) -> None:
+        self._slots.short[event.rank] = event.reason[:TEXT_CHARS_MAX]
+        self._tell_rank(event.rank)
 
     def on_missed(self, event: RankMissed) -> None:
         filling = self._slots.filling(event.rank, event.grant)

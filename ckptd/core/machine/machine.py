@@ -69,6 +69,7 @@ class JobMachine:
             ev.RankLeft: self._rank_left,
             ev.SlotsReady: lambda e: self.slots.add(e.rank, e.slots),
             ev.SlotsGone: lambda e: self.capture.on_slots_gone(self.slots.remove(e.slots)),
+            ev.SlotsShort: self.capture.on_short,
             ev.RankProgress: self.capture.on_progress,
             ev.RankMissed: self.capture.on_missed,
             ev.SlotSealed: self._slot_sealed,

@@ -44,6 +44,7 @@ class Slots:
         self.by_id: dict[int, Slot] = {}
         self.sealed: dict[SnapshotId, list[Slot]] = {}
         self.void: dict[SnapshotId, str] = {}
+        self.short: dict[int, str] = {}  # rank -> why it has fewer own slots than it should
         self.frozen_for = ""  # the attempt that asked
         self.frozen_until = 0.0  # an inventory was answered: what it named stays for a while
         self._pins: dict[str, frozenset[SnapshotId]] = {}

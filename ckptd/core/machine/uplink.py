@@ -16,6 +16,7 @@ from ckptd.core.layout import Layout
 from ckptd.core.machine.context import RESEND_S, Context, place_in_order, succession
 from ckptd.core.machine.ranks import Rank, Ranks
 from ckptd.core.machine.slots import Slots
+from ckptd.core.machine.waiting import NO_STEWARD, shown
 from ckptd.core.messages import (
     Heard,
     Held,
@@ -56,6 +57,7 @@ class Uplink:
         self._known_layouts: set[str] = set()
         self._told: dict[int, RankState] = {}
         self._left: dict[str, None] = {}
+        self._waits = ""  # the steward's word
         self._waiting_since = 0.0
         self._sent_at = 0.0
         self._knocked_at = -1e9
@@ -97,7 +99,7 @@ class Uplink:
     def on_heard(self, sender: str, message: Heard) -> None:
         if not self.is_from_steward(sender, message.session):
             return
-        self._doubted_since = None
+        self._doubted_since, self._waits = None, message.waits
         before = len(self._outbox)
         while self._outbox and self._outbox[0].serial <= message.serial:
             self._outbox.popleft()
@@ -125,21 +127,38 @@ class Uplink:
             return bool(self._ranks.here or self._slots.sealed)
         if self._doubted_since is not None and self._ctx.now - self._doubted_since > DOUBT_S:
             return True
-        patience = self._ctx.policy.steward_timeout_s / 2
         if len(self._outbox) > OUTBOX_MAX:
             self.close()
             return True
-        return bool(self._outbox) and self._ctx.now - self._waiting_since > patience
+        return self._unheard()
+
+    def _unheard(self) -> bool:
+        return bool(self._outbox) and self._ctx.now - self._waiting_since > self._ctx.policy.steward_timeout_s / 2
+
+    def waits(self) -> str:
+        """Why no snapshot is granted at the moment, as far as this node knows; "": one is, or no epoch runs here."""
+        ctx = self._ctx
+        if ctx.record is None or not ctx.done:
+            return ""
+        if not self.session:
+            return f"{NO_STEWARD}: none of {shown(self._candidates())} has answered yet"
+        if not ctx.is_up(self.steward):
+            return f"{NO_STEWARD}: {self.steward} is down; another node speaks after {ctx.policy.steward_timeout_s:g} s"
+        if self._unheard():
+            return f"{NO_STEWARD}: {self.steward} does not answer"
+        return self._waits
 
     def knock(self, at: str = "") -> None:
         """Ask for a session: ``at`` one node, else at all that may be the steward, up to ourselves."""
-        record = self._ctx.record
         self._knocked_at = self._ctx.now
+        for name in [at] if at else self._candidates():
+            self._ctx.send(name, Inventory("", self._ctx.record, ()))
+
+    def _candidates(self) -> tuple[str, ...]:
+        """Who may be the steward: up to ourselves."""
+        record, me = self._ctx.record, self._ctx.me.node
         names = succession(record) if record is not None else ()
-        me = self._ctx.me.node
-        before = names[: names.index(me) + 1] if me in names else names
-        for name in [at] if at else before:
-            self._ctx.send(name, Inventory("", record, ()))
+        return names[: names.index(me) + 1] if me in names else names
 
     def is_from_steward(self, sender: str, session: str) -> bool:
         """Is this order to be obeyed? One of an earlier steward that we left makes us ask it for a new session."""
@@ -173,7 +192,8 @@ class Uplink:
         if not self.session or not (self._ctx.done or rank.left):
             return
         state = RankState(
-            self._ctx.number, rank.rank, rank.step, self._slots.capacity(rank.rank), rank.asks, rank.left
+            self._ctx.number, rank.rank, rank.step, self._slots.capacity(rank.rank), rank.asks, rank.left,
+            self._slots.short.get(rank.rank, ""),
         )
         if self._told.get(rank.rank) != state:
             self._told[rank.rank] = state

@@ -59,6 +59,7 @@ class Flushing:
         self.asked: set[int] = set()  # steps of this epoch
         self._count = 0
         self._failures = 0
+        self.trouble = ""  # why the last try failed; "": it did not
         self._not_before = 0.0
         self._alone_since: float | None = None
         self._breakpoint_told = False
@@ -73,7 +74,7 @@ class Flushing:
     def clear(self) -> None:
         self.stop()
         self.asked.clear()
-        self._failures, self._not_before, self._alone_since = 0, 0.0, None
+        self._failures, self.trouble, self._not_before, self._alone_since = 0, "", 0.0, None
         self._breakpoint_told = False
         self._last_at = self._ctx.now if self._last_at is None else self._last_at
 
@@ -238,7 +239,7 @@ class Flushing:
         if event.ok:
             if event.attempt != flush.attempt:
                 self._cancel(flush)
-            self._failures, self._last_at = 0, self._ctx.now
+            self._failures, self.trouble, self._last_at = 0, "", self._ctx.now
             self._drop()
         elif event.attempt == flush.attempt:
             self._fail(event.reason)
@@ -249,7 +250,7 @@ class Flushing:
         assert flush is not None, "only a flush can fail"
         self._cancel(flush)
         if count:
-            self._failures += 1
+            self._failures, self.trouble = self._failures + 1, reason
             facts = self._ledger.facts.get(flush.snapshot)
             if facts is not None:
                 facts.failures += 1

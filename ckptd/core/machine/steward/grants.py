@@ -54,6 +54,7 @@ class Grants:
         self._last_from = self._last_bare = -1
         self._newest_step = -1  # that a grant of this stewardship became
         self._refused_at = -1e9
+        self.refused: Missed | None = None  # the newest grant that a rank could not even take; None once all took one
         self._exact, self._exact_at = -1, 0.0  # newest grant for a rank that waits, and when
         self._full_since: float | None = None  # every rank trains, and one of them has no slot for a grant
 
@@ -63,6 +64,7 @@ class Grants:
         self.margin.clear()
         self._last_from = self._last_bare = self._newest_step = -1
         self._full_since = None
+        self.refused = None
 
     # --- what the nodes say -------------------------------------------------------------------------------------
     def on_state(self, state: RankState) -> None:
@@ -99,7 +101,7 @@ class Grants:
         written = merged(grant.written, message.written)
         news, grant.written = written != grant.written, written
         if message.reason in REFUSED_AT_ONCE:
-            self._refused_at = self._ctx.now
+            self._refused_at, self.refused = self._ctx.now, message
         if message.reason.startswith(LATE) and (grant.late or not grant.void) and message.rank in self.ranks:
             grant.late = True
             self._took(grant, max(self.ranks[message.rank].step, grant.from_step))
@@ -169,6 +171,7 @@ class Grants:
 
     def _completed(self, grant: Granted) -> None:
         self.open.pop(grant.number, None)
+        self.refused = None
         if grant.step is not None:
             self._ledger.dirty.add(SnapshotId(self._ctx.number, grant.step))
         if grant.progress is not None:
@@ -288,13 +291,17 @@ class Grants:
         )
 
     def _room(self) -> int:
-        """Grants that every rank could take now. What it was already granted and has not settled is spoken for."""
+        """Grants that every rank could take now."""
+        return min(self.rooms().values())
+
+    def rooms(self) -> dict[int, int]:
+        """Per rank the grants that it could take now. What it was already granted and has not settled is spoken for."""
         waiting = dict.fromkeys(self.ranks, 0)
         for grant in self.open.values():
             for rank in waiting:
                 if rank not in grant.sealed and rank not in grant.missed:
                     waiting[rank] += 1
-        return min(state.free_slots - waiting[rank] for rank, state in self.ranks.items())
+        return {rank: state.free_slots - waiting[rank] for rank, state in self.ranks.items()}
 
     def _world(self) -> int:
         return self._ctx.record.world if self._ctx.record is not None else 0

@@ -37,13 +37,17 @@ class Rung:
     def forget(self, node: str) -> None:
         self._short.pop(node, None)
 
+    def shortages(self) -> list[str]:
+        """Why copies or parity cannot be made for want of memory, in the words of the nodes that are live."""
+        return [why for node, why in sorted(self._short.items()) if self._sessions.live(node)]
+
     def on_tick(self) -> bool:
         """True when the rung changed."""
         record = self._ctx.record
         assert record is not None, "a steward has an epoch"
         if self._ladder is None:
             self._ladder = Ladder(rungs(self._ctx.policy.redundancy, record.nodes), self._ctx.now)
-        reasons = [why for node, why in sorted(self._short.items()) if self._sessions.live(node)]
+        reasons = self.shortages()
         if self._has_held(self._ladder, record):
             self._ladder.held()
         before = self._ladder.at

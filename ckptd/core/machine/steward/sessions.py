@@ -36,6 +36,7 @@ class Sessions:
         self.seats: dict[str, Seat] = {}
         self.leaving: set[str] = set()  # live or not: they said so in their session
         self.life: Callable[[], str] = str  # what is to be told of the job's life
+        self.waits: Callable[[], str] = str  # why nothing is granted at the moment
         self._count = 0
 
     def start(self) -> None:
@@ -81,11 +82,13 @@ class Sessions:
 
     def on_tick(self) -> None:
         life = self.life()
+        why: str | None = None
         for node, seat in self.seats.items():
             quiet = seat.established and self._ctx.now - seat.heard_at >= KEEPALIVE_S
             if (seat.owes or quiet) and self._ctx.is_up(node):
                 seat.owes, seat.heard_at = False, self._ctx.now
-                self._ctx.send(node, Heard(self._ctx.number, seat.session, seat.expected - 1, life))
+                why = self.waits() if why is None else why
+                self._ctx.send(node, Heard(self._ctx.number, seat.session, seat.expected - 1, life, why))
             if not seat.established and self._ctx.is_up(node) and self._ctx.now - seat.invited_at >= KNOCK_S:
                 seat.invited_at = self._ctx.now
                 self._hello(node)

@@ -23,6 +23,7 @@ from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.restore import Restoring
 from ckptd.core.machine.steward.rung import Rung
 from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.machine.steward.waiting import waits
 from ckptd.core.machine.uplink import KNOCK_S, Fact
 from ckptd.core.messages import (
     FlushAsk,
@@ -52,6 +53,7 @@ class Steward:
         self.parities = Parities(ctx, self.sessions, self.ledger)
         self.rung = Rung(ctx, self.sessions, self.ledger)
         self.sessions.life = self.life
+        self.sessions.waits = self._waits
         self.certify = Certify(ctx, self.sessions, self.ledger, self.grants, self.parities)
         self.draining = Draining(ctx, self.sessions, self.ledger, self.parities, self.certify)
         self.flushing = Flushing(ctx, self.sessions, self.ledger, self.grants, self.certify, self.parities)
@@ -74,6 +76,14 @@ class Steward:
     def holds(self) -> bool:
         """Is there something that only this office looks after?"""
         return self.active and bool(self.ledger.facts or self.flushing.flush is not None)
+
+    @property
+    def record(self) -> EpochRecord:
+        assert self._ctx.record is not None, "a steward has an epoch"
+        return self._ctx.record
+
+    def _waits(self) -> str:
+        return waits(self) if self._done else ""
 
     # --- in and out of office -----------------------------------------------------------------------------------
     def on_tick(self) -> None:

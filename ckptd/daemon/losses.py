@@ -1,0 +1,58 @@
+"""Snapshots that do not count, and why, where people look: the ranks' handles, health, the daemon's log (P15).
+
+What keeps snapshots from being granted is the machine's to know. The ranks are told when it changes, so that ``snapshot()`` never
+asks; in health it stands once it has lasted.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.core.events import NO_MEMORY
+from ckptd.core.machine.waiting import BUSY
+from ckptd.daemon.services import Services, log
+from ckptd.wire.complaints import Complaints
+from ckptd.wire.rank import Health
+
+if TYPE_CHECKING:
+    from ckptd.daemon.seats import Seats
+
+LASTING_S = 5.0  # a cause that stands for less is a matter of a restart or a full queue
+LOG_PERIOD_S = 600.0  # between two lines of the log about one cause; what came meanwhile is counted
+KIND, NO_MEMORY_KIND = "waiting", "no_memory"
+
+
+class Losses:
+    def __init__(self, services: Services, job: str, seats: Seats) -> None:
+        self._services, self._job, self._seats = services, job, seats
+        self._said = Complaints(to=log, period_s=LOG_PERIOD_S)
+        self.waits = ""  # why no snapshot is granted at the moment, and since when; "": one is
+        self._cause, self._since, self._clock = "", 0.0, ""
+
+    def look(self, text: str) -> None:
+        """``text``: the machine's view of it (core/machine/waiting.py)."""
+        cause = text.partition(":")[0]
+        if cause != self._cause:
+            self._cause, self._since = cause, self._services.now()
+            self._clock = time.strftime("%H:%M:%S UTC", time.gmtime(self._services.wall()))
+        self.waits = f"{text}, since {self._clock}" if text and cause != BUSY else text
+        for seat in self._seats.by_rank.values():
+            if seat.session is not None and seat.told_waits != self.waits:
+                seat.told_waits = self.waits
+                seat.session.send(Health(0, True, [], {"waits": self.waits}))
+        health = self._services.health
+        lasting = self._services.now() - self._since >= LASTING_S
+        known = cause == NO_MEMORY and health.has(NO_MEMORY_KIND, job=self._job)
+        if cause in ("", BUSY) or known:
+            health.clear(KIND, job=self._job)
+        elif lasting:
+            health.report(KIND, f"no snapshot is taken: {self.waits}", job=self._job)
+
+    def lost(self, what: str, step: int, reason: str) -> None:
+        """A line of the log per cause, then a count. ``what``: "skipped", "given up" or "void"."""
+        cause = reason.partition(":")[0]
+        self._said.say(f"job={self._job} {what}, {cause}", f"snapshot of step {step}: {reason}")
+
+    def close(self) -> None:
+        self._said.close()

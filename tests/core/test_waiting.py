@@ -1,0 +1,94 @@
+"""Why no snapshot is granted, as the steward tells it to the nodes and a node without a steward knows it (P15)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import messages as msg
+from ckptd.core.policy import Policy
+from tests.core.machines import EPOCH, Member, Steward, record_of
+
+POLICY = Policy(replicas=1, durable=False)
+
+
+@pytest.fixture
+def node() -> Steward:
+    return Steward(record_of(), POLICY).train()
+
+
+def waits(node: Steward) -> str:
+    """What the other node was told last."""
+    node.tick()
+    return node.said(msg.Heard, "b")[-1].waits
+
+
+def full(node: Steward, **more: object) -> Steward:
+    """Rank 1 has no slot any more."""
+    node.others["b"].state(1, 8, 0, **more)
+    return node
+
+
+def test_what_is_granted_waits_for_nobody(node: Steward) -> None:
+    node.others["b"].state(1, 6, 4)
+    assert waits(node) == ""
+
+
+def test_a_node_that_is_away(node: Steward) -> None:
+    node.feed(ev.NodeDown("b"))
+    node.feed(ev.RankProgress(0, 9))  # its own daemon hears it with the next acknowledgement
+    node.tick()
+    assert node.said(msg.Heard, "a")[-1].waits == "waiting for a peer: no answer from b"
+
+
+def test_a_rank_that_ended(node: Steward) -> None:
+    node.others["b"].state(1, 6, 4, left="died")
+    assert waits(node) == "waiting for a rank: rank 1 on b ended"
+
+
+def test_no_memory_in_the_words_of_the_node_that_lacks_it(node: Steward) -> None:
+    for grant in node.said(msg.Grant, "a"):
+        node.others["b"].missed(grant.grant, 1, ev.NO_MEMORY)
+        node.feed(ev.RankMissed(0, grant.grant, "taken back"))
+    full(node, short="0 of 3 slots: 2 GiB missing, held by job 0/old: 3 GiB")
+    node.tick(1.0)
+    assert waits(node) == "no memory: rank 1 on b: 0 of 3 slots: 2 GiB missing, held by job 0/old: 3 GiB"
+
+
+def test_a_rank_that_does_not_deliver(node: Steward) -> None:
+    for step in (7, 8, 9, 10):
+        node.capture(step, 0)
+    full(node)
+    assert waits(node) == "waiting for a rank: rank 1 on b has not delivered step 7"
+
+
+def test_copies_that_are_under_way() -> None:
+    node = full(Steward(record_of(), POLICY).train(free=1).capture(7))
+    assert waits(node) == "waiting for a peer: copies of step 7 are under way"
+
+
+def test_what_is_void_and_not_given_back(node: Steward) -> None:
+    node.others["b"].missed(node.granted(7), 1, "late")
+    assert waits(node) == "waiting for a rank: rank 0 on a gives back what is void (rank 1 missed it: late)"
+
+
+def test_a_node_without_a_steward_names_who_was_asked() -> None:
+    member = Member(record_of("abc"), POLICY)
+    member.slots(1, 1, 2)
+    session = member.machine.uplink.session
+    assert member.machine.uplink.waits() == ""
+    member.hear("a", msg.Heard(EPOCH, session, 0, waits="busy: the slots hold step 3"))
+    assert member.machine.uplink.waits() == "busy: the slots hold step 3"
+    member.feed(ev.NodeDown("a"))
+    assert member.machine.uplink.waits() == f"no steward: a is down; another node speaks after {POLICY.steward_timeout_s:g} s"
+    member.machine.uplink.close()
+    assert member.machine.uplink.waits() == "no steward: none of a, b has answered yet"
+
+
+def test_a_steward_that_does_not_answer() -> None:
+    member = Member(record_of("abc"), replace(POLICY, steward_timeout_s=4.0))
+    member.feed(ev.RankProgress(1, 7))
+    member.tick(3.0)
+    assert member.machine.uplink.waits() == "no steward: a does not answer"
