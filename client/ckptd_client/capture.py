@@ -115,6 +115,14 @@ class Engine:
                     return True
         return False
 
+    def stop_unfenced(self, reason: str) -> None:
+        """Void what no fence was passed for yet."""
+        with self._changed:
+            for job in self._jobs:
+                if not job.looked and not job.over:
+                    job.stop = job.stop or reason
+            self._changed.notify_all()
+
     def stop_connection(self, connection: int, reason: str) -> None:
         with self._changed:
             for job in self._jobs:
@@ -190,6 +198,7 @@ class Engine:
                 if any(one.behind for one in found):
                     fenced = [(one.owner, one.key) for one in found if one.fenced]
                     job.were_written(fenced, "written before the fence:")
+                    job.were_stepped({one.key for one in found})
             self._changed.notify_all()
 
     def _hold_back_devices(self) -> None:

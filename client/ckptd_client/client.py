@@ -251,11 +251,27 @@ class Client:
 
     def fence(self) -> None:
         """Call it before writing by hand what was registered with ``fenced=True``: returns once the bytes are out."""
+        if os.getpid() == self._pid:
+            self._snapshots.progress.fenced()
+            self.hold()
+
+    def hold(self) -> None:
+        """Called by the hook before an optimizer writes."""
         if os.getpid() == self._pid and not self._engine.idle:
             self._engine.fence(self._fence_timeout_s)
 
+    def stepped(self) -> None:
+        """Call it after each step that is made without calling a torch optimizer's ``step()``: a replayed graph, an optimizer of
+        one's own. Else its snapshots are skipped: nobody saw that training moved on. Call ``fence()`` before each such step too,
+        and captures overlap with training; without it what was registered is copied before ``snapshot()`` returns."""
+        if os.getpid() == self._pid:
+            self._session.stepped(CALLS, not self._engine.idle)
+            self._session.close_step()
+            if self._snapshots.progress.stepped():
+                self._engine.stop_unfenced("a step was made before fence() was called")
+
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called by the hook when an optimizer's step begins; ``fence`` follows before that step writes."""
+        """Called by the hook when an optimizer's step begins; ``hold`` follows before that step writes."""
         if os.getpid() == self._pid:
             self._session.stepped(id(optimizer), not self._engine.idle)
             self._session.close_step()
@@ -264,7 +280,7 @@ class Client:
         """This optimizer is replayed by a graph: what it writes is copied before snapshot() returns from now on."""
         for owner in self._registry.of_kind("optimizer"):
             if optimizer in nested.optimizers(owner.value):
-                owner.writes_unfenced = True
+                owner.captured = True
 
     @property
     def _fence_timeout_s(self) -> float:
@@ -302,7 +318,7 @@ class Client:
         session = self._session
         newest = session.called
         skipped = newest >= 0 and (self._last is None or self._last.step != newest or not self._last.taken)
-        if not (skipped and session.step_is_open):
+        if not skipped or not session.step_is_open or self._snapshots.progress.replays:
             return self._last
         handle = Handle(newest, "capturing", self._wait_for_handle)
         session.wait(lambda: session.phase != JOINING or not session.link.up, deadline)

@@ -36,6 +36,8 @@ class Owner:
     fenced: bool = False
     key_map: KeyMap | None = None
     writes_unfenced: bool = False
+    captured: bool = False  # by a graph, which replays it without any hook
+    replayed: bool = False  # that may be so
     written: set[str] = field(default_factory=set)  # keys
     written_in: int = -1  # the grant whose snapshot was void for the newest of them
     thawed: bool = False  # its frozen parameters change too often to be kept apart
@@ -48,9 +50,14 @@ class Owner:
             return False
         return not matches(key, self.exclude)
 
+    @property
+    def unfenced(self) -> bool:
+        """Is all of it written past the fence?"""
+        return self.writes_unfenced or self.captured or self.replayed
+
     def escapes(self, key: str) -> bool:
-        """Is this tensor written past the fence?"""
-        return self.writes_unfenced or key in self.written
+        """Is this tensor?"""
+        return self.unfenced or key in self.written
 
     def was_written(self, keys: Collection[str], grant: int) -> None:
         """The snapshot under this grant is void, as these were written past the fence; all of it where none is named. The second

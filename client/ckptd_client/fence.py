@@ -22,12 +22,12 @@ log = logging.getLogger("ckptd")
 
 class Fenced(Protocol):
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer's step begins. It has written nothing yet; ``fence`` is called before it does."""
+        """An optimizer's step begins. It has written nothing yet; ``hold`` is called before it does."""
 
     def not_fenced(self, optimizer: Optimizer) -> None:
         """This optimizer's steps escape the hook (a graph replays them)."""
 
-    def fence(self) -> None:
+    def hold(self) -> None:
         """Wait, bounded, until nothing that training may write is still being read."""
 
 
@@ -45,6 +45,11 @@ _clients = _Clients()
 def steps() -> int:
     """How many optimizer steps this process has begun."""
     return _clients.steps
+
+
+def count_step() -> None:
+    """One that no hook saw."""
+    _clients.steps += 1
 
 
 def join(client: Fenced) -> None:
@@ -105,7 +110,7 @@ def _fencing(closure: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fence_all() -> None:
     for client in list(_clients.live):
-        _safely(client.fence)
+        _safely(client.hold)
 
 
 def _safely(call: Callable[..., None], *args: Any) -> None:

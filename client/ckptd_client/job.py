@@ -102,6 +102,12 @@ class Job:
         more = f" and {len(keys) - NAMED_MAX} more" if len(keys) > NAMED_MAX else ""
         self.stop = self.stop or f"{how} {', '.join(keys[:NAMED_MAX])}{more}"
 
+    def were_stepped(self, keys: set[str]) -> None:
+        """An optimizer most of whose parameters were written steps past the fence, and writes its state beside them."""
+        for name, stepped in self.plan.stepped.items():
+            if 2 * len(stepped & keys) > len(stepped):
+                self.written[name] = set()
+
     @property
     def slots(self) -> list[SlotView]:
         return [self.slot] if self.frozen is None else [self.slot, self.frozen]

@@ -53,6 +53,7 @@ class Plan:
     objects_max: int
     world: World
     watched: tuple[Watched, ...]
+    stepped: dict[str, frozenset[str]]  # optimizer -> keys of the parameters that it steps
 
     @cached_property
     def record_bytes(self) -> int:
@@ -97,7 +98,13 @@ def make_plan(state: State, world: World, replicas: int, objects_bytes: int, old
         for at, ((index, part, _), fragment) in enumerate(zip(rows, layout.fragments, strict=True))
         if fragment.nbytes
     )
-    return Plan(layout, sources, signature, objects_max, world, _watched(state, sources))
+    return Plan(layout, sources, signature, objects_max, world, _watched(state, sources), _stepped(state))
+
+
+def _stepped(state: State) -> dict[str, frozenset[str]]:
+    """Of those that are watched."""
+    watched = {entry.key for entry in state.entries if entry.role != "optim"}
+    return {name: frozenset(of) & watched for name, of in state.groups.items()}
 
 
 def _watched(state: State, sources: Sequence[Source]) -> tuple[Watched, ...]:

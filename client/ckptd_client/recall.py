@@ -68,7 +68,7 @@ class Recall:
 
     def _look(self) -> list[int]:
         flags = [
-            4 * len(owner.written) + 2 * owner.writes_unfenced + owner.thawed for owner in self._registry.owners.values()
+            4 * len(owner.written) + 2 * owner.unfenced + owner.thawed for owner in self._registry.owners.values()
         ]
         return [
             *flags,

@@ -93,7 +93,7 @@ class _Resolver:
         self._stepped = {
             id(parameter)
             for owner in self._optimizers
-            if not owner.writes_unfenced
+            if not owner.unfenced
             for parameter in optim.parameters(owner)
         }
         for owner in registry.of_kind("module"):

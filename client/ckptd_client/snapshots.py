@@ -29,6 +29,7 @@ from ckptd_client.handles import Handle, Skip
 from ckptd_client.job import Job
 from ckptd_client.joining import Joiner
 from ckptd_client.plan import Plan, make_plan
+from ckptd_client.progress import Progress
 from ckptd_client.recall import Recall
 from ckptd_client.registry import Registry
 from ckptd_client.segments import SlotView
@@ -57,11 +58,11 @@ class Snapshots:
         self._accumulation = Accumulation(session.job)
         self._taken = 0  # snapshots captured so far
         self._doubt = False  # the newest void was for writes past the fence: there may be others
-        self._steps_at_taken = -1  # optimizer steps at the newest capture
+        self.progress = Progress(registry, troubles)
 
     def begin_anew(self) -> None:
         """After a restore: whatever step comes first may be captured."""
-        self._steps_at_taken = -1
+        self.progress.begin_anew()
         self._recall = None
         self._engine.statics.doubt()
 
@@ -154,10 +155,10 @@ class Snapshots:
             self._joiner.in_background(resolve.whole(self._registry, state))
 
     def _check_progress(self, step: int, forced: bool) -> None:
-        if forced or not self._registry.of_kind("optimizer"):
+        if not self._registry.of_kind("optimizer") or self.progress.moved(step) or forced:
             return
-        if fence.steps() == self._steps_at_taken:
-            raise Skip("no optimizer step since the last snapshot")
+        self.progress.skipped(step)
+        raise Skip("no optimizer step since the last snapshot")
 
     # --- the capture --------------------------------------------------------------------------------------------
     def _capture(
@@ -185,7 +186,7 @@ class Snapshots:
             gather(tensors, job, self._engine.statics)
             job.blocked_s = time.monotonic() - began
             self._taken += 1
-            self._steps_at_taken = fence.steps()
+            self.progress.taken(job.versions)
             session.follow(handle)
             self._engine.submit(job)
         finally:

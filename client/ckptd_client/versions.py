@@ -45,8 +45,9 @@ class Versions:
 
     def moved(self) -> list[Watched]:
         """What was written since; once let go of, also what is there no more."""
+        held = self._tensors  # before the look at ``_weak``, which another thread may set
         try:
-            now = list(map(_version, self._tensors if self._weak is None else [_alive(weak) for weak in self._weak]))
+            now = list(map(_version, held if self._weak is None else [_alive(weak) for weak in self._weak]))
         except (ReferenceError, RuntimeError):
             return list(self._watched)  # one is there no more, or has become an inference tensor: nothing is known
         if now == self._noted:

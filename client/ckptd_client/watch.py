@@ -80,6 +80,11 @@ def stepped() -> Iterator[Optimizer]:
     return iter(list(_last))
 
 
+def last(optimizer: Optimizer) -> int:
+    """The serial of its newest step; 0: none was seen."""
+    return _last.get(optimizer, 0)
+
+
 def has_stepped(optimizer: Optimizer) -> bool:
     return optimizer in _first
 

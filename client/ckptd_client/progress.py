@@ -1,0 +1,80 @@
+"""Has training moved on since the newest snapshot, and by steps that passed the fence? (design D6)
+
+An optimizer's hook says so, or a counter of a parameter that moved, or the user (``client.stepped()``). A replayed graph moves
+neither: where one is suspected nothing is skipped, and what its optimizer writes is copied before snapshot() returns.
+"""
+
+from __future__ import annotations
+
+from ckptd_client import fence, nested, watch
+from ckptd_client.entries import Owner
+from ckptd_client.registry import Registry
+from ckptd_client.troubles import Troubles
+from ckptd_client.versions import Versions
+
+SKIPS_MAX = 8  # snapshots in a row without a step that anybody saw; gradients may be accumulated over some
+UNSEEN = "unseen steps"  # the kind of trouble
+
+
+class Progress:
+    """The training thread's."""
+
+    def __init__(self, registry: Registry, troubles: Troubles) -> None:
+        self._registry, self._troubles = registry, troubles
+        self._versions: Versions | None = None  # at the newest capture
+        self._steps = -1  # optimizer steps at the newest capture
+        self._called = -1  # newest step of a snapshot()
+        self._serial = self._before = 0  # of watch.py, at that call and at the one before
+        self._fenced = False  # by the user, since the newest step that he told of
+        self._skipped: set[int] = set()  # steps, since the newest capture
+
+    def begin_anew(self) -> None:
+        """After a restore: whatever step comes first may be captured."""
+        self._versions, self._steps, self._called = None, -1, -1
+        self._skipped.clear()
+
+    def moved(self, step: int) -> bool:
+        """Asked when snapshot(step) begins."""
+        if step > self._called:
+            self._called, self._before, self._serial = step, self._serial, watch.now()
+        for owner in self._registry.of_kind("optimizer"):
+            owner.replayed = owner.captured or self._may_be_replayed(owner)
+        if self.replays or self._steps < 0 or fence.steps() != self._steps:
+            return True
+        return self._versions is None or bool(self._versions.moved())
+
+    def taken(self, versions: Versions) -> None:
+        self._versions, self._steps = versions, fence.steps()
+        self._skipped.clear()
+        self._troubles.clear(UNSEEN)
+
+    def skipped(self, step: int) -> None:
+        self._skipped.add(step)
+        if len(self._skipped) >= SKIPS_MAX:
+            text = f"{len(self._skipped)} snapshots in a row were skipped: no optimizer step was seen since the newest one"
+            remedy = "where steps are made without calling an optimizer's step() (a replayed graph), call client.stepped()"
+            self._troubles.report(UNSEEN, f"not protected: {text}; {remedy} after each")
+
+    def fenced(self) -> None:
+        """The user called fence()."""
+        self._fenced = True
+
+    def stepped(self) -> bool:
+        """The user made a step that no hook saw. True when this shows that such steps escape the fence, which was not known."""
+        fence.count_step()
+        fenced, self._fenced = self._fenced, False
+        found = [owner for owner in self._registry.of_kind("optimizer") if not (fenced or owner.writes_unfenced)]
+        for owner in found:
+            owner.writes_unfenced = True
+        return bool(found)
+
+    @property
+    def replays(self) -> bool:
+        """May a graph have made steps since the newest call?"""
+        return any(owner.replayed for owner in self._registry.of_kind("optimizer"))
+
+    def _may_be_replayed(self, owner: Owner) -> bool:
+        """Made for a graph, and nobody called its step() between the newest two snapshots."""
+        inner = nested.optimizers(owner.value)
+        made_for = any(group.get("capturable") for one in inner for group in one.param_groups)
+        return made_for and all(watch.last(one) <= self._before for one in inner)
