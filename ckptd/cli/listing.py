@@ -96,6 +96,7 @@ def _of_job(storage: Storage, job: str, record: EpochRecord | None) -> list[Snap
             "keep": commit.keep,
             "abandoned": record is not None and record.abandons(commit.snapshot),
             "where": ["storage"],
+            "without": commit.without,
         }
         for commit in reversed(list_commits(storage, job))
     ]
@@ -116,7 +117,10 @@ def _table(report: ListReport) -> object:
 
 def _marks(row: SnapshotReport) -> str:
     return ", ".join(
-        word for word, on in (("keep", row.get("keep")), ("left behind", row.get("abandoned"))) if on
+        word for word, on in (
+            ("keep", row.get("keep")), ("left behind", row.get("abandoned")),
+            ("without optimizer state", row.get("without")),
+        ) if on
     )
 
 

@@ -23,6 +23,7 @@ ALIGN_BYTES = 64  # every fragment starts on this
 BLOCK_BYTES = 1 << 20  # integrity block (D14); a fragment's blocks start at its own first byte
 LAYOUT_VERSION = 1
 FROZEN_VERSION = 2  # has a frozen part; what has none is written as before, so that its id stays what it was
+WITHOUT_VERSION = 3  # says what it leaves out
 
 UNIQUE = "unique"  # this box lives on this rank only (DTensor shards)
 REPLICA = "replica"  # structural or declared copy: equal by contract, unequal sums void the snapshot
@@ -54,6 +55,7 @@ class Layout:
     plan_id: str = ""  # the balanced plan all ranks must agree on
     aliases: tuple[tuple[str, str], ...] = field(default=())  # (alias key, canonical key)
     frozen_bytes: int = 0  # at the payload's end
+    without: tuple[str, ...] = ()  # patterns of parameters whose optimizer state is meant to be absent, and is
 
     @cached_property
     def encoded(self) -> bytes:
@@ -63,6 +65,8 @@ class Layout:
         ]
         head = [self.rank, self.world, self.objects_capacity, self.payload_bytes, self.plan_id, self.aliases, rows]
         body = [FROZEN_VERSION, *head, self.frozen_bytes] if self.frozen_bytes else [LAYOUT_VERSION, *head]
+        if self.without:
+            body = [WITHOUT_VERSION, *head, self.frozen_bytes, self.without]
         packed: bytes = msgpack.packb(body)
         return packed
 

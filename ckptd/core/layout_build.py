@@ -38,6 +38,7 @@ def build_layout(
     objects_capacity: int = 0,
     plan_id: str = "",
     aliases: Sequence[tuple[str, str]] = (),
+    without: Sequence[str] = (),
 ) -> Layout:
     """Assign offsets. ``objects_capacity`` is rounded up to ALIGN_BYTES. ValueError: a dtype without a safetensors name."""
     objects_capacity = align_up(objects_capacity)
@@ -55,7 +56,7 @@ def build_layout(
         at = align_up(at + nbytes)
     pairs = tuple((alias, key) for alias, key in aliases)
     frozen_bytes = at - frozen_at if frozen_at >= 0 else 0
-    return Layout(rank, world, tuple(fragments), objects_capacity, at, plan_id, pairs, frozen_bytes)
+    return Layout(rank, world, tuple(fragments), objects_capacity, at, plan_id, pairs, frozen_bytes, tuple(without))
 
 
 def place(item: LayoutItem) -> tuple[bool, int]:

@@ -16,6 +16,7 @@ from ckptd.core.layout import (
     MAYBE,
     REPLICA,
     UNIQUE,
+    WITHOUT_VERSION,
     Fragment,
     Layout,
 )
@@ -31,7 +32,7 @@ WORLD_MAX = 1 << 20
 TIER_MAX = 255
 ROLES = frozenset(("param", "buffer", "optim", "extra", "rng"))
 SHARINGS = frozenset((UNIQUE, REPLICA, MAYBE))
-HEAD_FIELDS = {LAYOUT_VERSION: 8, FROZEN_VERSION: 9}
+HEAD_FIELDS = {LAYOUT_VERSION: 8, FROZEN_VERSION: 9, WITHOUT_VERSION: 10}
 ROW_FIELDS = 10
 
 
@@ -49,14 +50,17 @@ def decode_layout(data: bytes) -> Layout:
     _require(known, f"layout of another version, this reads {sorted(HEAD_FIELDS)}")
     _require(len(head) == HEAD_FIELDS[version], "not a layout")
     rank, world, objects_capacity, payload_bytes, plan_id, aliases, rows = head[1:8]
-    frozen_bytes = head[8] if version == FROZEN_VERSION else 0
+    frozen_bytes = head[8] if version != LAYOUT_VERSION else 0
+    without = head[9] if version == WITHOUT_VERSION else []
+    _require(isinstance(without, list) and all(map(_key, without)), "what is left out is not a list of texts")
+    _require(bool(without) == (version == WITHOUT_VERSION), "nothing is left out")
     _require(_whole(world, 1, WORLD_MAX) and _whole(rank, 0, world - 1), "rank outside the world")
     _require(_whole(payload_bytes, 0, PAYLOAD_BYTES_MAX), "payload_bytes out of bounds")
     _require(_whole(objects_capacity, 0, payload_bytes), "objects_capacity out of bounds")
     _require(objects_capacity % ALIGN_BYTES == 0, "objects_capacity not aligned")
     _require(_whole(frozen_bytes, 0, payload_bytes - objects_capacity), "frozen_bytes out of bounds")
     frozen_at = payload_bytes - frozen_bytes
-    _require(version == LAYOUT_VERSION or frozen_bytes > 0, "a frozen part of no bytes")
+    _require(version != FROZEN_VERSION or frozen_bytes > 0, "a frozen part of no bytes")
     _require(not frozen_bytes or frozen_at % ALIGN_BYTES == 0, "the frozen part is not aligned")
     _require(isinstance(plan_id, str) and len(plan_id) <= KEY_CHARACTERS_MAX, "plan_id is not a short text")
     _require(isinstance(rows, list) and len(rows) <= FRAGMENTS_MAX, "fragments are not a list within bounds")
@@ -66,7 +70,7 @@ def decode_layout(data: bytes) -> Layout:
     _check_order(fragments[len(live) :], frozen_at, payload_bytes)
     _check_keys(fragments)
     named = _aliases(aliases, fragments)
-    return Layout(rank, world, fragments, objects_capacity, payload_bytes, plan_id, named, frozen_bytes)
+    return Layout(rank, world, fragments, objects_capacity, payload_bytes, plan_id, named, frozen_bytes, tuple(without))
 
 
 def _fragment(row: Any) -> Fragment:

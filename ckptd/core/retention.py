@@ -12,12 +12,13 @@ from ckptd.core.policy import Policy
 @dataclass(frozen=True, slots=True)
 class CommitInfo:
     """A committed checkpoint. verified: it was read back whole; only then does it count as restorable. hidden: retention took
-    it out of sight and may still reveal it."""
+    it out of sight and may still reveal it. without: optimizer state is left out on purpose."""
 
     snapshot: SnapshotId
     keep: bool = False
     verified: bool = False
     hidden: bool = False
+    without: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,18 +232,25 @@ class Durable:
         for info in await self._in_storage():
             row = rows.setdefault(info.snapshot, _row(info.snapshot, -1, 0, True, "storage"))
             row["durable"], row["keep"] = True, info.keep
+            row["without"] = row["without"] or info.without
             row["abandoned"] = record is not None and record.abandons(info.snapshot)
             row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"
         return [rows[snapshot] for snapshot in sorted(rows, reverse=True)]
 
     def _in_memory(self) -> dict[SnapshotId, dict[str, Any]]:
         record, released = self._job.record, self._job.machine.levels.released
+        without = self._left_out()
         return {
-            snapshot: _row(snapshot, told.level, told.wanted, told.durable, "memory")
+            snapshot: _row(snapshot, told.level, told.wanted, told.durable, "memory", snapshot in without)
             for snapshot, told in self._job.levels.items()
             if told.level >= 0 and not told.void and snapshot not in released
             if record is not None and record.is_candidate(snapshot)
         }
+
+    def _left_out(self) -> set[SnapshotId]:
+        """Snapshots that some rank, of which this node holds something, took without optimizer state."""
+        records = (s.record for s in self._services.arena.slots.values() if s.tenant.job == self._job.job)
+        return {record.snapshot for record in records if record is not None and record.layout.without}
 
     async def durable_now(self) -> tuple[SnapshotId, ...] | None:
         """What storage holds of this job at this moment, such that a power cut takes none of it back; None: it does not answer."""
@@ -272,8 +279,8 @@ class Durable:
         return commits
 
 
-def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: str) -> dict[str, Any]:
+def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: str, without: bool = False) -> dict[str, Any]:
     return {
         "epoch": snapshot.epoch, "step": snapshot.step, "level": level, "wanted": wanted, "durable": durable,
-        "keep": False, "abandoned": False, "where": where,
+        "keep": False, "abandoned": False, "where": where, "without": without,
     }  # fmt: skip

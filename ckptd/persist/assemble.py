@@ -63,6 +63,7 @@ def assemble(
         objects=_objects(reports, layouts, per_rank),
         files=files,
         sides=sides,
+        without=sorted({pattern for layout in layouts.values() for pattern in layout.without}),
     )
 
 

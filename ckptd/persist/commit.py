@@ -15,7 +15,7 @@ from ckptd.core.layout import Layout
 from ckptd.persist import manifest as m
 from ckptd.persist import report as r
 from ckptd.persist.assemble import assemble
-from ckptd.persist.names import DATA, KEEP, MANIFEST, SIDE, attempt_dir, epoch_dir, step_dir
+from ckptd.persist.names import DATA, KEEP, MANIFEST, SIDE, WITHOUT, attempt_dir, epoch_dir, step_dir
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import FileReader, NotFound, Storage, StorageError, read_file
 from ckptd.persist.sums import FileDamage, digest
@@ -77,7 +77,7 @@ def _publish(
         _check_report(storage, directory, report)
     failpoint("persist.commit.checked")
     names = [file.path for file in manifest.files] + [side.path for side in manifest.sides]
-    beside = {KEEP: b""} if manifest.keep else {}
+    beside = {name: b"" for name, wanted in ((KEEP, manifest.keep), (WITHOUT, manifest.without)) if wanted}
     if storage.commit_if_absent(directory, pointer, names, {**beside, MANIFEST: m.encode(manifest)}):
         return True
     if not _committed(storage, pointer):

@@ -6,7 +6,16 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.core.retention import CommitInfo, keep
 from ckptd.persist.lineage import newest_record
-from ckptd.persist.names import KEEP, VERIFIED, check_job, epoch_dir, epoch_of_dir, step_dir, step_of_dir
+from ckptd.persist.names import (
+    KEEP,
+    VERIFIED,
+    WITHOUT,
+    check_job,
+    epoch_dir,
+    epoch_of_dir,
+    step_dir,
+    step_of_dir,
+)
 from ckptd.persist.storage.base import Pointer, Sight, Storage
 
 
@@ -23,7 +32,9 @@ def list_all(storage: Storage, job: str) -> list[CommitInfo]:
         if pointer.sight is not Sight.DROPPED
     ]
     return [
-        CommitInfo(snapshot, KEEP in pointer.marks, VERIFIED in pointer.marks, pointer.sight is Sight.HIDDEN)
+        CommitInfo(
+            snapshot, KEEP in pointer.marks, VERIFIED in pointer.marks, pointer.sight is Sight.HIDDEN, WITHOUT in pointer.marks
+        )
         for snapshot, pointer in found
     ]
 

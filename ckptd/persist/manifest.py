@@ -100,6 +100,7 @@ class Manifest(msgspec.Struct, frozen=True):
     objects: list[ObjectRef]
     files: list[DataFile]
     sides: list[SideFile]
+    without: list[str] = []  # patterns of parameters whose optimizer state is meant to be absent
 
 
 class _Head(msgspec.Struct):

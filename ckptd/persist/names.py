@@ -12,6 +12,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 
 MANIFEST = "manifest.json"
+WITHOUT = "without"  # marker file: optimizer state is left out on purpose; the manifest names the parameters
 KEEP = "keep"  # marker file: retention leaves this checkpoint alone; may be put there by hand
 VERIFIED = "verified"  # marker file: every byte was read back once
 PART = ".part"

@@ -14,20 +14,20 @@ from ckptd_client.entries import Entry, Owner, State, matches
 from ckptd_client.registry import Registry
 
 
-def check(registry: Registry, state: State) -> list[str]:
-    """Keys of parameters whose optimizer state is absent because ``without=`` says so. Raises CkptdError naming the first
-    parameter whose optimizer nobody registered."""
+def check(registry: Registry, state: State) -> None:
+    """Notes what ``without=`` leaves out in ``state``. Raises CkptdError naming the first parameter whose optimizer nobody
+    registered."""
     lacking: list[tuple[Entry, Optimizer]] = []
     meant: set[str] = set()
     for optimizer in _strangers(registry):
         for entry in _unsaved(optimizer, registry, state):
-            if matches(entry.key, registry.without):
-                meant.add(entry.key)
-            else:
+            patterns = [pattern for pattern in registry.without if matches(entry.key, [pattern])]
+            meant.update(patterns[:1])
+            if not patterns:
                 lacking.append((entry, optimizer))
     if lacking:
         raise _incomplete(lacking)
-    return sorted(meant)
+    state.without = tuple(sorted(meant))
 
 
 def _incomplete(lacking: list[tuple[Entry, Optimizer]]) -> CkptdError:

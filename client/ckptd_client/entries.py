@@ -131,4 +131,5 @@ class State:
     odd: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: dict[str, dict[str, int]] = field(default_factory=dict)
     extras: dict[str, dict[str, Extra]] = field(default_factory=dict)
+    without: tuple[str, ...] = ()  # patterns of parameters whose optimizer state is left out on purpose
     beside: set[str] = field(default_factory=set)

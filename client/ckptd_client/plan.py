@@ -62,7 +62,7 @@ class Plan:
 
 def signature_of(state: State) -> tuple[Any, ...]:
     """Equal when the same layout fits: names, dtypes, shapes, placements and modes."""
-    rows: list[Any] = [tuple(state.aliases)]
+    rows: list[Any] = [(tuple(state.aliases), state.without)]
     for entry in state.entries:
         tensor = entry.tensor
         spec: Any = getattr(tensor, "_spec", None) if is_dtensor(tensor) else None
@@ -92,7 +92,7 @@ def make_plan(state: State, world: World, replicas: int, objects_bytes: int, old
     rows.sort(key=lambda row: place(row[2]))  # as the layout sorts, so that fragments[i] is rows[i]
     items = [item for _, _, item in rows]
     objects_max = objects_capacity(objects_bytes)
-    layout = build_layout(world.rank, world.size, items, objects_max, plan, state.aliases)
+    layout = build_layout(world.rank, world.size, items, objects_max, plan, state.aliases, state.without)
     sources = tuple(
         _source(state.entries[index], index, part, at, fragment)
         for at, ((index, part, _), fragment) in enumerate(zip(rows, layout.fragments, strict=True))
