@@ -294,11 +294,13 @@ class Oracle:
         return chosen is not None and (chosen == best or self._continues(chosen, self.origins[best]))
 
     def _nobody_knows(self, told: Told) -> bool:
-        """An epoch that was declared after all that trained, and of which none of its members could say that it never ran."""
-        newest = max(self.done, default=0)
+        """An epoch that was declared after all that trained, and of which nobody who answered could say that it never ran. Of some
+        it is only known that another one was declared after them."""
+        newest, known = max(self.done, default=0), {record.number: record for record in told.records()}
+        later = {number for record in known.values() for number in (record.number, record.before[0])}
         return any(
-            record.number > newest and record.number not in self.done and told.may_have_run(record)
-            for record in told.records()
+            number > newest and number not in self.done and (number not in known or told.may_have_run(known[number]))
+            for number in later
         )
 
     def _best_restorable(
