@@ -49,7 +49,7 @@ class Copies:
         assert mem is not None and mem.payload is not None and mem.layout is not None and mem.fact is not None
         sums = prefix(mem.layout, do.tier, mem.sums)
         first_half = mem.payload[: len(sums) // 2]
-        seconds = net.bulk(host.name, do.to)
+        seconds = net.bulk(host.name, do.to, len(sums))
         host.world.clock.after(seconds, self._transferred, (life, peer.life), do, mem, sums, first_half)
 
     def _transferred(

@@ -97,6 +97,7 @@ class FastWorld(World):
         self.step_s, self.capture_s, self.replicate_s = speed.step_s, speed.capture_s, speed.replicate_s
         self.seal_s, self.stride = speed.seal_s, 1
         self.quiet()
+        self.at_no_cost()
         self.net.delay_s = speed.net_s
         self.hosts = {f"n{i}": FastHost(self, f"n{i}", f"d{i}") for i in range(nodes)}
         self._per_node = per_node

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
-from ckptd.core.box import Box
 from ckptd.core.layout import Layout
 from ckptd.core.machine.context import decode_layout
 from ckptd.core.recovery import BY_PARITY, PARITY, Held, Piece, Plan, SourceIndex, Want, plan_recovery
 from tests.sim import parity
-from tests.sim.state import Mem, shard
+from tests.sim.state import Mem, cut
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -67,7 +66,8 @@ class Fetching:
             return
         self._lend(rank)
         layouts = {name: decode_layout(data) for name, data in do.layouts.items()}
-        plan = self._plan(do, rank, layouts)
+        lost = parity.Lost(self.host, do)
+        plan = self._plan(do, rank, layouts, lost)
         if plan.uncovered or plan.mismatched:
             reason = f"uncovered {plan.uncovered} {plan.mismatched}"
             self.host.feed(ev.RankFetched(rank, do.round, False, self._code(do), reason))
@@ -75,7 +75,7 @@ class Fetching:
         loaded: list[Loaded] = []
         bad: list[str] = []
         for piece in plan.pieces:
-            data, why = self._read(do, piece)
+            data, why = self._read(do, piece, lost)
             loaded.append((piece.key, piece.box.offsets[0], data))
             bad += [why] if why else []
         if bad:
@@ -85,13 +85,11 @@ class Fetching:
         self.host.world.oracle.fetched(do.round, {piece.source for piece in plan.pieces})
         self.host.feed(ev.RankFetched(rank, do.round, True))
 
-    def _plan(self, do: ins.PrepareRestore, rank: int, layouts: dict[str, Layout]) -> Plan:
+    def _plan(self, do: ins.PrepareRestore, rank: int, layouts: dict[str, Layout], lost: parity.Lost) -> Plan:
         world = do.record.world
         assert do.snapshot is not None
-        wants = [
-            Want(at, t.key, "U8", (t.size,), shard(t.size, rank, world) if t.key == "w" else Box((0,), (t.size,)))
-            for at, t in enumerate(self.host.world.model.tensors(do.snapshot.step))
-        ]
+        cuts = [(t, cut(t, rank, world)) for t in self.host.world.model.tensors(do.snapshot.step)]
+        wants = [Want(at, t.key, "U8", (t.size,), box) for at, (t, box) in enumerate(cuts) if box is not None]
         sources = [
             Held(s.node, s.rank, s.tier, layouts[s.layout_id])
             for s in do.sources
@@ -100,7 +98,7 @@ class Fetching:
         of_rank = {layout.rank: layout for layout in layouts.values()}
         sources += [
             Held(BY_PARITY, rank, 1, of_rank[rank])
-            for rank in parity.lost_ranks(self.host, do)
+            for rank in lost.rows
             if rank in of_rank
         ]
         committed = self.host.world.store.commits.get(do.snapshot) if do.durable else None
@@ -109,13 +107,13 @@ class Fetching:
         )
         return plan_recovery(wants, SourceIndex(sources), self.host.name, rank, durable, do.per_rank)
 
-    def _read(self, do: ins.PrepareRestore, piece: Piece) -> tuple[bytes, str]:
+    def _read(self, do: ins.PrepareRestore, piece: Piece, lost: parity.Lost) -> tuple[bytes, str]:
         """The bytes of the piece's box, out of what is stored; or why they cannot be had."""
-        found, why = self._stored(do, piece)
+        found, why = self._stored(do, piece, lost)
         start = piece.box.offsets[0] - piece.stored.offsets[0]
         return found[start : start + piece.nbytes], why
 
-    def _stored(self, do: ins.PrepareRestore, piece: Piece) -> tuple[bytes, str]:
+    def _stored(self, do: ins.PrepareRestore, piece: Piece, lost: parity.Lost) -> tuple[bytes, str]:
         world = self.host.world
         assert do.snapshot is not None
         if piece.source == "durable":
@@ -125,7 +123,7 @@ class Fetching:
             return committed.tensors[piece.key][piece.stored], ""
         if piece.source == PARITY:
             world.oracle.count("a slice from parity")
-            return parity.read(self.host, do, piece.rank, piece.fragment)
+            return lost.read(piece.rank, piece.fragment)
         peer = world.hosts[piece.node]
         if not self.host.reaches(piece.node):
             return b"", f"{piece.node} is unreachable"

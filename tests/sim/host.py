@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 TICK_S = 0.25
+SIZING_S = 0.05  # until memory that a rank asked for is there
 UNIX_S = 0.001  # between a rank and its daemon
 DRIFT = 0.01  # a clock runs so much too fast or too slow at most, two apart by up to twice that; they have begun anywhere
 BOOTED_S = 1e5
@@ -48,9 +49,11 @@ class Host:
         self.no_room_for: frozenset[str] = frozenset()  # "copies", "parity": as a budget may leave it
         self.saw_at = 0.0  # when what is being done now was known to be so: earlier than now in a process that was stopped
         self._slots = 0
+        self._room: dict[int, int] = {}  # rank -> bytes that it asked for
         self._queue: deque[ev.Event] = deque()
         self._batch: deque[ins.Instruction] = deque()
-        self._busy = False
+        self._busy = self._waking = False
+        self._free_at = 0.0  # from then on the event loop can take the next event
         self._held: tuple[ev.Event, float] | None = (
             None  # with the time that was read for it before the process was stopped
         )
@@ -70,8 +73,7 @@ class Host:
         self.life += 1
         self.alive, self.paused, self.trap, self._held = True, False, None, None
         self.procs.clear()
-        self._queue.clear()
-        self._batch.clear()
+        self._forget()
         known = self.state.visible
         self.record, self.ran = known.record, known.ran
         self.machine = self.world.make_machine(self)
@@ -110,13 +112,19 @@ class Host:
         self.alive = self.paused = self.squeezed = False
         self.life += 1
         self.trap = self._held = None
-        self._queue.clear()
-        self._batch.clear()
+        self._forget()
         self.fetching.drop()
         for proc in list(self.procs.values()):
             proc.disconnected()
         self.procs.clear()
         self.world.net.changed()
+
+    def _forget(self) -> None:
+        """What only the process knew."""
+        self._queue.clear()
+        self._batch.clear()
+        self._room.clear()
+        self._waking, self._free_at = False, 0.0
 
     def lose_memory(self) -> None:
         self.world.oracle.lost(self)
@@ -167,6 +175,9 @@ class Host:
             while self.alive and not self.paused and (self._batch or self._held or self._queue):
                 if self._batch:
                     self._next(self._batch.popleft())
+                elif self.world.clock.now < self._free_at:
+                    self._wake_up()
+                    return
                 elif self._held is not None:
                     (event, now), self._held = self._held, None
                     self._handle(event, now)
@@ -175,6 +186,18 @@ class Host:
                     self._take(self._queue.popleft())
         finally:
             self._busy = False
+
+    def _wake_up(self) -> None:
+        """The event loop is at work on what it has handled last."""
+        if not self._waking:
+            self._waking = True
+            self.world.clock.after(self._free_at - self.world.clock.now, self._woken, self.life)
+
+    def _woken(self, life: int) -> None:
+        if life == self.life:
+            self._waking = False
+            if not self._busy and not self.paused:
+                self._drain()
 
     def _take(self, event: ev.Event) -> None:
         now = self.clock()
@@ -193,6 +216,7 @@ class Host:
         if watch is not None:
             watch.after(self, event, done)
         self._batch.extend(done)
+        self._free_at = self.world.clock.now + self.world.handler_time(event)
         self.world.after_event(self)
 
     def _overheard(self, event: ev.Event) -> None:
@@ -271,9 +295,9 @@ class Host:
 
     def _GiveSlot(self, do: ins.GiveSlot) -> None:  # noqa: N802
         mem, proc = self.memory.get(do.slot), self.procs.get(do.rank)
-        reason = ev.NOT_HERE if proc is None or mem is None else self.world.faults.slot_in_use()
+        reason = ev.NOT_HERE if proc is None else ev.NO_SLOT if mem is None else self.world.faults.slot_in_use()
         if proc is None or mem is None or reason:
-            self.later(0.0, ev.RankMissed(do.rank, do.grant, reason))
+            self.later(0.0, ev.RankMissed(do.rank, do.grant, reason or ev.NO_SLOT))
             return
         assert mem.state == "free", f"slot {mem.id} was given while {mem.state}"
         mem.state, mem.grant = "filling", do.grant
@@ -305,6 +329,8 @@ class Host:
         mem.state, mem.grant, mem.payload, mem.sums, mem.fact = "free", 0, None, b"", None
         if not mem.own:
             del self.memory[mem.id]
+        elif mem.capacity < self._room.get(mem.rank, 0) and mem.rank in self.procs:
+            self.world.clock.after(0.0, self._size, self.life, self.procs[mem.rank])
         if sealed is not None:
             self.world.oracle.freed(sealed)
 
@@ -356,17 +382,27 @@ class Host:
         self.feed(joined)
         if self.machine.ctx.done and self.record is not None and self.record.nonce == run.attempt:
             proc.may_train()  # it comes back to a daemon that has heard already: the shell says so at once
-        self.world.clock.after(0.05, self._size, self.life, proc)
+        self.asks_for_room(proc, proc.room())
+
+    def asks_for_room(self, proc: Proc, nbytes: int) -> None:
+        """Slots of so many bytes; what is FREE and smaller goes at once, the others when they are free."""
+        self._room[proc.rank] = nbytes
+        self.world.clock.after(SIZING_S, self._size, self.life, proc)
 
     def _size(self, life: int, proc: Proc) -> None:
         if life == self.life and self.procs.get(proc.rank) is proc and not self.squeezed:
+            self._shrink(proc.rank, self._room[proc.rank])
             self.grow(proc.rank)
 
     def grow(self, rank: int) -> None:
-        have = sum(1 for mem in self.memory.values() if mem.own and mem.rank == rank)
-        new = [self.new_mem(rank, own=True).id for _ in range(self.world.policy.own_slots - have)]
+        own = [mem for mem in self.memory.values() if mem.own and mem.rank == rank]
+        room = self._room.get(rank, 0)
+        have = sum(mem.capacity >= room for mem in own)
+        new = [self.new_mem(rank, own=True) for _ in range(self.world.policy.own_slots - have)]
+        for mem in new:
+            mem.capacity = room
         if new:
-            self.feed(ev.SlotsReady(rank, tuple(new)))
+            self.feed(ev.SlotsReady(rank, tuple(mem.id for mem in new)))
 
     def squeeze(self, squeezed: bool) -> None:
         """Memory is short: FREE slots go, nothing new is taken in. When it is over, ranks get their slots back."""
@@ -379,10 +415,10 @@ class Host:
             else:
                 self.grow(rank)
 
-    def _shrink(self, rank: int) -> None:
-        free = [
-            mem.id for mem in self.memory.values() if mem.own and mem.rank == rank and mem.state == "free"
-        ]
+    def _shrink(self, rank: int, room: int = 1 << 60) -> None:
+        """FREE slots with less room go."""
+        own = [mem for mem in self.memory.values() if mem.own and mem.rank == rank and mem.capacity < room]
+        free = [mem.id for mem in own if mem.state == "free"]
         for slot in free:
             del self.memory[slot]
         if free:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.events import NodeDown, NodeUp, Received
 from ckptd.core.messages import Message
 from tests.sim.links import Links
+from tests.sim.wire import Wire
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -28,6 +29,7 @@ class Net:
         self.view: dict[tuple[str, str], bool] = {}  # (observer, node) -> what it was told last
         self._busy = Random(f"busy {world.seed}")
         self._late = self._busy.choice(LATE_OF)
+        self.wire = Wire(world.shape.line_bytes_s)
         self._turn: dict[str, float] = {}  # node -> until when what it said to itself waits for its event loop
 
     def calm(self) -> None:
@@ -46,11 +48,11 @@ class Net:
         tail = self.rng.random()
         return self.delay_s * (0.5 + self.rng.random() + (10 * self.rng.random() if tail < 0.05 else 0))
 
-    def bulk(self, a: str, b: str) -> float:
-        """Seconds that a slot of usual size takes from a to b."""
+    def bulk(self, a: str, b: str, nbytes: int) -> float:
+        """Seconds that so much of a slot takes from a to b."""
         held = self.links.wait(a, b, self.world.clock.now)
         slow = self.links.slow.get((a, b), 1.0) if self.links.slow else 1.0
-        return held + slow * self.world.replicate_s * (0.5 + self.rng.random())
+        return held + slow * self.world.replicate_s * (0.5 + self.rng.random()) * self.world.load(nbytes)
 
     def to_itself(self, node: str) -> float:
         """Seconds until a node hears its own word: a busy event loop comes to it later than fast peers answer. In order."""
@@ -62,7 +64,11 @@ class Net:
     def send(self, source: str, to: str, message: Message) -> None:
         if to not in self.world.hosts or not self.links.carries(source, to) or self.rng.random() < self.loss:
             return
-        held = self.links.wait(source, to, self.world.clock.now)
+        now = self.world.clock.now
+        sent = self.wire.seconds(source, to, message, now)
+        if sent is None:
+            return
+        held = self.links.wait(source, to, now) + sent
         self.world.clock.after(held + self.latency(), self._arrive, source, to, message)
         if self.repeat and self.rng.random() < self.repeat:
             self.world.clock.after(10 * self.latency(), self._arrive, source, to, message)

@@ -63,7 +63,8 @@ class Columns:
 
 
 def make(host: Host, do: ins.MakeParity) -> None:
-    seconds = host.world.replicate_s * (0.5 + host.world.rng.random())
+    longest = max(member.nbytes for member in do.part.lane.members)
+    seconds = host.world.replicate_s * (0.5 + host.world.rng.random()) * host.world.load(longest)
     first = _read(host, do).rows()
     host.world.clock.after(seconds, _made, host, host.life, do, first)
 
@@ -121,22 +122,21 @@ def _take_part(host: Host, do: ins.MakeParity, rows: Rows, digests: Digests) -> 
     host.feed(ev.ParityMade(do.snapshot, do.part, mem.id, layout, joined, mem.layouts))
 
 
-def lost_ranks(host: Host, do: ins.PrepareRestore) -> set[int]:
-    """The ranks whose rows can be had, as far as anybody can tell now."""
-    assert do.snapshot is not None
-    found: set[int] = set()
-    for lane in dict.fromkeys(source.part.lane for source in do.sources if source.part is not None):
-        if Columns(host, do.snapshot, lane, do.sources).rows() is not None:
-            found |= set(lane.ranks())
-    return found
+class Lost:
+    """The rows that parity brings for a restore, as far as anybody can tell now."""
 
+    def __init__(self, host: Host, do: ins.PrepareRestore) -> None:
+        assert do.snapshot is not None
+        self.rows: Rows = {}  # by rank
+        self._layouts = {layout.rank: layout for layout in map(decode_layout, do.layouts.values())}
+        for lane in dict.fromkeys(source.part.lane for source in do.sources if source.part is not None):
+            rows = Columns(host, do.snapshot, lane, do.sources).rows()
+            if rows is not None:
+                self.rows.update((rank, rows[at]) for rank, at in lane.ranks().items())
 
-def read(host: Host, do: ins.PrepareRestore, rank: int, index: int) -> tuple[bytes, str]:
-    """A fragment of a lost slot; or why it cannot be had."""
-    layout = next((decode_layout(d) for d in do.layouts.values() if decode_layout(d).rank == rank), None)
-    lanes = dict.fromkeys(source.part.lane for source in do.sources if source.part is not None)
-    for lane in lanes if do.snapshot is not None and layout is not None else ():
-        rows = Columns(host, do.snapshot, lane, do.sources).rows() if rank in lane.ranks() else None
-        if rows is not None:
-            return piece(rows[lane.ranks()[rank]], layout.fragments[index]), ""
-    return b"", f"parity cannot bring rank {rank}"
+    def read(self, rank: int, index: int) -> tuple[bytes, str]:
+        """A fragment of a lost slot; or why it cannot be had."""
+        row, layout = self.rows.get(rank), self._layouts.get(rank)
+        if row is None or layout is None:
+            return b"", f"parity cannot bring rank {rank}"
+        return piece(row, layout.fragments[index]), ""

@@ -40,6 +40,7 @@ class Large(World):
         self.step_s, self.stride = 5.0, 1
         self.capture_s = self.replicate_s = 0.5
         self.quiet()
+        self.at_no_cost()
         self.large = True
         self.net.delay_s = 0.002
         self.times = Times()

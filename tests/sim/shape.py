@@ -23,6 +23,8 @@ class Shape:
     flush_s: float
     stride: int  # steps between calls of snapshot()
     jobs: int
+    handler_s: float  # what a daemon's event loop usually takes for one event
+    line_bytes_s: float  # of a link, for messages
 
     @property
     def large(self) -> bool:
@@ -36,8 +38,12 @@ def draw(seed: int, rng: Random, step_s: float) -> Shape:
     policy = draw_policy(size, rng)
     capture_s, replicate_s, flush_s = (step_s * float(10 ** rng.uniform(-1, 1)) for _ in range(3))
     jobs = 2 if size <= 4 and rng.random() < 0.08 else 1
+    stride = rng.choice([1, 1, 1, 5])
+    apart = Random(f"costs {seed}")
+    handler_s = apart.choice([0.0, 0.0001, 0.0001, 0.001, 0.003] if size <= 8 else [0.0, 0.0001])
+    line_bytes_s = apart.choice([2e6, 2e7, 2e8])
     return Shape(
-        size, domains, harsh, policy, capture_s, replicate_s, flush_s, rng.choice([1, 1, 1, 5]), jobs
+        size, domains, harsh, policy, capture_s, replicate_s, flush_s, stride, jobs, handler_s, line_bytes_s
     )
 
 

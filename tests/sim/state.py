@@ -1,7 +1,6 @@
 """What lies in the simulated daemons' memory: slots of bytes, laid out as the core lays them out.
 
-The model has a tensor sharded over all ranks (unevenly), one replicated by contract that only f+1 ranks capture, one plain
-value on every rank, and an object per rank. Sizes are a few bytes; layouts are the real ones.
+Sizes are a few bytes; layouts are the real ones, and differ between ranks (training.Model says what there is).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
 from ckptd.core.layout_build import build_layout
 from ckptd.core.messages import HoldingFact
-from tests.sim.training import Model, Origin, Tensor, objects
+from tests.sim.training import COPIED, CUT, PLAIN, STAGE, Model, Origin, Tensor, objects
 
 OBJECTS_BYTES = 64
 DIGESTS_CACHED_MAX = 4096
@@ -28,26 +27,44 @@ def shard(size: int, rank: int, world: int) -> Box:
     return Box((start,), (min(size, start + chunk) - start,))
 
 
+def cut(tensor: Tensor, rank: int, world: int) -> Box | None:
+    """What a rank has of a tensor; None: nothing."""
+    if tensor.kind == CUT:
+        return shard(tensor.size, rank, world)
+    if tensor.kind == STAGE and tensor.number % world != rank:
+        return None
+    return Box((0,), (tensor.size,))
+
+
 @lru_cache(maxsize=512)
 def layout_of(tensors: tuple[Tensor, ...], rank: int, domains: tuple[str, ...], replicas: int) -> Layout:
-    """domains: of each rank. The replicated tensor is captured in as many domains as there are holders wanted."""
+    """domains: of each rank. A replicated tensor is captured in as many domains as there are holders wanted, beginning with a rank
+    of its own."""
     world = len(domains)
-    holders: list[int] = []
-    for other in range(world):
-        if domains[other] not in {domains[h] for h in holders} and len(holders) <= replicas:
-            holders.append(other)
+    holders = [_holders(first, domains, replicas) for first in range(world)]
     items = []
     for tensor in tensors:
-        whole = Box((0,), (tensor.size,))
-        if tensor.key == "w":
-            cut = shard(tensor.size, rank, world)
-            items.append((tensor.key, "U8", (tensor.size,), cut, "param", UNIQUE, replicas))
-        elif tensor.key == "b":
-            items.append((tensor.key, "U8", (tensor.size,), whole, "buffer", MAYBE, replicas))
-        elif rank in holders:
-            tier = replicas + 1 - len(holders)
-            items.append((tensor.key, "U8", (tensor.size,), whole, "param", REPLICA, tier))
-    return build_layout(rank, world, items, OBJECTS_BYTES, f"plan-{world}", ())
+        box, shape = cut(tensor, rank, world), (tensor.size,)
+        if box is None:
+            continue
+        if tensor.kind == COPIED:
+            who = holders[tensor.number % world]
+            if rank in who:
+                items.append((tensor.key, "U8", shape, box, "param", REPLICA, replicas + 1 - len(who)))
+        elif tensor.kind == PLAIN:
+            items.append((tensor.key, "U8", shape, box, "buffer", MAYBE, replicas))
+        else:
+            items.append((tensor.key, "U8", shape, box, "param", UNIQUE, replicas))
+    return build_layout(rank, world, items, OBJECTS_BYTES, f"plan-{world}-{len(tensors)}", ())
+
+
+def _holders(first: int, domains: tuple[str, ...], replicas: int) -> tuple[int, ...]:
+    found: list[int] = []
+    for at in range(len(domains)):
+        other = (first + at) % len(domains)
+        if domains[other] not in {domains[h] for h in found} and len(found) <= replicas:
+            found.append(other)
+    return tuple(found)
 
 
 def captured(model: Model, origin: Origin, layout: Layout) -> bytes:
@@ -94,6 +111,7 @@ class Mem:
     own: bool
     state: str = "free"  # free | filling | sealed
     grant: int = 0
+    capacity: int = 0  # bytes, of an own one
     payload: bytes | None = None  # what lies there now
     sums: bytes = b""  # what the sums were made of: the payload at its seal
     fact: HoldingFact | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptd.core import events as ev
 from ckptd.core.ids import NodeInfo, SnapshotId
 from ckptd.core.instructions import GiveSlot
-from ckptd.core.layout import Layout
+from ckptd.core.layout import REPLICA, Layout
 from ckptd.core.messages import HoldingFact, RestoreAsk
 from tests.sim.host import UNIX_S, Host
 from tests.sim.state import Mem, captured, digests_of, layout_of
@@ -42,6 +42,7 @@ class Proc:
         self.loaded: tuple[tuple[str, int, bytes], ...] | None = None  # (key, first element, bytes)
         self.restored: SnapshotId | None = None
         self.epoch = 0  # that it loaded for
+        self.most = 0  # bytes of a snapshot so far
 
     # --- connection ---------------------------------------------------------------------------------------------
     def connect(self) -> None:
@@ -104,8 +105,7 @@ class Proc:
         )
         self.tell(ev.RankProgress(self.rank, step, must and not usable))
         if usable:
-            self._capture(usable[0], step)
-            return False
+            return not self._capture(usable[0], step)
         if must and self.conn == self.host.life:
             self.asks = step
             self.world.clock.after(MUST_S, self._stop_asking, step)
@@ -123,7 +123,8 @@ class Proc:
         self.came_at[give.grant] = self.step
         if self.asks is not None and give.from_step == self.asks:
             step, self.asks = self.asks, None
-            self._capture(give, step)
+            if not self._capture(give, step):
+                self.run.passed(self)
         elif self.step >= give.from_step:
             self.tell(ev.RankMissed(self.rank, give.grant, "late"))
         else:
@@ -133,19 +134,32 @@ class Proc:
         if life == self.conn and self.alive and self.grants.pop(grant, None) is not None:
             self.tell(ev.RankMissed(self.rank, grant, "taken back"))
 
-    def _capture(self, give: GiveSlot, step: int) -> None:
+    def room(self) -> int:
+        """Bytes that the next snapshot takes, and no earlier one took more."""
+        self.most = max(self.most, self._layout(self.run.step + 1).payload_bytes)
+        return self.most
+
+    def _capture(self, give: GiveSlot, step: int) -> bool:
+        """False: there is no room for it."""
         self.grants.pop(give.grant, None)
+        if self._layout(step).payload_bytes > self.host.memory[give.slot].capacity:
+            self.world.oracle.count("a slot too small")
+            self.tell(ev.RankMissed(self.rank, give.grant, ev.NO_MEMORY))
+            self.most = max(self.most, self._layout(step).payload_bytes)
+            self.host.asks_for_room(self, self.most)
+            return False
         mem = self.filling = self.host.memory[give.slot]
         assert mem.state == "filling", f"a capture into a slot that is {mem.state}"
         payload = self._state(step)
         mem.payload = payload[: len(payload) // 2]
         slow = 10 if self.world.rng.random() < 0.01 and not self.world.calm else 1
-        seconds = slow * self.world.capture_s * (0.5 + self.world.rng.random())
+        seconds = slow * self.world.capture_s * (0.5 + self.world.rng.random()) * self.world.load(len(payload))
         fence = FENCE * self.world.capture_s
         if seconds > fence:
             self.world.clock.after(fence, self._give_up, self.conn, mem, give)
         else:
             self.world.clock.after(seconds, self._captured, self.conn, mem, give, step, payload)
+        return True
 
     def _layout(self, step: int) -> Layout:
         return layout_of(self.world.model.tensors(step), self.rank, self.run.domains, self.world.policy.tolerates)
@@ -155,7 +169,7 @@ class Proc:
         return captured(self.world.model, Origin(self.run.trail, step), self._layout(step))
 
     def _corrupted(self, step: int, payload: bytes) -> bytes:
-        at = next(f.offset for f in self._layout(step).fragments if f.key == "norm")
+        at = next(f.offset for f in self._layout(step).fragments if f.sharing == REPLICA)
         return payload[:at] + bytes([payload[at] ^ 0xFF]) + payload[at + 1 :]
 
     def _give_up(self, conn: int, mem: Mem, give: GiveSlot) -> None:

@@ -10,7 +10,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
+from random import Random
 from typing import NamedTuple
+
+CUT, COPIED, PLAIN, STAGE = KINDS = "cut", "copied", "plain", "stage"
+BORN_OF = 0.4  # of the jobs have a few tensors that are born later,
+MANY_OF = 0.02  # these very many at once
+MANY = (800, 2500)
+BORN_AT = range(1, 60)  # step
 
 NAME_BYTES = 8
 CACHED_MAX = 1024  # states
@@ -53,23 +60,52 @@ class Tensor(NamedTuple):
     key: str
     base: int
     size: int
+    kind: str  # one of KINDS
+    number: int  # among all of the model
 
 
 class Model:
-    """The tensors that the state of a job has at each step."""
+    """The tensors that the state of a job has at each step: some are born while it trains, now and then thousands at once.
 
-    def __init__(self) -> None:
+    CUT: over all ranks, unevenly. COPIED: equal by contract, captured by f+1 ranks. PLAIN: a value that each rank has. STAGE: of
+    one rank alone, as in a pipeline.
+    """
+
+    def __init__(self, rng: Random | None = None) -> None:
         self.all: dict[str, Tensor] = {}
         self.nbytes = 0
-        for key, size in (("w", 24), ("norm", 4), ("b", 2)):
-            self._add(key, size)
+        for key, size, kind in (("w", 24, CUT), ("norm", 4, COPIED), ("b", 2, PLAIN)):
+            self._add(key, size, kind)
+        self._born: list[tuple[int, int]] = [(0, len(self.all))]  # from that step on there are so many
+        if rng is not None:
+            self._draw(rng)
+        self._at: dict[int, tuple[Tensor, ...]] = {}
 
-    def _add(self, key: str, size: int) -> None:
-        self.all[key] = Tensor(key, self.nbytes, size)
+    def _draw(self, rng: Random) -> None:
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            self._add(f"{len(self.all)}", rng.randint(1, 40), rng.choice(KINDS))
+        self._born = [(0, len(self.all))]
+        chance = rng.random()
+        if chance < MANY_OF:
+            steps, counts = [rng.choice(BORN_AT)], [rng.randint(*MANY)]
+        else:
+            steps = sorted(rng.choices(BORN_AT, k=rng.choice([1, 1, 2, 3]) if chance < BORN_OF else 0))
+            counts = [rng.randint(1, 6) for _ in steps]
+        for step, count in zip(steps, counts, strict=True):
+            kinds = rng.choice([KINDS, (CUT,), (STAGE,)])
+            for _ in range(count):
+                self._add(f"{len(self.all)}", rng.randint(1, 8), kinds[rng.randrange(len(kinds))])
+            self._born.append((step, len(self.all)))
+
+    def _add(self, key: str, size: int, kind: str) -> None:
+        self.all[key] = Tensor(key, self.nbytes, size, kind, len(self.all))
         self.nbytes += size
 
     def tensors(self, step: int) -> tuple[Tensor, ...]:
-        return tuple(self.all.values())
+        count = max(count for born, count in self._born if born <= step)
+        if count not in self._at:
+            self._at[count] = tuple(self.all.values())[:count]
+        return self._at[count]
 
     def state(self, origin: Origin) -> bytes:
         """The whole row; what a step has no tensor for is never looked at."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
 
-from ckptd.core.events import FlushAsked
+from ckptd.core.events import (
+    Event,
+    FlushAsked,
+    HoldingFound,
+    ParityMade,
+    Received,
+    ReplicaArrived,
+    SlotSealed,
+)
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import Layout
+from ckptd.core.layout import REPLICA, Layout
 from ckptd.core.machine.machine import JobMachine
 from tests.sim.broken import Broken
 from tests.sim.clock import Clock
@@ -25,10 +34,15 @@ from tests.sim.store import Store
 from tests.sim.trainer import Launcher, Proc, Run
 from tests.sim.training import Model
 from tests.sim.watch import Watch
+from tests.sim.wire import Wire
 
 FAULTY_S = 30.0  # simulated seconds with faults
 CALM_S = 240.0  # at most, until everything completes, is protected and durable
 ENOUGH_SNAPSHOTS = 3  # newly completed in the calm phase
+LEAST_LOAD = 0.1  # of the largest slot's, whatever is small
+TENSOR_S = 3e-6  # of a handler, for each tensor that an event names
+BYTE_S = 5e-8  # the same, for each byte of a layout in a message
+RARELY, RARELY_OF = 50.0, 0.995  # times as long as usual, for what lies beyond that
 VALIDATE_EVERY = 16  # events of a host
 
 
@@ -49,6 +63,8 @@ class World:
         shape = self.shape = draw(seed, self.rng, self.step_s)
         self.large, self.harsh, self.policy = shape.large, shape.harsh, shape.policy
         self.capture_s, self.replicate_s, self.flush_s = shape.capture_s, shape.replicate_s, shape.flush_s
+        self.handler_s = shape.handler_s
+        self._cost = Random(f"handlers {seed}")
         self.fetch_s = 0.1
         self.seal_s = 0.01
         self.stride = shape.stride
@@ -58,7 +74,7 @@ class World:
         self._clocks = beside._clocks if beside is not None else {}
         self.net = Net(self, self.rng, beside.net.links if beside is not None else Links())
         self.store = Store(self.policy, self.rng)
-        self.model = Model()
+        self.model = Model(Random(f"model {seed} {self.job}"))
         self.oracle = Oracle(self)
         nodes = (
             beside.hosts
@@ -95,10 +111,27 @@ class World:
     def mutant(self, name: str) -> bool:
         return self._mutant == name
 
+    def load(self, nbytes: int) -> float:
+        """What so many bytes of a slot take, in parts of what the largest one takes."""
+        return min(1.0, max(LEAST_LOAD, nbytes / (64 * len(self.model.all) + 64)))
+
+    def handler_time(self, event: Event) -> float:
+        """Seconds that a daemon is at work on this. What names many tensors takes longer; now and then so does anything."""
+        if not self.handler_s:
+            return 0.0
+        drawn = self._cost.random()
+        seconds = self.handler_s * (drawn + 0.5) * (RARELY if drawn > RARELY_OF else 1.0)
+        if isinstance(event, SlotSealed | ReplicaArrived | HoldingFound | ParityMade):
+            seconds += TENSOR_S * len(event.layout.fragments)
+        elif isinstance(event, Received):
+            layouts = getattr(event.message, "layouts", None)
+            seconds += BYTE_S * sum(map(len, layouts.values())) if layouts else 0.0
+        return seconds
+
     def corrupts(self, proc: Proc, layout: Layout) -> bool:
         """Silent corruption: one rank's copy by contract differs."""
         holders = min(self.policy.tolerates + 1, len(set(proc.run.domains)))
-        shared = holders > 1 and any(f.key == "norm" for f in layout.fragments)
+        shared = holders > 1 and any(f.sharing == REPLICA for f in layout.fragments)
         return shared and not self.calm and self.faults.corruption and self.rng.random() < 0.01
 
     def wanted_now(self) -> int:
@@ -136,6 +169,11 @@ class World:
         self.faults.stop()
         self.calm = True
         self.net.calm()
+
+    def at_no_cost(self) -> None:
+        """A few tensors from the first step on, handlers and lines that take no time: where something else is measured."""
+        self.handler_s, self.net.wire, self.model = 0.0, Wire(math.inf), Model()
+        self.oracle = Oracle(self)
 
     def start_without_faults(self) -> None:
         self.quiet()
