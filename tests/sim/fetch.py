@@ -14,6 +14,7 @@ from tests.sim.state import Mem, cut
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
+    from tests.sim.trainer import Proc
 Loaded = tuple[str, int, bytes]  # (key, first element, bytes)
 
 
@@ -27,6 +28,11 @@ class Fetching:
     def drop(self) -> None:
         """The daemon is gone, and what it knew."""
         self.do, self.ready, self._lent = None, {}, []
+
+    def _proc(self, do: ins.PrepareRestore, rank: int) -> Proc | None:
+        """Of this start: one that came after it has the same numbers."""
+        proc = self.host.procs.get(rank)
+        return proc if proc is not None and proc.run.attempt == do.record.nonce else None
 
     def _give_back(self) -> None:
         lent = self._lent
@@ -49,7 +55,7 @@ class Fetching:
         self.do = do
         if do.snapshot is None:
             for rank in do.ranks:
-                proc = self.host.procs.get(rank)
+                proc = self._proc(do, rank)
                 if proc is not None:
                     proc.opened(do.record.number, None, ())
             return
@@ -58,7 +64,7 @@ class Fetching:
             self.host.world.clock.after(delay, self._fetch, self.host.life, do, rank)
 
     def _fetch(self, life: int, do: ins.PrepareRestore, rank: int) -> None:
-        if life != self.host.life or self.do is not do or rank not in self.host.procs:
+        if life != self.host.life or self.do is not do or self._proc(do, rank) is None:
             return
         misfit = self.host.world.faults.misfit()
         if misfit in ("mismatch", "timeout"):
@@ -146,7 +152,7 @@ class Fetching:
             self.host.world.clock.after(0.05, self._loaded, self.host.life, self.do, rank)
 
     def _loaded(self, life: int, do: ins.PrepareRestore, rank: int) -> None:
-        proc = self.host.procs.get(rank)
+        proc = self._proc(do, rank)
         if life == self.host.life and self.do is do and proc is not None:
             if self.host.world.faults.misfit() == "load":
                 self.host.feed(ev.RankLoaded(rank, do.round, False, "out of memory"))
@@ -162,7 +168,7 @@ class Fetching:
                     proc.may_train()
         elif do.round == number:
             for rank in do.ranks:
-                proc = self.host.procs.get(rank)
+                proc = self._proc(do, rank)
                 if proc is not None:
                     proc.may_train()
             self._give_back()
@@ -170,7 +176,7 @@ class Fetching:
     def fail(self, do: ins.FailRestore) -> None:
         if self.do is not None and self.do.round == do.round:
             for rank in self.do.ranks:
-                proc = self.host.procs.get(rank)
+                proc = self._proc(self.do, rank)
                 if proc is not None and not proc.ready:
                     proc.failed(do.code, do.reason)
             self._give_back()
