@@ -107,6 +107,7 @@ def seatings(record: EpochRecord, redundancy: Redundancy) -> tuple[Seating, ...]
     return tuple(found)
 
 
+@lru_cache(maxsize=64)
 def replicated_ranks(record: EpochRecord, redundancy: Redundancy) -> frozenset[int]:
     """Ranks that no lane takes: they are protected by copies. Under a policy of copies, all."""
     in_lanes = {rank for seating in seatings(record, redundancy) for rank in seating.ranks}

@@ -52,7 +52,7 @@ def test_capacity_is_what_may_be_granted(slots: Slots) -> None:
     slots.by_id[2].state, slots.by_id[2].doomed = FILLING, True
     hold(slots, 3, 1, own=True)
     hold(slots, 9, 1, rank=0, own=False)
-    assert (slots.capacity(0), slots.capacity(1)) == (2, 1), (
+    assert slots.capacities() == {0: 2, 1: 1}, (
         "free ones, and those filled under a grant that stands"
     )
 

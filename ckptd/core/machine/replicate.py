@@ -176,7 +176,7 @@ class Replication:
             del self._copies[slot_id]
         if gone:
             self.places_are_free()
-        for copies in self._copies.values():
+        for copies in self._copies.values() if self._ctx.down else ():  # else nobody is lost
             copies.done = {n: made for n, made in copies.done.items() if not self._ctx.lost(made[0])}
             copies.extra = {n: need for n, need in copies.extra.items() if n in copies.done or n in copies.flying
                             or not any(map(self._ctx.lost, need[1]))}  # fmt: skip

@@ -65,13 +65,13 @@ class Slots:
     def first_free(self, rank: int) -> Slot | None:
         return next((s for s in self.by_id.values() if s.state == FREE and s.own and s.rank == rank), None)
 
-    def capacity(self, rank: int) -> int:
-        """Slots a steward may grant: FREE, or FILLING under a grant that stands."""
-        return sum(
-            1
-            for slot in self.by_id.values()
-            if slot.own and slot.rank == rank and (slot.state == FREE or (slot.state == FILLING and not slot.doomed))
-        )
+    def capacities(self) -> dict[int, int]:
+        """rank -> slots a steward may grant: FREE, or FILLING under a grant that stands."""
+        found: dict[int, int] = {}
+        for slot in self.by_id.values():
+            if slot.state != SEALED and slot.own and not (slot.state == FILLING and slot.doomed):
+                found[slot.rank] = found.get(slot.rank, 0) + 1
+        return found
 
     def filling(self, rank: int | None = None, grant: int | None = None) -> list[Slot]:
         return [

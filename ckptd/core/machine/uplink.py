@@ -55,7 +55,7 @@ class Uplink:
         self._serial = 0
         self._outbox: deque[Fact] = deque()
         self._known_layouts: set[str] = set()
-        self._told: dict[int, RankState] = {}
+        self._told: dict[int, tuple[object, ...]] = {}  # rank -> the fields of its last RankState
         self._left: dict[str, None] = {}
         self._waits = ""  # the steward's word
         self._waiting_since = 0.0
@@ -184,20 +184,22 @@ class Uplink:
         )  # fmt: skip
 
     def tell_ranks(self) -> None:
-        """Whatever changed since it was last told."""
-        for rank in self._ranks.here.values():
-            self.tell_rank(rank)
+        """Whatever changed since it was last told. This is asked after every event."""
+        if self.session and self._ranks.here:
+            capacities = self._slots.capacities()
+            for rank in self._ranks.here.values():
+                self._tell(rank, capacities.get(rank.rank, 0))
 
     def tell_rank(self, rank: Rank) -> None:
-        if not self.session or not (self._ctx.done or rank.left):
-            return
-        state = RankState(
-            self._ctx.number, rank.rank, rank.step, self._slots.capacity(rank.rank), rank.asks, rank.left,
-            self._slots.short.get(rank.rank, ""),
-        )
-        if self._told.get(rank.rank) != state:
+        if self.session:
+            self._tell(rank, self._slots.capacities().get(rank.rank, 0))
+
+    def _tell(self, rank: Rank, capacity: int) -> None:
+        short = self._slots.short.get(rank.rank, "")
+        state = self._ctx.number, rank.rank, rank.step, capacity, rank.asks, rank.left, short
+        if (self._ctx.done or rank.left) and self._told.get(rank.rank) != state:
             self._told[rank.rank] = state
-            self._say(state)
+            self._say(RankState(*state))
 
     def tell_sealed(self, grant: int, fact: HoldingFact, layout: Layout, came_at: int | None) -> None:
         layouts = {} if fact.layout_id in self._known_layouts else {fact.layout_id: layout.encoded}
