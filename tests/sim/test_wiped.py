@@ -7,7 +7,7 @@ import pytest
 from tests.sim.world import World
 
 SEED = 2  # a world of several nodes
-START_S, BACK_S = 30.0, 6.5  # simulated
+START_S, BACK_S = 30.0, 7.0  # simulated
 QUIET_S = 5.0  # until everything is told and heard
 NOTICED_S = 1.2  # more than Net takes to see that a node is gone, less than steward_timeout_s
 

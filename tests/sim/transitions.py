@@ -33,6 +33,7 @@ RARER_SITUATIONS = (
     "a drained node gone",
     "a slice from parity",
     "data made from parity",
+    "a slot too small",
 )
 FAULTS = (
     "a node does not hear of the new epoch", "a rank comes again as one of another world",
@@ -84,7 +85,8 @@ REFUSALS = (
     "Vote fetched damage", "Vote fetched unreachable", "Vote fetched left", "Vote fetched mismatch", "Vote fetched timeout",
     "Vote fetched superseded",
     "Vote loaded ok", "Vote loaded left", "Vote loaded load", "Missed: late", "Missed: void", "Missed: taken back",
-    "Missed: fence timeout", "Missed: no free slot", "Missed: the rank is gone", "Missed: the rank is not here",
+    "Missed: fence timeout", "Missed: no free slot", "Missed: no memory", "Missed: the rank is gone",
+    "Missed: the rank is not here",
     "Missed: its slot is still being read", "Missed: another process maps its slot", "offer refused: full",
     "offer refused: void", "offer refused: stale epoch", "offer refused: unreachable", "offer refused: no memory",
 )  # fmt: skip
