@@ -168,7 +168,11 @@ class Config(BaseSettings):
         30.0, "training", "the optimizer waits for a copy this long, then the step is void"
     )
     audit_every: int = _set(
-        100, "training", "compare slot and source every n-th snapshot; 0: never", "snapshots", ge=0
+        100,
+        "training",
+        "compare slot and source every n-th snapshot, and in the one after a hidden write; 0: never",
+        "snapshots",
+        ge=0,
     )
     grant_margin_max_steps: int = _of_policy("grant_margin_max_steps", "training", "how far ahead captures are granted",
                                              ge=1, le=100_000)  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from ckptd.core.failpoint import FailpointError, failpoint
-from ckptd_client import _switches, libc
+from ckptd_client import _switches, device, libc
 from ckptd_client.copying import Copy
 from ckptd_client.entries import Owner
 from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
@@ -84,8 +84,8 @@ class Engine:
         self._look(self._jobs)
         if not self._copy_until(began + timeout_s):
             self._stop_all("fence timeout")
-        self._hold_back_devices()
         self._audit(began + timeout_s)
+        self._hold_back_devices()
         spent = time.monotonic() - began
         self.fenced_s += spent
         for job in list(self._jobs):
@@ -207,11 +207,20 @@ class Engine:
                 job.device.hold_back()
 
     def _audit(self, deadline: float) -> None:
-        """Compare slot and source while both should still be what snapshot() saw."""
+        """Compare slot and source while both should still be what snapshot() saw. A device does it by itself: its copies may not
+        have arrived yet, and the training stream has other work."""
         for job in list(self._jobs):
             if job.audit and not job.stop:
-                found = _differing(job, deadline)
+                here, there = _compared(job)
+                try:
+                    if there and job.device is not None:
+                        job.device.compare(there)
+                    trouble = ""
+                except RuntimeError as error:
+                    trouble = f"audit failed: {error}"
+                found = _differing(here, deadline)
                 with self._changed:
+                    job.stop = job.stop or trouble
                     if found:
                         job.were_written(found, "hidden write to")
                     job.audit = False
@@ -310,7 +319,9 @@ class Engine:
         """Seal or void; then the slot may be used again."""
         try:
             if job.device is not None and job.enqueued:
-                job.device.finish()
+                differing = [(copy.owner, copy.key) for copy in job.device.finish()]
+                if differing:
+                    job.were_written(differing, "hidden write to")
             self._look([job])
             self._check_static(job)
             job.capture_s = time.monotonic() - job.began
@@ -359,8 +370,9 @@ class Engine:
                 waiting = self._not_enqueued()
             if waiting is not None:
                 self._enqueue(waiting)
-            if copy.differs(begin, length):
-                return True
+            with device.aside(copy.source.device):
+                if copy.differs(begin, length):
+                    return True
         return False
 
     def _another(self, job: Job, copy: Copy) -> None:
@@ -382,14 +394,28 @@ class Engine:
         slot.segment.unpin()
 
 
-def _differing(job: Job, deadline: float) -> list[tuple[Owner, str]]:
+def _compared(job: Job) -> tuple[list[Copy], list[Copy]]:
+    """What an audit compares: on the host, and on the device."""
+    found = [*job.fenced, *(copy for copy, _, _ in job.static), *job.held]
+    if job.device is None:
+        return found, []
+    copied_here = set(map(id, job.copies))
+    held_here = {id(copy) for copy in job.held if copy.source.is_cpu}
+    here = [copy for copy in found if id(copy) in copied_here or id(copy) in held_here]
+    kept = set(map(id, here))
+    return here, [copy for copy in found if id(copy) not in kept]
+
+
+def _differing(copies: list[Copy], deadline: float) -> list[tuple[Owner, str]]:
     """Tensors that were written past the fence; as far as the time went."""
     found: list[tuple[Owner, str]] = []
-    for copy in [*job.fenced, *(copy for copy, _, _ in job.static), *job.held]:
+    for copy in copies:
         for begin, length in copy.chunks():
             if time.monotonic() > deadline:
                 return found
-            if copy.differs(begin, length):
+            with device.aside(copy.source.device):
+                differs = copy.differs(begin, length)
+            if differs:
                 found.append((copy.owner, copy.key))
                 break
     return found

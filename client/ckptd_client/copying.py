@@ -60,3 +60,15 @@ class Copy:
             return libc.differ(self.target + begin, self.source.data_ptr() + begin, length)
         now = self.source.view(-1).view(torch.uint8)[begin : begin + length]
         return not torch.equal(bytes_tensor(self.target + begin, length).to(now.device), now)
+
+    def difference(self) -> Tensor:
+        """The same of all of it, as a bool on the source's device, for which the host does not wait."""
+        now, slot = as_bits(self.source), self.target_tensor()
+        if not now.is_contiguous():
+            return torch.ne(slot.to(now.device, non_blocking=True), now).any()
+        now, slot = now.view(-1), slot.view(-1)
+        found = torch.zeros((), dtype=torch.bool, device=now.device)
+        for begin in range(0, now.numel(), CHUNK_BYTES):  # so that little memory of the device is taken
+            part = slice(begin, begin + CHUNK_BYTES)
+            found |= torch.ne(slot[part].to(now.device, non_blocking=True), now[part]).any()
+        return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ class Batch:
             self._ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record(torch.cuda.current_stream(device))
             self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._compared: list[tuple[Copy, Tensor]] = []  # and whether they differ, on the device
 
     @classmethod
     def of(cls, early: list[Copy], late: list[Copy], slots: Sequence[SlotView]) -> Batch | None:
@@ -63,12 +65,25 @@ class Batch:
     def hold_back(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
+    def compare(self, copies: Sequence[Copy]) -> None:
+        with torch.cuda.device(self._device):
+            now: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            now.record(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._side), torch.no_grad():
+                self._side.wait_event(now)
+                self._compared = [(copy, copy.difference()) for copy in copies]
+                self._done.record(self._side)
+
     def done(self) -> bool:
         return bool(self._done.query())
 
-    def finish(self) -> None:
+    def finish(self) -> list[Copy]:
         self._done.synchronize()
         self._sources.clear()
+        with aside(self._device):
+            differing = [copy for copy, differs in self._compared if bool(differs)]
+        self._compared.clear()
+        return differing
 
 
 def _packed(copies: Sequence[Copy]) -> list[tuple[Tensor, Copy]]:
@@ -101,6 +116,16 @@ def _room(copy: Copy) -> int:
 
 _streams: dict[int, Any] = {}
 _lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """What is done within waits for our own copies at most, never for the training stream."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
+        yield
 
 
 def _side_stream(device: torch.device) -> Any:

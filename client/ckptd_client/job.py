@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,8 +31,12 @@ class DeviceBatch(Protocol):
     def done(self) -> bool:
         """Are all bytes in the slot? Does not wait."""
 
-    def finish(self) -> None:
-        """After ``done``: let go of the sources. Raises RuntimeError when the device failed."""
+    def compare(self, copies: Sequence[Copy]) -> None:
+        """Side stream: behind the copies, compare the slot with what training has made of the sources by now. Called once, before
+        ``hold_back``."""
+
+    def finish(self) -> Sequence[Copy]:
+        """After ``done``: let go of the sources. Those compared that differ. Raises RuntimeError when the device failed."""
 
 
 @dataclass(frozen=True, slots=True)

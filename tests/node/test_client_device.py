@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from ckptd_client.capture import Engine
 from ckptd_client.copying import Copy
 from ckptd_client.device import Batch, _packed
 from ckptd_client.entries import Owner
+from ckptd_client.job import Job
 from ckptd_client.segments import SlotView
 
 from tests.node.client_training import bits_equal
+from tests.waiting import until
 
 OWNER = Owner("model", "module", None)
 
@@ -49,7 +54,7 @@ class Event:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     notes: list[str] = []
     training, side = Queue(notes, "training"), Queue(notes, "side")
-    Event.names, Event.log = iter(("ready", "done")), notes
+    Event.names, Event.log = iter(("ready", "done", "now")), notes
 
     @contextlib.contextmanager
     def nothing(*_: object) -> Iterator[None]:
@@ -105,6 +110,73 @@ def test_sources_wait_for_the_mark_and_are_held_until_the_bytes_are_out(log: lis
     assert len(batch._sources) == len(made)
     batch.finish()
     assert batch._sources == []
+
+
+def test_an_audit_is_made_behind_the_copies_beside_the_training_stream(log: list[str]) -> None:
+    """What training has enqueued until then may be a hidden write; it goes on when all is compared, and no host waits."""
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+    made = copies(SOURCES, memory)
+    slot: Any = SlotView(1, None, 0, 1 << 16)  # type: ignore[arg-type]
+    batch = Batch(torch.device("cpu"), [], made, [slot])
+    batch.enqueue()
+    log.clear()
+    for index in (0, 2, 5):
+        made[index].source.view(torch.uint8 if index == 5 else torch.int32).add_(1)
+    batch.compare(made)
+    batch.hold_back()
+    assert log == ["now marks training", "side waits for now", "done marks side", "training waits for done"]
+    assert batch.finish() == [made[0], made[2], made[5]]
+    assert batch.finish() == []
+
+
+class Slow:
+    """A device whose copies arrive when they are told to; it compares behind them, as a stream does."""
+
+    def __init__(self, copies: list[Copy]) -> None:
+        self.copies, self.asked = copies, False
+        self.arrived = threading.Event()
+
+    def enqueue(self) -> None:
+        """The copies are on their way."""
+
+    def hold_back(self) -> None:
+        """The host goes on."""
+
+    def compare(self, copies: Any) -> None:
+        self.asked = list(copies) == self.copies
+
+    def done(self) -> bool:
+        return self.arrived.is_set()
+
+    def finish(self) -> list[Copy]:
+        for copy in self.copies:
+            copy.run_at_once()
+        return [copy for copy in self.copies if any(copy.differs(*span) for span in copy.chunks())]
+
+
+@pytest.mark.parametrize("waits", ["settle", "fence"])
+def test_no_slot_is_compared_before_its_bytes_have_arrived(waits: str) -> None:
+    """wait() after the last snapshot of a run; or the optimizer's next step."""
+    ended: list[str] = []
+    memory, weight = torch.zeros(1 << 16, dtype=torch.uint8), torch.ones(2000)
+    found = copies([weight], memory)
+    segment: Any = type("Memory", (), {"pin": lambda self: None, "unpin": lambda self: None})()
+    made: Any = None
+    slow = Slow(found)
+    slot = SlotView(1, segment, 0, 0)
+    job = Job(1, 1, 0, slot, None, False, False, 1, made, made, 0, False, True)
+    job.fenced, job.device = found, slow
+    engine = Engine(lambda job: ended.append("sealed"), lambda job, reason: ended.append(reason))
+    engine.submit(job)
+    if waits == "settle":
+        engine.settle(time.monotonic() + 5)
+    else:
+        engine.fence(5)
+    slow.arrived.set()
+    until(lambda: ended, what="its end")
+    engine.close()
+    assert ended == ["sealed"]
+    assert slow.asked
 
 
 def test_one_cuda_device_per_rank() -> None:

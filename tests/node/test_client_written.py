@@ -119,6 +119,27 @@ def test_only_the_tensors_that_were_written_are_copied_at_once(daemon: RankDaemo
         assert_same(daemon.held[1, 2][0], expected)
 
 
+def test_the_snapshot_after_a_write_is_audited(daemon: RankDaemonDouble) -> None:
+    """Who writes one tensor by hand may write others in ways that move no counter."""
+    daemon.policy["audit_every"] = 1000
+    training = Training(200)
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        training.step()
+        handle = client.snapshot(2, must=True)
+        clamp(training)
+        training.step()
+        assert handle.wait("sealed", 30).startswith("void: written before the fence")
+        handle = client.snapshot(3, must=True)
+        until(lambda: client._engine._all_copied(), what="the copy")
+        state = training.optimizer.state[training.model[0].weight]["exp_avg"]
+        state.data.add_(1)
+        training.step()
+        assert handle.wait("sealed", 30) == "void: hidden write to optimizer.model.0.weight.exp_avg"
+
+
 def test_the_second_time_the_owner_is_copied_at_once(daemon: RankDaemonDouble) -> None:
     training = Training(200)
     third = nn.Linear(200, 200)
