@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from ckptd.core.box import Box
@@ -26,29 +28,37 @@ def layout(tiers: tuple[int, ...]) -> Layout:
 CASES = [layout((1,) * 6), layout((2, 2, 1, 1, 0, 0)), layout((0,) * 6), frozen_layout()]
 
 
-def expected(found: Layout) -> dict[int, int]:
-    """Row offset -> payload offset of every byte that parity must protect."""
-    where, start = {}, 0
-    covered = {at for a, n in found.blocks() for at in range(a, a + n)}
+NOWHERE = -1
+
+
+def expected(found: Layout, row_bytes: int) -> npt.NDArray[np.int64]:
+    """Of every byte of the row its payload offset; NOWHERE where parity protects nothing."""
+    covered = np.zeros(found.payload_bytes, dtype=bool)
+    for at, length in found.blocks():
+        covered[at : at + length] = True
+    where, start = np.full(row_bytes, NOWHERE, dtype=np.int64), 0
     for at, length in found.spans(1):
-        where |= {start + i: at + i for i in range(length) if at + i in covered}
+        offsets = np.arange(at, at + length)
+        where[start : start + length] = np.where(covered[at : at + length], offsets, NOWHERE)
         start += length
     return where
 
 
 @pytest.mark.parametrize("found", CASES)
 def test_any_range_covers_what_it_must_and_nothing_else(found: Layout) -> None:
-    rng, want, total = Random(1), expected(found), linear_bytes(found)
+    rng, total = Random(1), linear_bytes(found)
     ranges = [(0, total), (0, total + 70_000), (total, total + 10)]
     ranges += [tuple(sorted((rng.randrange(total + 1), rng.randrange(total + 1)))) for _ in range(12)]
+    want = expected(found, total + 70_000)
     for start, stop in ranges:
-        got: dict[int, int] = {}
+        got = np.full(len(want), NOWHERE, dtype=np.int64)
         for at, offset, length in payload_spans(found, start, stop):
             assert length > 0
-            for i in range(length):
-                assert start + at + i not in got, "once"
-                got[start + at + i] = offset + i
-        assert got == {row: offset for row, offset in want.items() if start <= row < stop}
+            row = got[start + at : start + at + length]
+            assert len(row) == length and (row == NOWHERE).all(), "once"
+            row[:] = np.arange(offset, offset + length)
+        assert (got[start:stop] == want[start:stop]).all()
+        assert (got[:start] == NOWHERE).all() and (got[stop:] == NOWHERE).all()
 
 
 @pytest.mark.parametrize("found", CASES)
