@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ckptd.core.machine.steward.grants import Grants
 from ckptd.core.machine.steward.guards import Guards
-from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.snapshot import TRANSITIONS, Phase, SnapshotState
+from ckptd.core.machine.steward.table import SnapshotTable
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "ARCHITECTURE.md"
 BEGIN = "<!-- made by `python -m tests.states --write`: a test compares -->\n"
@@ -33,7 +33,7 @@ def table() -> str:
 
 def meaning(guard: str) -> str:
     """The first sentence of what the guard says of itself."""
-    (found,) = [method for owner in (SnapshotState, Guards, Grants, Ledger) if (method := getattr(owner, guard, None))]
+    (found,) = [method for owner in (SnapshotState, Guards, Grants, SnapshotTable) if (method := getattr(owner, guard, None))]
     text = inspect.getdoc(found)
     assert text, f"{guard} says nothing of itself"
     return " ".join(text.split()).split(". ")[0].rstrip(".")

@@ -72,7 +72,7 @@ def test_a_steward_who_hears_nobody_gives_nothing_up() -> None:
 
 def test_what_is_durable_keeps_its_parts_in_memory_too() -> None:
     node = parts_left(5)
-    node.machine.steward.ledger.mark_durable([at(5, OLD)])
+    node.machine.steward.table.mark_durable([at(5, OLD)])
     node.tick(2 * REPEAT_S)
     assert (released(node), voided(node)) == (set(), set())
 

@@ -76,7 +76,7 @@ def test_a_void_is_said_again_to_who_holds_it() -> None:
     node.others["b"].missed(node.granted(8), 1, "no memory")
     assert [v.snapshot for v in node.said(msg.Void, "a") if v.snapshot] == [at(8)]
     assert only(node.done, ins.FreeSlot), "rank 0's slot is free again"
-    assert at(8) not in node.machine.steward.ledger.facts, "nobody holds it any more"
+    assert at(8) not in node.machine.steward.table.states, "nobody holds it any more"
 
 
 def test_a_void_is_repeated_until_nobody_holds_it() -> None:
@@ -96,7 +96,7 @@ def test_a_void_is_repeated_until_nobody_holds_it() -> None:
 def test_what_is_durable_is_told_to_a_node_that_does_not_know_it() -> None:
     """When no memory holds it any more nothing else names it."""
     node = steward().greet()
-    node.machine.steward.ledger.mark_durable([at(3), at(2)])
+    node.machine.steward.table.mark_durable([at(3), at(2)])
     node.tick(REPEAT_S + 0.5)
     said = node.certificates("b")
     assert {(c.snapshot, c.durable, c.level, c.serial) for c in said} == {(at(3), True, -1, 0)}
@@ -108,14 +108,14 @@ def test_what_is_durable_is_not_told_to_a_node_that_said_so_itself() -> None:
     node.others["b"].tell_inventory(certified=((at(3), 1, True), (at(2), 1, True), (at(4), 1, False)))
     node.tick(REPEAT_S + 0.5)
     assert node.certificates("b") == []
-    node.machine.steward.ledger.mark_durable([at(4)])
+    node.machine.steward.table.mark_durable([at(4)])
     node.tick(REPEAT_S + 0.5)
     assert {c.snapshot for c in node.certificates("b")} == {at(4)}
 
 
 def test_a_certificate_that_says_durable_is_not_said_twice() -> None:
     node = steward(replicas=0).train().capture(7)
-    node.machine.steward.ledger.mark_durable([at(7)])
+    node.machine.steward.table.mark_durable([at(7)])
     node.capture(8)
     assert released(node) == {7}
     assert [c.durable for c in node.certificates() if c.snapshot == at(7)][-1]
@@ -127,13 +127,13 @@ def test_a_certificate_that_says_durable_is_not_said_twice() -> None:
 def test_a_certificate_of_what_is_in_memory_only_says_nothing_of_older_durable_ones() -> None:
     node = steward().train().capture(7)
     assert node.level(7) == 0
-    node.machine.steward.ledger.mark_durable([at(3)])
+    node.machine.steward.table.mark_durable([at(3)])
     node.machine.steward.certify._durable_told.clear()
     node.tick(REPEAT_S + 0.5)
     mark = node.mark
     node.copy(7, 0, "b")
     node.copy(7, 1, "a")
-    node.machine.steward.ledger.mark_durable([at(4)])
+    node.machine.steward.table.mark_durable([at(4)])
     node.tick(REPEAT_S + 0.5)
     assert (at(4), True) in {(c.snapshot, c.durable) for c in node.certificates("b", mark)}
 
@@ -160,6 +160,6 @@ def test_each_certificate_of_a_steward_has_a_greater_number() -> None:
 
 def test_a_durable_one_of_another_lineage_is_not_told() -> None:
     node = steward().greet()
-    node.machine.steward.ledger.mark_durable([SnapshotId(OLD, 3)])
+    node.machine.steward.table.mark_durable([SnapshotId(OLD, 3)])
     node.tick(REPEAT_S + 0.5)
     assert node.certificates("b") == []

@@ -153,7 +153,7 @@ def test_a_snapshot_whose_every_copy_is_lost_is_forgotten() -> None:
     assert node.level(7) == -1
     for slot in [slot.id for slot in node.machine.slots.holdings()]:
         node.feed(ev.SlotDamaged(slot, "x"))
-    assert node.machine.steward.ledger.facts == {}
+    assert node.machine.steward.table.states == {}
 
 
 def test_a_part_under_a_grant_that_stands_is_waited_for() -> None:
@@ -211,12 +211,12 @@ def test_the_last_copy_of_all_may_be_lost_at_once() -> None:
     node.train(-1).capture(2)
     (slot,) = [slot.id for slot in node.machine.slots.holdings()]
     node.feed(ev.SlotDamaged(slot, "x"))
-    assert node.machine.steward.ledger.facts == {}
+    assert node.machine.steward.table.states == {}
 
 
 def test_a_durable_one_is_not_void_because_memory_lost_a_part() -> None:
     node = steward().greet()
-    node.machine.steward.ledger.mark_durable([at(7)])
+    node.machine.steward.table.mark_durable([at(7)])
     node.others["b"].held(fact(7, 1))
     assert node.said(msg.Void) == []
 
@@ -224,7 +224,7 @@ def test_a_durable_one_is_not_void_because_memory_lost_a_part() -> None:
 def test_a_durable_one_that_lost_a_part_goes_although_nothing_certified_can_name_it() -> None:
     """P14: it went from the books, and whoever held the rest of it never heard: with two own slots it had none left."""
     node = steward()
-    node.machine.steward.ledger.mark_durable([at(7), at(6)])
+    node.machine.steward.table.mark_durable([at(7), at(6)])
     node.others["b"].tell_inventory(fact(6, 1), fact(7, 1), layouts=BOTH)
     node.tick(REPEAT_S + 0.5)
     (said,) = {(c.snapshot, c.level, c.durable, c.releases) for c in node.certificates("b") if c.releases}
@@ -247,7 +247,7 @@ def test_what_was_released_and_is_not_durable_is_only_named_by_what_took_its_pla
     for holding in (fact(8, 0, 1), fact(8, 1)):
         node.others["b"].held(holding, lost=True)
     node.feed(*(ev.SlotDamaged(slot.id, "x") for slot in list(node.machine.slots.holdings())))
-    assert not any(facts.level >= 0 for facts in node.machine.steward.ledger.facts.values())
+    assert not any(facts.level >= 0 for facts in node.machine.steward.table.states.values())
     mark = node.mark
     node.tick(2 * REPEAT_S)
     assert released_since(node, mark) == set()
@@ -327,7 +327,7 @@ def test_what_is_void_stands_in_for_nothing_that_was_left_behind() -> None:
     node, three = steward(), [layout(rank, 3) for rank in range(3)]
     void = [fact(5, rank, epoch=OLD, world=3) for rank in range(3)]
     node.others["b"].tell_inventory(*OLD_ONES[0], *void, layouts=three)
-    node.machine.steward.ledger.facts[at(5, OLD)].become_void("left_behind", "why")
+    node.machine.steward.table.states[at(5, OLD)].become_void("left_behind", "why")
     node.hear("b", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in BOTH}))
     assert node.level(4, epoch=OLD) == 0
     assert at(4, OLD) not in {v.snapshot for v in node.said(msg.Void, "b")}
@@ -345,7 +345,7 @@ def test_a_fallen_level_is_alarmed_once_and_again_after_it_had_risen() -> None:
     node.feed(ev.NodeDown("b"))
     assert len(alarms(node, "degraded")) == 1
     assert "step 7 survives the loss of 0 domains, 1 are wanted; gone: c" in alarms(node, "degraded")[0]
-    node.machine.steward.ledger.mark_durable([at(7)])
+    node.machine.steward.table.mark_durable([at(7)])
     node.tick(1.0)
     assert len(alarms(node, "degraded")) == 1, "another certificate, and no news"
     node.feed(ev.NodeUp("c"))

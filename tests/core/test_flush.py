@@ -142,11 +142,11 @@ def test_every_so_many_seconds() -> None:
 
 def test_what_is_older_than_something_durable_is_not_due() -> None:
     node = steward(flush_every_steps=1).train().capture(7)
-    node.machine.steward.ledger.mark_durable([at(9)])
+    node.machine.steward.table.mark_durable([at(9)])
     node.tick(1.0)
     assert step_of(node) is None
     node = steward(flush_every_steps=1).train().capture(7)
-    node.machine.steward.ledger.mark_durable([at(9, OLD)])
+    node.machine.steward.table.mark_durable([at(9, OLD)])
     node.tick(1.0)
     assert step_of(node) == 7, "that one is of another lineage"
 
@@ -171,7 +171,7 @@ def test_nothing_begins_before_everybody_has_told() -> None:
 def test_the_newest_is_the_newest_in_whatever_order_they_were_heard_of() -> None:
     node = steward(flush_every_steps=1).train()
     node.capture(9, 1).capture(8).protect(8).capture(9, 0)
-    assert set(node.machine.steward.ledger.facts) == {at(8), at(9)}
+    assert set(node.machine.steward.table.states) == {at(8), at(9)}
     node.tick()
     assert step_of(node) == 9
 

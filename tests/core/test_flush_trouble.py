@@ -85,7 +85,7 @@ def test_failures_are_counted_for_what_was_to_be_kept() -> None:
     node.tick()
     for failures in (1, 2, 3):
         waits(node)
-        assert node.machine.steward.ledger.facts[at(7)].failures == failures
+        assert node.machine.steward.table.states[at(7)].failures == failures
 
 
 def begun() -> tuple[Steward, Flush]:
@@ -187,13 +187,13 @@ def test_a_commit_of_another_snapshot_is_noted_and_this_one_goes_on() -> None:
     node = steward().train().capture(7).protect(7).capture(8)
     ask(node, 8)
     node.feed(ev.CommitDone(at(7), "earlier", True))
-    assert (step_of(node), node.machine.steward.ledger.durable) == (8, {at(7)})
+    assert (step_of(node), node.machine.steward.table.durable) == (8, {at(7)})
 
 
 def test_a_snapshot_that_went_while_it_was_written_is_not_committed() -> None:
     node = steward().train().capture(7)
     ask(node, 7)
-    del node.machine.steward.ledger.facts[at(7)]
+    del node.machine.steward.table.states[at(7)]
     assert written(node) == []
     assert alarms(node, "flush") == ["step 7: the snapshot is gone"]
 
@@ -202,19 +202,19 @@ def test_a_flush_pins_its_snapshot_and_its_end_unpins_it() -> None:
     node = steward(replicas=0).train().capture(7)
     ask(node, 7)
     node.capture(8)
-    assert at(7) in node.machine.steward.ledger.facts
+    assert at(7) in node.machine.steward.table.states
     written(node)
     committed(node)
-    assert at(7) not in node.machine.steward.ledger.facts, "released by step 8, which is as well protected"
+    assert at(7) not in node.machine.steward.table.states, "released by step 8, which is as well protected"
 
 
 def test_the_end_of_a_flush_that_failed_unpins_its_snapshot_too() -> None:
     node = steward(replicas=0).train().capture(7)
     ask(node, 7)
     node.capture(8)
-    assert at(7) in node.machine.steward.ledger.facts
+    assert at(7) in node.machine.steward.table.states
     wrote(node, "b", ok=False)
-    assert at(7) not in node.machine.steward.ledger.facts
+    assert at(7) not in node.machine.steward.table.states
 
 
 def test_whoever_leaves_office_leaves_its_flush() -> None:

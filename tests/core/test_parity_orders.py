@@ -276,7 +276,7 @@ def test_what_a_flush_needs_is_made_at_once_and_anywhere_and_nothing_else_is() -
     node = protected(steward("aabbc", ""))
     lose(node, "c")
     speaking = node.machine.steward
-    speaking.parities.order(speaking.ledger.facts[at(7)], at_once=True)
+    speaking.parities.order(speaking.table.states[at(7)], at_once=True)
     (do,) = only(node.machine.ctx.out, ins.Send)
     assert isinstance(do.message, msg.ParityOrder)
     part = do.message.part

@@ -64,17 +64,17 @@ def test_what_is_pinned_for_a_flush_is_not_released() -> None:
 def test_a_marked_one_waits_for_its_flush() -> None:
     node = steward(replicas=0, durable=True).train().capture(7, keep=True).capture(8)
     assert released(node) == set()
-    node.machine.steward.ledger.mark_durable([at(7)])
+    node.machine.steward.table.mark_durable([at(7)])
     node.capture(9)
     assert released(node) == {7, 8}
 
 
 def test_a_marked_one_is_given_up_when_storage_keeps_failing() -> None:
     node = steward(replicas=0, durable=True).train().capture(7, keep=True)
-    node.machine.steward.ledger.facts[at(7)].failures = KEEP_FAILURES_MAX - 1
+    node.machine.steward.table.states[at(7)].failures = KEEP_FAILURES_MAX - 1
     node.capture(8)
     assert released(node) == set()
-    node.machine.steward.ledger.facts[at(7)].failures = KEEP_FAILURES_MAX
+    node.machine.steward.table.states[at(7)].failures = KEEP_FAILURES_MAX
     node.capture(9)
     assert released(node) == {7, 8}
 
@@ -87,18 +87,18 @@ def test_without_storage_a_mark_keeps_nothing() -> None:
 def test_a_durable_one_that_lost_a_part_in_memory_gives_up_the_rest() -> None:
     """It kept its slots for ever, and with two slots per rank nothing was granted any more (P14)."""
     node = steward(replicas=0).train().capture(7).capture(8)
-    node.machine.steward.ledger.mark_durable([at(8)])
+    node.machine.steward.table.mark_durable([at(8)])
     node.others["b"].held(fact(8, 1), lost=True)
-    assert at(8) not in node.machine.steward.ledger.facts, "before another one wants the slots"
+    assert at(8) not in node.machine.steward.table.states, "before another one wants the slots"
     node.capture(9)
     assert released(node) == {7, 8}
 
 
 def test_a_durable_one_keeps_what_it_has_while_a_node_is_away() -> None:
     node = steward(replicas=0).train().capture(7)
-    node.machine.steward.ledger.mark_durable([at(7)])
+    node.machine.steward.table.mark_durable([at(7)])
     node.feed(ev.NodeDown("b"))
-    assert at(7) in node.machine.steward.ledger.facts
+    assert at(7) in node.machine.steward.table.states
 
 
 def test_the_newest_certificate_names_what_was_released_again_and_again() -> None:
@@ -147,7 +147,7 @@ def test_that_is_so_too_when_the_newer_one_is_whole_again_with_the_same_word() -
     node = steward(record_of("ab", outside="c"), replicas=0).train().capture(7).capture(8)
     node.feed(ev.NodeDown("b"))
     comes_back(node, fact(7, 0), layouts=BOTH)
-    assert at(7) in node.machine.steward.ledger.facts and node.level(8, to="c") == -1
+    assert at(7) in node.machine.steward.table.states and node.level(8, to="c") == -1
     mark = comes_back(node, fact(8, 1), name="b", layouts=BOTH)
     node.tick(2 * REPEAT_S)
     assert node.level(8, to="c") == 0
@@ -169,5 +169,5 @@ def test_a_released_one_that_a_late_message_names_stays_released() -> None:
     """Only an inventory that begins a session may have been away so long; any other message crossed the release."""
     node = steward(replicas=0).train().capture(7).capture(8)
     node.others["b"].held(fact(7, 1))
-    assert at(7) not in node.machine.steward.ledger.facts
+    assert at(7) not in node.machine.steward.table.states
     assert released(node) == {7}

@@ -130,13 +130,13 @@ EDITS = (
     # --- what is promised (P2, P3)
     Edit(
         "nodes are counted, not failure domains",
-        "core/machine/steward/ledger.py",
+        "core/machine/steward/table.py",
         "[(domain(node), tier) for",
         "[(node, tier) for",
     ),
     Edit(
         "nodes that are gone still count",
-        "core/machine/steward/ledger.py",
+        "core/machine/steward/table.py",
         "for node, tier in nodes.items() if counts(node)]\n",
         "for node, tier in nodes.items()]\n",
     ),
@@ -271,13 +271,13 @@ EDITS = (
     ),
     Edit(
         "parity of a node that is gone counts",
-        "core/machine/steward/ledger.py",
+        "core/machine/steward/table.py",
         "{self._ctx.domain(n) for n in nodes if counts(n)} for at, nodes in parts.items()",
         "{self._ctx.domain(n) for n in nodes} for at, nodes in parts.items()",
     ),
     Edit(
         "a holding of a later tier counts as its position's data",
-        "core/machine/steward/ledger.py",
+        "core/machine/steward/table.py",
         "{d for d, tier in holders.get(rank, ()) if tier <= 1} for rank",
         "{d for d, tier in holders.get(rank, ())} for rank",
     ),

@@ -19,7 +19,7 @@ TARGETS = (
         for name in ("slots", "holdings", "levels", "replicate", "capture", "uplink")
     ),
     *(f"core/machine/{name}.py" for name in ("opening", "joining", "writing")),
-    *(f"core/machine/steward/{name}.py" for name in ("certify", "guards", "snapshot", "grants", "ledger", "gather", "restore")),
+    *(f"core/machine/steward/{name}.py" for name in ("certify", "guards", "snapshot", "grants", "table", "gather", "restore")),
     *(f"core/machine/steward/{name}.py" for name in ("flush", "decide", "sessions")),
     *(f"persist/{name}.py" for name in ("commit", "retention", "lineage", "storage/tree")),
     # Parity and the ladder.

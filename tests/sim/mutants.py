@@ -19,8 +19,8 @@ def free_the_old_one_early(machine: JobMachine) -> None:
     def release() -> None:
         newest = certify._newest_certified()
         if newest is not None:
-            for snapshot in [s for s in certify._ledger.facts if s < newest.snapshot]:
-                certify._ledger.release(snapshot)
+            for snapshot in [s for s in certify._table.states if s < newest.snapshot]:
+                certify._table.release(snapshot)
         certify.name_releases()
 
     certify._release = release
@@ -93,10 +93,10 @@ def wrong_level(wrong: Callable[..., int]) -> Mutant:
     """What ``level()`` of the core answers goes through this first, in this machine alone (P2, P3)."""
 
     def plant(machine: JobMachine) -> None:
-        ledger: Any = machine.steward.ledger
-        right = type(ledger).level_with
+        table: Any = machine.steward.table
+        right = type(table).level_with
         mistaken = {**right.__globals__, "level": partial(wrong, right.__globals__["level"])}
-        ledger.level_with = FunctionType(right.__code__, mistaken).__get__(ledger)
+        table.level_with = FunctionType(right.__code__, mistaken).__get__(table)
 
     return plant
 

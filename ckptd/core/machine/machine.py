@@ -319,7 +319,7 @@ class JobMachine:
 
     def _durable_read(self, event: ev.DurableRead) -> None:
         self.steward.restoring.on_durable(event)
-        self.steward.ledger.mark_durable(event.commits)
+        self.steward.table.mark_durable(event.commits)
 
     def _epoch_open(self, sender: str, message: msg.EpochOpen) -> None:
         if not self.opening.refuses(message.record) and message.record != self.ctx.record:

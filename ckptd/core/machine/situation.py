@@ -37,44 +37,44 @@ def trained(machine: JobMachine, points: list[Point]) -> int:
 # --- by the steward's books ----------------------------------------------------------------------------------------------
 def _books_hold(machine: JobMachine) -> bool:
     """Not those of a steward that has just begun: what it has not been told, or cannot read yet, has not fallen (P2)."""
-    steward, ledger = machine.steward, machine.steward.ledger
+    steward, table = machine.steward, machine.steward.table
     if not steward.active or not steward.sessions.settled():
         return False
-    known = [ledger.facts[snapshot] for snapshot in machine.levels.told if snapshot in ledger.facts]
-    return not any(facts.certificate is None and ledger.unread(facts) for facts in known)
+    known = [table.states[snapshot] for snapshot in machine.levels.told if snapshot in table.states]
+    return not any(state.certificate is None and table.unread(state) for state in known)
 
 
 def _by_books(machine: JobMachine) -> list[Point]:
     """Newest first. Who holds what is looked at down to the first that survives any loss: nothing older is come back to."""
-    ctx, ledger = machine.ctx, machine.steward.ledger
-    points = [Point(s, -1, True) for s in ledger.durable if ctx.is_candidate(s) and s not in ledger.facts]
+    ctx, table = machine.ctx, machine.steward.table
+    points = [Point(s, -1, True) for s in table.durable if ctx.is_candidate(s) and s not in table.states]
     nodes = {node: node for node in machine.steward.sessions.seats if machine.steward.sessions.live(node)}
     domains = {node: ctx.domain(node) for node in nodes}
     safe = False
-    for snapshot in sorted(ledger.facts, reverse=True):
-        facts = ledger.facts[snapshot]
-        if facts.void or not ctx.is_candidate(snapshot):
+    for snapshot in sorted(table.states, reverse=True):
+        state = table.states[snapshot]
+        if state.void or not ctx.is_candidate(snapshot):
             continue
-        said = facts.certificate  # without one a rank may still say that it missed this step
-        level = facts.level if said is not None and said.level >= 0 else -1
+        said = state.certificate  # without one a rank may still say that it missed this step
+        level = state.level if said is not None and said.level >= 0 else -1
         lost: list[frozenset[str] | None] = [None, None]
         if level == 0 and not safe:
-            lost[0] = _critical(facts, nodes)
-            lost[1] = lost[0] if nodes == domains else _critical(facts, domains)
-        if level >= 0 or facts.durable:
-            points.append(Point(snapshot, level, facts.durable, bool(facts.parts), *lost))
+            lost[0] = _critical(state, nodes)
+            lost[1] = lost[0] if nodes == domains else _critical(state, domains)
+        if level >= 0 or state.durable:
+            points.append(Point(snapshot, level, state.durable, bool(state.parts), *lost))
         safe = safe or level >= 1
     return points
 
 
-def _critical(facts: SnapshotState, places: Mapping[str, str]) -> frozenset[str]:
+def _critical(state: SnapshotState, places: Mapping[str, str]) -> frozenset[str]:
     """places: of the nodes that count."""
     holders = {
         rank: [(places[node], tier) for node, tier in nodes.items() if node in places]
-        for rank, nodes in facts.holders.items()
+        for rank, nodes in state.holders.items()
     }
     spared: dict[int, frozenset[str]] = {}
-    for lane, held in facts.parts.items():
+    for lane, held in state.parts.items():
         data = {
             at: frozenset(where for where, tier in holders.get(rank, ()) if tier <= 1)
             for rank, at in lane.ranks().items()
@@ -83,8 +83,8 @@ def _critical(facts: SnapshotState, places: Mapping[str, str]) -> frozenset[str]
         fatal = fatal_places(lane, data, parts)
         if fatal is not None:
             spared.update((rank, fatal & spared.get(rank, fatal)) for rank in lane.ranks())
-    assert facts.classes is not None, "what has a level has classes"
-    return critical(facts.classes, holders, spared)
+    assert state.classes is not None, "what has a level has classes"
+    return critical(state.classes, holders, spared)
 
 
 # --- by levels -----------------------------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ def _gone_domains(machine: JobMachine) -> int:
 
 def _rank_bytes(machine: JobMachine, points: list[Point]) -> dict[int, int]:
     """Of the newest snapshot whose layouts are known here."""
-    ledger = machine.steward.ledger
+    table = machine.steward.table
     for snapshot in sorted((point.snapshot for point in points), reverse=True):
-        facts = ledger.facts.get(snapshot) if machine.steward.active else None
-        if facts is not None and ledger.knows_layouts(facts):
-            return {rank: layout.payload_bytes for rank, layout in ledger.layouts_of(facts).items()}
+        state = table.states.get(snapshot) if machine.steward.active else None
+        if state is not None and table.knows_layouts(state):
+            return {rank: layout.payload_bytes for rank, layout in table.layouts_of(state).items()}
         found = _held_bytes(machine, snapshot)
         if found:
             return found

@@ -15,11 +15,11 @@ from ckptd.core.life import JOB_OVER
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.grants import Grants
 from ckptd.core.machine.steward.guards import Guards
-from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.protecting import Protecting
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.machine.steward.snapshot import Phase, SnapshotState
+from ckptd.core.machine.steward.table import SnapshotTable
 from ckptd.core.messages import Certificate, Holders, Void
 from ckptd.core.redundancy import Parity
 
@@ -31,11 +31,11 @@ RELEASES_NAMED_MAX = 32  # in one certificate
 
 class Certify:
     def __init__(
-        self, ctx: Context, sessions: Sessions, ledger: Ledger, grants: Grants, parities: Parities
+        self, ctx: Context, sessions: Sessions, table: SnapshotTable, grants: Grants, parities: Parities
     ) -> None:
-        self._ctx, self._sessions, self._ledger, self._grants = ctx, sessions, ledger, grants
+        self._ctx, self._sessions, self._table, self._grants = ctx, sessions, table, grants
         self._parities = parities
-        self.guards = Guards(ctx, sessions, ledger, grants)
+        self.guards = Guards(ctx, sessions, table, grants)
         self.protecting = Protecting(ctx)
         self._durable_told: dict[str, SnapshotId] = {}  # node -> newest that it knows to be durable
         self._serial = 0
@@ -45,11 +45,11 @@ class Certify:
 
     # --- after every change -------------------------------------------------------------------------------------
     def review(self) -> None:
-        if not self._ledger.dirty or not self._sessions.settled():
+        if not self._table.dirty or not self._sessions.settled():
             return
-        dirty, self._ledger.dirty = sorted(self._ledger.dirty, reverse=True), set()
+        dirty, self._table.dirty = sorted(self._table.dirty, reverse=True), set()
         for snapshot in dirty:  # newest first: whether an older one is replaced depends on what the newer ones are now
-            state = self._ledger.facts.get(snapshot)
+            state = self._table.states.get(snapshot)
             if state is not None:
                 self._look_at(state)
         for state in self.guards.of_a_left_lineage():  # of which of them is the better one, now that all are weighed
@@ -58,7 +58,7 @@ class Certify:
 
     def _look_at(self, state: SnapshotState) -> None:
         guards = self.guards
-        self._ledger.weigh(state)
+        self._table.weigh(state)
         if guards.returned_in_part(state):
             self._let_go(state, "returned_in_part")
             return
@@ -75,7 +75,7 @@ class Certify:
         if void:
             self._say_void(state)
             if not state.nodes():
-                self._ledger.drop(state)
+                self._table.drop(state)
 
     def _look_for_void(self, state: SnapshotState) -> None:
         guards = self.guards
@@ -106,7 +106,7 @@ class Certify:
     def _watch_degradation(self, state: SnapshotState) -> None:
         """An alarm when the newest snapshot's level falls below what the policy wants, not while it is still rising."""
         certificate, record = state.certificate, self._ctx.record
-        newest = max((f.snapshot for f in self._ledger.facts.values() if f.certificate), default=None)
+        newest = max((f.snapshot for f in self._table.states.values() if f.certificate), default=None)
         if certificate is None or record is None or state.snapshot != newest:
             return
         # Members of earlier epochs that are gone say nothing about this one.
@@ -132,8 +132,8 @@ class Certify:
 
     def tell_all(self, node: str) -> None:
         """A node that has just told what it holds hears what holds."""
-        for snapshot in sorted(self._ledger.facts):
-            self.tell(node, self._ledger.facts[snapshot])
+        for snapshot in sorted(self._table.states):
+            self.tell(node, self._table.states[snapshot])
 
     def heard_durable(self, node: str, snapshots: Iterable[SnapshotId]) -> None:
         """A session begins: these are what the node knows to be durable."""
@@ -144,8 +144,8 @@ class Certify:
 
     def tell_durable(self) -> None:
         """The newest that is durable, to nodes that do not know it: when no memory holds it any more, nothing else names it."""
-        newest = max(filter(self._ctx.is_candidate, self._ledger.durable), default=None)
-        if newest is None or newest in self._ledger.facts:
+        newest = max(filter(self._ctx.is_candidate, self._table.durable), default=None)
+        if newest is None or newest in self._table.states:
             return
         for node in self._sessions.live_nodes():
             known = self._durable_told.get(node)
@@ -158,11 +158,11 @@ class Certify:
     def _release(self) -> None:
         """Find what the newest certificates make unneeded, and name it in them."""
         guards = self.guards
-        certified = [state for state in self._ledger.facts.values() if state.certified]
+        certified = [state for state in self._table.states.values() if state.certified]
         protecting = self.protecting.choose(certified, guards.wanted())
         best = -1
-        for snapshot in sorted(self._ledger.facts, reverse=True):
-            state = self._ledger.facts[snapshot]
+        for snapshot in sorted(self._table.states, reverse=True):
+            state = self._table.states[snapshot]
             if state.phase is Phase.VOID:
                 continue
             if snapshot != protecting and guards.outdone(state, best):
@@ -175,7 +175,7 @@ class Certify:
 
     def _let_go(self, state: SnapshotState, by: str) -> None:
         state.become_released(by)
-        self._ledger.release(state.snapshot)
+        self._table.release(state.snapshot)
         self._rounds = 0
 
     def name_releases(self) -> None:
@@ -189,12 +189,12 @@ class Certify:
             self._broadcast(newest)
 
     def _gone(self) -> tuple[SnapshotId, ...]:
-        return tuple(sorted(list(self._ledger.released)[-RELEASES_NAMED_MAX:]))  # it is in order of release
+        return tuple(sorted(list(self._table.released)[-RELEASES_NAMED_MAX:]))  # it is in order of release
 
     def tell_released(self) -> None:
         """Durable ones, when nothing is certified that could name them: what was spent may have been all there was, and whoever
         holds a part of it would keep its slots for ever (P14). Of the others a node that missed it may have the last copy."""
-        gone = tuple(snapshot for snapshot in self._gone() if snapshot in self._ledger.durable)
+        gone = tuple(snapshot for snapshot in self._gone() if snapshot in self._table.durable)
         if not gone or self._newest_certified() is not None:
             return
         self._serial += 1
@@ -203,7 +203,7 @@ class Certify:
             self._ctx.send(node, replace(said, session=self._sessions.session(node)))
 
     def _newest_certified(self) -> SnapshotState | None:
-        certified = (state for state in self._ledger.facts.values() if state.certified)
+        certified = (state for state in self._table.states.values() if state.certified)
         return max(certified, key=lambda state: state.snapshot, default=None)
 
     def repeat_now(self) -> None:
@@ -220,7 +220,7 @@ class Certify:
         if not self._sessions.settled():
             return
         if self._grants.full():  # what was kept for somebody who is away may have to go
-            self._ledger.dirty.update(s for s, state in self._ledger.facts.items() if state.level < 0)
+            self._table.dirty.update(s for s, state in self._table.states.items() if state.level < 0)
         if self.protecting.overdue():
             self._release()
         if self._ctx.now - self._repeated_at < pause:
@@ -229,9 +229,9 @@ class Certify:
         self._rounds += 1
         self.tell_durable()
         self.tell_released()
-        self._parities.forget(set(self._ledger.facts))
-        for snapshot in sorted(self._ledger.facts):
-            state = self._ledger.facts[snapshot]
+        self._parities.forget(set(self._table.states))
+        for snapshot in sorted(self._table.states):
+            state = self._table.states[snapshot]
             if state.void:
                 self._say_void(state)
             else:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.certify import Certify
-from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.machine.steward.snapshot import SnapshotState
+from ckptd.core.machine.steward.table import SnapshotTable
 from ckptd.core.messages import Departures, Holders, Leaving, Remainder
 
 LOOK_S = 0.5
@@ -42,9 +42,9 @@ class Need:
 
 class Draining:
     def __init__(
-        self, ctx: Context, sessions: Sessions, ledger: Ledger, parities: Parities, certify: Certify
+        self, ctx: Context, sessions: Sessions, table: SnapshotTable, parities: Parities, certify: Certify
     ) -> None:
-        self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
+        self._ctx, self._sessions, self._table = ctx, sessions, table
         self._parities, self._certify = parities, certify
         certify.guards.follows = self.follows
         self._asked: dict[tuple[SnapshotId, int, int], float] = {}
@@ -70,12 +70,12 @@ class Draining:
         needs: list[Need] = []
         falls: list[tuple[SnapshotId, int, int]] = []
         coming: list[Need] = []  # of snapshots that are so new that an older one still stands in for them
-        for facts, level, without, counts in self._short():
-            found = [*self._copies(facts, level), *self._parity(facts)]
+        for state, level, without, counts in self._short():
+            found = [*self._copies(state, level), *self._parity(state)]
             (needs if counts else coming).extend(found)
             if counts:
-                falls.append((facts.snapshot, level, without))
-                self._ledger.dirty.add(facts.snapshot)  # it may have held back the release of an older one until now
+                falls.append((state.snapshot, level, without))
+                self._table.dirty.add(state.snapshot)  # it may have held back the release of an older one until now
         self._ask([*needs, *coming])
         for node in sorted(filter(self._sessions.live, self._sessions.leaving)):
             self._tell_remainder(node, needs, falls)
@@ -91,7 +91,7 @@ class Draining:
             return
         self._said, self._said_at = leaving, now
         if changed:
-            self._ledger.all_dirty()  # what was held back for them may go
+            self._table.all_dirty()  # what was held back for them may go
         for node in self._sessions.live_nodes():
             session = self._sessions.session(node)
             self._ctx.send(node, Departures(self._ctx.number, session, tuple(sorted(leaving))))
@@ -114,62 +114,62 @@ class Draining:
         )
 
     # --- what is needed -----------------------------------------------------------------------------------------
-    def follows(self, facts: SnapshotState) -> bool:
+    def follows(self, state: SnapshotState) -> bool:
         """It leans on leaving nodes, but not for long: copies elsewhere are on their way. Until then no older one is released for
         it, so that while ranks train there is always one that does without those nodes."""
         if not self._sessions.leaving:
             return False
-        if self._without(facts) >= self._level(facts):
-            facts.leans_since = None
+        if self._without(state) >= self._level(state):
+            state.leans_since = None
             return False
-        if facts.leans_since is None:
-            facts.leans_since = self._ctx.now
-        return self._ctx.now - facts.leans_since < FOLLOWS_S
+        if state.leans_since is None:
+            state.leans_since = self._ctx.now
+        return self._ctx.now - state.leans_since < FOLLOWS_S
 
-    def _level(self, facts: SnapshotState) -> int:
-        return min(facts.level, self._certify.guards.wanted())
+    def _level(self, state: SnapshotState) -> int:
+        return min(state.level, self._certify.guards.wanted())
 
-    def _without(self, facts: SnapshotState) -> int:
-        return min(self._level(facts), self._ledger.level_with(facts, self._sessions.stays))
+    def _without(self, state: SnapshotState) -> int:
+        return min(self._level(state), self._table.level_with(state, self._sessions.stays))
 
     def _short(self) -> Iterator[tuple[SnapshotState, int, int, bool]]:
         """(snapshot, its level, its level without the leaving nodes, does it count) where they are needed, the newest first. What a
         newer one that does not need them is as good as needs nothing."""
-        found = [facts for _, facts in sorted(self._ledger.facts.items(), reverse=True) if self._matters(facts)]
-        without = {facts.snapshot: self._without(facts) for facts in found}
+        found = [state for _, state in sorted(self._table.states.items(), reverse=True) if self._matters(state)]
+        without = {state.snapshot: self._without(state) for state in found}
         wanted = self._certify.guards.wanted()
         safe = max((snapshot for snapshot, level in without.items() if level >= wanted), default=None)
         best = -1
-        for facts in found:
-            snapshot, level = facts.snapshot, self._level(facts)
+        for state in found:
+            snapshot, level = state.snapshot, self._level(state)
             if without[snapshot] >= level:
                 best = max(best, level)
             elif level > best:
-                counts = safe is None or snapshot < safe or not self.follows(facts)
-                yield facts, level, without[snapshot], counts
+                counts = safe is None or snapshot < safe or not self.follows(state)
+                yield state, level, without[snapshot], counts
 
-    def _matters(self, facts: SnapshotState) -> bool:
-        whole = not facts.void and facts.level >= 0 and facts.classes is not None
-        return whole and self._ctx.is_candidate(facts.snapshot)
+    def _matters(self, state: SnapshotState) -> bool:
+        whole = not state.void and state.level >= 0 and state.classes is not None
+        return whole and self._ctx.is_candidate(state.snapshot)
 
-    def _copies(self, facts: SnapshotState, level: int) -> Iterator[Need]:
+    def _copies(self, state: SnapshotState, level: int) -> Iterator[Need]:
         """Slices that fewer staying domains hold than the level takes."""
-        assert facts.classes is not None, "looked at before"
-        by_parity = self._parities.ranks_in_lanes(facts)
-        for copies in (*(((rank, tier),) for rank, tier in facts.classes.alone), *facts.classes.shared):
+        assert state.classes is not None, "looked at before"
+        by_parity = self._parities.ranks_in_lanes(state)
+        for copies in (*(((rank, tier),) for rank, tier in state.classes.alone), *state.classes.shared):
             if any(tier >= 1 and rank in by_parity for rank, tier in copies):
                 continue
             holders = [
                 (self._sessions.stays(node), tier, node, rank, needed)
                 for rank, needed in copies
-                for node, tier in facts.holders.get(rank, {}).items()
+                for node, tier in state.holders.get(rank, {}).items()
                 if tier <= needed and self._sessions.live(node)
             ]
             staying = {self._ctx.domain(node) for stays, _, node, _, _ in holders if stays}
             if len(staying) <= level and holders:
-                yield self._need(facts, sorted(holders), staying)
+                yield self._need(state, sorted(holders), staying)
 
-    def _need(self, facts: SnapshotState, holders: list[tuple[bool, int, str, int, int]], staying: set[str]) -> Need:
+    def _need(self, state: SnapshotState, holders: list[tuple[bool, int, str, int, int]], staying: set[str]) -> Need:
         """Leaving nodes come first among the holders."""
         record, domain = self._ctx.record, self._ctx.domain
         assert record is not None, "a steward has an epoch"
@@ -177,16 +177,16 @@ class Draining:
         free = {n.domain for n in record.nodes if self._sessions.stays(n.node)} - staying
         _, _, first, rank, needed = next((h for h in holders if free - {domain(h[2])}), holders[0])
         tier = min(needed, max(1, self._ctx.policy.tolerates))
-        layout = self._ledger.layouts[facts.layout_ids[rank]]
+        layout = self._table.layouts[state.layout_ids[rank]]
         known = tuple(sorted((node, t) for stays, t, node, _, _ in holders if stays))
-        ask = Holders(self._ctx.number, self._sessions.session(first), facts.snapshot, rank, known, tier)
+        ask = Holders(self._ctx.number, self._sessions.session(first), state.snapshot, rank, known, tier)
         stuck = not free - {domain(first)}
-        key = (facts.snapshot, rank, tier)
+        key = (state.snapshot, rank, tier)
         return Need(key, len(staying), 1, layout.live_bytes(tier), leaving, None if stuck else (first, ask), stuck)
 
-    def _parity(self, facts: SnapshotState) -> Iterator[Need]:
-        for move in self._parities.moves(facts):
-            key = (facts.snapshot, -1 - move.lane, move.position)
+    def _parity(self, state: SnapshotState) -> Iterator[Need]:
+        for move in self._parities.moves(state):
+            key = (state.snapshot, -1 - move.lane, move.position)
             yield Need(key, 0, move.slots, move.nbytes, move.nodes, None, not move.places)
 
     # --- asking -------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Draining:
             key = (snapshot, 0, -1)
             if key not in self._asked:
                 self._asked[key] = self._ctx.now
-                self._parities.order(self._ledger.facts[snapshot])
+                self._parities.order(self._table.states[snapshot])
 
 
 def _named(need: Need) -> str:

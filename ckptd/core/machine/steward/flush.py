@@ -16,10 +16,10 @@ from ckptd.core.machine.context import RESEND_S, Context
 from ckptd.core.machine.ranks import SAID_GOODBYE
 from ckptd.core.machine.steward.certify import Certify
 from ckptd.core.machine.steward.grants import Grants
-from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.machine.steward.snapshot import SnapshotState
+from ckptd.core.machine.steward.table import SnapshotTable
 from ckptd.core.messages import FlushAsk, WriteCancel, WriteOrder, WritePiece, Wrote
 from ckptd.core.writes import assign_writes
 
@@ -48,12 +48,12 @@ class Flushing:
         self,
         ctx: Context,
         sessions: Sessions,
-        ledger: Ledger,
+        table: SnapshotTable,
         grants: Grants,
         certify: Certify,
         parities: Parities,
     ) -> None:
-        self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
+        self._ctx, self._sessions, self._table = ctx, sessions, table
         self._grants, self._certify, self._parities = grants, certify, parities
         self.flush: Flush | None = None
         self.asked: set[int] = set()  # steps of this epoch
@@ -98,15 +98,15 @@ class Flushing:
 
     def _target(self) -> SnapshotState | None:
         usable = [
-            facts
-            for facts in self._ledger.facts.values()
-            if facts.level >= 0 and not facts.void and not facts.durable and facts.agreement is not None
-            and self._ctx.is_candidate(facts.snapshot)
+            state
+            for state in self._table.states.values()
+            if state.level >= 0 and not state.void and not state.durable and state.agreement is not None
+            and self._ctx.is_candidate(state.snapshot)
         ]  # fmt: skip
-        usable.sort(key=lambda facts: facts.snapshot)
+        usable.sort(key=lambda state: state.snapshot)
         if not usable:
             return None
-        kept = next((facts for facts in usable if facts.keep), None)
+        kept = next((state for state in usable if state.keep), None)
         newest = usable[-1]
         if kept is not None:
             return kept
@@ -123,10 +123,10 @@ class Flushing:
 
     def _durable_step(self) -> int:
         """The newest of this epoch, -1: none."""
-        return max((s.step for s in self._ledger.durable if s.epoch == self._ctx.number), default=-1)
+        return max((s.step for s in self._table.durable if s.epoch == self._ctx.number), default=-1)
 
     def _due(self, newest: SnapshotState) -> bool:
-        known = [snapshot for snapshot in self._ledger.durable if self._ctx.is_candidate(snapshot)]
+        known = [snapshot for snapshot in self._table.durable if self._ctx.is_candidate(snapshot)]
         if newest.snapshot < max(known, default=newest.snapshot):
             return False
         if self._nobody_trains():
@@ -161,28 +161,28 @@ class Flushing:
         return self._alone_since is not None and self._ctx.now - self._alone_since >= grace
 
     # --- one flush ----------------------------------------------------------------------------------------------
-    def _begin(self, facts: SnapshotState) -> None:
-        assert facts.agreement is not None, "a complete snapshot has been agreed upon"
-        layouts = self._ledger.layouts_of(facts)
-        per_rank = facts.agreement.per_rank
+    def _begin(self, state: SnapshotState) -> None:
+        assert state.agreement is not None, "a complete snapshot has been agreed upon"
+        layouts = self._table.layouts_of(state)
+        per_rank = state.agreement.per_rank
         try:
-            orders = assign_writes(layouts, self._ledger.live_holdings(facts), per_rank)
+            orders = assign_writes(layouts, self._table.live_holdings(state), per_rank)
         except ValueError:
-            self._ledger.dirty.add(
-                facts.snapshot
+            self._table.dirty.add(
+                state.snapshot
             )  # a holder went while we looked, or only parity is left of a slot
-            self._parities.order(facts, at_once=True)
+            self._parities.order(state, at_once=True)
             self._not_before = self._ctx.now + MEND_S
             return
         self._count += 1
         me, now = self._ctx.me, self._ctx.now
-        text = f"{self._ctx.number}|{facts.snapshot.step}|{me.node}|{me.incarnation}|{self._count}"
+        text = f"{self._ctx.number}|{state.snapshot.step}|{me.node}|{me.incarnation}|{self._count}"
         attempt = hashlib.blake2b(text.encode(), digest_size=ATTEMPT_BYTES).hexdigest()  # it becomes part of file names
-        self.flush = Flush(facts.snapshot, attempt, now, now, orders, per_rank)
-        self._certify.guards.pinned = {facts.snapshot}
+        self.flush = Flush(state.snapshot, attempt, now, now, orders, per_rank)
+        self._certify.guards.pinned = {state.snapshot}
         if self._nobody_trains() and not self._breakpoint_told and not self._all_clean():
             self._breakpoint_told = True
-            self._ctx.emit(Alarm("breakpoint", f"ranks are gone: step {facts.snapshot.step} is written from memory"))
+            self._ctx.emit(Alarm("breakpoint", f"ranks are gone: step {state.snapshot.step} is written from memory"))
         self._order(self.flush)
 
     def _all_clean(self) -> bool:
@@ -217,23 +217,23 @@ class Flushing:
             self._commit(flush)
 
     def _commit(self, flush: Flush) -> None:
-        facts = self._ledger.facts.get(flush.snapshot)
+        state = self._table.states.get(flush.snapshot)
         assert self._ctx.record is not None, "a steward has an epoch"
-        if facts is None or facts.void:
+        if state is None or state.void:
             self._fail("the snapshot is gone")
             return
         flush.committing, flush.since = True, self._ctx.now
-        layouts = {layout.layout_id: layout.encoded for layout in self._ledger.layouts_of(facts).values()}
+        layouts = {layout.layout_id: layout.encoded for layout in self._table.layouts_of(state).values()}
         reports = tuple(flush.reports[node] for node in sorted(flush.reports))
         self._ctx.emit(
-            Commit(flush.snapshot, flush.attempt, self._ctx.record, reports, layouts, flush.per_rank, facts.keep)
+            Commit(flush.snapshot, flush.attempt, self._ctx.record, reports, layouts, flush.per_rank, state.keep)
         )
 
     def on_committed(self, event: CommitDone) -> None:
         """A commit that was given up may still come to an end: the first one counts, so the try after it is over."""
         flush = self.flush
         if event.ok:
-            self._ledger.mark_durable([event.snapshot])
+            self._table.mark_durable([event.snapshot])
         if flush is None or event.snapshot != flush.snapshot:
             return
         if event.ok:
@@ -251,9 +251,9 @@ class Flushing:
         self._cancel(flush)
         if count:
             self._failures, self.trouble = self._failures + 1, reason
-            facts = self._ledger.facts.get(flush.snapshot)
-            if facts is not None:
-                facts.failures += 1
+            state = self._table.states.get(flush.snapshot)
+            if state is not None:
+                state.failures += 1
             self._not_before = self._ctx.now + self._pause()
             self._ctx.emit(Alarm("flush", f"step {flush.snapshot.step}: {reason}"))
         self._drop()
@@ -268,6 +268,6 @@ class Flushing:
 
     def _drop(self) -> None:
         if self.flush is not None:
-            self._ledger.dirty.add(self.flush.snapshot)
+            self._table.dirty.add(self.flush.snapshot)
         self.flush = None
         self._certify.guards.pinned = set()

@@ -13,10 +13,10 @@ from ckptd.core.events import REFUSED_AT_ONCE
 from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.capture import LATE
 from ckptd.core.machine.context import Context
-from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.margin import Margin
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.machine.steward.snapshot import SnapshotState
+from ckptd.core.machine.steward.table import SnapshotTable
 from ckptd.core.messages import Grant, Missed, RankState, Sealed, Void
 from ckptd.core.written import Written, merged
 
@@ -45,8 +45,8 @@ class Granted:
 
 
 class Grants:
-    def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger) -> None:
-        self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
+    def __init__(self, ctx: Context, sessions: Sessions, table: SnapshotTable) -> None:
+        self._ctx, self._sessions, self._table = ctx, sessions, table
         self.open: dict[int, Granted] = {}
         self.ranks: dict[int, RankState] = {}
         self.margin = Margin(ctx.policy.grant_margin_max_steps)
@@ -71,8 +71,8 @@ class Grants:
         self.ranks[state.rank] = state
 
     def on_sealed(self, sender: str, message: Sealed) -> None:
-        self._ledger.learn_layouts(message.layouts)
-        self._ledger.add(sender, message.fact)
+        self._table.learn_layouts(message.layouts)
+        self._table.add(sender, message.fact)
         grant = self.open.get(message.grant)
         if grant is None:
             return
@@ -139,18 +139,18 @@ class Grants:
         self._drop_settled(grant)
 
     def _void_step(self, step: int, reason: str) -> None:
-        state = self._ledger.facts.get(SnapshotId(self._ctx.number, step))
+        state = self._table.states.get(SnapshotId(self._ctx.number, step))
         if state is None or state.void:
             return
         if self.grant_void(state):
             state.become_void("grant_void", reason)
-        self._ledger.dirty.add(state.snapshot)
+        self._table.dirty.add(state.snapshot)
 
     def grant_void(self, state: SnapshotState) -> bool:
         """The grant that it was captured under is void, and it was certified by nobody. Another steward may have done so while
         we were cut off: before everyone has told, nobody can say that it was not (P3). What is then not whole is void for
         that."""
-        heard = self._ledger.heard.get(state.snapshot, -1) >= 0
+        heard = self._table.heard.get(state.snapshot, -1) >= 0
         return not state.certified and not heard and self._sessions.members_live()
 
     def _say_void(self, grant: Granted) -> None:
@@ -173,7 +173,7 @@ class Grants:
         self.open.pop(grant.number, None)
         self.refused = None
         if grant.step is not None:
-            self._ledger.dirty.add(SnapshotId(self._ctx.number, grant.step))
+            self._table.dirty.add(SnapshotId(self._ctx.number, grant.step))
         if grant.progress is not None:
             self.margin.saw(grant.need)
 
@@ -249,7 +249,7 @@ class Grants:
             return
         if self._exact == step and self._ctx.now - self._exact_at < REPEAT_S:
             return  # somebody could not take it: at once again would only spin
-        gone = self._ledger.facts.get(SnapshotId(self._ctx.number, step))
+        gone = self._table.states.get(SnapshotId(self._ctx.number, step))
         if gone is not None and gone.void:
             return  # captured once and void: not again while somebody still holds a part of that
         if self._room() > 0:

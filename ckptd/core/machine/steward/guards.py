@@ -10,17 +10,17 @@ from collections.abc import Callable
 from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.grants import Grants
-from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.machine.steward.snapshot import Phase, SnapshotState
+from ckptd.core.machine.steward.table import SnapshotTable
 from ckptd.core.redundancy import attainable
 
 KEEP_FAILURES_MAX = 3  # failed flushes, before a snapshot that was to be kept gives its memory to newer ones
 
 
 class Guards:
-    def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger, grants: Grants) -> None:
-        self._ctx, self._sessions, self._ledger, self._grants = ctx, sessions, ledger, grants
+    def __init__(self, ctx: Context, sessions: Sessions, table: SnapshotTable, grants: Grants) -> None:
+        self._ctx, self._sessions, self._table, self._grants = ctx, sessions, table, grants
         self.follows: Callable[[SnapshotState], bool] = lambda state: False  # see Draining
         self.pinned: set[SnapshotId] = set()  # a flush needs them
 
@@ -33,14 +33,14 @@ class Guards:
     # --- certificates -------------------------------------------------------------------------------------------
     def remembered(self, state: SnapshotState) -> bool:
         """Nodes know of a level that an earlier steward certified."""
-        return self._ledger.heard.get(state.snapshot, -1) >= 0
+        return self._table.heard.get(state.snapshot, -1) >= 0
 
     def nothing_to_say(self, state: SnapshotState) -> bool:
         """Not known is not fallen (P2): its layouts are on their way to a steward that has just begun. And copies may be faster
         than the last rank's own word, which may still be that it missed the step."""
         if state.certificate is not None:
             return False
-        unread = state.phase is not Phase.VOID and self._ledger.unread(state)
+        unread = state.phase is not Phase.VOID and self._table.unread(state)
         return unread or self._under_way(state)
 
     # --- void ---------------------------------------------------------------------------------------------------
@@ -53,12 +53,12 @@ class Guards:
         and it is not durable."""
         if state.level >= 0 or state.snapshot.epoch != self._ctx.number or state.durable or self._under_way(state):
             return False
-        return self._sessions.members_live() and self._ledger.knows_layouts(state)
+        return self._sessions.members_live() and self._table.knows_layouts(state)
 
     def not_whole(self, state: SnapshotState) -> bool:
         """It is of an earlier epoch and lacks a part that nobody who is away could bring, so that it would only keep slots from
         what is to come."""
-        lacking = state.level < 0 and self._of_no_further_use(state) and self._ledger.knows_layouts(state)
+        lacking = state.level < 0 and self._of_no_further_use(state) and self._table.knows_layouts(state)
         return lacking and not self._awaited(state)
 
     def left_behind(self, state: SnapshotState) -> bool:
@@ -71,7 +71,7 @@ class Guards:
         return [s for s in self._whole_of_earlier_epochs() if not self._ctx.is_candidate(s.snapshot)]
 
     def _whole_of_earlier_epochs(self) -> list[SnapshotState]:
-        whole = (s for s in self._ledger.facts.values() if s.level >= 0 and s.phase is not Phase.VOID)
+        whole = (s for s in self._table.states.values() if s.level >= 0 and s.phase is not Phase.VOID)
         return [s for s in whole if s.snapshot.epoch < self._ctx.number]
 
     def _of_no_further_use(self, state: SnapshotState) -> bool:
@@ -92,7 +92,7 @@ class Guards:
         that it is void would be news to ranks that were told a level until then."""
         if not state.again or state.level >= 0 or state.phase is Phase.VOID or self.needed(state):
             return False
-        newer = (other for snapshot, other in self._ledger.facts.items() if snapshot > state.snapshot)
+        newer = (other for snapshot, other in self._table.states.items() if snapshot > state.snapshot)
         return any(other.certified and other.level >= 0 and not self.follows(other) for other in newer)
 
     def worth(self, state: SnapshotState) -> int:
@@ -102,7 +102,7 @@ class Guards:
     # --- what several ask ---------------------------------------------------------------------------------------
     def needed(self, state: SnapshotState) -> bool:
         """By a flush, or a grant that could still complete it; or nobody can read yet what it is."""
-        if state.snapshot in self.pinned or self._kept(state) or self._ledger.unread(state):
+        if state.snapshot in self.pinned or self._kept(state) or self._table.unread(state):
             return True
         return state.level < 0 and self._under_way(state)
 
@@ -125,5 +125,5 @@ class Guards:
             return False
         if not self._grants.full():
             return True
-        held = (s for s in self._ledger.facts.values() if s.level < 0 and any(map(self._sessions.live, s.nodes())))
+        held = (s for s in self._table.states.values() if s.level < 0 and any(map(self._sessions.live, s.nodes())))
         return state.snapshot != min((s.snapshot for s in held), default=None)

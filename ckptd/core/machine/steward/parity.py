@@ -15,9 +15,9 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.lanes import NOBODY, Lane, Member, Part, decodable, seatings, tolerance
 from ckptd.core.linear import linear_bytes
 from ckptd.core.machine.context import Context
-from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.machine.steward.snapshot import SnapshotState
+from ckptd.core.machine.steward.table import SnapshotTable
 from ckptd.core.messages import ParityOrder, Source
 from ckptd.core.redundancy import Parity
 
@@ -47,20 +47,20 @@ class Move:
 
 
 class Parities:
-    def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger) -> None:
-        self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
+    def __init__(self, ctx: Context, sessions: Sessions, table: SnapshotTable) -> None:
+        self._ctx, self._sessions, self._table = ctx, sessions, table
         self._short_since: dict[
             SnapshotId, float
         ] = {}  # below what is wanted, with data that only parity can bring
 
-    def ranks_in_lanes(self, facts: SnapshotState) -> set[int]:
+    def ranks_in_lanes(self, state: SnapshotState) -> set[int]:
         """They are protected by parity, and not by copies."""
-        return {rank for lane in self._lanes(facts) for rank in lane.ranks()}
+        return {rank for lane in self._lanes(state) for rank in lane.ranks()}
 
-    def ranks_by_parity_alone(self, facts: SnapshotState) -> set[int]:
+    def ranks_by_parity_alone(self, state: SnapshotState) -> set[int]:
         """Without those of lanes that are whole and yet survive less than they could, as two positions came to live in one domain
         when something was lost: nothing is left to be made of them, so copies take their place."""
-        lanes = [lane for lane in self._lanes(facts) if not self._ill_placed(self._held(facts, lane))]
+        lanes = [lane for lane in self._lanes(state) if not self._ill_placed(self._held(state, lane))]
         return {rank for lane in lanes for rank in lane.ranks()}
 
     def _ill_placed(self, held: Held) -> bool:
@@ -69,22 +69,22 @@ class Parities:
         )
         return whole and self._survives(held.lane, held.all_data, held.all_parts) < held.lane.parity
 
-    def order(self, facts: SnapshotState, *, at_once: bool = False) -> None:
+    def order(self, state: SnapshotState, *, at_once: bool = False) -> None:
         """Ask for what is missing, of the most exposed lanes first. at_once: also for data, however recently it was lost."""
         wanted = at_once or self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)
-        if facts.level < 0 or facts.void or not wanted:
+        if state.level < 0 or state.void or not wanted:
             return  # what has parity is moved, and made whole from it for a flush, whatever rung is in force now
-        lanes = [self._held(facts, lane) for lane in self._lanes(facts)]
-        patient = not at_once and not self._long_short(facts, any(map(_lost, lanes)))
+        lanes = [self._held(state, lane) for lane in self._lanes(state)]
+        patient = not at_once and not self._long_short(state, any(map(_lost, lanes)))
         for held in sorted(lanes, key=lambda held: (self._tolerates(held), held.lane.number)):
-            self._order_lane(facts, held, mend=not patient, at_once=at_once)
+            self._order_lane(state, held, mend=not patient, at_once=at_once)
 
-    def moves(self, facts: SnapshotState) -> list[Move]:
+    def moves(self, state: SnapshotState) -> list[Move]:
         """What lies on leaving nodes alone, the most exposed lanes first."""
-        lanes = sorted(map(partial(self._held, facts), self._lanes(facts)), key=lambda h: (self._tolerates(h), h.lane.number))
-        return [move for held in lanes for move in self._moves_of(facts, held)]
+        lanes = sorted(map(partial(self._held, state), self._lanes(state)), key=lambda h: (self._tolerates(h), h.lane.number))
+        return [move for held in lanes for move in self._moves_of(state, held)]
 
-    def _moves_of(self, facts: SnapshotState, held: Held) -> Iterator[Move]:
+    def _moves_of(self, state: SnapshotState, held: Held) -> Iterator[Move]:
         lane = held.lane
         for at, member in enumerate(lane.members):
             data = member.rank != NOBODY and not held.data.get(at)
@@ -92,7 +92,7 @@ class Parities:
             found = [(nbytes, where[at]) for lacking, nbytes, where in lacks if lacking and where.get(at)]
             if found:
                 nodes = frozenset(node for _, nodes in found for node in nodes)
-                places = self._seat_of(facts, held, at, anywhere=False, moves=True) is not None
+                places = self._seat_of(state, held, at, anywhere=False, moves=True) is not None
                 yield Move(lane.number, at, len(found), sum(nbytes for nbytes, _ in found), nodes, places)
 
     def forget(self, kept: set[SnapshotId]) -> None:
@@ -105,17 +105,17 @@ class Parities:
         self._short_since.pop(snapshot, None)
 
     # --- what there is ------------------------------------------------------------------------------------------
-    def _lanes(self, facts: SnapshotState) -> list[Lane]:
+    def _lanes(self, state: SnapshotState) -> list[Lane]:
         """Those that somebody holds parts of, and, while parity is made, those that this epoch's snapshots are to have."""
-        if facts.snapshot.epoch == self._ctx.number and not facts.seats and self._ledger.knows_layouts(facts):
-            self._seat(facts)
-        seats = facts.seats if isinstance(self._ctx.redundancy, Parity) else ()
-        return sorted({*facts.parts, *seats}, key=lambda lane: lane.number)
+        if state.snapshot.epoch == self._ctx.number and not state.seats and self._table.knows_layouts(state):
+            self._seat(state)
+        seats = state.seats if isinstance(self._ctx.redundancy, Parity) else ()
+        return sorted({*state.parts, *seats}, key=lambda lane: lane.number)
 
-    def _seat(self, facts: SnapshotState) -> None:
+    def _seat(self, state: SnapshotState) -> None:
         record = self._ctx.record
         assert record is not None, "a steward has an epoch"
-        layouts = self._ledger.layouts_of(facts)
+        layouts = self._table.layouts_of(state)
         policy = self._ctx.redundancy
         if not isinstance(policy, Parity) or len(layouts) != record.world:
             return
@@ -126,16 +126,16 @@ class Parities:
                 else Member(rank)
                 for rank in seating.ranks
             )
-            facts.seats[Lane(record.world, seating.number, policy.parity, members)] = seating.nodes
-        if not facts.seats.keys() >= facts.parts.keys():
-            facts.seats.clear()  # it was encoded under another rung: a lane's number must mean one lane
+            state.seats[Lane(record.world, seating.number, policy.parity, members)] = seating.nodes
+        if not state.seats.keys() >= state.parts.keys():
+            state.seats.clear()  # it was encoded under another rung: a lane's number must mean one lane
 
-    def _held(self, facts: SnapshotState, lane: Lane) -> Held:
+    def _held(self, state: SnapshotState, lane: Lane) -> Held:
         data: dict[int, list[str]] = {}
         for rank, at in lane.ranks().items():
-            found = sorted((tier, node) for node, tier in facts.holders.get(rank, {}).items() if tier <= 1)
+            found = sorted((tier, node) for node, tier in state.holders.get(rank, {}).items() if tier <= 1)
             data[at] = [node for _, node in found if self._sessions.live(node)]
-        parts = {at: sorted(filter(self._sessions.live, nodes)) for at, nodes in facts.parts.get(lane, {}).items()}
+        parts = {at: sorted(filter(self._sessions.live, nodes)) for at, nodes in state.parts.get(lane, {}).items()}
         stays = self._sessions.stays
         taken = {node: at for at, nodes in parts.items() for node in nodes}
         return Held(
@@ -153,15 +153,15 @@ class Parities:
         data, parts = ({at: set(map(self._ctx.domain, nodes)) for at, nodes in where.items()} for where in found)
         return tolerance(lane, data, parts)
 
-    def _long_short(self, facts: SnapshotState, lost: bool) -> bool:
+    def _long_short(self, state: SnapshotState, lost: bool) -> bool:
         if not lost:
-            self._short_since.pop(facts.snapshot, None)
+            self._short_since.pop(state.snapshot, None)
             return False
-        since = self._short_since.setdefault(facts.snapshot, self._ctx.now)
+        since = self._short_since.setdefault(state.snapshot, self._ctx.now)
         return self._ctx.now - since >= self._ctx.policy.steward_timeout_s
 
     # --- what is to be made -------------------------------------------------------------------------------------
-    def _order_lane(self, facts: SnapshotState, held: Held, *, mend: bool, at_once: bool) -> None:
+    def _order_lane(self, state: SnapshotState, held: Held, *, mend: bool, at_once: bool) -> None:
         lane, data, parts = held.lane, held.data, held.parts
         here = [at for at, nodes in held.all_data.items() if nodes], [at for at, nodes in held.all_parts.items() if nodes]
         for at, member in enumerate(lane.members):
@@ -170,34 +170,34 @@ class Parities:
             if (lost and (not mend or not decodable(lane, *here))) or not (lacks_data or lacks_part):
                 continue
             leans = (lacks_data and not lost) or (lacks_part and not unmade)
-            to = self._seat_of(facts, held, at, anywhere=lost and at_once, moves=leans)
-            sources = self._sources(facts, held)
+            to = self._seat_of(state, held, at, anywhere=lost and at_once, moves=leans)
+            sources = self._sources(state, held)
             if to is None and leans and (lost or unmade):  # nowhere to move: it protects as long as it is there
-                to = self._seat_of(facts, held, at, anywhere=False, moves=False)
+                to = self._seat_of(state, held, at, anywhere=False, moves=False)
                 lacks_data, lacks_part = lost, unmade
             if to is None:
                 continue
-            facts.moved[lane, at] = to
+            state.moved[lane, at] = to
             if lacks_data and (lost or any(held.all_parts.values())):  # without parity there is nothing to make it of
-                self._send(facts, Part(lane, at), to, sources, True)
+                self._send(state, Part(lane, at), to, sources, True)
             if not lost and lacks_part:
-                self._send(facts, Part(lane, at), to, sources, False)
+                self._send(state, Part(lane, at), to, sources, False)
 
-    def _seat_of(self, facts: SnapshotState, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
+    def _seat_of(self, state: SnapshotState, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
         """The node that is to hold this position: where the rest of it is, where it was meant to be, or one whose domain no
         other position lives in or is to live in; one that is about to go when there is no other, unless it moves away from such
         a one. anywhere: failing that any."""
         domain, record, lane = self._ctx.domain, self._ctx.record, held.lane
         assert record is not None, "a steward has an epoch"
-        others = {domain(node) for other in range(len(lane.members)) if other != at for node in self._places(facts, held, other)}
+        others = {domain(node) for other in range(len(lane.members)) if other != at for node in self._places(state, held, other)}
         taken = {node for other, nodes in held.all_parts.items() if other != at for node in nodes}
-        seats = facts.seats.get(lane)
-        chosen = facts.moved.get((lane, at))
+        seats = state.seats.get(lane)
+        chosen = state.moved.get((lane, at))
         first = [*held.data.get(at, ()), *held.parts.get(at, ())]
         first += [chosen] if chosen and domain(chosen) not in others else []
         first += [seats[at]] if seats and domain(seats[at]) not in others else []
         first += [] if moves else [*held.all_data.get(at, ()), *held.all_parts.get(at, ())]
-        spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(facts, node), node))
+        spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(state, node), node))
         live = [node for node in (*first, *spare) if self._sessions.live(node)]
         own = {seats[at]} & {*first} if seats else {*first}
         apart = [node for node in live if node not in taken and (node in own or domain(node) not in others)]
@@ -206,36 +206,36 @@ class Parities:
             return staying
         return next(iter(apart), None) or (next(iter(live), None) if anywhere else None)
 
-    def _places(self, facts: SnapshotState, held: Held, at: int) -> list[str]:
+    def _places(self, state: SnapshotState, held: Held, at: int) -> list[str]:
         """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
         cannot take this one any more. What is where it was meant to be is there alone: a copy beside it, which a drain asked for,
         takes no other position's place."""
-        chosen, seats = facts.moved.get((held.lane, at)), facts.seats.get(held.lane)
+        chosen, seats = state.moved.get((held.lane, at)), state.seats.get(held.lane)
         found = [*held.data.get(at, ()), *held.parts.get(at, ())]
         if seats and seats[at] in found:
             return [seats[at]]
         found += [chosen] if chosen and self._sessions.live(chosen) else []
         return found or ([seats[at]] if seats and self._sessions.live(seats[at]) else [])
 
-    def _load(self, facts: SnapshotState, node: str) -> int:
-        return sum(node in nodes for held in facts.parts.values() for nodes in held.values())
+    def _load(self, state: SnapshotState, node: str) -> int:
+        return sum(node in nodes for held in state.parts.values() for nodes in held.values())
 
-    def _sources(self, facts: SnapshotState, held: Held) -> tuple[Source, ...]:
+    def _sources(self, state: SnapshotState, held: Held) -> tuple[Source, ...]:
         """Also on leaving nodes."""
         lane, found = held.lane, []
         for at, nodes in sorted(held.all_data.items()):
             member = lane.members[at]
             found += [
-                Source(node, member.rank, facts.holders[member.rank][node], member.layout_id)
+                Source(node, member.rank, state.holders[member.rank][node], member.layout_id)
                 for node in nodes
             ]
         for at, nodes in sorted(held.all_parts.items()):
             found += [Source(node, lane.holding_rank, 0, "", Part(lane, at)) for node in nodes]
         return tuple(found)
 
-    def _send(self, facts: SnapshotState, part: Part, to: str, sources: tuple[Source, ...], data: bool) -> None:
+    def _send(self, state: SnapshotState, part: Part, to: str, sources: tuple[Source, ...], data: bool) -> None:
         session = self._sessions.session(to)
-        self._ctx.send(to, ParityOrder(self._ctx.number, session, facts.snapshot, part, sources, data))
+        self._ctx.send(to, ParityOrder(self._ctx.number, session, state.snapshot, part, sources, data))
 
 
 def _lost(held: Held) -> bool:

@@ -36,17 +36,17 @@ class Protecting:
     def choose(self, certified: Iterable[SnapshotState], wanted: int) -> SnapshotId | None:
         """Among snapshots that are whole; None: nothing lacks a copy that this cluster could make."""
         goal = min(wanted, self._attainable())
-        known = {facts.snapshot: facts for facts in certified}
+        known = {state.snapshot: state for state in certified}
         self._given_up &= known.keys()
         before = known.get(self.now) if self.now is not None else None
         if before is not None and before.level > self._level:
             took = self._ctx.now - self._since
             self._patience_s = min(max(PATIENCE_S, SLACK * took), PATIENCE_MAX_S)
             self._level, self._since = before.level, self._ctx.now
-        safe = max((s for s, facts in known.items() if facts.level >= goal), default=None)
+        safe = max((s for s, state in known.items() if state.level >= goal), default=None)
         waiting = sorted(
-            s for s, facts in known.items()
-            if facts.level < goal and (safe is None or s > safe) and self._ctx.is_candidate(s) and s not in self._given_up
+            s for s, state in known.items()
+            if state.level < goal and (safe is None or s > safe) and self._ctx.is_candidate(s) and s not in self._given_up
         )  # fmt: skip
         first = waiting[0] if waiting else None
         if first is not None and self._hangs(known[first]):
@@ -57,11 +57,11 @@ class Protecting:
             self.now = None
         return first
 
-    def _hangs(self, facts: SnapshotState) -> bool:
+    def _hangs(self, state: SnapshotState) -> bool:
         """Nothing has come of it for too long."""
         now = self._ctx.now
-        if facts.snapshot != self.now:
-            self.now, self._level, self._since = facts.snapshot, facts.level, now
+        if state.snapshot != self.now:
+            self.now, self._level, self._since = state.snapshot, state.level, now
         return self.overdue()
 
     def overdue(self) -> bool:

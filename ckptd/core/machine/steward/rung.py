@@ -6,8 +6,8 @@ from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.instructions import Alarm
 from ckptd.core.ladder import Ladder, rungs
 from ckptd.core.machine.context import Context
-from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.machine.steward.table import SnapshotTable
 from ckptd.core.messages import InForce, Shortage
 from ckptd.core.redundancy import attainable
 
@@ -16,8 +16,8 @@ AFTERWARDS_S = 20.0
 
 
 class Rung:
-    def __init__(self, ctx: Context, sessions: Sessions, ledger: Ledger) -> None:
-        self._ctx, self._sessions, self._ledger = ctx, sessions, ledger
+    def __init__(self, ctx: Context, sessions: Sessions, table: SnapshotTable) -> None:
+        self._ctx, self._sessions, self._table = ctx, sessions, table
         self._ladder: Ladder | None = None
         self._before: SnapshotId | None = None  # the newest snapshot when the rung changed last
         self._short: dict[str, str] = {}  # node -> why
@@ -54,7 +54,7 @@ class Rung:
         changed = self._ladder.look(bool(reasons), self._ctx.now)
         if changed:
             self._told_at = -1e9
-            self._before = max(self._ledger.facts, default=None)
+            self._before = max(self._table.states, default=None)
             self._ctx.in_force = self._ladder.redundancy  # at once: orders that follow are of this rung
             self._say_change(before, reasons)
         self._tell(self._ladder)
@@ -62,8 +62,8 @@ class Rung:
 
     def _has_held(self, ladder: Ladder, record: EpochRecord) -> bool:
         wanted = attainable(ladder.redundancy.tolerates, (node.domain for node in record.nodes))
-        newer = (f for s, f in self._ledger.facts.items() if self._before is None or s > self._before)
-        return any(facts.level >= wanted and not facts.void for facts in newer)
+        newer = (f for s, f in self._table.states.items() if self._before is None or s > self._before)
+        return any(state.level >= wanted and not state.void for state in newer)
 
     def _say_change(self, before: int, reasons: list[str]) -> None:
         ladder = self._ladder

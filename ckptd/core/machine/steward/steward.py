@@ -18,11 +18,11 @@ from ckptd.core.machine.steward.certify import Certify
 from ckptd.core.machine.steward.draining import Draining
 from ckptd.core.machine.steward.flush import Flushing
 from ckptd.core.machine.steward.grants import Grants
-from ckptd.core.machine.steward.ledger import Ledger
 from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.restore import Restoring
 from ckptd.core.machine.steward.rung import Rung
 from ckptd.core.machine.steward.sessions import Sessions
+from ckptd.core.machine.steward.table import SnapshotTable
 from ckptd.core.machine.steward.waiting import waits
 from ckptd.core.machine.uplink import KNOCK_S, Fact
 from ckptd.core.messages import (
@@ -48,15 +48,15 @@ class Steward:
         self._ctx = ctx
         self.active = False
         self.sessions = Sessions(ctx, self._deliver, self._reset)
-        self.ledger = Ledger(ctx, self.sessions.live)
-        self.grants = Grants(ctx, self.sessions, self.ledger)
-        self.parities = Parities(ctx, self.sessions, self.ledger)
-        self.rung = Rung(ctx, self.sessions, self.ledger)
+        self.table = SnapshotTable(ctx, self.sessions.live)
+        self.grants = Grants(ctx, self.sessions, self.table)
+        self.parities = Parities(ctx, self.sessions, self.table)
+        self.rung = Rung(ctx, self.sessions, self.table)
         self.sessions.life = self.life
         self.sessions.waits = self._waits
-        self.certify = Certify(ctx, self.sessions, self.ledger, self.grants, self.parities)
-        self.draining = Draining(ctx, self.sessions, self.ledger, self.parities, self.certify)
-        self.flushing = Flushing(ctx, self.sessions, self.ledger, self.grants, self.certify, self.parities)
+        self.certify = Certify(ctx, self.sessions, self.table, self.grants, self.parities)
+        self.draining = Draining(ctx, self.sessions, self.table, self.parities, self.certify)
+        self.flushing = Flushing(ctx, self.sessions, self.table, self.grants, self.certify, self.parities)
         self.restoring = Restoring(ctx, joining, self._restored)
         self._done = False  # of the epoch it speaks for
         self._told_done_at = -1e9
@@ -75,7 +75,7 @@ class Steward:
 
     def holds(self) -> bool:
         """Is there something that only this office looks after?"""
-        return self.active and bool(self.ledger.facts or self.flushing.flush is not None)
+        return self.active and bool(self.table.states or self.flushing.flush is not None)
 
     @property
     def record(self) -> EpochRecord:
@@ -93,7 +93,7 @@ class Steward:
         if self.active:
             self.sessions.on_tick()
             self._tell_done()
-            self.ledger.ask_layouts(self._ctx.number)
+            self.table.ask_layouts(self._ctx.number)
             self.grants.on_tick()
             if self.rung.on_tick():
                 self.certify.repeat_now()
@@ -112,7 +112,7 @@ class Steward:
     def start(self) -> None:
         self.active = True
         self._done = self._ctx.done
-        self.ledger.clear()
+        self.table.clear()
         self.grants.clear()
         self.flushing.clear()
         self.rung.clear()
@@ -211,33 +211,33 @@ class Steward:
             self.draining.on_leaving(sender, fact)
 
     def _on_inventory(self, sender: str, message: Inventory) -> None:
-        self.ledger.forget_node(sender)
+        self.table.forget_node(sender)
         durable = [snapshot for snapshot, _, is_durable in message.certified if is_durable]
-        self.ledger.mark_durable(durable)
+        self.table.mark_durable(durable)
         self.certify.heard_durable(sender, durable)
-        self.ledger.heard.update((snapshot, level) for snapshot, level, _ in message.certified)
+        self.table.heard.update((snapshot, level) for snapshot, level, _ in message.certified)
         for fact in message.holdings:
             if message.serial == 0:  # a later one may have crossed a release on its way
-                self.ledger.weigh_anew(fact.snapshot)
-            self.ledger.add(sender, fact)
+                self.table.weigh_anew(fact.snapshot)
+            self.table.add(sender, fact)
         self.certify.name_releases()
         self.grants.newest = max(self.grants.newest, message.grant)
         if message.done and not self._done:
             self._done = True
             self.restoring.already_done()
             self._say_done()
-        self.ledger.all_dirty()
+        self.table.all_dirty()
         self.certify.tell_all(sender)
         self.rung.tell(sender)
 
     def _on_held(self, sender: str, message: Held) -> None:
         if message.lost:
-            self.ledger.remove(sender, message.fact)
+            self.table.remove(sender, message.fact)
         else:
-            self.ledger.add(sender, message.fact)
+            self.table.add(sender, message.fact)
 
     def on_layouts(self, message: LayoutReply) -> None:
-        self.ledger.learn_layouts(message.layouts)
+        self.table.learn_layouts(message.layouts)
         self._act()
 
     def on_wrote(self, sender: str, message: Wrote) -> None:
@@ -257,11 +257,11 @@ class Steward:
         """A node came or went: whatever it holds counts anew."""
         if self.active and node in self.sessions.seats:
             self.sessions.on_link(node)
-            self.ledger.all_dirty()
+            self.table.all_dirty()
             self._act()
 
     def _reset(self, node: str) -> None:
-        self.ledger.forget_node(node)
+        self.table.forget_node(node)
         self.grants.on_reset(node)
         self.rung.forget(node)
 

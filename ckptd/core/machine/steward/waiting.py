@@ -73,13 +73,13 @@ def _held_up(steward: Steward, rank: int) -> str:
             return f"{FOR_A_RANK}: {_ranks(steward, lacking)} has not delivered step {grant.step}"
     flush = steward.flushing.flush
     node = steward.record.ranks[rank]
-    held = sorted(s for s, facts in steward.ledger.facts.items() if node in facts.holders.get(rank, ()))
+    held = sorted(s for s, facts in steward.table.states.items() if node in facts.holders.get(rank, ()))
     steps = shown(snapshot.step for snapshot in held)
     if flush is not None and flush.snapshot in held:
         trouble = f"; the last try failed: {steward.flushing.trouble}" if steward.flushing.trouble else ""
         return f"{FOR_STORAGE}: step {flush.snapshot.step} is being written{trouble}"
     wanted = steward.certify.guards.wanted()
-    behind = [s for s in held if steward.ledger.facts[s].level < wanted]
+    behind = [s for s in held if steward.table.states[s].level < wanted]
     if behind:
         trouble = "".join(f"; {why}" for why in steward.rung.shortages()[:1])
         return f"{FOR_A_PEER}: copies of step {shown(s.step for s in behind)} are under way{trouble}"

@@ -8,8 +8,8 @@ from typing import Any
 from ckptd.core.instructions import Send
 from ckptd.core.lanes import Lane, Member, Part, joined_digests, part_layout
 from ckptd.core.machine.context import Context
-from ckptd.core.machine.steward.ledger import RELEASED_KEPT_MAX, Ledger
 from ckptd.core.machine.steward.snapshot import SnapshotState
+from ckptd.core.machine.steward.table import RELEASED_KEPT_MAX, SnapshotTable
 from ckptd.core.messages import Certificate, HoldingFact, LayoutRequest
 from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, at, fact, layout, member
@@ -27,41 +27,41 @@ class Books:
     ctx: Context = field(default_factory=lambda: Context("1/job", member("a"), Policy()))
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.ctx, lambda node: True)
+        self.table = SnapshotTable(self.ctx, lambda node: True)
 
     def of(self, step: int = 7) -> SnapshotState:
-        return self.ledger.facts[at(step)]
+        return self.table.states[at(step)]
 
     def slot(self, node: str, rank: int, step: int = 7, **more: Any) -> HoldingFact:
         told = fact(step, rank, world=WORLD, **more)
-        self.ledger.add(node, told)
+        self.table.add(node, told)
         return told
 
     def part(self, node: str, position: int, **more: Any) -> HoldingFact:
         layout_id = part_layout(LANE, 64).layout_id
         told = HoldingFact(at(7), LANE.holding_rank, 0, layout_id, part=Part(LANE, position), **more)
-        self.ledger.add(node, told)
+        self.table.add(node, told)
         return told
 
     def lane(self) -> Books:
         """Nodes a, b and c have a rank and a part each."""
-        self.ledger.learn_layouts(LAYOUTS)
+        self.table.learn_layouts(LAYOUTS)
         for position, node in enumerate("abc"):
             self.slot(node, position)
             self.part(node, position)
         return self
 
     def level(self) -> int:
-        self.ledger.weigh(self.of())
+        self.table.weigh(self.of())
         return self.of().level
 
     def release(self, *steps: int) -> None:
         for step in steps:
-            self.ledger.release(at(step))
+            self.table.release(at(step))
 
     def asked(self) -> set[tuple[str, str]]:
         """(whom, for which layout)"""
-        self.ledger.ask_layouts(EPOCH)
+        self.table.ask_layouts(EPOCH)
         sends = [do for do in self.ctx.out if isinstance(do, Send)]
         return {(do.to, do.message.layout_id) for do in sends if isinstance(do.message, LayoutRequest)}
 
@@ -71,12 +71,12 @@ def test_a_new_term_knows_only_what_it_is_told_itself() -> None:
     """Layouts are named by their content, and what is durable stays so."""
     books = Books().lane()
     books.slot("a", 0, 5)
-    books.ledger.mark_durable([at(5)])
-    books.ledger.heard[at(7)] = 1
+    books.table.mark_durable([at(5)])
+    books.table.heard[at(7)] = 1
     books.release(3, 4)
-    books.ledger.weigh_anew(at(4))
-    books.ledger.clear()
-    assert (books.ledger.facts, books.ledger.heard, books.ledger.dirty) == ({}, {}, set())
+    books.table.weigh_anew(at(4))
+    books.table.clear()
+    assert (books.table.states, books.table.heard, books.table.dirty) == ({}, {}, set())
     for step in (3, 4, 5):
         books.slot("b", 1, step)
         assert books.of(step).nodes() == {"b"}
@@ -84,7 +84,7 @@ def test_a_new_term_knows_only_what_it_is_told_itself() -> None:
         (False, False),
         (False, True),
     ]
-    assert books.ledger.knows_layouts(books.of(5))
+    assert books.table.knows_layouts(books.of(5))
 
 
 # --- slots and parts ------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_only_parts_of_a_ranks_own_lane_vouch_for_it() -> None:
 
 def test_a_slot_that_arrives_raises_what_its_lane_survives() -> None:
     books = Books().lane()
-    books.ledger.remove("c", fact(7, 2, world=WORLD))
+    books.table.remove("c", fact(7, 2, world=WORLD))
     assert books.level() == 0
     books.slot("d", 2, tier=2)
     assert books.level() == 0, "parity is of more than a replica of that tier has"
@@ -131,9 +131,9 @@ def test_a_lane_of_which_nobody_holds_a_part_any_more_is_none_of_the_snapshots()
     books = Books()
     books.slot("a", 0)
     told = [books.part(node, position) for position, node in enumerate("bc")]
-    books.ledger.remove("b", told[0])
+    books.table.remove("b", told[0])
     assert books.of().parts == {LANE: {1: {"c"}}}
-    books.ledger.forget_node("c")
+    books.table.forget_node("c")
     assert (books.of().parts, books.of().nodes()) == ({}, {"a"})
 
 
@@ -141,12 +141,12 @@ def test_a_lane_of_which_nobody_holds_a_part_any_more_is_none_of_the_snapshots()
 def test_a_forgotten_nodes_slots_and_parts_do_not_count() -> None:
     books = Books().lane()
     assert books.level() == 1
-    books.ledger.dirty.clear()
-    books.ledger.forget_node("c")
+    books.table.dirty.clear()
+    books.table.forget_node("c")
     assert books.of().nodes() == {"a", "b"}
-    assert books.ledger.dirty == {at(7)}
+    assert books.table.dirty == {at(7)}
     assert books.level() == 0, "by the parity of the others"
-    books.ledger.forget_node("b")
+    books.table.forget_node("b")
     assert books.level() == -1
 
 
@@ -154,16 +154,16 @@ def test_what_nobody_holds_any_more_is_struck_out() -> None:
     books = Books()
     books.slot("b", 0)
     books.part("b", 0)
-    books.ledger.forget_node("b")
-    assert books.ledger.facts == {}
+    books.table.forget_node("b")
+    assert books.table.states == {}
     told = books.slot("b", 0)
-    books.ledger.remove("b", told)
-    assert books.ledger.facts == {}
+    books.table.remove("b", told)
+    assert books.table.states == {}
     told = books.slot("b", 0)
     books.of().certify(Certificate(EPOCH, 1, at(7), 0, 1, False))
     books.of().become_void("nowhere", "why")
-    books.ledger.remove("b", told)
-    assert books.ledger.facts == {}, "what is void is reported as fallen by nobody"
+    books.table.remove("b", told)
+    assert books.table.states == {}, "what is void is reported as fallen by nobody"
 
 
 # --- released -------------------------------------------------------------------------------------------------------
@@ -171,28 +171,28 @@ def test_who_still_tells_of_a_released_one_hears_of_its_release_among_the_last()
     books = Books()
     books.release(*range(1, RELEASED_KEPT_MAX + 1))
     books.slot("b", 0, 1)
-    assert books.ledger.facts == {}
+    assert books.table.states == {}
     books.release(100)
-    assert list(books.ledger.released)[-2:] == [at(1), at(100)]
-    assert at(2) not in books.ledger.released, "the oldest word went"
+    assert list(books.table.released)[-2:] == [at(1), at(100)]
+    assert at(2) not in books.table.released, "the oldest word went"
 
 
 def test_a_released_one_that_is_weighed_anew_counts_until_its_copies_are_gone() -> None:
     """Whoever missed its release may hold copies that nobody told of: these hear of it again."""
     books = Books()
     books.release(7)
-    books.ledger.weigh_anew(at(7))
+    books.table.weigh_anew(at(7))
     told = books.slot("b", 0)
     assert books.of().nodes() == {"b"}
-    books.ledger.remove("b", told)
-    assert books.ledger.facts == {}
-    assert at(7) in books.ledger.released
+    books.table.remove("b", told)
+    assert books.table.states == {}
+    assert at(7) in books.table.released
 
 
 def test_that_it_was_weighed_anew_is_forgotten_with_its_release() -> None:
     books = Books()
     books.release(7)
-    books.ledger.weigh_anew(at(7))
+    books.table.weigh_anew(at(7))
     books.release(7, *range(100, 100 + RELEASED_KEPT_MAX))
     books.slot("b", 0)
     assert not books.of().again

@@ -1,6 +1,6 @@
-"""The steward's books: who holds what of each snapshot, rebuilt from what the nodes say (design D9).
+"""The steward's table of snapshots: who holds what of each, rebuilt from what the nodes say (design D9).
 
-Only what a node said in its current session is in the books, so they can be thrown away and written anew at any time.
+Only what a node said in its current session is in the table, so it can be thrown away and written anew at any time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ckptd.core.protection import Classes, level, slice_classes
 RELEASED_KEPT_MAX = 64  # released snapshots named again in certificates, for a node that missed it
 
 
-class Ledger:
+class SnapshotTable:
     """``live``: does this node's part of the books hold now (in session and up)?"""
 
     def __init__(self, ctx: Context, live: Callable[[str], bool]) -> None:
         self._ctx, self._live = ctx, live
-        self.facts: dict[SnapshotId, SnapshotState] = {}
+        self.states: dict[SnapshotId, SnapshotState] = {}
         self.layouts: dict[str, Layout] = {}
         self.durable: set[SnapshotId] = set()
         self.released: dict[SnapshotId, None] = {}
@@ -35,7 +35,7 @@ class Ledger:
 
     def clear(self) -> None:
         """What is durable stays so; layouts are named by their content."""
-        self.facts.clear()
+        self.states.clear()
         self.released.clear()
         self._again.clear()
         self.heard.clear()
@@ -46,68 +46,68 @@ class Ledger:
         if fact.snapshot in self.released:
             self._keep_released(fact.snapshot)
             return
-        facts = self.facts.get(fact.snapshot)
-        if facts is None:
+        state = self.states.get(fact.snapshot)
+        if state is None:
             again = fact.snapshot in self._again
-            facts = SnapshotState(fact.snapshot, durable=fact.snapshot in self.durable, again=again)
-            self.facts[fact.snapshot] = facts
+            state = SnapshotState(fact.snapshot, durable=fact.snapshot in self.durable, again=again)
+            self.states[fact.snapshot] = state
         if fact.part is not None:
-            self._add_part(node, facts, fact, fact.part)
+            self._add_part(node, state, fact, fact.part)
             return
-        if facts.layout_ids.setdefault(fact.rank, fact.layout_id) != fact.layout_id:
+        if state.layout_ids.setdefault(fact.rank, fact.layout_id) != fact.layout_id:
             return  # two captures of one rank: the first one counts, the other never completes anything
-        facts.tolerated.clear()
-        nodes = facts.holders.setdefault(fact.rank, {})
+        state.tolerated.clear()
+        nodes = state.holders.setdefault(fact.rank, {})
         nodes[node] = min(fact.tier, nodes.get(node, fact.tier))
-        if fact.tier == 0 or fact.rank not in facts.digests:  # a prefix may lack some
-            facts.digests[fact.rank] = fact.digests
-        facts.keep |= fact.keep
+        if fact.tier == 0 or fact.rank not in state.digests:  # a prefix may lack some
+            state.digests[fact.rank] = fact.digests
+        state.keep |= fact.keep
         self.dirty.add(fact.snapshot)
 
-    def _add_part(self, node: str, facts: SnapshotState, fact: HoldingFact, part: Part) -> None:
+    def _add_part(self, node: str, state: SnapshotState, fact: HoldingFact, part: Part) -> None:
         """It also vouches for the layouts and digests of its lane's members, whose own slots may be gone."""
-        facts.parts.setdefault(part.lane, {}).setdefault(part.position, set()).add(node)
-        facts.tolerated.pop(part.lane, None)
+        state.parts.setdefault(part.lane, {}).setdefault(part.position, set()).add(node)
+        state.tolerated.pop(part.lane, None)
         for member in part.lane.members:
             if member.rank != NOBODY:
-                facts.layout_ids.setdefault(member.rank, member.layout_id)
+                state.layout_ids.setdefault(member.rank, member.layout_id)
         for rank, digests in member_digests(fact.digests).items():
-            facts.digests.setdefault(rank, digests)
-        facts.keep |= fact.keep
+            state.digests.setdefault(rank, digests)
+        state.keep |= fact.keep
         self.dirty.add(fact.snapshot)
 
     def remove(self, node: str, fact: HoldingFact) -> None:
-        facts = self.facts.get(fact.snapshot)
-        if facts is None:
+        state = self.states.get(fact.snapshot)
+        if state is None:
             return
         if fact.part is not None:
-            facts.parts.get(fact.part.lane, {}).get(fact.part.position, set()).discard(node)
+            state.parts.get(fact.part.lane, {}).get(fact.part.position, set()).discard(node)
         else:
-            nodes = facts.holders.get(fact.rank, {})
+            nodes = state.holders.get(fact.rank, {})
             nodes.pop(node, None)
             if not nodes:
-                facts.holders.pop(fact.rank, None)
-        self._changed(facts)
+                state.holders.pop(fact.rank, None)
+        self._changed(state)
 
     def forget_node(self, node: str) -> None:
-        for facts in list(self.facts.values()):
-            if node not in facts.nodes():
+        for state in list(self.states.values()):
+            if node not in state.nodes():
                 continue
-            for nodes in facts.holders.values():
+            for nodes in state.holders.values():
                 nodes.pop(node, None)
-            for held in facts.parts.values():
+            for held in state.parts.values():
                 for holders in held.values():
                     holders.discard(node)
-            facts.holders = {rank: nodes for rank, nodes in facts.holders.items() if nodes}
-            self._changed(facts)
+            state.holders = {rank: nodes for rank, nodes in state.holders.items() if nodes}
+            self._changed(state)
 
-    def _changed(self, facts: SnapshotState) -> None:
-        facts.tolerated.clear()
-        held = {lane: {at: nodes for at, nodes in parts.items() if nodes} for lane, parts in facts.parts.items()}
-        facts.parts = {lane: parts for lane, parts in held.items() if parts}
-        if self.held_nowhere(facts):
-            self.drop(facts)
-        self.dirty.add(facts.snapshot)
+    def _changed(self, state: SnapshotState) -> None:
+        state.tolerated.clear()
+        held = {lane: {at: nodes for at, nodes in parts.items() if nodes} for lane, parts in state.parts.items()}
+        state.parts = {lane: parts for lane, parts in held.items() if parts}
+        if self.held_nowhere(state):
+            self.drop(state)
+        self.dirty.add(state.snapshot)
 
     def learn_layouts(self, layouts: dict[str, bytes]) -> None:
         for name, data in layouts.items():
@@ -116,34 +116,34 @@ class Ledger:
                     self.layouts[name] = decode_layout(data)
                 except ValueError:
                     continue  # not a layout: whoever sent it holds something nobody can use
-                self.dirty.update(s for s, facts in self.facts.items() if name in facts.layout_ids.values())
+                self.dirty.update(s for s, state in self.states.items() if name in state.layout_ids.values())
 
     def mark_durable(self, snapshots: Iterable[SnapshotId]) -> None:
         for snapshot in snapshots:
             self.durable.add(snapshot)
-            facts = self.facts.get(snapshot)
-            if facts is not None and not facts.durable:
-                facts.durable = True
+            state = self.states.get(snapshot)
+            if state is not None and not state.durable:
+                state.durable = True
                 self.dirty.add(snapshot)
 
     def all_dirty(self) -> None:
-        for facts in self.facts.values():
-            facts.tolerated.clear()
-        self.dirty.update(self.facts)
+        for state in self.states.values():
+            state.tolerated.clear()
+        self.dirty.update(self.states)
 
     def release(self, snapshot: SnapshotId) -> None:
-        self.facts.pop(snapshot, None)
+        self.states.pop(snapshot, None)
         self._keep_released(snapshot)
 
-    def held_nowhere(self, facts: SnapshotState) -> bool:
+    def held_nowhere(self, state: SnapshotState) -> bool:
         """Nobody holds anything of it any more, as far as is known; what was certified stays as fallen."""
-        return not facts.nodes() and (facts.phase is Phase.VOID or facts.certificate is None)
+        return not state.nodes() and (state.phase is Phase.VOID or state.certificate is None)
 
-    def drop(self, facts: SnapshotState) -> None:
-        facts.become_gone("held_nowhere")
-        del self.facts[facts.snapshot]
-        if facts.again:
-            self._keep_released(facts.snapshot)
+    def drop(self, state: SnapshotState) -> None:
+        state.become_gone("held_nowhere")
+        del self.states[state.snapshot]
+        if state.again:
+            self._keep_released(state.snapshot)
 
     def weigh_anew(self, snapshot: SnapshotId) -> None:
         """A node tells what it holds, perhaps after a long absence: the snapshot was released without its copies, and may be
@@ -160,72 +160,72 @@ class Ledger:
             del self.released[next(iter(self.released))]
 
     # --- reading ------------------------------------------------------------------------------------------------
-    def weigh(self, facts: SnapshotState) -> None:
+    def weigh(self, state: SnapshotState) -> None:
         """Bring level, classes and agreement of this snapshot up to date."""
-        if facts.classes is None:
-            facts.classes = self._classes(facts)
-        if facts.classes is None:
-            facts.level = -1
+        if state.classes is None:
+            state.classes = self._classes(state)
+        if state.classes is None:
+            state.level = -1
             return
-        facts.level = self.level_with(facts, self._live)
-        if facts.agreement is None and facts.level >= 0:
-            facts.agreement = agree(self.layouts_of(facts), facts.digests)
+        state.level = self.level_with(state, self._live)
+        if state.agreement is None and state.level >= 0:
+            state.agreement = agree(self.layouts_of(state), state.digests)
 
-    def level_with(self, facts: SnapshotState, counts: Callable[[str], bool]) -> int:
+    def level_with(self, state: SnapshotState, counts: Callable[[str], bool]) -> int:
         """Its level if only the nodes that ``counts`` says held something."""
-        if facts.classes is None:
+        if state.classes is None:
             return -1
         domain = self._ctx.domain
         holders = {
             rank: [(domain(node), tier) for node, tier in nodes.items() if counts(node)]
-            for rank, nodes in facts.holders.items()
+            for rank, nodes in state.holders.items()
         }
-        return level(facts.classes, holders, self._spared(facts, holders, counts))
+        return level(state.classes, holders, self._spared(state, holders, counts))
 
     def _spared(
-        self, facts: SnapshotState, holders: dict[int, list[tuple[str, int]]], counts: Callable[[str], bool]
+        self, state: SnapshotState, holders: dict[int, list[tuple[str, int]]], counts: Callable[[str], bool]
     ) -> dict[int, int]:
         """rank -> losses after which parity still brings it."""
         found: dict[int, int] = {}
-        for lane, parts in facts.parts.items():
-            count = facts.tolerated.get(lane) if counts is self._live else None
+        for lane, parts in state.parts.items():
+            count = state.tolerated.get(lane) if counts is self._live else None
             if count is None:  # each part that arrives changes one lane of many
                 data = {at: {d for d, tier in holders.get(rank, ()) if tier <= 1} for rank, at in lane.ranks().items()}
                 live = {at: {self._ctx.domain(n) for n in nodes if counts(n)} for at, nodes in parts.items()}
                 count = tolerance(lane, data, live)
                 if counts is self._live:
-                    facts.tolerated[lane] = count
+                    state.tolerated[lane] = count
             for rank in lane.ranks():
                 found[rank] = max(count, found.get(rank, -1))
         return {rank: count for rank, count in found.items() if count >= 0}
 
-    def unread(self, facts: SnapshotState) -> bool:
+    def unread(self, state: SnapshotState) -> bool:
         """A layout is on its way from a live holder: until then nothing can be said about this snapshot."""
         return any(
-            name not in self.layouts and any(map(self._live, facts.vouching(rank)))
-            for rank, name in facts.layout_ids.items()
+            name not in self.layouts and any(map(self._live, state.vouching(rank)))
+            for rank, name in state.layout_ids.items()
         )
 
-    def knows_layouts(self, facts: SnapshotState) -> bool:
-        return all(name in self.layouts for name in facts.layout_ids.values())
+    def knows_layouts(self, state: SnapshotState) -> bool:
+        return all(name in self.layouts for name in state.layout_ids.values())
 
-    def layouts_of(self, facts: SnapshotState) -> dict[int, Layout]:
-        return {rank: self.layouts[name] for rank, name in facts.layout_ids.items()}
+    def layouts_of(self, state: SnapshotState) -> dict[int, Layout]:
+        return {rank: self.layouts[name] for rank, name in state.layout_ids.items()}
 
-    def live_holdings(self, facts: SnapshotState) -> dict[str, list[tuple[int, int]]]:
+    def live_holdings(self, state: SnapshotState) -> dict[str, list[tuple[int, int]]]:
         """node -> (rank, tier), as core.writes wants it."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for rank, nodes in facts.holders.items():
+        for rank, nodes in state.holders.items():
             for node, tier in nodes.items():
                 if self._live(node):
                     found.setdefault(node, []).append((rank, tier))
         return found
 
-    def _classes(self, facts: SnapshotState) -> Classes | None:
+    def _classes(self, state: SnapshotState) -> Classes | None:
         """None until every rank of the snapshot's world is known with its layout."""
-        if not facts.layout_ids or not self.knows_layouts(facts):
+        if not state.layout_ids or not self.knows_layouts(state):
             return None
-        layouts = self.layouts_of(facts)
+        layouts = self.layouts_of(state)
         classes = slice_classes(layouts)
         return classes if classes.complete else None
 
@@ -235,11 +235,11 @@ class Ledger:
         if self._ctx.now - self._asked_at < RESEND_S:
             return
         asked: set[str] = set()
-        for facts in self.facts.values():
-            for rank, name in facts.layout_ids.items():
+        for state in self.states.values():
+            for rank, name in state.layout_ids.items():
                 if name in self.layouts or name in asked:
                     continue
-                node = next(filter(self._live, facts.vouching(rank)), None)
+                node = next(filter(self._live, state.vouching(rank)), None)
                 if node is not None:
                     asked.add(name)
                     self._ctx.send(node, LayoutRequest(number, name))
