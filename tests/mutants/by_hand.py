@@ -247,8 +247,8 @@ EDITS = (
     Edit(
         "a slot is promised to two grants",
         "core/machine/steward/grants.py",
-        "        return min(state.free_slots - waiting[rank] for",
-        "        return min(state.free_slots - 0 for",
+        "state.free_slots - waiting[rank] for",
+        "state.free_slots - 0 for",
     ),
     Edit(
         "a fresh start is proven although somebody is silent",
