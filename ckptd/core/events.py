@@ -274,6 +274,7 @@ class Restarted:
     life: str = ""  # of core.life.Life, as it was written down (instructions.PersistLife)
     life_s: float = 0.0  # for how long it has been so
     tombstone: Tombstone = NO_TOMBSTONE  # of an earlier life of the job that was forgotten here
+    sealed: int = 0  # instructions.PersistSealed
 
 
 @dataclass(frozen=True, slots=True)

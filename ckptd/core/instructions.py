@@ -36,6 +36,13 @@ class PersistEpoch:
 
 
 @dataclass(frozen=True, slots=True)
+class PersistSealed:
+    """Write down, beside the job's epoch, that all ranks here have sealed a snapshot in it: once per epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class PersistLife:
     """Write down that the job has been in this state (core.life.Life) for so long, beside its epoch."""
 
@@ -228,7 +235,7 @@ class Alarm:
 
 
 Instruction = (
-    Send | Connect | PersistEpoch | PersistLife | Bury | ReadDurable | ClaimEpoch | PrepareRestore | LoadNow | FailJoin
-    | FailRestore | FinishRestore | GiveSlot | TakeBack | TellWritten | Supersede | TellLevel | FreeSlot | Replicate | MakeParity
-    | WriteFiles | CancelWrite | Commit | Alarm
+    Send | Connect | PersistEpoch | PersistSealed | PersistLife | Bury | ReadDurable | ClaimEpoch | PrepareRestore
+    | LoadNow | FailJoin | FailRestore | FinishRestore | GiveSlot | TakeBack | TellWritten | Supersede | TellLevel | FreeSlot
+    | Replicate | MakeParity | WriteFiles | CancelWrite | Commit | Alarm
 )  # fmt: skip

@@ -60,15 +60,17 @@ class Tombstone:
     """What a node remembers of a job that it has forgotten.
 
     ``epoch``: the highest that it knew; a new start takes a higher one, so that a node that was away supersedes nothing.
-    ``ordered``: the highest that was forgotten by the operator's word (0: none); what is left of it in any memory counts no more.
-    Invariant: 0 <= ordered <= epoch.
+    ``ordered``: the highest that was forgotten by the operator's word (0: none); what is left of it in memory counts no more.
+    ``sealed``: the newest in which every rank of the node had sealed a snapshot (0: none): something may be lost.
+    Invariant: 0 <= ordered, sealed <= epoch.
     """
 
     epoch: int = 0
     ordered: int = 0
+    sealed: int = 0
 
     def over(self, other: Tombstone) -> Tombstone:
-        return Tombstone(max(self.epoch, other.epoch), max(self.ordered, other.ordered))
+        return Tombstone(max(self.epoch, other.epoch), max(self.ordered, other.ordered), max(self.sealed, other.sealed))
 
 
 NO_TOMBSTONE = Tombstone()

@@ -78,6 +78,7 @@ class Inventory:
     grant: int = 0  # the highest grant the sender has seen in this epoch
     ran: EpochRecord | None = None  # the newest epoch before ``known`` that trained on the sender
     turn: int = 0  # of the request that this answers
+    sealed: int = 0  # newest epoch in which every rank of the sender sealed a snapshot
     buried: int = 0  # the highest epoch of this job that the sender has forgotten, for whatever reason (core.life.Tombstone)
     forgotten: int = 0  # the highest that it has forgotten by the operator's word: what is left of it counts no more
 

@@ -42,6 +42,7 @@ from ckptd.protect.peer_slot import DAMAGE
 TRACE_CHARS_MAX = 300  # of one event or instruction in the debug log
 GROW_RETRY_S = 5.0  # seats that are short of memory ask for it again
 WRITE_RETRY_S = 5.0  # an epoch that could not be written down
+ALARM_LEVELS = {"nothing_sealed": logging.ERROR}  # in the log; all others are warnings
 LEVELS_KEPT_MAX = 256  # snapshots whose level is remembered for status
 
 
@@ -57,7 +58,7 @@ class JobShell:
         self.record: EpochRecord | None = kept.record if kept is not None else None
         self.ran: EpochRecord | None = kept.ran if kept is not None else None
         self.life, self._life_since = (kept.life, kept.since) if kept is not None else ("", 0.0)
-        self._tombstone = tombstone
+        self._tombstone, self._sealed = tombstone, kept.sealed if kept is not None else 0
         self.slots: dict[int, Slot] = {}  # replicas held for others
         self._unwritten_at: float | None = None  # the newest epoch could not be written down, tried last then
         self._damaged: set[int] = set()  # slots that are kept only until their last reader has ended
@@ -81,6 +82,7 @@ class JobShell:
             ins.Send: self._send,
             ins.Connect: self._connect,
             ins.PersistEpoch: self._persist_epoch,
+            ins.PersistSealed: self._persist_sealed,
             ins.PersistLife: self._persist_life,
             ins.Bury: lambda do: services.forget_job(job, do.tombstone),
             ins.ReadDurable: self.durable.read,
@@ -108,7 +110,7 @@ class JobShell:
     def restarted(self) -> ev.Restarted:
         """The first event of a new machine."""
         since = max(0.0, self.services.wall() - self._life_since) if self.life else 0.0
-        return ev.Restarted(self.record, self.ran, self.life, since, self._tombstone)
+        return ev.Restarted(self.record, self.ran, self.life, since, self._tombstone, self._sealed)
 
     def feed(self, event: ev.Event) -> None:
         """Hand an event to the machine and do what it says. Events that arise meanwhile wait their turn."""
@@ -295,6 +297,11 @@ class JobShell:
         here = frozenset(rank for rank, node in enumerate(do.record.ranks) if node == self.services.node.node)
         asyncio.get_running_loop().call_soon(self.seats.release_unused, here)
 
+    def _persist_sealed(self, do: ins.PersistSealed) -> None:
+        self._sealed = do.epoch
+        if self.record is not None:
+            self._write_epoch()
+
     def _persist_life(self, do: ins.PersistLife) -> None:
         self.life, self._life_since = do.state, self.services.wall() - do.age_s
         log.info("job=%s is %s", self.job, do.state)
@@ -305,7 +312,7 @@ class JobShell:
         epoch for the newest, so health says it until a later try succeeds."""
         assert self.record is not None, "there is one to write down"
         try:
-            self.services.state.persist_job(self.job, Kept(self.record, self.ran, self.life, self._life_since))
+            self.services.state.persist_job(self.job, Kept(self.record, self.ran, self.life, self._life_since, self._sealed))
             self._unwritten_at = None
             self.services.health.clear("state", job=self.job)
         except OSError as error:
@@ -385,7 +392,7 @@ class JobShell:
         self.feed(ev.ReplicaSent(do.snapshot, do.rank, do.tier, do.to, ok, reason))
 
     def _alarm(self, do: ins.Alarm) -> None:
-        log.warning("job=%s alarm=%s %s", self.job, do.kind, do.text)
+        log.log(ALARM_LEVELS.get(do.kind, logging.WARNING), "job=%s alarm=%s %s", self.job, do.kind, do.text)
         self.services.metrics.alarm(self.job, do.kind)
         self.services.health.event(do.kind, do.text, job=self.job, serious=do.kind != "breakpoint")
 

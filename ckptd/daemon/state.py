@@ -40,6 +40,7 @@ class Kept:
     ran: EpochRecord | None = None
     life: str = ""
     since: float = 0.0
+    sealed: int = 0  # see instructions.PersistSealed
 
 
 class StateDir:
@@ -95,6 +96,7 @@ class StateDir:
             "record": asdict(kept.record),
             "ran": asdict(kept.ran) if kept.ran is not None else None,
             "life": {"state": kept.life, "since": kept.since},
+            "sealed": kept.sealed,
         }
         self.write("epochs/" + _file_name(job), json.dumps(facts).encode())
 
@@ -106,20 +108,20 @@ class StateDir:
         """Write all of them down. The oldest beyond TOMBSTONES_MAX are dropped from ``tombstones``. Raises OSError."""
         while len(tombstones) > TOMBSTONES_MAX:
             del tombstones[next(iter(tombstones))]
-        rows = [[job, stone.epoch, stone.ordered] for job, stone in tombstones.items()]
+        rows = [[job, stone.epoch, stone.ordered, stone.sealed] for job, stone in tombstones.items()]
         self.write(TOMBSTONES, json.dumps(rows).encode())
 
     def tombstones(self) -> dict[str, Tombstone]:
         """Of the jobs forgotten so far. Raises CkptdError when the file does not parse."""
         path = self.path / TOMBSTONES
         try:
-            rows = msgspec.json.decode(path.read_bytes(), type=list[tuple[str, int, int]])
+            rows = msgspec.json.decode(path.read_bytes(), type=list[tuple[str, int, int, int]])
         except FileNotFoundError:
             return {}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             hint = "remove the file only if no node that was away still holds memory of a forgotten job"
             raise CkptdError(f"the list of forgotten jobs does not parse: {error}", where=str(path), hint=hint) from error
-        return {job: Tombstone(epoch, ordered) for job, epoch, ordered in rows}
+        return {job: Tombstone(epoch, ordered, sealed) for job, epoch, ordered, sealed in rows}
 
     def jobs(self) -> dict[str, Kept]:
         """Every job's newest epoch, the one before it that ran, and its life. A file that does not parse is an error: guessing
@@ -133,7 +135,8 @@ class StateDir:
                 ran = msgspec.convert(body.get("ran"), EpochRecord | None)
                 life = msgspec.convert(body.get("life") or {}, dict[str, str | float])
                 state, since = str(life.get("state", "")), float(life.get("since", 0.0))
-                found[job] = Kept(record, ran, state if state in LIVES else "", since)
+                sealed = msgspec.convert(body.get("sealed", 0), int)
+                found[job] = Kept(record, ran, state if state in LIVES else "", since, sealed)
             except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError) as error:
                 raise CkptdError(
                     f"epoch record does not parse: {error}",

@@ -93,6 +93,8 @@ class Restore:
         self._opened, self._outcome = message, Outcome(None)
         self._outcome.facts["passed_over"] = list(message.errors)
         if message.snapshot is None:
+            if message.errors:
+                self._session.troubles.report("fresh", f"restore() found nothing: {'; '.join(message.errors)}")
             return
         try:
             self._catalogue = Catalogue.decode(body, self._world.rank)

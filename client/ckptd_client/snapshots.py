@@ -42,7 +42,7 @@ log = logging.getLogger("ckptd")
 AUDIT_TIMEOUT_S = 30.0
 LASTING_S = 5.0  # what keeps snapshots from being granted for less is no trouble
 OBSTACLES = (NO_STEWARD, FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, SILENT)
-RECOVERED = ("fence", "type", "memory", "waiting", "capture")  # troubles that a good snapshot ends
+RECOVERED = ("fence", "type", "memory", "waiting", "fresh", "capture")  # troubles that a good snapshot ends
 
 
 class Snapshots:

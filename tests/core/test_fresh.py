@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ckptd.core.events import DurableRead, RankLeft
 from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.core.life import Tombstone
 from ckptd.core.machine.steward.decide import decide
 from ckptd.core.machine.steward.gather import Gather
 from ckptd.core.messages import Inventory, RestoreAsk
@@ -84,3 +85,50 @@ def test_a_start_that_claimed_and_never_opened_hides_nothing_of_the_one_that_tra
     node.answer("c", *(replace(one, snapshot=at(5, 1)) for one in BOTH), attempt="again", known=first, done=True)
     node.claimed()
     assert node.opens()[-1].snapshot == at(5, 1)
+
+
+def two_nodes(sealed_a: int, sealed_b: int, **more: int) -> Gather:
+    """Epoch 1 ran on a and b, which live; nobody holds anything or was told of anything."""
+    b = NodeInfo("b", "tcp://b", "b", "b", "b#1")
+    ran = EpochRecord(1, "x", ("a", "b"), (A, b), before=(-1, ()))
+    gather = Gather("z", ("a", "b"), (A, b), 0.0)
+    gather.joined, gather.asked = {0: RestoreAsk(), 1: RestoreAsk()}, {"a": A, "b": b}
+    gather.answers = {
+        "a": Inventory("z", ran, (), done=True, incarnation="a#1", sealed=sealed_a, **more),
+        "b": Inventory("z", ran, (), done=True, incarnation="b#1", sealed=sealed_b),
+    }
+    gather.durable, gather.records = DurableRead("z", True), [ran]
+    return gather
+
+
+def test_nothing_was_ever_sealed_and_that_is_said() -> None:
+    """P15"""
+    decision = decide(two_nodes(0, 0), 1, (), {})
+    assert decision.record is not None
+    assert decision.errors == ("nothing was ever sealed: epoch 1 ran on a, b and ended before a first snapshot was complete",)
+
+
+def test_one_node_whose_ranks_sealed_nothing_proves_that_no_snapshot_was_complete() -> None:
+    assert decide(two_nodes(1, 0), 1, (), {}).record is not None
+
+
+def test_what_was_sealed_by_all_and_is_held_by_nobody_is_no_fresh_start() -> None:
+    """P1, P15: and it is said what became of it."""
+    refused = decide(two_nodes(1, 1), 1, (), {})
+    assert refused.record is None and refused.code == "unrecoverable"
+    assert "its snapshots of epoch 1 are held nowhere any more" in refused.reason
+    assert refused.reason.endswith("allow_fresh=True begins anew")
+
+
+def test_a_job_that_was_let_go_after_it_had_sealed_something_is_no_fresh_start() -> None:
+    """P15: no record of it is left, but a tombstone."""
+    gather = Gather("z", ("a",), (A,), 0.0)
+    gather.joined, gather.asked = {0: RestoreAsk()}, {"a": A}
+    gather.durable = DurableRead("z", True)
+    gather.answers = {"a": Inventory("z", None, (), incarnation="a#2", buried=3, sealed=2)}
+    assert "a let go of the job" in decide(gather, 3, (), {}).reason
+    gather.answers = {"a": Inventory("z", None, (), incarnation="a#2", buried=3, sealed=0)}
+    assert decide(gather, 3, (), {}).record is not None, "it never sealed anything"
+    gather.answers = {"a": Inventory("z", None, (), incarnation="a#2", buried=3, forgotten=3, sealed=2)}
+    gather.bury(Tombstone(3, 3))
+    assert decide(gather, 3, (), {}).record is not None, "forgotten by order"

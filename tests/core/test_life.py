@@ -188,7 +188,7 @@ def test_a_job_of_which_nothing_is_left_here_is_forgotten() -> None:
     member.tick(LINGER_S)
     assert only(member.done, ins.Bury) == [], "it holds something"
     member.feed(ev.SpareAsked(Order.FINISHED_DURABLE, (at(5),)))
-    assert only(member.tick(), ins.Bury) == [ins.Bury(Tombstone(EPOCH))]
+    assert only(member.tick(), ins.Bury) == [ins.Bury(Tombstone(EPOCH, sealed=EPOCH))]
     assert only(member.tick(), ins.Bury) == [], "once"
 
 
@@ -198,7 +198,7 @@ def test_the_operators_word_forgets_all_but_a_running_job() -> None:
     assert "ranks" in member.machine.lifetime.refusal()
     member = holding(Life.ORPHANED)
     assert only(member.feed(ev.ForgetOrdered(EPOCH - 1)), ins.Bury) == [], "it has begun anew since"
-    assert only(member.feed(ev.ForgetOrdered(EPOCH)), ins.Bury) == [ins.Bury(Tombstone(EPOCH, EPOCH))]
+    assert only(member.feed(ev.ForgetOrdered(EPOCH)), ins.Bury) == [ins.Bury(Tombstone(EPOCH, EPOCH, EPOCH))]
 
 
 def test_a_node_that_returns_forgets_what_was_forgotten_meanwhile() -> None:
@@ -206,7 +206,7 @@ def test_a_node_that_returns_forgets_what_was_forgotten_meanwhile() -> None:
     done = member.hear("a", msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH - 1))
     assert only(done, ins.Bury) == []
     done = member.hear("a", msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH))
-    assert only(done, ins.Bury) == [ins.Bury(Tombstone(EPOCH, EPOCH))]
+    assert only(done, ins.Bury) == [ins.Bury(Tombstone(EPOCH, EPOCH, EPOCH))]
 
 
 def test_no_word_about_the_past_brings_a_forgotten_job_back() -> None:

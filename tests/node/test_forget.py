@@ -57,7 +57,8 @@ async def test_a_forgotten_job_leaves_no_memory_and_begins_anew() -> None:
         assert json.loads(said)["job"] == FIRST
         await eventually(lambda: house.daemon.arena.used_bytes == 0)
         assert phase(house, "first") == "forgotten" and before is not None
-        assert StateDir(Path(house.daemon.config.state_dir)).tombstones() == {FIRST: Tombstone(before.number, before.number)}
+        number = before.number
+        assert StateDir(Path(house.daemon.config.state_dir)).tombstones() == {FIRST: Tombstone(number, number, number)}
         assert (await begins_anew(house)).epoch > before.number
         code, said = await ckptd(house, "forget", "first")
         assert code == 1 and "not over" in said and "stop its ranks" in said, said

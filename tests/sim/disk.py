@@ -43,6 +43,7 @@ class Written:
 
     record: EpochRecord | None = None
     ran: EpochRecord | None = None
+    sealed: int = 0
 
     @property
     def number(self) -> int:

@@ -75,10 +75,10 @@ class Host:
         self.procs.clear()
         self._forget()
         known = self.state.visible
-        self.record, self.ran = known.record, known.ran
+        self.record, self.ran, self.sealed = known.record, known.ran, known.sealed
         self.machine = self.world.make_machine(self)
         self.world.net.forget_views(self.name)
-        self.feed(ev.Restarted(known.record, known.ran))
+        self.feed(ev.Restarted(known.record, known.ran, sealed=known.sealed))
         for mem in list(self.memory.values()):
             self._adopt(mem)
         self.world.clock.after(TICK_S * self.world.rng.random(), self._tick, self.life)
@@ -256,6 +256,10 @@ class Host:
         self.record, self.ran = do.record, do.ran
         self._write_epoch(self.life)
 
+    def _PersistSealed(self, do: ins.PersistSealed) -> None:  # noqa: N802
+        self.sealed = do.epoch
+        self._write_epoch(self.life)
+
     def _PersistLife(self, do: ins.PersistLife) -> None:  # noqa: N802
         pass
 
@@ -264,7 +268,7 @@ class Host:
 
     def _write_epoch(self, life: int) -> None:
         """A state directory that does not work stops nobody; it is tried again."""
-        if life == self.life and not self.state.write(Written(self.record, self.ran)):
+        if life == self.life and not self.state.write(Written(self.record, self.ran, self.sealed)):
             self.world.oracle.count("an epoch that could not be written down")
             self.world.clock.after(RETRY_S, self._write_epoch, life)
 

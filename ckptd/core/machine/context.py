@@ -36,6 +36,7 @@ class Context:
     ran: EpochRecord | None = None  # the newest one before ``record`` that trained here
     done: bool = False  # all ranks of ``record`` have restored: its steps count
     never: bool = False  # they certainly have not
+    sealed: int = 0  # newest epoch in which all ranks here had sealed a snapshot, as it is written down
     tombstone: Tombstone = NO_TOMBSTONE  # of an earlier life of the job, forgotten here
     leaving: frozenset[str] = frozenset()  # nodes that are about to go, as the steward says
     down: dict[str, float] = field(default_factory=dict)  # node -> since

@@ -6,6 +6,7 @@ A node that forgets a job says so with ``Bury``; its shell then drops the machin
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from ckptd.core import messages as msg
 from ckptd.core.events import ForgetOrdered, Restarted, SpareAsked
@@ -47,7 +48,7 @@ class Lifetime:
 
     # --- what happens -------------------------------------------------------------------------------------------
     def on_restarted(self, event: Restarted) -> None:
-        self._ctx.tombstone = event.tombstone
+        self._ctx.tombstone, self._ctx.sealed = event.tombstone, max(event.sealed, event.tombstone.sealed)
         if event.life:
             self.life = JobLife(Life(event.life), self._ctx.now - max(0.0, event.life_s))
 
@@ -138,7 +139,8 @@ class Lifetime:
         if not self.buried:
             self.buried = True
             self.life.state = Life.FORGOTTEN
-            self._ctx.emit(Bury(tombstone.over(self._ctx.tombstone)))
+            sealed = min(self._ctx.sealed, tombstone.epoch)
+            self._ctx.emit(Bury(replace(tombstone, sealed=sealed).over(self._ctx.tombstone)))
 
     def _nothing_is_left(self, seconds: float) -> bool:
         """``seconds``: of this machine. One without an epoch is somebody's question, or a word of a node that was away."""

@@ -297,7 +297,8 @@ class JobMachine:
             sender,
             msg.Inventory(message.attempt, self.ctx.record, self.slots.frozen_facts(), layouts, self.levels.certified(),
                           done=self.ctx.done, never=self.ctx.never, incarnation=self.ctx.me.incarnation, ran=self.ctx.ran,
-                          turn=message.turn, buried=self.ctx.tombstone.epoch, forgotten=self.ctx.tombstone.ordered),
+                          turn=message.turn, buried=self.ctx.tombstone.epoch, forgotten=self.ctx.tombstone.ordered,
+                          sealed=self.ctx.sealed),
         )  # fmt: skip
 
     def _inventory(self, sender: str, message: msg.Inventory) -> None:

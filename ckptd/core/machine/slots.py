@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.instructions import FreeSlot
+from ckptd.core.instructions import FreeSlot, PersistSealed
 from ckptd.core.lanes import Part
 from ckptd.core.layout import Layout
 from ckptd.core.machine.context import Context
@@ -44,6 +44,7 @@ class Slots:
         self.by_id: dict[int, Slot] = {}
         self.sealed: dict[SnapshotId, list[Slot]] = {}
         self.void: dict[SnapshotId, str] = {}
+        self._sealed_in, self._sealed_by = 0, set[int]()  # an epoch, and the ranks here that have sealed something in it
         self.short: dict[int, str] = {}  # rank -> why it has fewer own slots than it should
         self.frozen_for = ""  # the attempt that asked
         self.frozen_until = 0.0  # an inventory was answered: what it named stays for a while
@@ -86,6 +87,20 @@ class Slots:
         slot.layouts = layouts
         self.by_id[slot.id] = slot
         self.sealed.setdefault(fact.snapshot, []).append(slot)
+        if slot.own:
+            self._note_sealed(fact)
+
+    def _note_sealed(self, fact: HoldingFact) -> None:
+        """A snapshot is complete only if every rank has sealed it: until those here have, none of this epoch ever was."""
+        epoch = fact.snapshot.epoch
+        if epoch <= self._ctx.sealed:
+            return
+        if epoch != self._sealed_in:
+            self._sealed_in, self._sealed_by = epoch, set()
+        self._sealed_by.add(fact.rank)
+        if epoch < self._ctx.number or self._sealed_by >= set(self._ctx.local_ranks()):
+            self._ctx.sealed = epoch
+            self._ctx.emit(PersistSealed(epoch))
 
     def best(self, snapshot: SnapshotId, rank: int) -> Slot | None:
         """The holding of this rank with the most in it (the lowest tier)."""

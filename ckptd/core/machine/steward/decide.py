@@ -20,6 +20,7 @@ CLAIM_GAP = 8  # numbers left out when storage could not tell which ones are cla
 CLAIM_SPREAD = 997  # ... and then by chance up to this: two starts that know nothing of each other take different ones
 NOTHING = SnapshotId(-1, -1)
 ERRORS_MAX = 16  # reasons told to the ranks
+NOTHING_SEALED = "nothing was ever sealed"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def decide(
     if usable:
         return Decision(_record(gather, usable[0], floor, redundancy), usable[0], errors=errors)
     if ask.allow_fresh or (ask.step is None and _proven_fresh(gather)):
-        return Decision(_record(gather, None, floor, redundancy), errors=errors)
+        return Decision(_record(gather, None, floor, redundancy), errors=errors + _unsealed(gather))
     complete = not gather.missing() and gather.durable is not None and gather.durable.ok
     code = "unrecoverable" if complete or excluded else "unreachable"
     return Decision(code=code, reason="; ".join(errors) or _nothing(gather, ask))
@@ -94,7 +95,29 @@ def _nothing(gather: Gather, ask: RestoreAsk) -> str:
     wanted += ["on storage" if ask.source == "durable" else "in memory"] if ask.source else []
     if wanted:
         return f"there is no checkpoint {' '.join(wanted)}"
-    return "this job has run before, and nobody can say that it has no checkpoint"
+    return f"{_what_became(gather)}; allow_fresh=True begins anew"
+
+
+def _what_became(gather: Gather) -> str:
+    """Of the snapshots of a job that has run before."""
+    epoch, record = gather.sealed(), gather.lineage()
+    let_go = sorted(node for node, answer in gather.answers.items() if answer.buried >= max(epoch, 1))
+    nodes = record.nodes if record is not None else ()
+    anew = sorted(n.node for n in nodes if n.node in gather.answers and gather.answers[n.node].incarnation != n.incarnation)
+    said = [f"its snapshots of epoch {epoch} are held nowhere any more"] if epoch else []
+    said += [f"{', '.join(let_go)} let go of the job when it was over and nothing of it was left"] if let_go else []
+    said += [f"{', '.join(anew)} started anew since it ran and may have lost some"] if anew and not let_go else []
+    said += ["there is no storage" if not gather.claims else "storage has none"] if said else []
+    return "this job has run before, and " + (", ".join(said) or "nobody can say that it has no checkpoint")
+
+
+def _unsealed(gather: Gather) -> tuple[str, ...]:
+    """A fresh start after one that ran: proven, and yet nothing to be quiet about."""
+    before = gather.lineage()
+    if before is None or is_grave(before) or before.number <= gather.tombstone.ordered:
+        return ()
+    nodes = ", ".join(node.node for node in before.nodes)
+    return (f"{NOTHING_SEALED}: epoch {before.number} ran on {nodes} and ended before a first snapshot was complete",)
 
 
 def _left_behind(gather: Gather, ask: RestoreAsk) -> str:
@@ -129,7 +152,7 @@ def _proven_fresh(gather: Gather) -> bool:
     """Everyone answered, storage too, nobody ever heard of a snapshot. When there was an earlier start of the job,
     one of its members with ranks must still know that it took none: it has not been restarted since."""
     durable = gather.durable
-    if gather.missing() or durable is None or not durable.ok or gather.heard_of():
+    if gather.missing() or durable is None or not durable.ok or gather.heard_of() or gather.sealed():
         return False
     if gather.tombstone.ordered and max((r.number for r in gather.records), default=0) <= gather.tombstone.ordered:
         return True  # all there was, the operator had forgotten

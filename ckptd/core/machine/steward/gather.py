@@ -96,6 +96,17 @@ class Gather:
         found |= {snapshot for answer in self.answers.values() for snapshot, _, _ in answer.certified}
         return found | set(self.durable.commits if self.durable is not None else ())
 
+    def sealed(self) -> int:
+        """The newest epoch in which a complete snapshot may have been sealed, and that was not forgotten by order. 0: in none, as
+        far as those know who answered: one node whose ranks did not all seal something proves it for its epoch."""
+        known = {record.number: record for record in self.records}
+        for epoch in sorted({answer.sealed for answer in self.answers.values()}, reverse=True):
+            record = known.get(epoch)
+            members = set(record.ranks) & self.answers.keys() if record is not None else set()
+            if epoch > self.tombstone.ordered and all(self.answers[node].sealed >= epoch for node in members):
+                return epoch
+        return 0
+
     def layouts(self) -> dict[str, Layout]:
         found: dict[str, Layout] = {}
         for answer in self.answers.values():

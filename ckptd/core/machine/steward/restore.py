@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from ckptd.core.events import DurableRead, EpochClaimed
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.instructions import ClaimEpoch
+from ckptd.core.instructions import Alarm, ClaimEpoch
 from ckptd.core.machine.context import RESEND_S, Context
 from ckptd.core.machine.joining import Joining
-from ckptd.core.machine.steward.decide import Decision, decide, looks_torn, may_decide, spread
+from ckptd.core.machine.steward.decide import NOTHING_SEALED, Decision, decide, looks_torn, may_decide, spread
 from ckptd.core.machine.steward.gather import Gather, Gathering
 from ckptd.core.messages import (
     EpochOpen,
@@ -211,6 +211,9 @@ class Restoring:
             decision.errors,
         )
         self.restore = Restore(message, self._ctx.now, self._ctx.now)
+        for text in decision.errors:
+            if text.startswith(NOTHING_SEALED):
+                self._ctx.emit(Alarm("nothing_sealed", text))
         self._ctx.learn((*record.nodes, *record.holders))
         for node in self._everyone():
             self._say_open(self.restore, node)

@@ -1,0 +1,52 @@
+"""restore() says None only of a job that never sealed anything, or that was forgotten by order (P1, P15)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.nodes import Cluster, TrainerError, together
+from tests.waiting import until
+
+JOB = "lost"
+
+
+def test_a_finished_job_whose_memory_went_is_not_begun_anew_without_a_word(nodes: Cluster) -> None:
+    node = nodes.node(replicas=0, job_linger_s=1)
+    first = nodes.world([node], JOB)[0]
+    assert first.do("restore") is None
+    first.do("train", snapshot=False)
+    first.do("snapshot", must=True)
+    assert first.do("wait", level="sealed") == "sealed"
+    first.do("close")
+    first.kill()
+    until(lambda: node.job(JOB).get("phase", "forgotten") == "forgotten", 30, "its memory to go")
+    node.crash()  # what is remembered of it is written down
+    again = nodes.again([first])[0]
+    with pytest.raises(TrainerError) as error:
+        again.do("restore")
+    assert "snapshots of epoch 1 are held nowhere any more" in str(error.value) and "allow_fresh" in str(error.value)
+    assert again.do("restore", allow_fresh=True) is None
+
+
+def test_a_job_that_ended_before_its_first_snapshot_begins_anew_with_an_error(nodes: Cluster) -> None:
+    made = nodes.several(2)
+    world = nodes.world(made, JOB)
+    assert together(world, "restore") == [None, None]
+    together(world, "train", snapshot=False)
+    world = nodes.again(world)
+    assert together(world, "restore") == [None, None]
+    text = "nothing was ever sealed: epoch 1 ran on n0, n1 and ended before a first snapshot was complete"
+    assert text in made[0].problems().get("nothing_sealed", "")
+    assert any("ERROR" in line and text in line for line in made[0].log.read_text().splitlines())
+    assert all(any(text in problem for problem in rank.do("health")["problems"]) for rank in world)
+    together(world, "train", snapshot=False)
+    together(world, "snapshot", must=True)
+    together(world, "wait", level="sealed")
+    assert not any(text in problem for problem in world[1].do("health")["problems"])
+
+
+def test_a_new_job_is_no_trouble(nodes: Cluster) -> None:
+    node = nodes.node(replicas=0)
+    trainer = nodes.world([node], JOB)[0]
+    assert trainer.do("restore") is None
+    assert trainer.do("health") == {"ok": True, "problems": []}
