@@ -222,7 +222,7 @@ class Engine:
                 with self._changed:
                     job.stop = job.stop or trouble
                     if found:
-                        job.were_written(found, "hidden write to")
+                        job.were_written(found, "hidden write:")
                     job.audit = False
                     self._changed.notify_all()
 
@@ -321,7 +321,7 @@ class Engine:
             if job.device is not None and job.enqueued:
                 differing = [(copy.owner, copy.key) for copy in job.device.finish()]
                 if differing:
-                    job.were_written(differing, "hidden write to")
+                    job.were_written(differing, "hidden write:")
             self._look([job])
             self._check_static(job)
             job.capture_s = time.monotonic() - job.began
@@ -381,7 +381,7 @@ class Engine:
             self.statics.forget(job.frozen)
             job.stop = f"{copy.key} is not what was kept of it: it is captured anew"
         else:
-            job.were_written([(copy.owner, copy.key)], "hidden write to")
+            job.were_written([(copy.owner, copy.key)], "hidden write:")
 
     def _warm_one(self) -> None:
         slot, pieces = self._warming[0]

@@ -99,7 +99,7 @@ def test_a_frozen_parameter_written_behind_our_back_is_found_and_copied_at_once_
             results.append(handle.wait("sealed", 30))
             if handle.taken:
                 assert_same(daemon.held[1, number][0], expected)
-        assert results[1] == "void: hidden write to model.momentum.weight"
+        assert results[1] == "void: hidden write: model.momentum.weight"
         small = daemon.slot_count  # slots without room for it were granted already
         assert set(results[2 : 2 + small]) <= {"skipped: no memory", "durable"}
         assert results[2 + small :] == ["durable"] * 4

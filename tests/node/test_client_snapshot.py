@@ -376,7 +376,7 @@ def test_an_audit_finds_a_write_that_escapes_the_fence(daemon: RankDaemonDouble)
         until(lambda: client._engine._all_copied(), what="the copy")
         training.model[0].weight.data.add_(1)
         training.step()
-        assert handle.wait("sealed", 30) == "void: hidden write to model.0.weight"
+        assert handle.wait("sealed", 30) == "void: hidden write: model.0.weight"
         assert any("hidden write" in text for text in client.health().problems)
         expected = training.tensors()  # from now on this owner is copied before snapshot() returns
         failpoint.arm("capture.tensor:sleep=0.2")

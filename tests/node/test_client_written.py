@@ -137,7 +137,7 @@ def test_the_snapshot_after_a_write_is_audited(daemon: RankDaemonDouble) -> None
         state = training.optimizer.state[training.model[0].weight]["exp_avg"]
         state.data.add_(1)
         training.step()
-        assert handle.wait("sealed", 30) == "void: hidden write to optimizer.model.0.weight.exp_avg"
+        assert handle.wait("sealed", 30) == "void: hidden write: optimizer.model.0.weight.exp_avg"
 
 
 def test_the_second_time_the_owner_is_copied_at_once(daemon: RankDaemonDouble) -> None:
