@@ -104,10 +104,11 @@ def _of_job(storage: Storage, job: str, record: EpochRecord | None) -> list[Snap
 
 def _table(report: ListReport) -> object:
     from ckptd.cli.show import table
+    from ckptd.core.machine.waiting import shown
 
     rows = [
         [row.get("job", ""), row.get("epoch", ""), row.get("step", ""), _level(row), " + ".join(row.get("where", [])),
-         row.get("life", ""), _marks(row), ", ".join(row.get("per_rank", []))]
+         row.get("life", ""), _marks(row), shown(row.get("per_rank", []))]
         for row in report.get("rows", [])
     ]  # fmt: skip
     if not rows:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.grouped import grouped
 from ckptd_client import beside, nested, optim, resolve, rng, tree
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner, State
@@ -49,7 +50,7 @@ class Objects:
         problems += self._check_groups()
         if problems:
             raise CkptdError(
-                "state cannot be restored: " + "; ".join(problems), hint="see strict=False and only="
+                "state cannot be restored: " + grouped(problems), hint="see strict=False and only="
             )
 
     def _named(self) -> Iterator[tuple[str, Owner | None]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.grouped import grouped
 from ckptd_client.apply import Objects
 from ckptd_client.load import Memory, check_pieces, check_volumes, copy_pieces, unequal
 from ckptd_client.wants import Wanted
@@ -58,7 +59,7 @@ class Loading:
         check_volumes(self._targets, self._volumes, sorted(self._aside))
         problems = unequal(self._targets)
         if problems:
-            raise CkptdError("; ".join(problems))
+            raise CkptdError(grouped(problems))
         self.objects = self._decode(plan, memory)
 
     def _note(self, plan: dict[str, Any]) -> None:

@@ -119,7 +119,8 @@ class Restore:
         return lambda key: matches(key, patterns) or matches(key.rstrip("."), patterns)
 
     def _refuse(self, round_: int, problems: list[str]) -> None:
-        text = f"{len(problems)} mismatch{'es' if len(problems) > 1 else ''}: " + "; ".join(problems)
+        told = self._session.troubles.all_of("restore", problems)
+        text = f"{len(problems)} mismatch{'es' if len(problems) > 1 else ''}: {told}"
         if len(text) > REASON_CHARS_MAX:
             text = text[:REASON_CHARS_MAX] + " ... (cut)"
         self._session.link.send(wire.WantsRefused(round_, "mismatch", text))

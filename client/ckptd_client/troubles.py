@@ -8,6 +8,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptd.core.grouped import SHOWN_MAX, grouped
+
 SAID_MAX = 64  # different words of the daemon's that are passed on
 CAUSES_MAX = 64  # for which snapshots did not count
 
@@ -65,6 +67,12 @@ class Troubles:
             before = self._lost.get(cause, {"count": 0})
             if before["count"] or len(self._lost) < CAUSES_MAX:
                 self._lost[cause] = {"count": before["count"] + 1, "step": step, "status": status}
+
+    def all_of(self, what: str, problems: list[str]) -> str:
+        """For an error: ``problems`` by cause, as many as people read. All of them go to the log when there are more."""
+        if len(problems) > SHOWN_MAX:
+            log.error("ckptd job %s: %s, all %d:\n%s", self._job, what, len(problems), "\n".join(problems))
+        return grouped(problems)
 
     def losses(self) -> dict[str, dict[str, Any]]:
         """Cause -> how often, and the newest: its step and status."""

@@ -45,8 +45,8 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(nodes: Cluster) -> None
     digest = protected(world)
     shapes = [f"model.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.running_mean", "2.weight")]
     refused(world, "other", *shapes, "F32[128, 64] here, F32[64, 64] in the snapshot", "register the same objects")
-    refused(world, "double", *shapes, "model.2.bias", "F64[64] here, F32[64] in the snapshot")
-    refused(world, "head", "head.weight: not in the snapshot", "head.bias: not in the snapshot")
+    refused(world, "double", *shapes, "F64[64] here, F32[64] in the snapshot")
+    refused(world, "head", "head.weight, head.bias: not in the snapshot (2 in all)")
     refused(world, "model", "in the snapshot, but nobody registered it", "extra.loader", "optimizer.model.0.weight.exp_avg")
     # A step that is not there, and one that nobody can have: named, not hung up on.
     anew(world, ["plain", "plain"])

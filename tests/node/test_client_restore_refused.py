@@ -37,9 +37,7 @@ def test_every_mismatch_is_named_and_nothing_is_written(daemon: RankDaemonDouble
         "model.0.bias: F32[131] here",
         "model.2.weight: F64[130, 130] here, F32",
         "model.2.bias",
-        "model.3.weight: not in the snapshot",
-        "model.3.bias: not in the snapshot",
-        "extra.new: not in the snapshot",
+        "model.3.weight, model.3.bias, extra.new: not in the snapshot (3 in all)",
         "extra.old: in the snapshot, but nobody registered it",
         "8 mismatches",
     ):
@@ -123,7 +121,7 @@ def test_meta_modules_are_materialised_first(daemon: RankDaemonDouble) -> None:
         empty = net()
     with Client.connect("job", socket=daemon.path) as client:
         client.register(model=empty)
-        with pytest.raises(CkptdError, match=r"model\.0\.weight: still on the meta device"):
+        with pytest.raises(CkptdError, match=r"model\.0\.weight, .*: still on the meta device"):
             client.restore()
         empty.to_empty(device="cpu")
         assert client.restore() == 1
@@ -242,3 +240,19 @@ def test_restore_again_in_the_same_process(daemon: RankDaemonDouble) -> None:
         training.step()
         assert client.snapshot(6, must=True).wait("sealed", 30) == "durable"
     assert (2, 6) in daemon.held
+
+
+def test_many_mismatches_are_grouped_and_the_rest_is_in_the_log(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P15: an error is read, ten thousand names are not."""
+    model = nn.ParameterDict({f"a{i}": torch.zeros(2) for i in range(40)})
+    save(daemon, model=model)
+    other = nn.ParameterDict({f"a{i}": torch.zeros(2 if i < 10 else i) for i in range(30)} | {"new": torch.zeros(1)})
+    with pytest.raises(CkptdError) as caught:
+        load(daemon, model=other)
+    text = str(caught.value)
+    assert "31 mismatches" in text and "and 15 more" in text and "(20 in all)" in text and "(10 in all)" in text
+    assert "model.new: not in the snapshot" in text
+    assert len(text) < 1500
+    assert all(f"model.a{i}: F32[{i}] here" in caplog.text for i in range(10, 30))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ckptd.core.grouped import grouped
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import Alarm
 from ckptd.core.life import JOB_OVER
@@ -81,7 +82,7 @@ class Certify:
         guards = self.guards
         if guards.differs(state):
             assert state.agreement is not None, "it was looked at"
-            state.become_void("differs", "; ".join(state.agreement.errors))
+            state.become_void("differs", grouped(state.agreement.errors))
             self._ctx.emit(Alarm("silent_corruption", f"step {state.snapshot.step}: {state.void}"))
         elif guards.nowhere(state):
             state.become_void("nowhere", "a rank's part of it is nowhere any more")
