@@ -20,19 +20,48 @@ from ckptd.core.errors import CkptdError
 from ckptd_client.naming import is_dtensor
 
 FORMS = "subclasses"  # object "<name>.subclasses": {key of a tensor: its form}
+SHARDED = "sharded"  # the subclass is this rank's part of a DTensor
 SUBCLASS = "$subclass"  # marks a form in optimizer state
 _AS_THEY_ARE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.Size, Enum)
 Form = dict[str, Any]
 
 
 def is_apart(tensor: Any) -> bool:
-    if type(tensor) in (Tensor, torch.nn.Parameter) or not isinstance(tensor, Tensor) or is_dtensor(tensor):
+    if type(tensor) in (Tensor, torch.nn.Parameter) or not isinstance(tensor, Tensor):
         return False
+    if is_dtensor(tensor):
+        return is_apart(_local(tensor))
     return is_traceable_wrapper_subclass(tensor)
 
 
+def _local(tensor: Any) -> Any:
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def sharded_like(whole: Any, local: Tensor) -> Tensor:
+    """``local`` as this rank's part of what is cut as the DTensor ``whole`` is."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = whole.device_mesh, whole.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def plain_like(tensor: Any, dtype: torch.dtype, device: Any) -> Tensor:
+    """An empty tensor cut and strided as this one, of plain memory."""
+    if not is_apart(tensor):
+        return torch.empty_like(tensor, dtype=dtype, device=device)
+    local = torch.empty(_local(tensor).shape, dtype=dtype, device=device)
+    return sharded_like(tensor, local) if is_dtensor(tensor) else local
+
+
 def inner(tensor: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that it wraps, nested ones by dotted name."""
+    """(name, tensor) of everything that it wraps, nested ones by dotted name. Of a DTensor of subclasses (torchao under FSDP2)
+    what has the shape of the local part is cut as that is; the rest, such as scales, is this rank's own."""
+    if is_dtensor(tensor):
+        local = _local(tensor)
+        for name, part in inner(local):
+            yield name, sharded_like(tensor, part.detach()) if part.shape == local.shape else part
+        return
     for name in tensor.__tensor_flatten__()[0]:
         part = getattr(tensor, name)
         if is_apart(part):
@@ -43,6 +72,8 @@ def inner(tensor: Any) -> Iterator[tuple[str, Tensor]]:
 
 def form_of(tensor: Any, key: str) -> Form:
     """All but the inner tensors. Raises CkptdError when it cannot be written down."""
+    if is_dtensor(tensor):
+        return {**form_of(_local(tensor), key), "requires_grad": tensor.requires_grad, SHARDED: True}
     names, context = tensor.__tensor_flatten__()
     kind = type(tensor)
     try:
@@ -83,19 +114,20 @@ def _describe(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
-def build(form: Form, take: Callable[[str], Tensor], path: str, context: Any = None) -> Tensor:
-    """Put together what was taken apart. ``take``: the inner tensor of a dotted name. ``context``: a live one's, where the
-    form's own cannot be turned back. Raises CkptdError."""
+def build(form: Form, take: Callable[[str], Tensor], path: str, like: Tensor) -> Tensor:
+    """Put together what was taken apart. ``take``: the inner tensor of a dotted name. ``like``: a DTensor cut the same way, of
+    what is sharded. Raises CkptdError."""
     kind = _class_of(form)
     parts = {
-        name: take(f"{path}.{name}") if below is None else build(below, take, f"{path}.{name}")
+        name: _local(take(f"{path}.{name}")) if below is None else build(below, take, f"{path}.{name}", like)
         for name, below in form["parts"].items()
     }
-    if context is None:
-        context = form["context"]
-        if _has_class(context):
-            raise CkptdError(f"a {kind.__name__} cannot be put together from its parts alone", where=path)
+    context = form["context"]
+    if _has_class(context):
+        raise CkptdError(f"a {kind.__name__} cannot be put together from its parts alone", where=path)
     made: Tensor = kind.__tensor_unflatten__(parts, context, torch.Size(form["shape"]), tuple(form["stride"]))
+    if form.get(SHARDED) and is_dtensor(like):
+        made = sharded_like(like, made)
     return made.requires_grad_(form["requires_grad"]) if made.is_leaf and form["requires_grad"] else made
 
 
@@ -133,7 +165,7 @@ class Forms:
                 continue
             parts = dict(inner(tensor))
             try:
-                made = build(form, lambda path, parts=parts: parts[path.removeprefix(".")], "")  # type: ignore[misc]
+                made = build(form, lambda path, parts=parts: parts[path.removeprefix(".")], "", tensor)  # type: ignore[misc]
                 torch.utils.swap_tensors(tensor, made.requires_grad_(tensor.requires_grad))  # type: ignore[no-untyped-call]
             except (RuntimeError, CkptdError) as error:
                 text = f"was saved as another kind of {type(tensor).__name__}: {form['context']}, here {here['context']}"

@@ -109,7 +109,7 @@ class Objects:
         for new in self._wanted.states:
             odd = self.trees.get(f"{new.owner.name}.{resolve.ODD}", {}).get(optim.odd_key(new.holder.label, new.key), {})
             tensors = dict(new.tensors)
-            state = {name: optim.flesh(bones, tensors) for name, bones in odd.items()} | tensors
+            state = {name: optim.flesh(bones, tensors, new.parameter) for name, bones in odd.items()} | tensors
             of_all = new.holder.optimizer.state
             if state:
                 if strict and new.parameter in of_all:

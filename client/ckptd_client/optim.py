@@ -111,16 +111,16 @@ def skeleton(path: str, value: Any) -> Any:
     return value
 
 
-def flesh(bones: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse; takes the tensors it uses out of ``tensors``."""
+def flesh(bones: Any, tensors: dict[str, Tensor], like: Tensor) -> Any:
+    """The inverse; takes the tensors it uses out of ``tensors``. ``like``: the parameter."""
     if isinstance(bones, dict):
         if set(bones) == {TENSOR_AT}:
             return tensors.pop(bones[TENSOR_AT])
         if set(bones) == {TENSOR_AT, "form"}:
-            return apart.build(bones["form"], tensors.pop, bones[TENSOR_AT])
-        return {name: flesh(item, tensors) for name, item in bones.items()}
+            return apart.build(bones["form"], tensors.pop, bones[TENSOR_AT], like)
+        return {name: flesh(item, tensors, like) for name, item in bones.items()}
     if isinstance(bones, list | tuple):
-        items = [flesh(item, tensors) for item in bones]
+        items = [flesh(item, tensors, like) for item in bones]
         return items if isinstance(bones, list) else tuple(items)
     return bones
 
@@ -242,8 +242,8 @@ def empty_state(
     """A tensor for state that is not born yet: the parameter's placements and strides where the shapes agree, on the
     parameter's device; 0-d counters live on the CPU unless fused or capturable says otherwise (as torch's optimizers do)."""
     parameter = parameter.detach()
-    if shape == tuple(parameter.shape) and shape and not apart.is_apart(parameter):
-        return torch.empty_like(parameter, dtype=dtype)
+    if shape == tuple(parameter.shape) and shape:
+        return apart.plain_like(parameter, dtype, parameter.device)
     if not shape and not (group.get("fused") or group.get("capturable")):
         return torch.empty((), dtype=dtype)
     plain = torch.empty(shape, dtype=dtype, device=parameter.device)

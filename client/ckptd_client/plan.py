@@ -221,4 +221,4 @@ def _like(entry: Entry) -> Entry:
     """A plain tensor in the place of a subclass."""
     if not apart.is_apart(entry.tensor):
         return entry
-    return replace(entry, tensor=torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta"))
+    return replace(entry, tensor=apart.plain_like(entry.tensor, entry.tensor.dtype, "meta"))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -90,6 +91,8 @@ class Moment(Open):
         return self.codes.float() * self.scale / (127 if self.signed else 255)
 
     def put(self, value: Tensor) -> None:
+        if not value.numel():
+            return
         self.scale.copy_(value.abs().max().clamp(min=1e-12))
         self.codes.copy_((value / self.scale * (127 if self.signed else 255)).round())
 
@@ -114,8 +117,12 @@ class Unwritable(Quantised):
         return ["codes", "scale"], {"form": object()}
 
 
+def local(tensor: Tensor) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class Adam8(Optimizer):
-    """torchao's AdamW8bit in small: its moments are subclasses that are born at the first step."""
+    """torchao's AdamW8bit in small: its moments are subclasses that are born at the first step, and cut as the parameter is."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -124,14 +131,19 @@ class Adam8(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    for name, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
-                        codes = torch.zeros(p.shape, dtype=dtype)
-                        state[name] = Moment(codes, torch.ones(()), dtype is torch.int8)
-                state["exp_avg"].put(state["exp_avg"].whole() * 0.9 + p.grad * 0.1)
-                state["exp_avg_sq"].put(state["exp_avg_sq"].whole() * 0.99 + p.grad**2 * 0.01)
-                p.sub_(state["exp_avg"].whole() / (state["exp_avg_sq"].whole().sqrt() + 1e-4), alpha=group["lr"])
+                if not self.state[p]:
+                    self.state[p] |= {"exp_avg": self._born(p, torch.int8), "exp_avg_sq": self._born(p, torch.uint8)}
+                mean, square = local(self.state[p]["exp_avg"]), local(self.state[p]["exp_avg_sq"])
+                gradient = local(p.grad)
+                mean.put(mean.whole() * 0.9 + gradient * 0.1)
+                square.put(square.whole() * 0.99 + gradient**2 * 0.01)
+                local(p).sub_(mean.whole() / (square.whole().sqrt() + 1e-4), alpha=group["lr"])
+
+    def _born(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        moment = Moment(torch.zeros(local(p).shape, dtype=dtype), torch.ones(()), dtype is torch.int8)
+        if not isinstance(p, DTensor):
+            return moment
+        return DTensor.from_local(moment, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def quantise(model: nn.Sequential, **how: Any) -> nn.Sequential:
