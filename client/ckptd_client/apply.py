@@ -64,11 +64,13 @@ class Objects:
         """This rank's own value, the one of all ranks, or what the owner makes of all ranks' values."""
         everyone = self._plan.get("objects_all", {}).get(name)
         if everyone and self._catalogue.is_per_rank("o", name):
-            states = [tree.decode(self._memory.blob(everyone[rank]), self._find) for rank in sorted(everyone)]
+            own = self._world.rank if self.same_world else -1  # its own comes first, and counts
+            ranks = sorted(everyone, key=lambda rank: (rank != own, rank))
+            states = [tree.decode(self._memory.blob(everyone[rank]), self._find) for rank in ranks]
             if name.endswith("." + resolve.GROUPS) and owner is not None and owner.kind == "optimizer":
-                return optim.merge_groups(states)
+                return optim.merge_groups(states, own_first=self.same_world)
             if name.endswith("." + resolve.ODD) and owner is not None and owner.kind == "optimizer":
-                return optim.merge_odd(states)
+                return optim.merge_odd(states, own_first=self.same_world)
             if not self.same_world and owner is not None:
                 return owner.value.reshard(states, self._world.rank, self._world.size)
             if not self.same_world:

@@ -145,15 +145,16 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in IMPLEMENTATION}
 
 
-def merge_groups(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One tree of several ranks' (pipeline stages): their keys together. Raises CkptdError where two ranks disagree."""
+def merge_groups(trees: Iterable[Mapping[str, Any]], *, own_first: bool = False) -> dict[str, Any]:
+    """One tree of several ranks' (pipeline stages): their keys together. Raises CkptdError where two ranks disagree, unless the
+    first is this rank's own, which counts then."""
     groups: list[Any] = []
     of: dict[str, int] = {}
     for tree in trees:
         first = len(groups)
         groups += tree["groups"]
         for key, index in tree["of"].items():
-            if key in of and not equal(groups[of[key]], groups[first + index]):
+            if not own_first and key in of and not equal(groups[of[key]], groups[first + index]):
                 raise CkptdError(
                     "ranks saved different hyperparameters", where=key, hint="restore in the same world"
                 )
@@ -161,16 +162,16 @@ def merge_groups(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"groups": groups, "of": of}
 
 
-def merge_odd(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_odd(trees: Iterable[Mapping[str, Any]], *, own_first: bool = False) -> dict[str, Any]:
     """The same for state that is not a tensor."""
     merged: dict[str, Any] = {}
     for tree in trees:
         for key, state in tree.items():
-            if key in merged and not equal(merged[key], state):
+            if not own_first and key in merged and not equal(merged[key], state):
                 raise CkptdError(
                     "ranks saved different optimizer state", where=key, hint="restore in the same world"
                 )
-            merged[key] = state
+            merged.setdefault(key, state)
     return merged
 
 

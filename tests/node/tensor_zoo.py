@@ -40,6 +40,8 @@ class Wrapping(Tensor):
             return args[0].again(lambda part: part.detach())
         if func is aten.clone.default:
             return args[0].again(lambda part: part.clone())
+        if func is aten.view.default and tuple(args[1]) == tuple(args[0].shape):
+            return args[0].again(lambda part: part.view(part.shape))
         plain = tree_map(lambda value: value.whole() if isinstance(value, Wrapping) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
@@ -118,7 +120,7 @@ class Unwritable(Quantised):
 
 
 def local(tensor: Tensor) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class Adam8(Optimizer):
