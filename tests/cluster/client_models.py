@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.node.tensor_zoo import Adam8
+
 IN, HIDDEN, OUT = 10, 36, 6  # rows that 4 ranks share unevenly, some with nothing
 
 
@@ -133,6 +135,24 @@ def train(built: Built, steps: int) -> None:
         model(torch.randn(4, IN)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def eight_bits(seed: int) -> Built:
+    model = fsdp(seed)[0]
+    return model, Adam8([p for p in model.parameters() if p.requires_grad])
+
+
+def train_all(built: Built) -> list[torch.Tensor]:
+    """Two steps, in which every parameter has a gradient. What the parameters are then."""
+    model, optimizer = built
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randn(4, IN)).square().mean().backward()
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole(parameter) for parameter in model.parameters()]
 
 
 def evaluate(built: Built) -> None:

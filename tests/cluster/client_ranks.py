@@ -31,15 +31,16 @@ from tests.cluster.client_models import (
     Net,
     Stage,
     adamw,
+    eight_bits,
     evaluate,
     same,
     seeded,
     sharded,
     train,
+    train_all,
     truth,
     whole,
 )
-from tests.node.tensor_zoo import Adam8
 
 HANGS_AFTER_S = 100.0  # then each thread says where it is; the launch's limit is a little more
 FOLDER = Path(sys.argv[1])
@@ -395,32 +396,16 @@ def compiled_step_is_fenced() -> None:
 
 def moments_of_eight_bits() -> None:
     """torchao's optimizers under FSDP2: a moment is a DTensor of subclasses, whose codes are cut and whose scales are not."""
-
-    def built(seed: int) -> Built:
-        model = WAYS["fsdp"](seed)[0]
-        return model, Adam8([p for p in model.parameters() if p.requires_grad])
-
-    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        for step in range(2):
-            torch.manual_seed(step)
-            model(torch.randn(4, IN)).square().mean().backward()
-            for parameter in optimizer.param_groups[0]["params"]:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            optimizer.step()
-            optimizer.zero_grad()
-        return [whole(parameter) for parameter in model.parameters()]
-
-    saved = built(1)
-    trained(*saved)
+    saved, fresh = eight_bits(1), eight_bits(2)
+    train_all(saved)
     with connect("eight_bits", model=saved[0], optimizer=saved[1]) as client:
         client.restore()
         handle = client.snapshot(1, must=True)
         until_durable(client, handle)
-    expected = trained(*saved)
-    fresh = built(2)
+    expected = train_all(saved)
     with connect("eight_bits", model=fresh[0], optimizer=fresh[1]) as client:
         assert client.restore() == 1
-    assert all(map(torch.equal, trained(*fresh), expected))
+    assert all(map(torch.equal, train_all(fresh), expected))
 
 
 FIRST: Cases = {f"{way} to {then}": (lambda way=way, then=then: saves(way, then)) for way, then in SAVED}  # type: ignore[misc]
