@@ -25,6 +25,7 @@ CUT_S = (0.5, 8.0)
 STATE_S = (2.0, 12.0)
 SLOW_MOST = 50.0  # times, of a link for bulk
 FEW_OF = 0.15  # of the seeds
+TORN_OF = 0.003  # of the captures
 IN_USE_OF = 0.002  # of the slots that are given
 
 MISFIT_OF = 0.03  # of the ranks that restore
@@ -396,6 +397,13 @@ class Faults:
         if not self.active or self.rng.random() > IN_USE_OF:
             return ""
         return self.rng.choice([STILL_READ, OTHER_MAPPER])
+
+    def torn(self) -> bool:
+        """Training wrote a tensor past its fence, while it was copied."""
+        found = self.active and self._bits.random() < TORN_OF
+        if found:
+            self._count("a write past the fence")
+        return found
 
     def _damage(self) -> None:
         """A bit flips in memory."""

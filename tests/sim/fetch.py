@@ -61,7 +61,7 @@ class Fetching:
             return
         for rank in do.ranks:
             delay = self.host.world.fetch_s * (0.5 + self.host.world.rng.random())
-            self.host.world.clock.after(delay, self._fetch, self.host.life, do, rank)
+            self.host.world.clock.after(delay, self.host.at_leisure, self._fetch, self.host.life, do, rank)
 
     def _fetch(self, life: int, do: ins.PrepareRestore, rank: int) -> None:
         if life != self.host.life or self.do is not do or self._proc(do, rank) is None:
@@ -149,7 +149,7 @@ class Fetching:
         if self.do is None or self.do.round != do.round:
             return
         for rank in self.ready:
-            self.host.world.clock.after(0.05, self._loaded, self.host.life, self.do, rank)
+            self.host.world.clock.after(0.05, self.host.at_leisure, self._loaded, self.host.life, self.do, rank)
 
     def _loaded(self, life: int, do: ins.PrepareRestore, rank: int) -> None:
         proc = self._proc(do, rank)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
@@ -50,7 +52,7 @@ class Host:
         self.saw_at = 0.0  # when what is being done now was known to be so: earlier than now in a process that was stopped
         self._slots = 0
         self._room: dict[int, int] = {}  # rank -> bytes that it asked for
-        self._queue: deque[ev.Event] = deque()
+        self._queue: deque[ev.Event | partial[None]] = deque()
         self._batch: deque[ins.Instruction] = deque()
         self._busy = self._waking = False
         self._free_at = 0.0  # from then on the event loop can take the next event
@@ -183,9 +185,24 @@ class Host:
                     self._handle(event, now)
                 else:
                     self.saw_at = self.world.clock.now
-                    self._take(self._queue.popleft())
+                    self._turn(self._queue.popleft())
         finally:
             self._busy = False
+
+    def at_leisure(self, call: Callable[..., None], *args: Any) -> None:
+        """In the daemon's event loop, when it has time; what comes of it is handled before anything else is."""
+        if self.alive:
+            self._queue.append(partial(call, *args))
+            if not self._busy and not self.paused:
+                self._drain()
+
+    def _turn(self, what: ev.Event | partial[None]) -> None:
+        if isinstance(what, partial):
+            others, self._queue = self._queue, deque()
+            what()
+            self._queue.extend(others)
+        else:
+            self._take(what)
 
     def _wake_up(self) -> None:
         """The event loop is at work on what it has handled last."""
@@ -263,6 +280,9 @@ class Host:
     def _PersistLife(self, do: ins.PersistLife) -> None:  # noqa: N802
         pass
 
+    def _TellWritten(self, do: ins.TellWritten) -> None:  # noqa: N802
+        assert do.written, "a void that names nothing"
+
     def _Bury(self, do: ins.Bury) -> None:  # noqa: N802
         pass
 
@@ -334,7 +354,7 @@ class Host:
         if not mem.own:
             del self.memory[mem.id]
         elif mem.capacity < self._room.get(mem.rank, 0) and mem.rank in self.procs:
-            self.world.clock.after(0.0, self._size, self.life, self.procs[mem.rank])
+            self.world.clock.after(0.0, self.at_leisure, self._size, self.life, self.procs[mem.rank])
         if sealed is not None:
             self.world.oracle.freed(sealed)
 
@@ -373,7 +393,10 @@ class Host:
 
     def attach(self, proc: Proc, *, running: bool) -> None:
         """A rank's process is connected and says Join."""
-        if not self.alive:
+        self.at_leisure(self._attach, proc, running)
+
+    def _attach(self, proc: Proc, running: bool) -> None:
+        if not proc.alive:
             return
         old = self.procs.get(proc.rank)
         if old is not None and old is not proc:
@@ -391,7 +414,7 @@ class Host:
     def asks_for_room(self, proc: Proc, nbytes: int) -> None:
         """Slots of so many bytes; what is FREE and smaller goes at once, the others when they are free."""
         self._room[proc.rank] = nbytes
-        self.world.clock.after(SIZING_S, self._size, self.life, proc)
+        self.world.clock.after(SIZING_S, self.at_leisure, self._size, self.life, proc)
 
     def _size(self, life: int, proc: Proc) -> None:
         if life == self.life and self.procs.get(proc.rank) is proc and not self.squeezed:
@@ -416,8 +439,10 @@ class Host:
         for rank in list(self.procs):
             if squeezed:
                 self._shrink(rank)
+                self.feed(ev.SlotsShort(rank, f"not {self.world.policy.own_slots} slots: the budget is spent"))
             else:
                 self.grow(rank)
+                self.feed(ev.SlotsShort(rank, ""))
 
     def _shrink(self, rank: int, room: int = 1 << 60) -> None:
         """FREE slots with less room go."""

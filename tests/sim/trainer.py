@@ -18,6 +18,7 @@ from tests.sim.training import Origin, Trail
 if TYPE_CHECKING:
     from tests.sim.world import World
 
+TORN = "a tensor was written past the fence"
 FENCE = 4.0  # the optimizer waits this many usual captures for one
 TWICE_OF = 0.06  # of the starts: two schedulers, each on half of the nodes
 OVER_ITSELF_OF = 0.15  # of the starts: a second one on the same nodes, before the first has restored
@@ -184,9 +185,14 @@ class Proc:
             return
         if conn == self.conn and self.filling is mem and self.host.alive:
             self.filling = None
+            if self.world.faults.torn():
+                self.tell(ev.RankMissed(self.rank, give.grant, TORN, written={"model": ("w",)}))
+                self.run.passed(self)
+                return
             mem.payload = self._corrupted(step, payload) if self.world.corrupts(self, self._layout(step)) else payload
             self.world.clock.after(
-                UNIX_S + self.world.seal_s, self._sealed, conn, mem, give, step, self.run.attempt
+                UNIX_S + self.world.seal_s, self.host.at_leisure,
+                self._sealed, conn, mem, give, step, self.run.attempt,
             )
         self.run.passed(self)
 

@@ -42,7 +42,7 @@ FAULTS = (
     "daemon stopped with an old time", "memory short", "node lost", "node rebooted", "one way lost", "partition", "rank lost",
     "slow link", "state directory EIO", "state directory ENOSPC", "state directory fsync", "storage away", "storage failing",
     "storage full", "storage loses power", "storage slow", "the job started over itself", "the job started twice at once",
-    "un-synced writes lost",
+    "un-synced writes lost", "a write past the fence",
 )  # fmt: skip
 SLOTS = (
     "own none -> FREE", "own none -> SEALED", "own FREE -> none", "own FREE -> FILLING", "own FILLING -> SEALED",
@@ -85,7 +85,8 @@ REFUSALS = (
     "Vote fetched damage", "Vote fetched unreachable", "Vote fetched left", "Vote fetched mismatch", "Vote fetched timeout",
     "Vote fetched superseded",
     "Vote loaded ok", "Vote loaded left", "Vote loaded load", "Missed: late", "Missed: void", "Missed: taken back",
-    "Missed: fence timeout", "Missed: no free slot", "Missed: no memory", "Missed: the rank is gone",
+    "Missed: fence timeout", "Missed: no free slot", "Missed: no memory", "Missed: a tensor was written past the fence",
+    "Missed: the rank is gone",
     "Missed: the rank is not here",
     "Missed: its slot is still being read", "Missed: another process maps its slot", "offer refused: full",
     "offer refused: void", "offer refused: stale epoch", "offer refused: unreachable", "offer refused: no memory",
