@@ -170,8 +170,9 @@ class Proc:
         return captured(self.world.model, Origin(self.run.trail, step), self._layout(step))
 
     def _corrupted(self, step: int, payload: bytes) -> bytes:
+        """Each rank in its own way: what is wrong everywhere alike nobody can find."""
         at = next(f.offset for f in self._layout(step).fragments if f.sharing == REPLICA)
-        return payload[:at] + bytes([payload[at] ^ 0xFF]) + payload[at + 1 :]
+        return payload[:at] + bytes([payload[at] ^ (1 + self.rank)]) + payload[at + 1 :]
 
     def _give_up(self, conn: int, mem: Mem, give: GiveSlot) -> None:
         if self.alive and conn == self.conn and self.filling is mem:
