@@ -389,6 +389,7 @@ class Client:
     ) -> None:
         """Without an exception: the newest snapshot is waited for (bounded) until it is protected."""
         if kind is None and os.getpid() == self._pid and self._last is not None and self._session.link.up:
+            self._engine.settle(time.monotonic() + self._fence_timeout_s)
             self._engine.drain(self._fence_timeout_s)
             self._wait_for_handle(self._last, "protected", EXIT_TIMEOUT_S)
         self.close(finished=kind is None)

@@ -56,6 +56,11 @@ class Plan:
     stepped: dict[str, frozenset[str]]  # optimizer -> keys of the parameters that it steps
 
     @cached_property
+    def copies_behind(self) -> bool:
+        """Is anything copied in the background whose counters are watched?"""
+        return any(one.behind for one in self.watched)
+
+    @cached_property
     def record_bytes(self) -> int:
         return predicted_record(self.layout)
 

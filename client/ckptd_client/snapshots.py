@@ -237,7 +237,7 @@ class Snapshots:
             found=frozen is not None and self._engine.statics.found(frozen.slot),
             connection=self._session.connection, plan=plan, handle=handle,
             objects_bytes=objects_bytes, keep=keep, audit=every > 0 and (doubt or (self._taken + 1) % every == 0),
-            versions=Versions(plan.watched, tensors),
+            versions=Versions(plan.watched, tensors), looked=not plan.copies_behind,
         )  # fmt: skip
 
     def _write_objects(self, slot: SlotView, packed: bytes, plan: Plan) -> None:

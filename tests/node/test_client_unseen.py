@@ -6,12 +6,15 @@ There is no graph without a device: a replay is what a user sees of one, weights
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from ckptd_client import Client
+from torch import nn
 
 from ckptd.core import failpoint
 from tests.node.client_training import Training, assert_same, bits_equal, connected, stored
@@ -143,6 +146,24 @@ def test_behind_the_users_own_fence_captures_overlap_with_such_steps(daemon: Ran
             told(client)
             assert handle.wait("sealed", 30) == "durable"
             assert_same(daemon.held[1, number][0], expected)
+
+
+def test_nothing_of_the_trainers_is_kept_alive(daemon: RankDaemonDouble) -> None:
+    """Its counters are looked at again at the next snapshot, if it is still there then."""
+    with Client.connect("job", socket=daemon.path) as client:
+        training = Training(200)
+        client.register(model=training.model, optimizer=training.optimizer)
+        client.restore()
+        training.step()
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        until(lambda: client._engine.idle, what="the end of the capture")
+        weight = weakref.ref(training.model[0].weight)
+        training.model[0].weight = nn.Parameter(torch.zeros(200, 200))
+        training.optimizer.param_groups[0]["params"] = list(training.model.parameters())
+        training.optimizer.state.clear()
+        gc.collect()
+        assert weight() is None
+        client.snapshot(2)
 
 
 def test_wait_captures_no_step_late_that_a_graph_may_have_left(daemon: RankDaemonDouble) -> None:
