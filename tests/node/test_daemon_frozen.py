@@ -14,6 +14,7 @@ from ckptd.arena.tenant import Tenant
 from ckptd.core.box import Box
 from ckptd.core.layout import MAYBE, UNIQUE, Layout
 from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.life import NO_TOMBSTONE
 from ckptd.core.record_size import predicted_record
 from ckptd.daemon import job, seats
 from ckptd.wire import rank as wire
@@ -176,7 +177,7 @@ async def test_a_frozen_slot_that_found_no_memory_comes_when_there_is_some(monke
         rank, layout = house.rank(), layout_of(frozen=1, elements=8 * MIB)
         task = asyncio.ensure_future(begin(rank, layout))
         await eventually(lambda: "no_memory" in house.problems())
-        house.daemon._forget_job(f"{os.getuid()}/other")
+        house.daemon._forget_job(f"{os.getuid()}/other", NO_TOMBSTONE)
         await task
         await eventually(lambda: allocated(house) == 3)
         frozen = house.shell().seats.by_rank[0].frozen
