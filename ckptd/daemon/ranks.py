@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 CAPTURES_KEPT_MAX = 256
 GRANTS_PER_SEAT_MAX = 256  # remembered with the session they went to
 HEALTH_PROBLEMS_MAX = 64  # of one answer, so that it fits a frame
+HEALTH_TEXT_CHARS_MAX = 400  # of one problem
+STEPS_TOLD_MAX = 400  # the newest, so that they fit a frame
+HEALTH_ROWS_MAX = 64  # nodes, and ranks of this one, in one answer
 LAYOUTS_PER_SEAT_MAX = (
     16  # layouts remembered per connection; a trainer whose layout changes each step sends it each time
 )
@@ -329,11 +332,16 @@ class Ranks:
 
     async def _list_steps(self, session: RankSession, request: int) -> None:
         rows = await self._job.durable.steps()
-        session.send(wire.Steps(request, rows))
+        session.send(wire.Steps(request, rows[-STEPS_TOLD_MAX:]))
 
     def _tell_health(self, session: RankSession, request: int) -> None:
         sight = Sight(uid=session.uid)
         known = self._services.health.problems(sight)
         problems = [problem.text for problem in known if problem.job in ("", self._job.job)]
         ok = self._services.health.seems_ok(sight)
-        session.send(wire.Health(request, ok, problems[:HEALTH_PROBLEMS_MAX], dict(self._job.summary())))
+        facts: dict[str, Any] = dict(self._job.summary())
+        for name in ("nodes", "ranks"):  # a large job's do not fit a frame
+            facts[f"{name}_total"] = len(facts[name])
+            facts[name] = facts[name][:HEALTH_ROWS_MAX]
+        told = [text[:HEALTH_TEXT_CHARS_MAX] for text in problems[:HEALTH_PROBLEMS_MAX]]
+        session.send(wire.Health(request, ok, told, facts))

@@ -345,7 +345,7 @@ class Client:
         return "protected"
 
     def steps(self) -> list[dict[str, Any]]:
-        """Snapshots that the daemon knows, in memory and on storage: dicts with epoch, step, level, durable, where;
+        """The newest 400 snapshots that the daemon knows, in memory and on storage: dicts with epoch, step, level, durable, where;
         of what is on storage also keep and abandoned (the job went back to a step before). Raises CkptdError without a daemon."""
         reply = self._session.ask(wire.ListSteps, ANSWER_TIMEOUT_S)
         if not isinstance(reply, wire.Steps):
