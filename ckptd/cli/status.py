@@ -107,6 +107,7 @@ def _problems(health: HealthReport) -> Iterator[RenderableType]:
 
 
 def _job(job: JobReport) -> Iterator[RenderableType]:
+    from ckptd.cli.outlook import seconds
     from ckptd.cli.show import NONE, good, step, table
 
     yield ""
@@ -116,7 +117,8 @@ def _job(job: JobReport) -> Iterator[RenderableType]:
     held = "nothing in memory" if level < 0 else f"{level} of {job.get('wanted', NONE)} domains may be lost"
     held += f" ({job.get('redundancy') or NONE}"
     held += ", lowered for want of memory)" if job.get("rung") else ")"
-    title = f"job {job.get('job', '')}: epoch {job.get('epoch', NONE)}, {job.get('phase', '')}, "
+    over = f" for {seconds(job['life_s'])}" if job.get("life_s") else ""
+    title = f"job {job.get('job', '')}: epoch {job.get('epoch', NONE)}, {job.get('phase', '')}{over}, "
     title += f"{job.get('world', NONE)} ranks, steward {job.get('steward') or NONE}"
     yield title
     yield good(not job.get("degraded", False), f"protection: {held}", f"DEGRADED: {held}")

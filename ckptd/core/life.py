@@ -22,8 +22,6 @@ class Life(str, Enum):
     FORGOTTEN = "forgotten"  # nothing is left of it here but a tombstone
 
 
-JOB_OVER = frozenset({Life.ORPHANED.value, Life.FINISHED.value})  # nobody trains; a new start may still come for what is left
-
 # (from, to) -> the guard. docs/ARCHITECTURE.md shows this table.
 TRANSITIONS: dict[tuple[Life, Life], str] = {
     (Life.RUNNING, Life.ORPHANED): "the steward: no rank lives; or no word of a steward for orphan_linger_s, and no rank here",
@@ -52,7 +50,8 @@ class JobLife:
 
     @property
     def over(self) -> bool:
-        return self.state.value in JOB_OVER
+        """Nobody trains; a new start may still come for what is left."""
+        return self.state in (Life.ORPHANED, Life.FINISHED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,9 +267,9 @@ class Daemon:
             and not shell.busy()
             and not shell.seats.sizing()
         ):
-            self._forget_job(job, NO_TOMBSTONE)
+            self._forget_job(job)
 
-    def _forget_job(self, job: str, tombstone: Tombstone) -> None:
+    def _forget_job(self, job: str, tombstone: Tombstone = NO_TOMBSTONE) -> None:
         shell = self.jobs.pop(job, None)
         if shell is not None:
             shell.drop()

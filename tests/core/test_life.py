@@ -174,6 +174,8 @@ def test_a_node_lets_go_of_what_storage_has_and_tells_the_steward() -> None:
     done = member.feed(asked)
     assert only(done, ins.FreeSlot) == [ins.FreeSlot(7)]
     assert [held.lost for held in sent(done, msg.Held, "a")] == [True]
+    assert member.machine.admits_replica(at(5), 0) == "void", "nor is it taken in again; another node may"
+    assert member.machine.admits_replica(at(6), 0) == ""
 
 
 def test_what_a_restore_reads_stays() -> None:
@@ -225,6 +227,27 @@ def test_no_word_about_the_past_brings_a_forgotten_job_back() -> None:
     node.feed(ev.HoldingFound(7, at(5), 1, 0, True, layout(1), ()))
     assert node.machine.ctx.record is None and only(node.done, ins.FreeSlot) == [ins.FreeSlot(7)]
     assert node.machine.admits_replica(at(6), 1) == "stale epoch"
+
+
+def test_an_epoch_that_opens_on_a_node_without_ranks_of_it_begins_a_life() -> None:
+    """What was written down of the one before had the node forget it at once (simulator, seed 261)."""
+    node = Node("c", record_of("ab", outside="c"), running=False)
+    node.feed(ev.Restarted(node.record, None, "orphaned", 2 * LINGER_S))
+    node.hear("a", msg.Stale(record_of("ab", number=EPOCH + 1, nonce="next", outside="c")))
+    assert only(node.tick(), ins.Bury) == [] and node.machine.lifetime.life.state is Life.RUNNING
+
+
+def test_no_way_back_to_an_epoch_before_the_forgotten_one() -> None:
+    """P12, of a node that has forgotten by itself; that very epoch may turn out to live."""
+    node = Node("b", record_of("ab"), running=False)
+    node.machine.ctx.record = None
+    node.feed(ev.Restarted(None, tombstone=Tombstone(EPOCH)))
+    old = record_of("ab", number=EPOCH - 1)
+    node.hear("a", msg.Stale(old))
+    node.hear("a", msg.EpochOpen("x", old, 1, None, False))
+    assert node.machine.ctx.record is None
+    node.hear("a", msg.Stale(record_of("ab")))
+    assert node.machine.ctx.number == EPOCH
 
 
 def test_a_new_start_takes_a_number_above_what_anybody_has_forgotten() -> None:

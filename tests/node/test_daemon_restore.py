@@ -13,7 +13,6 @@ import pytest
 from ckptd.arena.arena import NoMemory
 from ckptd.core import instructions as ins
 from ckptd.core.box import Box, runs
-from ckptd.core.life import NO_TOMBSTONE
 from ckptd.daemon.restore import Round
 from ckptd.daemon.seats import Seats
 from ckptd.persist.reader import Checkpoint
@@ -50,7 +49,7 @@ async def in_another_life(house: Rig, rank: Rank, attempt: str) -> Rank:
     rank.close()
     shell = house.shell()
     await eventually(lambda: not shell.seats.sizing())
-    house.daemon._forget_job(shell.job, NO_TOMBSTONE)
+    house.daemon._forget_job(shell.job)
     again = house.rank()
     again.join(attempt)
     return again

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from ckptd.core.ids import EpochRecord
+from ckptd.core.life import NO_TOMBSTONE, Tombstone
 
 LOST_OF = 0.7  # of un-synced writes; the others happened to reach the medium
 RETRY_S = 5.0  # as the shell does it: an epoch that could not be written down is tried again
@@ -44,6 +45,9 @@ class Written:
     record: EpochRecord | None = None
     ran: EpochRecord | None = None
     sealed: int = 0
+    life: str = ""
+    since: float = 0.0  # simulated seconds
+    tombstone: Tombstone = NO_TOMBSTONE
 
     @property
     def number(self) -> int:

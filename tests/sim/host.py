@@ -12,6 +12,7 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.layout import Layout
+from ckptd.core.life import NO_TOMBSTONE, revives
 from ckptd.core.machine.machine import JobMachine
 from tests.sim import parity
 from tests.sim.copies import Copies
@@ -41,6 +42,9 @@ class Host:
         self.state = StateFile()
         self.record: EpochRecord | None = None  # the newest epoch, as the process knows it
         self.ran: EpochRecord | None = None
+        self.over = ("", 0.0)  # the job's life, as it is written down, and since when
+        self.tombstone = NO_TOMBSTONE
+        self.buried = False  # there is no machine for the job: nobody has had a reason to make one
         self.procs: dict[int, Proc] = {}  # attached rank processes
         self.machine: JobMachine
         self.fetching = Fetching(self)
@@ -78,9 +82,13 @@ class Host:
         self._forget()
         known = self.state.visible
         self.record, self.ran, self.sealed = known.record, known.ran, known.sealed
+        self.over = known.life, known.since
+        self.tombstone = known.tombstone
+        self.buried = known.record is None and known.tombstone != NO_TOMBSTONE
         self.machine = self.world.make_machine(self)
         self.world.net.forget_views(self.name)
-        self.feed(ev.Restarted(known.record, known.ran, sealed=known.sealed))
+        age = self.world.clock.now - known.since if known.life else 0.0
+        self.feed(ev.Restarted(known.record, known.ran, known.life, age, known.tombstone, known.sealed))
         for mem in list(self.memory.values()):
             self._adopt(mem)
         self.world.clock.after(TICK_S * self.world.rng.random(), self._tick, self.life)
@@ -151,6 +159,8 @@ class Host:
         if life == self.life and self.alive:
             if not self.paused:
                 self.feed(ev.Tick())
+                if self.world.policy.job_linger_s < self.world.policy.write_timeout_s and not self.world.calm:
+                    self._spare()  # here memory is always short
             self.world.clock.after(TICK_S, self._tick, life)
 
     # --- events in, instructions out ----------------------------------------------------------------------------
@@ -217,6 +227,8 @@ class Host:
                 self._drain()
 
     def _take(self, event: ev.Event) -> None:
+        if not self._wakes(event):
+            return
         now = self.clock()
         if self.trap is not None and self.trap.stops_at(event):
             self._held = event, now  # the time is read, the process is stopped, and later goes on with it
@@ -278,17 +290,39 @@ class Host:
         self._write_epoch(self.life)
 
     def _PersistLife(self, do: ins.PersistLife) -> None:  # noqa: N802
-        pass
+        self.over = do.state, self.world.clock.now - do.age_s
+        self._write_epoch(self.life)
 
     def _TellWritten(self, do: ins.TellWritten) -> None:  # noqa: N802
         assert do.written, "a void that names nothing"
 
     def _Bury(self, do: ins.Bury) -> None:  # noqa: N802
-        pass
+        """Nothing of the job is left here but slots with nothing in them."""
+        self.world.oracle.count("a job forgotten on a node")
+        assert not any(mem.state == "sealed" for mem in self.memory.values()), "nothing is left"
+        self.memory.clear()
+        self.record = self.ran = None
+        self.over, self.tombstone, self.buried = ("", 0.0), do.tombstone, True
+        self._write_epoch(self.life)
+        self._batch.clear()
+        self._queue.clear()
+        self._room.clear()
+        self.machine = self.world.make_machine(self)
+        self.world.net.forget_views(self.name)
+        self.world.net.changed()
+        self.feed(ev.Restarted(None, tombstone=do.tombstone))
+
+    def _wakes(self, event: ev.Event) -> bool:
+        """As the shell does it: a word about the past makes no machine for a forgotten job."""
+        if self.buried and isinstance(event, ev.Received):
+            self.buried = not revives(event.message, self.tombstone)
+            return not self.buried
+        self.buried = self.buried and not isinstance(event, ev.RankJoined)
+        return True
 
     def _write_epoch(self, life: int) -> None:
         """A state directory that does not work stops nobody; it is tried again."""
-        if life == self.life and not self.state.write(Written(self.record, self.ran, self.sealed)):
+        if life == self.life and not self.state.write(Written(self.record, self.ran, self.sealed, *self.over, self.tombstone)):
             self.world.oracle.count("an epoch that could not be written down")
             self.world.clock.after(RETRY_S, self._write_epoch, life)
 
@@ -443,6 +477,15 @@ class Host:
             else:
                 self.grow(rank)
                 self.feed(ev.SlotsShort(rank, ""))
+
+    def _spare(self) -> None:
+        """Of a job that is over, what storage has goes. It is asked just now."""
+        store, orders = self.world.store, self.machine.lifetime.orders()
+        asking = [order for order in orders if order.asks_storage]
+        if asking and not store.refuses(writes=False):
+            self.world.oracle.may_go(store.commits)
+            for order in asking:
+                self.feed(ev.SpareAsked(order, tuple(sorted(store.commits))))
 
     def _shrink(self, rank: int, room: int = 1 << 60) -> None:
         """FREE slots with less room go."""

@@ -57,6 +57,7 @@ class Oracle:
         self.told_at: dict[tuple[str, str], float] = {}  # (attempt, node) -> when it first told what it holds
         self.saw_certificate: dict[tuple[str, SnapshotId], bool] = {}
         self._held: dict[SnapshotId, dict[int, tuple[Host, Mem]]] = {}  # by id() of the slot
+        self._went: set[SnapshotId] = set()  # durable when a node asked what a job that is over could spare
         self._trails: dict[str, Trail] = {}  # by attempt
         self._levels: dict[SnapshotId, int] = {}  # of what is there now, until something of it changes
         self._refusals: set[str] = set()
@@ -155,6 +156,10 @@ class Oracle:
         if not copy.intact:
             self.graves.append((self.world.clock.now, host, [copy]))
 
+    def may_go(self, commits: Iterable[SnapshotId]) -> None:
+        """D19: the job is over, memory is short, and storage says that it has these: the promise of memory ends with them."""
+        self._went.update(commits)
+
     def freed(self, snapshot: SnapshotId) -> None:
         """P3: memory went. Does everything promised still hold?"""
         self.check_promise(snapshot)
@@ -184,6 +189,8 @@ class Oracle:
         origin, wanted = self.origins.get(snapshot), self.world.wanted_now()
         if origin is None:
             return False
+        if any(other == snapshot or self._continues(other, origin) for other in self._went):
+            return True
         for other, best in self.certified_ever.items():
             if other != snapshot and best >= min(at, wanted) and self._continues(other, origin):
                 return True
@@ -265,7 +272,7 @@ class Oracle:
     def persisted(self, host: Host, record: EpochRecord) -> None:
         """P12: no way back to an older epoch, no two records of one number."""
         before = max(host.record.number if host.record is not None else 0, host.state.durable.number)
-        if record.number <= before:
+        if record.number <= before or record.number < host.tombstone.epoch:
             raise Broken(f"P12 {host.name} went from epoch {before} to {record.number}")
 
     def claims(self, host: Host, record: EpochRecord) -> None:

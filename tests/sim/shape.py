@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from ckptd.core.policy import Policy
@@ -10,6 +10,9 @@ from ckptd.core.redundancy import Parity, Replicas
 
 LARGE_EVERY = 50  # seeds
 MEDIUM_OF = 0.04  # of the others
+
+LINGERS_S = 600.0  # what is known of a job with nothing in memory stays for so long: longer than a world lives
+FORGETS_S = 3.0  # ... or not
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def draw(seed: int, rng: Random, step_s: float) -> Shape:
     size = draw_size(seed, rng)
     harsh = seed % 4 == 3 and size <= 8
     domains = draw_domains(size, rng)
-    policy = draw_policy(size, rng)
+    policy = replace(draw_policy(size, rng), job_linger_s=FORGETS_S if seed % 4 == 1 else LINGERS_S)
     capture_s, replicate_s, flush_s = (step_s * float(10 ** rng.uniform(-1, 1)) for _ in range(3))
     jobs = 2 if size <= 4 and rng.random() < 0.08 else 1
     stride = rng.choice([1, 1, 1, 5])

@@ -22,7 +22,7 @@ class Holdings:
         """Why a replica of this is not wanted here now; "": it is. A peer keeps peer_sets generations of a rank, and takes in
         one older than what it has beside them: those may be waiting for just this one to be protected, and their places are
         free only then (P14). There are never more than the rank's own slots."""
-        if snapshot in self._slots.void:
+        if self._unwanted(snapshot):
             return VOID
         if self._beyond_fork(snapshot):
             return STALE
@@ -33,9 +33,13 @@ class Holdings:
         }
         return "full" if len(others) >= self._ctx.policy.peer_sets else ""
 
+    def _unwanted(self, snapshot: SnapshotId) -> bool:
+        """Void; or let go when memory was short here: another node may take it."""
+        return snapshot in self._slots.void or snapshot in self._slots.spared
+
     def on_arrived(self, event: ReplicaArrived) -> None:
         known = [s for s in self._slots.sealed.get(event.snapshot, ()) if s.rank == event.rank and not s.released]
-        unwanted = event.snapshot in self._slots.void or self._beyond_fork(event.snapshot)
+        unwanted = self._unwanted(event.snapshot) or self._beyond_fork(event.snapshot)
         if unwanted or any(slot.fact is not None and slot.fact.tier <= event.tier for slot in known):
             self._ctx.emit(FreeSlot(event.slot))
             return
@@ -48,7 +52,7 @@ class Holdings:
 
     def on_made(self, event: ParityMade) -> None:
         """A part of a lane is held here from now on."""
-        unwanted = event.snapshot in self._slots.void or self._beyond_fork(event.snapshot)
+        unwanted = self._unwanted(event.snapshot) or self._beyond_fork(event.snapshot)
         if unwanted or self._slots.best(event.snapshot, event.layout.rank) is not None:
             self._ctx.emit(FreeSlot(event.slot))
             return

@@ -60,6 +60,12 @@ class Lifetime:
         if not self.here():
             self._become(Life(message.life))
 
+    def new_epoch(self) -> None:
+        """What is said of the one before does not hold for it, also on a node that has no rank in it."""
+        self._known_at = self._ctx.now
+        self._slots.spared.clear()
+        self._become(Life.RUNNING)
+
     def on_tick(self) -> None:
         now = self._ctx.now
         if self._began_at is None:
@@ -161,6 +167,7 @@ class Lifetime:
                 self._ranks.attach(rank).left = FINISHED if state is Life.FINISHED else DIED
 
     def _let_go(self, snapshot: SnapshotId) -> None:
+        self._slots.mark_spared(snapshot)
         for slot in list(self._slots.sealed.get(snapshot, ())):
             if slot.fact is not None and not slot.released:
                 self._uplink.tell_held(slot.fact, lost=True)

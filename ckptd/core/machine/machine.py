@@ -221,7 +221,7 @@ class JobMachine:
 
     def _stale(self, message: msg.Stale) -> None:
         """The job has moved on without us. What the operator had forgotten does not come back by it."""
-        if message.known.number <= self.ctx.tombstone.ordered:
+        if self.opening.is_forgotten(message.known):
             return
         if self.steward.restoring.opens(message.known):
             return
@@ -323,6 +323,8 @@ class JobMachine:
         self.steward.table.mark_durable(event.commits)
 
     def _epoch_open(self, sender: str, message: msg.EpochOpen) -> None:
+        if self.opening.is_forgotten(message.record):
+            return  # its steward has not heard yet; a later decision takes a higher number
         if not self.opening.refuses(message.record) and message.record != self.ctx.record:
             self._leave(message.record.nonce)
         self.opening.on_open(sender, message)
@@ -351,6 +353,7 @@ class JobMachine:
         self.uplink.grant_seen = 0
         self.asks.clear()
         self.steward.leave_epoch()
+        self.lifetime.new_epoch()
 
     def _learn_done(self, message: msg.RestoreDone) -> None:
         """Pins fall, and what lies beyond the fork goes at once."""

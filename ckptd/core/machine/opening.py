@@ -40,6 +40,11 @@ class Opening:
         known = self._ctx.record
         return known is not None and (record.number < known.number or (record.number == known.number and record != known))
 
+    def is_forgotten(self, record: EpochRecord) -> bool:
+        """Older than what this node has forgotten, or forgotten by order."""
+        stone = self._ctx.tombstone
+        return record.number < stone.epoch or record.number <= stone.ordered
+
     def on_open(self, sender: str, message: EpochOpen) -> None:
         if self.refuses(message.record):
             assert self._ctx.record is not None

@@ -44,6 +44,7 @@ class Slots:
         self.by_id: dict[int, Slot] = {}
         self.sealed: dict[SnapshotId, list[Slot]] = {}
         self.void: dict[SnapshotId, str] = {}
+        self.spared: dict[SnapshotId, None] = {}  # given away for others' need of memory: not taken in again
         self._sealed_in, self._sealed_by = 0, set[int]()  # an epoch, and the ranks here that have sealed something in it
         self.short: dict[int, str] = {}  # rank -> why it has fewer own slots than it should
         self.frozen_for = ""  # the attempt that asked
@@ -193,6 +194,11 @@ class Slots:
         self.void[snapshot] = reason
         while len(self.void) > VOIDS_KEPT_MAX:
             del self.void[min(self.void)]
+
+    def mark_spared(self, snapshot: SnapshotId) -> None:
+        self.spared[snapshot] = None
+        while len(self.spared) > VOIDS_KEPT_MAX:
+            del self.spared[min(self.spared)]
 
     def _free_released(self, snapshot: SnapshotId) -> None:
         if not self.pinned(snapshot):

@@ -12,7 +12,6 @@ from dataclasses import replace
 from ckptd.core.grouped import grouped
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import Alarm
-from ckptd.core.life import JOB_OVER
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.grants import Grants
 from ckptd.core.machine.steward.guards import Guards
@@ -250,8 +249,6 @@ class Certify:
         """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""
         if state.level < 0 or state.level >= self.guards.wanted() or not self._ctx.is_candidate(state.snapshot):
             return
-        if state.durable and self._sessions.life() in JOB_OVER:
-            return  # a node that lacked memory has let go of it, and would get it back
         self._parities.order(state)
         # On a rung of copies no parity is made, also not where there was some: copies take its place. So they do where parity has
         # not brought what a newer snapshot needs to take an older one's slots, and none is left.
