@@ -108,12 +108,12 @@ def _table(report: ListReport) -> object:
 
     rows = [
         [row.get("job", ""), row.get("epoch", ""), row.get("step", ""), _level(row), " + ".join(row.get("where", [])),
-         row.get("life", ""), _marks(row), shown(row.get("per_rank", []))]
+         _marks(row), shown(row.get("per_rank", [])), row.get("life", "")]
         for row in report.get("rows", [])
     ]  # fmt: skip
     if not rows:
         return "nothing here" if report.get("errors") else "nothing yet: no snapshot that you may see"
-    return table("", ("job", ">epoch", ">step", "level", "where", "life", "", "per rank"), rows)
+    return table("", ("job", ">epoch", ">step", "level", "where", "", "per rank", "life"), rows)
 
 
 def _marks(row: SnapshotReport) -> str:
