@@ -12,9 +12,9 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.layout import Layout
-from ckptd.core.life import NO_TOMBSTONE, revives
+from ckptd.core.life import NO_TOMBSTONE
 from ckptd.core.machine.machine import JobMachine
-from tests.sim import parity
+from tests.sim import forgetting, parity
 from tests.sim.copies import Copies
 from tests.sim.disk import RETRY_S, StateFile, Written
 from tests.sim.fetch import Fetching
@@ -129,11 +129,14 @@ class Host:
         self.procs.clear()
         self.world.net.changed()
 
-    def _forget(self) -> None:
-        """What only the process knew."""
+    def forget_queued(self) -> None:
         self._queue.clear()
         self._batch.clear()
         self._room.clear()
+
+    def _forget(self) -> None:
+        """What only the process knew."""
+        self.forget_queued()
         self._waking, self._free_at = False, 0.0
 
     def lose_memory(self) -> None:
@@ -159,8 +162,7 @@ class Host:
         if life == self.life and self.alive:
             if not self.paused:
                 self.feed(ev.Tick())
-                if self.world.policy.job_linger_s < self.world.policy.write_timeout_s and not self.world.calm:
-                    self._spare()  # here memory is always short
+                forgetting.spare(self)
             self.world.clock.after(TICK_S, self._tick, life)
 
     # --- events in, instructions out ----------------------------------------------------------------------------
@@ -227,7 +229,7 @@ class Host:
                 self._drain()
 
     def _take(self, event: ev.Event) -> None:
-        if not self._wakes(event):
+        if not forgetting.wakes(self, event):
             return
         now = self.clock()
         if self.trap is not None and self.trap.stops_at(event):
@@ -283,48 +285,27 @@ class Host:
     def _PersistEpoch(self, do: ins.PersistEpoch) -> None:  # noqa: N802
         self.world.oracle.persisted(self, do.record)
         self.record, self.ran = do.record, do.ran
-        self._write_epoch(self.life)
+        self.write_epoch(self.life)
 
     def _PersistSealed(self, do: ins.PersistSealed) -> None:  # noqa: N802
         self.sealed = do.epoch
-        self._write_epoch(self.life)
+        self.write_epoch(self.life)
 
     def _PersistLife(self, do: ins.PersistLife) -> None:  # noqa: N802
         self.over = do.state, self.world.clock.now - do.age_s
-        self._write_epoch(self.life)
+        self.write_epoch(self.life)
 
     def _TellWritten(self, do: ins.TellWritten) -> None:  # noqa: N802
         assert do.written, "a void that names nothing"
 
     def _Bury(self, do: ins.Bury) -> None:  # noqa: N802
-        """Nothing of the job is left here but slots with nothing in them."""
-        self.world.oracle.count("a job forgotten on a node")
-        assert not any(mem.state == "sealed" for mem in self.memory.values()), "nothing is left"
-        self.memory.clear()
-        self.record = self.ran = None
-        self.over, self.tombstone, self.buried = ("", 0.0), do.tombstone, True
-        self._write_epoch(self.life)
-        self._batch.clear()
-        self._queue.clear()
-        self._room.clear()
-        self.machine = self.world.make_machine(self)
-        self.world.net.forget_views(self.name)
-        self.world.net.changed()
-        self.feed(ev.Restarted(None, tombstone=do.tombstone))
+        forgetting.bury(self, do)
 
-    def _wakes(self, event: ev.Event) -> bool:
-        """As the shell does it: a word about the past makes no machine for a forgotten job."""
-        if self.buried and isinstance(event, ev.Received):
-            self.buried = not revives(event.message, self.tombstone)
-            return not self.buried
-        self.buried = self.buried and not isinstance(event, ev.RankJoined)
-        return True
-
-    def _write_epoch(self, life: int) -> None:
+    def write_epoch(self, life: int) -> None:
         """A state directory that does not work stops nobody; it is tried again."""
         if life == self.life and not self.state.write(Written(self.record, self.ran, self.sealed, *self.over, self.tombstone)):
             self.world.oracle.count("an epoch that could not be written down")
-            self.world.clock.after(RETRY_S, self._write_epoch, life)
+            self.world.clock.after(RETRY_S, self.write_epoch, life)
 
     def _ReadDurable(self, do: ins.ReadDurable) -> None:  # noqa: N802
         self.writes.read(do)
@@ -477,15 +458,6 @@ class Host:
             else:
                 self.grow(rank)
                 self.feed(ev.SlotsShort(rank, ""))
-
-    def _spare(self) -> None:
-        """Of a job that is over, what storage has goes. It is asked just now."""
-        store, orders = self.world.store, self.machine.lifetime.orders()
-        asking = [order for order in orders if order.asks_storage]
-        if asking and not store.refuses(writes=False):
-            self.world.oracle.may_go(store.commits)
-            for order in asking:
-                self.feed(ev.SpareAsked(order, tuple(sorted(store.commits))))
 
     def _shrink(self, rank: int, room: int = 1 << 60) -> None:
         """FREE slots with less room go."""
