@@ -6,7 +6,7 @@ snapshot; a later attempt deletes its own files.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
@@ -15,7 +15,7 @@ from ckptd.core.layout import Layout
 from ckptd.persist import manifest as m
 from ckptd.persist import report as r
 from ckptd.persist.assemble import assemble
-from ckptd.persist.names import DATA, KEEP, MANIFEST, SIDE, WITHOUT, attempt_dir, epoch_dir, step_dir
+from ckptd.persist.names import DATA, KEEP, MANIFEST, SIDE, WITHOUT, attempt_dir, step_dir
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import FileReader, NotFound, Storage, StorageError, read_file
 from ckptd.persist.sums import FileDamage, digest
@@ -39,26 +39,37 @@ def commit(
 
     layouts: of every rank. per_rank: "t:key"/"o:name" that differ between ranks in this snapshot.
     """
-    directory, pointer = attempt_dir(job, snapshot, attempt), step_dir(job, snapshot)
-    if _committed(storage, pointer):
-        storage.secure(epoch_dir(job, snapshot.epoch))
-    else:
+    directory = attempt_dir(job, snapshot, attempt)
+
+    def made() -> m.Manifest:
         decoded = [r.decode(report) for report in reports]
         manifest = assemble(job, snapshot, attempt, record, decoded, layouts, per_rank, keep)
-        _publish_patiently(storage, directory, pointer, decoded, manifest)
+        for report in decoded:
+            _check_report(storage, directory, report)
+        return manifest
+
+    commit_made(storage, directory, step_dir(job, snapshot), made, keep)
+
+
+def commit_made(
+    storage: Storage, directory: str, pointer: str, made: Callable[[], m.Manifest], keep: bool
+) -> None:
+    """As ``commit``. made: looks at the attempt's files and says what they amount to."""
+    if _committed(storage, pointer):
+        storage.secure(_above(pointer))
+    else:
+        _publish_patiently(storage, directory, pointer, made)
     if keep:  # the other attempt may not have known
         storage.mark(pointer, KEEP, b"")
     storage.discard(directory)
     failpoint("persist.commit.done")
 
 
-def _publish_patiently(
-    storage: Storage, directory: str, pointer: str, reports: Sequence[r.Report], manifest: m.Manifest
-) -> None:
+def _publish_patiently(storage: Storage, directory: str, pointer: str, made: Callable[[], m.Manifest]) -> None:
     """A second committer of this attempt may commit it under our hands, or sweep what we have not finished."""
     for left in reversed(range(COMMIT_TURNS)):
         try:
-            ours = _publish(storage, directory, pointer, reports, manifest)
+            ours = _publish(storage, directory, pointer, made())
         except NotFound:
             ours = False
             if not left and not _committed(storage, pointer):
@@ -66,15 +77,11 @@ def _publish_patiently(
         if ours:
             return
         if _committed(storage, pointer):
-            storage.secure(pointer.rpartition("/")[0])
+            storage.secure(_above(pointer))
             return
 
 
-def _publish(
-    storage: Storage, directory: str, pointer: str, reports: Sequence[r.Report], manifest: m.Manifest
-) -> bool:
-    for report in reports:
-        _check_report(storage, directory, report)
+def _publish(storage: Storage, directory: str, pointer: str, manifest: m.Manifest) -> bool:
     failpoint("persist.commit.checked")
     names = [file.path for file in manifest.files] + [side.path for side in manifest.sides]
     beside = {name: b"" for name, wanted in ((KEEP, manifest.keep), (WITHOUT, manifest.without)) if wanted}
@@ -84,6 +91,10 @@ def _publish(
         hint = "it may be a checkpoint that retention is deleting"
         raise StorageError("a directory stands in the way", where=storage.locate(directory), hint=hint)
     return False
+
+
+def _above(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _committed(storage: Storage, pointer: str) -> bool:
