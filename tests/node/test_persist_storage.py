@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.policy import Policy
 from ckptd.persist.storage.base import Entry, Storage, StorageError, read_file
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import MARKER, PosixStorage
 from ckptd.persist.storage.posix_file import ALIGN_BYTES, SCRATCH_BYTES, PosixWriter
 from tests.node.crash_storage import CrashStorage
 from tests.node.storage_conformance import StorageConformance, pattern
+from tests.sim.store import Store
 
 
 @pytest.fixture
@@ -26,6 +29,12 @@ class TestMemory(StorageConformance):
     @pytest.fixture
     def storage(self) -> Storage:
         return MemoryStorage()
+
+
+class TestSimulator(StorageConformance):
+    @pytest.fixture
+    def storage(self) -> Storage:
+        return Store(Policy(), Random(1))
 
 
 class TestCrashModel(StorageConformance):

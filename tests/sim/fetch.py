@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.core import events as ev
@@ -10,6 +11,7 @@ from ckptd.core.layout import Layout
 from ckptd.core.machine.context import decode_layout
 from ckptd.core.recovery import BY_PARITY, PARITY, Held, Piece, Plan, SourceIndex, Want, plan_recovery
 from tests.sim import parity
+from tests.sim.broken import Broken
 from tests.sim.state import Mem, cut
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class Fetching:
     def _give_back(self) -> None:
         lent = self._lent
         self.drop()
+        self.host.writes.close()
         for mem in lent:
             self.host.memory[mem.id] = mem
             self.host.feed(ev.SlotsReady(mem.rank, (mem.id,)))
@@ -61,7 +64,15 @@ class Fetching:
             return
         for rank in do.ranks:
             delay = self.host.world.fetch_s * (0.5 + self.host.world.rng.random())
-            self.host.world.clock.after(delay, self.host.at_leisure, self._fetch, self.host.life, do, rank)
+            self.host.world.clock.after(delay, self.host.at_leisure, self._begin, self.host.life, do, rank)
+
+    def _begin(self, life: int, do: ins.PrepareRestore, rank: int) -> None:
+        if life != self.host.life or self.do is not do:
+            return
+        if do.durable:
+            self.host.writes.opens(do, partial(self.host.at_leisure, self._fetch, life, do, rank))
+        else:
+            self._fetch(life, do, rank)
 
     def _fetch(self, life: int, do: ins.PrepareRestore, rank: int) -> None:
         if life != self.host.life or self.do is not do or self._proc(do, rank) is None:
@@ -107,7 +118,7 @@ class Fetching:
             for rank in lost.rows
             if rank in of_rank
         ]
-        committed = self.host.world.store.commits.get(do.snapshot) if do.durable else None
+        committed = self.host.writes.stored(do)
         durable = (
             {key: list(boxes) for key, boxes in committed.tensors.items()} if committed is not None else {}
         )
@@ -123,9 +134,11 @@ class Fetching:
         world = self.host.world
         assert do.snapshot is not None
         if piece.source == "durable":
-            committed = world.store.commits.get(do.snapshot)
+            committed = self.host.writes.stored(do)
             if committed is None or world.store.refuses(writes=False):
                 return b"", "storage is gone"
+            if not world.store.holds(do.snapshot):
+                raise Broken(f"P12 {do.snapshot} was deleted under the hands of {self.host.name}, which reads it")
             return committed.tensors[piece.key][piece.stored], ""
         if piece.source == PARITY:
             world.oracle.count("a slice from parity")
@@ -171,6 +184,8 @@ class Fetching:
                 proc = self._proc(do, rank)
                 if proc is not None:
                     proc.may_train()
+            if self.host.writes.stored(do) is not None:
+                self.host.world.store.went_on(do.record)
             self._give_back()
 
     def fail(self, do: ins.FailRestore) -> None:

@@ -7,31 +7,28 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import instructions as ins
+from ckptd.core.ids import EpochRecord
 from ckptd.core.messages import RestoreAsk
 from tests.sim.trainer import Run
 from tests.sim.world import World
 from tests.sim.writes import Writes
 
 START_S = 30.0  # simulated
-READ_S = 0.1  # of storage
 
 
 class Slow(Writes):
-    """The daemon is stopped for so long when it has claimed for the first time."""
+    """The daemon is stopped for so long when storage has done its first claim."""
 
     stop_s = 0.0
     claimed = 0
 
-    def read(self, do: ins.ReadDurable) -> None:
-        self.host.world.clock.after(READ_S, self._read, self.host.life, do.attempt)
-
-    def _claim(self, life: int, do: ins.ClaimEpoch) -> None:
+    def _claim(self, record: EpochRecord) -> tuple[bool, int]:
+        done = super()._claim(record)
         self.claimed += 1
         if self.claimed == 1 and self.stop_s:
             self.host.pause(True)
             self.host.world.clock.after(self.stop_s, self.host.pause, False)
-        super()._claim(life, do)
+        return done
 
 
 @pytest.mark.parametrize(("stop_s", "number"), [(0.0, 1), (1.5, 2), (3.5, 2)])

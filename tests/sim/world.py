@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from random import Random
 from typing import Any
@@ -73,7 +74,8 @@ class World:
         self._troubled_at = -1e9
         self._clocks = beside._clocks if beside is not None else {}
         self.net = Net(self, self.rng, beside.net.links if beside is not None else Links())
-        self.store = Store(self.policy, self.rng)
+        self.store = Store(self.policy, self.rng, lambda: self.clock.now)
+        self.store.unsynced_files, self.store.unsynced_commits = self.mutant("no file sync"), self.mutant("no manifest sync")
         self.model = Model(Random(f"model {seed} {self.job}"))
         self.oracle = Oracle(self)
         nodes = (
@@ -188,6 +190,12 @@ class World:
 
     def run(self) -> Oracle:
         """Raises Broken when a promise is. Returns the first job's oracle, with the counts of all."""
+        with ExitStack() as ends:
+            for world in self.everyone:
+                ends.enter_context(closing(world.store))
+            return self._run()
+
+    def _run(self) -> Oracle:
         for world in self.everyone:
             world.watch = self.watch
             world.start()

@@ -88,8 +88,7 @@ class MemoryStorage:
         split_path(path)
         with self._lock:
             if path not in self._committed():
-                for place, _ in self._below(path):
-                    del self.objects[f"{path}/{place}"]
+                self._clear(path)
 
     def secure(self, *paths: str) -> None:
         """Nothing to do: it was when it was put."""
@@ -153,7 +152,7 @@ class MemoryStorage:
             if found is None or found.sight is not Sight.HIDDEN:
                 return False
             del self.objects[pointer]
-            self.discard(found.attempt)
+            self._clear(found.attempt)
             return True
 
     def _turn(self, pointer: str, old: Sight, new: Sight) -> bool:
@@ -163,6 +162,10 @@ class MemoryStorage:
                 return False
             self.objects[pointer] = replace(found, sight=new, at_s=self.now_s())
             return True
+
+    def _clear(self, path: str) -> None:
+        for place, _ in self._below(path):
+            del self.objects[f"{path}/{place}"]
 
     # --- the dictionary -----------------------------------------------------------------------------------------
     def _store(self, path: str, data: bytes) -> bool:
