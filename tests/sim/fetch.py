@@ -184,8 +184,7 @@ class Fetching:
                 proc = self._proc(do, rank)
                 if proc is not None:
                     proc.may_train()
-            if self.host.writes.stored(do) is not None:
-                self.host.world.store.went_on(do.record)
+            self.host.world.store.went_on(do.record, read_here=self.host.writes.stored(do) is not None)
             self._give_back()
 
     def fail(self, do: ins.FailRestore) -> None:

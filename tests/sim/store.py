@@ -60,7 +60,8 @@ class Store(MemoryStorage):
         self.when_written: Callable[[], None] | None = None  # called once, between a change and its sync
         self.unsynced_files = False  # a mistake: writers do not wait for their files
         self.unsynced_commits = False  # another one: nor committers
-        self.continued: EpochRecord | None = None  # the newest epoch that went on from a checkpoint that it read here
+        self.running_epoch: EpochRecord | None = None  # the newest one whose ranks have loaded ...
+        self.read_here = False  # ... its checkpoint, out of this storage
         self._time = now
         self._changes: dict[int, dict[str, Stored]] = {}  # of what is not durable yet
         self._unsynced = Unsynced()
@@ -222,9 +223,10 @@ class Store(MemoryStorage):
         after = [snapshot for snapshot, _ in self._pointers()]
         (gone,) = set(before) - set(after)
         self._acknowledged.discard(gone)
-        went = self.continued
-        if went is not None and went.parent == gone and self._claimed(went) and not any(map(went.is_candidate, after)):
-            raise Broken(f"P12 retention deleted {gone}, the last that epoch {went.number} can go back to")
+        epoch = self.running_epoch
+        needed = epoch is not None and self.read_here and epoch.parent == gone and self._claimed(epoch)
+        if epoch is not None and needed and not any(map(epoch.is_candidate, after)):
+            raise Broken(f"P12 retention deleted {gone}, the last that epoch {epoch.number} can go back to")
         return True
 
     def _claimed(self, record: EpochRecord) -> bool:
@@ -272,10 +274,10 @@ class Store(MemoryStorage):
         if self.holds(snapshot):  # retention may have been there since
             self._acknowledged.add(snapshot)
 
-    def went_on(self, record: EpochRecord) -> None:
-        """Its ranks have loaded what they read here."""
-        if self.continued is None or self.continued.number < record.number:
-            self.continued = record
+    def went_on(self, record: EpochRecord, *, read_here: bool) -> None:
+        """Its ranks have loaded."""
+        if self.running_epoch is None or self.running_epoch.number <= record.number:
+            self.running_epoch, self.read_here = record, read_here
 
 
 class FileOfSteps(MemoryWriter):
