@@ -192,7 +192,8 @@ class Store(MemoryStorage):
         self._read(sync)
 
     def put(self, path: str) -> MemoryWriter:
-        return self._read(lambda: FileOfSteps(self, path))
+        self._read(lambda: MemoryStorage.put(self, path))
+        return FileOfSteps(self, path)
 
     def finish(self, path: str, data: bytes) -> bool:
         """A whole file of an attempt."""
