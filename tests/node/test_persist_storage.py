@@ -12,6 +12,7 @@ import pytest
 from ckptd.core.errors import CkptdError
 from ckptd.core.policy import Policy
 from ckptd.persist.storage.base import Entry, Storage, StorageError, read_file
+from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import MARKER, PosixStorage
 from ckptd.persist.storage.posix_file import ALIGN_BYTES, SCRATCH_BYTES, PosixWriter
@@ -189,3 +190,17 @@ def test_errors_carry_a_hint(root: Path) -> None:
     with pytest.raises(StorageError) as caught:
         storage.list("file")
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("root", ["s3://bucket/x", "gs://bucket", "file://elsewhere/x"])
+def test_a_scheme_that_no_backend_is_for_is_refused(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no configuration was read: `ckptd ls s3://bucket/x` made nothing of it but a directory that is not there."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CkptdError) as caught:
+        storage_at(root, create=True)
+    assert caught.value.hint and list(tmp_path.iterdir()) == []
+
+
+def test_the_factory_takes_a_directory(tmp_path: Path) -> None:
+    for root in (str(tmp_path / "root"), f"file://{tmp_path}/root"):
+        assert storage_at(root, create=True).locate("") == str(tmp_path / "root")
