@@ -332,7 +332,7 @@ class Ranks:
 
     async def _list_steps(self, session: RankSession, request: int) -> None:
         rows = await self._job.durable.steps()
-        session.send(wire.Steps(request, rows[-STEPS_TOLD_MAX:]))
+        session.send(wire.Steps(request, rows[:STEPS_TOLD_MAX]))
 
     def _tell_health(self, session: RankSession, request: int) -> None:
         sight = Sight(uid=session.uid)
