@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import apart, beside, naming, optim, rng, tree
+from ckptd_client import apart, beside, naming, optim, rng, supported, tree
 from ckptd_client.entries import Entry, Extra, Mode, Owner, State
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
@@ -124,6 +124,7 @@ class _Resolver:
             if spot.role == "param":
                 self.state.params.setdefault(id(spot.tensor), entry)
             if owner.takes(key):
+                supported.check_stand_in(key, spot.tensor)
                 self._add(entry)
                 if apart.is_apart(spot.tensor):
                     taken[key] = spot.tensor

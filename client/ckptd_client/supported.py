@@ -33,8 +33,9 @@ def check_optimizer(value: Any) -> None:
         check_optimizer(part)
 
 
-def check_tensor(key: str, tensor: Tensor) -> None:
-    """Raises CkptdError for a parameter or buffer that is a stand-in for others, or no memory."""
+def check_stand_in(key: str, tensor: Tensor) -> None:
+    """Raises CkptdError for a parameter that stands for another one's memory; also at each look-up, for it may become one after
+    ``register``."""
     if hasattr(tensor, "ds_id") or hasattr(tensor, "ds_status"):
         shape = list(getattr(tensor, "ds_shape", ()))
         raise CkptdError(
@@ -44,6 +45,11 @@ def check_tensor(key: str, tensor: Tensor) -> None:
     flat = loaded("torch.distributed.fsdp._flat_param", "FlatParameter")
     if (flat is not None and isinstance(tensor, flat)) or getattr(tensor, "_is_flat_param", False):
         raise CkptdError("FSDP1's flat parameters are not supported", where=key, hint=_FSDP2)
+
+
+def check_tensor(key: str, tensor: Tensor) -> None:
+    """Raises CkptdError for a parameter or buffer that is a stand-in, or no memory."""
+    check_stand_in(key, tensor)
     if apart.is_apart(tensor):
         apart.form_of(tensor, key)
         for name, part in apart.inner(tensor):

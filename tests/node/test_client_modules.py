@@ -97,6 +97,20 @@ def test_placeholders_of_zero_3_are_refused(daemon: RankDaemonDouble) -> None:
     assert "fully_shard" in why
 
 
+def test_parameters_that_become_placeholders_after_they_were_registered_fail_the_snapshot(
+    daemon: RankDaemonDouble,
+) -> None:
+    """deepspeed.initialize() comes after register() as well as before."""
+    model = nn.Linear(4, 4)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model)
+        client.restore()
+        model.weight.data = torch.empty(0)
+        model.weight.ds_id, model.weight.ds_shape = 0, (4, 4)
+        status = client.snapshot(1, must=True).wait("sealed", 30)
+        assert status.startswith("failed: a placeholder of DeepSpeed's ZeRO-3"), status
+
+
 @pytest.fixture
 def _group() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
