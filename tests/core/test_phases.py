@@ -8,7 +8,8 @@ import pytest
 
 from ckptd.core.machine.steward.snapshot import TRANSITIONS, Phase, SnapshotState
 from ckptd.core.messages import Certificate
-from tests.core.machines import EPOCH, at
+from tests.core.certificates import steward
+from tests.core.machines import EPOCH, at, fact
 from tests.states import table, written
 
 WANTED = 2
@@ -73,3 +74,15 @@ def test_what_is_void_stays_so_with_its_reason_and_without_a_level() -> None:
 def test_without_a_certificate_nothing_is_said() -> None:
     state = of(Phase.GATHERING)
     assert not (state.survives() or state.survives_as_wanted() or state.lacks_a_part() or state.known_to_have_fallen())
+
+
+def test_what_leaves_the_table_has_come_to_its_end() -> None:
+    node = steward(replicas=0).train().capture(7)
+    table = node.machine.steward.table
+    seven = table.states[at(7)]
+    node.capture(8)
+    assert (seven.phase, at(7) in table.states) == (Phase.RELEASED, False)
+    node.others["b"].held(fact(3, 1, epoch=EPOCH - 1, world=3))
+    three = table.states[at(3, EPOCH - 1)]
+    node.others["b"].held(fact(3, 1, epoch=EPOCH - 1, world=3), lost=True)
+    assert (three.phase, at(3, EPOCH - 1) in table.states) == (Phase.GONE, False)
