@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.machine.waiting import shown
 from ckptd_client import nested, optim, watch
 from ckptd_client.entries import Entry, Owner, State, matches
 from ckptd_client.registry import Registry
@@ -32,9 +33,9 @@ def check(registry: Registry, state: State) -> None:
 
 def _incomplete(lacking: list[tuple[Entry, Optimizer]]) -> CkptdError:
     first, optimizer = lacking[0]
-    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    keys = shown(entry.key for entry, _ in lacking)
     return CkptdError(
-        f"incomplete: {first.key}{more}: stepped by an optimizer ({type(optimizer).__name__}) that nobody registered",
+        f"incomplete: {keys}: stepped by an optimizer ({type(optimizer).__name__}) that nobody registered",
         where=first.key,
         hint="register the optimizer, or, if its state is meant to be absent, say so: "
         f'register(..., without=["{first.key}"])',

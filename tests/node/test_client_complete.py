@@ -120,7 +120,7 @@ def test_a_parameter_of_an_unregistered_optimizer_fails_the_snapshot_by_name(dae
         client.restore()
         train(model, [body, head], 2)
         status = client.snapshot(2, must=True).wait("sealed", 30)
-        assert status.startswith("failed: incomplete: model.2.weight and 1 more"), status
+        assert status.startswith("failed: incomplete: model.2.weight, model.2.bias: "), status
         (problem,) = client.health().problems
         assert "AdamW" in problem
         assert "without=" in problem  # and the remedy
