@@ -26,16 +26,20 @@ _USUAL = ("state", "param_groups")
 def collect(name: str, value: Any) -> Tree:
     """``value``: the registered optimizer or list. Raises CkptdError when one runs a collective."""
     inside = nested.optimizers(value)
-    if not any(optimizer.state or watch.has_stepped(optimizer) for optimizer in inside):
+    if not any(map(_overrides, inside)) or not any(o.state or watch.has_stepped(o) for o in inside):
         return {}
-    known = {id(leaf) for optimizer in inside for leaf in _tensors(optimizer.state)}
+    known = {id(leaf) for optimizer in inside for state in optimizer.state.values() for leaf in _tensors(state)}
     known |= {id(parameter) for _, group in nested.groups(value) for parameter in group["params"]}
     found = {label: _beside(name, optimizer, known) for label, optimizer in nested.named(inside)}
     return {label: extra for label, extra in found.items() if extra}
 
 
+def _overrides(optimizer: Optimizer) -> bool:
+    return type(optimizer).state_dict is not Optimizer.state_dict
+
+
 def _beside(name: str, optimizer: Optimizer, known: set[int]) -> dict[str, Any]:
-    if type(optimizer).state_dict is Optimizer.state_dict:
+    if not _overrides(optimizer):
         return {}
     try:
         with NoCollectives(name), torch.no_grad():
