@@ -17,7 +17,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.persist import lineage
-from ckptd.persist.names import epoch_of_dir, epochs_dir, step_of_dir
+from ckptd.persist.names import SIDE, epoch_of_dir, epochs_dir, step_of_dir
 from ckptd.persist.storage.base import Entry, Pointer, Sight, StorageError, SyncFailed
 from ckptd.persist.storage.memory import MemoryReader, MemoryStorage, MemoryWriter, Stored
 from tests.sim.broken import Broken
@@ -26,6 +26,7 @@ from tests.sim.steps import Steps, end_all
 
 JOB = "0/sim"
 STEP_S = 0.004  # on the average
+READ_S = 0.6  # at most, of what one node wrote
 SYNC_S = 0.01  # between a change and its durability
 SLOW_S = 6.0  # at most, of one step while storage is slow ...
 SLOW_OF = 0.1  # ... and so many steps are
@@ -168,6 +169,8 @@ class Store(MemoryStorage):
         return self._read(lambda: MemoryStorage.list(self, path))
 
     def open(self, path: str) -> MemoryReader:
+        if self.running is not None and path.endswith(SIDE):
+            self.running.wait(self.rng.uniform(0.0, READ_S))  # it stands for all the bytes of a node
         return self._read(lambda: MemoryStorage.open(self, path))
 
     def pointers(self, path: str) -> Sequence[Pointer]:

@@ -1,0 +1,74 @@
+"""Retention beside a restore of an old step, in every order of their steps (P12): what was restored can be restored again."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.policy import Policy
+from ckptd.persist import manifest as m
+from ckptd.persist.commit import commit_made
+from ckptd.persist.commits import list_durable
+from ckptd.persist.lineage import claim_epoch
+from ckptd.persist.names import attempt_dir, step_dir
+from ckptd.persist.reader import Checkpoint
+from ckptd.persist.retention import retain
+from tests.core.worlds import epoch
+from tests.sim.clock import Clock
+from tests.sim.steps import Steps
+from tests.sim.store import JOB, Store
+
+SEEDS = 300
+KEPT = Policy(keep_last=1)
+OLD = SnapshotId(1, 10)
+BEFORE, AFTER = epoch(1), epoch(2, ancestry=[OLD])
+PASS_S = 0.8  # a pass of retention takes about so long
+LONG_S = 1e4  # simulated: until all is over
+
+
+def commit(store: Store, snapshot: SnapshotId, record: EpochRecord) -> None:
+    directory = attempt_dir(JOB, snapshot, "a")
+    manifest = m.Manifest(
+        m.FORMAT, m.VERSION, "", "sim", "", JOB, "a", snapshot, False, 1, record, m.BLOCK_BYTES, [], {}, [], [], [], []
+    )  # fmt: skip
+    commit_made(store, directory, step_dir(JOB, snapshot), lambda: manifest, False)
+
+
+def restore(store: Store) -> bool:
+    claim_epoch(store, JOB, AFTER)
+    Checkpoint.open(store, JOB, OLD).close()
+    return True
+
+
+def life(seed: int) -> bool:
+    """Whether the old step was restored."""
+    chance, clock = Random(seed), Clock()
+    store = Store(KEPT, Random(seed), lambda: clock.now)
+    daemons = [
+        SimpleNamespace(life=1, paused=False, world=SimpleNamespace(clock=clock, store=store))
+        for _ in range(2)
+    ]
+    claim_epoch(store, JOB, BEFORE)
+    for step in (10, 20, 30):
+        commit(store, SnapshotId(1, step), BEFORE)
+    restored: list[Any] = []
+    retention = partial(retain, store, JOB, KEPT, epoch=BEFORE, grace_s=0.0)
+    for daemon, call, done in (
+        (daemons[0], retention, lambda *_: None),
+        (daemons[1], partial(restore, store), lambda ok, _: restored.append(ok)),
+    ):
+        clock.after(chance.uniform(0.0, PASS_S), Steps(daemon, call, done).start)  # type: ignore[arg-type]
+    if chance.random() < 0.4:
+        clock.after(chance.uniform(0.0, 2 * PASS_S), setattr, daemons[0], "life", 2)  # kill -9
+    clock.run(LONG_S)
+    shown = [info.snapshot for info in list_durable(store, JOB, KEPT)]
+    assert not restored[0] or OLD in shown, f"seed {seed}: what was restored is gone, here are {shown}"
+    assert shown, f"seed {seed}: nothing is left"
+    return bool(restored[0])
+
+
+def test_what_is_restored_beside_a_retention_stays() -> None:
+    assert {life(seed) for seed in range(SEEDS)} == {True, False}, "both come first now and then"
