@@ -99,6 +99,17 @@ def test_what_a_leaving_node_lost_to_damage_is_made_there_where_nobody_else_can_
     assert (node.level(8), released(node)) == (1, {7})
 
 
+def test_who_stays_after_all_holds_no_release_back() -> None:
+    """P14: node c was to go and stayed before anybody had been told, and the older one was kept for ever (simulator, seed 202611276
+    of that day)."""
+    node = protected(steward(spare=""))
+    leaves(node, "c")
+    protected(node, 8)
+    assert (node.level(8), released(node)) == (1, set()), "it leans on node c"
+    leaves(node, "c", False)
+    assert released(node) == {7}
+
+
 def test_where_all_that_could_take_it_leave_a_position_stays_together() -> None:
     node = steward("abc", "de").capture(7)
     node.others["e"].held(fact(7, 2, 1, world=3))

@@ -60,6 +60,7 @@ class Draining:
             self._sessions.leaving.add(sender)
         else:
             self._sessions.leaving.discard(sender)
+            self._table.all_dirty()  # what was held back for it may go, also when nobody was told that it leaves
         self._looked_at = -1e9
 
     def on_tick(self) -> None:
