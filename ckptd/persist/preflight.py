@@ -10,13 +10,14 @@ from ckptd.persist.storage.base import NotFound, Storage, StorageError, read_fil
 
 TOKEN_BYTES_MAX = 256
 PROBE_DIR = "preflight"
+PROBE = "probe-"
 PATH_BYTES_MAX = 4096
 HINT = "ckptd needs a file system with hard links and exclusive renames (local disk, NFS, Lustre, CephFS)"
 
 
 def probe(storage: Storage) -> int:
     """One short life of a checkpoint and of a claim; the free bytes. Raises CkptdError with the remedy."""
-    directory = f"{PROBE_DIR}/probe-{secrets.token_hex(8)}"
+    directory = f"{PROBE_DIR}/{PROBE}{secrets.token_hex(8)}"
     storage.begin(directory)
     try:
         _probe_names(storage, f"{directory}/name")
@@ -24,6 +25,11 @@ def probe(storage: Storage) -> int:
     finally:
         storage.discard(directory)
     return storage.free_bytes()
+
+
+def is_probe(where: str, name: str) -> bool:
+    """Did a preflight make the directory of this name in ``where``? One that was killed leaves it."""
+    return name.startswith(PROBE) and where.rpartition("/")[2] == PROBE_DIR
 
 
 def place_token(storage: Storage, node: str) -> str:

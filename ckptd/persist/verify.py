@@ -13,7 +13,8 @@ from ckptd.core.box import Box, uncovered
 from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import local_root
 from ckptd.persist import manifest as m
-from ckptd.persist.names import DATA, MANIFEST
+from ckptd.persist.names import DATA, GONE, MANIFEST, PART
+from ckptd.persist.preflight import is_probe
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import Storage
@@ -51,7 +52,13 @@ def verify(path: str, progress: Progress | None = None) -> VerifyReport:
 
 def find_checkpoints(path: str) -> list[str]:
     """Directories with a manifest at ``path`` or below, sorted: what `ckptd verify PATH` goes through."""
-    return sorted(where for where, _, names in os.walk(path) if MANIFEST in names)
+    found = []
+    for where, below, names in os.walk(path):
+        # What a killed preflight or commit left under a name of its own is no checkpoint.
+        below[:] = [name for name in below if not (name.endswith((PART, GONE)) or is_probe(where, name))]
+        if MANIFEST in names:
+            found.append(where)
+    return sorted(found)
 
 
 def verify_at(

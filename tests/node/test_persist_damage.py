@@ -88,6 +88,15 @@ def test_intact(saved: tuple[Path, World]) -> None:
     assert find_checkpoints(str(saved[0].parents[2])) == [str(saved[0])]
 
 
+def test_what_a_killed_preflight_or_commit_left_is_no_checkpoint(saved: tuple[Path, World]) -> None:
+    root = saved[0].parents[3]
+    left = [root / "preflight/probe-01/pointer", root / "preflight/probe-01/pointer.one.part"]
+    for directory in [*left, saved[0].parent / "step-0000000099.abc.part"]:
+        directory.mkdir(parents=True)
+        (directory / MANIFEST).touch()
+    assert find_checkpoints(str(root)) == [str(saved[0])]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_flipped_bit_is_found_and_its_file_named(saved: tuple[Path, World], seed: int) -> None:
     directory, world = saved
