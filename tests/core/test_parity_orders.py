@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
@@ -345,20 +347,58 @@ def test_a_lane_of_which_two_positions_came_to_live_in_one_domain_is_made_good_b
     assert node.level(7) == 1
 
 
+def of_the_epoch_before(ranks: int, **held: int) -> Steward:
+    """One lane of so many ranks, of which these nodes hold a position each, with its parity. No rank has a free slot."""
+    members = tuple(Position(rank, 64, layout(rank, ranks).layout_id) for rank in range(ranks))
+    lane, step = Lane(ranks, 0, 1, members), at(7, EPOCH - 1)
+    layouts = tuple(layout(rank, ranks) for rank in range(ranks))
+    node = Steward(record_of("abc", ancestry=(step,)), Policy(redundancy=XOR, durable=False, steward_timeout_s=PATIENCE_S))
+    node.feed(ev.HoldingFound(50, step, 0, 0, True, layouts[0], ()))
+    own = part_layout(lane, 64), (), False, Part(lane, 0), layouts
+    node.feed(ev.HoldingFound(51, step, lane.holding_rank, 0, False, *own))
+    for name, rank in held.items():
+        whole = fact(7, rank, epoch=EPOCH - 1, world=ranks), replace(part_fact(Part(lane, rank)), snapshot=step)
+        node.others[name].tell_inventory(*whole, layouts=layouts)
+    return node.train(free=0)
+
+
 def test_without_slots_for_long_copies_take_the_place_of_parity_that_cannot_be_made() -> None:
     """P14: of a lane of the epoch before one node is gone, and there is no other domain for its position."""
-    members = tuple(Position(rank, 64, layout(rank, 4).layout_id) for rank in range(4))
-    lane, step = Lane(4, 0, 1, members), at(7, EPOCH - 1)
-    node = Steward(record_of("abc", ancestry=(step,)), Policy(redundancy=XOR, durable=False))
-    node.feed(ev.HoldingFound(50, step, 0, 0, True, layout(0, 4), ()))
-    own = part_layout(lane, 64), (), False, Part(lane, 0), tuple(layout(rank, 4) for rank in range(4))
-    node.feed(ev.HoldingFound(51, step, lane.holding_rank, 0, False, *own))
-    for name, rank in (("b", 1), ("c", 2)):
-        held = fact(7, rank, epoch=EPOCH - 1, world=4), replace(part_fact(Part(lane, rank)), snapshot=step)
-        node.others[name].tell_inventory(*held, layouts=[layout(rank, 4) for rank in range(4)])
-    node.train(free=0)
+    node = of_the_epoch_before(4, b=1, c=2)
     mark = node.mark
     node.tick(FULL_S)
     assert (node.level(7, epoch=EPOCH - 1), node.said(msg.Holders, "b", mark)) == (0, [])
     node.tick(IDLE_S)
     assert [asked.rank for asked in node.said(msg.Holders, "b", mark)][:1] == [1]
+
+
+@pytest.mark.parametrize(("goes", "position", "beside"), [("c", 2, "a"), ("a", 0, "b")])
+def test_without_slots_for_long_data_that_no_slot_holds_is_made_beside_another_position_and_copied(
+    goes: str, position: int, beside: str
+) -> None:
+    """P14: a node was to go, and what it holds was moved to node b, the only one that could have taken a lost position; there was
+    no slot of that to make copies of (simulator, seed 77 of its day)."""
+    node, before, step = of_the_epoch_before(3, c=2), EPOCH - 1, at(7, EPOCH - 1)
+    node.feed(ev.DrainAsked(True)) if goes == "a" else leaves(node, goes)
+    node.tick(1.0)
+    moved = {order.part for order in node.said(msg.ParityOrder, "b")}
+    assert {part.position for part in moved} == {position}
+    node.others["b"].held(fact(7, position, 1, epoch=before, world=3))
+    node.others["b"].held(replace(part_fact(*moved), snapshot=step))
+    mark = node.mark
+    node.tick(FULL_S)
+    assert node.said(msg.ParityOrder, since=mark) == [], "it has no place"
+    node.tick(IDLE_S)
+    lost = {(to, o.part.position, o.data) for to in "abc" for o in node.said(msg.ParityOrder, to, mark)}
+    assert lost == {(beside, 1, True)}, "beside another position, and on no node that goes"
+    if beside == "a":
+        node.feed(ev.ReplicaArrived(step, 1, 1, 77, layout(1, 3), (), False))
+    else:
+        node.others[beside].held(fact(7, 1, 1, epoch=before, world=3))
+    node.tick(IDLE_S)
+    assert 1 in {asked.rank for asked in node.said(msg.Holders, beside, mark)}
+    assert node.level(7, epoch=before) == 0
+    for rank in range(3):
+        node.others["b"].held(fact(7, rank, 1, epoch=before, world=3))
+        node.others["c"].held(fact(7, rank, 1, epoch=before, world=3))
+    assert node.level(7, epoch=before) == 1

@@ -69,15 +69,16 @@ class Parities:
         )
         return whole and self._survives(held.lane, held.all_data, held.all_parts) < held.lane.parity
 
-    def order(self, state: SnapshotState, *, at_once: bool = False) -> None:
-        """Ask for what is missing, of the most exposed lanes first. at_once: also for data, however recently it was lost."""
+    def order(self, state: SnapshotState, *, at_once: bool = False, anywhere: bool = False) -> None:
+        """Ask for what is missing, of the most exposed lanes first. at_once: also for data, however recently it was lost.
+        anywhere: data that has no place of its own is made beside another position's, for a flush or copies to read it there."""
         wanted = at_once or self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)
         if state.level < 0 or state.void or not wanted:
             return  # what has parity is moved, and made whole from it for a flush, whatever rung is in force now
         lanes = [self._held(state, lane) for lane in self._lanes(state)]
         patient = not at_once and not self._long_short(state, any(map(_lost, lanes)))
         for held in sorted(lanes, key=lambda held: (self._tolerates(held), held.lane.number)):
-            self._order_lane(state, held, mend=not patient, at_once=at_once)
+            self._order_lane(state, held, mend=not patient, anywhere=anywhere or at_once)
 
     def moves(self, state: SnapshotState) -> list[Move]:
         """What lies on leaving nodes alone, the most exposed lanes first."""
@@ -161,7 +162,7 @@ class Parities:
         return self._ctx.now - since >= self._ctx.policy.steward_timeout_s
 
     # --- what is to be made -------------------------------------------------------------------------------------
-    def _order_lane(self, state: SnapshotState, held: Held, *, mend: bool, at_once: bool) -> None:
+    def _order_lane(self, state: SnapshotState, held: Held, *, mend: bool, anywhere: bool) -> None:
         lane, data, parts = held.lane, held.data, held.parts
         here = [at for at, nodes in held.all_data.items() if nodes], [at for at, nodes in held.all_parts.items() if nodes]
         for at, member in enumerate(lane.members):
@@ -170,7 +171,7 @@ class Parities:
             if (lost and (not mend or not decodable(lane, *here))) or not (lacks_data or lacks_part):
                 continue
             leans = (lacks_data and not lost) or (lacks_part and not unmade)
-            to = self._seat_of(state, held, at, anywhere=lost and at_once, moves=leans)
+            to = self._seat_of(state, held, at, anywhere=lost and anywhere, moves=leans)
             sources = self._sources(state, held)
             if to is None and leans and (lost or unmade):  # nowhere to move: it protects as long as it is there
                 to = self._seat_of(state, held, at, anywhere=False, moves=False)
@@ -186,7 +187,7 @@ class Parities:
     def _seat_of(self, state: SnapshotState, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
         """The node that is to hold this position: where the rest of it is, where it was meant to be, or one whose domain no
         other position lives in or is to live in; one that is about to go when there is no other, unless it moves away from such
-        a one. anywhere: failing that any."""
+        a one. anywhere: failing that any, of those that stay if there are."""
         domain, record, lane = self._ctx.domain, self._ctx.record, held.lane
         assert record is not None, "a steward has an epoch"
         others = {domain(node) for other in range(len(lane.members)) if other != at for node in self._places(state, held, other)}
@@ -204,7 +205,8 @@ class Parities:
         staying = next(filter(self._sessions.stays, apart), None)
         if staying is not None or moves:
             return staying
-        return next(iter(apart), None) or (next(iter(live), None) if anywhere else None)
+        beside = sorted(live, key=self._sessions.stays, reverse=True) if anywhere else ()
+        return next(iter(apart or beside), None)
 
     def _places(self, state: SnapshotState, held: Held, at: int) -> list[str]:
         """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
