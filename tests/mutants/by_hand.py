@@ -253,8 +253,8 @@ EDITS = (
     Edit(
         "a fresh start is proven although somebody is silent",
         "core/machine/steward/decide.py",
-        "    if gather.missing() or durable is None or not durable.ok or gather.heard_of():",
-        "    if durable is None or not durable.ok or gather.heard_of():",
+        "    if gather.missing() or durable is None or not durable.ok or gather.heard_of() or gather.sealed():",
+        "    if durable is None or not durable.ok or gather.heard_of() or gather.sealed():",
     ),
     # --- parity and the ladder (D8, P8)
     Edit(
