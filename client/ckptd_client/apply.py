@@ -140,7 +140,7 @@ class Objects:
             return
         result.values[owner.name] = value
         if not set_in_place(owner.value, value):
-            owner.value = value
+            owner.replace(value)
 
     def _set_rng(self, step: int, result: Restored) -> None:
         state = self.trees.get(rng.NAME)

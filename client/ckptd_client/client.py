@@ -132,7 +132,7 @@ class Client:
         **objects: Any,
     ) -> None:
         """Name what a snapshot holds: modules, optimizers, anything with state_dict/load_state_dict, tensors, plain nested
-        values, and dicts or lists of these.
+        values, and dicts or lists of these, which are looked into anew at each snapshot and filled at a restore.
 
         include, exclude: shell patterns on keys like ``model.head.*``. replicated: keys that are equal by your word on all
         ranks that have them; of what is sharded over a sub-mesh, equal on all sub-meshes like it. Buffers that DDP broadcasts

@@ -43,6 +43,13 @@ class Owner:
     thawed: bool = False  # its frozen parameters change too often to be kept apart
     gradients: bool = False  # are its parameters' gradients captured, too?
     since: int = 0  # when it was registered (watch.now)
+    place: tuple[Any, Any] | None = None  # the dict or list that it was found in, and its key there
+
+    def replace(self, value: Any) -> None:
+        """A value that has no inside to be filled, also for who holds the container."""
+        self.value = value
+        if self.place is not None and isinstance(self.place[0], dict | list):
+            self.place[0][self.place[1]] = value
 
     def takes(self, key: str) -> bool:
         """Patterns are shell patterns on whole keys (``model.head.*``)."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,39 @@ from ckptd_client.quiet import NoCollectives
 from ckptd_client.scaler import ScalerState
 
 EXTRA = "extra"  # register(extra={...}): always a dict of objects, each under its own name
+HELD = ("module", "optimizer", "tensor")  # kinds of which a known structure holds tensors (Recall)
 Patterns = str | Sequence[str]
+
+
+class _Found(NamedTuple):
+    name: str
+    value: Any
+    kind: str
+    place: tuple[Any, Any] | None
+
+
+@dataclass
+class _Opened:
+    """A registered dict or list of objects. ``inside``: it and the containers in it that were opened, with what each held then;
+    what is held cannot be mistaken for something new."""
+
+    name: str
+    value: Any
+    own: Callable[[_Found], Owner]
+    inside: list[tuple[Any, list[Any]]] = field(default_factory=list)
+
+    def replaced_by(self, other: _Opened) -> bool:
+        """``extra`` may be registered in parts."""
+        return self.value is other.value or (self.name == other.name != EXTRA)
+
+    def changed(self) -> bool:
+        return any(list(map(id, _contents(box))) != list(map(id, held)) for box, held in self.inside)
 
 
 class Registry:
     def __init__(self) -> None:
         self.owners: dict[str, Owner] = {}
+        self._opened: list[_Opened] = []
         self.version = 0  # grows with every register()
         self.without: tuple[str, ...] = ()  # parameters whose optimizer state is meant to be absent
 
@@ -39,19 +67,51 @@ class Registry:
         gradients: bool = False,
     ) -> list[Owner]:
         """Raises TypeError naming the path of a value that cannot be saved; nothing is registered then."""
+
+        def own(item: _Found) -> Owner:
+            owner = Owner(
+                item.name, item.kind, item.value, _tuple(include), _tuple(exclude), _tuple(replicated), fenced, key_map
+            )
+            owner.since, owner.gradients, owner.place = watch.now(), gradients, item.place
+            _check(owner)
+            return owner
+
         found: list[Owner] = []
+        opened: list[_Opened] = []
         for name, value in objects.items():
-            for path, item, kind in _objects(name, value):
-                owner = Owner(
-                    path, kind, item, _tuple(include), _tuple(exclude), _tuple(replicated), fenced, key_map
-                )
-                owner.since, owner.gradients = watch.now(), gradients
-                _check(owner)
-                found.append(owner)
+            root = _Opened(name, value, own)
+            found += map(own, _objects(name, value, root.inside))
+            if root.inside:
+                opened.append(root)
         self.without += _tuple(without)
         self.owners.update({owner.name: owner for owner in found})
+        self._opened = [old for old in self._opened if not any(map(old.replaced_by, opened))] + opened
         self.version += 1
         return found
+
+    def look_again(self) -> None:
+        """Dicts and lists of objects are what they are now: a counter that was counted on, a tensor that another one took the
+        place of, a new key. Raises what ``register`` raises."""
+        for root in self._opened:
+            if root.changed():
+                self._open_anew(root)
+
+    def _open_anew(self, root: _Opened) -> None:
+        inside: list[tuple[Any, list[Any]]] = []
+        found = {item.name: item for item in _objects(root.name, root.value, inside)}
+        before = {name for name, owner in self.owners.items() if _belongs(owner, root)}
+        kept = {n for n in before & found.keys() if self.owners[n].kind == found[n].kind}
+        others = self.owners.keys() - before  # of other roots, which have the name by now
+        new = {name: root.own(item) for name, item in found.items() if name not in kept | others}
+        for name in kept:
+            owner, item = self.owners[name], found[name]
+            if owner.kind in HELD and owner.value is not item.value:
+                self.version += 1
+            owner.value, owner.place = item.value, item.place
+        if new or before - kept:
+            self.version += 1
+        self.owners = {name: owner for name, owner in self.owners.items() if name not in before - kept} | new
+        root.inside = inside
 
     def were_written(self, written: Mapping[str, Collection[str]], grant: int) -> None:
         """Past the fence, on whatever rank: {name of an owner: keys; none: all of it}."""
@@ -67,21 +127,30 @@ def _tuple(patterns: Patterns) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
-def _objects(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
-    """(name, object, kind); dicts and lists of objects are opened, plain nested values stay whole."""
+def _contents(box: Any) -> list[Any]:
+    return [*box.keys(), *box.values()] if isinstance(box, Mapping) else list(box)
+
+
+def _belongs(owner: Owner, root: _Opened) -> bool:
+    return owner.place is not None and any(owner.place[0] is box for box, _ in root.inside)
+
+
+def _objects(
+    name: str, value: Any, inside: list[tuple[Any, list[Any]]], place: tuple[Any, Any] | None = None
+) -> Iterator[_Found]:
+    """Dicts and lists of objects are opened, and noted ``inside``; plain nested values stay whole."""
     if not name or name.startswith("$") or name == "rng":
         raise CkptdError("this name is ckptd's own", where=name, hint="register it under another name")
     kind = _kind(value)
     if kind == "nest" or (name == EXTRA and type(value) is dict):
+        inside.append((value, _contents(value)))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
-            yield from _objects(f"{name}.{key}", item)
+            yield from _objects(f"{name}.{key}", item, inside, (value, key))
+    elif kind == "scaler":
+        yield _Found(name, ScalerState(value), "stateful", place)
     else:
-        yield (
-            name,
-            ScalerState(value) if kind == "scaler" else value,
-            "stateful" if kind == "scaler" else kind,
-        )
+        yield _Found(name, value, kind, place)
 
 
 def _kind(value: Any) -> str:

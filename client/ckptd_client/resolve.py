@@ -23,6 +23,7 @@ ODD = "state"  # object "<optimizer>.state": optimizer state that is not a tenso
 
 def tensors(registry: Registry) -> State:
     """Entries and aliases. Raises CkptdError naming what cannot be saved."""
+    registry.look_again()
     for owner in registry.of_kind("module"):
         naming.reshard(owner.value)
     return _Resolver(registry).state

@@ -197,6 +197,7 @@ class Snapshots:
         """What is there now: each entry's tensor, the encoded objects, the plan. Quickly, if nothing was replaced."""
         recall, session = self._recall, self._session
         assert session.world is not None, "a grant without a world"
+        self._registry.look_again()
         tensors = recall.tensors() if recall is not None and recall.plan.world is session.world else None
         if recall is not None and tensors is not None:
             state = State(aliases=recall.aliases, groups=recall.groups, extras=recall.extras, beside=recall.beside)

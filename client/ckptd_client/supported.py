@@ -64,3 +64,6 @@ def check_memory(key: str, tensor: Tensor) -> None:
     if type(local) is not Tensor or local.layout != torch.strided or local.is_conj() or local.is_neg():
         kind = f"{type(local).__name__} ({local.layout})"
         raise CkptdError(f"a {kind} cannot be copied as memory", where=key, hint="leave it out with exclude=")
+    if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+        text = f"expanded: several of its elements are one in memory (strides {list(local.stride())}), so none can be written back"
+        raise CkptdError(text, where=key, hint="register what clone() or contiguous() makes of it, or leave it out with exclude=")

@@ -88,6 +88,16 @@ def test_a_module_that_cannot_save_itself_is_refused(daemon: RankDaemonDouble) -
     assert not refusal(daemon, model=model, exclude="model.0.*")
 
 
+def test_expanded_tensors_are_refused(daemon: RankDaemonDouble) -> None:
+    """A restore cannot write them back: its objects were dirty, and no key was named."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("b", torch.ones(1).expand(4))
+    why = refusal(daemon, model=model)
+    assert "expanded" in why and "[model.b]" in why and "clone()" in why, why
+    assert "[extra.x]" in refusal(daemon, extra={"x": torch.ones(3, 1).expand(3, 4)})
+    assert not refusal(daemon, extra={"x": torch.ones(1, 3).expand(1, 3)})
+
+
 def test_placeholders_of_zero_3_are_refused(daemon: RankDaemonDouble) -> None:
     model = nn.Linear(4, 4)
     shape, model.weight.data = model.weight.shape, torch.empty(0)
