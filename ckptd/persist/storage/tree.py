@@ -7,6 +7,7 @@ The order of renames and syncs is what a power cut can be read back from; a back
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
@@ -21,48 +22,49 @@ COMMITTERS_MAX = 4  # of one attempt at once: a steward that stood still, and it
 _SIGHTS = {MANIFEST: Sight.SHOWN, HIDDEN: Sight.HIDDEN, DROPPED: Sight.DROPPED}
 
 
-class TreeStorage:
+class TreeStorage(ABC):
     """Storage but for ``locate`` and ``free_bytes``. Subclasses give the steps."""
 
     # --- the steps ----------------------------------------------------------------------------------------------
+    @abstractmethod
     def make_dir(self, path: str) -> None:
         """Create it and its parents, each durable in its own parent. Existing ones are fine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def create(self, path: str) -> FileWriter:
         """A new file in an existing directory; its entry there is not durable yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def publish(self, source: str, target: str) -> bool:
         """Give a finished file another name, exclusively, and drop the old one. False: the name was taken."""
-        raise NotImplementedError
 
+    @abstractmethod
     def move_file(self, source: str, target: str) -> None:
         """Rename a file in one step; what had that name is gone. Nothing happens when both names are one file's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def move_dir(self, source: str, target: str) -> bool:
         """Rename a directory in one step. False: a directory that is not empty has that name already."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sync_dir(self, path: str) -> None:
         """Make the directory's entries durable. Raises SyncFailed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open_file(self, path: str) -> FileReader:
-        raise NotImplementedError
+        """A file of this very name."""
 
+    @abstractmethod
     def entries(self, path: str) -> list[Entry]:
         """Of a directory, by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unlink(self, path: str) -> None:
         """Remove a file; a missing one is fine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delete_tree(self, path: str) -> None:
         """Remove a directory and all below it; a missing one is fine."""
-        raise NotImplementedError
 
     # --- small files and what is there --------------------------------------------------------------------------
     def begin(self, path: str) -> None:
