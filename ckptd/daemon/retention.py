@@ -1,4 +1,5 @@
-"""Old checkpoints of one job go after each commit: one pass at a time, in one flush thread, with a limit (P5, P12)."""
+"""Old checkpoints of one job go after each commit, and once more when what it hid has had its grace: the next commit may lack just
+that room. One pass at a time, in one flush thread, with a limit (P5, P12)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from typing import Any
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.daemon.services import Services, log
-from ckptd.persist.retention import Retained, retain
+from ckptd.persist.retention import READER_GRACE_S, Retained, retain
 from ckptd.persist.storage.base import Storage
 
 RETENTION_TIMEOUT_S = 3600.0  # of one pass: this node alone reads whole checkpoints back before it deletes any
 CANCEL_PATIENCE_S = 5.0  # for a pass that was called off: it notices between two files, unless storage hangs
+AGAIN_S = READER_GRACE_S + 5.0  # after a pass that hid something; storage stamps by its own clock
 KIND = "retention"
 PROBLEMS_TOLD_MAX = 5  # of the damage that one pass read back
 
@@ -29,9 +31,10 @@ class Retention:
         self._due = self._running = False
         self._epoch: EpochRecord | None = None
         self._cancelled = threading.Event()
+        self._again: asyncio.TimerHandle | None = None
 
     def begin(self, epoch: EpochRecord) -> None:
-        """This epoch committed something. One pass sees all that is there when it begins."""
+        """This epoch committed something, or what it hid may go. One pass sees all that is there when it begins."""
         self._due, self._epoch = True, epoch
         if not self._running and self._services.storage is not None:
             self._running = True
@@ -40,6 +43,12 @@ class Retention:
     def cancel(self) -> None:
         self._due = False
         self._cancelled.set()
+        self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
 
     async def _run(self, storage: Storage) -> None:
         try:
@@ -66,7 +75,11 @@ class Retention:
             await self._until_let_go(work)
         if work.cancelled():
             raise CkptdError(f"no flush thread was free for {RETENTION_TIMEOUT_S:.0f} s", where=self._job)
-        self._tell(work.result())
+        done = work.result()
+        self._tell(done)
+        self._stop_waiting()
+        if done.waiting and self._epoch is not None and not cancelled.is_set():
+            self._again = asyncio.get_running_loop().call_later(AGAIN_S, self.begin, self._epoch)
 
     def _tell(self, done: Retained) -> None:
         for problem in done.problems[:PROBLEMS_TOLD_MAX]:

@@ -34,7 +34,7 @@ CLOCK = "clock"  # a file written to learn the storage's time
 @dataclass
 class Retained:
     """What one pass did. problems: damage found by reading back; those checkpoints do not count as restorable. ended: why it
-    stopped before its end."""
+    stopped before its end. waiting: something is hidden whose grace is not over; a later pass deletes it."""
 
     kept: list[SnapshotId] = field(default_factory=list)
     hidden: list[SnapshotId] = field(default_factory=list)
@@ -43,6 +43,7 @@ class Retained:
     verified: list[SnapshotId] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     ended: str = ""
+    waiting: bool = False
 
 
 class Superseded(CkptdError):
@@ -115,8 +116,12 @@ class _Pass:
             if found.sight is Sight.HIDDEN:
                 if found.hidden_s is None:  # lost with the power: the grace time begins anew
                     self._storage.hide(pointer)
+                    self._done.waiting = True
                     continue
-                if found.hidden_s > before_s or not self._may_go(snapshot):
+                if found.hidden_s > before_s:
+                    self._done.waiting = True
+                    continue
+                if not self._may_go(snapshot):
                     continue
             if found.sight is not Sight.SHOWN and self._storage.drop(pointer):
                 self._done.deleted.append(self._storage.locate(pointer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ckptd.core.machine.steward import flush
 from ckptd.daemon import durable, retention
 from ckptd.daemon.server import FLUSH_THREADS_MAX
 from ckptd.persist.commits import list_commits
+from ckptd.persist.names import epoch_dir
 from ckptd.persist.retention import Retained
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import Rank, Rig, rig
@@ -160,6 +162,23 @@ async def test_a_retention_that_hangs_keeps_one_thread_and_stops_nothing(
         go.set()
         await eventually(lambda: len(passes) == 3)  # of both jobs, and once more for what was committed meanwhile
         await eventually(lambda: "retention" not in house.problems())
+
+
+async def test_what_was_hidden_goes_after_its_grace_without_another_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: on a full storage there is no other one, so it stayed full; the last ones of each job stayed for ever."""
+    monkeypatch.setattr(retention, "retain", partial(retention.retain, grace_s=0.5))
+    monkeypatch.setattr(retention, "AGAIN_S", 0.6)
+    async with rig(storage_root=tmp_path, keep_last=1) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        for step in (1, 2):
+            await rank.sealed(step)
+            rank.say(wire.WaitFor(step, "durable"))
+            await rank.heard(wire.Level, step=step, durable=True)
+        directory = tmp_path / epoch_dir(house.shell().job, 1)
+        await eventually(lambda: [path.name[-2:] for path in directory.glob("step-*")] == ["02"])
 
 
 async def failing(house: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, list[Any]]:
