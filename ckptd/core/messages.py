@@ -77,7 +77,7 @@ class Inventory:
     incarnation: str = ""  # of the sender: unchanged since ``known`` opened, it has forgotten nothing
     grant: int = 0  # the highest grant the sender has seen in this epoch
     ran: EpochRecord | None = None  # the newest epoch before ``known`` that trained on the sender
-    turn: int = 0  # of the request that this answers
+    turn: int = 0  # of the request, or of the newest hello of the session, that this answers
     sealed: int = 0  # newest epoch in which every rank of the sender sealed a snapshot
     buried: int = 0  # the highest epoch of this job that the sender has forgotten, for whatever reason (core.life.Tombstone)
     forgotten: int = 0  # the highest that it has forgotten by the operator's word: what is left of it counts no more
@@ -374,11 +374,13 @@ class StewardHello:
     The nonce opens a session: from here on the node tells everything to this steward alone, beginning with an Inventory,
     each message with this session and the next serial, repeated until Heard. It obeys grants, voids and certificates
     of this session only. So a steward's books about a node are in order and complete, and what an earlier life of
-    either side still has under way is recognised.
+    either side still has under way is recognised. Each time that the link went or came back the steward asks again, with the next
+    turn: an inventory that was under way by then may be older than what the node did for another steward.
     """
 
     epoch: int
     nonce: str
+    turn: int = 0  # the inventory that answers names it
 
 
 @dataclass(frozen=True, slots=True)

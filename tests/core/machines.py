@@ -239,16 +239,17 @@ class Other:
 
     def tell_inventory(self, *holdings: msg.HoldingFact, **more: Any) -> list[ins.Instruction]:
         """Also what makes a session begin anew."""
-        newest = self._steward.said(msg.StewardHello, self.name)[-1].nonce
-        if newest != self.session:
-            self.session, self.serial = newest, 0
+        newest = self._steward.said(msg.StewardHello, self.name)[-1]
+        if newest.nonce != self.session:
+            self.session, self.serial = newest.nonce, 0
         layouts = more.pop("layouts", None)
         if layouts is not None:
             self._steward.hear(
                 self.name, msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in layouts})
             )
         known = more.pop("known", self._steward.record)
-        return self.tell(msg.Inventory("", known, holdings, done=more.pop("done", True), **more))
+        more = {"done": True, "turn": newest.turn, **more}
+        return self.tell(msg.Inventory("", known, holdings, **more))
 
     def tell(self, message: Any, **changed: Any) -> list[ins.Instruction]:
         stamped = replace(message, **{"session": self.session, "serial": self.serial, **changed})

@@ -8,7 +8,7 @@ from ckptd.core import messages as msg
 from ckptd.core.machine.steward.certify import REPEAT_S
 from ckptd.core.machine.steward.grants import FULL_S
 from tests.core.certificates import BOTH, OLD, released, steward
-from tests.core.machines import Other, Steward, at, fact, layout, only, record_of
+from tests.core.machines import EPOCH, Member, Other, Steward, at, fact, layout, only, record_of
 
 RECORD = record_of("ab", outside="c", ancestry=(at(5, OLD),))
 
@@ -97,3 +97,29 @@ def test_a_slot_that_comes_of_it_ends_the_need() -> None:
     assert node.said(msg.Grant, "b"), "the job goes on"
     node.tick(1.0)
     assert voided(node) == {4}
+
+
+def test_what_a_node_told_before_its_link_went_counts_no_more() -> None:
+    """P2: cut off, it obeyed another steward and released what it had told the first one of; that word came when the link was
+    back (simulator, seed 426004435805 of that day)."""
+    node = steward(RECORD)
+    held = fact(5, 1, epoch=OLD)
+    node.others["c"].tell_inventory(fact(5, 0, epoch=OLD), layouts=BOTH)
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    node.others["b"].tell_inventory(held, turn=0)
+    node.tick(2 * REPEAT_S)
+    assert (node.level(5, epoch=OLD), node.machine.steward.sessions.live("b")) == (None, False), "said who knows when"
+    node.others["b"].tell_inventory(held)
+    assert node.level(5, epoch=OLD) == 0
+
+
+def test_a_node_names_the_newest_question_of_its_steward() -> None:
+    node = Member(record_of("abc"))
+    node.hello("s1")
+    for turn, named in ((2, 2), (1, 2)):  # one hello was overtaken by the other
+        mark = node.mark
+        node.hear("a", msg.StewardHello(EPOCH, "s1", turn))
+        (answer,) = node.said(msg.Inventory, "a", mark)
+        assert answer.turn == named
+    node.hello("s2")
+    assert node.said(msg.Inventory, "a")[-1].turn == 0, "another session"

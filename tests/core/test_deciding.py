@@ -11,7 +11,7 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.machine.steward.decide import CLAIM_GAP, spread
+from ckptd.core.machine.steward.decide import CLAIM_GAP, CLAIM_SPREAD, spread
 from ckptd.core.machine.steward.gather import FRESH_S
 from ckptd.core.machine.steward.restore import (
     CLAIM_TIMEOUT_S,
@@ -321,6 +321,18 @@ def test_an_answer_about_another_number_is_none() -> None:
     assert node.opens() == []
 
 
+def test_the_claim_of_a_start_that_was_given_up_is_not_taken_for_the_next_ones() -> None:
+    """P14, P12: both had decided for one number; storage had it for the first, and refused each commit of the second (simulator,
+    seed 427503276016 of that day)."""
+    node = Elect(durable=True).start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.feed(ev.DurableRead("now", True, BEFORE))
+    node.feed(ev.EpochClaimed("another", node.claim.number, True, node.claim.number))
+    assert node.opens() == []
+    node.claimed()
+    assert len(node.opens()) == 1
+
+
 def test_storage_that_cannot_be_asked_makes_a_number_that_nobody_else_takes() -> None:
     node = Elect(durable=True).start()
     node.answer("b", *BOTH, known=BEFORE, done=True)
@@ -427,3 +439,10 @@ def test_an_epoch_that_somebody_saw_complete_is_not_decided_again(claims: bool) 
     node.report("two")
     node.answer("b", *BOTH, attempt="two", known=BEFORE, done=True)
     assert node.claim.nonce == "two"
+
+
+def test_two_starts_that_nobody_vouches_for_hardly_ever_take_one_number() -> None:
+    """P12: one of a thousand pairs did (simulator, seed 427503278702 of that day: two records of one number, two states of one
+    name)."""
+    taken = [spread(f"a{attempt}", 808) for attempt in range(100)]
+    assert len(set(taken)) == len(taken) and CLAIM_SPREAD > 50_000

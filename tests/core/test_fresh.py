@@ -120,6 +120,17 @@ def test_what_was_sealed_by_all_and_is_held_by_nobody_is_no_fresh_start() -> Non
     assert refused.reason.endswith("allow_fresh=True begins anew")
 
 
+def test_who_begins_anew_where_something_was_sealed_is_told_what_became_of_it() -> None:
+    """P15: "nothing was ever sealed" was said of a job whose snapshots were durable once."""
+    gather = two_nodes(1, 1)
+    gather.joined = dict.fromkeys(gather.joined, RestoreAsk(allow_fresh=True))
+    decision = decide(gather, 1, (), {})
+    assert decision.record is not None
+    assert [error.partition(" held")[0] for error in decision.errors] == [
+        "this job has run before, and its snapshots of epoch 1 are"
+    ]
+
+
 def test_a_job_that_was_let_go_after_it_had_sealed_something_is_no_fresh_start() -> None:
     """P15: no record of it is left, but a tombstone."""
     gather = Gather("z", ("a",), (A,), 0.0)

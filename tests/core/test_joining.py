@@ -6,7 +6,7 @@ from __future__ import annotations
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.machine.steward.restore import LEFT_PATIENCE_S
 from ckptd.core.policy import Policy
@@ -102,3 +102,25 @@ def test_ranks_that_wait_prove_nothing_about_an_epoch_that_one_hears_of() -> Non
     machine = Machine()
     machine.feed(ev.Received("b", msg.Stale(EpochRecord(1, "x", RANKS, NODES))))
     assert not machine.machine.ctx.done
+
+
+def test_ranks_that_train_are_not_sent_back_by_a_daemon_that_forgot_their_epoch() -> None:
+    """P14: only storage, or a holder without ranks, knew of it. Another epoch was opened over ranks that trained; one of them could
+    not load, and the job took no snapshot any more (simulator, seed 427503266431 of that day)."""
+    machine = Machine(trains=True)
+    machine.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None, trains=True)))
+    for node in "ab":
+        machine.feed(ev.Received(node, msg.Inventory("x", None, (), turn=1)))
+    machine.feed(ev.DurableRead("x", True, EpochRecord(7, "x", RANKS, NODES), ()))
+    machine.ticks(SLACK_S)
+    assert machine.machine.view()["phase"] == "running"
+    assert not [do for do in machine.done if isinstance(do, ins.ClaimEpoch | ins.PrepareRestore)]
+
+
+def test_ranks_that_train_in_an_epoch_that_nobody_knows_get_another_one() -> None:
+    machine = Machine(trains=True)
+    machine.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None, trains=True)))
+    for node in "ab":
+        machine.feed(ev.Received(node, msg.Inventory("x", None, (), turn=1)))
+    machine.feed(ev.DurableRead("x", True, EpochRecord(7, "before", (), ()), (SnapshotId(7, 5),)))
+    assert [do for do in machine.done if isinstance(do, ins.ClaimEpoch | ins.Send) and "number=8" in repr(do)]

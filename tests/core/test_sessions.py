@@ -125,7 +125,6 @@ def test_a_node_that_does_not_answer_is_greeted_again() -> None:
     node.tick(2 * KNOCK_S)
     assert len(node.said(msg.StewardHello, "b")) == 3
     node.feed(ev.NodeUp("b"))
-    node.tick()
     assert len(node.said(msg.StewardHello, "b")) == 4, "at once: it counts when it has answered"
     node.tick(KNOCK_S - 0.25)
     assert len(node.said(msg.StewardHello, "b")) == 4

@@ -301,10 +301,11 @@ class Oracle:
         return chosen is not None and (chosen == best or self._continues(chosen, self.origins[best]))
 
     def _nobody_knows(self, told: Told) -> bool:
-        """An epoch that was declared after all that trained, and of which nobody who answered could say that it never ran. Of some
-        it is only known that another one was declared after them."""
-        newest, known = max(self.done, default=0), {record.number: record for record in told.records()}
+        """An epoch that was declared after all that trained and of which those who answered know, and of which none of them could
+        say that it never ran. Of some it is only known that another one was declared after them."""
+        known = {record.number: record for record in told.records()}
         later = {number for record in known.values() for number in (record.number, record.before[0])}
+        newest = max(later & self.done.keys(), default=0)
         return any(
             number > newest and number not in self.done and (number not in known or told.may_have_run(known[number]))
             for number in later

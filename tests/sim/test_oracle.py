@@ -8,8 +8,11 @@ from random import Random
 
 import pytest
 
+from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.core.messages import Inventory
 from ckptd.core.redundancy import Parity, Replicas
 from tests.sim import field
+from tests.sim.decisions import Told
 from tests.sim.evidence import OBJECTS_BYTES, Evidence, Piece
 from tests.sim.training import Model, Origin, begin
 from tests.sim.world import World
@@ -140,3 +143,16 @@ def test_one_wrong_byte_is_not_held() -> None:
     mem.payload = mem.sums = bytes(wrong)
     oracle.damaged(host, snapshot)
     assert oracle.truth(snapshot) == 0
+
+
+def test_an_epoch_that_only_a_silent_node_could_know_excuses_a_refusal() -> None:
+    """Also when another one, of which nobody who answered has heard, has trained after it (seed 1771)."""
+    world = World(1)
+    oracle, first = world.oracle, begin("job", "a1", 1, None)
+    node = NodeInfo("n1", "tcp://n1", "n1", "d1", "n1#1")
+    ran, after = (EpochRecord(n, f"a{n}", ("n0",), (node,), before=(1, ())) for n in (1, 3))
+    oracle.done = {1: Origin(first, 9), 401: Origin(begin("job", "a4", 1, Origin(first, 9)), 20)}
+    told = Told(ran, newest=after)
+    assert oracle._nobody_knows(told), "n0 may have run epoch 3, and does not answer"
+    told.answers["n0"] = Inventory("a5", ran, ())
+    assert not oracle._nobody_knows(told), "n0 has never heard of it"

@@ -53,6 +53,7 @@ class Uplink:
         self.certified: Callable[[], Certified] = tuple
         self.grant_seen = 0
         self._serial = 0
+        self._turn = 0  # of the steward's newest question
         self._outbox: deque[Fact] = deque()
         self._known_layouts: set[str] = set()
         self._told: dict[int, tuple[object, ...]] = {}  # rank -> the fields of its last RankState
@@ -69,6 +70,7 @@ class Uplink:
         if sender == self.steward:
             self._doubted_since = None
         if hello.nonce == self.session and sender == self.steward:
+            self._turn = max(self._turn, hello.turn)
             self.tell_inventory()  # it was not sure whether we are still the same
             return
         if not self._gives_way_to(sender):
@@ -78,7 +80,7 @@ class Uplink:
             return
         self._leave()
         self._opened()
-        self.steward, self.session, self._serial = sender, hello.nonce, 0
+        self.steward, self.session, self._serial, self._turn = sender, hello.nonce, 0, hello.turn
         self._doubted_since = None
         self._outbox.clear()
         self._known_layouts.clear()
@@ -180,7 +182,7 @@ class Uplink:
         ctx = self._ctx
         self._say(
             Inventory("", ctx.record, self._slots.facts(), {}, self.certified(), done=ctx.done,
-                      incarnation=ctx.me.incarnation, grant=self.grant_seen)
+                      incarnation=ctx.me.incarnation, grant=self.grant_seen, turn=self._turn)
         )  # fmt: skip
 
     def tell_ranks(self) -> None:

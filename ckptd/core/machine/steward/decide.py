@@ -17,7 +17,7 @@ from ckptd.core.policy import ONE_COPY
 from ckptd.core.redundancy import Parity, Redundancy
 
 CLAIM_GAP = 8  # numbers left out when storage could not tell which ones are claimed ...
-CLAIM_SPREAD = 997  # ... and then by chance up to this: two starts that know nothing of each other take different ones
+CLAIM_SPREAD = 65_521  # ... and then by chance up to this: two starts that know nothing of each other take different ones
 NOTHING = SnapshotId(-1, -1)
 ERRORS_MAX = 16  # reasons told to the ranks
 NOTHING_SEALED = "nothing was ever sealed"
@@ -116,6 +116,8 @@ def _unsealed(gather: Gather) -> tuple[str, ...]:
     before = gather.lineage()
     if before is None or is_grave(before) or before.number <= gather.tombstone.ordered:
         return ()
+    if gather.sealed():  # declared by allow_fresh=True
+        return (_what_became(gather),)
     nodes = ", ".join(node.node for node in before.nodes)
     return (f"{NOTHING_SEALED}: epoch {before.number} ran on {nodes} and ended before a first snapshot was complete",)
 

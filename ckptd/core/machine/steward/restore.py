@@ -25,6 +25,7 @@ from ckptd.core.messages import (
     RestoreAbort,
     RestoreDone,
     RestoreGo,
+    Stale,
     Vote,
 )
 
@@ -139,6 +140,10 @@ class Restoring:
     def _decide(self) -> None:
         gather = self.gathering.gather
         assert gather is not None, "only a gathering decides"
+        running = self._running(gather)
+        if running is not None:
+            self._ctx.send(self._ctx.me.node, Stale(running))
+            return
         self._decisions += 1
         self._since = self._ctx.now if self._decisions == 1 else self._since
         excluded = [s for s, (sources, _) in self._tried.items() if self._sources_now(s) >= sources]
@@ -151,6 +156,16 @@ class Restoring:
             self._refuse("unrecoverable", ALL_DAMAGED if self._tried else NO_NUMBER)
         else:
             self._claim(decision)
+
+    def _running(self, gather: Gather) -> EpochRecord | None:
+        """The epoch that our own ranks train in, of which this daemon, its steward, lost what it knew: a holder or storage has told
+        of it. Another one would send ranks back that have no need of it."""
+        join = self._joining.join
+        if join is None or not join.trains or join.attempt != gather.attempt:
+            return None
+        newest = max((snapshot.epoch for snapshot in gather.heard_of()), default=0)
+        ours = [r for r in gather.records if r.nonce == gather.attempt and r.number >= max(newest, self._ctx.number + 1)]
+        return max(ours, key=lambda record: record.number, default=None)
 
     def _sources_now(self, snapshot: SnapshotId) -> int:
         """A damaged snapshot is tried again when damaged holdings were dropped since."""
@@ -170,8 +185,10 @@ class Restoring:
         """A number that is taken is another start's, which is asked before it is superseded: it may have gone far since we asked
         (P1). Storage that does not answer is made up for before a commit."""
         decision = self._claiming
-        if decision is None or decision.record is None or event.number != decision.record.number:
+        if decision is None or decision.record is None:
             return
+        if (event.attempt, event.number) != (decision.record.nonce, decision.record.number):
+            return  # the claim of a start that was given up meanwhile
         if not self.gathering.complete():
             # The ranks went meanwhile, or we stood still. If they are back it is decided anew, perhaps otherwise: under this
             # number storage has what was decided now.

@@ -21,7 +21,8 @@ class Seat:
     invited_at: float
     expected: int = 0
     early: dict[int, Fact] = field(default_factory=dict)
-    established: bool = False  # the inventory is in the books
+    turn: int = 0  # of our questions: another one whenever the link went or came back
+    established: bool = False  # the inventory that answers this turn is in the books
     done: bool = False
     owes: bool = False  # an acknowledgement
     heard_at: float = 0.0  # when the last one was sent
@@ -75,7 +76,8 @@ class Sessions:
             ready = seat.early.pop(seat.expected)
             seat.expected += 1
             if isinstance(ready, Inventory):
-                seat.established, seat.done, seat.incarnation = True, ready.done, ready.incarnation
+                seat.established |= ready.turn == seat.turn
+                seat.done, seat.incarnation = ready.done, ready.incarnation
             self._deliver(sender, ready)
             if self.seats.get(sender) is not seat:  # what it said ended this session
                 return
@@ -90,15 +92,16 @@ class Sessions:
                 why = self.waits() if why is None else why
                 self._ctx.send(node, Heard(self._ctx.number, seat.session, seat.expected - 1, life, why))
             if not seat.established and self._ctx.is_up(node) and self._ctx.now - seat.invited_at >= KNOCK_S:
-                seat.invited_at = self._ctx.now
                 self._hello(node)
 
     def on_link(self, node: str) -> None:
-        """It went, or came back: perhaps as another process. It counts again when it has answered in this session."""
+        """It went, or came back: perhaps as another process, or as one that has obeyed another steward meanwhile. It counts again
+        when it has answered in this session what it is asked from now on."""
         seat = self.seats.get(node)
         if seat is not None:
-            seat.established = False
-            seat.opened_at, seat.invited_at = self._ctx.now, -1e9
+            seat.turn, seat.established, seat.opened_at = seat.turn + 1, False, self._ctx.now
+            if self._ctx.is_up(node):
+                self._hello(node)
 
     def session(self, node: str) -> str:
         seat = self.seats.get(node)
@@ -132,4 +135,6 @@ class Sessions:
         return all(map(self.live, self.seats))
 
     def _hello(self, node: str) -> None:
-        self._ctx.send(node, StewardHello(self._ctx.number, self.seats[node].session))
+        seat = self.seats[node]
+        seat.invited_at = self._ctx.now
+        self._ctx.send(node, StewardHello(self._ctx.number, seat.session, seat.turn))
