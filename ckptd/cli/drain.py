@@ -37,8 +37,11 @@ def drain(
     Exit status 0: nothing on the node is needed any more. 1: the deadline passed, or nobody can take the rest; what would be lost
     is printed. The node goes on handing away, and gets nothing new to hold, until it ends or --cancel is said.
     """
+    from ckptd.cli.link import connect
+    from ckptd.wire.rank import DrainState
+
     limit_s = seconds_of(deadline)
-    link = _connect(loaded)
+    link = connect(loaded, DrainState)
     try:
         state = _ask(link, "off" if cancel else "on", node)
         if not cancel:
@@ -58,33 +61,11 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * _FACTORS[found[2]]
 
 
-def _connect(loaded: Loaded) -> RankSocket:
-    from ckptd.cli.page import socket_of
-    from ckptd.wire.rank import DrainState, Refused
-    from ckptd.wire.seqpacket import RankSocket
-
-    path = socket_of(loaded)
-    try:
-        return RankSocket.connect(path, (DrainState, Refused))
-    except OSError as error:
-        hint = "start one with `ckptd run`, or name its socket with --socket or CKPTD_SOCKET"
-        raise CkptdError(f"no ckptd daemon answers here: {error.strerror}", where=str(path), hint=hint) from error
-
-
 def _ask(link: RankSocket, want: str, node: str) -> DrainState:
-    from ckptd.wire.rank import DrainAsk, Refused
+    from ckptd.cli.link import ask
+    from ckptd.wire.rank import DrainAsk
 
-    try:
-        link.send(DrainAsk(want, node), timeout_s=ANSWER_TIMEOUT_S)
-        received = link.recv(ANSWER_TIMEOUT_S)
-    except (OSError, TimeoutError) as error:
-        raise CkptdError(f"the daemon did not answer: {error!r}") from error
-    if received is None:
-        raise CkptdError("the daemon closed the connection", hint="is it of an older version, or stopping?")
-    message: Any = received[0]
-    if isinstance(message, Refused):
-        raise CkptdError(message.what, where=message.where, hint=message.hint)
-    return message  # type: ignore[no-any-return]
+    return ask(link, DrainAsk(want, node), ANSWER_TIMEOUT_S)  # type: ignore[no-any-return]
 
 
 def _wait(link: RankSocket, node: str, state: DrainState, limit_s: float, *, quiet: bool) -> DrainState:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptd.cli.flags import Loaded, with_settings
-from ckptd.core.errors import CkptdError
 
 if TYPE_CHECKING:
     from ckptd.wire.rank import Forgotten
@@ -39,26 +38,11 @@ def forget(
 
 
 def _ask(loaded: Loaded, job: str, storage: bool) -> Forgotten:
-    from ckptd.cli.page import socket_of
-    from ckptd.wire.rank import ForgetAsk, Forgotten, Refused
-    from ckptd.wire.seqpacket import RankSocket
+    from ckptd.cli.link import ask, connect
+    from ckptd.wire.rank import ForgetAsk, Forgotten
 
-    path = socket_of(loaded)
+    link = connect(loaded, Forgotten)
     try:
-        link = RankSocket.connect(path, (Forgotten, Refused))
-    except OSError as error:
-        hint = "start one with `ckptd run`, or name its socket with --socket or CKPTD_SOCKET"
-        raise CkptdError(f"no ckptd daemon answers here: {error.strerror}", where=str(path), hint=hint) from error
-    try:
-        link.send(ForgetAsk(job, storage), timeout_s=ANSWER_TIMEOUT_S)
-        received = link.recv(ANSWER_TIMEOUT_S)
-    except (OSError, TimeoutError) as error:
-        raise CkptdError(f"the daemon did not answer: {error!r}") from error
+        return ask(link, ForgetAsk(job, storage), ANSWER_TIMEOUT_S)  # type: ignore[no-any-return]
     finally:
         link.close()
-    if received is None:
-        raise CkptdError("the daemon closed the connection", hint="is it of an older version, or stopping?")
-    message: Any = received[0]
-    if isinstance(message, Refused):
-        raise CkptdError(message.what, where=message.where, hint=message.hint)
-    return message  # type: ignore[no-any-return]
