@@ -117,28 +117,38 @@ def _describe(value: Any) -> Any:
 def build(form: Form, take: Callable[[str], Tensor], path: str, like: Tensor) -> Tensor:
     """Put together what was taken apart. ``take``: the inner tensor of a dotted name. ``like``: a DTensor cut the same way, of
     what is sharded. Raises CkptdError."""
-    kind = _class_of(form)
+    kind = check_buildable(form, path)
     parts = {
         name: _local(take(f"{path}.{name}")) if below is None else build(below, take, f"{path}.{name}", like)
         for name, below in form["parts"].items()
     }
     context = form["context"]
-    if _has_class(context):
-        raise CkptdError(f"a {kind.__name__} cannot be put together from its parts alone", where=path)
     made: Tensor = kind.__tensor_unflatten__(parts, context, torch.Size(form["shape"]), tuple(form["stride"]))
     if form.get(SHARDED) and is_dtensor(like):
         made = sharded_like(like, made)
     return made.requires_grad_(form["requires_grad"]) if made.is_leaf and form["requires_grad"] else made
 
 
-def _class_of(form: Form) -> Any:
+def check_buildable(form: Form, path: str) -> Any:
+    """Its class. Raises CkptdError when the form and the parts are not enough."""
+    kind = _class_of(form, path)
+    if _has_class(form["context"]):
+        raise CkptdError(f"a {kind.__name__} cannot be put together from its parts alone", where=path)
+    for name, below in form["parts"].items():
+        if below is not None:
+            check_buildable(below, f"{path}.{name}")
+    return kind
+
+
+def _class_of(form: Form, path: str) -> Any:
     """Only a tensor class that the program has imported itself: nothing is imported because a file says so (P13)."""
     module, name = form[SUBCLASS]
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
     if not (isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")):
-        raise CkptdError(f"tensor class {module}.{name} is not imported in this program", hint="import it before restore()")
+        text = f"tensor class {module}.{name} is not found under this name in this program"
+        raise CkptdError(text, where=path, hint="define it at the top of a module, and import that before restore()")
     return found
 
 

@@ -1,11 +1,13 @@
 """What an optimizer's own ``state_dict()`` has beside state and groups (P15): the counter of a Lookahead, a scale.
 
-Only asked where a class overrides it, and not before a first step: some are made to take one (torchtitan's container).
+Only asked where a class overrides it or a hook adds to it, and not before a first step: some are made to take one (torchtitan's
+container). What the others keep in plain attributes is in no checkpoint; that is told.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -17,8 +19,16 @@ from ckptd.core.errors import CkptdError
 from ckptd_client import nested, optim, watch
 from ckptd_client.modules import same
 from ckptd_client.quiet import NoCollectives
+from ckptd_client.registry import Registry
+from ckptd_client.statics import mark_of
 
 log = logging.getLogger("ckptd")
+KEPT = (
+    "ckptd job %s: %s (%s) changes its attributes %s, which its state_dict() has not: after a restore they are what the program "
+    "makes them. If its steps depend on them, keep them in its state or a parameter group, or give it a state_dict() and a "
+    "load_state_dict() that have them"
+)
+SMALL_MAX = 1024  # elements of a tensor that may be a counter or a table; larger ones are more likely scratch memory
 Tree = dict[str, dict[str, Any]]  # name of the optimizer -> {key: value}
 _USUAL = ("state", "param_groups")
 
@@ -35,7 +45,9 @@ def collect(name: str, value: Any) -> Tree:
 
 
 def _overrides(optimizer: Optimizer) -> bool:
-    return type(optimizer).state_dict is not Optimizer.state_dict
+    """Has it a word in what is saved of it?"""
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)  # none where Optimizer.__init__ was not called
+    return type(optimizer).state_dict is not Optimizer.state_dict or bool(hooks)
 
 
 def _beside(name: str, optimizer: Optimizer, known: set[int]) -> dict[str, Any]:
@@ -83,3 +95,41 @@ def give_back(name: str, value: Any, saved: Tree) -> None:
 def _differing(name: str, optimizer: Optimizer, extra: dict[str, Any]) -> list[str]:
     now = _beside(name, optimizer, set()) if extra else {}
     return [key for key, value in extra.items() if key not in now or not same(now[key], value)]
+
+
+# --- what it keeps to itself --------------------------------------------------------------------------------
+class Attributes:
+    """Warns of those that change from one snapshot to the next, each once. Whoever saves more than state and groups has said what
+    matters, and is not asked."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._seen: weakref.WeakKeyDictionary[Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._told: set[tuple[str, str]] = set()
+
+    def look(self, registry: Registry) -> None:
+        """At a snapshot."""
+        for owner in registry.of_kind("optimizer"):
+            for optimizer in nested.optimizers(owner.value):
+                if not _overrides(optimizer):
+                    self._compare(owner.name, optimizer)
+
+    def _compare(self, name: str, optimizer: Optimizer) -> None:
+        before, now = self._seen.get(optimizer, {}), _attributes(optimizer)
+        self._seen[optimizer] = now
+        changed = {key for key in before.keys() & now.keys() if before[key] != now[key]}
+        new = sorted(key for key in changed if (name, key) not in self._told)
+        self._told.update((name, key) for key in new)
+        if new:
+            log.warning(KEPT, self._job, name, type(optimizer).__name__, ", ".join(new))
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Numbers, and of small tensors what tells that they are others; no device is waited for."""
+    found: dict[str, Any] = {}
+    for key, value in vars(optimizer).items():
+        if isinstance(value, int | float):
+            found[key] = repr(value)  # equal to itself also when it is NaN
+        elif type(value) is Tensor and value.layout == torch.strided and not value.is_inference() and value.numel() <= SMALL_MAX:
+            found[key] = mark_of(value, value)
+    return found

@@ -191,7 +191,7 @@ class Client:
         self.last_restore = {**outcome.facts, "meta": outcome.restored.meta, "notes": outcome.restored.notes}
         self.values = outcome.restored.values
         self._last = None
-        self._snapshots.begin_anew()
+        self._snapshots.begin_anew(state)
         return outcome.step
 
     def _restore_limit_s(self) -> float:

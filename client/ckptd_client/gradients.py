@@ -40,7 +40,8 @@ def entries(state: State) -> list[Entry]:
 
 
 class Accumulation:
-    """Looks at the first and the last trained parameter: a backward pass writes the gradients of all, or of most."""
+    """Looks at the first and the last trained parameter: a backward pass writes the gradients of all, or of most. They are chosen
+    before training begins, so that the first snapshot knows which gradients have been used."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -61,7 +62,7 @@ class Accumulation:
         self._sample = [weakref.ref(tensor) for tensor in sample.values()]
 
     def used(self) -> None:
-        """An optimizer has stepped, or dropped them."""
+        """An optimizer has stepped, or dropped them; or a restore has made those that are there a thing of the past."""
         self._marks = {id(parameter): _mark(gradient) for parameter, gradient in self._now()}
         self._noted = bool(self._sample)
 

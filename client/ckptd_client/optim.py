@@ -29,12 +29,21 @@ def key_of(owner: Owner, parameter: Tensor, known: NameOf) -> str:
     """Raises CkptdError for a parameter that belongs to nothing registered."""
     entry = known.get(id(parameter))
     if entry is None:
-        shape = list(parameter.shape)
+        shape, holder = list(parameter.shape), _holder(owner, parameter)
         raise CkptdError(
-            f"{owner.name} holds a parameter of shape {shape} that belongs to no registered module", where=owner.name,
+            f"{holder} holds a parameter of shape {shape} that belongs to no registered module", where=owner.name,
             hint="register the module (or tensor) that owns it, and the optimizer made from its present parameters",
         )  # fmt: skip
     return entry.key
+
+
+def _holder(owner: Owner, parameter: Tensor) -> str:
+    """In words."""
+    for optimizer in nested.optimizers(owner.value):
+        for index, group in enumerate(optimizer.param_groups):
+            if any(one is parameter for one in group["params"]):
+                return f"{owner.name} ({type(optimizer).__name__}, group {index})"
+    return owner.name
 
 
 def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, Any]]:
@@ -57,7 +66,8 @@ def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, A
                         mode = Mode.SYNC if owner.escapes(full) else Mode.FENCED
                         entries.append(Entry(full, leaf, "optim", owner, mode, copies))
                 if not isinstance(value, Tensor) or apart.is_apart(value):
-                    odd.setdefault(odd_key(label, key), {})[name] = skeleton(name, value)
+                    above = f"{owner.name}.{key}.{_labelled(label, '')}"
+                    odd.setdefault(odd_key(label, key), {})[name] = skeleton(name, value, above)
     return entries, odd
 
 
@@ -97,16 +107,19 @@ def tensor_leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from tensor_leaves(f"{path}.{index}", item)
 
 
-def skeleton(path: str, value: Any) -> Any:
-    """The same without tensors: each is replaced by {TENSOR_AT: its path}, a subclass by its form."""
+def skeleton(path: str, value: Any, above: str) -> Any:
+    """The same without tensors: each is replaced by {TENSOR_AT: its path}, a subclass by its form. ``above``: before the path in
+    its key. Raises CkptdError for what ``flesh`` could not make again."""
     if apart.is_apart(value):
-        return {TENSOR_AT: path, "form": apart.form_of(value, path)}
+        form = apart.form_of(value, above + path)
+        apart.check_buildable(form, above + path)
+        return {TENSOR_AT: path, "form": form}
     if isinstance(value, Tensor):
         return {TENSOR_AT: path}
     if isinstance(value, Mapping):
-        return {name: skeleton(f"{path}.{name}", item) for name, item in value.items()}
+        return {name: skeleton(f"{path}.{name}", item, above) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [skeleton(f"{path}.{index}", item) for index, item in enumerate(value)]
+        items = [skeleton(f"{path}.{index}", item, above) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     return value
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ckptd.core.balance import balanced_plan, plan_id, plan_id_apart
+from ckptd.core.errors import CkptdError
 from ckptd.core.layout import REPLICA, Fragment, Layout
 from ckptd.core.layout_build import LayoutItem, build_layout, place
 from ckptd.core.record_size import predicted_record
@@ -132,6 +133,8 @@ def _item(entry: Entry | None, part: Slice, tier: int) -> LayoutItem:
 
 def _source(entry: Entry, index: int, part: Slice, at: int, fragment: Fragment) -> Source:
     local = local_of(entry.tensor)
+    if local.is_meta:
+        raise CkptdError("still on the meta device", where=entry.key, hint="materialise it first (to_empty())")
     mode = _mode(entry, fragment.nbytes)
     whole = part.view(local) is local
     sharded = is_dtensor(entry.tensor)

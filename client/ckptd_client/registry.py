@@ -80,7 +80,7 @@ class Registry:
         opened: list[_Opened] = []
         for name, value in objects.items():
             root = _Opened(name, value, own)
-            found += map(own, _objects(name, value, root.inside))
+            found += map(own, _looked_into(name, value, root.inside))
             if root.inside:
                 opened.append(root)
         self.without += _tuple(without)
@@ -98,7 +98,7 @@ class Registry:
 
     def _open_anew(self, root: _Opened) -> None:
         inside: list[tuple[Any, list[Any]]] = []
-        found = {item.name: item for item in _objects(root.name, root.value, inside)}
+        found = {item.name: item for item in _looked_into(root.name, root.value, inside)}
         before = {name for name, owner in self.owners.items() if _belongs(owner, root)}
         kept = {n for n in before & found.keys() if self.owners[n].kind == found[n].kind}
         others = self.owners.keys() - before  # of other roots, which have the name by now
@@ -133,6 +133,13 @@ def _contents(box: Any) -> list[Any]:
 
 def _belongs(owner: Owner, root: _Opened) -> bool:
     return owner.place is not None and any(owner.place[0] is box for box, _ in root.inside)
+
+
+def _looked_into(name: str, value: Any, inside: list[tuple[Any, list[Any]]]) -> list[_Found]:
+    try:
+        return list(_objects(name, value, inside))
+    except RecursionError:
+        raise tree.ForeignType(f"{name}: contains itself, or is nested too deep; {tree.REMEDY}") from None
 
 
 def _objects(

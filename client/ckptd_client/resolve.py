@@ -121,6 +121,7 @@ class _Resolver:
         trained = any(id(spot.tensor) in self._stepped for spot in spots)
         for spot in spots:
             key = owner.rename(f"{owner.name}.{spot.name}")
+            supported.check_made(key, spot.tensor)
             entry = Entry(key, spot.tensor, spot.role, owner, self._mode(owner, spot, key, trained), spot.copies)
             if spot.role == "param":
                 self.state.params.setdefault(id(spot.tensor), entry)

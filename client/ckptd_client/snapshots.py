@@ -18,7 +18,7 @@ from ckptd.core.machine.waiting import FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, NO_S
 from ckptd.core.written import bounded
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
-from ckptd_client import complete, fence, gradients, libc, resolve
+from ckptd_client import beside, complete, fence, gradients, libc, resolve
 from ckptd_client.capture import Engine
 from ckptd_client.entries import State
 from ckptd_client.frozen import FrozenCapture, FrozenSlot
@@ -56,13 +56,16 @@ class Snapshots:
         self._plan: Plan | None = None
         self._recall: Recall | None = None
         self._accumulation = Accumulation(session.job)
+        self._attributes = beside.Attributes(session.job)
         self._taken = 0  # snapshots captured so far
         self._doubt = False  # the newest void was for writes past the fence: there may be others
         self.progress = Progress(registry, troubles)
 
-    def begin_anew(self) -> None:
-        """After a restore: whatever step comes first may be captured."""
+    def begin_anew(self, state: State) -> None:
+        """After a restore of ``state``: whatever step comes first may be captured."""
         self.progress.begin_anew()
+        self._accumulation.sample(state)
+        self._accumulation.used()
         self._recall = None
         self._engine.statics.doubt()
 
@@ -152,6 +155,7 @@ class Snapshots:
             raise Skip("nothing registered")
         if self._joiner.may_start:
             state = resolve.tensors(self._registry)
+            self._accumulation.sample(state)
             self._joiner.in_background(resolve.whole(self._registry, state))
 
     def _check_progress(self, step: int, forced: bool) -> None:
@@ -174,6 +178,7 @@ class Snapshots:
             raise Skip("busy")
         tensors, packed, plan = self._lookup(handle.step, meta)
         self._accumulation.look(handle.step)
+        self._attributes.look(self._registry)
         if not plan.layout.frozen_bytes:
             self._frozen.not_needed(plan)
         if plan.layout.frozen_at > slot.capacity:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import apart
+from ckptd_client import apart, dtypes
 from ckptd_client.naming import loaded, local_of
 
 _FSDP2 = "shard with fully_shard (FSDP2) instead"
@@ -58,12 +58,24 @@ def check_tensor(key: str, tensor: Tensor) -> None:
         check_memory(key, tensor)
 
 
+def check_made(key: str, tensor: Tensor) -> None:
+    """Raises CkptdError for a parameter without a shape yet; at each look-up, as ``register`` may come before the first batch."""
+    if torch.nn.parameter.is_lazy(tensor):
+        hint = "run a batch through the model before restore() and snapshot()"
+        raise CkptdError("not initialised yet: it belongs to a lazy module", where=key, hint=hint)
+
+
 def check_memory(key: str, tensor: Tensor) -> None:
     """Raises CkptdError for what cannot be copied as bytes."""
     local = local_of(tensor)
-    if type(local) is not Tensor or local.layout != torch.strided or local.is_conj() or local.is_neg():
+    if type(local) is not Tensor or local.layout != torch.strided:
         kind = f"{type(local).__name__} ({local.layout})"
         raise CkptdError(f"a {kind} cannot be copied as memory", where=key, hint="leave it out with exclude=")
+    if local.is_conj() or local.is_neg():
+        call = "resolve_conj()" if local.is_conj() else "resolve_neg()"
+        text = "a view that shows other values than its memory holds"
+        raise CkptdError(text, where=key, hint=f"register what {call} makes of it, or leave it out with exclude=")
+    dtypes.name_of(tensor.dtype, key)
     if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
         text = f"expanded: several of its elements are one in memory (strides {list(local.stride())}), so none can be written back"
         raise CkptdError(text, where=key, hint="register what clone() or contiguous() makes of it, or leave it out with exclude=")

@@ -46,6 +46,10 @@ class ForeignType(TypeError):
     """A value that the tree cannot hold; the message names its path and the remedy."""
 
 
+class _Unfit(TypeError):
+    """Why a value cannot be encoded, where that is more than its type."""
+
+
 def encode(value: Any, path: str, take: TakeTensor | None = None) -> bytes:
     """Raises ForeignType naming the path of what cannot be encoded. ``take``: gets tensors too large to inline."""
     encoder = _Encoder(path, take)
@@ -83,14 +87,17 @@ class _Encoder:
     def _extend(self, value: Any) -> msgpack.ExtType:
         if isinstance(value, Tensor):
             return self._tensor(value)
-        code, body = _plain_form(value)
-        return msgpack.ExtType(code, self.pack(body))
+        code, form = _plain_form(value)
+        body = self.pack(form)
+        if code == ENUM:
+            _check_enum(value, body)
+        return msgpack.ExtType(code, body)
 
     def _tensor(self, value: Tensor) -> msgpack.ExtType:
         if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
-            raise TypeError("tensor subclass")
+            raise _Unfit(f"a {type(value).__name__} ({value.layout}) cannot be saved")
         if value.dtype not in NAME:
-            raise TypeError(f"dtype {value.dtype}")
+            raise _Unfit(f"a tensor of {value.dtype} cannot be saved")
         if (value.device.type == "cpu" and value.nbytes <= INLINE_BYTES_MAX) or self._take is None:
             return msgpack.ExtType(
                 TENSOR, self.pack([NAME[value.dtype], list(value.shape), tensor_bytes(value)])
@@ -101,8 +108,8 @@ class _Encoder:
 
 
 def tensor_bytes(value: Tensor) -> bytes:
-    """The elements in C order; without numpy."""
-    flat = value.detach().cpu().contiguous()
+    """The elements in C order, as a view shows them; without numpy."""
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
 
 
@@ -135,6 +142,17 @@ def _plain_form(value: Any) -> tuple[int, Any]:
     return _numpy_form(value)
 
 
+def _check_enum(value: enum.Enum, body: bytes) -> None:
+    """Raises _Unfit for a member that a restore would not find: its class stands in a function, or under another name."""
+    kind = type(value)
+    try:
+        found = _enum(decode(body))
+    except (ValueError, TypeError):
+        found = None
+    if found is not value:
+        raise _Unfit(f"{kind.__module__}.{kind.__qualname__} is not found under this name; define it at the top of a module")
+
+
 def _sorted_items(value: Any) -> list[Any]:
     """In an order that does not depend on the process's hash seed."""
     return sorted(value, key=lambda item: msgpack.packb(item, default=lambda v: repr(v)))
@@ -159,6 +177,9 @@ def _numpy_form(value: Any) -> tuple[int, Any]:
             raise TypeError("numpy objects and records")
         code = NDARRAY if isinstance(value, numpy.ndarray) else NPSCALAR
         return code, [value.dtype.str, list(value.shape), value.tobytes()]
+    if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+        state = "bit_generator.state" if isinstance(value, numpy.random.Generator) else "get_state()"
+        raise _Unfit(f"a numpy {type(value).__name__}: save its {state} in state_dict(), and set it in load_state_dict()")
     raise TypeError(type(value).__name__)
 
 
@@ -246,6 +267,8 @@ def find_foreign(value: Any, path: str, depth: int = 0) -> str | None:
         return next((part for part in parts if part), None)
     try:
         _Encoder(path, lambda key, _: key).pack(value)
+    except _Unfit as error:
+        return f"{path}: {error}; {REMEDY}"
     except (TypeError, ValueError, KeyError, OverflowError):
         kind = type(value)
         return f"{path}: {kind.__module__}.{kind.__qualname__} cannot be saved without pickle; {REMEDY}"

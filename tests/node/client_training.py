@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +42,15 @@ def connected(daemon: RankDaemonDouble, training: Training, **options: Any) -> C
     client = Client.connect("job", socket=daemon.path, **options)
     client.register(model=training.model, optimizer=training.optimizer)
     return client
+
+
+@contextmanager
+def begun(daemon: RankDaemonDouble, **objects: Any) -> Iterator[Client]:
+    """After a restore() of these objects."""
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(**objects)
+        client.restore()
+        yield client
 
 
 def first_snapshot(client: Client, training: Training, level: str = "sealed") -> None:

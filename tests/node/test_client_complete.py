@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ckptd_client import CkptdError, Client
+from ckptd_client.modules import same
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from tests.node.client_training import load, net, save
-from tests.node.optimizer_zoo import HOLDING, EightBit, train
+from tests.node.client_training import begun, load, net, save
+from tests.node.optimizer_zoo import HOLDING, EightBit, Keeping, Lookahead, train
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 
@@ -111,13 +114,83 @@ def test_what_is_shared_comes_back_into_state_that_is_there(daemon: RankDaemonDo
     assert all(map(torch.equal, saved, (optimizer.state[parameter]["state1"] for parameter in model.parameters())))
 
 
+# --- what an optimizer keeps to itself ----------------------------------------------------------------------
+def told_of_attributes(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture, make: Callable[[nn.Sequential], Optimizer]
+) -> list[str]:
+    model = net()
+    optimizer = make(model)
+    with begun(daemon, model=model, optimizer=optimizer) as client:
+        for step in range(1, 5):
+            train(model, [optimizer], 1)
+            client.snapshot(step, must=True).wait("sealed", 30)
+    return [record.getMessage() for record in caplog.records if "attributes" in record.getMessage()]
+
+
+def test_attributes_that_a_step_changes_and_no_snapshot_holds_are_named_once(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = told_of_attributes(daemon, caplog, lambda model: Lookahead(Keeping(model.parameters())))
+    assert len(said) == 1, said
+    assert "optimizer (Keeping) changes its attributes k, mean, odd, scale, table, " in said[0]
+    assert "state_dict()" in said[0]  # the remedy
+
+
+@pytest.mark.parametrize("kind", HOLDING)
+def test_what_is_saved_or_stays_is_not_named(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    assert told_of_attributes(daemon, caplog, HOLDING[kind]) == []
+
+
+def test_what_a_hook_adds_to_the_state_dict_comes_back(daemon: RankDaemonDouble) -> None:
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = Keeping(model.parameters())
+
+        def add(optimizer: Any, saved: dict[str, Any]) -> None:
+            saved["k"] = optimizer.k
+
+        def take(optimizer: Any, saved: dict[str, Any]) -> None:
+            optimizer.k = saved["k"]
+
+        optimizer.register_state_dict_post_hook(add)
+        optimizer.register_load_state_dict_pre_hook(take)
+        return optimizer
+
+    _, optimizer = assert_goes_on(daemon, make)
+    assert optimizer.k == 3 + 4
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), [torch.ones(2), torch.zeros(3)], {"slow": [torch.ones(2)]}, np.arange(4.0), (1, None, "x")],
+    ids=["no number", "list", "dict", "array", "tuple"],
+)
+def test_whatever_a_state_dict_has_beside_state_and_groups_comes_back(daemon: RankDaemonDouble, value: Any) -> None:
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = Keeping(model.parameters())
+        kept: dict[str, Any] = {"beside": None}
+        optimizer.register_step_post_hook(lambda *_: kept.update(beside=value))
+        optimizer.register_state_dict_post_hook(lambda _, saved: saved.update(kept))
+        optimizer.register_load_state_dict_pre_hook(lambda _, saved: kept.update(beside=saved["beside"]))
+        return optimizer
+
+    _, optimizer = assert_goes_on(daemon, make)
+    assert same(optimizer.state_dict()["beside"], value)
+
+
 # --- an optimizer that nobody registered --------------------------------------------------------------------
-def test_a_parameter_of_an_unregistered_optimizer_fails_the_snapshot_by_name(daemon: RankDaemonDouble) -> None:
+@contextmanager
+def training_of_the_body(daemon: RankDaemonDouble) -> Iterator[tuple[Client, nn.Module, Optimizer, Optimizer]]:
+    """Client, model, the body's optimizer, which is registered, and the head's."""
     model = net()
     body, head = AdamW(model[:1].parameters(), lr=1e-2), AdamW(model[1:].parameters(), lr=1e-2)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model, optimizer=body)
-        client.restore()
+    with begun(daemon, model=model, optimizer=body) as client:
+        yield client, model, body, head
+
+
+def test_a_parameter_of_an_unregistered_optimizer_fails_the_snapshot_by_name(daemon: RankDaemonDouble) -> None:
+    with training_of_the_body(daemon) as (client, model, body, head):
         train(model, [body, head], 2)
         status = client.snapshot(2, must=True).wait("sealed", 30)
         assert status.startswith("failed: incomplete: model.2.weight, model.2.bias: "), status
@@ -134,9 +207,7 @@ def test_a_parameter_of_an_unregistered_optimizer_fails_the_snapshot_by_name(dae
 def test_state_that_is_meant_to_be_absent_is_named_and_left_out(daemon: RankDaemonDouble) -> None:
     model = net()
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model, without=["model.0.*"])
-        client.restore()
+    with begun(daemon, model=model, without=["model.0.*"]) as client:
         train(model, [optimizer], 2)
         status = client.snapshot(2, must=True).wait("sealed", 30)
         assert status.startswith("failed: incomplete: model.2.weight"), status
@@ -146,11 +217,7 @@ def test_state_that_is_meant_to_be_absent_is_named_and_left_out(daemon: RankDaem
 
 
 def test_an_optimizer_that_appears_later_is_seen(daemon: RankDaemonDouble) -> None:
-    model = net()
-    body, head = AdamW(model[:1].parameters(), lr=1e-2), AdamW(model[1:].parameters(), lr=1e-2)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model, optimizer=body)
-        client.restore()
+    with training_of_the_body(daemon) as (client, model, body, head):
         for step in (1, 2, 3):
             train(model, [body], 1)
             assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
@@ -162,9 +229,7 @@ def test_an_optimizer_of_a_phase_that_is_over_is_not_missed(daemon: RankDaemonDo
     """A warm-up's optimizer is still in a variable when the next one has taken over."""
     model = net()
     warm_up, optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9), AdamW(model.parameters(), lr=1e-2)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model, optimizer=optimizer)
-        client.restore()
+    with begun(daemon, model=model, optimizer=optimizer) as client:
         train(model, [warm_up], 2)
         assert client.snapshot(2, must=True).wait("sealed", 30).startswith("failed: incomplete: model.0.weight")
         train(model, [optimizer], 2)

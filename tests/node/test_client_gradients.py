@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from ckptd_client import Client
+from ckptd_client.session import READY
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ckptd.wire import rank as wire
 from tests.node.client_training import net
 from tests.node.rank_daemon_double import RankDaemonDouble
+from tests.waiting import until
 
 ACCUMULATED = 4  # micro-batches to a step
+
+
+@contextmanager
+def training(
+    daemon: RankDaemonDouble, *, restores: bool = True, **how: Any
+) -> Iterator[tuple[Client, nn.Module, Optimizer]]:
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=optimizer, **how)
+        if restores:
+            client.restore()
+        yield client, model, optimizer
 
 
 def micro_batch(model: nn.Module, number: int) -> None:
@@ -34,30 +50,19 @@ def accumulating(model: nn.Module, optimizer: Optimizer, numbers: range) -> None
 
 
 def test_an_accumulation_goes_on_where_it_was(daemon: RankDaemonDouble) -> None:
-    model = net()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model, optimizer=optimizer, gradients=True)
-        client.restore()
+    with training(daemon, gradients=True) as (client, model, optimizer):
         accumulating(model, optimizer, range(6))
         assert client.snapshot(6, must=True).wait("sealed", 30) == "durable"
     assert not daemon.messages(wire.Resize)
     accumulating(model, optimizer, range(6, 16))
-    fresh = net()
-    other = AdamW(fresh.parameters(), lr=1e-2)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=fresh, optimizer=other, gradients=True)
+    with training(daemon, restores=False, gradients=True) as (client, fresh, other):
         assert client.restore() == 6
     accumulating(fresh, other, range(6, 16))
     assert all(map(torch.equal, fresh.parameters(), model.parameters()))
 
 
 def test_gradients_come_and_go_between_snapshots(daemon: RankDaemonDouble) -> None:
-    model = net()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model, optimizer=optimizer, gradients=True)
-        client.restore()
+    with training(daemon, gradients=True) as (client, model, optimizer):
         for step, end in enumerate((6, 8, 11, 13, 16), 1):
             accumulating(model, optimizer, range(end - 3 if step > 1 else 0, end))
             assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
@@ -74,17 +79,27 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_without_them_it_is_said_once(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
-    model = net()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model, optimizer=optimizer)
-        client.restore()
+    with training(daemon) as (client, model, optimizer):
         for step in range(1, 6):
             accumulating(model, optimizer, range(6 * step - 6, 6 * step))
             assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
     said = warnings(caplog)
     assert len(said) == 1, said
     assert "gradients=True" in said[0]
+
+
+@pytest.mark.parametrize("restores", [True, False], ids=["restored", "begun by snapshot()"])
+def test_the_first_snapshot_amid_an_accumulation_is_told_of(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture, restores: bool
+) -> None:
+    with training(daemon, restores=restores) as (client, model, optimizer):
+        if not restores:
+            client.snapshot(0)
+            until(lambda: client._session.phase == READY, what="the join in the background")
+        accumulating(model, optimizer, range(ACCUMULATED))
+        micro_batch(model, ACCUMULATED)
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+    assert len(warnings(caplog)) == 1
 
 
 def snapshot_before_zero_grad(model: nn.Module, optimizer: Any, snapshot: Callable[[], None]) -> None:
@@ -141,11 +156,7 @@ def snapshot_amid_two_optimizers(model: nn.Module, optimizer: Any, snapshot: Cal
 def test_an_ordinary_loop_is_not_warned_of(
     daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture, loop: Callable[..., None]
 ) -> None:
-    model = net()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model, optimizer=optimizer)
-        client.restore()
+    with training(daemon) as (client, model, optimizer):
         for step in range(1, 5):
             handles = []
             loop(model, optimizer, lambda step=step, handles=handles: handles.append(client.snapshot(step, must=True)))

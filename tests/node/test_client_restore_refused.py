@@ -128,6 +128,29 @@ def test_meta_modules_are_materialised_first(daemon: RankDaemonDouble) -> None:
     assert_equal(empty.state_dict(), model.state_dict())
 
 
+def test_tensors_without_memory_fail_the_snapshot_by_name(daemon: RankDaemonDouble) -> None:
+    with torch.device("meta"):
+        empty = net()
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=empty)
+        client.restore()
+        status = client.snapshot(1, must=True).wait("sealed", 30)
+        assert status == "failed: still on the meta device", status
+        assert "model.0.weight" in client.health().problems[0]
+
+
+def test_lazy_modules_are_initialised_first(daemon: RankDaemonDouble) -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model)
+        with pytest.raises((CkptdError, ValueError)) as caught:
+            client.restore()
+        assert "[model.0.weight]" in str(caught.value), caught.value
+        assert "a batch" in str(caught.value)
+        model(torch.ones(2, 3))
+        assert client.restore() is None
+
+
 def test_extra_state_scaler_generator_and_values(daemon: RankDaemonDouble) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

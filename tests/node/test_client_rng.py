@@ -38,22 +38,17 @@ class Devices:
         return [int(state[0]) for state in self.states]
 
 
-def test_the_generator_of_the_ranks_device_follows_the_rank_to_another(
-    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "then", "numbers"),
+    [(1, 1, [100, 101, 102, 103]), (2, 0, [102, 201, 202, 203])],
+    ids=["same", "another"],
+)
+def test_generators_come_back_to_the_device_that_the_rank_has(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, device: int, then: int, numbers: list[int]
 ) -> None:
-    """The rank had device 2 of its node, and gets device 0 of another: a launcher counts anew, or shows it one only."""
-    Devices(2, 100).install(monkeypatch)
+    """A rank that had device 2 of its node gets device 0 of another: a launcher counts anew, or shows it one only."""
+    Devices(device, 100).install(monkeypatch)
     save(daemon, model=net())
-    found = Devices(0, 200).install(monkeypatch)
+    found = Devices(then, 200).install(monkeypatch)
     load(daemon, model=net())
-    assert found.numbers() == [102, 201, 202, 203]
-
-
-def test_all_generators_come_back_to_where_they_were(
-    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Devices(1, 100).install(monkeypatch)
-    save(daemon, model=net())
-    found = Devices(1, 200).install(monkeypatch)
-    load(daemon, model=net())
-    assert found.numbers() == [100, 101, 102, 103]
+    assert found.numbers() == numbers

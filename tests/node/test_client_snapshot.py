@@ -324,7 +324,7 @@ def test_a_parameter_that_nobody_registered_is_named(daemon: RankDaemonDouble) -
     with connected(daemon, training) as client:
         with pytest.raises(Exception, match="belongs to no registered module"):
             client.restore()
-        assert client.snapshot(1).status.startswith("failed: optimizer holds a parameter of shape [2, 5]")
+        assert client.snapshot(1).status.startswith("failed: optimizer (AdamW, group 1) holds a parameter of shape [2, 5]")
 
 
 def test_a_full_socket_drops_news_and_keeps_what_counts(daemon: RankDaemonDouble) -> None:

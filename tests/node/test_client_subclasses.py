@@ -85,6 +85,37 @@ def test_what_cannot_be_put_together_from_the_parts_is_refused_by_name(daemon: R
     assert "model.0.weight was saved as another kind of Quantised" in why, why
 
 
+def hidden() -> type[Moment]:
+    """A class that nobody can find by its name."""
+
+    class Hidden(Moment):
+        pass
+
+    return Hidden
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: hidden()(torch.zeros(4, dtype=torch.uint8), torch.ones(()), True), "<locals>.Hidden"),
+        (lambda: Quantised.of(torch.ones(10)), "a Quantised cannot be put together"),
+    ],
+)
+def test_optimizer_state_that_no_restore_could_make_again_fails_the_snapshot(
+    daemon: RankDaemonDouble, make: Callable[[], Tensor], words: str
+) -> None:
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=optimizer)
+        client.restore()
+        train(model, [optimizer], 1)
+        optimizer.state[model[0].weight]["codes"] = make()
+        status = client.snapshot(1, must=True).wait("sealed", 30)
+        assert words in status, status
+        assert "[optimizer.model.0.weight.codes]" in client.health().problems[0]
+
+
 @pytest.mark.parametrize(
     ("weight", "words"),
     [

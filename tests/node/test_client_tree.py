@@ -24,6 +24,19 @@ class Colour(enum.Enum):
     NESTED = (1, 2)
 
 
+class Access(enum.Flag):
+    READ, WRITE = 1, 2
+
+
+def hidden() -> enum.Enum:
+    """A member of a class that nobody can find by its name."""
+
+    class Hidden(enum.Enum):
+        A = 1
+
+    return Hidden.A
+
+
 VALUES: dict[str, Any] = {
     "none": None,
     "numbers": [True, -3, 2.5, 1 << 200, -(1 << 70), 1j, float("inf")],
@@ -34,7 +47,8 @@ VALUES: dict[str, Any] = {
     "sets": [set(), {1, 2}, frozenset({(1, 2)})],
     "counter": collections.Counter("abca"),
     "ordered": collections.OrderedDict([("z", 1), ("a", 2)]),
-    "enum": [Colour.RED, Colour.NESTED],
+    "enum": [Colour.RED, Colour.NESTED, Access.READ | Access.WRITE],
+    "numpy generator": np.random.default_rng(5).bit_generator.state,
     "path": pathlib.Path("/a/b"),
     "time": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.timezone.utc),
     "size": torch.Size([2, 0]),
@@ -73,6 +87,12 @@ def test_arrays_and_tensors_come_back_bit_by_bit() -> None:
         assert tree.tensor_bytes(back) == tree.tensor_bytes(tensor)
 
 
+def test_views_that_conjugate_or_negate_come_back_as_what_they_show() -> None:
+    shown = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    for tensor in (shown, shown.imag):
+        assert torch.equal(tree.decode(tree.encode([tensor], "extra"))[0], tensor)
+
+
 def test_a_generator_goes_on_where_it_stood() -> None:
     generator = torch.Generator().manual_seed(7)
     torch.rand(3, generator=generator)
@@ -107,7 +127,11 @@ FOREIGN: list[tuple[Any, str]] = [
     ({"hooks": [1, (2, lambda: None)]}, "extra.hooks[1][1]"),
     ({"d": collections.defaultdict(int)}, "extra.d"),
     ({"objects": np.array([Opaque()], dtype=object)}, "extra.objects"),
-    ({"z": torch.zeros(2, dtype=torch.complex128)}, "extra.z"),
+    ({"z": torch.zeros(2, dtype=torch.complex128)}, "extra.z: a tensor of torch.complex128 cannot"),
+    ({"t": torch.eye(2).to_sparse()}, "extra.t: a Tensor (torch.sparse_coo) cannot"),
+    ({"e": hidden()}, "extra.e: tests.node.test_client_tree.hidden.<locals>.Hidden is not found under this name"),
+    ({"g": np.random.default_rng()}, "extra.g: a numpy Generator: save its bit_generator.state"),
+    ({"g": np.random.RandomState()}, "extra.g: a numpy RandomState: save its get_state()"),
     ({Opaque(): 1}, "extra (key"),
     (LOOP, "nested deeper than"),
 ]
@@ -132,6 +156,20 @@ def test_register_finds_foreign_types_at_once_and_registers_nothing() -> None:
     with pytest.raises(TypeError, match=r"extra\.loader\.cache"):
         registry.register({"fine": {"a": 1}, "extra": {"loader": Loader()}})
     assert registry.owners == {}
+
+
+def test_a_list_that_contains_itself_is_refused_by_name() -> None:
+    registry, found = Registry(), [torch.zeros(2)]
+    registry.register({"found": found})
+    found.append(found)
+    calls = (lambda: registry.register({"found": LOOP}), lambda: registry.register({"found": found}), registry.look_again)
+    for call in calls:
+        try:
+            said = str(call())
+        except (TypeError, RecursionError) as error:
+            said = str(error)
+        assert said.startswith("found"), said
+        assert "contains itself" in said
 
 
 def test_garbage_is_a_value_error() -> None:

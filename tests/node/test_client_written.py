@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from ckptd_client import Client, _switches
+from ckptd_client.handles import Handle
 from torch import nn
 
 from ckptd.core import failpoint
-from tests.node.client_training import Training, assert_same, bits_equal, connected, stored
+from tests.node.client_training import Training, assert_same, begun, bits_equal, connected, stored
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.node.test_client_tear import Everything
 from tests.waiting import until
@@ -48,6 +49,14 @@ class Words(Training):
 def clamp(training: Training) -> None:
     with torch.no_grad():
         training.model[0].weight.clamp_(-0.01, 0.01)
+
+
+def written(client: Client, training: Training, step: int) -> Handle:
+    """A snapshot of this step, of which a weight is written afterwards."""
+    training.step()
+    handle = client.snapshot(step, must=True)
+    clamp(training)
+    return handle
 
 
 def look(training: Training) -> None:
@@ -104,9 +113,7 @@ def test_only_the_tensors_that_were_written_are_copied_at_once(daemon: RankDaemo
     training = Training(200)
     with connected(daemon, training) as client:
         client.restore()
-        training.step()
-        handle = client.snapshot(1, must=True)
-        clamp(training)
+        handle = written(client, training, 1)
         assert handle.wait("sealed", 30) == "void: written before the fence: model.0.weight"
         assert any("model.0.weight" in text for text in client.health().problems)
         training.step()
@@ -127,9 +134,7 @@ def test_the_snapshot_after_a_write_is_audited(daemon: RankDaemonDouble) -> None
         client.restore()
         training.step()
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
-        training.step()
-        handle = client.snapshot(2, must=True)
-        clamp(training)
+        handle = written(client, training, 2)
         training.step()
         assert handle.wait("sealed", 30).startswith("void: written before the fence")
         handle = client.snapshot(3, must=True)
@@ -166,9 +171,7 @@ def test_without_a_fence_the_counters_are_asked_before_the_seal(daemon: RankDaem
     training = Training(200)
     with connected(daemon, training) as client:
         client.restore()
-        training.step()
-        handle = client.snapshot(1, must=True)
-        clamp(training)
+        handle = written(client, training, 1)
         expected = training.tensors()
         until(lambda: handle.status.startswith("void: written"), what="found though nobody fenced")
         assert client.wait("durable", 30) == "durable"
@@ -182,9 +185,7 @@ def test_a_write_that_is_under_way_when_the_last_byte_is_copied_is_found(daemon:
     weight = torch.rand(1 << 24)  # 64 MiB; copied while the slow write below runs
     parameter = nn.Parameter(weight)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(w=parameter, opt=optimizer)
-        client.restore()
+    with begun(daemon, w=parameter, opt=optimizer) as client:
         for step in range(1, 4):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
@@ -244,9 +245,7 @@ def test_lbfgs_moves_its_weights_behind_the_fence(daemon: RankDaemonDouble) -> N
         loss.backward()
         return loss
 
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model, optimizer=optimizer)
-        client.restore()
+    with begun(daemon, model=model, optimizer=optimizer) as client:
         for step in range(1, 7):
             optimizer.step(closure)
             expected = model.weight.detach().clone()
@@ -264,9 +263,7 @@ def test_inference_tensors_have_no_counter_and_are_copied_at_once(daemon: RankDa
     base.requires_grad_(False)
     head = nn.Linear(200, 200)
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.1)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=nn.ModuleList([base, head]), optimizer=optimizer)
-        client.restore()
+    with begun(daemon, model=nn.ModuleList([base, head]), optimizer=optimizer) as client:
         for step in range(1, 4):
             head(torch.ones(2, 200)).sum().backward()
             optimizer.step()
