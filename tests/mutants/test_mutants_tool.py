@@ -94,7 +94,7 @@ def test_ids_do_not_move_with_the_lines_around() -> None:
 def test_every_target_has_mutants_and_each_can_be_compiled(path: str) -> None:
     source = source_of(path)
     mutants = mutants_of(path, source)
-    assert len({mutant.id for mutant in mutants}) == len(mutants) > 10
+    assert len({mutant.id for mutant in mutants}) == len(mutants) > 8
     for mutant in mutants[:: max(1, len(mutants) // 5)]:
         compile(mutated(path, source, mutant.number), path, "exec")
 
