@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from ckptd.core import events as ev
+from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.machine.steward.sessions import BUFFERED_MAX, KEEPALIVE_S
-from ckptd.core.machine.uplink import DOUBT_S, KNOCK_S, OUTBOX_MAX, RESENT_MAX, SESSIONS_LEFT_MAX
+from ckptd.core.machine.uplink import KNOCK_S, OUTBOX_MAX, RESENT_MAX, SESSIONS_LEFT_MAX, SILENT_LEAST_S
 from ckptd.core.policy import Policy
-from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, record_of
+from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, only, record_of
 
 POLICY = Policy(replicas=1, durable=False, steward_timeout_s=4.0)
 
@@ -361,10 +362,17 @@ def test_a_steward_that_hears_nothing_is_looked_for(node: Member) -> None:
     assert knock in node.said(msg.Inventory, "a", mark)
 
 
+def keeps_alive(node: Member, seconds: float) -> None:
+    """Its steward has heard everything, and says so as often as it does."""
+    for _ in range(round(seconds / KEEPALIVE_S)):
+        node.tick(KEEPALIVE_S)
+        node.order(msg.Heard(EPOCH, node.session, 1))
+
+
 def test_a_steward_that_has_heard_everything_is_not_looked_for(node: Member) -> None:
     node.order(msg.Heard(EPOCH, "s1", 1))
     mark = node.mark
-    node.tick(3 * POLICY.steward_timeout_s)
+    keeps_alive(node, 3 * POLICY.steward_timeout_s)
     assert node.said(msg.Inventory, since=mark) == []
     node.feed(ev.RankProgress(1, 4))
     node.tick(POLICY.steward_timeout_s / 2)
@@ -381,22 +389,34 @@ def test_each_word_that_is_heard_begins_the_wait_anew(node: Member) -> None:
     assert not [m for m in node.said(msg.Inventory, since=mark) if not m.session]
 
 
-def test_a_steward_whose_link_came_back_is_doubted_until_it_says_something(node: Member) -> None:
-    """It may be one who lost its state directory, and remembers nothing (P14)."""
+@pytest.mark.parametrize(("timeout_s", "silent_s"), [(10.0, 10.0), (2.0, SILENT_LEAST_S)])
+def test_a_steward_that_keeps_nothing_alive_is_knocked_at(timeout_s: float, silent_s: float) -> None:
+    """It lost its state directory, or was told to forget the job while this node was stopped: no link ever went (P14, P15)."""
+    node = Member(record_of("abc"), Policy(replicas=1, durable=False, steward_timeout_s=timeout_s))
     node.order(msg.Heard(EPOCH, "s1", 1))
-    node.feed(ev.NodeDown("a"), ev.NodeUp("a"))
     mark = node.mark
-    node.tick(DOUBT_S)
+    node.tick(silent_s)
     assert node.said(msg.Inventory, since=mark) == []
     node.tick(0.25)
     assert msg.Inventory("", node.record, ()) in node.said(msg.Inventory, "a", mark)
-    node.order(msg.Heard(EPOCH, "s1", 1))
+    assert node.machine.uplink.waits() == "no steward: a does not answer"
+    node.hello("s2")
+    node.order(msg.Heard(EPOCH, "s2", 1))
     mark = node.mark
-    node.tick(2 * DOUBT_S)
-    assert node.said(msg.Inventory, since=mark) == []
-    node.feed(ev.NodeDown("c"), ev.NodeUp("c"))
-    node.tick(2 * DOUBT_S)
-    assert node.said(msg.Inventory, since=mark) == [], "only the steward's link"
+    node.tick(silent_s)
+    assert node.said(msg.Inventory, since=mark) == [], "the wait begins anew"
+
+
+def test_a_node_that_was_stopped_while_its_job_was_forgotten_asks_and_forgets(node: Member) -> None:
+    """It claimed level 1 for hours (the operator; SIGSTOP for 14 s): all that it had to say was heard, and no link went."""
+    node.feed(ev.RankLeft(1, clean=True, finished=True))
+    node.order(msg.Heard(EPOCH, "s1", 9))
+    node.now += 14.0
+    mark = node.mark
+    node.tick(2 * SILENT_LEAST_S)
+    assert msg.Inventory("", node.record, ()) in node.said(msg.Inventory, "a", mark)
+    done = node.hear("a", msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH))
+    assert [bury.tombstone.ordered for bury in only(done, ins.Bury)] == [EPOCH]
 
 
 def test_a_new_steward_is_told_where_the_ranks_are_although_they_stand_still(node: Member) -> None:
@@ -407,13 +427,13 @@ def test_a_new_steward_is_told_where_the_ranks_are_although_they_stand_still(nod
     assert [(m.rank, m.step, m.asks) for m in told] == [(1, 7, 7)]
 
 
-def test_a_hello_ends_the_doubt(node: Member) -> None:
+def test_a_hello_is_a_word_of_the_steward(node: Member) -> None:
     node.order(msg.Heard(EPOCH, "s1", 1))
-    node.feed(ev.NodeDown("a"), ev.NodeUp("a"))
+    node.tick(SILENT_LEAST_S)
     node.hello("s1")
     node.order(msg.Heard(EPOCH, "s1", 2))
     mark = node.mark
-    node.tick(2 * DOUBT_S)
+    node.tick(SILENT_LEAST_S)
     assert node.said(msg.Inventory, since=mark) == []
 
 

@@ -182,7 +182,6 @@ class JobMachine:
         self.ctx.down.pop(event.node, None)
         self.ctx.spoke_at.pop(event.node, None)
         self.replication.act()
-        self.uplink.on_node_up(event.node)
         self.steward.on_link(event.node)
 
     def _look_for_silent(self) -> None:

@@ -37,7 +37,7 @@ OUTBOX_MAX = 8192  # messages nobody heard; beyond, the session is given up and 
 RESENT_MAX = 64  # messages repeated at once
 SESSIONS_LEFT_MAX = 256  # remembered, so that a late hello does not open one of them again
 KNOCK_S = 1.0  # between attempts to find the steward
-DOUBT_S = 5.0  # after its link came back; one that knows of our session says Heard every two seconds
+SILENT_LEAST_S = 5.0  # however short steward_timeout_s is; one that knows of our session says Heard every two seconds
 
 Fact: TypeAlias = "RankState | Sealed | Missed | Held | Shortage | Leaving | Inventory"
 Certified = tuple[tuple[SnapshotId, int, bool], ...]
@@ -62,13 +62,13 @@ class Uplink:
         self._waiting_since = 0.0
         self._sent_at = 0.0
         self._knocked_at = -1e9
-        self._doubted_since: float | None = None  # the steward's link came back: it may be one who remembers nothing
+        self._heard_at = 0.0  # the steward's newest word in the session
 
     # --- the session --------------------------------------------------------------------------------------------
     def on_hello(self, sender: str, hello: StewardHello) -> None:
         """Answered with an inventory, unless a steward earlier in the succession is up."""
         if sender == self.steward:
-            self._doubted_since = None
+            self._heard_at = self._ctx.now
         if hello.nonce == self.session and sender == self.steward:
             self._turn = max(self._turn, hello.turn)
             self.tell_inventory()  # it was not sure whether we are still the same
@@ -81,7 +81,7 @@ class Uplink:
         self._leave()
         self._opened()
         self.steward, self.session, self._serial, self._turn = sender, hello.nonce, 0, hello.turn
-        self._doubted_since = None
+        self._heard_at = self._ctx.now
         self._outbox.clear()
         self._known_layouts.clear()
         self._told.clear()
@@ -90,7 +90,7 @@ class Uplink:
 
     def close(self) -> None:
         self._leave()
-        self.steward, self.session, self._doubted_since = "", "", None
+        self.steward, self.session = "", ""
         self._outbox.clear()
 
     def _leave(self) -> None:
@@ -101,7 +101,7 @@ class Uplink:
     def on_heard(self, sender: str, message: Heard) -> None:
         if not self.is_from_steward(sender, message.session):
             return
-        self._doubted_since, self._waits = None, message.waits
+        self._heard_at, self._waits = self._ctx.now, message.waits
         before = len(self._outbox)
         while self._outbox and self._outbox[0].serial <= message.serial:
             self._outbox.popleft()
@@ -117,25 +117,21 @@ class Uplink:
         if self.stalled() and ctx.now - self._knocked_at >= KNOCK_S:
             self.knock()
 
-    def on_node_up(self, node: str) -> None:
-        """A daemon that lost its state directory does not even know that there is a job: who has nothing to say must not
-        wait for its word for ever."""
-        if self.session and node == self.steward:
-            self._doubted_since = self._ctx.now
-
     def stalled(self) -> bool:
-        """Nobody hears us although we have something to say, or it is not the one any more who did."""
+        """Nobody hears us although we have something to say, or we hear nobody."""
         if not self.session:
             return bool(self._ranks.here or self._slots.sealed)
-        if self._doubted_since is not None and self._ctx.now - self._doubted_since > DOUBT_S:
-            return True
         if len(self._outbox) > OUTBOX_MAX:
             self.close()
             return True
         return self._unheard()
 
     def _unheard(self) -> bool:
-        return bool(self._outbox) and self._ctx.now - self._waiting_since > self._ctx.policy.steward_timeout_s / 2
+        """A steward that has forgotten the job, or lost its state directory, knows of no session, and its link need not have
+        gone: who was stopped meanwhile, and has nothing to say, must not wait for its word for ever."""
+        now, patience_s = self._ctx.now, self._ctx.policy.steward_timeout_s
+        waits = bool(self._outbox) and now - self._waiting_since > patience_s / 2
+        return waits or now - self._heard_at > max(patience_s, SILENT_LEAST_S)
 
     def waits(self) -> str:
         """Why no snapshot is granted at the moment, as far as this node knows; "": one is, or no epoch runs here."""
