@@ -2,8 +2,8 @@
 
 fewer copies -> parity -> local only; the last rung, skipping snapshots, is taken by whoever has no slot for one. A rung is
 left downward when some node has been short of memory on it for ``DOWN_S``; upward it is tried after ``UP_S`` without
-shortage, and a try that fails doubles the wait before the next one. A try has held when a snapshot had all that its rung wants;
-while no snapshot comes, nothing is proven.
+shortage, and a try that fails doubles the wait before the next one. A try has held when a snapshot got all that its rung wants, be
+it one that was there before; while nothing is made, nothing is proven.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Ladder:
         self._short_since: float | None = None
         self._changed_at = self._shortage_at = now
         self._patience = UP_S
-        self._trying = self._proven = False  # the newest change was upward; and a snapshot had all of it
+        self.trying = self._proven = False  # the newest change was upward, and is not believed yet; a snapshot had all of it
 
     @property
     def redundancy(self) -> Redundancy:
         return self.rungs[self.at]
 
     def held(self) -> None:
-        """A snapshot of this rung's time is protected as it wants."""
+        """A snapshot got in this rung's time what the rung wants."""
         self._proven = True
 
     def look(self, short: bool, now: float) -> bool:
@@ -61,23 +61,23 @@ class Ladder:
             self._short_since = now
         if now - self._short_since < DOWN_S or self.at == len(self.rungs) - 1:
             return False
-        if self._trying:
+        if self.trying:
             self._patience = min(2 * self._patience, UP_MAX_S)
         self._move(self.at + 1, now)
-        self._trying = False
+        self.trying = False
         return True
 
     def _maybe_up(self, now: float) -> bool:
         if now - max(self._changed_at, self._shortage_at) < self._patience:
             return False
-        if self._trying:
+        if self.trying:
             if not self._proven:
                 return False
-            self._patience, self._trying = UP_S, False
+            self._patience, self.trying = UP_S, False
         if self.at == 0:
             return False
         self._move(self.at - 1, now)
-        self._trying = True
+        self.trying = True
         return True
 
     def _move(self, to: int, now: float) -> None:

@@ -13,6 +13,7 @@ from ckptd.core.machine.steward.certify import REPEAT_S
 from ckptd.core.machine.steward.rung import AFTERWARDS_S
 from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, Member, Steward, at, only, record_of
+from tests.core.parity_rig import make, orders
 
 POLICY = Policy(replicas=1, durable=False)
 
@@ -208,10 +209,43 @@ def test_up_is_believed_when_a_snapshot_of_that_time_has_all_its_copies() -> Non
     ladder = node.machine.steward.rung._ladder
     assert ladder is not None and ladder.at == 0
     node.tick(2 * UP_S)
-    assert ladder._trying, "step 7 was there before"
+    assert ladder.trying, "step 7 was there before"
     node.capture(8).protect(8)
     node.tick(1.0)
-    assert not ladder._trying
+    assert not ladder.trying
+
+
+def test_up_is_believed_when_the_newest_snapshot_gets_the_copies_that_it_lacked() -> None:
+    """No newer one may ever come: training has ended, or waits for the memory of an older one that is better protected."""
+    node = steward().train().capture(7)
+    short(node)
+    node.tick(DOWN_S + 0.5)
+    short(node, False)
+    node.tick(2 * UP_S)
+    ladder = node.machine.steward.rung._ladder
+    assert ladder is not None and (ladder.at, ladder.trying) == (0, True), "step 7 has no copy yet"
+    node.protect(7)
+    node.tick(1.0)
+    assert not ladder.trying
+
+
+def test_copies_are_proven_by_copies_and_not_by_the_parity_that_was_there_before_them() -> None:
+    node = Steward(record_of("abc"), Policy(replicas=2, durable=False)).train().capture(7)
+    node.tick(AFTERWARDS_S)
+    short(node)
+    node.tick(2 * DOWN_S + 1.0)
+    ladder = node.machine.steward.rung._ladder
+    assert ladder is not None and ladder.redundancy.text == "xor(3)"
+    short(node, False)
+    for to, order in orders(node):
+        make(node, to, order.part)
+    node.tick(UP_S + 1.0)
+    assert node.level(7) == 1
+    node.tick(2 * UP_S)
+    assert ladder.redundancy.text == "replicas=1", "which has copied nothing"
+    node.protect(7)
+    node.tick(1.0)
+    assert ladder.redundancy.text == "replicas=2"
 
 
 def test_a_new_rung_holds_from_the_moment_that_it_is_decided() -> None:

@@ -9,7 +9,7 @@ from ckptd.core.machine.context import Context
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.machine.steward.table import SnapshotTable
 from ckptd.core.messages import InForce, Shortage
-from ckptd.core.redundancy import attainable
+from ckptd.core.redundancy import Parity, attainable
 
 REPEAT_S = 2.0
 AFTERWARDS_S = 20.0
@@ -19,7 +19,7 @@ class Rung:
     def __init__(self, ctx: Context, sessions: Sessions, table: SnapshotTable) -> None:
         self._ctx, self._sessions, self._table = ctx, sessions, table
         self._ladder: Ladder | None = None
-        self._before: SnapshotId | None = None  # the newest snapshot when the rung changed last
+        self._had: set[SnapshotId] = set()  # what was complete by this rung when it changed last, and so proves nothing
         self._short: dict[str, str] = {}  # node -> why
         self._told_at = self._until = -1e9
 
@@ -48,22 +48,24 @@ class Rung:
         if self._ladder is None:
             self._ladder = Ladder(rungs(self._ctx.policy.redundancy, record.nodes), self._ctx.now)
         reasons = self.shortages()
-        if self._has_held(self._ladder, record):
+        if self._ladder.trying and self._complete(self._ladder, record) - self._had:
             self._ladder.held()
         before = self._ladder.at
         changed = self._ladder.look(bool(reasons), self._ctx.now)
         if changed:
             self._told_at = -1e9
-            self._before = max(self._table.states, default=None)
+            self._had = self._complete(self._ladder, record)
             self._ctx.in_force = self._ladder.redundancy  # at once: orders that follow are of this rung
             self._say_change(before, reasons)
         self._tell(self._ladder)
         return changed
 
-    def _has_held(self, ladder: Ladder, record: EpochRecord) -> bool:
+    def _complete(self, ladder: Ladder, record: EpochRecord) -> set[SnapshotId]:
+        """What has all that the rung wants, made as the rung makes it: parity of a lower one says nothing of memory for copies."""
         wanted = attainable(ladder.redundancy.tolerates, (node.domain for node in record.nodes))
-        newer = (f for s, f in self._table.states.items() if self._before is None or s > self._before)
-        return any(state.level >= wanted and not state.void for state in newer)
+        table, parity = self._table, isinstance(ladder.redundancy, Parity)
+        levels = {s: state.level if parity else table.level_of_copies(state) for s, state in table.states.items() if not state.void}
+        return {snapshot for snapshot, level in levels.items() if level >= wanted}
 
     def _say_change(self, before: int, reasons: list[str]) -> None:
         ladder = self._ladder

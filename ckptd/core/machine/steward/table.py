@@ -175,12 +175,20 @@ class SnapshotTable:
         """Its level if only the nodes that ``counts`` says held something."""
         if state.classes is None:
             return -1
+        holders = self._domains(state, counts)
+        return level(state.classes, holders, self._spared(state, holders, counts))
+
+    def level_of_copies(self, state: SnapshotState) -> int:
+        """Its level if there were no parity."""
+        return -1 if state.classes is None else level(state.classes, self._domains(state, self._live))
+
+    def _domains(self, state: SnapshotState, counts: Callable[[str], bool]) -> dict[int, list[tuple[str, int]]]:
+        """rank -> (failure domain, tier) of each holding of its slot."""
         domain = self._ctx.domain
-        holders = {
+        return {
             rank: [(domain(node), tier) for node, tier in nodes.items() if counts(node)]
             for rank, nodes in state.holders.items()
         }
-        return level(state.classes, holders, self._spared(state, holders, counts))
 
     def _spared(
         self, state: SnapshotState, holders: dict[int, list[tuple[str, int]]], counts: Callable[[str], bool]
