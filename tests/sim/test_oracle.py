@@ -145,6 +145,24 @@ def test_one_wrong_byte_is_not_held() -> None:
     assert oracle.truth(snapshot) == 0
 
 
+def test_what_flipped_bits_took_before_it_was_durable_is_not_waited_for() -> None:
+    """No copy was asked for, and each snapshot was released for the next (seed 427503274467)."""
+    world = next(w for w in map(World, range(1, 300)) if w.policy.durable and not w.policy.tolerates and len(w.everyone) == 1)
+    world.start_without_faults()
+    world.store.up = False
+    assert world.clock.run(30.0, lambda: len(world.oracle.certified_ever) >= 3)
+    world.started.stopped = True
+    world.clock.run(world.clock.now + 5.0)
+    for host in world.hosts.values():
+        for mem in host.memory.values():
+            if mem.payload and mem.snapshot is not None:
+                mem.payload = bytes([mem.payload[0] ^ 1]) + mem.payload[1:]
+                world.oracle.damaged(host, mem.snapshot)
+    world.store.up = True
+    world._finish()
+    assert not world.store.commits and world.oracle.counts["nothing left of the last start"]
+
+
 def test_an_epoch_that_only_a_silent_node_could_know_excuses_a_refusal() -> None:
     """Also when another one, of which nobody who answered has heard, has trained after it (seed 1771)."""
     world = World(1)

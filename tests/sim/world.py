@@ -241,11 +241,10 @@ class World:
         if self.policy.durable:
             self._wait("everything becomes durable", self._durable)
 
-    def _newest(self) -> SnapshotId:
-        """That there still is: a bit may have flipped in the last one before anybody had a copy (its level has fallen to -1)."""
-        ever = self._of_this_run()
-        there = [s for s in ever if self.oracle.truth(s) >= 0 or s in self.store.commits]
-        return max(there or ever)
+    def _newest(self) -> SnapshotId | None:
+        """That there still is: a bit may have flipped in the last one before anybody had a copy. None: so it went with all of
+        this run, and no more was lost than a level said (P3)."""
+        return max((s for s in self._of_this_run() if self.oracle.truth(s) >= 0 or s in self.store.commits), default=None)
 
     def _of_this_run(self) -> set[SnapshotId]:
         run, records = self.launcher.run, self.oracle.records
@@ -255,12 +254,15 @@ class World:
 
     def _protected(self) -> bool:
         newest = self._newest()
-        promise = self.oracle.promises.get(newest)
-        return promise is not None and promise.level >= self.wanted_now()
+        promise = self.oracle.promises.get(newest) if newest is not None else None
+        return newest is None or (promise is not None and promise.level >= self.wanted_now())
 
     def _durable(self) -> bool:
         """A last capture may still have been under way: the newest one is asked for again when it changes."""
         newest = self._newest()
+        if newest is None:
+            self.oracle.count("nothing left of the last start")
+            return True
         claimed = self.store.newest()
         if claimed is not None and claimed.number > newest.epoch:
             # A known limit (docs/TESTING.md): a claim that storage carried out when its start was over. Every flush says so.
