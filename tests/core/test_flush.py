@@ -7,6 +7,8 @@ from ckptd.core import messages as msg
 from ckptd.core.machine.steward.flush import (
     ASKS_KEPT_MAX,
 )
+from ckptd.core.machine.steward.grants import FULL_S, RETURN_S
+from ckptd.core.machine.steward.protecting import PATIENCE_S
 from ckptd.core.machine.uplink import KNOCK_S
 from tests.core.flushes import (
     OLD,
@@ -20,7 +22,7 @@ from tests.core.flushes import (
     written,
     wrote,
 )
-from tests.core.machines import EPOCH, at, fact, layout
+from tests.core.machines import EPOCH, Steward, at, fact, layout
 
 
 # --- what and when ----------------------------------------------------------------------------------------------------
@@ -254,4 +256,64 @@ def test_a_rank_that_is_back_in_time_trains_on() -> None:
     node.tick(2.0)
     node.others["b"].state(1, 7, left="died")
     node.tick(2.0)
+    assert step_of(node) is None
+
+
+# --- when there is no slot for a newer one ----------------------------------------------------------------------------
+def with_one_slot() -> Steward:
+    return steward().train(free=1).capture(7).protect(7)
+
+
+def test_what_fills_the_only_slot_is_flushed_and_gives_it_to_the_next() -> None:
+    """P14: no newer one could ever release it."""
+    node = with_one_slot()
+    node.others["b"].state(1, 7, free=0)
+    node.tick(FULL_S)
+    assert step_of(node) is None, "slots may be on their way back"
+    node.tick(1.0)
+    assert step_of(node) == 7
+    written(node)
+    mark = node.mark
+    committed(node)
+    node.tick()
+    fallen = next(c for c in node.certificates("b", mark) if c.level < 0)
+    assert (fallen.snapshot, fallen.durable, fallen.releases) == (at(7), True, (at(7),)), "said before its memory goes (P2)"
+    node.others["b"].held(fact(7, 1), lost=True)
+    node.others["b"].held(fact(7, 0, 1), lost=True)
+    node.others["b"].state(1, 7, free=1)
+    assert node.granted(8)
+
+
+def test_a_rank_that_waits_for_its_step_gets_the_only_slot_soon() -> None:
+    node = with_one_slot()
+    node.others["b"].state(1, 9, free=0, asks=9)
+    node.feed(ev.RankProgress(0, 9, asks=True))
+    node.tick(RETURN_S + 1.0)
+    assert step_of(node) == 7
+
+
+def test_what_is_durable_stays_in_memory_while_there_is_a_slot_for_the_next() -> None:
+    node = steward().train(free=2).capture(7).protect(7)
+    flush_now(node, 7)
+    node.tick(FULL_S + 1.0)
+    assert (node.level(7), step_of(node)) == (1, None)
+
+
+def test_a_better_protected_one_that_keeps_its_slot_from_newer_ones_is_flushed_and_goes() -> None:
+    """Two slots: copies can be made no more, so no newer one ever reaches its level."""
+    node = steward().train(free=2).capture(7).protect(7).capture(8)
+    node.others["b"].state(1, 8, free=0)
+    node.tick(FULL_S + PATIENCE_S + 2.0)
+    assert (node.level(8), step_of(node)) == (0, 7)
+    written(node)
+    committed(node)
+    node.tick()
+    assert (node.level(7), node.level(8)) == (-1, 0)
+
+
+def test_nothing_is_given_to_storage_while_copies_are_under_way() -> None:
+    node = steward().train(free=1).capture(7)
+    node.others["b"].state(1, 7, free=0)
+    node.machine.steward.certify.protecting._patience_s = 2 * FULL_S
+    node.tick(FULL_S + 1.0)
     assert step_of(node) is None

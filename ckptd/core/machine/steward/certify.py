@@ -171,7 +171,27 @@ class Certify:
                 self._let_go(state, "spent")
             elif state.certified and not guards.follows(state):
                 best = max(best, guards.worth(state))
+        if self.blocked():
+            written = (state for state in certified if state.certified and guards.written_out(state))
+            oldest = min(written, key=lambda state: state.snapshot, default=None)
+            if oldest is not None:
+                self._give_up(oldest)
         self.name_releases()
+
+    def blocked(self) -> bool:
+        """No newer snapshot is going to outdo any: there is no slot for one, and no copies are under way that would free one."""
+        return self._grants.held_up() and self.protecting.now is None
+
+    def _give_up(self, state: SnapshotState) -> None:
+        """Storage alone has it from now on, which is said before any of its memory goes (P2)."""
+        self._serial += 1
+        fallen = Certificate(
+            self._ctx.number, self._serial, state.snapshot, -1, self.guards.wanted(), True, (state.snapshot,)
+        )
+        for node in self._sessions.live_nodes():
+            self._ctx.send(node, replace(fallen, session=self._sessions.session(node)))
+        self._let_go(state, "written_out")
+        self._grants.gets_room()
 
     def _let_go(self, state: SnapshotState, by: str) -> None:
         state.become_released(by)
@@ -221,7 +241,7 @@ class Certify:
             return
         if self._grants.full():  # what was kept for somebody who is away may have to go
             self._table.dirty.update(s for s, state in self._table.states.items() if state.level < 0)
-        if self.protecting.overdue():
+        if self.protecting.overdue() or self._grants.held_up():
             self._release()
         if self._ctx.now - self._repeated_at < pause:
             return

@@ -110,7 +110,10 @@ class Flushing:
         newest = usable[-1]
         if kept is not None:
             return kept
-        return self._asked_for(usable) or (newest if self._due(newest) else None)
+        asked = self._asked_for(usable)
+        if asked is None and self._certify.blocked():
+            return usable[0]  # its slots are wanted, and only storage can take it over
+        return asked or (newest if self._due(newest) else None)
 
     def _asked_for(self, usable: list[SnapshotState]) -> SnapshotState | None:
         """The oldest complete snapshot that is not before the step somebody waits for."""

@@ -23,6 +23,7 @@ from ckptd.core.written import Written, merged
 REPEAT_S = 1.0  # an unanswered grant or void is said again after this
 REFUSED_PAUSE_S = 0.25  # after a grant that a rank could not even take: at once again would only spin
 FULL_S = 60.0  # without a free slot on some rank, while every rank trains: what nobody is sure to need must go
+RETURN_S = 5.0  # the same, where a rank waits for its step: what was released is known to be free before that
 STUCK_S = 60.0  # a rank that neither seals nor misses, long after the step went by
 
 
@@ -208,7 +209,18 @@ class Grants:
 
     def full(self) -> bool:
         """No rank has been able to capture for so long, for want of slots alone."""
-        return self._full_since is not None and self._ctx.now - self._full_since > FULL_S
+        return self._full_for() > FULL_S
+
+    def held_up(self) -> bool:
+        """As full(), and sooner where a rank waits for a step of its own: no slot is on its way back."""
+        return self._full_for() > (FULL_S if self._asked() is None else RETURN_S)
+
+    def gets_room(self) -> None:
+        """A slot is on its way back."""
+        self._full_since = None
+
+    def _full_for(self) -> float:
+        return -1.0 if self._full_since is None else self._ctx.now - self._full_since
 
     def _grant_ahead(self, progress: int) -> None:
         self._last_bare = max(progress, self._last_bare) + 1

@@ -87,6 +87,10 @@ class Guards:
         lacking = state.durable and state.level < 0 and self._sessions.members_live()
         return lacking and not self._awaited(state) and not self.needed(state)
 
+    def written_out(self, state: SnapshotState) -> bool:
+        """It is durable, and the oldest such while a rank has no slot for a newer one and no copies are under way to free one."""
+        return state.durable and not self.needed(state)
+
     def returned_in_part(self, state: SnapshotState) -> bool:
         """It was released once, a node that had missed it has brought a part back, and a newer one is certified. It goes again:
         that it is void would be news to ranks that were told a level until then."""
