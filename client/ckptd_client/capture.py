@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from ckptd.core.failpoint import FailpointError, failpoint
@@ -218,12 +218,12 @@ class Engine:
                     trouble = ""
                 except RuntimeError as error:
                     trouble = f"audit failed: {error}"
-                found = _differing(here, deadline)
+                found, to_the_end = _differing(here, deadline)
                 with self._changed:
                     job.stop = job.stop or trouble
                     if found:
-                        job.were_written(found, "hidden write:")
-                    job.audit = False
+                        self._written_by_hand(job, found)
+                    job.audit, job.compared = False, to_the_end
                     self._changed.notify_all()
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -319,9 +319,11 @@ class Engine:
         """Seal or void; then the slot may be used again."""
         try:
             if job.device is not None and job.enqueued:
-                differing = [(copy.owner, copy.key) for copy in job.device.finish()]
-                if differing:
-                    job.were_written(differing, "hidden write:")
+                sampled, compared = job.device.finish()
+                if compared:
+                    self._written_by_hand(job, [(copy.owner, copy.key) for copy in compared], sampled)
+                elif sampled:
+                    job.were_written([(copy.owner, copy.key) for copy in sampled], "hidden write:")
             self._look([job])
             self._check_static(job)
             job.capture_s = time.monotonic() - job.began
@@ -349,9 +351,12 @@ class Engine:
 
     def _check_static(self, job: Job) -> None:
         """A snapshot that leans on what was written meanwhile is void."""
-        for copy, tensor, mark in job.static:
-            if not job.stop and mark_of(tensor, copy.source) != mark:
-                job.were_written([(copy.owner, copy.key)], "written while it was copied:")
+        moved = [copy for copy, tensor, mark in job.static if mark_of(tensor, copy.source) != mark]
+        if job.static and job.content is not None and not moved:
+            changed = job.content.of.differing(job.content.samples, job.content.of.read())
+            moved = [job.static[at][0] for at in changed]
+        if moved and not job.stop:
+            job.were_written([(copy.owner, copy.key) for copy in moved], "written while it was copied:")
         for copy, tensor, mark in job.unproven:
             if job.stop:
                 break
@@ -362,6 +367,7 @@ class Engine:
                 self._another(job, copy)
         if job.frozen is not None and not job.stop:
             (self.statics.finished if job.fills else self.statics.proved)(job.frozen)
+            self.statics.sealed(job.frozen, job.step, compared=job.compared or bool(job.unproven))
 
     def _differs(self, copy: Copy) -> bool:
         """Gigabytes may have to be compared. The next snapshot's copies are enqueued meanwhile: a fence waits for that."""
@@ -381,7 +387,18 @@ class Engine:
             self.statics.forget(job.frozen)
             job.stop = f"{copy.key} is not what was kept of it: it is captured anew"
         else:
-            job.were_written([(copy.owner, copy.key)], "hidden write:")
+            self._written_by_hand(job, [(copy.owner, copy.key)])
+
+    def _written_by_hand(self, job: Job, found: list[tuple[Owner, str]], sampled: Sequence[Copy] = ()) -> None:
+        """Comparing has shown it. Of what is frozen and was not ``sampled`` as such nobody knows since when."""
+        job.were_written(found, "hidden write:")
+        seen = {copy.key for copy in sampled}
+        frozen = {copy.key for copy in (*job.held, *(copy for copy, _, _ in job.unproven))} - seen
+        if job.frozen is not None and frozen & {key for _, key in found}:
+            job.doubtful = self.statics.doubtful(job.frozen)
+        if job.doubtful is not None:
+            first, last = job.doubtful
+            job.stop = f"{job.stop}; doubtful: the steps {first} to {last}"
 
     def _warm_one(self) -> None:
         slot, pieces = self._warming[0]
@@ -406,16 +423,16 @@ def _compared(job: Job) -> tuple[list[Copy], list[Copy]]:
     return here, [copy for copy in found if id(copy) not in kept]
 
 
-def _differing(copies: list[Copy], deadline: float) -> list[tuple[Owner, str]]:
-    """Tensors that were written past the fence; as far as the time went."""
+def _differing(copies: list[Copy], deadline: float) -> tuple[list[tuple[Owner, str]], bool]:
+    """Tensors that were written past the fence; did the time last for all?"""
     found: list[tuple[Owner, str]] = []
     for copy in copies:
         for begin, length in copy.chunks():
             if time.monotonic() > deadline:
-                return found
+                return found, False
             with device.aside(copy.source.device):
                 differs = copy.differs(begin, length)
             if differs:
                 found.append((copy.owner, copy.key))
                 break
-    return found
+    return found, True

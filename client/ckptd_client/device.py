@@ -14,6 +14,7 @@ from torch import Tensor
 from ckptd.core.failpoint import failpoint
 from ckptd_client.copying import Copy
 from ckptd_client.dtypes import as_bits
+from ckptd_client.samples import OnDevice
 from ckptd_client.segments import Segment, SlotView
 
 PIN_PIECE_BYTES = 64 * 1024**3  # cudaHostRegister of one range of 512 GiB or more fails
@@ -24,11 +25,12 @@ class Batch:
     """All copies of one snapshot from one device.
 
     ``early``: cloned on the training stream now, as they may be written before the side stream gets to them; ``late``: the
-    fence protects them. Sources are referenced until the copies are done, so that their memory goes to nobody else.
+    fence protects them; ``held``: frozen, in their slot already. Sources are referenced until the copies are done, so that
+    their memory goes to nobody else.
     """
 
     def __init__(
-        self, device: torch.device, early: list[Copy], late: list[Copy], slots: Sequence[SlotView]
+        self, device: torch.device, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView]
     ) -> None:
         self._device, self._slots = device, slots
         self._side = _side_stream(device)
@@ -38,29 +40,33 @@ class Batch:
             self._ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record(torch.cuda.current_stream(device))
             self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._held, self._samples = held, OnDevice(())
         self._compared: list[tuple[Copy, Tensor]] = []  # and whether they differ, on the device
 
     @classmethod
-    def of(cls, early: list[Copy], late: list[Copy], slots: Sequence[SlotView]) -> Batch | None:
+    def of(cls, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView]) -> Batch | None:
         """None without copies. Raises RuntimeError for other accelerators than CUDA and for several devices."""
-        devices = {copy.source.device for copy in (*early, *late)}
+        devices = {copy.source.device for copy in (*early, *late, *held)}
         if not devices:
             return None
         if len(devices) > 1 or next(iter(devices)).type != "cuda":
             raise RuntimeError(
                 f"tensors on {sorted(map(str, devices))}: one CUDA device per rank is supported"
             )
-        return cls(devices.pop(), early, late, slots)
+        return cls(devices.pop(), early, late, held, slots)
 
     def enqueue(self) -> None:
         for slot in self._slots:
             _pin(slot.segment)
         with torch.cuda.device(self._device), torch.cuda.stream(self._side), torch.no_grad():
+            samples = OnDevice(self._held)  # what it brings to the device need not wait for training
             self._side.wait_event(self._ready)
             for source, copy in self._sources:
                 failpoint("capture.tensor")
                 copy.target_tensor().copy_(as_bits(source), non_blocking=True)
+            samples.compare()
             self._done.record(self._side)
+        self._samples = samples
 
     def hold_back(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done)
@@ -77,13 +83,14 @@ class Batch:
     def done(self) -> bool:
         return bool(self._done.query())
 
-    def finish(self) -> list[Copy]:
+    def finish(self) -> tuple[list[Copy], list[Copy]]:
         self._done.synchronize()
         self._sources.clear()
         with aside(self._device):
-            differing = [copy for copy, differs in self._compared if bool(differs)]
-        self._compared.clear()
-        return differing
+            sampled = self._samples.differing()
+            compared = [copy for copy, differs in self._compared if bool(differs)]
+        self._held, self._samples, self._compared = [], OnDevice(()), []
+        return sampled, compared
 
 
 def _packed(copies: Sequence[Copy]) -> list[tuple[Tensor, Copy]]:

@@ -19,7 +19,7 @@ class Mode(enum.IntEnum):
     SMALL = 0  # before snapshot() returns, many in one call
     SYNC = 1  # before snapshot() returns: buffers and what the user writes by hand
     FENCED = 2  # in the background; the optimizer's next step waits
-    STATIC = 3  # frozen: in the background into a slot of its own, again when pointer, version or audit says so
+    STATIC = 3  # frozen: in the background into a slot of its own, again when pointer, version, sample or audit says so
 
 
 @dataclass(eq=False)

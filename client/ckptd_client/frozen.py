@@ -16,7 +16,7 @@ from ckptd_client.handles import Skip
 from ckptd_client.plan import Plan, Source
 from ckptd_client.segments import SlotView
 from ckptd_client.session import Session
-from ckptd_client.statics import Mark, mark_of
+from ckptd_client.statics import Content, Look
 from ckptd_client.troubles import Troubles
 
 CHANGES_MAX = 3  # of parameters that were called frozen, before they are captured with everything else
@@ -25,13 +25,15 @@ CHANGES_MAX = 3  # of parameters that were called frozen, before they are captur
 class FrozenSlot(NamedTuple):
     slot: SlotView
     to_fill: bool
+    content: Content
 
 
 class FrozenCapture:
     def __init__(self, session: Session, engine: Engine, troubles: Troubles) -> None:
         self._session, self._engine, self._troubles = session, engine, troubles
         self._changes = 0
-        self._counted: tuple[Mark, ...] = ()  # what they were at the newest change
+        self._look = Look()
+        self._counted: Content | None = None  # what they were at the newest change
         self._asked = False  # for a slot, since the newest one that was not needed
 
     def slot_for(self, plan: Plan, tensors: Sequence[Tensor], patience_s: float) -> FrozenSlot:
@@ -41,18 +43,27 @@ class FrozenCapture:
         session, statics = self._session, self._engine.statics
         with session.changed:
             statics.keep_only(set(session.segments.slots.values()))
-        layout_id, marks = plan.layout.frozen.layout_id, _marks(plan, tensors)
-        held = statics.slot_of(layout_id, marks)
+        content = self._content(plan, tensors)
+        held = statics.slot_of(content)
         if held is not None:
-            return FrozenSlot(held, False)
-        self._count(plan, statics.changed(layout_id, marks), marks)
-        kept = self._kept(layout_id)
+            return FrozenSlot(held, False, content)
+        self._count(plan, statics.changed(content), content)
+        kept = self._kept(content.layout_id)
         if kept is not None:
-            statics.begin(kept, layout_id, marks, found=True)
-            return FrozenSlot(kept, False)
+            statics.begin(kept, content, found=True)
+            return FrozenSlot(kept, False, content)
         fresh = self._fresh(plan, patience_s)
-        statics.begin(fresh, layout_id, marks)
-        return FrozenSlot(fresh, True)
+        statics.begin(fresh, content)
+        return FrozenSlot(fresh, True, content)
+
+    def _content(self, plan: Plan, tensors: Sequence[Tensor]) -> Content:
+        sources = _sources(plan)
+        found = [(tensors[source.entry], local_tensor(source, tensors)) for source in sources]
+
+        def boxes() -> list[Tensor]:
+            return [source.part.view(local.detach()) for source, (_, local) in zip(sources, found, strict=True)]
+
+        return self._look.at(plan.layout.frozen.layout_id, found, boxes)
 
     def _wait_until_filled(self) -> None:
         """By an earlier snapshot. A device fills it beside training; nobody waits for that."""
@@ -73,12 +84,12 @@ class FrozenCapture:
             session.frozen_slot, self._asked = -1, False
         session.link.send(wire.Resize(plan.layout.frozen_at, wire.NOTHING_FROZEN, plan.record_bytes))
 
-    def _count(self, plan: Plan, changed: list[int], marks: tuple[Mark, ...]) -> None:
+    def _count(self, plan: Plan, changed: list[int], content: Content) -> None:
         """What changes again and again is not frozen: its owner's such parameters are copied with the others from then on.
         A change counts once, however many snapshots wait for the memory to capture it into."""
-        if not changed or marks == self._counted:
+        if not changed or content == self._counted:
             return
-        self._counted = marks
+        self._counted = content
         self._changes += 1
         if self._changes >= CHANGES_MAX:
             sources = _sources(plan)
@@ -105,7 +116,7 @@ class FrozenCapture:
         self._asked = True
         self._session.link.send(wire.Resize(live, frozen, plan.record_bytes))
         if patience_s > 0:
-            self._session.wait(lambda: self._look(plan) is not None, time.monotonic() + patience_s)
+            self._session.wait(lambda: self._find(plan) is not None, time.monotonic() + patience_s)
             fresh = self._pinned(plan)
         if fresh is None:
             text = f"{frozen} bytes of frozen parameters need a new slot; asked for it"
@@ -115,12 +126,12 @@ class FrozenCapture:
 
     def _pinned(self, plan: Plan) -> SlotView | None:
         with self._session.changed:
-            slot = self._look(plan)
+            slot = self._find(plan)
             if slot is not None:
                 slot.segment.pin()
         return slot
 
-    def _look(self, plan: Plan) -> SlotView | None:
+    def _find(self, plan: Plan) -> SlotView | None:
         """Under the session's lock."""
         slot = self._session.segments.slots.get(self._session.frozen_slot)
         large = slot is not None and slot.capacity >= plan.layout.frozen_bytes
@@ -130,7 +141,3 @@ class FrozenCapture:
 
 def _sources(plan: Plan) -> list[Source]:
     return [source for source in plan.sources if source.mode is Mode.STATIC]
-
-
-def _marks(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Mark, ...]:
-    return tuple(mark_of(tensors[source.entry], local_tensor(source, tensors)) for source in _sources(plan))

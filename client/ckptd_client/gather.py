@@ -34,7 +34,7 @@ def gather(tensors: Sequence[Tensor], job: Job, statics: Statics) -> None:
             _sort(copy, tensors[source.entry], source.mode, job, proven, job.copies, [])
         else:
             copy.run_at_once()
-    job.device = device.Batch.of(early, late, job.slots)
+    job.device = device.Batch.of(early, late, [copy for copy in job.held if not copy.source.is_cpu], job.slots)
 
 
 def local_tensor(source: Source, tensors: Sequence[Tensor]) -> Tensor:

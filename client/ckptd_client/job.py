@@ -14,7 +14,7 @@ from ckptd_client.entries import Owner
 from ckptd_client.handles import Handle
 from ckptd_client.plan import Plan
 from ckptd_client.segments import SlotView
-from ckptd_client.statics import Mark
+from ckptd_client.statics import Content, Mark
 from ckptd_client.versions import Versions
 
 NAMED_MAX = 3  # tensors in the reason of a void
@@ -35,8 +35,9 @@ class DeviceBatch(Protocol):
         """Side stream: behind the copies, compare the slot with what training has made of the sources by now. Called once, before
         ``hold_back``."""
 
-    def finish(self) -> Sequence[Copy]:
-        """After ``done``: let go of the sources. Those compared that differ. Raises RuntimeError when the device failed."""
+    def finish(self) -> tuple[Sequence[Copy], Sequence[Copy]]:
+        """After ``done``: let go of the sources. What differs, of the frozen ones by a sample and of those compared. Raises
+        RuntimeError when the device failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,15 @@ class Job:
     objects_bytes: int
     keep: bool
     audit: bool
+    content: Content | None = None  # of what is frozen, as snapshot() saw it
     versions: Versions = field(default_factory=lambda: Versions((), ()))  # as snapshot() saw them
     copies: list[Copy] = field(default_factory=list)  # on the CPU, for the threads
     fenced: list[Copy] = field(default_factory=list)  # what an audit compares, wherever it lies
     static: list[tuple[Copy, Tensor, Mark]] = field(default_factory=list)  # frozen, copied this time; what it is of
     held: list[Copy] = field(default_factory=list)  # frozen, in their slot since an earlier snapshot
     unproven: list[tuple[Copy, Tensor, Mark]] = field(default_factory=list)  # the same, to be compared this time
+    compared: bool = False  # all that is frozen, byte by byte
+    doubtful: tuple[int, int] | None = None  # steps sealed before, whose frozen part may not be what it was
     device: DeviceBatch | None = None
     blocked_s: float = 0.0
     stop: str = ""

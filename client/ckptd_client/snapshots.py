@@ -26,7 +26,7 @@ from ckptd_client.gather import gather
 from ckptd_client.gradients import Accumulation
 from ckptd_client.grants import Grant
 from ckptd_client.handles import Handle, Skip
-from ckptd_client.job import Job
+from ckptd_client.job import NAMED_MAX, Job
 from ckptd_client.joining import Joiner
 from ckptd_client.plan import Plan, make_plan
 from ckptd_client.progress import Progress
@@ -241,6 +241,7 @@ class Snapshots:
             step=handle.step, grant=grant.number, came_at=grant.came_at, slot=slot, frozen=frozen.slot if frozen else None,
             fills=frozen is not None and frozen.to_fill,
             found=frozen is not None and self._engine.statics.found(frozen.slot),
+            content=frozen.content if frozen else None,
             connection=self._session.connection, plan=plan, handle=handle,
             objects_bytes=objects_bytes, keep=keep, audit=every > 0 and (doubt or (self._taken + 1) % every == 0),
             versions=Versions(plan.watched, tensors), looked=not plan.copies_behind,
@@ -295,6 +296,7 @@ class Snapshots:
         with session.changed:
             self._lost(job.handle, f"void: {reason}")
             session.changed.notify_all()
+        self._tell_doubtful(job)
         if reason == "fence timeout":
             text = f"snapshot {job.step} is void: its capture was slower than fence_timeout_s, training went on without it"
             self._troubles.report("fence", text)
@@ -302,3 +304,14 @@ class Snapshots:
             self._troubles.report(
                 "hidden write" if job.written else "capture", f"snapshot {job.step} is void: {reason}"
             )
+
+    def _tell_doubtful(self, job: Job) -> None:
+        """For as long as this process lives: nobody else can say which checkpoints are not to be restored."""
+        if job.doubtful is None:
+            return
+        (first, last), keys = job.doubtful, ", ".join(sorted(set().union(*job.written.values()))[:NAMED_MAX])
+        self._troubles.report(
+            f"doubtful {first}",
+            f"snapshots of the steps {first} to {last} may hold {keys} as it was earlier: it was written by hand, past version"
+            f" counters and samples, and found at step {job.step} by comparing all of it",
+        )

@@ -95,7 +95,7 @@ def test_sources_wait_for_the_mark_and_are_held_until_the_bytes_are_out(log: lis
     memory = torch.zeros(1 << 16, dtype=torch.uint8)
     made = copies(SOURCES, memory)
     slot: Any = SlotView(1, None, 0, 1 << 16)  # type: ignore[arg-type]
-    batch = Batch(torch.device("cpu"), made[:3], made[3:], [slot])
+    batch = Batch(torch.device("cpu"), made[:3], made[3:], [], [slot])
     assert log == ["ready marks training"]
     before = made[0].source.clone()
     made[0].source.zero_()  # a buffer, after snapshot() has returned: the clone is what counts
@@ -117,7 +117,7 @@ def test_an_audit_is_made_behind_the_copies_beside_the_training_stream(log: list
     memory = torch.zeros(1 << 16, dtype=torch.uint8)
     made = copies(SOURCES, memory)
     slot: Any = SlotView(1, None, 0, 1 << 16)  # type: ignore[arg-type]
-    batch = Batch(torch.device("cpu"), [], made, [slot])
+    batch = Batch(torch.device("cpu"), [], made, [], [slot])
     batch.enqueue()
     log.clear()
     for index in (0, 2, 5):
@@ -125,8 +125,8 @@ def test_an_audit_is_made_behind_the_copies_beside_the_training_stream(log: list
     batch.compare(made)
     batch.hold_back()
     assert log == ["now marks training", "side waits for now", "done marks side", "training waits for done"]
-    assert batch.finish() == [made[0], made[2], made[5]]
-    assert batch.finish() == []
+    assert batch.finish() == ([], [made[0], made[2], made[5]])
+    assert batch.finish() == ([], [])
 
 
 class Slow:
@@ -148,10 +148,10 @@ class Slow:
     def done(self) -> bool:
         return self.arrived.is_set()
 
-    def finish(self) -> list[Copy]:
+    def finish(self) -> tuple[list[Copy], list[Copy]]:
         for copy in self.copies:
             copy.run_at_once()
-        return [copy for copy in self.copies if any(copy.differs(*span) for span in copy.chunks())]
+        return [], [copy for copy in self.copies if any(copy.differs(*span) for span in copy.chunks())]
 
 
 @pytest.mark.parametrize("waits", ["settle", "fence"])
@@ -181,7 +181,7 @@ def test_no_slot_is_compared_before_its_bytes_have_arrived(waits: str) -> None:
 
 def test_one_cuda_device_per_rank() -> None:
     slot: Any = None
-    assert Batch.of([], [], [slot]) is None
+    assert Batch.of([], [], [], [slot]) is None
     elsewhere = Copy("w", OWNER, torch.empty(3, device="meta"), 0, 12, 0)
     with pytest.raises(RuntimeError, match="one CUDA device"):
-        Batch.of([], [elsewhere], [slot])
+        Batch.of([], [elsewhere], [], [slot])

@@ -76,7 +76,7 @@ def test_parameters_called_frozen_that_change_all_the_time_are_captured_with_the
         assert not daemon.held[1, 8][0].layout.frozen_bytes
 
 
-def test_a_frozen_parameter_written_behind_our_back_is_found_and_copied_at_once_from_then_on(
+def test_a_frozen_parameter_written_behind_our_back_is_found_and_soon_captured_with_the_others(
     daemon: RankDaemonDouble,
 ) -> None:
     """A momentum encoder: requires_grad=False, written through .data, which bumps no version."""
@@ -92,17 +92,16 @@ def test_a_frozen_parameter_written_behind_our_back_is_found_and_copied_at_once_
     with connected(daemon, training) as client:
         client.restore()
         results = []
-        for number in range(1, 10):
+        for number in range(1, 13):
             step()
             expected = training.tensors()
             handle = client.snapshot(number, must=True)
             results.append(handle.wait("sealed", 30))
             if handle.taken:
                 assert_same(daemon.held[1, number][0], expected)
-        assert results[1] == "void: hidden write: model.momentum.weight"
-        small = daemon.slot_count  # slots without room for it were granted already
-        assert set(results[2 : 2 + small]) <= {"skipped: no memory", "durable"}
-        assert results[2 + small :] == ["durable"] * 4
+        assert results[:2] == ["durable", "durable"], "samples of its bytes show it"
+        assert results.count("durable") >= 5 and results[-3:] == ["durable"] * 3, results
+        assert not any(status.startswith("void") for status in results)
 
 
 def with_adapter(width: int = 400) -> tuple[Training, torch.Tensor]:
@@ -350,9 +349,9 @@ def test_a_device_is_told_what_to_copy_while_a_frozen_part_is_compared(monkeypat
         def compare(self, copies: Any) -> None:
             """Nothing is audited."""
 
-        def finish(self) -> list[Any]:
+        def finish(self) -> tuple[list[Any], list[Any]]:
             ended.set()
-            return []
+            return [], []
 
     segment: Any = type("Memory", (), {"pin": lambda self: None, "unpin": lambda self: None})()
     slot = SlotView(1, segment, 0, 0)
