@@ -19,6 +19,7 @@ from ckptd_client.entries import Owner
 from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
 from ckptd_client.segments import SlotView
 from ckptd_client.statics import Statics, mark_of
+from ckptd_client.versions import Versions
 
 log = logging.getLogger("ckptd")
 STOP_WAIT_S = 5.0  # at close, for the chunk in flight
@@ -193,8 +194,9 @@ class Engine:
         Later the optimizer may rightly have written."""
         with self._changed:
             for job in jobs:
-                found = job.versions.moved() if _switches.VERSIONS and not job.looked else []
-                job.looked = True
+                asked = _switches.VERSIONS and not job.looked
+                found = [*job.versions.moved(), *job.of_state.moved()] if asked else []
+                job.looked, job.of_state = True, Versions((), ())
                 if any(one.behind for one in found):
                     fenced = [(one.owner, one.key) for one in found if one.fenced]
                     job.were_written(fenced, "written before the fence:")

@@ -69,6 +69,7 @@ class Job:
     audit: bool
     content: Content | None = None  # of what is frozen, as snapshot() saw it
     versions: Versions = field(default_factory=lambda: Versions((), ()))  # as snapshot() saw them
+    of_state: Versions = field(default_factory=lambda: Versions((), ()))  # the optimizers', not asked after the first fence
     copies: list[Copy] = field(default_factory=list)  # on the CPU, for the threads
     fenced: list[Copy] = field(default_factory=list)  # what an audit compares, wherever it lies
     static: list[tuple[Copy, Tensor, Mark]] = field(default_factory=list)  # frozen, copied this time; what it is of

@@ -54,12 +54,13 @@ class Plan:
     objects_max: int
     world: World
     watched: tuple[Watched, ...]
+    watched_state: tuple[Watched, ...]  # of optimizers
     stepped: dict[str, frozenset[str]]  # optimizer -> keys of the parameters that it steps
 
     @cached_property
     def copies_behind(self) -> bool:
         """Is anything copied in the background whose counters are watched?"""
-        return any(one.behind for one in self.watched)
+        return bool(self.watched_state) or any(one.behind for one in self.watched)
 
     @cached_property
     def record_bytes(self) -> int:
@@ -104,7 +105,8 @@ def make_plan(state: State, world: World, replicas: int, objects_bytes: int, old
         for at, ((index, part, _), fragment) in enumerate(zip(rows, layout.fragments, strict=True))
         if fragment.nbytes
     )
-    return Plan(layout, sources, signature, objects_max, world, _watched(state, sources), _stepped(state))
+    watched, of_state = _watched(state, sources)
+    return Plan(layout, sources, signature, objects_max, world, watched, of_state, _stepped(state))
 
 
 def _stepped(state: State) -> dict[str, frozenset[str]]:
@@ -113,16 +115,20 @@ def _stepped(state: State) -> dict[str, frozenset[str]]:
     return {name: frozenset(of) & watched for name, of in state.groups.items()}
 
 
-def _watched(state: State, sources: Sequence[Source]) -> tuple[Watched, ...]:
-    """Parameters whose version counters say that they were written. Those of inference tensors do not exist."""
+def _watched(state: State, sources: Sequence[Source]) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:
+    """Whose version counters say that it was written: parameters, and the optimizer state that this rank copies in the
+    background. Those of inference tensors do not exist."""
     behind = {source.entry for source in sources if source.mode is Mode.FENCED}
-    return tuple(
+    found = [
         Watched(
             index, entry.key, entry.owner, is_dtensor(entry.tensor), entry.mode is Mode.FENCED, index in behind
         )
         for index, entry in enumerate(state.entries)
-        if (entry.role == "param" or entry.owner.kind == "tensor") and not local_of(entry.tensor).is_inference()
-    )
+        if entry.role == "param" or entry.owner.kind == "tensor" or (entry.role == "optim" and index in behind)
+        if not local_of(entry.tensor).is_inference()
+    ]
+    of_state = tuple(one for one in found if state.entries[one.entry].role == "optim")
+    return tuple(one for one in found if state.entries[one.entry].role != "optim"), of_state
 
 
 def _item(entry: Entry | None, part: Slice, tier: int) -> LayoutItem:

@@ -244,7 +244,8 @@ class Snapshots:
             content=frozen.content if frozen else None,
             connection=self._session.connection, plan=plan, handle=handle,
             objects_bytes=objects_bytes, keep=keep, audit=every > 0 and (doubt or (self._taken + 1) % every == 0),
-            versions=Versions(plan.watched, tensors), looked=not plan.copies_behind,
+            versions=Versions(plan.watched, tensors), of_state=Versions(plan.watched_state, tensors),
+            looked=not plan.copies_behind,
         )  # fmt: skip
 
     def _write_objects(self, slot: SlotView, packed: bytes, plan: Plan) -> None:

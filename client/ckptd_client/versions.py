@@ -19,8 +19,8 @@ _version = attrgetter("_version")  # of 20,000 held tensors in 1.5 ms; looked up
 
 
 class Watched(NamedTuple):
-    """A parameter, or a tensor registered as one: entry number ``entry`` of the plan. ``behind``: this rank copies it in the
-    background; ``fenced``: some rank does."""
+    """A parameter, a tensor registered as one, or optimizer state: entry number ``entry`` of the plan. ``behind``: this rank
+    copies it in the background; ``fenced``: some rank does."""
 
     entry: int
     key: str
@@ -31,7 +31,8 @@ class Watched(NamedTuple):
 
 
 class Versions:
-    """What the counters were when it was made. Optimizer state is not watched: its optimizer may write it at any fence."""
+    """What the counters were when it was made. They are asked when the first fence begins, before any optimizer writes: what
+    moved those of its state until then was somebody else."""
 
     def __init__(self, watched: Sequence[Watched], tensors: Sequence[Tensor]) -> None:
         """``tensors``: of the plan's entries. A write to a DTensor does not count as one to its local part, nor the other way

@@ -109,6 +109,42 @@ def test_a_weight_that_is_written_after_the_snapshot_is_torn_in_none(
     assert seen.statuses.count("durable") == SNAPSHOTS - 1
 
 
+def reset_moments(training: Training) -> None:
+    for state in training.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def reset_one(training: Training) -> None:
+    training.optimizer.state[training.model[0].weight]["exp_avg"].zero_()
+
+
+@pytest.mark.parametrize("between", [reset_moments, reset_one])
+def test_optimizer_state_that_is_written_after_the_snapshot_is_torn_in_none(
+    daemon: RankDaemonDouble, between: Callable[[Training], None]
+) -> None:
+    """By hand, before its optimizer has stepped again."""
+    seen = trained(daemon, Training(200), between)
+    assert seen.torn == []
+    assert len(seen.void) == 1 and seen.void[0].startswith("void: written before the fence: optimizer.model.0.weight.exp_avg")
+    assert seen.statuses.count("durable") == SNAPSHOTS - 1
+
+
+def test_state_that_its_optimizer_writes_is_no_write_past_the_fence(daemon: RankDaemonDouble) -> None:
+    """Nor is that of one of two optimizers which step one after the other, at one fence each."""
+    training = Training(200)
+    first, second = ([*part.parameters()] for part in (training.model[0], training.model[2]))
+    training.optimizer = torch.optim.AdamW(first, lr=0.1)
+    other = torch.optim.AdamW([*second, *training.model[1].parameters()], lr=0.1)
+    with begun(daemon, model=training.model, one=training.optimizer, two=other) as client:
+        for step in range(1, 5):
+            training.step()
+            other.step()
+            handle = client.snapshot(step, must=True)
+            training.step()
+            other.step()
+            assert handle.wait("sealed", 30) == "durable"
+
+
 def test_only_the_tensors_that_were_written_are_copied_at_once(daemon: RankDaemonDouble) -> None:
     training = Training(200)
     with connected(daemon, training) as client:
