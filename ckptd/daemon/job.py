@@ -20,6 +20,7 @@ from ckptd.core import instructions as ins
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.life import NO_TOMBSTONE, Tombstone
+from ckptd.core.machine.levels import forget_oldest
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.machine.view import progress
 from ckptd.daemon.behind import Behind
@@ -323,8 +324,7 @@ class JobShell:
     def _tell_level(self, do: ins.TellLevel) -> None:
         before = self.levels.get(do.snapshot)
         self.levels[do.snapshot] = do
-        while len(self.levels) > LEVELS_KEPT_MAX:
-            del self.levels[min(self.levels)]
+        forget_oldest(self.levels, LEVELS_KEPT_MAX, lambda it: self.record is not None and self.record.is_candidate(it))
         self._count_level(before, do)
         failpoint("level.certified")
         if not do.void and do.level >= do.wanted and do.snapshot == max(self.levels):

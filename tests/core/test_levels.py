@@ -78,6 +78,18 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(node: Member) -
     assert list(node.machine.levels.released) == list(gone[2:])
 
 
+def test_the_newest_durable_one_is_remembered_however_many_come_after_it(node: Member) -> None:
+    """It is what a loss of all memory would come back to (P15)."""
+    for step in (1, 2):
+        node.certify(step, step, 0, durable=True)
+    node.certify(3, 0, 0, durable=True)
+    for step in range(10, CERTIFICATES_KEPT_MAX + 20):
+        node.certify(step, step, 0)
+    assert node.machine.levels.newest_durable_step() == 2
+    assert [s.step for s, _, durable in node.machine.levels.certified() if durable] == [2]
+    assert len(node.machine.levels.told) == CERTIFICATES_KEPT_MAX
+
+
 def test_the_newest_durable_step_is_one_of_this_epoch(node: Member) -> None:
     levels = node.machine.levels
     assert levels.newest_durable_step() == -1

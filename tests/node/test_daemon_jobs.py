@@ -15,7 +15,8 @@ import pytest
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core.ids import NodeInfo
-from ckptd.daemon import behind, durable, ranks, reclaim, revival
+from ckptd.core.machine import levels
+from ckptd.daemon import behind, durable, job, ranks, reclaim, revival
 from ckptd.daemon.job import JobShell
 from ckptd.wire import rank as wire
 from ckptd.wire.world import NODE_FIELDS_MAX, RANKS_MAX, WORLD_BYTES_MAX, pack_world
@@ -355,3 +356,20 @@ async def test_a_job_that_trains_with_nothing_in_memory_is_degraded() -> None:
         assert house.shell().summary()["degraded"]
         await rank.sealed(3)
         await eventually(lambda: not house.shell().summary()["degraded"])
+
+
+async def test_the_newest_durable_step_is_shown_however_many_come_after_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(job, "LEVELS_KEPT_MAX", 2)
+    monkeypatch.setattr(levels, "CERTIFICATES_KEPT_MAX", 2)
+    async with rig(storage_root=tmp_path, flush_every_s=0.0) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(1)
+        rank.say(wire.WaitFor(1, "durable"))
+        await eventually(lambda: house.shell().summary()["newest"]["durable"] == 1)
+        for step in range(2, 8):
+            await rank.sealed(step)
+        found = house.shell().summary()
+        assert (found["newest"]["sealed"], found["newest"]["durable"], found["lag"]["durable"]) == (7, 1, 6)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import TellLevel
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.slots import Slots
 from ckptd.core.messages import Certificate
 
-CERTIFICATES_KEPT_MAX = 64
+CERTIFICATES_KEPT_MAX = 64  # the newest, and the newest durable one
 RELEASED_KEPT_MAX = 512  # beyond what a list shows; the oldest go first
+T = TypeVar("T", Certificate, TellLevel)
 
 
 class Levels:
@@ -35,8 +39,7 @@ class Levels:
             self._slots.release(snapshot)
         while len(self.released) > RELEASED_KEPT_MAX:
             del self.released[min(self.released)]
-        while len(self.told) > CERTIFICATES_KEPT_MAX:
-            del self.told[min(self.told)]
+        forget_oldest(self.told, CERTIFICATES_KEPT_MAX, self._ctx.is_candidate)
 
     def certified(self) -> tuple[tuple[SnapshotId, int, bool], ...]:
         return tuple((snapshot, told.level, told.durable) for snapshot, told in sorted(self.told.items()))
@@ -44,6 +47,13 @@ class Levels:
     def newest_durable_step(self) -> int:
         number = self._ctx.number
         return max((s.step for s, told in self.told.items() if told.durable and s.epoch == number), default=-1)
+
+
+def forget_oldest(told: dict[SnapshotId, T], most: int, is_candidate: Callable[[SnapshotId], bool]) -> None:
+    """The newest durable one stays, however many come after it: a loss of all memory leads back to it."""
+    while len(told) > most:
+        durable = max((s for s, said in told.items() if said.durable and is_candidate(s)), default=None)
+        del told[min(snapshot for snapshot in told if snapshot != durable)]
 
 
 def _said(certificate: Certificate) -> tuple[int, int, bool]:
