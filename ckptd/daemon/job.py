@@ -22,7 +22,7 @@ from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.life import NO_TOMBSTONE, Tombstone
 from ckptd.core.machine.levels import forget_oldest
 from ckptd.core.machine.machine import JobMachine
-from ckptd.core.machine.view import progress
+from ckptd.core.machine.view import progress, waits
 from ckptd.daemon.behind import Behind
 from ckptd.daemon.durable import Durable
 from ckptd.daemon.frozen import Frozen
@@ -133,7 +133,7 @@ class JobShell:
     def tick(self) -> None:
         self.feed(ev.Tick())
         self._behind.look(progress(self.machine))
-        self.losses.look(self.machine.uplink.waits())
+        self.losses.look(waits(self.machine))
         if self.services.now() - self._grown_at >= GROW_RETRY_S:  # memory may have come free elsewhere
             self._grown_at = self.services.now()
             self.frozen.tidy()

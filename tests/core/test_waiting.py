@@ -8,6 +8,7 @@ import pytest
 
 from ckptd.core import events as ev
 from ckptd.core import messages as msg
+from ckptd.core.machine import view
 from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, Member, Steward, record_of
 
@@ -85,6 +86,24 @@ def test_a_node_without_a_steward_names_who_was_asked() -> None:
     assert member.machine.uplink.waits() == f"no steward: a is down; another node speaks after {POLICY.steward_timeout_s:g} s"
     member.machine.uplink.close()
     assert member.machine.uplink.waits() == "no steward: none of a, b has answered yet"
+
+
+def test_what_the_steward_of_another_session_said_holds_no_more() -> None:
+    member = Member(record_of("abc"), POLICY)
+    member.hear("a", msg.Heard(EPOCH, member.session, 0, waits="waiting for a rank: rank 0 on a ended"))
+    member.hello("s2")
+    assert view.waits(member.machine) == ""
+
+
+@pytest.mark.parametrize("life", ["finished", "orphaned"])
+def test_a_job_that_is_over_waits_for_nobody(life: str) -> None:
+    member = Member(record_of("abc"), POLICY)
+    over = msg.Heard(EPOCH, member.session, 0, life, "waiting for a rank: rank 0 on a ended")
+    member.hear("a", over)
+    assert view.waits(member.machine) == over.waits, "a rank lives here"
+    member.feed(ev.RankLeft(1, clean=True))
+    member.hear("a", over)
+    assert view.waits(member.machine) == ""
 
 
 def test_a_steward_that_does_not_answer() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.daemon import losses
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import Rig, rig
 from tests.node.links import eventually, stays
@@ -61,6 +62,25 @@ async def test_a_killed_job_is_not_running(tmp_path: Path) -> None:
         await eventually(lambda: phase(house, "first") == "running")
         await child.kill()
         await eventually(lambda: phase(house, "first") == "orphaned", what=f"orphaned, is {phase(house, 'first')}")
+
+
+@pytest.mark.parametrize("end", ["killed", "goodbye"])
+async def test_nothing_is_waited_for_where_a_job_is_over_or_begins_anew(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/healthz stayed 503: "waiting for a rank: rank 0 on rig ended" """
+    monkeypatch.setattr(losses, "LASTING_S", 0.0)
+    async with rig() as house:
+        async with rank_child(house, "first", SMALL) as child:
+            await child.order("seal 5")
+            await (child.kill() if end == "killed" else child.order("goodbye"))
+        await eventually(lambda: phase(house, "first") == ("orphaned" if end == "killed" else "finished"))
+        await eventually(lambda: "waiting" not in house.problems(), what="a job that is over waits for nobody")
+        await stays(lambda: "waiting" not in house.problems(), 0.3)
+        rank = house.rank("first")
+        rank.join("again", SMALL)
+        await rank.heard(wire.Opened)
+        await stays(lambda: "waiting" not in house.problems(), 0.3)  # it reads what it wants back
 
 
 async def test_a_finished_job_without_storage_is_freed_after_its_linger() -> None:

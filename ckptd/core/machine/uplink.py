@@ -81,7 +81,7 @@ class Uplink:
         self._leave()
         self._opened()
         self.steward, self.session, self._serial, self._turn = sender, hello.nonce, 0, hello.turn
-        self._heard_at = self._ctx.now
+        self._heard_at, self._waits = self._ctx.now, ""
         self._outbox.clear()
         self._known_layouts.clear()
         self._told.clear()
@@ -134,10 +134,8 @@ class Uplink:
         return waits or now - self._heard_at > max(patience_s, SILENT_LEAST_S)
 
     def waits(self) -> str:
-        """Why no snapshot is granted at the moment, as far as this node knows; "": one is, or no epoch runs here."""
+        """Why no snapshot is granted at the moment, as far as this node knows; "": one is. Asked while an epoch runs (view.py)."""
         ctx = self._ctx
-        if ctx.record is None or not ctx.done:
-            return ""
         if not self.session:
             return f"{NO_STEWARD}: none of {shown(self._candidates())} has answered yet"
         if not ctx.is_up(self.steward):

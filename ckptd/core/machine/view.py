@@ -67,6 +67,12 @@ def phase(machine: JobMachine) -> str:
     return "running" if machine.ctx.done else "idle"
 
 
+def waits(machine: JobMachine) -> str:
+    """Why no snapshot is granted at the moment, as far as this node knows; "": one is, or none is expected: the job is over, or
+    at a restore, and what was said of the run before holds no more."""
+    return machine.uplink.waits() if phase(machine) == "running" and not machine.lifetime.life.over else ""
+
+
 def validate(machine: JobMachine) -> None:
     """Slots: each state has what belongs to it, and nothing is held twice."""
     slots = machine.slots
