@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
 from ckptd_client import nested, optim, watch
-from ckptd_client.modules import same
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
+from ckptd_client.same import same
 from ckptd_client.statics import mark_of
 
 log = logging.getLogger("ckptd")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import dtypes
 from ckptd_client.quiet import NoCollectives
+from ckptd_client.same import same
 
 SAVED = "_saved_state"  # object "<module>._saved_state"
 EXTRA = "_extra_state"  # torch's own name for what get_extra_state() gives
@@ -104,24 +104,6 @@ def _write(target: Any, value: Any) -> None:
     """Where the module hands out the very tensor that it uses."""
     if isinstance(target, Tensor) and isinstance(value, Tensor) and target.shape == value.shape:
         target.copy_(value)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Bit by bit, whatever holds them; a value that is no number equals itself."""
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        if type(a) is not type(b):
-            return False
-        if isinstance(a, dict):
-            return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
-        if isinstance(a, list | tuple):
-            return len(a) == len(b) and all(map(same, a, b))
-        if hasattr(a, "tobytes"):  # an array, or a scalar of one's kind
-            return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
-        return bool(a == b) or (a != a and b != b)
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    first, second = (dtypes.as_bits(value.detach().cpu().contiguous()) for value in (a, b))
-    return torch.equal(first, second)
 
 
 @lru_cache(maxsize=4096)

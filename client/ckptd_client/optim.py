@@ -13,6 +13,7 @@ from ckptd.core.errors import CkptdError
 from ckptd_client import apart, nested
 from ckptd_client.entries import Copies, Entry, Mode, Owner
 from ckptd_client.naming import is_dtensor
+from ckptd_client.same import same
 
 # How this program runs its optimizer, not what the optimizer has learned: a restore leaves these alone.
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -167,7 +168,7 @@ def merge_groups(trees: Iterable[Mapping[str, Any]], *, own_first: bool = False)
         first = len(groups)
         groups += tree["groups"]
         for key, index in tree["of"].items():
-            if not own_first and key in of and not equal(groups[of[key]], groups[first + index]):
+            if not own_first and key in of and not same(groups[of[key]], groups[first + index]):
                 raise CkptdError(
                     "ranks saved different hyperparameters", where=key, hint="restore in the same world"
                 )
@@ -180,22 +181,12 @@ def merge_odd(trees: Iterable[Mapping[str, Any]], *, own_first: bool = False) ->
     merged: dict[str, Any] = {}
     for tree in trees:
         for key, state in tree.items():
-            if not own_first and key in merged and not equal(merged[key], state):
+            if not own_first and key in merged and not same(merged[key], state):
                 raise CkptdError(
                     "ranks saved different optimizer state", where=key, hint="restore in the same world"
                 )
             merged.setdefault(key, state)
     return merged
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
 
 
 # --- writing back -------------------------------------------------------------------------------------------
@@ -227,7 +218,7 @@ def check_groups(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[s
         problems += [f"{owner.name}: no hyperparameters for {key}" for key in missing]
         saved = {tree["of"][key] for key in keys if key in tree["of"]}
         first = min(saved, default=0)
-        if any(not equal(tree["groups"][first], tree["groups"][other]) for other in saved):
+        if any(not same(tree["groups"][first], tree["groups"][other]) for other in saved):
             problems.append(
                 f"{owner.name}: group {index} mixes parameters saved with different hyperparameters"
             )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ckptd_client import CkptdError, Client
-from ckptd_client.modules import same
+from ckptd_client.same import same
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
