@@ -1,7 +1,7 @@
 """Memory of jobs that are over, for whoever lacks it (D19, P8): in the order of core/life.py, at once, one line of log each.
 
-What storage holds of a job is asked at that moment: without an answer nothing of it goes. Other users' need takes nothing within
-the owner's share (``user_budget``). Without any need, what has expired goes as well.
+What storage holds of a job is asked at that moment: without an answer nothing of it goes. Other users' need takes no snapshot
+within the owner's share (``user_budget``). Without any need, what has expired goes as well.
 """
 
 from __future__ import annotations
@@ -97,11 +97,8 @@ class Reclaim:
             if answer is None or shell.dropped:
                 return 0
             durable = answer
-        before, most = shell.memory_bytes(), self._most(shell, uid)
-        if most is None:
-            shell.feed(SpareAsked(order, durable))
-        elif order is not Order.RELEASED:
-            shell.feed(SpareAsked(order, durable, shell.fitting(most)))
+        before, most = shell.memory_bytes(), self._most(shell, order, uid)
+        shell.feed(SpareAsked(order, durable, None if most is None else shell.fitting(most)))
         shell.seats.drop_idle(most)
         shell.frozen.tidy()
         freed = before - shell.memory_bytes()
@@ -112,9 +109,9 @@ class Reclaim:
             log.info("job=%s %s", shell.job, text if uid == shell.uid else f"{text} for uid {uid}")
         return freed
 
-    def _most(self, shell: JobShell, uid: int) -> int | None:
-        """What may go for this user: of another one's memory only what lies beyond his share. None: all."""
-        if uid == shell.uid:
+    def _most(self, shell: JobShell, order: Order, uid: int) -> int | None:
+        """What may go for this user: of another one's snapshots only what lies beyond his share. None: all."""
+        if uid == shell.uid or order is Order.RELEASED:
             return None
         arena = self._services.arena
         return max(0, arena.used_by(shell.uid) - arena.share_bytes)
