@@ -204,13 +204,15 @@ class EpochClaimed:
 
 @dataclass(frozen=True, slots=True)
 class DurableRead:
-    """Answer to ReadDurable: what storage knows of this job. ok=False: storage did not answer."""
+    """Answer to ReadDurable: what storage knows of this job. ok=False: storage did not answer. forgotten: the newest epoch that
+    stands for the operator's order to forget it (core.life.grave); 0: none."""
 
     attempt: str
     ok: bool
     newest: EpochRecord | None = None
     commits: tuple[SnapshotId, ...] = ()
     reason: str = ""
+    forgotten: int = 0
 
 
 @dataclass(frozen=True, slots=True)

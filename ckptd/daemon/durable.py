@@ -15,13 +15,16 @@ from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import Layout
+from ckptd.core.life import is_grave
 from ckptd.core.retention import CommitInfo
 from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
 from ckptd.persist.commit import commit
 from ckptd.persist.commits import list_commits, list_durable
-from ckptd.persist.lineage import claim_epoch, newest_record
+from ckptd.persist.forget import delete_forgotten
+from ckptd.persist.lineage import claim_epoch, forgotten_epoch, newest_record
 from ckptd.persist.pieces import HeldPiece
+from ckptd.persist.storage.base import Storage
 from ckptd.persist.sums import SlotDamage
 from ckptd.persist.writer import write_pieces
 
@@ -65,14 +68,27 @@ class Durable:
             return
         try:
             record = await self._services.on_disk(newest_record, storage, job)
+            forgotten = await self._services.on_disk(forgotten_epoch, storage, job)
             commits = await self._services.on_disk(list_durable, storage, job, self._services.policy)
         except (CkptdError, OSError) as error:
             self._services.health.report("storage", str(error))
             self._job.feed(ev.DurableRead(attempt, False, reason=str(error)))
             return
         self._services.health.clear("storage")
+        if record is not None and is_grave(record):  # whoever was to delete the rest may have died
+            self._services.spawn(self._delete_forgotten(storage), f"delete what is left of {job}")
         found = tuple(sorted(info.snapshot for info in commits))
-        self._job.feed(ev.DurableRead(attempt, True, record, found))
+        self._job.feed(ev.DurableRead(attempt, True, record, found, forgotten=forgotten))
+
+    async def _delete_forgotten(self, storage: Storage) -> None:
+        job, in_flush = self._job.job, asyncio.get_running_loop().run_in_executor
+        try:
+            left = await in_flush(self._services.flush, delete_forgotten, storage, job)
+        except (CkptdError, OSError) as error:
+            self._services.health.event("storage", f"what is left of a forgotten job cannot be deleted: {error}")
+            return
+        if left:
+            log.info("job=%s forgotten: deleted what an order that did not end had left: %s", job, ", ".join(left))
 
     def claim(self, do: ins.ClaimEpoch) -> None:
         self._services.spawn(self._claim(do), f"claim epoch {self._job.job} {do.record.number}")
@@ -229,7 +245,10 @@ class Durable:
         """Snapshots in memory and on storage, newest first."""
         rows = self._in_memory()
         record = self._job.record
-        for info in await self._in_storage():
+        stored = await self._in_storage()
+        if stored is not None:  # its word counts: a checkpoint that memory was told of may have been deleted since
+            rows = {snapshot: {**row, "durable": False} for snapshot, row in rows.items()}
+        for info in stored or ():
             row = rows.setdefault(info.snapshot, _row(info.snapshot, -1, 0, True, "storage"))
             row["durable"], row["keep"] = True, info.keep
             row["without"] = row["without"] or info.without
@@ -264,17 +283,17 @@ class Durable:
             self._services.health.report("storage", str(error) or f"no answer within {LIST_TIMEOUT_S:.0f} s")
             return None
 
-    async def _in_storage(self) -> list[CommitInfo]:
-        """None when it does not answer: health says so."""
+    async def _in_storage(self) -> list[CommitInfo] | None:
+        """None: there is none, or it does not answer, as health says."""
         storage = self._services.storage
         if storage is None:
-            return []
+            return None
         try:
             listing = self._services.on_disk(list_commits, storage, self._job.job)
             commits = await asyncio.wait_for(listing, LIST_TIMEOUT_S)
         except (asyncio.TimeoutError, CkptdError, OSError) as error:
             self._services.health.report("storage", str(error) or f"no answer within {LIST_TIMEOUT_S:.0f} s")
-            return []
+            return None
         self._services.health.clear("storage")
         return commits
 

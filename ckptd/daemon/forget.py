@@ -27,13 +27,14 @@ from ckptd.wire.rank_link import RankSession
 
 PEER_ANSWER_TIMEOUT_S = 3.0
 REQUESTS_MAX = 64
+Refusal = tuple[str, float]  # why, and for how many seconds; 0: until its ranks are stopped
 RUNS_HINT = "stop its ranks first; `ckptd status` shows it as orphaned or finished then"
 
 
 class Forget:
     def __init__(self, services: Services, jobs: Mapping[str, JobShell], graveyard: Graveyard) -> None:
         self._services, self._jobs, self._graveyard = services, jobs, graveyard
-        self._answers: Answers[str] = Answers()
+        self._answers: Answers[ForgetReply] = Answers()
 
     def on_ask(self, session: RankSession, message: wire.ForgetAsk) -> None:
         owner, _, name = message.job.rpartition("/")
@@ -60,8 +61,12 @@ class Forget:
         """All nodes are asked before any of them forgets. Raises CkptdError."""
         epoch = await self._epoch(job, storage)
         refused, silent = await self._order(job, epoch, look=True)
-        if (own := self._refusal(job, epoch)) or refused:
-            raise CkptdError(f"the job is not over: {own or '; '.join(refused)}", where=job, hint=RUNS_HINT)
+        if (own := self._refusal(job, epoch))[0]:
+            refused.insert(0, own)
+        if refused:
+            waits = 1 + int(max(wait_s for _, wait_s in refused))
+            hint = RUNS_HINT if any(not wait_s for _, wait_s in refused) else f"ask again in {waits} s, if no rank starts"
+            raise CkptdError(f"the job is not over: {'; '.join(why for why, _ in refused)}", where=job, hint=hint)
         deleted = 0
         if storage and self._services.storage is not None:
             on_flush = asyncio.get_running_loop().run_in_executor
@@ -86,11 +91,11 @@ class Forget:
             raise CkptdError("no such job is known here", where=job, hint="`ckptd status` and `ckptd ls` show those that are")
         return known
 
-    def _refusal(self, job: str, epoch: int) -> str:
+    def _refusal(self, job: str, epoch: int) -> Refusal:
         shell = self._jobs.get(job)
         if shell is not None and shell.record is not None and shell.record.number > epoch:
-            return f"epoch {shell.record.number} has begun"
-        return shell.machine.lifetime.refusal() if shell is not None else ""
+            return f"epoch {shell.record.number} has begun", 0.0
+        return shell.machine.lifetime.refusal() if shell is not None else ("", 0.0)
 
     def _here(self, job: str, epoch: int) -> None:
         shell = self._jobs.get(job)
@@ -100,17 +105,18 @@ class Forget:
             self._graveyard.add(job, Tombstone(epoch, epoch).over(self._graveyard.of(job)))
 
     # --- the job's other nodes ----------------------------------------------------------------------------------
-    async def _order(self, job: str, epoch: int, *, look: bool) -> tuple[list[str], list[str]]:
-        """(why nodes refuse, nodes that do not answer)."""
+    async def _order(self, job: str, epoch: int, *, look: bool) -> tuple[list[Refusal], list[str]]:
+        """(what nodes refuse, nodes that do not answer)."""
         shell, me = self._jobs.get(job), self._services.node.node
         record = shell.record if shell is not None else None
         nodes = [n.node for n in (*record.nodes, *record.holders) if n.node != me] if record is not None else []
         answers = await asyncio.gather(*(self._ask(node, job, epoch, look) for node in nodes))
         told = list(zip(nodes, answers, strict=True))
-        return [f"{node}: {why}" for node, why in told if why], [node for node, why in told if why is None]
+        refused = [(f"{node}: {reply.reason}", reply.wait_s) for node, reply in told if reply is not None and reply.reason]
+        return refused, [node for node, reply in told if reply is None]
 
-    async def _ask(self, node: str, job: str, epoch: int, look: bool) -> str | None:
-        """Why it refuses; "": it does not. None: no answer."""
+    async def _ask(self, node: str, job: str, epoch: int, look: bool) -> ForgetReply | None:
+        """None: no answer."""
         request = secrets.token_hex(8)
         try:
             with self._answers.to(f"{node} {request}") as answer:
@@ -122,12 +128,12 @@ class Forget:
     def on_message(self, node: str, job: str, message: object) -> bool:
         """True: it was for us."""
         if isinstance(message, ForgetOrder):
-            why = self._refusal(job, message.epoch)
+            why, wait_s = self._refusal(job, message.epoch)
             if not why and not message.look:
                 self._here(job, message.epoch)
-            self._services.send(node, job, ForgetReply(message.request, why))
+            self._services.send(node, job, ForgetReply(message.request, why, wait_s))
         elif isinstance(message, ForgetReply):
-            self._answers.came(f"{node} {message.request}", message.reason)
+            self._answers.came(f"{node} {message.request}", message)
         else:
             return False
         return True

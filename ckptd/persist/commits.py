@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.core.retention import CommitInfo, keep
-from ckptd.persist.lineage import newest_record
+from ckptd.persist.lineage import forgotten_epoch, newest_record
 from ckptd.persist.names import (
     KEEP,
     VERIFIED,
@@ -25,11 +25,12 @@ def list_commits(storage: Storage, job: str) -> list[CommitInfo]:
 
 
 def list_all(storage: Storage, job: str) -> list[CommitInfo]:
-    """The hidden ones, too."""
+    """The hidden ones, too; not what is left of a job that was forgotten."""
+    forgotten = forgotten_epoch(storage, job)
     found = [
         (snapshot, pointer)
         for snapshot, pointer in list_pointers(storage, job)
-        if pointer.sight is not Sight.DROPPED
+        if pointer.sight is not Sight.DROPPED and snapshot.epoch > forgotten
     ]
     return [
         CommitInfo(

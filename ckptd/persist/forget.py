@@ -1,13 +1,19 @@
-"""All that storage has of one job goes, by the operator's order (D19)."""
+"""All that storage has of one job goes, by the operator's order (D19).
+
+The claim of a grave is the order: from then on nothing before it counts (persist/commits.py), and the job begins anew. Whoever dies
+before all is deleted leaves the rest to the next one: to the same order given again, to the steward that reads storage next, and to
+each pass of retention.
+"""
 
 from __future__ import annotations
 
 import secrets
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
 from ckptd.core.life import grave
 from ckptd.persist.commits import list_epochs, list_pointers
-from ckptd.persist.lineage import claim_epoch, highest_epoch
+from ckptd.persist.lineage import claim_epoch, forgotten_epoch, highest_epoch
 from ckptd.persist.names import epoch_dir, epoch_of_record, epochs_dir, record_path, step_dir
 from ckptd.persist.storage.base import Storage
 
@@ -15,24 +21,38 @@ CLAIMS_MAX = 16  # numbers that other starts take before ours
 
 
 def forget_on_storage(storage: Storage, job: str, epoch: int) -> tuple[int, int]:
-    """(the epoch that stands for the order, checkpoints deleted). ``epoch``: the highest that nodes know.
+    """(the epoch that stands for the order, checkpoints deleted). ``epoch``: the highest that nodes know. Raises StorageError,
+    CkptdError: it may be repeated.
 
-    The claim comes first: a node that was away with an older epoch commits nothing any more. Then what readers look for, then
-    the bytes. It may be repeated after a death in its middle. Raises StorageError, CkptdError: the job begins anew.
+    The claim comes first: a node that was away with an older epoch commits nothing any more.
     """
+    failpoint("persist.forget.asked")
     number = _claim(storage, job, epoch)
-    standing = [step_dir(job, snapshot) for snapshot, _ in list_pointers(storage, job)]
-    shown = [pointer for pointer in standing if storage.hide(pointer)]
+    failpoint("persist.forget.claimed")
+    return number, len(delete_forgotten(storage, job))
+
+
+def delete_forgotten(storage: Storage, job: str) -> list[str]:
+    """What is older than the newest grave goes: first what readers look for, then the bytes. The places of the checkpoints that
+    were still to be seen. Nothing of a start after the grave is touched. Raises StorageError."""
+    forgotten = forgotten_epoch(storage, job)
+    standing = [step_dir(job, snapshot) for snapshot, _ in list_pointers(storage, job) if snapshot.epoch < forgotten]
+    shown = [storage.locate(pointer) for pointer in standing if storage.hide(pointer)]
+    if shown:
+        failpoint("persist.forget.hidden")
     for pointer in standing:
         storage.drop(pointer)
+        failpoint("persist.forget.dropped")
     for written in list_epochs(storage, job):
-        storage.discard(epoch_dir(job, written))
-    for entry in storage.list(epochs_dir(job)):
-        claimed = epoch_of_record(entry.name)
-        if claimed is not None and claimed < number:
-            storage.delete(record_path(job, claimed))
-    storage.secure(epochs_dir(job))
-    return number, len(shown)
+        if written < forgotten:
+            storage.discard(epoch_dir(job, written))
+    claims = [epoch_of_record(entry.name) for entry in storage.list(epochs_dir(job))]
+    old = [claimed for claimed in claims if claimed is not None and claimed < forgotten]
+    for claimed in old:
+        storage.delete(record_path(job, claimed))
+    if old:
+        storage.secure(epochs_dir(job))
+    return shown
 
 
 def _claim(storage: Storage, job: str, epoch: int) -> int:

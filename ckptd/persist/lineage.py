@@ -9,6 +9,7 @@ import msgspec
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord
+from ckptd.core.life import is_grave
 from ckptd.persist import manifest as m
 from ckptd.persist.names import (
     MANIFEST,
@@ -25,6 +26,7 @@ from ckptd.persist.sums import FileDamage, digest
 FORMAT = "ckptd-epoch"
 VERSION = 1
 RECORD_BYTES_MAX = 64 << 20
+GRAVE_BYTES_MAX = 1024  # of the claim of an epoch without ranks; those of large jobs need not be read to see that they are none
 
 
 class _Claim(msgspec.Struct):
@@ -82,6 +84,20 @@ def newest_record(storage: Storage, job: str) -> EpochRecord | None:
             if not isinstance(error, NotFound):
                 raise
     return None
+
+
+def forgotten_epoch(storage: Storage, job: str) -> int:
+    """The newest epoch that stands for an order to forget the job; 0: none. Whatever storage has of earlier ones does not count,
+    and goes (persist/forget.py). A claim that cannot be read is none. Raises StorageError."""
+    small = [entry.name for entry in storage.list(epochs_dir(job)) if entry.size <= GRAVE_BYTES_MAX]
+    for number in sorted((number for name in small if (number := epoch_of_record(name)) is not None), reverse=True):
+        try:
+            if is_grave(_read(storage, record_path(job, number))):
+                return number
+        except CkptdError as error:
+            if isinstance(error, StorageError) and not isinstance(error, NotFound):
+                raise
+    return 0
 
 
 def highest_epoch(storage: Storage, job: str) -> int:

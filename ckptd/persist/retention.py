@@ -18,6 +18,7 @@ from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.core.retention import Standing, keep
 from ckptd.persist.commits import list_all, list_epochs, list_pointers
+from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.lease import LEASE_STALE_S, leased
 from ckptd.persist.lineage import newest_record
 from ckptd.persist.manifest import MANIFEST_BYTES_MAX
@@ -69,6 +70,7 @@ def retain(
     """
     done = Retained()
     if storage.list(check_job(job)):
+        done.deleted += delete_forgotten(storage, job)
         now_s = _storage_clock(storage, job)
         epoch = epoch or newest_record(storage, job)
         run = _Pass(storage, job, policy, epoch, now_s, stale_s, done, cancelled or threading.Event())

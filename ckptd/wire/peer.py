@@ -137,6 +137,7 @@ class ForgetOrder:
 class ForgetReply:
     request: str
     reason: str  # why not; "": nothing does, or it is done
+    wait_s: float = 0.0  # for so long, or until its ranks are stopped (0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ DAEMON = {
     "sealing": SEALING, "copying": COPYING, "coding": CODING, "writing": WRITING, "keeping": KEEPING,
     "starting": STARTING, "direct": DIRECT,
 }  # fmt: skip
+FORGETTING = ("persist.forget.asked", "persist.forget.claimed", "persist.forget.hidden",
+              "persist.forget.dropped")  # fmt: skip  # one by one, in cluster/test_job_life.py
 KEEPER = ("keeper.store", "keeper.remove", "keeper.restart")
 CLIENT = ("capture.granted", "capture.tensor", "capture.helping", "capture.sealing", "capture.sealed",
           "restore.load", "restore.loaded")  # fmt: skip
@@ -52,4 +54,4 @@ def _names(path: Path) -> list[str]:
 
 
 def met() -> set[str]:
-    return {*CLIENT, *KEEPER, *(name for names in DAEMON.values() for name in names)}
+    return {*CLIENT, *KEEPER, *FORGETTING, *(name for names in DAEMON.values() for name in names)}

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
+import pytest
+
+from tests.chaos import points
 from tests.cluster.nodes import Cluster, Node, Trainer, together
 from tests.waiting import until
 
@@ -86,3 +91,64 @@ def test_memory_of_a_dead_job_goes_to_the_next_one_and_comes_back_from_storage(n
     other.kill()
     (rank,) = nodes.world([node], JOB)
     assert rank.do("restore") == 2
+
+
+def mortal(nodes: Cluster, count: int, failpoint: str) -> list[Node]:
+    (nodes.root / "storage").mkdir()
+    made = [nodes.node(start=False, storage_root=nodes.root / "storage", keep_last=5) for _ in range(count)]
+    for node in made:
+        node.start(wait=False, failpoint=failpoint)
+    for node in made:
+        node.until_up()
+    return made
+
+
+def durable_orphan(nodes: Cluster, *pair: Node) -> Path:
+    """Two steps are on storage, and in memory; the ranks are gone. The job's place on storage."""
+    world = nodes.world(pair, JOB)
+    assert together(world, "restore") == [None] * len(pair)
+    for _ in range(2):
+        together(world, "train", steps=2, snapshot=False)
+        together(world, "snapshot", must=True)
+        assert all("durable" in str(answer) for answer in together(world, "wait", level="durable", timeout=60))
+    for trainer in world:
+        trainer.kill()
+    until_life("orphaned", *pair)
+    (place,) = (nodes.root / "storage").glob(f"*/{JOB}")
+    assert len(list(place.glob("epoch-*/step-*"))) == 2
+    return place
+
+
+@pytest.mark.parametrize("point", points.FORGETTING)
+def test_a_daemon_that_dies_while_it_forgets_leaves_a_job_or_none(nodes: Cluster, point: str) -> None:
+    """P15: a job whose grave is claimed is forgotten on all nodes, what is left of it goes, the next start is fresh; before that
+    moment nothing has changed. Each start was refused, and nobody deleted the rest (kill -9 in `ckptd forget --storage`)."""
+    mark = nodes.root / "met"
+    pair = mortal(nodes, 2, f"{point}:kill_once={mark}")
+    place = durable_orphan(nodes, *pair)
+    before = pair[0].daemon_pid()
+    assert pair[0].cli("forget", JOB, "--storage").returncode == 1
+    assert mark.exists()
+    until(lambda: pair[0].daemon_other_than(before), 20, "the daemon to be back")
+    if point == "persist.forget.asked":
+        assert [row["durable"] for row in json.loads(pair[0].cli("ls", "--json").stdout)["rows"]] == [True, True]
+        assert together(nodes.world(pair, JOB), "restore") == [4, 4]
+        return
+    until_life("forgotten", *pair)
+    until(lambda: not list(place.glob("epoch-*")), 20, "what is left on storage to be deleted")
+    for listed in (pair[0].cli("ls", "--json"), pair[0].cli("ls", nodes.root / "storage", "--json")):
+        assert json.loads(listed.stdout)["rows"] == []
+    assert together(nodes.world(pair, JOB), "restore") == [None, None]
+
+
+def test_a_second_order_ends_what_the_first_one_began(nodes: Cluster) -> None:
+    """Right after the daemon is back, and whoever else comes to it."""
+    (node,) = mortal(nodes, 1, f"persist.forget.claimed:kill_once={nodes.root / 'met'}")
+    place = durable_orphan(nodes, node)
+    before = node.daemon_pid()
+    assert node.cli("forget", JOB, "--storage").returncode == 1
+    until(lambda: node.daemon_other_than(before), 20, "the daemon to be back")
+    said = node.cli("forget", JOB, "--storage")
+    assert said.returncode == 0, said
+    until(lambda: not list(place.glob("epoch-*")), 20, "all to be deleted")
+    assert together(nodes.world([node], JOB), "restore") == [None]

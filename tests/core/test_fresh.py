@@ -6,12 +6,14 @@ from dataclasses import replace
 
 from ckptd.core.events import DurableRead, RankLeft
 from ckptd.core.ids import EpochRecord, NodeInfo
-from ckptd.core.life import Tombstone
+from ckptd.core.instructions import Bury
+from ckptd.core.life import Tombstone, grave
 from ckptd.core.machine.steward.decide import decide
 from ckptd.core.machine.steward.gather import Gather
 from ckptd.core.messages import Inventory, RestoreAsk
-from tests.core.elect import BOTH, Elect
-from tests.core.machines import at
+from ckptd.core.policy import Policy
+from tests.core.elect import BEFORE, BOTH, OLD, Elect
+from tests.core.machines import EPOCH, Node, at, only, record_of
 
 A = NodeInfo("a", "tcp://a", "a", "a", "a#1")
 TRAINED = EpochRecord(1, "x", ("b",), (NodeInfo("b", "tcp://b", "b", "b", "b#1"),), before=(-1, ()))
@@ -143,3 +145,42 @@ def test_a_job_that_was_let_go_after_it_had_sealed_something_is_no_fresh_start()
     gather.answers = {"a": Inventory("z", None, (), incarnation="a#2", buried=3, forgotten=3, sealed=2)}
     gather.bury(Tombstone(3, 3))
     assert decide(gather, 3, (), {}).record is not None, "forgotten by order"
+
+
+def dug(elect: Elect, *claims: EpochRecord) -> Elect:
+    """A job that sealed step 5 on both nodes, which hold it; then its grave was claimed, and whoever did that died."""
+    stone = grave(OLD + 1, "forgotten")
+    elect.start().answer("b", *BOTH, known=BEFORE, done=True, sealed=OLD, incarnation="b#1")
+    elect.feed(DurableRead("now", True, max((stone, *claims), key=lambda record: record.number), (), forgotten=stone.number))
+    return elect
+
+
+def test_a_job_whose_grave_is_claimed_is_forgotten_whatever_its_nodes_still_hold() -> None:
+    """P15: each start was refused, for what was "held nowhere any more" and for "nothing on storage"."""
+    elect = dug(Elect(BEFORE, durable=True))
+    assert elect.refusals() == []
+    elect.claimed()
+    opened = elect.opens()[-1]
+    assert (opened.snapshot, opened.errors, opened.record.before) == (None, (), (-1, ()))
+    assert opened.record.number == OLD + 2
+
+
+def test_a_start_that_never_ran_does_not_dig_out_what_lay_in_the_grave_before_it() -> None:
+    claimed = EpochRecord(OLD + 2, "second", ("a", "b"), BEFORE.nodes, before=(-1, ()))
+    elect = dug(Elect(BEFORE, durable=True), claimed)
+    elect.claimed()
+    opened = elect.opens()[-1]
+    assert (opened.snapshot, opened.record.before, opened.record.number) == (None, (-1, ()), OLD + 3)
+
+
+def test_a_steward_that_finds_the_grave_on_storage_forgets_the_job() -> None:
+    """Whoever claimed it died before this node was told; the others ask it, and are told by its tombstone."""
+    node = Node("a", record_of("ab"), Policy(durable=True), running=False)
+    done = node.feed(DurableRead("", True, grave(EPOCH + 1, "forgotten"), (), forgotten=EPOCH + 1))
+    assert only(done, Bury) == [Bury(Tombstone(EPOCH + 1, EPOCH + 1))]
+    node = Node("a", record_of("ab"), Policy(durable=True))
+    done = node.feed(DurableRead("", True, grave(EPOCH + 1, "forgotten"), (), forgotten=EPOCH + 1))
+    assert only(done, Bury) == [], "its ranks live"
+    node = Node("a", record_of("ab", number=EPOCH + 2), Policy(durable=True), running=False)
+    done = node.feed(DurableRead("", True, node.record, (), forgotten=EPOCH + 1))
+    assert only(done, Bury) == [], "it has begun anew since"

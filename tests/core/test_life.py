@@ -197,7 +197,7 @@ def test_a_job_of_which_nothing_is_left_here_is_forgotten() -> None:
 def test_the_operators_word_forgets_all_but_a_running_job() -> None:
     member = Member(record_of("ab"))
     assert only(member.feed(ev.ForgetOrdered(EPOCH)), ins.Bury) == []
-    assert "ranks" in member.machine.lifetime.refusal()
+    assert member.machine.lifetime.refusal() == ("ranks of it are here", 0.0)
     member = holding(Life.ORPHANED)
     assert only(member.feed(ev.ForgetOrdered(EPOCH - 1)), ins.Bury) == [], "it has begun anew since"
     assert only(member.feed(ev.ForgetOrdered(EPOCH)), ins.Bury) == [ins.Bury(Tombstone(EPOCH, EPOCH, EPOCH))]

@@ -90,7 +90,8 @@ async def test_checkpoints_stay_and_go_only_when_that_is_said(tmp_path: Path) ->
             await child.kill()
         await eventually(lambda: phase(house, "first") not in ("joining", "restoring"))
         code, said = await ckptd(house, "forget", "first", "--storage")
-        while "a restore has asked" in said:  # it was called off, and what it was told of stays for some seconds
+        while "a start of it asked" in said:  # it was called off, and what it was told of stays for some seconds
+            assert "ask again in" in said and "stop its ranks" not in said, said
             code, said = await ckptd(house, "forget", "first", "--storage")
         assert code == 0 and "1 checkpoints deleted" in said, said
         assert list_commits(storage, FIRST) == []

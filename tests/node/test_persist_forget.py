@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from ckptd.cli.listing import of_storage
 from ckptd.core.ids import SnapshotId
-from ckptd.core.life import is_grave
+from ckptd.core.life import grave, is_grave
 from ckptd.core.policy import Policy
 from ckptd.persist.commits import list_all, list_durable
 from ckptd.persist.forget import forget_on_storage
-from ckptd.persist.lineage import claim_epoch, highest_epoch, newest_record
+from ckptd.persist.lineage import claim_epoch, forgotten_epoch, highest_epoch, newest_record
 from ckptd.persist.names import epoch_dir, step_dir
-from ckptd.persist.storage.base import Storage
+from ckptd.persist.retention import retain
+from ckptd.persist.storage.base import Pointer, Storage
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from tests.node.checkpoints import JOB, epoch_record, save, small_world
@@ -42,3 +45,54 @@ def test_nothing_is_left_but_a_grave_and_nobody_commits_what_was_before(storage:
     assert forget_on_storage(storage, JOB, 0) == (left.number + 1, 0), "once more, as after a death in its middle"
     assert highest_epoch(storage, JOB) == left.number + 1
     assert list_durable(storage, JOB, Policy()) == []
+
+
+def dug(storage: Storage) -> int:
+    """Two checkpoints, one of them hidden; the grave is claimed, and whoever did that died. The grave's epoch."""
+    world = small_world(rows=40)
+    assert claim_epoch(storage, JOB, epoch_record(1))[0]
+    for step in (10, 20):
+        save(storage, world, SnapshotId(1, step))
+    storage.hide(step_dir(JOB, SnapshotId(1, 10)))
+    assert claim_epoch(storage, JOB, grave(2, "forgotten-now"))[0]
+    return 2
+
+
+def test_what_lies_below_a_grave_is_no_checkpoint_any_more(storage: Storage) -> None:
+    """P15: it was listed as durable, of a job that restored nothing; and what was hidden came back."""
+    assert forgotten_epoch(storage, JOB) == 0
+    assert dug(storage) == forgotten_epoch(storage, JOB)
+    assert list_all(storage, JOB) == list_durable(storage, JOB, Policy()) == []
+    if isinstance(storage, PosixStorage):
+        assert of_storage(Path(storage.root)) == {"rows": [], "errors": []}
+
+
+def test_the_next_pass_of_retention_deletes_it_and_leaves_the_new_start_alone(storage: Storage) -> None:
+    """Also when its grave is not the newest claim any more."""
+    dug(storage)
+    assert claim_epoch(storage, JOB, epoch_record(3))[0]
+    save(storage, small_world(rows=40), SnapshotId(3, 5))
+    retain(storage, JOB, Policy())
+    assert [info.snapshot for info in list_all(storage, JOB)] == [SnapshotId(3, 5)]
+    assert storage.list(epoch_dir(JOB, 1)) == []
+    assert forget_on_storage(storage, JOB, 0) == (4, 1), "what the new start had"
+
+
+def test_an_order_touches_nothing_of_a_start_that_came_after_its_grave(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It deletes for minutes, and the job may begin anew meanwhile."""
+    dug(storage)
+    whole, begun = storage.pointers, False
+
+    def pointers(path: str) -> Sequence[Pointer]:
+        nonlocal begun
+        if not begun:
+            begun = True
+            assert claim_epoch(storage, JOB, epoch_record(4))[0]
+            save(storage, small_world(rows=40), SnapshotId(4, 5))
+        return whole(path)
+
+    monkeypatch.setattr(storage, "pointers", pointers)
+    assert forget_on_storage(storage, JOB, 0) == (3, 1)
+    assert [info.snapshot for info in list_all(storage, JOB)] == [SnapshotId(4, 5)]

@@ -18,7 +18,7 @@ from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.persist import manifest as m
 from ckptd.persist.commit import commit_made
 from ckptd.persist.commits import list_durable
-from ckptd.persist.lineage import claim_epoch, newest_record
+from ckptd.persist.lineage import claim_epoch, forgotten_epoch, newest_record
 from ckptd.persist.names import SIDE, attempt_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
@@ -51,16 +51,17 @@ class Writes:
     def read(self, do: ins.ReadDurable) -> None:
         self.steps(self._look, partial(self._has_read, do))
 
-    def _look(self) -> tuple[EpochRecord | None, tuple[SnapshotId, ...]]:
+    def _look(self) -> tuple[EpochRecord | None, int, tuple[SnapshotId, ...]]:
         store = self.host.world.store
-        record = newest_record(store, JOB)
-        return record, tuple(info.snapshot for info in list_durable(store, JOB, self.host.world.policy))
+        record, forgotten = newest_record(store, JOB), forgotten_epoch(store, JOB)
+        return record, forgotten, tuple(info.snapshot for info in list_durable(store, JOB, self.host.world.policy))
 
     def _has_read(self, do: ins.ReadDurable, found: Any, error: Exception | None) -> None:
         if error is not None:
             self.host.feed(ev.DurableRead(do.attempt, False, reason=str(error)))
         else:
-            self.host.feed(ev.DurableRead(do.attempt, True, *found))
+            record, forgotten, commits = found
+            self.host.feed(ev.DurableRead(do.attempt, True, record, commits, forgotten=forgotten))
 
     def claim(self, do: ins.ClaimEpoch) -> None:
         """Without storage the shell says at once that it is the epoch's."""

@@ -81,14 +81,15 @@ class Lifetime:
 
     def on_forget(self, event: ForgetOrdered) -> None:
         """The operator's word, here or through another node: whatever was known up to this epoch. A running job stays."""
-        if event.epoch >= self._ctx.number and not self.refusal():
+        if event.epoch >= self._ctx.number and not self.refusal()[0]:
             self._bury(Tombstone(event.epoch, event.epoch))
 
-    def on_tombstone(self, message: msg.Inventory) -> bool:
-        """True: the sender has forgotten the job by the operator's word while we were away, and so do we."""
-        if not message.forgotten or message.forgotten < self._ctx.number or self._ctx.record is None or self.here():
+    def on_tombstone(self, ordered: int) -> bool:
+        """``ordered``: the highest epoch that another node, or storage, has forgotten by the operator's word. True: it took that
+        order while we were away, or whoever gave it died before we heard; so we forget as well."""
+        if not ordered or ordered < self._ctx.number or self._ctx.record is None or self.here():
             return False
-        self._bury(Tombstone(message.forgotten, message.forgotten))
+        self._bury(Tombstone(ordered, ordered))
         return True
 
     def on_spare(self, event: SpareAsked) -> None:
@@ -123,15 +124,15 @@ class Lifetime:
         whole = (s for s, said in told if said.level >= 0 and self._ctx.is_candidate(s) and s not in self._levels.released)
         return max(whole, default=None)
 
-    def refusal(self) -> str:
-        """Why `ckptd forget` may not have it; "": it may."""
+    def refusal(self) -> tuple[str, float]:
+        """Why `ckptd forget` may not have it, "" when it may; and for how many seconds that holds, 0 where nobody can say."""
         if self.here():
-            return "ranks of it are here"
+            return "ranks of it are here", 0.0
         if self._ctx.now < self._slots.frozen_until:
-            return "a restore has asked what there is of it"
+            return "a start of it asked a moment ago what there is to restore", self._slots.frozen_until - self._ctx.now
         if self.life.state is Life.RUNNING and self._uplink.session and self._ctx.is_up(self._uplink.steward):
-            return f"it runs, says its steward {self._uplink.steward}"
-        return ""
+            return f"it runs, says its steward {self._uplink.steward}", 0.0
+        return "", 0.0
 
     # --- transitions --------------------------------------------------------------------------------------------
     def _become(self, state: Life, since: float | None = None) -> None:

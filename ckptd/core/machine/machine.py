@@ -305,7 +305,7 @@ class JobMachine:
         if message.attempt:
             self.steward.restoring.on_inventory(sender, message)
             return
-        if self.lifetime.on_tombstone(message):
+        if self.lifetime.on_tombstone(message.forgotten):
             return
         number = message.known.number if message.known is not None else 0
         if number > self.ctx.number and message.known is not None:
@@ -318,6 +318,8 @@ class JobMachine:
             self.steward.on_knock(sender)
 
     def _durable_read(self, event: ev.DurableRead) -> None:
+        if self.lifetime.on_tombstone(event.forgotten):
+            return
         self.steward.restoring.on_durable(event)
         self.steward.table.mark_durable(event.commits)
 

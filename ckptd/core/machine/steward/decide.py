@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from ckptd.core.candidates import Candidate, Candidates, find_candidates
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId, parallel_groups
-from ckptd.core.life import is_grave
 from ckptd.core.machine.steward.gather import Gather
 from ckptd.core.messages import Inventory, RestoreAsk
 from ckptd.core.parity_groups import parity_seats
@@ -114,7 +113,7 @@ def _what_became(gather: Gather) -> str:
 def _unsealed(gather: Gather) -> tuple[str, ...]:
     """A fresh start after one that ran: proven, and yet nothing to be quiet about."""
     before = gather.lineage()
-    if before is None or is_grave(before) or before.number <= gather.tombstone.ordered:
+    if before is None or before.number <= gather.tombstone.ordered:
         return ()
     if gather.sealed():  # declared by allow_fresh=True
         return (_what_became(gather),)
@@ -159,8 +158,6 @@ def _proven_fresh(gather: Gather) -> bool:
     if gather.tombstone.ordered and max((r.number for r in gather.records), default=0) <= gather.tombstone.ordered:
         return True  # all there was, the operator had forgotten
     last = gather.lineage()
-    if last is not None and is_grave(last):
-        return True
     if last is None:
         return all(record.before[0] < 0 for record in gather.records)
     return not last.ancestry and _remembers_nothing(gather, last)

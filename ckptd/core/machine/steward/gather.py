@@ -220,6 +220,7 @@ class Gathering:
         gather = self.gather
         if gather is not None and gather.asking_since is not None and event.attempt == gather.attempt:
             gather.durable = event
+            gather.bury(Tombstone(event.forgotten, event.forgotten))
             self._learn(gather, event.newest, on_storage=True)
 
     def learn(self, record: EpochRecord) -> None:
