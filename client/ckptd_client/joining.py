@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptd.core.errors import CkptdError
 from ckptd_client import rendezvous
+from ckptd_client.claims import claims_of
 from ckptd_client.entries import State
 from ckptd_client.plan import predicted_bytes
 from ckptd_client.registry import Registry
@@ -41,7 +42,7 @@ class Joiner:
         self.give_up()
         session = self._session
         node = session.node if session.link.up else None
-        world = rendezvous.meet(session.job, node, trouble, deadline, declared=declared_name(state))
+        world = rendezvous.meet(session.job, node, trouble, deadline, **self._own(state))
         session.join(world, *self._bytes(state, world), ask, restoring=True)
         return world
 
@@ -75,7 +76,7 @@ class Joiner:
             deadline = time.monotonic() + FOREVER_S
             world = rendezvous.meet(
                 session.job, session.node, session.link.trouble, deadline, self._given_up.is_set,
-                declared=declared_name(state),
+                **self._own(state),
             )  # fmt: skip
             session.join(world, *self._bytes(state, world), None, restoring=False)
             with session.changed:
@@ -88,6 +89,10 @@ class Joiner:
                 self._troubles.report("join", f"not protected: {error}")
         if not joined:
             self._not_before = time.monotonic() + AGAIN_AFTER_S
+
+    def _own(self, state: State) -> dict[str, Any]:
+        """What the other ranks hear of it."""
+        return {"declared": declared_name(state), "claims": claims_of(self._registry, state)}
 
     def _bytes(self, state: State, world: World) -> tuple[int, int, int]:
         """(live part, frozen part, record) of one snapshot."""

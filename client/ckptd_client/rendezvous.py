@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,12 +50,14 @@ def meet(
     given_up: Callable[[], bool] | None = None,
     *,
     declared: str = "",
+    claims: Mapping[str, str] | None = None,
 ) -> World:
     """Every rank calls it. ``node``: this rank's daemon (NodeInfo), or None with the ``trouble``; then all ranks raise
     CkptdError, as they do at ``deadline`` (monotonic seconds). ``given_up``: checked while waiting. ``declared``: a name of
-    what this rank declares to be copies."""
+    what this rank declares to be copies. ``claims``: what it registered (claims.py)."""
     rank, size = rank_and_size()
-    mine = {"node": node, "trouble": trouble, "token": secrets.token_hex(8), "declared": declared}
+    mine: dict[str, Any] = {"node": node, "trouble": trouble, "token": secrets.token_hex(8), "declared": declared}
+    mine["claims"] = dict(claims or {})
     if size == 1:
         attempt: str = secrets.token_hex(16)
         answers: list[dict[str, Any]] = [mine]
@@ -72,7 +74,8 @@ def meet(
         )  # fmt: skip
     _check_identities(job, [answer["node"] for answer in answers])
     alike = tuple(r for r, answer in enumerate(answers) if answer["declared"] == declared)
-    return replace(_world(rank, attempt, [answer["node"] for answer in answers]), alike=alike)
+    asked = tuple(answer["claims"] for answer in answers)
+    return replace(_world(rank, attempt, [answer["node"] for answer in answers]), alike=alike, claims=asked)
 
 
 def _check_identities(job: str, of_rank: list[dict[str, Any]]) -> None:

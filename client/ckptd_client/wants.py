@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ckptd.core.box import Box
+from ckptd.core.machine.waiting import shown
 from ckptd_client import dtypes, gradients, nested, optim, resolve, rng, tree
 from ckptd_client.catalogue import Catalogue
+from ckptd_client.claims import family_of
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import local_of
 from ckptd_client.nested import Holder
@@ -288,12 +290,12 @@ class _Matcher:
             self.result.targets.append(Target(key, dtype, shape, Box.whole(shape), tensor))
 
     def _leftover(self) -> None:
-        """Of ranks that declared different keys (pipeline stages) each looks after its own."""
+        """What another rank registered and this one did not (another stage, an average on rank 0) is for that one to miss."""
         left = self._left_over()
-        if left and self._world.declaring != self._world.everyone:
-            self.result.notes.append(f"{len(left)} entries of the snapshot are not registered on this rank: of other stages")
-            return
-        for name in left:
+        others = [name for name in left if self._world.of_others(family_of(name))]
+        if others:
+            self.result.notes.append(f"{shown(others)}: in the snapshot, not registered on this rank, left to others")
+        for name in sorted(set(left).difference(others)):
             self._problem(f"{name}: in the snapshot, but nobody registered it")
 
     def _left_over(self) -> list[str]:

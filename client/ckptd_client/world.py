@@ -17,6 +17,7 @@ class World:
     ranks: tuple[str, ...] = ("",)
     nodes: tuple[Mapping[str, Any], ...] = field(default=())
     attempt: str = ""
+    claims: tuple[Mapping[str, str], ...] = ()  # of each rank (claims.py)
     alike: tuple[int, ...] = ()  # ranks that declared the same keys as copies when they met; nobody: all did
 
     @cached_property
@@ -33,6 +34,11 @@ class World:
     def declaring(self) -> tuple[int, ...]:
         """Who holds what this rank holds by declaration."""
         return self.alike or self.everyone
+
+    def of_others(self, family: str) -> bool:
+        """Did another rank register other names of this family than this one?"""
+        mine = self.claims[self.rank].get(family) if self.claims else None
+        return any(family in claims and claims[family] != mine for claims in self.claims)
 
     @property
     def domain_count(self) -> int:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckptd.core import failpoint
+from tests.cluster import client_registrations as registrations
 from tests.cluster.client_models import (
     IN,
     OUT,
@@ -424,6 +425,8 @@ FIRST |= {
     "mismatch of one rank": mismatch_of_one_rank,
     "compiled step": compiled_step_is_fenced,
     "moments of eight bits": moments_of_eight_bits,
+    "an average on rank zero": lambda: registrations.average_on_rank_zero(connect, until_durable, refusal),
+    "stages undeclared": lambda: registrations.stages_undeclared(connect, until_durable),
 }
 
 
