@@ -17,7 +17,7 @@ from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner, State
 from ckptd_client.load import Memory
 from ckptd_client.registry import Registry
-from ckptd_client.wants import Wanted
+from ckptd_client.wants import UNREGISTERED, Wanted
 from ckptd_client.world import World
 
 
@@ -48,6 +48,7 @@ class Objects:
             except (ValueError, KeyError, TypeError, CkptdError) as error:
                 problems.append(f"{name}: {error}")
         problems += self._check_groups()
+        self._born = self._find_born(problems)
         if problems:
             raise CkptdError(
                 "state cannot be restored: " + grouped(problems), hint="see strict=False and only="
@@ -59,6 +60,7 @@ class Objects:
             own = [*resolve.object_names(owner, self._state), *resolve.optional_names(owner)]
             yield from ((name, owner) for name in own if name in wanted)
         yield from ((name, None) for name in (rng.NAME, resolve.META) if name in wanted)
+        yield from ((born.name, None) for born in self._wanted.born if born.name in wanted)
 
     def _decode(self, name: str, owner: Owner | None) -> Any:
         """This rank's own value, the one of all ranks, or what the owner makes of all ranks' values."""
@@ -91,6 +93,22 @@ class Objects:
                 problems += optim.check_groups(owner, self._state.params, groups)
         return problems
 
+    def _find_born(self, problems: list[str]) -> list[tuple[str, Any, Any]]:
+        """(name, container, key) of what the snapshot says that a restore can make. Objects with a state_dict() it cannot."""
+        known = self.trees.get(resolve.META, {}).get("contents", {}) if self._wanted.born else {}
+        containers = self._registry.containers()
+        found: list[tuple[str, Any, Any]] = []
+        for born in self._wanted.born:
+            keys = [key for key in known.get(born.container, []) if f"{born.container}.{key}" == born.name]
+            container = containers[born.container]
+            if keys and (isinstance(container, dict) or keys[0] >= len(container)):
+                found.append((born.name, container, keys[0]))
+            elif born.other:
+                self._wanted.notes.append(f"{born.name}: in the snapshot, not registered on this rank, left to others")
+            else:
+                (self._wanted.left_out if self._wanted.partial else problems).append(f"{born.name}: {UNREGISTERED}")
+        return sorted(found, key=lambda item: (id(item[1]), item[2] if isinstance(item[1], list) else 0))
+
     # --- setting ------------------------------------------------------------------------------------------------
     def apply(self, step: int, *, strict: bool) -> Restored:
         """After the tensors are written."""
@@ -102,6 +120,13 @@ class Objects:
             parameter.grad = gradient
         for owner in self._registry.owners.values():
             self._set_owner(owner, result)
+        for name, container, key in self._born:
+            made = self._wanted.inside[name] if name in self._wanted.inside else self.trees[name]
+            if isinstance(container, list):
+                container.append(made)
+            else:
+                container[key] = made
+            result.notes.append(f"{name}: was not there yet, put into the registered {type(container).__name__}")
         meta = self.trees.get(resolve.META)
         result.meta = meta.get("meta", {}) if isinstance(meta, dict) else {}
         self._set_rng(step, result)

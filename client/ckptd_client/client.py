@@ -132,7 +132,8 @@ class Client:
         **objects: Any,
     ) -> None:
         """Name what a snapshot holds: modules, optimizers, anything with state_dict/load_state_dict, tensors, plain nested
-        values, and dicts or lists of these, which are looked into anew at each snapshot and filled at a restore.
+        values, and dicts or lists of these, which are looked into anew at each snapshot and filled at a restore: a tensor or
+        a plain value that came into one later is put there again.
 
         include, exclude: shell patterns on keys like ``model.head.*``. replicated: keys that are equal by your word on all
         ranks that have them; of what is sharded over a sub-mesh, equal on all sub-meshes like it. Buffers that DDP broadcasts
@@ -161,7 +162,8 @@ class Client:
 
         Returns its step, None only when it is proven that the job has none and no ``step`` was asked for. source: None,
         "memory" or "durable". only: shell patterns of keys to load. After ``step=`` the job goes on from there: what lies
-        beyond it is not restored any more, and goes with the next retention unless kept. strict=False: load what fits.
+        beyond it is not restored any more, and goes with the next retention unless kept. strict=False: load what fits; what
+        is left out is in the log and in ``last_restore["notes"]``.
         allow_fresh=True: None instead of an error when nothing can be reached or recovered. Raises CkptdError on all ranks;
         nothing is written unless every rank can load, and the error says so when a rank's objects are dirty all the same.
         ``last_restore["mode"]``: "verified", "direct" where the daemon had no room for all bytes at once, or "fresh".

@@ -18,6 +18,7 @@ from ckptd_client.quiet import NoCollectives
 from ckptd_client.scaler import ScalerState
 
 EXTRA = "extra"  # register(extra={...}): always a dict of objects, each under its own name
+FILLED = ("tensor", "value")  # kinds that a restore can make
 HELD = ("module", "optimizer", "tensor")  # kinds of which a known structure holds tensors (Recall)
 Patterns = str | Sequence[str]
 
@@ -29,22 +30,29 @@ class _Found(NamedTuple):
     place: tuple[Any, Any] | None
 
 
+class _Box(NamedTuple):
+    """A container that was opened, and what it held then: what is held cannot be mistaken for something new."""
+
+    name: str
+    value: Any
+    held: list[Any]
+
+
 @dataclass
 class _Opened:
-    """A registered dict or list of objects. ``inside``: it and the containers in it that were opened, with what each held then;
-    what is held cannot be mistaken for something new."""
+    """A registered dict or list of objects. ``inside``: it and the containers in it that were opened."""
 
     name: str
     value: Any
     own: Callable[[_Found], Owner]
-    inside: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    inside: list[_Box] = field(default_factory=list)
 
     def replaced_by(self, other: _Opened) -> bool:
         """``extra`` may be registered in parts."""
         return self.value is other.value or (self.name == other.name != EXTRA)
 
     def changed(self) -> bool:
-        return any(list(map(id, _contents(box))) != list(map(id, held)) for box, held in self.inside)
+        return any(list(map(id, _contents(box.value))) != list(map(id, box.held)) for box in self.inside)
 
 
 class Registry:
@@ -97,7 +105,7 @@ class Registry:
                 self._open_anew(root)
 
     def _open_anew(self, root: _Opened) -> None:
-        inside: list[tuple[Any, list[Any]]] = []
+        inside: list[_Box] = []
         found = {item.name: item for item in _looked_into(root.name, root.value, inside)}
         before = {name for name, owner in self.owners.items() if _belongs(owner, root)}
         kept = {n for n in before & found.keys() if self.owners[n].kind == found[n].kind}
@@ -119,6 +127,20 @@ class Registry:
             if name in self.owners:
                 self.owners[name].was_written(keys, grant)
 
+    def containers(self) -> dict[str, Any]:
+        """Registered dicts and lists by name, also those that hold plain values only."""
+        opened = {box.name: box.value for root in self._opened for box in root.inside}
+        return {name: owner.value for name, owner in self.owners.items() if isinstance(owner.value, dict | list)} | opened
+
+    def contents(self) -> dict[str, list[Any]]:
+        """Of those that were opened: the keys of tensors and plain values, which a restore can put there by itself."""
+        found: dict[str, list[Any]] = {}
+        for box in (box for root in self._opened for box in root.inside if isinstance(box.value, dict | list)):
+            keys = box.value if isinstance(box.value, dict) else range(len(box.value))
+            owners = ((key, self.owners.get(f"{box.name}.{key}")) for key in keys if type(key) in (str, int))
+            found[box.name] = [key for key, owner in owners if owner is not None and owner.kind in FILLED]
+        return found
+
     def of_kind(self, *kinds: str) -> list[Owner]:
         return [owner for owner in self.owners.values() if owner.kind in kinds]
 
@@ -132,10 +154,10 @@ def _contents(box: Any) -> list[Any]:
 
 
 def _belongs(owner: Owner, root: _Opened) -> bool:
-    return owner.place is not None and any(owner.place[0] is box for box, _ in root.inside)
+    return owner.place is not None and any(owner.place[0] is box.value for box in root.inside)
 
 
-def _looked_into(name: str, value: Any, inside: list[tuple[Any, list[Any]]]) -> list[_Found]:
+def _looked_into(name: str, value: Any, inside: list[_Box]) -> list[_Found]:
     try:
         return list(_objects(name, value, inside))
     except RecursionError:
@@ -143,14 +165,14 @@ def _looked_into(name: str, value: Any, inside: list[tuple[Any, list[Any]]]) -> 
 
 
 def _objects(
-    name: str, value: Any, inside: list[tuple[Any, list[Any]]], place: tuple[Any, Any] | None = None
+    name: str, value: Any, inside: list[_Box], place: tuple[Any, Any] | None = None
 ) -> Iterator[_Found]:
     """Dicts and lists of objects are opened, and noted ``inside``; plain nested values stay whole."""
     if not name or name.startswith("$") or name == "rng":
         raise CkptdError("this name is ckptd's own", where=name, hint="register it under another name")
     kind = _kind(value)
     if kind == "nest" or (name == EXTRA and type(value) is dict):
-        inside.append((value, _contents(value)))
+        inside.append(_Box(name, value, _contents(value)))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             yield from _objects(f"{name}.{key}", item, inside, (value, key))

@@ -15,7 +15,7 @@ from ckptd_client.entries import Entry, Extra, Mode, Owner, State
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
 
-META = "$meta"  # object: {"step", "meta"}
+META = "$meta"  # object: {"step", "meta", "contents": {name of a registered dict or list: keys of what a restore can make}}
 GROUPS = "groups"  # object "<optimizer>.groups"
 BESIDE = "more"  # object "<optimizer>.more": what its own state_dict() has beside state and groups
 ODD = "state"  # object "<optimizer>.state": optimizer state that is not a tensor
@@ -38,7 +38,7 @@ def objects(registry: Registry, state: State, step: int, meta: dict[str, Any]) -
         for name, value in _trees(owner, state):
             state.objects[name] = _encode(name, value, owner, state)
     state.objects[rng.NAME] = tree.encode(rng.capture(), rng.NAME)
-    state.objects[META] = tree.encode({"step": step, "meta": meta}, META)
+    state.objects[META] = tree.encode({"step": step, "meta": meta, "contents": registry.contents()}, META)
 
 
 def whole(registry: Registry, state: State) -> State:

@@ -188,6 +188,11 @@ class Restore:
         restored.notes += self._wanted.notes
         for note in restored.notes:
             log.info("ckptd job %s: %s", self._session.job, note)
+        left_out = self._wanted.left_out
+        if left_out:
+            told = self._session.troubles.all_of("restore(strict=False)", left_out)
+            log.warning("ckptd job %s: step %d was restored without %d: %s", self._session.job, step, len(left_out), told)
+        restored.notes += left_out
         self._outcome.restored = restored
 
     def _failed(self, what: str, where: str, hint: str) -> CkptdError:

@@ -27,6 +27,7 @@ from ckptd_client.slices import Slice, slices_of
 from ckptd_client.world import World
 
 ALWAYS = frozenset({rng.NAME, resolve.META})
+UNREGISTERED = "in the snapshot, but nobody registered it"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,13 +58,27 @@ class NewState:
 
 
 @dataclass
+class Born:
+    """What came into a registered dict or list after it was registered, if the snapshot says that a restore can make it. ``other``:
+    some other rank may have it instead of this one."""
+
+    name: str
+    container: str
+    tensor: Tensor | None  # None: a plain value
+    other: bool
+
+
+@dataclass
 class Wanted:
     targets: list[Target] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
     states: list[NewState] = field(default_factory=list)
     gradients: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # of parameters
     inside: dict[str, Tensor] = field(default_factory=dict)  # tensors inside of objects, by key
+    born: list[Born] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # problems that strict=False passes over
+    partial: bool = False  # nobody asked for all of the snapshot
     notes: list[str] = field(default_factory=list)
     first: int = 0  # so many targets are no registered tensors: compared with others, or inside of objects
 
@@ -99,7 +114,8 @@ class _Matcher:
     ) -> None:  # fmt: skip
         self._registry, self._state, self._catalogue, self._world = registry, state, catalogue, world
         self._only = only or (lambda key: True)
-        self.result = Wanted()
+        self._containers = registry.containers()
+        self.result = Wanted(partial=only is not None or not strict)
         self._claimed: set[str] = set()
         self._made: dict[tuple[str, torch.device], Tensor] = {}  # optimizer state that is born here, by its key in the snapshot
         self._tensors()
@@ -107,12 +123,12 @@ class _Matcher:
         self._gradients()
         self._optimizers()
         self._objects()
+        self._born()
         if only is None:
             self._leftover()
         self.result.order()
         if not strict:
-            self.result.notes += self.result.problems
-            self.result.problems = []
+            self.result.left_out, self.result.problems = self.result.problems, []
 
     # --- tensors ------------------------------------------------------------------------------------------------
     def _tensors(self) -> None:
@@ -266,13 +282,16 @@ class _Matcher:
             if self._only(name):
                 self.result.objects.append(name)
 
-    def _object(self, owner: Owner, name: str) -> None:
+    def _object(self, owner: Owner | None, name: str) -> None:
+        """``owner`` None: what came into its container later."""
         if name not in self._catalogue.objects:
-            self._problem(f"{name}: not in the snapshot")
+            if name not in self._containers or not self._below(name):  # it held live objects when it was saved
+                self._problem(f"{name}: not in the snapshot")
             return
         self._claimed.add(name)
-        mergeable = owner.kind == "optimizer" and not name.endswith(f".{resolve.BESIDE}")
-        if not mergeable and self._other_world("o", name) and not hasattr(owner.value, "reshard"):
+        value = None if owner is None else owner.value
+        mergeable = owner is not None and owner.kind == "optimizer" and not name.endswith(f".{resolve.BESIDE}")
+        if not mergeable and self._other_world("o", name) and not hasattr(value, "reshard"):
             self._problem(f"{name}: {self._per_rank_text()}, or give it reshard(states, rank, world)")
             return
         self.result.objects.append(name)
@@ -289,6 +308,26 @@ class _Matcher:
         if tensor.numel():
             self.result.targets.append(Target(key, dtype, shape, Box.whole(shape), tensor))
 
+    def _below(self, name: str) -> bool:
+        """Was it opened when it was saved?"""
+        return any(key.startswith(f"{name}.") for key in (*self._catalogue.tensors, *self._catalogue.objects))
+
+    def _born(self) -> None:
+        """Of what is left over: whatever lies in a container that is registered here."""
+        for name in filter(self._only, self._left_over()):
+            above = [container for container in self._containers if name.startswith(f"{container}.")]
+            dtype, shape, role = self._catalogue.tensors.get(name, ("", (), "extra"))
+            if not above or role != "extra" or tree.REF_MARK in name:
+                continue
+            other = self._world.of_others(family_of(name))
+            if name in self._catalogue.tensors:
+                self._inside(name, dtype, shape)
+            else:
+                self._object(None, name)
+            self.result.born.append(Born(name, max(above, key=len), self.result.inside.get(name), other))
+        if self.result.born and resolve.META not in self.result.objects:
+            self.result.objects.append(resolve.META)
+
     def _leftover(self) -> None:
         """What another rank registered and this one did not (another stage, an average on rank 0) is for that one to miss."""
         left = self._left_over()
@@ -296,7 +335,7 @@ class _Matcher:
         if others:
             self.result.notes.append(f"{shown(others)}: in the snapshot, not registered on this rank, left to others")
         for name in sorted(set(left).difference(others)):
-            self._problem(f"{name}: in the snapshot, but nobody registered it")
+            self._problem(f"{name}: {UNREGISTERED}")
 
     def _left_over(self) -> list[str]:
         saved = [*self._catalogue.tensors, *(self._catalogue.objects - ALWAYS)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckptd_client import Client
+from ckptd_client import CkptdError, Client
 
 from tests.node.client_training import Training, connected
 from tests.node.rank_daemon_double import RankDaemonDouble
@@ -56,18 +56,52 @@ def test_what_was_replaced_in_a_dict_or_list_comes_back(daemon: RankDaemonDouble
     assert torch.equal(again["mixed"][0], values["mixed"][0])
 
 
-def test_a_key_that_came_later_is_captured_and_missed_by_name(daemon: RankDaemonDouble) -> None:
+def test_what_came_later_is_captured_and_put_there_again(daemon: RankDaemonDouble) -> None:
+    values, training = live() | {"deep.er": {"t": torch.zeros(3)}}, Training(8)
+    late: dict[str, Any] = {}
+    plain: dict[str, Any] = {"n": 0}
+    with connected(daemon, training) as client:
+        client.register(extra=values, late=late, plain=plain)
+        client.restore()
+        values["tensor"], values[7], values["a.b"] = torch.ones(9_000), [1, {"x": (2,)}], "text"
+        values["deep.er"]["more"] = torch.full((2,), 3.0)
+        values["mixed"] += [torch.ones(5), "end"]
+        late["now"], late[0] = torch.ones(4), 5
+        plain["n"], plain["t"] = 2, torch.ones(1)
+        trained(client, training, values, 1)
+    again, training = live() | {"deep.er": {"t": torch.zeros(3)}}, Training(8)
+    late, plain = {}, {"n": 0}
+    with connected(daemon, training) as client:
+        client.register(extra=again, late=late, plain=plain)
+        assert client.restore() == 1
+        assert any(note.startswith("extra.tensor: ") for note in client.last_restore["notes"])
+        training.step()
+        assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
+    assert torch.equal(again["tensor"], values["tensor"]) and again[7] == values[7] and again["a.b"] == "text"
+    assert torch.equal(again["deep.er"]["more"], torch.full((2,), 3.0))
+    assert torch.equal(again["mixed"][2], torch.ones(5)) and again["mixed"][3] == "end" and len(again["mixed"]) == 4
+    assert torch.equal(late["now"], torch.ones(4)) and late[0] == 5 and len(late) == 2
+    assert plain["n"] == 2 and torch.equal(plain["t"], torch.ones(1))
+
+
+def test_an_object_with_a_state_of_its_own_that_came_later_is_missed_by_name(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A dict of what it saved would be no such object. strict=False goes on without it, and says so."""
     values, training = live(), Training(8)
+    values["net"], values["scaler"] = torch.nn.Linear(3, 3), torch.amp.GradScaler("cpu")
     with connected(daemon, training) as client:
         client.register(extra=values)
         client.restore()
-        values["late"] = torch.ones(1)
         trained(client, training, values, 1)
     again, training = live(), Training(8)
     with connected(daemon, training) as client:
         client.register(extra=again)
-        with pytest.raises(Exception, match=r"extra\.late"):
+        with pytest.raises(CkptdError, match=r"extra\.net\.bias, extra\.net\.weight.*nobody registered it"):
             client.restore()
-        again["late"] = torch.zeros(1)
-        assert client.restore() == 1
-    assert torch.equal(again["late"], torch.ones(1))
+        assert client.restore(strict=False) == 1
+        notes = client.last_restore["notes"]
+    assert "scaler" not in again and again["n"] == 1
+    assert all(any(name in note for note in notes) for name in ("extra.scaler", "extra.net.weight")), notes
+    warned = " ".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "extra.scaler" in warned and "extra.net.weight" in warned, warned

@@ -26,7 +26,7 @@ def _disarmed() -> Iterator[None]:
 
 def test_every_mismatch_is_named_and_nothing_is_written(daemon: RankDaemonDouble) -> None:
     model = net()
-    save(daemon, model=model, extra={"scheduler": {"a": 1}, "old": {"b": 2}})
+    save(daemon, model=model, extra={"scheduler": {"a": 1}}, old={"b": 2})
     other = nn.Sequential(nn.Linear(20, 131), nn.ReLU(), nn.Linear(130, 130).double(), nn.Linear(2, 2))
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(CkptdError) as caught:
@@ -38,7 +38,7 @@ def test_every_mismatch_is_named_and_nothing_is_written(daemon: RankDaemonDouble
         "model.2.weight: F64[130, 130] here, F32",
         "model.2.bias",
         "model.3.weight, model.3.bias, extra.new: not in the snapshot (3 in all)",
-        "extra.old: in the snapshot, but nobody registered it",
+        "old: in the snapshot, but nobody registered it",
         "8 mismatches",
     ):
         assert part in text, text
