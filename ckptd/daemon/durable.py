@@ -24,7 +24,7 @@ from ckptd.persist.commits import list_commits, list_durable
 from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, newest_record
 from ckptd.persist.pieces import HeldPiece
-from ckptd.persist.storage.base import Storage
+from ckptd.persist.storage.base import FULL, Storage
 from ckptd.persist.sums import SlotDamage
 from ckptd.persist.writer import write_pieces
 
@@ -77,6 +77,8 @@ class Durable:
         self._services.health.clear("storage")
         if record is not None and is_grave(record):  # whoever was to delete the rest may have died
             self._services.spawn(self._delete_forgotten(storage), f"delete what is left of {job}")
+        elif not attempt:  # this node speaks for the job from now on: what its predecessor hid has had its grace, perhaps
+            self._retain()
         found = tuple(sorted(info.snapshot for info in commits))
         self._job.feed(ev.DurableRead(attempt, True, record, found, forgotten=forgotten))
 
@@ -135,6 +137,7 @@ class Durable:
                 self._job.damaged(slot, slot.record, reason)
         except (CkptdError, OSError) as error:
             reason = str(error)
+            self._make_room(error)
             if not write.cancelled.is_set():
                 self._services.health.report("flush", reason, job=self._job.job)
                 log.warning("job=%s flush of %s failed: %s", self._job.job, do.snapshot, reason)
@@ -209,6 +212,7 @@ class Durable:
                 ok, reason = True, ""
         except (CkptdError, OSError) as error:
             reason = str(error)
+            self._make_room(error)
             self._services.health.report("flush", reason, job=self._job.job)
         except Exception as error:  # the steward waits for an answer
             reason = f"internal: {error!r}"
@@ -223,7 +227,16 @@ class Durable:
     def _committed(self, do: ins.Commit) -> None:
         self._job.feed(ev.CommitDone(do.snapshot, do.attempt, True, ""))
         log.info("job=%s epoch=%d step=%d is durable", self._job.job, do.snapshot.epoch, do.snapshot.step)
-        self._retention.begin(do.record)
+        self._retain()
+
+    def _retain(self) -> None:
+        if self._job.record is not None:
+            self._retention.begin(self._job.record)
+
+    def _make_room(self, error: CkptdError | OSError) -> None:
+        """The steward tries the flush again; what may go is gone by then, or a minute later."""
+        if getattr(error, "errno", 0) in FULL:
+            self._retain()
 
     def _claim_and_commit(self, do: ins.Commit) -> None:
         storage = self._services.storage

@@ -12,7 +12,8 @@ import msgspec
 
 from ckptd.core.errors import CkptdError
 from ckptd.daemon.services import log
-from ckptd.daemon.state import FULL, StateDir
+from ckptd.daemon.state import StateDir
+from ckptd.persist.storage.base import FULL
 from ckptd.wire.control import ControlLink
 
 FILE = "ports.json"

@@ -1,5 +1,5 @@
-"""Old checkpoints of one job go after each commit, and once more when what it hid has had its grace: the next commit may lack just
-that room. One pass at a time, in one flush thread, with a limit (P5, P12)."""
+"""Old checkpoints of one job go after each commit, where a flush found no room, when a steward begins, and once more when what was
+hidden has had its grace: the next commit may lack just that room. One pass at a time, in a flush thread, with a limit (P5, P12)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Retention:
         self._again: asyncio.TimerHandle | None = None
 
     def begin(self, epoch: EpochRecord) -> None:
-        """This epoch committed something, or what it hid may go. One pass sees all that is there when it begins."""
+        """Something may go, of this epoch's job. One pass sees all that is there when it begins."""
         self._due, self._epoch = True, epoch
         if not self._running and self._services.storage is not None:
             self._running = True

@@ -7,7 +7,6 @@ and had forgotten an epoch could serve a stale trainer.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord
 from ckptd.core.life import Life, Tombstone
 from ckptd.directory import make_directories, sync_path
+from ckptd.persist.storage.base import FULL
 from ckptd.wire.path_lock import PathLock
 
 TEMPORARY = ".tmp"
@@ -28,8 +28,6 @@ TAKEN_HINT = "stop it; a second one, here or on a node with the same home direct
 
 TOMBSTONES = "forgotten.json"  # of all jobs that are forgotten, in the order in which that happened
 TOMBSTONES_MAX = 4096  # jobs; the oldest go first
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ckptd.persist.lease import LEASE_STALE_S, leased
 from ckptd.persist.lineage import newest_record
 from ckptd.persist.manifest import MANIFEST_BYTES_MAX
 from ckptd.persist.names import MANIFEST, VERIFIED, check_job, epoch_dir, epochs_dir, is_attempt, step_dir
-from ckptd.persist.storage.base import Sight, Storage, StorageError, read_file
+from ckptd.persist.storage.base import FULL, Sight, Storage, StorageError, read_file
 from ckptd.persist.sums import digest
 from ckptd.persist.verify import verify_at
 
@@ -156,7 +156,9 @@ class _Pass:
         if _name(record) != _name(self._epoch):
             raise Superseded(_ended(self._epoch, record), where=self._job)
         fresh = leased(self._storage, self._job, self._now_s, self._stale_s)
-        return Standing(record, list_all(self._storage, self._job), fresh)
+        commits = list_all(self._storage, self._job)
+        read_back = self._done.verified  # also where there was no room for the mark
+        return Standing(record, [replace(c, verified=c.verified or c.snapshot in read_back) for c in commits], fresh)
 
     def _may_go(self, snapshot: SnapshotId) -> bool:
         return snapshot in self._look().may_go(self._policy)
@@ -208,7 +210,11 @@ class _Pass:
         # Its committer may not have come to that yet, or never will: nothing may go for what a power cut would still take back.
         storage.secure(epoch_dir(self._job, snapshot.epoch))
         manifest = read_file(storage, f"{directory}/{MANIFEST}", MANIFEST_BYTES_MAX)
-        storage.mark(directory, VERIFIED, digest(manifest).hex().encode())
+        try:
+            storage.mark(directory, VERIFIED, digest(manifest).hex().encode())
+        except StorageError as error:
+            if error.errno not in FULL:  # there will be when this pass is over; without the mark the next one reads it again
+                raise
         self._done.verified.append(snapshot)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -26,7 +27,7 @@ from ckptd.persist.report import (
     encode,
 )
 from ckptd.persist.side import SideWriter
-from ckptd.persist.storage.base import Storage, StorageError, SyncFailed
+from ckptd.persist.storage.base import Storage, StorageError, SyncFailed, storage_error
 from ckptd.persist.stream import write_chunk
 from ckptd.persist.sums import SUM_BYTES, block_count, digest
 from ckptd.wire.bulk import Pace, wait_turn
@@ -120,12 +121,8 @@ class _Run:
         failpoint("persist.write.begin")
         free = self.storage.free_bytes()
         if free < self.total + SPARE_BYTES:
-            text = f"{self.total + SPARE_BYTES} bytes needed, {free} free"
-            raise StorageError(
-                text,
-                where=self.storage.locate(self.directory),
-                hint="free space on the storage, or lower keep_last",
-            )
+            text = f"{self.total} bytes needed and {SPARE_BYTES} in reserve, {free} free"
+            raise storage_error(OSError(errno.ENOSPC, text), "write", self.storage.locate(self.directory))
         self.storage.begin(self.directory)
 
     def write(self, packages: list[Package], blobs: list[ObjectBlob], threads: int) -> Report:

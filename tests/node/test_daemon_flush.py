@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.steward import flush
 from ckptd.daemon import durable, retention
 from ckptd.daemon.server import FLUSH_THREADS_MAX
 from ckptd.persist.commits import list_commits
-from ckptd.persist.names import epoch_dir
+from ckptd.persist.names import attempt_dir, epoch_dir
 from ckptd.persist.retention import Retained
+from ckptd.persist.storage.posix import PosixStorage
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import Rank, Rig, rig
 from tests.node.links import eventually
@@ -160,7 +162,7 @@ async def test_a_retention_that_hangs_keeps_one_thread_and_stops_nothing(
         other.say(wire.WaitFor(3, "durable"))
         await other.heard(wire.Level, step=3, durable=True)
         go.set()
-        await eventually(lambda: len(passes) == 3)  # of both jobs, and once more for what was committed meanwhile
+        await eventually(lambda: len(passes) == 4)  # of both jobs, and once more for what each committed meanwhile
         await eventually(lambda: "retention" not in house.problems())
 
 
@@ -179,6 +181,39 @@ async def test_what_was_hidden_goes_after_its_grace_without_another_commit(
             await rank.heard(wire.Level, step=step, durable=True)
         directory = tmp_path / epoch_dir(house.shell().job, 1)
         await eventually(lambda: [path.name[-2:] for path in directory.glob("step-*")] == ["02"])
+
+
+async def test_a_daemon_that_begins_looks_for_what_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P12: what was hidden less than a minute before a daemon ended stayed until the job's next commit, which may never come."""
+    root, state = tmp_path / "ckpt", tmp_path / "state"
+    async with rig(storage_root=root, state_dir=state, keep_last=3) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        for step in (1, 2, 3):
+            await rank.sealed(step)
+            rank.say(wire.WaitFor(step, "durable"))
+            await rank.heard(wire.Level, step=step, durable=True)
+        directory = root / epoch_dir(house.shell().job, 1)
+    assert len(list(directory.glob("step-*"))) == 3
+    monkeypatch.setattr(retention, "retain", partial(retention.retain, grace_s=0.0))
+    async with rig(storage_root=root, state_dir=state, keep_last=1):
+        await eventually(lambda: [path.name[-2:] for path in directory.glob("step-*")] == ["03"])
+
+
+async def test_a_full_storage_is_looked_through_for_what_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P14: only a commit began a pass, and there was no room for one: a dead daemon's attempt kept it for ever."""
+    monkeypatch.setattr(retention, "retain", partial(retention.retain, attempt_stale_s=0.0))
+    monkeypatch.setattr(flush, "BACKOFF_ASKED_MAX_S", 0.05)
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(1)
+        left = tmp_path / attempt_dir(house.shell().job, SnapshotId(1, 0), "dead")
+        left.mkdir(parents=True)
+        free_bytes = PosixStorage.free_bytes
+        monkeypatch.setattr(PosixStorage, "free_bytes", lambda self: 0 if left.exists() else free_bytes(self))
+        rank.say(wire.WaitFor(1, "durable"))
+        await rank.heard(wire.Level, step=1, durable=True)
 
 
 async def failing(house: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, list[Any]]:

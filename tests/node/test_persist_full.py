@@ -15,9 +15,11 @@ import pytest
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
+from ckptd.core.policy import Policy
 from ckptd.persist.commits import list_commits
 from ckptd.persist.names import attempt_dir
 from ckptd.persist.reader import Checkpoint
+from ckptd.persist.retention import retain
 from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
@@ -59,9 +61,11 @@ def test_a_disk_that_fills_up_while_writing(small_disk: Path, monkeypatch: pytes
 @places.for_root
 def test_a_full_disk_is_noticed_before_writing(small_disk: Path) -> None:
     storage = PosixStorage(str(small_disk / "root"))
-    with pytest.raises(StorageError, match="bytes needed") as caught:
+    with pytest.raises(StorageError, match=r"[0-9]+ bytes needed and 16777216 in reserve, [0-9]+ free") as caught:
         save(storage, small_world(2, rows=4000))
     assert str(small_disk) in str(caught.value)
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.hint == "free space on the storage, or keep fewer checkpoints if keep_last is above 1"
 
 
 @places.for_root
@@ -151,3 +155,16 @@ def test_a_directory_without_rights() -> None:
 
 def test_nothing_is_there_to_begin_with() -> None:
     assert MemoryStorage().list("1000/gpt") == []
+
+
+@places.for_root
+def test_old_checkpoints_go_from_a_full_disk(small_disk: Path) -> None:
+    """No room for the mark that one was read back, which would only save the next pass the reading (P12)."""
+    storage = PosixStorage(str(small_disk / "root"))
+    world = small_world(1)
+    for step in (10, 20):
+        save(storage, world, SnapshotId(1, step))
+    places.fill(small_disk / "ballast")
+    retain(storage, JOB, Policy(keep_last=1), grace_s=0.0)
+    assert [info.snapshot.step for info in list_commits(storage, JOB)] == [20]
+    assert storage.free_bytes() > 0

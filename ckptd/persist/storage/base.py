@@ -21,9 +21,11 @@ from ckptd.core.errors import CkptdError
 NAME_CHARS_MAX = 200  # of one path component
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]*")
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # numbers of errors that more room would mend
+_FEWER = "keep fewer checkpoints if keep_last is above 1"
 _HINTS = {
-    errno.ENOSPC: "free space on the storage, or lower keep_last",
-    errno.EDQUOT: "raise the quota, or lower keep_last",
+    errno.ENOSPC: f"free space on the storage, or {_FEWER}",
+    errno.EDQUOT: f"raise the quota, or {_FEWER}",
     errno.EACCES: "the daemon's user needs read and write rights there",
     errno.EPERM: "the daemon's user needs read and write rights there",
     errno.EROFS: "the file system is mounted read-only; look for disk errors in the kernel log",
