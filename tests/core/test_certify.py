@@ -147,6 +147,19 @@ def test_a_snapshot_of_which_a_part_is_nowhere_is_void() -> None:
     assert node.level(7) is None
 
 
+@pytest.mark.parametrize("epoch", [EPOCH, OLD])
+def test_a_part_that_went_before_its_layout_was_read_is_nowhere_too(epoch: int) -> None:
+    """P14: nobody can read any more what node c had of it, and what the others have would keep its slots for ever."""
+    node = steward(record_of("abc"))
+    rest = fact(7, 1, epoch=epoch, world=3)
+    node.others["b"].tell_inventory(rest, layouts=[layout(1, 3)])
+    node.others["c"].tell_inventory(fact(7, 2, epoch=epoch, world=3))
+    assert node.said(msg.LayoutRequest, "c") == node.said(msg.Void) == []
+    node.others["c"].tell_inventory()
+    node.tick()
+    assert {void.snapshot for void in node.said(msg.Void, "b")} == {rest.snapshot}
+
+
 def test_a_snapshot_whose_every_copy_is_lost_is_forgotten() -> None:
     node = steward().train().capture(7)
     node.others["b"].held(fact(7, 1), lost=True)

@@ -53,13 +53,12 @@ class Guards:
         and it is not durable."""
         if state.level >= 0 or state.snapshot.epoch != self._ctx.number or state.durable or self._under_way(state):
             return False
-        return self._sessions.members_live() and self._table.knows_layouts(state)
+        return self._sessions.members_live() and not self._table.unread(state)
 
     def not_whole(self, state: SnapshotState) -> bool:
         """It is of an earlier epoch and lacks a part that nobody who is away could bring, so that it would only keep slots from
         what is to come."""
-        lacking = state.level < 0 and self._of_no_further_use(state) and self._table.knows_layouts(state)
-        return lacking and not self._awaited(state)
+        return state.level < 0 and self._of_no_further_use(state) and not self._awaited(state)
 
     def left_behind(self, state: SnapshotState) -> bool:
         """It is whole and of a lineage that a declared fresh start does not continue, and another one of it is the better."""
