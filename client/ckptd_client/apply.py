@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.grouped import grouped
-from ckptd_client import beside, nested, optim, resolve, rng, tree
+from ckptd_client import beside, nested, optim, resolve, rng, tree, values
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner, State
 from ckptd_client.load import Memory
@@ -47,7 +46,7 @@ class Objects:
                 self.trees[name] = self._decode(name, owner)
             except (ValueError, KeyError, TypeError, CkptdError) as error:
                 problems.append(f"{name}: {error}")
-        problems += self._check_groups()
+        problems += self._check_groups() + self._check_values()
         self._born = self._find_born(problems)
         if problems:
             raise CkptdError(
@@ -92,6 +91,14 @@ class Objects:
             if groups is not None:
                 problems += optim.check_groups(owner, self._state.params, groups)
         return problems
+
+    def _check_values(self) -> list[str]:
+        found = ((owner, self.trees[owner.name]) for owner in self._registry.of_kind("value") if owner.name in self.trees)
+        return [
+            f"{owner.name}: a {type(saved).__name__} was saved, the registered {type(owner.value).__name__} cannot take it back"
+            for owner, saved in found
+            if not values.fits(owner, saved)
+        ]
 
     def _find_born(self, problems: list[str]) -> list[tuple[str, Any, Any]]:
         """(name, container, key) of what the snapshot says that a restore can make. Objects with a state_dict() it cannot."""
@@ -164,8 +171,7 @@ class Objects:
             owner.value.load_state_dict(value)
             return
         result.values[owner.name] = value
-        if not set_in_place(owner.value, value):
-            owner.replace(value)
+        values.give_back(owner, value)
 
     def _set_rng(self, step: int, result: Restored) -> None:
         state = self.trees.get(rng.NAME)
@@ -184,19 +190,3 @@ class Objects:
 def _write(target: Tensor, source: Tensor) -> None:
     with torch.no_grad():
         target.copy_(source)
-
-
-def set_in_place(target: Any, value: Any) -> bool:
-    """Fill a registered container with what was saved, so that everybody who holds it sees it. False: it has no inside."""
-    if isinstance(target, torch.Generator):
-        target.set_state(value.get_state())
-    elif isinstance(target, list) and isinstance(value, list):
-        target[:] = value
-    elif isinstance(target, collections.Counter | dict | set) and isinstance(value, dict | set):
-        target.clear()
-        target.update(value)
-    elif type(target).__name__ == "ndarray" and getattr(value, "shape", None) == target.shape:
-        target[...] = value
-    else:
-        return False
-    return True

@@ -142,7 +142,7 @@ class Client:
         keys, {old prefix: new prefix} or a function. without: keys of parameters whose optimizer state is meant to be absent;
         any other parameter that an unregistered optimizer steps fails its snapshots. gradients: of modules, for snapshots in
         the middle of an accumulation. Raises TypeError naming the path of a
-        value that cannot be saved without pickle, and its remedy.
+        value that cannot be saved without pickle, or that no restore could write into (a number by itself), and its remedy.
         """
         self._registry.register(
             objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map, without=without,

@@ -45,10 +45,15 @@ class Owner:
     since: int = 0  # when it was registered (watch.now)
     place: tuple[Any, Any] | None = None  # the dict or list that it was found in, and its key there
 
+    @property
+    def replaceable(self) -> bool:
+        """Whoever holds the container sees what takes its place."""
+        return self.place is not None and isinstance(self.place[0], dict | list)
+
     def replace(self, value: Any) -> None:
-        """A value that has no inside to be filled, also for who holds the container."""
+        """A value that has no inside to be filled."""
         self.value = value
-        if self.place is not None and isinstance(self.place[0], dict | list):
+        if self.place is not None and self.replaceable:
             self.place[0][self.place[1]] = value
 
     def takes(self, key: str) -> bool:

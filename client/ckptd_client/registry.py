@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import naming, nested, optim, supported, tree, watch
+from ckptd_client import naming, nested, optim, supported, tree, values, watch
 from ckptd_client.entries import KeyMap, Owner
 from ckptd_client.modules import SavedState
 from ckptd_client.quiet import NoCollectives
@@ -218,6 +218,7 @@ def _check(owner: Owner) -> None:
         _check_module(owner)
     elif owner.kind == "value":
         tree.encode(owner.value, owner.name, _any_tensor)
+        values.check(owner)
     elif owner.kind == "tensor":
         supported.check_tensor(owner.rename(owner.name), owner.value)
     elif owner.kind == "optimizer":

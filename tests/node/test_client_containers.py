@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ckptd_client import CkptdError, Client
 
-from tests.node.client_training import Training, connected
+from tests.node.client_training import Training, connected, load, save
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 STEPS = 3
@@ -105,3 +106,33 @@ def test_an_object_with_a_state_of_its_own_that_came_later_is_missed_by_name(
     assert all(any(name in note for note in notes) for name in ("extra.scaler", "extra.net.weight")), notes
     warned = " ".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert "extra.scaler" in warned and "extra.net.weight" in warned, warned
+
+
+@pytest.mark.parametrize(
+    "value", [3, 0.5, "text", b"x", True, (1, 2), ([1], 2), frozenset({1}), np.float64(2.0), torch.Size((2,)), torch.float32]
+)
+def test_a_value_that_no_restore_could_give_back_is_refused_at_register(daemon: RankDaemonDouble, value: Any) -> None:
+    with Client.connect("job", socket=daemon.path) as client:
+        with pytest.raises(TypeError, match=r"epoch: no restore could give this .* register\(progress=\{\"epoch\": ...\}\)"):
+            client.register(epoch=value)
+        with pytest.raises(TypeError, match=r"pair\.1: no restore"):
+            client.register(pair=(torch.zeros(2), value))
+        client.register(extra={"epoch": value}, nothing=None, progress={"epoch": value}, held=[torch.zeros(1), value])
+
+
+CHANGED: list[tuple[Any, Any]] = [
+    ({"a": 1}, [1]), ([1], None), ({1}, {"a": 1}), (np.zeros(3), np.zeros(4)), (np.zeros(3), np.zeros(3, np.int32)),
+    (None, {"a": 1}), ([1], torch.Generator()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved", "registered"), CHANGED)
+def test_a_value_that_has_become_another_kind_is_refused_at_the_restore(
+    daemon: RankDaemonDouble, saved: Any, registered: Any
+) -> None:
+    """Nothing is written, and nothing is dropped without a word."""
+    weight = torch.zeros(3)
+    save(daemon, mine=saved, weight=torch.ones(3))
+    with pytest.raises(CkptdError, match=r"mine: a \w+ was saved, the registered \w+ cannot take it back"):
+        load(daemon, mine=registered, weight=weight)
+    assert not weight.any()

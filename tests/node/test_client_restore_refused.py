@@ -169,14 +169,15 @@ def test_extra_state_scaler_generator_and_values(daemon: RankDaemonDouble) -> No
     scaler.scale(torch.ones(1))
     scaler.update(4.0)
     generator = torch.Generator().manual_seed(5)
-    save(daemon, model=nn.Sequential(module), scaler=scaler, generator={"g": generator}, seed=7)
+    save(daemon, model=nn.Sequential(module), scaler=scaler, generator={"g": generator}, extra={"seed": 7})
     expected = torch.rand(3, generator=generator)
     fresh, other, target = Counting(), torch.amp.GradScaler("cpu"), torch.Generator()
-    client = load(daemon, model=nn.Sequential(fresh), scaler=other, generator={"g": target}, seed=0)
+    seeds = {"seed": 0}
+    client = load(daemon, model=nn.Sequential(fresh), scaler=other, generator={"g": target}, extra=seeds)
     assert fresh.seen == 5
     assert other.get_scale() == 4.0
     assert torch.equal(torch.rand(3, generator=target), expected)
-    assert client.values["seed"] == 7
+    assert client.values["extra.seed"] == seeds["seed"] == 7
 
 
 # --- the protocol -------------------------------------------------------------------------------------------

@@ -439,7 +439,7 @@ def test_values_and_tensors_under_any_names(daemon: RankDaemonDouble) -> None:
             w=weight,
             opt=optimizer,
             progress={"epoch": 3, "seen": {1, 2}},
-            seed=5,
+            seed=[5],
             nested={"deep": {"t": weight * 2}},
         )
         client.restore()

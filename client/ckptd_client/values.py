@@ -1,0 +1,65 @@
+"""Registered plain values: what of them a restore can give back, so that everybody who holds them sees it (design D11)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ckptd_client.entries import Owner
+from ckptd_client.same import same
+from ckptd_client.tree import ForeignType
+
+
+def check(owner: Owner) -> None:
+    """Raises TypeError for a value that nothing could be written into: it is saved as it is now for ever, and given back to
+    nobody. None is nothing to give back."""
+    value = owner.value
+    if value is None or owner.replaceable or _has_inside(value):
+        return
+    kind, name = type(value).__name__, owner.name
+    raise ForeignType(
+        f"{name}: no restore could give this {kind} back: it cannot be written into, and nothing that is registered holds it;"
+        f' register the dict, list or object with state_dict() that does, as in register(progress={{"{name}": ...}})'
+    )
+
+
+def fits(owner: Owner, saved: Any) -> bool:
+    """Can it be given back?"""
+    return owner.replaceable or _fillable(owner.value, saved) or same(owner.value, saved)
+
+
+def give_back(owner: Owner, saved: Any) -> None:
+    """After ``fits``."""
+    if not _fill(owner.value, saved):
+        owner.replace(saved)
+
+
+def _has_inside(value: Any) -> bool:
+    return isinstance(value, list | dict | set | torch.Generator) or _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _fillable(target: Any, saved: Any) -> bool:
+    if _is_array(target):
+        alike = _is_array(saved) and (target.dtype, target.shape) == (saved.dtype, saved.shape)
+        return bool(alike and target.flags.writeable)
+    return any(isinstance(target, kind) and isinstance(saved, kind) for kind in (list, dict, set, torch.Generator))
+
+
+def _fill(target: Any, saved: Any) -> bool:
+    if not _fillable(target, saved):
+        return False
+    if isinstance(target, torch.Generator):
+        target.set_state(saved.get_state())
+    elif isinstance(target, dict | set):
+        target.clear()
+        target.update(saved)
+    else:
+        target[... if _is_array(target) else slice(None)] = saved
+    return True
