@@ -110,8 +110,6 @@ class Objects:
             container = containers[born.container]
             if keys and (isinstance(container, dict) or keys[0] >= len(container)):
                 found.append((born.name, container, keys[0]))
-            elif born.other:
-                self._wanted.notes.append(f"{born.name}: in the snapshot, not registered on this rank, left to others")
             else:
                 (self._wanted.left_out if self._wanted.partial else problems).append(f"{born.name}: {UNREGISTERED}")
         return sorted(found, key=lambda item: (id(item[1]), item[2] if isinstance(item[1], list) else 0))

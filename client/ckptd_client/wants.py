@@ -59,13 +59,10 @@ class NewState:
 
 @dataclass
 class Born:
-    """What came into a registered dict or list after it was registered, if the snapshot says that a restore can make it. ``other``:
-    some other rank may have it instead of this one."""
+    """What came into a registered dict or list after it was registered, if the snapshot says that a restore can make it."""
 
     name: str
     container: str
-    tensor: Tensor | None  # None: a plain value
-    other: bool
 
 
 @dataclass
@@ -313,18 +310,18 @@ class _Matcher:
         return any(key.startswith(f"{name}.") for key in (*self._catalogue.tensors, *self._catalogue.objects))
 
     def _born(self) -> None:
-        """Of what is left over: whatever lies in a container that is registered here."""
+        """Of what is left over: whatever lies in a container that is registered here, and is no other rank's as far as we know (its
+        tensors would be fetched to no end)."""
         for name in filter(self._only, self._left_over()):
             above = [container for container in self._containers if name.startswith(f"{container}.")]
             dtype, shape, role = self._catalogue.tensors.get(name, ("", (), "extra"))
-            if not above or role != "extra" or tree.REF_MARK in name:
+            if not above or role != "extra" or tree.REF_MARK in name or self._world.of_others(family_of(name)):
                 continue
-            other = self._world.of_others(family_of(name))
             if name in self._catalogue.tensors:
                 self._inside(name, dtype, shape)
             else:
                 self._object(None, name)
-            self.result.born.append(Born(name, max(above, key=len), self.result.inside.get(name), other))
+            self.result.born.append(Born(name, max(above, key=len)))
         if self.result.born and resolve.META not in self.result.objects:
             self.result.objects.append(resolve.META)
 

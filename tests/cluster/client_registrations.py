@@ -45,6 +45,18 @@ def average_on_rank_zero(connect: Connect, until_durable: Callable[..., None], r
         assert "scheduler: in the snapshot, but nobody registered it" in why and "ema" not in why, why
 
 
+def parts_of_a_dict(connect: Connect, until_durable: Callable[..., None]) -> None:
+    """A dict that holds other tensors on each rank: what it holds elsewhere does not come here."""
+    rank = dist.get_rank()
+    parts, fresh = {f"of{rank}": torch.full((3000,), float(rank))}, {f"of{rank}": torch.zeros(3000)}
+    with connect("apart_parts", parts=parts) as client:
+        client.restore()
+        until_durable(client, client.snapshot(1, must=True))
+    with connect("apart_parts", parts=fresh) as client:
+        assert client.restore() == 1
+    assert list(fresh) == list(parts) and torch.equal(fresh[f"of{rank}"], parts[f"of{rank}"])
+
+
 def stages_undeclared(connect: Connect, until_durable: Callable[..., None]) -> None:
     """Pipeline stages under one name, each rank with a layer of its own, and nothing declared."""
     rank = dist.get_rank()
