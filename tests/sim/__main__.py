@@ -12,6 +12,8 @@ from tests.sim.census import Census, for_seconds, run_all, run_seed
 from tests.sim.mutants import MUTANTS
 from tests.sim.transitions import OFTEN, rare, table
 
+TOLD_EVERY = 1000  # seeds: how far a long run is
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
@@ -51,7 +53,7 @@ def _one(options: argparse.Namespace) -> Census:
 
 def _many(options: argparse.Namespace) -> Census:
     first, last = map(int, options.seeds.split(":"))
-    census, said = Census(), 0
+    census, said, told = Census(), 0, 0
     found = (
         for_seconds(options.seconds, first, coverage=options.coverage)
         if options.seconds
@@ -61,6 +63,9 @@ def _many(options: argparse.Namespace) -> Census:
         for failure in census.failures[said:]:
             print(failure, flush=True)
         said = len(census.failures)
+        if census.seeds // TOLD_EVERY > told:
+            told = census.seeds // TOLD_EVERY
+            print(f"{census.seeds} seeds from {first} on, {said} failed", file=sys.stderr, flush=True)
     return census
 
 

@@ -98,7 +98,8 @@ class Evidence:
     # --- all of them ------------------------------------------------------------------------------------------------
     def level(self, pieces: Sequence[Piece], origin: Origin) -> int:
         """The most domains of which any may be lost, and everything can still be put together; -1: it cannot be now."""
-        needed, by_domain = self.needed(origin), {}
+        needed = self.needed(origin)
+        by_domain: dict[str, Atoms] = {}
         lanes: dict[Lane, Columns] = {}
         for domain, mem, payload in pieces:
             assert mem.fact is not None

@@ -349,7 +349,10 @@ class Faults:
         a, b = self._pair()
         self._count("slow link")
         self.world.net.links.slow[a, b] = self.rng.uniform(5.0, SLOW_MOST)
-        self.world.clock.after(self.rng.uniform(*CUT_S), self.world.net.links.slow.pop, (a, b), None)
+        self.world.clock.after(self.rng.uniform(*CUT_S), self._as_fast_as_ever, a, b)
+
+    def _as_fast_as_ever(self, a: str, b: str) -> None:
+        self.world.net.links.slow.pop((a, b), None)
 
     # --- storage and disks --------------------------------------------------------------------------------------
     def _storage(self) -> None:

@@ -176,9 +176,9 @@ class Fetching:
     def finish(self, number: int) -> None:
         do = self.do
         if do is None:  # the daemon was restarted since its ranks have loaded
-            for proc in self.host.procs.values():
-                if self.host.record is not None and proc.run.attempt == self.host.record.nonce:
-                    proc.may_train()
+            for mine in self.host.procs.values():
+                if self.host.record is not None and mine.run.attempt == self.host.record.nonce:
+                    mine.may_train()
         elif do.round == number:
             for rank in do.ranks:
                 proc = self._proc(do, rank)

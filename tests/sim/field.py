@@ -87,7 +87,7 @@ def decode(
     for stripe in range(n) if lost else ():
         parity = _parity_at(n, m, stripe)
         unknown = [at for at in lost if at not in parity]
-        equations = []
+        equations: list[tuple[list[int], bytes]] = []
         for row, holder in enumerate(parity):
             if holder in parts and len(equations) < len(unknown):
                 place = _held_by(n, m, holder).index((stripe, row))

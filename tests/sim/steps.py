@@ -36,11 +36,11 @@ class Steps:
         self._error: BaseException | None = None
         self._ended = False
         self.dead = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._worker = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
         self._store.steps.add(self)
-        self._thread.start()
+        self._worker.start()
         self._go()
 
     def wait(self, seconds: float) -> None:
@@ -74,7 +74,7 @@ class Steps:
         self._back.acquire()
         self._store.running = None
         if self._ended:
-            self._thread.join()
+            self._worker.join()
             self._store.steps.discard(self)
             if isinstance(self._error, Exception) and not isinstance(self._error, AssertionError):
                 self._done(None, self._error)

@@ -22,6 +22,7 @@ from ckptd.core.events import (
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import REPLICA, Layout
 from ckptd.core.machine.machine import JobMachine
+from ckptd.core.policy import Policy
 from tests.sim.broken import Broken
 from tests.sim.clock import Clock
 from tests.sim.faults import Faults
@@ -30,7 +31,7 @@ from tests.sim.links import Links
 from tests.sim.mutants import MUTANTS
 from tests.sim.net import Net
 from tests.sim.oracle import Oracle
-from tests.sim.shape import draw
+from tests.sim.shape import Shape, draw
 from tests.sim.store import Store
 from tests.sim.trainer import Launcher, Proc, Run
 from tests.sim.training import Model
@@ -54,38 +55,42 @@ class World:
     def __init__(
         self, seed: int, *, mutant: str = "", verbose: bool = False, beside: World | None = None
     ) -> None:
-        self.seed, self.rng = seed, Random(seed if beside is None else ~seed)
+        self.seed: int = seed
+        self.rng: Random = Random(seed if beside is None else ~seed)
         self.verbose, self._mutant = verbose, mutant
         self.everyone: list[World] = beside.everyone if beside is not None else []
         self.everyone.append(self)
         self.job = f"{len(self.everyone) - 1}/job"
-        self.clock = beside.clock if beside is not None else Clock()
+        self.clock: Clock = beside.clock if beside is not None else Clock()
         self.step_s = 0.25
-        shape = self.shape = draw(seed, self.rng, self.step_s)
-        self.large, self.harsh, self.policy = shape.large, shape.harsh, shape.policy
+        self.shape: Shape = draw(seed, self.rng, self.step_s)
+        shape = self.shape
+        self.large: bool = shape.large
+        self.harsh: bool = shape.harsh
+        self.policy: Policy = shape.policy
         self.capture_s, self.replicate_s, self.flush_s = shape.capture_s, shape.replicate_s, shape.flush_s
         self.handler_s = shape.handler_s
         self._cost = Random(f"handlers {seed}")
         self.fetch_s = 0.1
         self.seal_s = 0.01
         self.stride = shape.stride
-        self.calm = False
+        self.calm: bool = False
         self.watch: Watch | None = None
         self._troubled_at = -1e9
-        self._clocks = beside._clocks if beside is not None else {}
-        self.net = Net(self, self.rng, beside.net.links if beside is not None else Links())
-        self.store = Store(self.policy, self.rng, lambda: self.clock.now)
+        self._clocks: dict[str, tuple[float, float]] = beside._clocks if beside is not None else {}
+        self.net: Net = Net(self, self.rng, beside.net.links if beside is not None else Links())
+        self.store: Store = Store(self.policy, self.rng, lambda: self.clock.now)
         self.store.unsynced_files, self.store.unsynced_commits = self.mutant("no file sync"), self.mutant("no manifest sync")
-        self.model = Model(Random(f"model {seed} {self.job}"))
-        self.oracle = Oracle(self)
-        nodes = (
+        self.model: Model = Model(Random(f"model {seed} {self.job}"))
+        self.oracle: Oracle = Oracle(self)
+        nodes: Any = (
             beside.hosts
             if beside is not None
             else {f"n{i}": domain for i, domain in enumerate(shape.domains)}
         )
-        self.hosts = {name: Host(self, name, getattr(at, "domain", at)) for name, at in nodes.items()}
+        self.hosts: dict[str, Host] = {name: Host(self, name, getattr(at, "domain", at)) for name, at in nodes.items()}
         self.launcher = Launcher(self)
-        self.faults = Faults(self) if beside is None else beside.faults
+        self.faults: Faults = Faults(self) if beside is None else beside.faults
         self._events = 0
         self._asked_for: SnapshotId | None = None
         self._goodbye = (
