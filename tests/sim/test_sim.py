@@ -7,7 +7,7 @@ import pytest
 from tests.sim.census import run_all
 from tests.sim.transitions import SITUATIONS
 
-SEEDS = 500
+SEEDS = 300
 
 
 @pytest.mark.timeout(900)
