@@ -119,13 +119,12 @@ def storage(config: Config) -> Check:
             "no storage_root: snapshots live in memory only",
             "set storage_root to a shared directory",
         )
-    from ckptd.persist.preflight import probe
-    from ckptd.persist.storage.factory import storage_at
+    from ckptd.daemon.storage import known_storage, reach
 
     if not config.storage_root.is_dir():
         where, hint = str(config.storage_root), "make or mount it, on every node alike"
         raise CkptdError("no such directory", where=where, hint=hint)
-    free = probe(storage_at(str(config.storage_root), create=True))
+    free = reach(known_storage(str(config.storage_root), config.state_dir, create=True), config.state_dir)
     text = f"{config.storage_root}: rights, link() and rename() are fine, {format_bytes(free)} free"
     return Check("storage", True, text)
 

@@ -124,7 +124,7 @@ class Daemon:
             self.incarnation, config.parallel_group,
         )  # fmt: skip
         root = str(config.storage_root or "")
-        storage, token = open_storage(root, config.node_id, self.health, fresh=not adopted)
+        storage, token = open_storage(root, config.node_id, self.health, self.state, fresh=not adopted)
         work = Crew(WORK_THREADS_MAX, "work", ready=WORK_THREADS_MAX)
         disk = Crew(DISK_THREADS_MAX, "disk", ready=DISK_THREADS_MAX)
         flush = Crew(FLUSH_THREADS_MAX, "flush", ready=FLUSH_THREADS_MAX)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ckptd.core.errors import CkptdError
+from ckptd.core.storage_root import local_root
+from ckptd.daemon.services import log
+from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
 from ckptd.persist.preflight import place_token, probe, read_token
-from ckptd.persist.storage.base import Storage
+from ckptd.persist.storage.base import FULL, Storage, StorageError
 from ckptd.persist.storage.factory import storage_at
 from ckptd.wire.peer import StorageToken
 
@@ -15,9 +23,10 @@ if TYPE_CHECKING:
     from ckptd.daemon.services import Services
 
 NOT_SHARED = "storage_not_shared"
+IDENTITIES = "storage.json"  # in the state directory
 
 
-def open_storage(root: str, node: str, health: Health, *, fresh: bool) -> tuple[Storage | None, str]:
+def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh: bool) -> tuple[Storage | None, str]:
     """The storage and this node's token in it.
 
     Storage that cannot be used is refused at a fresh start (CkptdError with the remedy). A daemon that comes back to memory
@@ -25,15 +34,52 @@ def open_storage(root: str, node: str, health: Health, *, fresh: bool) -> tuple[
     """
     if not root:
         return None, ""
-    storage = storage_at(root, create=fresh, marked=True)
+    known = identities(state.path)
+    storage = known_storage(root, state.path, create=fresh)
     try:
-        probe(storage)
-        return storage, place_token(storage, node)
+        reach(storage, state.path)
+        token = place_token(storage, node)
     except (CkptdError, OSError) as error:
         if fresh:
             raise
         health.report("storage", str(error))
         return storage, ""
+    if known.get(storage.locate("")) != storage.identity:
+        try:
+            state.write(IDENTITIES, msgspec.json.encode(known | {storage.locate(""): storage.identity}))
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            log.warning("the identity of the storage is not kept: %s", error)
+    return storage, token
+
+
+def known_storage(root: str, state: Path, *, create: bool) -> Storage:
+    """The one that this node has known below ``root``, and no other. create: it is made where none was known."""
+    identity = identities(state).get(os.path.abspath(local_root(root)), "")
+    return storage_at(root, create=create and not identity, marked=True, identity=identity)
+
+
+def reach(storage: Storage, state: Path) -> int:
+    """Try it out; the free bytes. Raises CkptdError with the remedy."""
+    try:
+        return probe(storage)
+    except StorageError as error:
+        if error.errno != errno.ENODEV or not storage.identity:
+            raise
+        hint = f"is it mounted? If it really is a new one, remove {state / IDENTITIES}, on every node"
+        raise StorageError(error.what, where=error.where, hint=hint, errno=error.errno) from error
+
+
+def identities(state: Path) -> dict[str, str]:
+    """Of each storage that this node has used, by its root. Raises CkptdError when the file does not parse."""
+    path = state / IDENTITIES
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CkptdError(f"the storage's identity does not parse: {error}", where=str(path), hint="remove the file") from error
 
 
 class SharedCheck:

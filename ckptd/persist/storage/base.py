@@ -138,7 +138,10 @@ class FileReader(Protocol):
 
 
 class Storage(Protocol):
-    """Every method raises StorageError; NotFound when what it names is not there."""
+    """Every method raises StorageError; NotFound when what it names is not there. ``identity``: what tells it from another one in
+    its place, once it was reached; "": nothing does."""
+
+    identity: str
 
     def locate(self, path: str) -> str:
         """``path`` as the operator knows it, for messages."""

@@ -7,7 +7,7 @@ from ckptd.persist.storage.base import Storage
 from ckptd.persist.storage.posix import PosixStorage
 
 
-def storage_at(root: str, *, create: bool = False, marked: bool | None = None) -> Storage:
+def storage_at(root: str, *, create: bool = False, marked: bool | None = None, identity: str = "") -> Storage:
     """create: make the root if need be. marked: insist on its marker, without which it is taken for an unmounted one (default: as
-    ``create``). Raises CkptdError: a scheme that no backend here is for."""
-    return PosixStorage(local_root(root), create=create, marked=marked)
+    ``create``). identity: insist on this one ("": any). Raises CkptdError: a scheme that no backend here is for."""
+    return PosixStorage(local_root(root), create=create, marked=marked, identity=identity)

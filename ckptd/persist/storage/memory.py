@@ -29,6 +29,8 @@ class Stored:
 class MemoryStorage:
     """``objects``: path -> what is stored there. None of them is ever changed, only replaced."""
 
+    identity = ""
+
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self.objects: dict[str, Stored] = {}
         self.capacity_bytes = capacity_bytes

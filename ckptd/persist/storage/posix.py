@@ -1,24 +1,29 @@
 """A POSIX directory as storage: local disk, NFS, Lustre (design D13).
 
 Every operation starts at the root's path and walks down by dir_fd without following links, so that nobody who can write
-below the root can lead the daemon elsewhere, and a root that was moved away or unmounted is noticed: its marker is gone.
+below the root can lead the daemon elsewhere, and a root that was moved away or unmounted is noticed: its marker is gone, or has
+another identity.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptd.directory import make_directories
+from ckptd.persist.names import PART
 from ckptd.persist.storage.base import Entry, StorageError, split_path, storage_error
 from ckptd.persist.storage.posix_file import PosixReader, PosixWriter, ScratchPool, sync_entries
 from ckptd.persist.storage.tree import TreeStorage
 
 MARKER = ".ckptd-root"
+IDENTITY_BYTES = 16  # random, written as hex digits; of roots that were made before there were identities the marker is empty
+AWAY_HINT = "is it mounted? ckptd goes on as soon as it is back"
 DIR_MODE = 0o700  # a job's state is its user's alone (P13)
 FILE_MODE = 0o600
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -28,8 +33,9 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a planted 
 
 class PosixStorage(TreeStorage):
     """create: make ``root`` and its marker if need be. marked: insist on the marker at every operation (default: as
-    ``create``; without it any directory is taken as it is). direct: try O_DIRECT. chown: give what is created below
-    ``<root>/<uid>`` to that uid (default: when we are root), so that users can read their checkpoints with stock tools.
+    ``create``; without it any directory is taken as it is). identity: what the marker must say ("": what it says when it is
+    first seen). direct: try O_DIRECT. chown: give what is created below ``<root>/<uid>`` to that uid (default: when we are root),
+    so that users can read their checkpoints with stock tools.
     """
 
     def __init__(
@@ -38,12 +44,15 @@ class PosixStorage(TreeStorage):
         *,
         create: bool = True,
         marked: bool | None = None,
+        identity: str = "",
         direct: bool = True,
         chown: bool | None = None,
     ) -> None:
         self.root = os.path.abspath(root)
         self._direct = direct
         self._marked = create if marked is None else marked
+        self.identity = identity
+        self._seen: tuple[int, int, int] | None = None  # device, inode and time of the marker that was read last
         self._chown = os.geteuid() == 0 if chown is None else chown
         self._scratch = ScratchPool()
         if create:
@@ -156,9 +165,20 @@ class PosixStorage(TreeStorage):
     def _create_root(self) -> None:
         if not os.path.isdir(self.root):
             make_directories(Path(self.root), 0o755)
-        with suppress(FileExistsError):
-            os.close(os.open(os.path.join(self.root, MARKER), _NEW, 0o644))
-            self._sync_path(self.root)
+        marker = os.path.join(self.root, MARKER)
+        if os.path.lexists(marker):
+            return
+        made = f"{marker}.{secrets.token_hex(8)}{PART}"
+        fd = os.open(made, _NEW, 0o644)
+        try:
+            os.write(fd, secrets.token_hex(IDENTITY_BYTES).encode())
+            os.fsync(fd)
+            with suppress(FileExistsError):  # another node was first
+                os.link(made, marker)
+        finally:
+            os.close(fd)
+            os.unlink(made)
+        self._sync_path(self.root)
 
     def _sync_path(self, path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -194,20 +214,39 @@ class PosixStorage(TreeStorage):
             yield fd, name
 
     def _open_root(self) -> int:
-        hint = "is it mounted? ckptd goes on as soon as it is back"
         try:
             fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            text = "the storage directory has vanished"
-            raise StorageError(text, where=self.root, hint=hint, errno=errno.ENODEV) from error
+            raise self._away("the storage directory has vanished") from error
         if self._marked:
             try:
-                os.stat(MARKER, dir_fd=fd, follow_symlinks=False)
+                self._look_at_marker(fd)
             except OSError as error:
                 os.close(fd)
-                text = f"the storage directory has lost its {MARKER}"
-                raise StorageError(text, where=self.root, hint=hint, errno=errno.ENODEV) from error
+                raise self._away(f"the storage directory has lost its {MARKER}") from error
+            except StorageError:
+                os.close(fd)
+                raise
         return fd
+
+    def _away(self, what: str) -> StorageError:
+        return StorageError(what, where=self.root, hint=AWAY_HINT, errno=errno.ENODEV)
+
+    def _look_at_marker(self, root: int) -> None:
+        """Raises OSError without one, StorageError for another storage's. One that was read before is not read again."""
+        facts = os.stat(MARKER, dir_fd=root, follow_symlinks=False)
+        seen = facts.st_dev, facts.st_ino, facts.st_mtime_ns
+        if seen == self._seen:
+            return
+        fd = os.open(MARKER, _READ, dir_fd=root)
+        try:
+            found = os.read(fd, 2 * IDENTITY_BYTES).decode("ascii", "replace")
+        finally:
+            os.close(fd)
+        self.identity = self.identity or found
+        if found != self.identity:
+            raise self._away("another directory stands in the place of the storage")
+        self._seen = seen
 
     def _step_in(self, fd: int, name: str, path: str) -> int:
         """The fd of the child directory, made and synced if it is new. Closes ``fd``."""

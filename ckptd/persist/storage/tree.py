@@ -25,6 +25,8 @@ _SIGHTS = {MANIFEST: Sight.SHOWN, HIDDEN: Sight.HIDDEN, DROPPED: Sight.DROPPED}
 class TreeStorage(ABC):
     """Storage but for ``locate`` and ``free_bytes``. Subclasses give the steps."""
 
+    identity = ""
+
     # --- the steps ----------------------------------------------------------------------------------------------
     @abstractmethod
     def make_dir(self, path: str) -> None:

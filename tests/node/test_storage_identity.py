@@ -1,0 +1,102 @@
+"""Storage that is not there is not taken for a new one: its root has an identity, which each node keeps (P12, P15)."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ckptd.cli import checks
+from ckptd.config import Config
+from ckptd.core.errors import CkptdError
+from ckptd.daemon.state import StateDir
+from ckptd.daemon.storage import IDENTITIES, open_storage
+from ckptd.observe.health import Health
+from ckptd.persist.storage.base import Storage, StorageError
+from ckptd.persist.storage.posix import MARKER, PosixStorage
+from tests import places
+
+NODE = "here"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def start(root: Path, health: Health | None = None, *, fresh: bool = True, state: str = "state") -> Storage:
+    """As a daemon does. ``fresh``: it has no memory to serve."""
+    storage, _ = open_storage(
+        str(root), NODE, health or Health(), StateDir(root.parent / state), fresh=fresh
+    )
+    assert storage is not None
+    return storage
+
+
+def settings(root: Path) -> Config:
+    return Config(storage_root=root, state_dir=root.parent / "state", plain_loopback=True, memory_budget="32MiB")
+
+
+@places.for_root
+def test_an_empty_mount_point_is_not_taken_for_a_new_storage(root: Path) -> None:
+    """The marker was written onto it, and jobs were told that storage has nothing of them."""
+    with places.small_disk(root, "4m"):
+        start(root).put_if_absent("file", b"here")
+        start(root)
+    with pytest.raises(CkptdError, match="lost its") as caught:
+        start(root)
+    assert "is it mounted?" in caught.value.hint and str(root.parent / "state" / IDENTITIES) in caught.value.hint
+    with pytest.raises(CkptdError, match="lost its"):
+        checks.storage(settings(root))
+    assert list(root.iterdir()) == []
+    (root.parent / "state" / IDENTITIES).unlink()  # as the operator says that it is a new one
+    assert start(root).list("file") == []
+    assert (root / MARKER).exists()
+
+
+def test_another_storage_at_the_same_place_is_refused(root: Path) -> None:
+    start(root)
+    root.rename(root.parent / "first")
+    start(root, state="another node's")
+    with pytest.raises(CkptdError, match="another directory stands in the place") as caught:
+        start(root)
+    assert "is it mounted?" in caught.value.hint
+    start(root.parent / "first")  # another root: nothing is known of it
+
+
+def test_a_daemon_with_memory_goes_on_beside_it_and_uses_it_when_it_is_back(root: Path) -> None:
+    start(root).put_if_absent("file", b"here")
+    root.rename(root.parent / "away")
+    start(root, state="another node's")
+    health = Health()
+    storage = start(root, health, fresh=False)
+    assert "another directory" in " ".join(problem.text for problem in health.problems())
+    root.rename(root.parent / "wrong")
+    (root.parent / "away").rename(root)
+    assert [entry.name for entry in storage.list("") if not entry.is_dir] == [MARKER, "file"]
+
+
+def test_a_storage_that_gives_way_to_another_one_in_mid_run_is_noticed(root: Path) -> None:
+    storage = start(root)
+    root.rename(root.parent / "away")
+    PosixStorage(str(root))
+    for _ in range(2):
+        with pytest.raises(StorageError, match="another directory stands in the place"):
+            storage.put_if_absent("file", b"lost")
+    subprocess.run(["rm", "-r", str(root)], check=True)
+    (root.parent / "away").rename(root)
+    assert storage.put_if_absent("file", b"here")
+
+
+def test_all_nodes_see_one_identity(root: Path) -> None:
+    first, second = start(root), start(root, state="another node's")
+    assert first.identity == second.identity != ""
+    assert not list(root.glob(f"{MARKER}.*"))
+
+
+def test_a_root_from_before_there_were_identities_is_taken_as_it_is(root: Path) -> None:
+    root.mkdir()
+    (root / MARKER).touch()
+    for _ in range(2):
+        assert start(root).identity == ""
