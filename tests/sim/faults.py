@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 STORAGE_S = (1.0, 8.0)
 STOP_S = (0.2, 6.0)
+STILL_S = (0.2, 3.0)  # unseen: up to one and a half steward_timeout_s, as links may have it
 CUT_S = (0.5, 8.0)
 STATE_S = (2.0, 12.0)
 SLOW_MOST = 50.0  # times, of a link for bulk
@@ -72,6 +73,7 @@ class Faults:
     def start(self) -> None:
         self.world.clock.after(3.0, self._next)
         self._plan_drains()
+        self._plan_stills()
 
     def _plan_drains(self) -> None:
         """In every second world nodes are asked to go; some go, some stay after all, some are asked until the end. Drawn
@@ -83,6 +85,18 @@ class Faults:
             self.world.clock.after(at, self._drain, self.world.hosts[name], True)
             if after is not None:
                 self.world.clock.after(at + rng.uniform(0.5, 8.0), after, self.world.hosts[name])
+
+    def _plan_stills(self) -> None:
+        """In every third world a daemon stands still, and is back before any link sees it. Drawn apart, too."""
+        rng = Random(f"stills {self.world.seed}")
+        if rng.random() < 1 / 3:
+            host, at = self.world.hosts[rng.choice(sorted(self.world.hosts))], rng.uniform(4.0, 25.0)
+            self.world.clock.after(at, self._stand_still, host, rng.uniform(*STILL_S))
+
+    def _stand_still(self, host: Host, seconds: float) -> None:
+        if self.active and host.alive and not host.paused:
+            self._count("daemon stood still, unseen")
+            self._stop(host, seconds, unseen=True)
 
     def _drain(self, host: Host, on: bool) -> None:
         """Of all jobs: they share the daemon. None begins when faults are over; one that was begun may still be ended."""
@@ -239,12 +253,12 @@ class Faults:
             self._count("daemon stopped")
             self._stop(host)
 
-    def _stop(self, host: Host) -> None:
+    def _stop(self, host: Host, seconds: float = 0.0, *, unseen: bool = False) -> None:
         self.world.trouble()
         self.world.trace(host.name, "!", "stops")
-        seconds = self.rng.uniform(*STOP_S)
+        seconds = seconds or self.rng.uniform(*STOP_S)
         for world in self.world.everyone:
-            world.hosts[host.name].pause(True)
+            world.hosts[host.name].pause(True, unseen=unseen)
             self.world.clock.after(seconds, world.hosts[host.name].pause, False)
 
     def _trap(self) -> None:

@@ -37,7 +37,7 @@ class Host:
     def __init__(self, world: World, name: str, domain: str) -> None:
         self.world, self.name, self.domain = world, name, domain
         self.life = 0
-        self.alive = self.paused = False
+        self.alive = self.paused = self.unseen = False
         self.memory: dict[int, Mem] = {}
         self.state = StateFile()
         self.record: EpochRecord | None = None  # the newest epoch, as the process knows it
@@ -148,11 +148,11 @@ class Host:
         known = [mem.snapshot for mem in self.memory.values() if mem.state == "sealed" and mem.snapshot is not None]
         return bool(record.ancestry) and not all(map(record.is_candidate, known))
 
-    def pause(self, paused: bool) -> None:
-        """SIGSTOP, SIGCONT. It goes on with what it was doing."""
+    def pause(self, paused: bool, *, unseen: bool = False) -> None:
+        """SIGSTOP, SIGCONT. It goes on with what it was doing. unseen: it is back before the heartbeats of any link fail."""
         if not self.alive or self.paused == paused:
             return
-        self.paused = paused
+        self.paused, self.unseen = paused, paused and unseen
         self.world.trouble()
         self.world.net.changed()
         if not paused and not self._busy:

@@ -96,7 +96,7 @@ class Net:
 
     def _look(self) -> None:
         hosts, links, now, view = self.world.hosts, self.links, self.world.clock.now, self.view
-        silent = {name for name, host in hosts.items() if not host.alive or host.paused}
+        silent = {name for name, host in hosts.items() if not host.alive or (host.paused and not host.unseen)}
         quiet = not (links.side or links.deaf or links.clogged)
         told_down = {node for (_, node), up in view.items() if not up}
         others = [name for name in hosts if not quiet or name in silent or name in told_down]

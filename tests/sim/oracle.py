@@ -160,6 +160,10 @@ class Oracle:
         """D19: the job is over, memory is short, and storage says that it has these: the promise of memory ends with them."""
         self._went.update(commits)
 
+    def forgets(self, epoch: int) -> None:
+        """D19: the operator has the job forgotten up to there; nothing of it is promised any more."""
+        self.promises = {snapshot: promise for snapshot, promise in self.promises.items() if snapshot.epoch > epoch}
+
     def freed(self, snapshot: SnapshotId) -> None:
         """P3: memory went. Does everything promised still hold?"""
         self.check_promise(snapshot)
