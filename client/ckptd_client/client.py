@@ -307,13 +307,13 @@ class Client:
         while True:
             handle = self._current(deadline)
             if handle is None:
-                return "unreachable" if not self._session.link.up else "nothing to wait for"
+                return self._ended(level, None, "unreachable" if not self._session.link.up else "nothing to wait for")
             if handle.status.startswith(("skipped", "failed")):
-                return handle.status if self._session.link.up else "unreachable"
-            status = self._wait_for_handle(handle, level, max(0.0, deadline - time.monotonic()))
+                return self._ended(level, handle, handle.status if self._session.link.up else "unreachable")
+            status = self._reach(handle, level, deadline)
             again = status.startswith("void") and self._session.step_is_open and self._session.link.up
             if not again or time.monotonic() >= deadline:
-                return status
+                return self._ended(level, handle, status)
 
     def _current(self, deadline: float) -> Handle | None:
         """The handle of the newest step; taken now if it had been skipped and the state is still that step's."""
@@ -331,6 +331,9 @@ class Client:
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
+        return self._ended(level, handle, self._reach(handle, level, deadline))
+
+    def _reach(self, handle: Handle, level: str, deadline: float) -> str:
         self._engine.settle(deadline)
         session = self._session
         session.clock.waits()
@@ -338,6 +341,14 @@ class Client:
         session.link.send(wire.WaitFor(handle.step, level))
         session.wait(lambda: not handle.taken or reached(handle.fact, level, session.attainable), deadline)
         return handle.status
+
+    def _ended(self, level: str, handle: Handle | None, status: str) -> str:
+        """Not everybody looks at what a wait returns (P15). That there is no daemon has been said."""
+        found = handle.fact if handle is not None else None
+        if self._session.link.up and not reached(found, self._attainable(level), self._session.attainable):
+            step = f"step {handle.step} is " if handle is not None else ""
+            self._troubles.pass_on(f"wait({level!r}) ended otherwise: {step}{status}", "")
+        return status
 
     def _attainable(self, level: str) -> str:
         """Nobody waits for storage that is not there."""

@@ -43,7 +43,7 @@ class Troubles:
         if new:
             log.warning("ckptd job %s: %s", self._job, text)
 
-    def pass_on(self, text: str) -> None:
+    def pass_on(self, text: str, who: str = "the daemon says: ") -> None:
         """What the daemon says is wrong with itself: warned of once, whatever its numbers are. It is the daemon's to keep."""
         words = re.sub(r"\d+", "#", text)
         with self._lock:
@@ -51,7 +51,7 @@ class Troubles:
             if new:
                 self._said.add(words)
         if new:
-            log.warning("ckptd job %s: the daemon says: %s", self._job, text)
+            log.warning("ckptd job %s: %s%s", self._job, who, text)
 
     def clear(self, kind: str) -> None:
         with self._lock:

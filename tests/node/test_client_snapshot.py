@@ -254,8 +254,10 @@ def test_wait_never_gives_an_older_step_for_the_current_one(tmp_path: Path) -> N
         assert (1, 2) in daemon.held
 
 
-def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(daemon: RankDaemonDouble) -> None:
-    """P2: a level that falls is told as fallen."""
+def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P2: a level that falls is told as fallen. P15: a wait that ends otherwise is in the log, once, and no other."""
     daemon.durable, daemon.level = False, 0
     daemon.policy["replicas"] = 1
     training = Training()
@@ -265,6 +267,7 @@ def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(daemon: RankDa
         handle = client.snapshot(1, must=True)
         began = time.monotonic()
         assert client.wait("durable", timeout=0.3) == "sealed"
+        assert handle.wait("durable", timeout=0.0) == "sealed"
         assert 0.2 < time.monotonic() - began < 3
         daemon._tell(wire.Level(1, 1, 1, 1, False))
         until(lambda: handle.status == "protected")
@@ -274,6 +277,8 @@ def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(daemon: RankDa
         assert handle.wait("durable", 30) == "durable"
         with pytest.raises(ValueError, match="level"):
             client.wait("forever")
+        said = [text for text in caplog.messages if "ended otherwise" in text]
+        assert said == ["ckptd job job: wait('durable') ended otherwise: step 1 is sealed"]
 
 
 def test_leaving_with_an_exception_does_not_wait(daemon: RankDaemonDouble) -> None:
