@@ -121,12 +121,21 @@ def storage(config: Config) -> Check:
         )
     from ckptd.daemon.storage import known_storage, reach
 
-    if not config.storage_root.is_dir():
-        where, hint = str(config.storage_root), "make or mount it, on every node alike"
-        raise CkptdError("no such directory", where=where, hint=hint)
-    free = reach(known_storage(str(config.storage_root), config.state_dir, create=True), config.state_dir)
+    root, state = config.storage_root, config.state_dir
+    if not os.path.lexists(root) and not known_storage(str(root), state, create=False).identity:
+        return _no_root_yet(root)
+    free = reach(known_storage(str(root), state, create=True), state)
     text = f"{config.storage_root}: rights, link() and rename() are fine, {format_bytes(free)} free"
     return Check("storage", True, text)
+
+
+def _no_root_yet(root: Path) -> Check:
+    """`ckptd run` makes it, if it may."""
+    above = next(place for place in root.absolute().parents if place.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise CkptdError("no such directory, and it cannot be made", where=str(root), hint="make or mount it, on every node alike")
+    text = f"{root}: not there; `ckptd run` makes it in {above}"
+    return Check("storage", None, text, "mount it first if it is to be the one directory that all nodes share")
 
 
 def files(config: Config) -> Check:

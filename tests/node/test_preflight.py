@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from ckptd.cli.sizing import formula, sizing
+from ckptd.core.errors import CkptdError
 from ckptd.core.policy import Policy
 from ckptd.core.redundancy import Parity, Redundancy, Replicas
 from ckptd.core.sizing import Sizing
+from ckptd.daemon.state import StateDir
+from ckptd.daemon.storage import open_storage
+from ckptd.observe.health import Health
 from ckptd.protect import erasure
 from tests.node.commands import Cli, Ran, places
 
@@ -42,12 +46,25 @@ def test_preflight_of_a_node_that_is_fine(cli: Cli, tmp_path: Path) -> None:
 def test_preflight_says_what_is_wrong_and_what_to_do(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "key").touch(mode=0o644)
     code, found = preflight(
-        cli, tmp_path, "--key-file", tmp_path / "key", "--storage-root", tmp_path / "absent"
+        cli, tmp_path, "--key-file", tmp_path / "key", "--storage-root", tmp_path / "key"
     )
     assert code == 1
     for name in ("key", "storage"):
         assert found[name]["ok"] is False
         assert found[name]["hint"], name
+
+
+def test_preflight_and_run_agree_about_a_storage_root_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
+    """`ckptd run` makes it, and preflight called that an error; neither had a word about what is no directory."""
+    code, found = preflight(cli, tmp_path, "--plain-loopback", "--storage-root", tmp_path / "absent")
+    assert (code, found["storage"]["ok"]) == (0, None)
+    assert "`ckptd run` makes it" in found["storage"]["text"] and not (tmp_path / "absent").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(CkptdError, match="is no directory") as refused:
+        open_storage(str(tmp_path / "file"), "n", Health(), StateDir(tmp_path / "state"), fresh=True)
+    assert "name a directory" in refused.value.hint
+    found = preflight(cli, tmp_path, "--plain-loopback", "--storage-root", tmp_path / "file" / "below")[1]
+    assert found["storage"]["ok"] is False and found["storage"]["hint"]
 
 
 def test_preflight_wants_a_key_or_the_explicit_flag(cli: Cli, tmp_path: Path) -> None:

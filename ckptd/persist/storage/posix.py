@@ -164,6 +164,9 @@ class PosixStorage(TreeStorage):
     # --- walking ----------------------------------------------------------------------------------------------
     def _create_root(self) -> None:
         if not os.path.isdir(self.root):
+            if os.path.lexists(self.root):
+                hint = "name a directory, or move away what stands there"
+                raise StorageError("the storage root is no directory", where=self.root, hint=hint, errno=errno.ENOTDIR)
             make_directories(Path(self.root), 0o755)
         marker = os.path.join(self.root, MARKER)
         if os.path.lexists(marker):
