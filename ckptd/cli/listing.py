@@ -40,6 +40,7 @@ def ls(
 
 def of_storage(path: Path) -> ListReport:
     """Every committed checkpoint below a storage root. Raises CkptdError when there is no such directory."""
+    from ckptd.persist.commits import list_jobs
     from ckptd.persist.storage.factory import storage_at
 
     path = Path(local_root(str(path)))
@@ -48,29 +49,13 @@ def of_storage(path: Path) -> ListReport:
     storage = storage_at(str(path))
     rows: list[SnapshotReport] = []
     errors: list[str] = []
-    for job in _jobs(storage):
+    for job in list_jobs(storage):
         record = _record(storage, job, errors)
         try:
             rows += _of_job(storage, job, record)
         except CkptdError as error:
             errors.append(f"{job}: {error}")
     return {"rows": rows, "errors": errors}
-
-
-def _jobs(storage: Storage) -> list[str]:
-    """Jobs lie at ``{uid}/{name}``; whatever else is there is not ours."""
-    uids = [entry.name for entry in storage.list("") if entry.is_dir and entry.name.isdigit()]
-    names = [f"{uid}/{entry.name}" for uid in uids for entry in storage.list(uid) if entry.is_dir]
-    return sorted(name for name in names if _is_job(name))
-
-
-def _is_job(name: str) -> bool:
-    from ckptd.persist.names import check_job
-
-    try:
-        return check_job(name) == name
-    except CkptdError:
-        return False
 
 
 def _record(storage: Storage, job: str, errors: list[str]) -> EpochRecord | None:

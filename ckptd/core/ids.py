@@ -13,6 +13,9 @@ class SnapshotId:
     epoch: int
     step: int
 
+    def __str__(self) -> str:
+        return f"step {self.step} of epoch {self.epoch}"
+
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:

@@ -20,7 +20,7 @@ from ckptd.core.retention import CommitInfo
 from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
 from ckptd.persist.commit import commit
-from ckptd.persist.commits import list_commits, list_durable
+from ckptd.persist.commits import list_commits, list_durable, list_jobs
 from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, newest_record
 from ckptd.persist.pieces import HeldPiece
@@ -140,7 +140,8 @@ class Durable:
             self._make_room(error)
             if not write.cancelled.is_set():
                 self._services.health.report("flush", reason, job=self._job.job)
-                log.warning("job=%s flush of %s failed: %s", self._job.job, do.snapshot, reason)
+                cause = error.what if isinstance(error, CkptdError) else error.strerror or type(error).__name__
+                self._job.losses.failed("flush failed", cause, f"{do.snapshot}: {reason}")
         except Exception as error:  # the machine waits for an answer, and keeps the slots until it has one
             reason = f"internal: {error!r}"
             self._services.went_wrong(f"write {self._job.job} {do.snapshot}", error)
@@ -309,6 +310,22 @@ class Durable:
             return None
         self._services.health.clear("storage")
         return commits
+
+
+def stored_only(storage: Storage, wanted: Callable[[str], bool]) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
+    """(job, row) of the checkpoints of jobs of which there may be nothing but them, and what could not be read."""
+    rows: list[tuple[str, dict[str, Any]]] = []
+    errors: list[str] = []
+    for job in filter(wanted, list_jobs(storage)):
+        try:
+            record = newest_record(storage, job)
+            for info in reversed(list_commits(storage, job)):
+                row = _row(info.snapshot, -1, 0, True, "storage", info.without)
+                left = record is not None and record.abandons(info.snapshot)
+                rows.append((job, {**row, "keep": info.keep, "abandoned": left}))
+        except (CkptdError, OSError) as error:
+            errors.append(f"{job}: {error}")
+    return rows, errors
 
 
 def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: str, without: bool = False) -> dict[str, Any]:

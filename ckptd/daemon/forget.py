@@ -19,9 +19,9 @@ from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 from ckptd.persist.forget import forget_on_storage
 from ckptd.persist.lineage import highest_epoch
+from ckptd.persist.names import check_job
 from ckptd.protect.settle import Answers
 from ckptd.wire import rank as wire
-from ckptd.wire.names import job_key
 from ckptd.wire.peer import ForgetOrder, ForgetReply
 from ckptd.wire.rank_link import RankSession
 
@@ -37,11 +37,10 @@ class Forget:
         self._answers: Answers[ForgetReply] = Answers()
 
     def on_ask(self, session: RankSession, message: wire.ForgetAsk) -> None:
-        owner, _, name = message.job.rpartition("/")
         try:
-            job = job_key(int(owner) if owner else session.uid, name)
-        except (CkptdError, ValueError) as error:
-            session.send(wire.Refused(f"not a job: {error}", message.job[:120], "name it as `ckptd status` does: NAME or UID/NAME"))
+            job = check_job(message.job if "/" in message.job else f"{session.uid}/{message.job}")
+        except CkptdError:
+            session.send(wire.Refused("not a job's name", message.job[:120], "name it as `ckptd status` does: NAME or UID/NAME"))
             return
         if session.uid not in (0, os.geteuid(), int(job.partition("/")[0])):
             where = f"uid {session.uid}"

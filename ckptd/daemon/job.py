@@ -392,7 +392,10 @@ class JobShell:
         self.feed(ev.ReplicaSent(do.snapshot, do.rank, do.tier, do.to, ok, reason))
 
     def _alarm(self, do: ins.Alarm) -> None:
-        log.log(ALARM_LEVELS.get(do.kind, logging.WARNING), "job=%s alarm=%s %s", self.job, do.kind, do.text)
+        if do.kind == "flush":  # said of each try, with the step before it and the try's own place behind it
+            self.losses.failed("alarm=flush", do.text.partition(": ")[2].partition(" [")[0], do.text)
+        else:
+            log.log(ALARM_LEVELS.get(do.kind, logging.WARNING), "job=%s alarm=%s %s", self.job, do.kind, do.text)
         self.services.metrics.alarm(self.job, do.kind)
         self.services.health.event(do.kind, do.text, job=self.job, serious=do.kind != "breakpoint")
 

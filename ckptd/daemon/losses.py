@@ -51,8 +51,11 @@ class Losses:
 
     def lost(self, what: str, step: int, reason: str) -> None:
         """A line of the log per cause, then a count. ``what``: "skipped", "given up" or "void"."""
-        cause = reason.partition(":")[0]
-        self._said.say(f"job={self._job} {what}, {cause}", f"snapshot of step {step}: {reason}")
+        self.failed(what, reason.partition(":")[0], f"snapshot of step {step}: {reason}")
+
+    def failed(self, what: str, cause: str, text: str) -> None:
+        """The same of anything else that is tried again. ``cause``: nothing in it is another one with the next try."""
+        self._said.say(f"job={self._job} {what}, {cause}", text)
 
     def close(self) -> None:
         self._said.close()

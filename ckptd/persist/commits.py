@@ -13,10 +13,18 @@ from ckptd.persist.names import (
     check_job,
     epoch_dir,
     epoch_of_dir,
+    is_job,
     step_dir,
     step_of_dir,
 )
 from ckptd.persist.storage.base import Pointer, Sight, Storage
+
+
+def list_jobs(storage: Storage) -> list[str]:
+    """Those that storage has a place for, by name: at ``{uid}/{name}``. Whatever else is there is not ours."""
+    uids = [entry.name for entry in storage.list("") if entry.is_dir and entry.name.isdigit()]
+    names = [f"{uid}/{entry.name}" for uid in uids for entry in storage.list(uid) if entry.is_dir]
+    return sorted(filter(is_job, names))
 
 
 def list_commits(storage: Storage, job: str) -> list[CommitInfo]:

@@ -31,9 +31,13 @@ _LEASE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})-.+")
 _RECORD = re.compile(rf"epoch-{_EPOCH_NUMBER}\.json")
 
 
+def is_job(job: str) -> bool:
+    return _JOB.fullmatch(job) is not None
+
+
 def check_job(job: str) -> str:
     """``uid/name`` or CkptdError."""
-    if not _JOB.fullmatch(job):
+    if not is_job(job):
         raise CkptdError(
             f"not a job: {job!r}", hint="a job is uid/name, the name of [A-Za-z0-9._-], at most 100"
         )

@@ -16,6 +16,7 @@ from ckptd.daemon.server import FLUSH_THREADS_MAX
 from ckptd.persist.commits import list_commits
 from ckptd.persist.names import attempt_dir, epoch_dir
 from ckptd.persist.retention import Retained
+from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import Rank, Rig, rig
@@ -279,3 +280,26 @@ async def test_lists_do_not_wait_for_storage_that_hangs(
             assert [row["step"] for row in answer.rows] == [3]
         assert "no answer" in house.problems()["storage"]
         go.set()
+
+
+async def test_one_cause_of_failing_flushes_is_one_line_of_the_log_and_a_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P15: every 5 s there were two, since each try has another name."""
+    pause(monkeypatch, 0.05)
+    tries: list[str] = []
+
+    def full(storage: object, job: str, snapshot: object, attempt: str, *rest: Any, **options: Any) -> bytes:
+        tries.append(attempt)
+        raise StorageError("create the file: No space left on device", where=f"/ckpt/{attempt}.part/n0", hint="free space")
+
+    monkeypatch.setattr(durable, "write_pieces", full)
+    with caplog.at_level("INFO", logger="ckptd"):
+        async with rig(storage_root=tmp_path, flush_every_steps=1) as house:
+            rank = house.rank()
+            await rank.begin("a")
+            await rank.sealed(1)
+            await eventually(lambda: len(set(tries)) > 4)
+    said = [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()]
+    assert [line.partition(", ")[0] for line in said] == ["job=0/rig flush failed", "job=0/rig alarm=flush"], said
+    assert "step 1 of epoch 1" in said[0] and "SnapshotId" not in caplog.text

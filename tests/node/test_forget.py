@@ -85,6 +85,9 @@ async def test_checkpoints_stay_and_go_only_when_that_is_said(tmp_path: Path) ->
         await until_durable(house, "first", 5)
         code, said = await ckptd(house, "forget", "first")
         assert code == 0, said
+        code, said = await ckptd(house, "ls", "--json")
+        assert code == 0, said
+        assert [(row["job"], row["step"], row["where"]) for row in json.loads(said)["rows"]] == [(FIRST, 5, ["storage"])]
         async with rank_child(house, "first", SMALL, "restore 5") as child:  # from storage
             old = newest_record(storage, FIRST)
             await child.kill()
@@ -120,5 +123,5 @@ async def test_only_the_owner_and_the_operator_may(tmp_path: Path) -> None:
         house.daemon.forget.on_ask(session, wire.ForgetAsk(FIRST))
         assert isinstance(asked[0], wire.Refused) and "owner" in asked[0].what
         house.daemon.forget.on_ask(session, wire.ForgetAsk("../x"))
-        assert isinstance(asked[1], wire.Refused) and "not a job" in asked[1].what
+        assert asked[1] == wire.Refused("not a job's name", "../x", "name it as `ckptd status` does: NAME or UID/NAME")
         assert phase(house, "first") == "orphaned"
