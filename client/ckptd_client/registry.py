@@ -170,6 +170,8 @@ def _objects(
     """Dicts and lists of objects are opened, and noted ``inside``; plain nested values stay whole."""
     if not name or name.startswith("$") or name == "rng":
         raise CkptdError("this name is ckptd's own", where=name, hint="register it under another name")
+    if not tree.is_text(name):
+        raise CkptdError(f"a name {tree.NO_TEXT}", where=tree.printable(name))
     kind = _kind(value)
     if kind == "nest" or (name == EXTRA and type(value) is dict):
         inside.append(_Box(name, value, _contents(value)))

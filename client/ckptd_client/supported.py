@@ -10,6 +10,7 @@ from torch import Tensor
 from ckptd.core.errors import CkptdError
 from ckptd_client import apart, dtypes
 from ckptd_client.naming import loaded, local_of
+from ckptd_client.tree import UNBIND
 
 _FSDP2 = "shard with fully_shard (FSDP2) instead"
 _OWN = "its state lies in flat buffers of its own, each rank with other cuts"
@@ -68,6 +69,15 @@ def check_made(key: str, tensor: Tensor) -> None:
 def check_memory(key: str, tensor: Tensor) -> None:
     """Raises CkptdError for what cannot be copied as bytes."""
     local = local_of(tensor)
+    if local.is_nested:
+        raise CkptdError("a nested tensor cannot be copied as memory", where=key, hint=f"register a list of its {UNBIND}")
+    if type(local) is not Tensor and local.layout == torch.strided:
+        kind = type(local).__name__
+        raise CkptdError(
+            f"a {kind} cannot be saved: of a subclass without __tensor_flatten__ nobody knows what else belongs to it", where=key,
+            hint="give the class __tensor_flatten__ and __tensor_unflatten__, register as_subclass(torch.Tensor) of it, or leave it"
+            " out with exclude=",
+        )  # fmt: skip
     if type(local) is not Tensor or local.layout != torch.strided:
         kind = f"{type(local).__name__} ({local.layout})"
         raise CkptdError(f"a {kind} cannot be copied as memory", where=key, hint="leave it out with exclude=")

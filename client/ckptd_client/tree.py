@@ -36,6 +36,8 @@ NUMPY_DTYPE = re.compile(r"[<>|=][?bBiufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[A-Za-z]{1
 REMEDY = (
     "turn it into numbers, strings, lists, dicts or tensors in state_dict(), or leave it out with exclude="
 )
+UNBIND = "parts, unbind()"
+NO_TEXT = "is no text: it holds half of a surrogate pair, as file names do that are no UTF-8; os.fsencode() makes bytes of it"
 TakeTensor = Callable[
     [str, Tensor], str
 ]  # (path inside the tree, tensor) -> key of the fragment that will hold it
@@ -94,6 +96,8 @@ class _Encoder:
         return msgpack.ExtType(code, body)
 
     def _tensor(self, value: Tensor) -> msgpack.ExtType:
+        if value.is_nested:
+            raise _Unfit(f"a nested tensor cannot be saved: save a list of its {UNBIND}")
         if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             raise _Unfit(f"a {type(value).__name__} ({value.layout}) cannot be saved")
         if value.dtype not in NAME:
@@ -250,6 +254,14 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 # --- naming what does not fit -------------------------------------------------------------------------------
+def is_text(value: str) -> bool:
+    return printable(value) == value
+
+
+def printable(value: str) -> str:
+    return value.encode("utf-8", "backslashreplace").decode()
+
+
 def find_foreign(value: Any, path: str, depth: int = 0) -> str | None:
     """A sentence about the first value that cannot be encoded, with its path; None when all can."""
     if depth > DEPTH_MAX:
@@ -262,6 +274,8 @@ def find_foreign(value: Any, path: str, depth: int = 0) -> str | None:
             if found:
                 return found
         return None
+    if isinstance(value, str) and not is_text(value):
+        return f"{printable(path)}: {value!r} {NO_TEXT}"
     if type(value) in (list, tuple, set, frozenset):
         parts = (find_foreign(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value))
         return next((part for part in parts if part), None)
