@@ -37,7 +37,6 @@ HINTS = {
     "superseded": "another start of this job took over; stop this one",
     "left": "a rank died during the restore: start the job again",
     "internal": "the daemon's log has the trace; please report it",
-    "load": "restore() again, or start the processes anew; do not train with what is registered",
     "damage": "`ckptd status` names the damaged copies; an older step may be asked for with restore(step=...)",
 }
 DIRTY = "rank {rank} had begun to write when the rest of its slices could not be had, its objects are dirty: {what}"

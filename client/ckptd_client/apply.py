@@ -43,14 +43,15 @@ class Objects:
         problems: list[str] = []
         for name, owner in self._named():
             try:
-                self.trees[name] = self._decode(name, owner)
+                self.trees[name] = self._untied(name, owner, self._decode(name, owner))
             except (ValueError, KeyError, TypeError, CkptdError) as error:
                 problems.append(f"{name}: {error}")
         problems += self._check_groups() + self._check_values()
         self._born = self._find_born(problems)
         if problems:
             raise CkptdError(
-                "state cannot be restored: " + grouped(problems), hint="see strict=False and only="
+                "state cannot be restored: " + grouped(problems),
+                hint="register and group them as they were when the snapshot was taken, or use only= or strict=False",
             )
 
     def _named(self) -> Iterator[tuple[str, Owner | None]]:
@@ -81,6 +82,14 @@ class Objects:
             raise CkptdError("the daemon did not bring it", where=name)
         return tree.decode(self._memory.blob(place), self._find)
 
+    def _untied(self, name: str, owner: Owner | None, tree_: Any) -> Any:
+        """What was saved for a parameter counts for all that were tied to it then."""
+        if owner is None or owner.kind != "optimizer" or name.endswith("." + resolve.BESIDE):
+            return tree_
+        of = tree_["of"] if name.endswith("." + resolve.GROUPS) else tree_
+        of |= {alias: of[key] for alias, key in self._catalogue.aliases.items() if key in of and alias not in of}
+        return tree_
+
     def _find(self, key: str) -> Tensor:
         return self._wanted.inside[key]
 
@@ -90,7 +99,10 @@ class Objects:
             groups = self.trees.get(f"{owner.name}.{resolve.GROUPS}")
             if groups is not None:
                 problems += optim.check_groups(owner, self._state.params, groups)
-        return problems
+        if self._wanted.strict:
+            return problems
+        self._wanted.left_out += problems  # these groups keep what they have
+        return []
 
     def _check_values(self) -> list[str]:
         found = ((owner, self.trees[owner.name]) for owner in self._registry.of_kind("value") if owner.name in self.trees)

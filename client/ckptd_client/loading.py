@@ -16,6 +16,7 @@ from ckptd_client.load import Memory, check_pieces, check_volumes, copy_pieces, 
 from ckptd_client.wants import Wanted
 
 Decode = Callable[[dict[str, Any], Memory], Objects]
+UNTIE = "untie them until after restore(), as they were when the snapshot was taken, or say with only= whose value counts"
 
 
 class Loading:
@@ -59,7 +60,7 @@ class Loading:
         check_volumes(self._targets, self._volumes, sorted(self._aside))
         problems = unequal(self._targets)
         if problems:
-            raise CkptdError(grouped(problems))
+            raise CkptdError(grouped(problems), hint=UNTIE)
         self.objects = self._decode(plan, memory)
 
     def _note(self, plan: dict[str, Any]) -> None:

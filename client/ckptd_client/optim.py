@@ -195,7 +195,7 @@ def apply_groups(
 ) -> None:
     """Set each group's hyperparameters to what was saved for its parameters; tensors are written in place.
 
-    Call ``check_groups`` first. ``write``: (target, source) copies.
+    Those that ``check_groups`` names keep what they have. ``write``: (target, source) copies.
     """
     for group, values in _wanted_groups(owner, known, tree):
         for name, value in values.items():
@@ -216,13 +216,23 @@ def check_groups(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[s
     for index, (group, keys) in enumerate(_keys_of_groups(owner, known)):
         missing = [key for key in keys if key not in tree["of"] and hyperparameters(group)]
         problems += [f"{owner.name}: no hyperparameters for {key}" for key in missing]
-        saved = {tree["of"][key] for key in keys if key in tree["of"]}
-        first = min(saved, default=0)
-        if any(not same(tree["groups"][first], tree["groups"][other]) for other in saved):
-            problems.append(
-                f"{owner.name}: group {index} mixes parameters saved with different hyperparameters"
-            )
+        problems += _mixed(owner, index, keys, tree)
     return problems
+
+
+def _mixed(owner: Owner, index: int, keys: list[str], tree: Mapping[str, Any]) -> list[str]:
+    some: dict[int, str] = {}  # of each group that they were saved in
+    for key in keys:
+        if key in tree["of"]:
+            some.setdefault(tree["of"][key], key)
+    (first, one), *others = some.items() or ((-1, ""),)
+    for number, key in others:
+        mine, its = tree["groups"][first], tree["groups"][number]
+        names = sorted(name for name in {*mine, *its} if not same(mine.get(name), its.get(name)))
+        if names:
+            text = f"group {index} mixes parameters saved with different hyperparameters ({', '.join(names)})"
+            return [f"{owner.name}: {text}: {one} and {key}"]
+    return []
 
 
 def _wanted_groups(
@@ -230,7 +240,7 @@ def _wanted_groups(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     for group, keys in _keys_of_groups(owner, known):
         index = next((tree["of"][key] for key in keys if key in tree["of"]), None)
-        if index is not None:
+        if index is not None and not _mixed(owner, 0, keys, tree):
             yield group, tree["groups"][index]
 
 

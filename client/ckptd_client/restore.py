@@ -30,7 +30,7 @@ from ckptd_client.world import World
 
 REASON_CHARS_MAX = 12_000  # must fit a frame, whatever its characters
 DIRTY = "wholly or partly written, and not by all ranks alike"
-DIRTY_HINT = "restore() again, or start the processes anew; do not train with what is registered"
+DIRTY_HINT = "do not train with what is registered: mend the cause and restore() again, or start the processes anew"
 
 log = logging.getLogger("ckptd")
 
@@ -152,7 +152,7 @@ class Restore:
             if not isinstance(error, CkptdError | FailpointError | ValueError | OSError):
                 log.exception("ckptd client: loading the snapshot")
             dirty = ", its objects are dirty" if loading.dirty else ""
-            reason = f"rank {self._world.rank}{dirty}: {error}"[:REASON_CHARS_MAX]
+            reason = f"rank {self._world.rank}{dirty}: {_told(error)}"[:REASON_CHARS_MAX]
             seconds = loading.load_s + time.monotonic() - began
             self._session.link.send(wire.Loaded(message.round, False, reason, seconds))
             return
@@ -201,6 +201,13 @@ class Restore:
             what = f"{what}; the objects registered on rank {self._world.rank} are dirty: {DIRTY}"
             hint = hint or DIRTY_HINT
         return CkptdError(what, where=where, hint=hint)
+
+
+def _told(error: Exception) -> str:
+    """In one line, with its remedy: another rank raises it with words of its own behind."""
+    if not isinstance(error, CkptdError):
+        return str(error) or type(error).__name__
+    return error.what + (f" [{error.where}]" if error.where else "") + (f"; {error.hint}" if error.hint else "")
 
 
 def current_state(registry: Registry) -> State:

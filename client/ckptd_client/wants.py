@@ -76,6 +76,7 @@ class Wanted:
     problems: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # problems that strict=False passes over
     partial: bool = False  # nobody asked for all of the snapshot
+    strict: bool = True
     notes: list[str] = field(default_factory=list)
     first: int = 0  # so many targets are no registered tensors: compared with others, or inside of objects
 
@@ -112,9 +113,11 @@ class _Matcher:
         self._registry, self._state, self._catalogue, self._world = registry, state, catalogue, world
         self._only = only or (lambda key: True)
         self._containers = registry.containers()
-        self.result = Wanted(partial=only is not None or not strict)
+        self.result = Wanted(partial=only is not None or not strict, strict=strict)
         self._claimed: set[str] = set()
-        self._made: dict[tuple[str, torch.device], Tensor] = {}  # optimizer state that is born here, by its key in the snapshot
+        # Optimizer state that is born here: by its key in the snapshot, device, and parameter where each has its own.
+        self._made: dict[tuple[str, torch.device, str], Tensor] = {}
+        self._untied: set[str] = set()  # parameters that were saved under the name of another one
         self._tensors()
         self._tied()
         self._gradients()
@@ -221,7 +224,7 @@ class _Matcher:
         saved once, under the name of the first."""
         here = {entry.key: entry.key for entry in self._state.params.values()}
         here.update({alias: canonical for alias, canonical in self._state.aliases if canonical in here})
-        found: dict[str, dict[str, str]] = {}
+        heads: dict[str, dict[str, str]] = {}  # the same by its name when it was saved
         prefix = owner.name + "."
         own = ((key, key) for key, (_, _, role) in self._catalogue.tensors.items() if role == "optim")
         shared = ((key, source) for key, source in self._catalogue.aliases.items() if source in self._catalogue.tensors)
@@ -230,8 +233,25 @@ class _Matcher:
             while "." in head:
                 head = head.rpartition(".")[0]
                 if head in here:
-                    found.setdefault(here[head], {})[key[len(prefix) + len(head) + 1 :]] = source
+                    heads.setdefault(head, {})[key[len(prefix) + len(head) + 1 :]] = source
                     break
+        return self._of_tied(owner, heads, here)
+
+    def _of_tied(self, owner: Owner, heads: dict[str, dict[str, str]], here: dict[str, str]) -> dict[str, dict[str, str]]:
+        """What was saved for one parameter is of all that are untied here; of those that are tied here one may have state."""
+        found: dict[str, dict[str, str]] = {}
+        for head in sorted(heads, key=lambda head: head != here[head]):
+            key = here[head]
+            if key not in found:
+                found[key] = heads[head]
+                continue
+            self._claimed.update(heads[head].values())
+            self._problem(f"{owner.name}: {key} is tied to {head} here, and each was saved with a state of its own")
+        for key in set(here.values()) - found.keys():
+            other = self._catalogue.aliases.get(key)
+            if other in found:
+                found[key] = found[other]
+                self._untied.add(key)
         return found
 
     def _state_of(
@@ -248,7 +268,7 @@ class _Matcher:
                 self._problem(f"{owner.name}.{key}.{path}: not in the snapshot")
         for path, source in saved.items():
             tensor = present.get(path)
-            made = (source, parameter.device)
+            made = (source, parameter.device, key if key in self._untied else "")
             if tensor is None and made in self._made:
                 new.tensors[path] = self._made[made]  # shared with another parameter, as it was
                 continue
