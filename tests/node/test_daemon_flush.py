@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.machine.steward import flush
+from ckptd.core.machine.steward import flush, grants
 from ckptd.daemon import durable, retention
 from ckptd.daemon.server import FLUSH_THREADS_MAX
 from ckptd.persist.commits import list_commits
@@ -303,3 +303,18 @@ async def test_one_cause_of_failing_flushes_is_one_line_of_the_log_and_a_count(
     said = [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()]
     assert [line.partition(", ")[0] for line in said] == ["job=0/rig flush failed", "job=0/rig alarm=flush"], said
     assert "step 1 of epoch 1" in said[0] and "SnapshotId" not in caplog.text
+
+
+async def test_memory_for_one_slot_goes_from_snapshot_to_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P14: a budget for one; nobody asks for a flush, and the rank waits for a later step."""
+    monkeypatch.setattr(grants, "RETURN_S", 0.1)
+    async with rig(storage_root=tmp_path, memory_budget="8MiB") as house:
+        rank = house.rank()
+        rank.join("a")
+        await rank.heard(wire.Ready)
+        for step in (1, 2, 3):
+            await eventually(lambda: len(house.shell().seats.slots) == 1)
+            if step > 1:
+                rank.say(wire.Called(step, True))  # must=True
+            await rank.sealed(step)
+        assert committed(house) == [1, 2]
