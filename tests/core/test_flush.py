@@ -268,14 +268,16 @@ def test_what_fills_the_only_slot_is_flushed_and_gives_it_to_the_next() -> None:
     """P14: no newer one could ever release it."""
     node = with_one_slot()
     node.others["b"].state(1, 7, free=0)
-    node.tick(FULL_S)
+    node.tick(RETURN_S)
     assert step_of(node) is None, "slots may be on their way back"
     node.tick(1.0)
     assert step_of(node) == 7
     written(node)
-    mark = node.mark
     committed(node)
-    node.tick()
+    node.tick(FULL_S - RETURN_S - 2.0)
+    assert node.level(7) == 1, "memory is the nearer source, and storage is not to be kept busy"
+    mark = node.mark
+    node.tick(2.0)
     fallen = next(c for c in node.certificates("b", mark) if c.level < 0)
     assert (fallen.snapshot, fallen.durable, fallen.releases) == (at(7), True, (at(7),)), "said before its memory goes (P2)"
     node.others["b"].held(fact(7, 1), lost=True)
@@ -290,6 +292,10 @@ def test_a_rank_that_waits_for_its_step_gets_the_only_slot_soon() -> None:
     node.feed(ev.RankProgress(0, 9, asks=True))
     node.tick(RETURN_S + 1.0)
     assert step_of(node) == 7
+    written(node)
+    committed(node)
+    node.tick()
+    assert node.level(7) == -1
 
 
 def test_what_is_durable_stays_in_memory_while_there_is_a_slot_for_the_next() -> None:

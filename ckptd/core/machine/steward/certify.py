@@ -171,7 +171,7 @@ class Certify:
                 self._let_go(state, "spent")
             elif state.certified and not guards.follows(state):
                 best = max(best, guards.worth(state))
-        if self.blocked():
+        if self.blocked() and self._grants.presses():
             written = (state for state in certified if state.certified and guards.written_out(state))
             oldest = min(written, key=lambda state: state.snapshot, default=None)
             if oldest is not None:

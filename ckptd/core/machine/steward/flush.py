@@ -112,7 +112,7 @@ class Flushing:
             return kept
         asked = self._asked_for(usable)
         if asked is None and self._certify.blocked():
-            return usable[0]  # its slots are wanted, and only storage can take it over
+            return usable[0]  # its slots will be wanted, and only storage can take it over
         return asked or (newest if self._due(newest) else None)
 
     def _asked_for(self, usable: list[SnapshotState]) -> SnapshotState | None:

@@ -23,7 +23,7 @@ from ckptd.core.written import Written, merged
 REPEAT_S = 1.0  # an unanswered grant or void is said again after this
 REFUSED_PAUSE_S = 0.25  # after a grant that a rank could not even take: at once again would only spin
 FULL_S = 60.0  # without a free slot on some rank, while every rank trains: what nobody is sure to need must go
-RETURN_S = 5.0  # the same, where a rank waits for its step: what was released is known to be free before that
+RETURN_S = 5.0  # the same, and no slot is on its way back: what was released is known to be free before that
 STUCK_S = 60.0  # a rank that neither seals nor misses, long after the step went by
 
 
@@ -212,8 +212,12 @@ class Grants:
         return self._full_for() > FULL_S
 
     def held_up(self) -> bool:
-        """As full(), and sooner where a rank waits for a step of its own: no slot is on its way back."""
-        return self._full_for() > (FULL_S if self._asked() is None else RETURN_S)
+        """The same for a shorter time: no slot is on its way back."""
+        return self._full_for() > RETURN_S
+
+    def presses(self) -> bool:
+        """A slot is wanted: for long enough, or a rank waits for a step of its own."""
+        return self.full() or (self.held_up() and self._asked() is not None)
 
     def gets_room(self) -> None:
         """A slot is on its way back."""

@@ -87,7 +87,7 @@ class Guards:
         return lacking and not self._awaited(state) and not self.needed(state)
 
     def written_out(self, state: SnapshotState) -> bool:
-        """It is durable, and the oldest such while a rank has no slot for a newer one and no copies are under way to free one."""
+        """It is durable, and the oldest such while a rank has long had no slot for a newer one, and no copies are under way."""
         return state.durable and not self.needed(state)
 
     def returned_in_part(self, state: SnapshotState) -> bool:
