@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,19 @@ def test_a_node_that_was_away_when_its_job_was_forgotten_supersedes_nothing(node
     world = nodes.world([second, first], JOB)
     assert together(world, "restore") == [None, None], "proven fresh: the operator had it forgotten"
     assert first.job(JOB)["epoch"] > epoch
+
+
+def test_a_node_that_was_stopped_when_its_job_was_forgotten_forgets_it_too(nodes: Cluster) -> None:
+    """It saw no link go and had nothing to say, so it claimed level 1 for as long as it lived."""
+    first, second = nodes.several(2)
+    for trainer in protected(nodes, first, second):
+        trainer.kill()
+    until_life("orphaned", first, second)
+    second.signal_daemon(signal.SIGSTOP)
+    said = first.cli("forget", JOB)
+    second.signal_daemon(signal.SIGCONT)
+    assert said.returncode == 0 and f"no answer from {second.name}" in said.stdout, said
+    until_life("forgotten", first, second)
 
 
 def test_memory_of_a_dead_job_goes_to_the_next_one_and_comes_back_from_storage(nodes: Cluster) -> None:
