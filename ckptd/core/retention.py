@@ -40,8 +40,9 @@ def keep(
     """(kept, doomed), both oldest first.
 
     record: the newest epoch. Only what may be restored after it (its own steps, ancestors up to each fork) counts as one of
-    the last; a commit of an abandoned branch goes, however new. None: every commit counts. Nothing goes while no restorable
-    commit is verified, nor when there is a commit of a later epoch than ``record``: then we are the stale ones.
+    the last; a commit of an abandoned branch goes once the job has a verified one after it. None: every commit counts. Nothing
+    goes while no restorable commit is verified, nor when there is a commit of a later epoch than ``record``: then we are the
+    stale ones.
     """
     ordered = sorted(commits, key=lambda commit: commit.snapshot)
     restorable = [commit for commit in ordered if record is None or record.is_candidate(commit.snapshot)]
@@ -54,9 +55,8 @@ def keep(
     kept: list[CommitInfo] = []
     doomed: list[CommitInfo] = []
     for commit in ordered:
-        own = commit.snapshot in branch
-        unproven = own and not commit.verified and commit.snapshot > good[-1]
-        stays = commit.keep or commit.snapshot in last or unproven or (own and _nth(commit, policy))
+        nth = commit.snapshot in branch and _nth(commit, policy)
+        stays = commit.keep or commit.snapshot in last or commit.snapshot > good[-1] or nth
         (kept if stays else doomed).append(commit)
     return kept, doomed
 

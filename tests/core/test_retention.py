@@ -39,10 +39,12 @@ def test_only_what_was_read_back_counts() -> None:
 def test_an_abandoned_branch_goes_but_never_instead_of_the_fork() -> None:
     """Epoch 2 went on from step 50; step 100 of epoch 1 is newer by number and restores nothing."""
     record = epoch(2, ancestry=[SnapshotId(1, 50)])
-    kept, doomed = keep([commit(50), commit(100)], Policy(keep_last=1), record)
-    assert (steps(kept), steps(doomed)) == ([50], [100])
-    kept, doomed = keep([commit(50), commit(100, kept=True), commit(60, 2)], Policy(keep_last=1), record)
-    assert (steps(kept), steps(doomed)) == ([100, 60], [50])
+    kept, doomed = keep([commit(40), commit(50), commit(100)], Policy(keep_last=1), record)
+    assert (steps(kept), steps(doomed)) == ([50, 100], [40]), "until the new line has one: its user may want it back"
+    kept, doomed = keep([commit(50), commit(100), commit(60, 2, verified=False)], Policy(keep_last=1), record)
+    assert (steps(kept), steps(doomed)) == ([50, 100, 60], [])
+    kept, doomed = keep([commit(50), commit(90), commit(100, kept=True), commit(60, 2)], Policy(keep_last=1), record)
+    assert (steps(kept), steps(doomed)) == ([100, 60], [50, 90])
 
 
 def test_a_stale_daemon_deletes_nothing() -> None:

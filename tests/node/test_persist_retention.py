@@ -147,12 +147,13 @@ def test_when_all_are_damaged_all_stay(storage: PosixStorage, world: World) -> N
 
 
 def test_a_branch_that_was_left_goes(storage: PosixStorage, world: World) -> None:
-    """Epoch 2 forked from step 20: the steps of epoch 1 beyond it can never be restored again, however new."""
+    """Epoch 2 forked from step 20: the steps of epoch 1 beyond it can never be restored again. Until it has a checkpoint of its own
+    they can still be copied (P15: docs/OPERATIONS.md)."""
     claim_epoch(storage, JOB, epoch_record(1))
     fill(storage, world)
     claim_epoch(storage, JOB, epoch_record(2, ancestry=(SnapshotId(1, 20),)))
     now(storage, Policy(keep_last=3))
-    assert steps_left(storage) == [10, 20]
+    assert steps_left(storage) == list(STEPS)
     fill(storage, world, (30, 40), epoch=2)
     now(storage, Policy(keep_last=3))
     assert [info.snapshot for info in list_commits(storage, JOB)] == [
@@ -369,7 +370,7 @@ def test_what_a_newer_epoch_needs_is_not_deleted_any_more(meanwhile: Meanwhile) 
         "none of its branch was read back yet"
     )
     now(meanwhile, Policy(keep_last=1))
-    assert steps_left(meanwhile) == [20]
+    assert steps_left(meanwhile) == [20, 30, 40], "the branch that was left stays until the new one has a checkpoint"
 
 
 def test_an_epoch_without_a_claim_retains_nothing(meanwhile: Meanwhile) -> None:
