@@ -9,13 +9,16 @@ import msgpack
 
 from ckptd.core.errors import CkptdError
 
+ALL = "all"  # in the place of all ranks
+
 
 @dataclass(frozen=True)
 class Catalogue:
-    """tensors: key -> (dtype, shape, role); objects: names; per_rank: "t:key" and "o:name" that differ between ranks."""
+    """tensors: key -> (dtype, shape, role); objects: name -> the ranks that saved it, None: all; per_rank: "t:key" and "o:name"
+    that differ between ranks."""
 
     tensors: dict[str, tuple[str, tuple[int, ...], str]]
-    objects: frozenset[str]
+    objects: dict[str, frozenset[int] | None]
     per_rank: frozenset[str]
     aliases: dict[str, str] = field(default_factory=dict)
     world: int = 1
@@ -32,7 +35,7 @@ class Catalogue:
             tensors = {key: (row[0], tuple(row[1]), row[2]) for key, row in rows.items()}
             return Catalogue(
                 tensors,
-                frozenset(body["objects"]),
+                {name: None if ranks == ALL else frozenset(ranks) for name, ranks in body["objects"].items()},
                 frozenset(body["per_rank"]),
                 dict(body["aliases"]),
                 body["world"],
@@ -46,6 +49,11 @@ class Catalogue:
             return key
         other = self.aliases.get(key)
         return other if other in self.tensors else None
+
+    def saved_by(self, name: str, rank: int | None) -> bool:
+        """This object, by this rank; None: by every one."""
+        ranks = self.objects.get(name, frozenset())
+        return ranks is None or (len(ranks) == self.world if rank is None else rank in ranks)
 
     def is_per_rank(self, kind: str, name: str) -> bool:
         return f"{kind}:{name}" in self.per_rank

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ckptd.core.box import Box
 from ckptd.core.machine.waiting import shown
-from ckptd_client import dtypes, gradients, nested, optim, resolve, rng, tree
+from ckptd_client import apart, dtypes, gradients, modules, nested, optim, resolve, rng, tree
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.claims import family_of
 from ckptd_client.entries import Entry, Mode, Owner, State
@@ -28,6 +28,8 @@ from ckptd_client.world import World
 
 ALWAYS = frozenset({rng.NAME, resolve.META})
 UNREGISTERED = "in the snapshot, but nobody registered it"
+FORGOTTEN = "in the snapshot, saved by this rank, but not registered on it now"
+OF_MODULES = (modules.EXTRA, modules.SAVED, apart.FORMS)  # last parts of the names of their objects
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,7 +297,7 @@ class _Matcher:
             for name in resolve.optional_names(owner):
                 if name in self._catalogue.objects and self._only(name):
                     self._object(owner, name)
-        for name in ALWAYS & self._catalogue.objects:
+        for name in ALWAYS & self._catalogue.objects.keys():
             if self._only(name):
                 self.result.objects.append(name)
 
@@ -346,16 +348,29 @@ class _Matcher:
             self.result.objects.append(resolve.META)
 
     def _leftover(self) -> None:
-        """What another rank registered and this one did not (another stage, an average on rank 0) is for that one to miss."""
-        left = self._left_over()
-        others = [name for name in left if self._world.of_others(family_of(name))]
+        """What another rank registered and this one did not (another stage, an average on rank 0) is for that one to miss, unless
+        this rank is known to have saved it."""
+        others = []
+        for name in self._left_over():
+            if not self._world.of_others(family_of(name)):
+                self._problem(f"{name}: {UNREGISTERED}")
+            elif self._had(name):
+                self._problem(f"{name}: {FORGOTTEN}")
+            else:
+                others.append(name)
         if others:
             self.result.notes.append(f"{shown(others)}: in the snapshot, not registered on this rank, left to others")
-        for name in sorted(set(left).difference(others)):
-            self._problem(f"{name}: {UNREGISTERED}")
+
+    def _had(self, name: str) -> bool:
+        """Objects have ranks, and each optimizer has one, its groups. What belongs to modules may have moved to another stage."""
+        if name.rpartition(".")[2] in OF_MODULES:
+            return False
+        rank = self._world.rank if self._catalogue.world == self._world.size else None
+        owners = (name.partition(tree.REF_MARK)[0], *(f"{above}.{resolve.GROUPS}" for above in _above(name)))
+        return any(owner not in self._claimed and self._catalogue.saved_by(owner, rank) for owner in owners)
 
     def _left_over(self) -> list[str]:
-        saved = [*self._catalogue.tensors, *(self._catalogue.objects - ALWAYS)]
+        saved = [*self._catalogue.tensors, *(self._catalogue.objects.keys() - ALWAYS)]
         excluded = [owner for owner in self._registry.owners.values() if owner.include or owner.exclude]
         return [
             name
@@ -376,3 +391,9 @@ class _Matcher:
 
 def _target(source: str, part: Slice, local: Tensor) -> Target:
     return Target(source, part.dtype, part.shape, part.box, part.view(local))
+
+
+def _above(name: str) -> list[str]:
+    """All that a name begins with, up to a dot."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]

@@ -426,6 +426,7 @@ FIRST |= {
     "compiled step": compiled_step_is_fenced,
     "moments of eight bits": moments_of_eight_bits,
     "an average on rank zero": lambda: registrations.average_on_rank_zero(connect, until_durable, refusal),
+    "an optimizer forgotten": lambda: registrations.optimizer_forgotten_on_one_rank(connect, until_durable, refusal),
     "parts of a dict": lambda: registrations.parts_of_a_dict(connect, until_durable),
     "stages undeclared": lambda: registrations.stages_undeclared(connect, until_durable),
 }

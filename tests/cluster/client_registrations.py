@@ -45,6 +45,24 @@ def average_on_rank_zero(connect: Connect, until_durable: Callable[..., None], r
         assert "scheduler: in the snapshot, but nobody registered it" in why and "ema" not in why, why
 
 
+def optimizer_forgotten_on_one_rank(
+    connect: Connect, until_durable: Callable[..., None], refusal: Callable[[Client], str]
+) -> None:
+    """It had one when it saved; that another rank has one again is no excuse."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(40, 40))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 40)).sum().backward()
+    optimizer.step()
+    with connect("apart_forgotten", model=model, optimizer=optimizer, extra={"n": 1}) as client:
+        client.restore()
+        until_durable(client, client.snapshot(1, must=True))
+    rest: dict[str, Any] = {} if dist.get_rank() == 1 else {"optimizer": optimizer, "extra": {"n": 0}}
+    with connect("apart_forgotten", model=model, **rest) as client:
+        why = refusal(client)
+        assert "extra.n" in why and "optimizer." in why and "(8 in all)" in why, why
+        assert "saved by this rank, but not registered on it now" in why, why
+
+
 def parts_of_a_dict(connect: Connect, until_durable: Callable[..., None]) -> None:
     """A dict that holds other tensors on each rank: what it holds elsewhere does not come here."""
     rank = dist.get_rank()

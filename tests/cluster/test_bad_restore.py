@@ -47,7 +47,7 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(nodes: Cluster) -> None
     refused(world, "other", *shapes, "F32[128, 64] here, F32[64, 64] in the snapshot", "register the same objects")
     refused(world, "double", *shapes, "F64[64] here, F32[64] in the snapshot")
     refused(world, "head", "head.weight, head.bias: not in the snapshot (2 in all)")
-    refused(world, "model", "in the snapshot, but nobody registered it", "extra.loader", "and 15 more")
+    refused(world, "model", "in the snapshot, saved by this rank, but not registered on it now", "extra.loader", "and 15 more")
     # A step that is not there, and one that nobody can have: named, not hung up on.
     anew(world, ["plain", "plain"])
     for error in together(world, "restore", step=77):

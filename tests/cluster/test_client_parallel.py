@@ -27,7 +27,7 @@ LAUNCH_TIMEOUT_S = 150
 SOCKETS = (
     "ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "wrapped", "tears", "tears_without_fence", "tears_without_reshard", "per_rank",
     "two_groups", "sub_mesh", "stages", "batch_norm", "batch_norm_declared", "before", "compiled", "eight_bits", "audited",
-    "apart", "apart_stages", "apart_parts",
+    "apart", "apart_stages", "apart_parts", "apart_forgotten",
 )  # fmt: skip
 FIRST = (
     "ddp to fsdp", "fsdp to hsdp", "hsdp to tp", "tp to fsdp_tp", "fsdp_tp to wrapped", "wrapped to plain", "tears",
@@ -35,7 +35,7 @@ FIRST = (
     "declared over stages", "batch norm", "batch norm declared", "registered before it is wrapped",
     "one rank without a daemon",
     "mismatch of one rank", "compiled step", "moments of eight bits", "an average on rank zero", "stages undeclared",
-    "parts of a dict",
+    "parts of a dict", "an optimizer forgotten",
 )  # fmt: skip
 SECOND = (
     "ddp into two as tp", "fsdp into two as fsdp", "hsdp into two as ddp", "tp into two as fsdp", "fsdp_tp into two as fsdp",
