@@ -250,13 +250,13 @@ def test_members_sit_where_least_of_what_was_placed_moves(redundancy: Redundancy
 
 
 def test_outsiders_that_hold_something_or_may_are_remembered() -> None:
-    known = replace(BEFORE, nodes=(A, B, C, member("d"), member("e")), ranks=tuple("abcde"))
+    known = replace(BEFORE, nodes=(A, B, C, member("d"), member("e")), ranks=tuple("abce"))
     node = Elect(known).start()
     node.answer("b", *BOTH, known=known, done=True)
     node.answer("c", BOTH[0], known=known, done=True)
     node.answer("d", known=known)
     node.tick(2.5)
-    assert node.claim.holders == (C, member("e")), "node d holds nothing; node e did not answer"
+    assert node.claim.holders == (C, member("e")), "node d has nothing; node e did not answer"
 
 
 def test_a_member_of_an_epoch_that_goes_on_until_this_one_opens_is_remembered() -> None:
@@ -266,6 +266,19 @@ def test_a_member_of_an_epoch_that_goes_on_until_this_one_opens_is_remembered() 
     node.answer("c", known=known, done=True)
     node.answer("d", known=known, done=True)
     assert node.claim.holders == (C,), "node d has no ranks"
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_member_of_an_epoch_that_is_being_opened_elsewhere_is_remembered(heard: bool) -> None:
+    """P1: it trains as soon as it has loaded, and this start may be given up before anybody hears of it: the next one would
+    ask nobody who trained, and take the job for fresh."""
+    other = replace(BEFORE, number=9, nonce="other", nodes=(C, member("d")), ranks=("c", "c"))
+    node = Elect(durable=True).start()
+    node.feed(ev.DurableRead("now", True, other))
+    node.answer("b")
+    node.answer("c", known=other if heard else None, incarnation=C.incarnation, never=heard)
+    node.answer("d", known=other)
+    assert (node.claim.number, node.claim.holders) == (10, (C,)), "node d has no ranks"
 
 
 # --- the claim --------------------------------------------------------------------------------------------------------

@@ -229,7 +229,8 @@ def _ancestry(lineage: EpochRecord | None, snapshot: SnapshotId) -> tuple[Snapsh
 
 def _holders(gather: Gather) -> tuple[NodeInfo, ...]:
     """Outsiders that hold something, did not answer although they were members of the last epoch, or have ranks in an epoch
-    that goes on until this one opens, which may be never: what it takes until then is known to them alone."""
+    that goes on until this one opens, which may be never: what it takes until then is known to them alone. It may have been
+    claimed and not begun yet: not even they have heard of it, or their ranks are still loading."""
     members = {node.node for node in gather.nodes}
     last = gather.newest()
     recent = {node.node for node in last.nodes} if last is not None else set()
@@ -237,10 +238,9 @@ def _holders(gather: Gather) -> tuple[NodeInfo, ...]:
         info
         for node, info in sorted(gather.asked.items())
         if node not in members
-        and (_holds_or_trains(node, gather.answers[node]) if node in gather.answers else node in recent)
+        and (_holds_or_trains(node, gather.answers[node], last) if node in gather.answers else node in recent)
     )
 
 
-def _holds_or_trains(node: str, answer: Inventory) -> bool:
-    trains = answer.done and answer.known is not None and node in answer.known.ranks
-    return bool(answer.holdings) or trains
+def _holds_or_trains(node: str, answer: Inventory, last: EpochRecord | None) -> bool:
+    return bool(answer.holdings) or any(record is not None and node in record.ranks for record in (answer.known, last))
