@@ -274,9 +274,12 @@ class Oracle:
 
     # --- epochs -------------------------------------------------------------------------------------------------
     def persisted(self, host: Host, record: EpochRecord) -> None:
-        """P12: no way back to an older epoch, no two records of one number."""
-        before = max(host.record.number if host.record is not None else 0, host.state.durable.number)
-        if record.number <= before or record.number < host.tombstone.epoch:
+        """P12: no way back to an older epoch, no two records of one number. A node that has forgotten one and could not write that
+        down may enter the same one again."""
+        known = host.record.number if host.record is not None else 0
+        before, written = max(known, host.state.durable.number), host.state.durable.record
+        again = host.record is None and record == written
+        if (record.number <= before and not again) or record.number < host.tombstone.epoch:
             raise Broken(f"P12 {host.name} went from epoch {before} to {record.number}")
 
     def claims(self, host: Host, record: EpochRecord) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 
 import pytest
 
 from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.core.life import Tombstone
 from ckptd.core.messages import Inventory
 from ckptd.core.redundancy import Parity, Replicas
 from tests.sim import field
+from tests.sim.broken import Broken
 from tests.sim.decisions import Told
+from tests.sim.disk import Written
 from tests.sim.evidence import OBJECTS_BYTES, Evidence, Piece
 from tests.sim.training import Model, Origin, begin
 from tests.sim.world import World
@@ -161,6 +165,18 @@ def test_what_flipped_bits_took_before_it_was_durable_is_not_waited_for() -> Non
     world.store.up = True
     world._finish()
     assert not world.store.commits and world.oracle.counts["nothing left of the last start"]
+
+
+def test_an_epoch_that_was_forgotten_may_be_entered_again_where_that_could_not_be_written_down() -> None:
+    """Only the same one (seed 448859062621)."""
+    world = World(1)
+    host = next(iter(world.hosts.values()))
+    ran = EpochRecord(3, "a1", (host.name,), (host.info,))
+    host.state.durable, host.tombstone = Written(ran), Tombstone(3)
+    world.oracle.persisted(host, ran)
+    for other in (replace(ran, nonce="a2"), replace(ran, number=2)):
+        with pytest.raises(Broken, match="went from epoch 3"):
+            world.oracle.persisted(host, other)
 
 
 def test_an_epoch_that_only_a_silent_node_could_know_excuses_a_refusal() -> None:
