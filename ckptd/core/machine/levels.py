@@ -20,7 +20,7 @@ class Levels:
     def __init__(self, ctx: Context, slots: Slots) -> None:
         self._ctx, self._slots = ctx, slots
         self.told: dict[SnapshotId, Certificate] = {}
-        self.released: dict[SnapshotId, None] = {}  # their memory went for a newer one
+        self.released: dict[SnapshotId, tuple[str, int]] = {}  # their memory went for a newer one; session and serial that said so
 
     def on_certificate(self, message: Certificate) -> None:
         """A later serial about the same snapshot replaces an earlier one; a new session begins to count anew."""
@@ -29,13 +29,14 @@ class Levels:
             return  # it was on its way when the snapshot became void
         if before is not None and before.session == message.session and message.serial < before.serial:
             return
-        if before is None or before.session != message.session:
-            self.released.pop(message.snapshot, None)  # a new steward found it held after all
+        session, serial = self.released.get(message.snapshot, (message.session, message.serial))
+        if session != message.session or serial < message.serial:
+            self.released.pop(message.snapshot, None)  # somebody brought copies back, and it is held after all
         self.told[message.snapshot] = message
         if before is None or _said(before) != _said(message):
             self._ctx.emit(TellLevel(message.snapshot, message.level, message.wanted, message.durable))
         for snapshot in message.releases:
-            self.released[snapshot] = None
+            self.released[snapshot] = message.session, message.serial
             self._slots.release(snapshot)
         while len(self.released) > RELEASED_KEPT_MAX:
             del self.released[min(self.released)]
