@@ -184,3 +184,16 @@ def test_a_steward_that_finds_the_grave_on_storage_forgets_the_job() -> None:
     node = Node("a", record_of("ab", number=EPOCH + 2), Policy(durable=True), running=False)
     done = node.feed(DurableRead("", True, node.record, (), forgotten=EPOCH + 1))
     assert only(done, Bury) == [], "it has begun anew since"
+
+
+def test_a_state_directory_that_did_not_work_proves_nothing() -> None:
+    """P1: epoch 4 was declared, ran on one node and sealed something there; that node could not write it down and was rebooted, so
+    it knew of epoch 3 (simulator, seed 448859060253 of that day)."""
+    ran, declared = (EpochRecord(n, str(n), ("a",), (A,), before=(-1, ())) for n in (3, 4))
+    gather = Gather("z", ("a",), (A,), 0.0)
+    gather.joined, gather.asked = {0: RestoreAsk()}, {"a": A}
+    gather.durable, gather.records = DurableRead("z", True, declared), [ran, declared]
+    gather.answers = {"a": Inventory("z", ran, (), incarnation="a#2")}
+    assert decide(gather, 5, (), {}).record is None
+    gather.answers = {"a": Inventory("z", ran, (), incarnation="a#1")}
+    assert decide(gather, 5, (), {}).record is not None, "it lives since before epoch 3, and never entered the next one"

@@ -157,7 +157,7 @@ def _proven_fresh(gather: Gather) -> bool:
         return False
     if gather.tombstone.ordered and max((r.number for r in gather.records), default=0) <= gather.tombstone.ordered:
         return True  # all there was, the operator had forgotten
-    last = gather.lineage()
+    last = gather.lineage(proven=True)
     if last is None:
         return all(record.before[0] < 0 for record in gather.records)
     return not last.ancestry and _remembers_nothing(gather, last)

@@ -54,11 +54,12 @@ class Gather:
     def newest(self) -> EpochRecord | None:
         return max(self.records, key=lambda record: record.number, default=None)
 
-    def lineage(self) -> EpochRecord | None:
-        """The newest epoch that took effect. One that certainly never completed its restore left nothing behind; what
-        was decided upon before it counts, or what trained meanwhile without its knowledge (two starts, a partition)."""
+    def lineage(self, *, proven: bool = False) -> EpochRecord | None:
+        """The newest epoch that took effect. One that never completed its restore left nothing behind; what was decided upon before
+        it counts, or what trained meanwhile without its knowledge (two starts, a partition). ``proven``: the state directory of a
+        process that has been restarted is no witness, as it may have failed when the epoch was to be written down."""
         record = self.newest()
-        while record is not None and self._never_ran(record):
+        while record is not None and self._never_ran(record, proven):
             record = self._trained_between(record) or self._before(record)
         return record
 
@@ -75,12 +76,12 @@ class Gather:
         between = [r for r in self.records if record.before[0] < r.number < record.number and r.number in trained]
         return max(between, key=lambda record: record.number, default=None)
 
-    def _never_ran(self, record: EpochRecord) -> bool:
+    def _never_ran(self, record: EpochRecord, proven: bool) -> bool:
         """A member with ranks knows that they did not load, or never entered it: then nobody can have completed it."""
         if any(snapshot.epoch == record.number for snapshot in self.heard_of()):
             return False
         members = [node for node in record.nodes if node.node in record.ranks and node.node in self.answers]
-        return any(_did_not_load(self.answers[node.node], record, node.incarnation) for node in members)
+        return any(_did_not_load(self.answers[node.node], record, node.incarnation, proven) for node in members)
 
     def bury(self, tombstone: Tombstone) -> None:
         """What nodes know and hold up to there was forgotten by the operator's word; what storage has of it stays."""
@@ -127,12 +128,13 @@ def _without(answer: Inventory, ordered: int) -> Inventory:
     return replace(answer, holdings=holdings, certified=certified)
 
 
-def _did_not_load(answer: Inventory, record: EpochRecord, incarnation: str) -> bool:
+def _did_not_load(answer: Inventory, record: EpochRecord, incarnation: str, proven: bool) -> bool:
     """incarnation: of the process that the record was made with. While it lives it remembers what it has entered; another
     one that knows of no epoch may have forgotten it. So may one that had let the job go (core.life.Tombstone)."""
+    lives = bool(incarnation) and answer.incarnation == incarnation
     if answer.known is None:
-        return bool(incarnation) and answer.incarnation == incarnation and answer.buried < record.number
-    return answer.known.number < record.number or (answer.never and answer.known == record)
+        return lives and answer.buried < record.number
+    return (answer.known.number < record.number and (lives or not proven)) or (answer.never and answer.known == record)
 
 
 class Gathering:
