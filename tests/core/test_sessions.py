@@ -427,16 +427,6 @@ def test_a_new_steward_is_told_where_the_ranks_are_although_they_stand_still(nod
     assert [(m.rank, m.step, m.asks) for m in told] == [(1, 7, 7)]
 
 
-def test_a_hello_is_a_word_of_the_steward(node: Member) -> None:
-    node.order(msg.Heard(EPOCH, "s1", 1))
-    node.tick(SILENT_LEAST_S)
-    node.hello("s1")
-    node.order(msg.Heard(EPOCH, "s1", 2))
-    mark = node.mark
-    node.tick(SILENT_LEAST_S)
-    assert node.said(msg.Inventory, since=mark) == []
-
-
 def test_a_node_without_a_session_looks_for_one_when_it_has_something_to_say() -> None:
     node = Node("b", record_of("abc"), POLICY, running=False)
     node.tick(5.0)

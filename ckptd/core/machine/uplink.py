@@ -67,8 +67,6 @@ class Uplink:
     # --- the session --------------------------------------------------------------------------------------------
     def on_hello(self, sender: str, hello: StewardHello) -> None:
         """Answered with an inventory, unless a steward earlier in the succession is up."""
-        if sender == self.steward:
-            self._heard_at = self._ctx.now
         if hello.nonce == self.session and sender == self.steward:
             self._turn = max(self._turn, hello.turn)
             self.tell_inventory()  # it was not sure whether we are still the same
