@@ -17,7 +17,6 @@ from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, 
 POLICY = Policy(replicas=1, durable=False, steward_timeout_s=4.0)
 
 
-
 def steward() -> Steward:
     return Steward(record_of(), POLICY)
 
@@ -95,6 +94,16 @@ def test_another_process_that_takes_up_a_session_begins_a_new_one() -> None:
     b.state(1, 9)
     assert steps_heard(node) == 9
     assert node.machine.steward.sessions.stays("b"), "it says so again, or it stays"
+
+
+def test_what_a_process_said_whose_inventory_never_came_is_not_taken_for_the_next_ones_word() -> None:
+    """The next one's own words of the same numbers, a sealed slot among them, would be old ones again."""
+    node = steward()
+    b = node.others["b"]
+    b.tell(msg.RankState(EPOCH, 1, 8, 2), session=node.said(msg.StewardHello, "b")[-1].nonce, serial=1)
+    b.tell_inventory(incarnation="b#2")
+    b.state(1, 3)
+    assert steps_heard(node) == 3
 
 
 def test_a_repeated_fact_is_acknowledged_again() -> None:

@@ -69,8 +69,8 @@ class Sessions:
             self.invite(sender)  # another process took up the session, and counts from zero: all that it says would be old
             return
         seat.owes = True
-        if fact.serial < seat.expected:
-            return
+        if fact.serial < seat.expected or seat.expected == 0 < fact.serial:
+            return  # which process says it only its inventory tells, which comes first; what came before that is said again
         seat.early[fact.serial] = fact
         while seat.expected in seat.early:
             ready = seat.early.pop(seat.expected)
