@@ -18,6 +18,7 @@ from tests.sim.broken import Broken
 from tests.sim.decisions import Told
 from tests.sim.disk import Written
 from tests.sim.evidence import OBJECTS_BYTES, Evidence, Piece
+from tests.sim.oracle import Promise
 from tests.sim.training import Model, Origin, begin
 from tests.sim.world import World
 
@@ -149,6 +150,14 @@ def test_one_wrong_byte_is_not_held() -> None:
     assert oracle.truth(snapshot) == 0
 
 
+def flip_all(world: World) -> None:
+    for host in world.hosts.values():
+        for mem in host.memory.values():
+            if mem.payload and mem.snapshot is not None:
+                mem.payload = bytes([mem.payload[0] ^ 1]) + mem.payload[1:]
+                world.oracle.damaged(host, mem.snapshot)
+
+
 def test_what_flipped_bits_took_before_it_was_durable_is_not_waited_for() -> None:
     """No copy was asked for, and each snapshot was released for the next (seed 427503274467)."""
     world = next(w for w in map(World, range(1, 300)) if w.policy.durable and not w.policy.tolerates and len(w.everyone) == 1)
@@ -157,14 +166,24 @@ def test_what_flipped_bits_took_before_it_was_durable_is_not_waited_for() -> Non
     assert world.clock.run(30.0, lambda: len(world.oracle.certified_ever) >= 3)
     world.started.stopped = True
     world.clock.run(world.clock.now + 5.0)
-    for host in world.hosts.values():
-        for mem in host.memory.values():
-            if mem.payload and mem.snapshot is not None:
-                mem.payload = bytes([mem.payload[0] ^ 1]) + mem.payload[1:]
-                world.oracle.damaged(host, mem.snapshot)
+    flip_all(world)
     world.store.up = True
     world._finish()
     assert not world.store.commits and world.oracle.counts["nothing left of the last start"]
+
+
+def test_what_storage_alone_has_needs_no_copies() -> None:
+    """Its memory was given up for that, as no slot was free for a newer one (seed 460000002731)."""
+    world = next(w for w in map(World, range(1, 100)) if w.policy.durable and w.policy.redundancy == Replicas(1))
+    world.start_without_faults()
+    assert world.clock.run(30.0, lambda: len(world.oracle.certified_ever) >= 3)
+    world._finish()
+    newest = world._newest()
+    assert newest in world.store.commits and world._protected()
+    world.oracle.promises[newest] = Promise(-1)
+    assert not world._protected(), "memory has it"
+    flip_all(world)
+    assert world._protected()
 
 
 def test_an_epoch_that_was_forgotten_may_be_entered_again_where_that_could_not_be_written_down() -> None:

@@ -258,9 +258,12 @@ class World:
         return {s for s in self.oracle.certified_ever if records[s.epoch].nonce == run.attempt}
 
     def _protected(self) -> bool:
+        """What storage alone has was given up for that, or lacks a part in memory: it is safe there."""
         newest = self._newest()
-        promise = self.oracle.promises.get(newest) if newest is not None else None
-        return newest is None or (promise is not None and promise.level >= self.wanted_now())
+        if newest is None or (newest in self.store.commits and self.oracle.truth(newest) < 0):
+            return True
+        promise = self.oracle.promises.get(newest)
+        return promise is not None and promise.level >= self.wanted_now()
 
     def _durable(self) -> bool:
         """A last capture may still have been under way: the newest one is asked for again when it changes."""
