@@ -123,3 +123,16 @@ def test_a_node_names_the_newest_question_of_its_steward() -> None:
         assert answer.turn == named
     node.hello("s2")
     assert node.said(msg.Inventory, "a")[-1].turn == 0, "another session"
+
+
+def test_who_released_something_for_itself_does_not_hear_that_it_is_held() -> None:
+    """P2: it had been its own steward for a while; then it told what it had left, and heard what had been certified before
+    (simulator, seed 448859066102 of that day)."""
+    node = steward(record_of("ab")).train().capture(7)
+    node.protect(7)
+    assert node.level(7) == 1
+    node.hear("b", msg.StewardHello(EPOCH, "its own"))
+    mark = node.mark
+    node.others["b"].tell_inventory(fact(7, 1))
+    said = [certificate.level for certificate in node.certificates("b", mark) if certificate.snapshot.step == 7]
+    assert said and set(said) == {0}, "rank 1 is on node b alone, and rank 0 on this one"

@@ -38,6 +38,7 @@ class Certify:
         self.guards = Guards(ctx, sessions, table, grants)
         self.protecting = Protecting(ctx)
         self._durable_told: dict[str, SnapshotId] = {}  # node -> newest that it knows to be durable
+        self._owed: set[str] = set()  # nodes that hear everything as soon as it is weighed
         self._serial = 0
         self._repeated_at = -1e9
         self._rounds = 0
@@ -55,6 +56,10 @@ class Certify:
         for state in self.guards.of_a_left_lineage():  # of which of them is the better one, now that all are weighed
             self._look_at(state)
         self._release()
+        for node in sorted(self._owed):
+            for snapshot in sorted(self._table.states):
+                self.tell(node, self._table.states[snapshot])
+        self._owed.clear()
 
     def _look_at(self, state: SnapshotState) -> None:
         guards = self.guards
@@ -125,15 +130,15 @@ class Certify:
             self.tell(node, state)
 
     def tell(self, node: str, state: SnapshotState) -> None:
-        if state.certificate is not None and self._sessions.live(node):
+        """What was said before something changed may not hold any more: it waits until that is weighed (P2)."""
+        if state.certificate is not None and state.snapshot not in self._table.dirty and self._sessions.live(node):
             if state.certificate.durable:
                 self._durable_told[node] = max(state.snapshot, self._durable_told.get(node, state.snapshot))
             self._ctx.send(node, replace(state.certificate, session=self._sessions.session(node)))
 
     def tell_all(self, node: str) -> None:
         """A node that has just told what it holds hears what holds."""
-        for snapshot in sorted(self._table.states):
-            self.tell(node, self._table.states[snapshot])
+        self._owed.add(node)
 
     def heard_durable(self, node: str, snapshots: Iterable[SnapshotId]) -> None:
         """A session begins: these are what the node knows to be durable."""

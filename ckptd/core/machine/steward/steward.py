@@ -220,7 +220,6 @@ class Steward:
             if message.serial == 0:  # a later one may have crossed a release on its way
                 self.table.weigh_anew(fact.snapshot)
             self.table.add(sender, fact)
-        self.certify.name_releases()
         self.grants.newest = max(self.grants.newest, message.grant)
         if message.done and not self._done:
             self._done = True
