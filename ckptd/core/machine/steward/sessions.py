@@ -69,8 +69,8 @@ class Sessions:
             self.invite(sender)  # another process took up the session, and counts from zero: all that it says would be old
             return
         seat.owes = True
-        if fact.serial < seat.expected or seat.expected == 0 < fact.serial:
-            return  # which process says it only its inventory tells, which comes first; what came before that is said again
+        if fact.serial < seat.expected:
+            return
         seat.early[fact.serial] = fact
         while seat.expected in seat.early:
             ready = seat.early.pop(seat.expected)
@@ -100,6 +100,8 @@ class Sessions:
         seat = self.seats.get(node)
         if seat is not None:
             seat.turn, seat.established, seat.opened_at = seat.turn + 1, False, self._ctx.now
+            if not seat.expected:  # whose word it is only the inventory tells, which has not come
+                seat.early.clear()
             if self._ctx.is_up(node):
                 self._hello(node)
 
