@@ -59,18 +59,12 @@ class Forget:
     async def _forget(self, job: str, storage: bool, who: str) -> wire.Forgotten:
         """All nodes are asked before any of them forgets. Raises CkptdError."""
         epoch = await self._epoch(job, storage)
-        refused, silent = await self._order(job, epoch, look=True)
-        if (own := self._refusal(job, epoch))[0]:
-            refused.insert(0, own)
-        if refused:
-            waits = 1 + int(max(wait_s for _, wait_s in refused))
-            hint = RUNS_HINT if any(not wait_s for _, wait_s in refused) else f"ask again in {waits} s, if no rank starts"
-            raise CkptdError(f"the job is not over: {'; '.join(why for why, _ in refused)}", where=job, hint=hint)
+        await self._order(job, epoch, look=True)
         deleted = 0
         if storage and self._services.storage is not None:
             on_flush = asyncio.get_running_loop().run_in_executor
             epoch, deleted = await on_flush(self._services.flush, forget_on_storage, self._services.storage, job, epoch)
-        _, silent = await self._order(job, epoch, look=False)
+        silent = await self._order(job, epoch, look=False)
         self._here(job, epoch)
         log.info("job=%s forgotten asked_by=%s storage=%s silent=%s", job, who, storage, " ".join(silent) or "none")
         if not self._graveyard.write():
@@ -104,15 +98,22 @@ class Forget:
             self._graveyard.add(job, Tombstone(epoch, epoch).over(self._graveyard.of(job)))
 
     # --- the job's other nodes ----------------------------------------------------------------------------------
-    async def _order(self, job: str, epoch: int, *, look: bool) -> tuple[list[Refusal], list[str]]:
-        """(what nodes refuse, nodes that do not answer)."""
+    async def _order(self, job: str, epoch: int, *, look: bool) -> list[str]:
+        """Nodes that do not answer. Raises CkptdError: others, or we, refuse."""
         shell, me = self._jobs.get(job), self._services.node.node
         record = shell.record if shell is not None else None
         nodes = [n.node for n in (*record.nodes, *record.holders) if n.node != me] if record is not None else []
         answers = await asyncio.gather(*(self._ask(node, job, epoch, look) for node in nodes))
         told = list(zip(nodes, answers, strict=True))
         refused = [(f"{node}: {reply.reason}", reply.wait_s) for node, reply in told if reply is not None and reply.reason]
-        return refused, [node for node, reply in told if reply is None]
+        if (own := self._refusal(job, epoch))[0]:
+            refused.insert(0, own)
+        if refused:
+            waits = 1 + int(max(wait_s for _, wait_s in refused))
+            hint = RUNS_HINT if any(not wait_s for _, wait_s in refused) else f"ask again in {waits} s, if no rank starts"
+            what = "the job is not over" if look else "a start of it came while it was being forgotten, and goes on"
+            raise CkptdError(f"{what}: {'; '.join(why for why, _ in refused)}", where=job, hint=hint)
+        return [node for node, reply in told if reply is None]
 
     async def _ask(self, node: str, job: str, epoch: int, look: bool) -> ForgetReply | None:
         """None: no answer."""

@@ -6,8 +6,11 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ckptd.core.life import Tombstone, is_grave
 from ckptd.daemon.state import StateDir
@@ -15,6 +18,7 @@ from ckptd.persist.commits import list_commits
 from ckptd.persist.lineage import claim_epoch, newest_record
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.wire import rank as wire
+from ckptd.wire.peer import ForgetOrder, ForgetReply
 from tests.node.daemon_rig import Rig, rig
 from tests.node.links import eventually
 from tests.node.rank_child import rank_child
@@ -113,6 +117,34 @@ async def test_storage_alone_says_that_a_job_was_forgotten(tmp_path: Path) -> No
         assert (await ckptd(house, "forget", "first", "--storage"))[0] == 0
     async with rig(storage_root=tmp_path / "ckpt") as another:
         assert (await begins_anew(another)).epoch > 1
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+async def test_a_start_between_the_question_and_the_order_is_told_of(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """P15: "forgotten" was the answer, of a job that trained. The test plays the job's other node."""
+    async with rig() as house:
+        await killed(house)
+        shell, services, rank = house.shell("first"), house.daemon.services, house.rank("first")
+        assert shell.record is not None
+        shell.record = replace(shell.record, holders=(*shell.record.holders, replace(shell.record.nodes[0], node="there")))
+
+        async def told(order: ForgetOrder) -> None:
+            if not order.look and where == "here":
+                rank.join("next")
+                await eventually(lambda: shell.machine.lifetime.refusal()[0])
+            refuses = where == "there" and not order.look
+            reply = ForgetReply(order.request, "ranks of it are here" if refuses else "")
+            assert house.daemon.forget.on_message("there", FIRST, reply)
+
+        def send(node: str, job: str, message: object) -> None:
+            if isinstance(message, ForgetOrder):
+                services.spawn(told(message), "there")
+
+        monkeypatch.setattr(services, "send", send)
+        code, said = await ckptd(house, "forget", "first")
+        assert code == 1 and "a start of it came while it was being forgotten" in said and "stop its ranks" in said, said
+        assert ("there: ranks" in said) == (where == "there"), said
+        assert not shell.machine.lifetime.buried and house.daemon.arena.used_bytes > 0
 
 
 async def test_only_the_owner_and_the_operator_may(tmp_path: Path) -> None:
