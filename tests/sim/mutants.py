@@ -59,7 +59,7 @@ def grant_while_voids_are_open(machine: JobMachine) -> None:
         if grants._everyone_is_here():
             progress = max(state.step for state in grants.ranks.values())
             while grants._room() > 0:
-                grants._grant(max(progress + 1 + grants.margin.steps, grants._last_from + 1))
+                grants._grant(max(progress + 1 + grants.margin.steps, grants._untaken()))
 
     grants.act = act
 

@@ -52,7 +52,6 @@ class Grants:
         self.ranks: dict[int, RankState] = {}
         self.margin = Margin(ctx.policy.grant_margin_max_steps)
         self.newest = 0  # grant
-        self._last_from = self._last_bare = -1
         self._newest_step = -1  # that a grant of this stewardship became
         self._refused_at = -1e9
         self.refused: Missed | None = None  # the newest grant that a rank could not even take; None once all took one
@@ -63,7 +62,7 @@ class Grants:
         self.open.clear()
         self.ranks.clear()
         self.margin.clear()
-        self._last_from = self._last_bare = self._newest_step = -1
+        self._newest_step = -1
         self._full_since = None
         self.refused = None
 
@@ -227,9 +226,14 @@ class Grants:
         return -1.0 if self._full_since is None else self._ctx.now - self._full_since
 
     def _grant_ahead(self, progress: int) -> None:
-        self._last_bare = max(progress, self._last_bare) + 1
-        grant = self._grant(max(progress + 1 + self.margin.steps, self._last_from + 1))
-        grant.progress, grant.earliest = progress, self._last_bare
+        earliest = max([progress, *(grant.earliest for grant in self.open.values())]) + 1
+        grant = self._grant(max(progress + 1 + self.margin.steps, self._untaken()))
+        grant.progress, grant.earliest = progress, earliest
+
+    def _untaken(self) -> int:
+        """The first step beyond what was captured and what the grants that stand are for. Those that were given back do not count:
+        while the ranks stand still and give each one back, the next would be for a step ever further away."""
+        return max([self._newest_step, *(grant.from_step for grant in self.open.values())]) + 1
 
     def on_tick(self) -> None:
         for grant in list(self.open.values()):
@@ -287,7 +291,6 @@ class Grants:
 
     def _grant(self, from_step: int) -> Granted:
         self.newest += 1
-        self._last_from = max(self._last_from, from_step)
         grant = self.open[self.newest] = Granted(self.newest, from_step, self._ctx.now)
         self._say(grant)
         return grant
