@@ -19,6 +19,7 @@ PART = ".part"
 GONE = ".gone"
 DATA = ".safetensors"
 SIDE = ".side"
+PROBE_DIR = "preflight"  # where a daemon that starts tries out what its storage can do; no job has this name
 
 _JOB = re.compile(r"[0-9]{1,10}/[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import secrets
 
 from ckptd.core.errors import CkptdError
-from ckptd.persist.names import MANIFEST, PART, file_stem
+from ckptd.persist.names import MANIFEST, PART, PROBE_DIR, file_stem
 from ckptd.persist.storage.base import NotFound, Storage, StorageError, read_file
 
 TOKEN_BYTES_MAX = 256
-PROBE_DIR = "preflight"
 PROBE = "probe-"
 PATH_BYTES_MAX = 4096
 HINT = "ckptd needs a file system with hard links and exclusive renames (local disk, NFS, Lustre, CephFS)"

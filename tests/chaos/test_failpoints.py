@@ -77,6 +77,8 @@ def until_restored_or_refused(job: Job, waker: Waker, died: Callable[[], bool] =
 def meet_all(job: Job, marks: list[Path]) -> None:
     """Train, end, start again, until each mark is there."""
     waker, over = Waker(job), time.monotonic() + MET_S
+    early = [mark.name for mark in marks if mark.exists()]
+    assert not early, f"met before there is a job, so that nothing of it was interrupted: {early}"
     for turn in range(STARTS_MAX):
         until_back(job, waker)
         nothing = job.oracle.owed(job.generation + 1) is None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.core import failpoint
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.persist.lineage import claim_epoch, highest_epoch, newest_record
@@ -16,6 +17,7 @@ from ckptd.persist.preflight import check_tokens, place_token, probe
 from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
+from tests.chaos import points
 from tests.node.checkpoints import JOB, commit_all, epoch_record, small_world, write_all
 from tests.node.memory_tree import MemoryTree
 
@@ -159,6 +161,12 @@ def test_a_good_storage(storage: PosixStorage) -> None:
     assert probe(storage) > 0
     assert probe(MemoryStorage()) > 0
     assert [entry.name for entry in storage.list("preflight")] == []
+
+
+def test_a_probe_meets_no_failpoint(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each daemon probes its storage when it starts: trials that were to kill it in a commit, or in retention, killed it there."""
+    monkeypatch.setattr(failpoint, "_armed", dict.fromkeys(points.met(), "error"))
+    assert probe(storage) > 0
 
 
 def test_tokens_find_the_node_that_writes_elsewhere(tmp_path: Path) -> None:

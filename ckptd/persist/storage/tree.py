@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from ckptd.core.failpoint import failpoint
-from ckptd.persist.names import GONE, MANIFEST, PART
+from ckptd.persist.names import GONE, MANIFEST, PART, PROBE_DIR
 from ckptd.persist.storage.base import Entry, FileReader, FileWriter, NotFound, Pointer, Sight
 
 HIDDEN = "manifest.gone"  # what the manifest is called while its checkpoint is hidden ...
@@ -140,7 +140,7 @@ class TreeStorage(ABC):
     ) -> bool:
         for name in names:
             self._give_final_name(f"{attempt}/{name}")
-        failpoint("persist.commit.named")
+        failpoint(_of_a_checkpoint(pointer, "persist.commit.named"))
         for entry in self.entries(
             attempt
         ):  # a repeated or failed write's, which must not appear with the rest
@@ -149,15 +149,15 @@ class TreeStorage(ABC):
         for name in beside.keys() - {MANIFEST}:
             self._put_unless_swept(f"{attempt}/{name}", beside[name])
         self.sync_dir(attempt)
-        failpoint("persist.commit.synced")
+        failpoint(_of_a_checkpoint(pointer, "persist.commit.synced"))
         self._put_unless_swept(f"{attempt}/{MANIFEST}", beside[MANIFEST])
-        failpoint("persist.commit.manifest")
+        failpoint(_of_a_checkpoint(pointer, "persist.commit.manifest"))
         self.sync_dir(attempt)
         self.sync_dir(_above(pointer))
-        failpoint("persist.commit.complete")
+        failpoint(_of_a_checkpoint(pointer, "persist.commit.complete"))
         if not self.move_dir(attempt, pointer):
             return False
-        failpoint("persist.commit.visible")
+        failpoint(_of_a_checkpoint(pointer, "persist.commit.visible"))
         self.secure(_above(pointer))
         return True
 
@@ -231,7 +231,7 @@ class TreeStorage(ABC):
         gone = f"{pointer}.{secrets.token_hex(4)}{GONE}"
         if self.move_dir(pointer, gone):  # in one step, so that no stock reader meets half of it
             self.sync_dir(_above(pointer))
-            failpoint("persist.retain.moved")
+            failpoint(_of_a_checkpoint(pointer, "persist.retain.moved"))
             self.delete_tree(gone)
         return True
 
@@ -251,6 +251,11 @@ class _Put:
         size = self._out.finish()
         self._tree.sync_dir(self._directory)
         return size
+
+
+def _of_a_checkpoint(pointer: str, name: str) -> str:
+    """A storage that is probed goes the same way, with each daemon's start: who arms a failpoint means a checkpoint of a job."""
+    return "" if pointer.startswith(f"{PROBE_DIR}/") else name
 
 
 def _above(path: str) -> str:
