@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckptd.core import events as ev
 from ckptd.core import messages as msg
 from ckptd.core.machine.steward.flush import (
     ASKS_KEPT_MAX,
+    MEND_S,
 )
 from ckptd.core.machine.steward.grants import FULL_S, RETURN_S
+from ckptd.core.machine.steward.guards import KEEP_FAILURES_MAX
 from ckptd.core.machine.steward.protecting import PATIENCE_S
 from ckptd.core.machine.uplink import KNOCK_S
+from tests.core import parity_rig
 from tests.core.flushes import (
     OLD,
     alarms,
@@ -107,6 +112,39 @@ def test_of_several_marked_ones_the_oldest_is_first_in_whatever_order_they_were_
     node.others["b"].tell_inventory(*held, layouts=[layout(0), layout(1)])
     node.tick()
     assert step_of(node) == 7
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_waits_for_parity_that_nobody_makes_holds_up_no_newer_one(keep: bool) -> None:
+    """P14: the newer one never became durable while the older could be put together by nobody."""
+    node = parity_rig.steward(durable=True)
+    node.capture(7, keep=keep)
+    for to, order in parity_rig.orders(node):
+        parity_rig.make(node, to, order.part)
+    parity_rig.lose(node, "c")
+    ask(node, 7)
+    assert step_of(node) is None, "only parity brings what node c had"
+    held = [fact(8, rank, rank != 0, world=3) for rank in range(3)]
+    node.hear("b", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in (layout(rank, 3) for rank in range(3))}))
+    for one in held:
+        node.others["b"].held(one)
+    node.tick(MEND_S)
+    assert (node.machine.steward.table.states[at(7)].level, step_of(node)) == (0, 8)
+
+
+def test_a_marked_one_that_nobody_puts_together_fails_and_gives_its_slots_to_newer_ones() -> None:
+    """P14: no flush of it ever began, so none ever failed."""
+    node = parity_rig.steward(durable=True, write_timeout_s=10.0)
+    node.capture(7, keep=True)
+    for to, order in parity_rig.orders(node):
+        parity_rig.make(node, to, order.part)
+    parity_rig.lose(node, "c")
+    node.tick(9.0)
+    assert (node.machine.steward.table.states[at(7)].failures, alarms(node, "flush")) == (0, [])
+    node.tick(KEEP_FAILURES_MAX * 12.0)
+    assert node.machine.steward.table.states[at(7)].failures >= KEEP_FAILURES_MAX
+    assert "step 7: making data of parity took longer than write_timeout_s" in alarms(node, "flush")
+    assert not node.machine.steward.certify.guards.needed(node.machine.steward.table.states[at(7)])
 
 
 def test_every_so_many_steps() -> None:

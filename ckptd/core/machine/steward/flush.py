@@ -92,11 +92,12 @@ class Flushing:
         if self.flush is not None:
             self._look_after(self.flush)
         elif self._ctx.policy.durable and self._ctx.now >= self._not_before and self._sessions.settled():
-            target = self._target()
-            if target is not None:
-                self._begin(target)
+            for target in self._targets():
+                if self._begin(target):
+                    break
 
-    def _target(self) -> SnapshotState | None:
+    def _targets(self) -> list[SnapshotState]:
+        """The most wanted first: what waits for parity, perhaps for ever, holds up no other."""
         usable = [
             state
             for state in self._table.states.values()
@@ -104,25 +105,19 @@ class Flushing:
             and self._ctx.is_candidate(state.snapshot)
         ]  # fmt: skip
         usable.sort(key=lambda state: state.snapshot)
-        if not usable:
-            return None
-        kept = next((state for state in usable if state.keep), None)
-        newest = usable[-1]
-        if kept is not None:
-            return kept
-        asked = self._asked_for(usable)
-        if asked is None and self._certify.blocked():
-            return usable[0]  # its slots will be wanted, and only storage can take it over
-        return asked or (newest if self._due(newest) else None)
+        kept, others = [f for f in usable if f.keep], [f for f in usable if not f.keep]
+        wanted = self._asked_for(others)
+        if not wanted and self._certify.blocked():
+            wanted = others[:1]  # its slots will be wanted, and only storage can take it over
+        return kept + (wanted or [newest for newest in others[-1:] if self._due(newest)])
 
-    def _asked_for(self, usable: list[SnapshotState]) -> SnapshotState | None:
-        """The oldest complete snapshot that is not before the step somebody waits for."""
+    def _asked_for(self, usable: list[SnapshotState]) -> list[SnapshotState]:
+        """Complete snapshots that are not before the step somebody waits for, the oldest first."""
         done = self._durable_step()
         self.asked = {step for step in self.asked if step > done}
-        if not self.asked:
-            return None
-        step = min(self.asked)
-        return next((f for f in usable if f.snapshot.epoch == self._ctx.number and f.snapshot.step >= step), None)
+        step = min(self.asked, default=None)
+        epoch = self._ctx.number
+        return [f for f in usable if step is not None and f.snapshot.epoch == epoch and f.snapshot.step >= step]
 
     def _durable_step(self) -> int:
         """The newest of this epoch, -1: none."""
@@ -164,7 +159,8 @@ class Flushing:
         return self._alone_since is not None and self._ctx.now - self._alone_since >= grace
 
     # --- one flush ----------------------------------------------------------------------------------------------
-    def _begin(self, state: SnapshotState) -> None:
+    def _begin(self, state: SnapshotState) -> bool:
+        """False: only parity can bring a part of it, which is asked for."""
         assert state.agreement is not None, "a complete snapshot has been agreed upon"
         layouts = self._table.layouts_of(state)
         per_rank = state.agreement.per_rank
@@ -176,7 +172,9 @@ class Flushing:
             )  # a holder went while we looked, or only parity is left of a slot
             self._parities.order(state, at_once=True)
             self._not_before = self._ctx.now + MEND_S
-            return
+            self._count_wait(state)
+            return False
+        state.lacks_since = None
         self._count += 1
         me, now = self._ctx.me, self._ctx.now
         text = f"{self._ctx.number}|{state.snapshot.step}|{me.node}|{me.incarnation}|{self._count}"
@@ -187,6 +185,14 @@ class Flushing:
             self._breakpoint_told = True
             self._ctx.emit(Alarm("breakpoint", f"ranks are gone: step {state.snapshot.step} is written from memory"))
         self._order(self.flush)
+        return True
+
+    def _count_wait(self, state: SnapshotState) -> None:
+        """Parity that nobody makes is a failure as well: what was to be kept would keep its slots for ever (P14)."""
+        state.lacks_since = self._ctx.now if state.lacks_since is None else state.lacks_since
+        if self._ctx.now - state.lacks_since > self._ctx.policy.write_timeout_s:
+            state.failures, state.lacks_since = state.failures + 1, self._ctx.now
+            self._ctx.emit(Alarm("flush", f"step {state.snapshot.step}: making data of parity took longer than write_timeout_s"))
 
     def _all_clean(self) -> bool:
         return all(state.left in SAID_GOODBYE for state in self._grants.ranks.values()) and bool(self._grants.ranks)

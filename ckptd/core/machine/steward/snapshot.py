@@ -80,6 +80,7 @@ class SnapshotState:
     keep: bool = False
     durable: bool = False
     failures: int = 0  # of flushes
+    lacks_since: float | None = None  # a flush waits since then for what only parity can bring
     void: str = ""  # VOID: why. Invariant: it is there in this phase alone
     agreement: Agreement | None = None  # once every rank's layout is known and nothing is missing
     classes: Classes | None = None  # once every rank's layout is known
