@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd.core import events as ev
+from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.machine.steward.flush import (
     ASKS_KEPT_MAX,
@@ -13,6 +14,7 @@ from ckptd.core.machine.steward.flush import (
 from ckptd.core.machine.steward.grants import FULL_S, RETURN_S
 from ckptd.core.machine.steward.guards import KEEP_FAILURES_MAX
 from ckptd.core.machine.steward.protecting import PATIENCE_S
+from ckptd.core.machine.steward.steward import READ_AGAIN_S
 from ckptd.core.machine.uplink import KNOCK_S
 from tests.core import parity_rig
 from tests.core.flushes import (
@@ -27,7 +29,7 @@ from tests.core.flushes import (
     written,
     wrote,
 )
-from tests.core.machines import EPOCH, Steward, at, fact, layout
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only
 
 
 # --- what and when ----------------------------------------------------------------------------------------------------
@@ -361,3 +363,20 @@ def test_nothing_is_given_to_storage_while_copies_are_under_way() -> None:
     node.machine.steward.certify.protecting._patience_s = 2 * FULL_S
     node.tick(FULL_S + 1.0)
     assert step_of(node) is None
+
+
+def test_what_storage_did_not_say_to_a_steward_that_begins_is_asked_again() -> None:
+    """Once a failed read was over: a read that hangs is not repeated beside itself."""
+    node = steward()
+
+    def asked() -> int:
+        return len([do for do in only(node.done, ins.ReadDurable) if not do.attempt])
+
+    node.tick(3 * READ_AGAIN_S)
+    assert asked() == 1
+    node.feed(ev.DurableRead("", False, reason="EIO"))
+    node.tick(READ_AGAIN_S + 1.0)
+    assert asked() == 2
+    node.feed(ev.DurableRead("", True, node.record, (at(4),)))
+    node.tick(3 * READ_AGAIN_S)
+    assert (asked(), at(4) in node.machine.steward.table.durable) == (2, True)

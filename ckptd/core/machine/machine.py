@@ -320,8 +320,7 @@ class JobMachine:
     def _durable_read(self, event: ev.DurableRead) -> None:
         if self.lifetime.on_tombstone(event.forgotten):
             return
-        self.steward.restoring.on_durable(event)
-        self.steward.table.mark_durable(event.commits)
+        self.steward.on_durable(event)
 
     def _epoch_open(self, sender: str, message: msg.EpochOpen) -> None:
         if self.opening.is_forgotten(message.record):

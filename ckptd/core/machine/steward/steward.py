@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from ckptd.core.events import CommitDone
+from ckptd.core.events import CommitDone, DurableRead
 from ckptd.core.ids import EpochRecord
 from ckptd.core.instructions import ReadDurable
 from ckptd.core.machine.context import Context, audience, place_in_order, succession
@@ -40,6 +40,7 @@ from ckptd.core.messages import (
 )
 
 RANKS_AT_ONCE_MAX = 256  # of a job whose books are looked through after every message
+READ_AGAIN_S = 5.0  # storage that did not answer a steward that began
 PAUSE_PER_RANK_S = 5e-5  # between two looks through the books of a larger one
 
 
@@ -61,6 +62,7 @@ class Steward:
         self._done = False  # of the epoch it speaks for
         self._told_done_at = -1e9
         self._acted_at = -1e9
+        self._read_at: float | None = None  # when storage is to be asked again
 
     def life(self) -> str:
         """Of the job, by what is known of each rank; "": not yet. Who lived on a node that is lost is gone with it."""
@@ -93,6 +95,8 @@ class Steward:
         if self.active:
             self.sessions.on_tick()
             self._tell_done()
+            if self._read_at is not None and self._ctx.now >= self._read_at:
+                self._read()
             self.table.ask_layouts(self._ctx.number)
             self.grants.on_tick()
             if self.rung.on_tick():
@@ -121,7 +125,11 @@ class Steward:
         self.sessions.stop()
         self.sessions.start()
         if self._ctx.policy.durable:  # of what no memory holds any more, only storage may know
-            self._ctx.emit(ReadDurable(""))
+            self._read()
+
+    def _read(self) -> None:
+        self._read_at = None
+        self._ctx.emit(ReadDurable(""))
 
     def stop(self) -> None:
         self.active = False
@@ -242,6 +250,12 @@ class Steward:
     def on_wrote(self, sender: str, message: Wrote) -> None:
         self.flushing.on_wrote(sender, message)
         self._act()
+
+    def on_durable(self, event: DurableRead) -> None:
+        self.restoring.on_durable(event)
+        self.table.mark_durable(event.commits)
+        if not event.attempt and not event.ok:
+            self._read_at = self._ctx.now + READ_AGAIN_S
 
     def on_committed(self, event: CommitDone) -> None:
         self.flushing.on_committed(event)
