@@ -212,7 +212,7 @@ class Config(BaseSettings):
         "breakpoint_grace_s", "durable", "ranks dead, nobody back: flush memory then"
     )
     write_timeout_s: Seconds = _of_policy(
-        "write_timeout_s", "durable", "all nodes' parts of a durable checkpoint, and again for its commit"
+        "write_timeout_s", "durable", "parity that a checkpoint has to wait for, all nodes' parts of it, and again for its commit"
     )
 
     inventory_timeout_s: Seconds = _of_policy(

@@ -40,8 +40,8 @@ EDITS = (
     Edit(
         "the manifest is not synced before the directory appears",
         "persist/storage/tree.py",
-        '        failpoint("persist.commit.manifest")\n        self.sync_dir(attempt)',
-        '        failpoint("persist.commit.manifest")\n        pass',
+        '        failpoint(_of_a_checkpoint(pointer, "persist.commit.manifest"))\n        self.sync_dir(attempt)',
+        '        failpoint(_of_a_checkpoint(pointer, "persist.commit.manifest"))\n        pass',
     ),
     Edit(
         "a file is durable before its entry in the directory is",
