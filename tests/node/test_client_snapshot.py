@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from ckptd_client import CkptdError, Client, tree
+from ckptd_client.copying import Copy
+from ckptd_client.handles import Handle
 from torch import nn
 
 from ckptd.core import failpoint
@@ -161,33 +163,47 @@ def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
             assert client.wait("sealed", 30) == "durable"
 
 
-def test_a_grant_taken_back_in_mid_copy_leaves_its_slot_alone(daemon: RankDaemonDouble) -> None:
+def taken_back(daemon: RankDaemonDouble, client: Client, monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """The snapshot of step 1, whose grant is taken back in mid-copy. It is void soon: no byte is copied before it knows."""
+    run, jobs = Copy.run, client._engine._jobs
+
+    def held_up(copy: Copy, begin: int, length: int) -> None:
+        until(lambda: any(job.stop for job in list(jobs)), what="the grant is taken back")
+        run(copy, begin, length)
+
+    until(lambda: client._session.grants, what="a grant")
+    with monkeypatch.context() as held:
+        held.setattr(Copy, "run", held_up)
+        handle = client.snapshot(1)
+        assert handle.taken, handle.status
+        until(lambda: jobs[0].in_flight, what="a copy in progress")
+    daemon.take_back(jobs[0].grant)
+    return handle
+
+
+def test_a_grant_taken_back_in_mid_copy_leaves_its_slot_alone(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P6: the slot is free only when nobody writes into it any more, so GaveUp comes after the last byte."""
     training = Training()
     with connected(daemon, training) as client:
         client.restore()
         training.step()
-        failpoint.arm("capture.tensor:sleep=0.2")
-        handle = client.snapshot(1, must=True)
-        (number,) = [g for g, step in daemon._grant_steps.items() if g in daemon._members()[0].granted][:1]
-        daemon.take_back(number)
-        daemon.wait_for(lambda: daemon.voided.get(number) == "taken back: test")
-        until(lambda: handle.status == "void: taken back: test")
+        handle = taken_back(daemon, client, monkeypatch)
+        until(lambda: handle.status == "void: taken back: test", what="the snapshot is void")
+        daemon.wait_for(lambda: list(daemon.voided.values()) == ["taken back: test"])
     assert (1, 1) not in daemon.held
 
 
-def test_must_asks_for_another_capture_when_the_first_one_of_the_step_is_void(daemon: RankDaemonDouble) -> None:
+def test_must_asks_for_another_capture_when_the_first_one_of_the_step_is_void(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another rank missed it, asks, and waits for this one to ask as well: it waited its whole bound."""
     training = Training()
     with connected(daemon, training) as client:
         client.restore()
         training.step()
-        until(lambda: len(client._session.grants), what="a grant")
-        failpoint.arm("capture.tensor:sleep=0.2")
-        first = client.snapshot(1)
-        assert first.taken
-        (number,) = [g for g, step in daemon._grant_steps.items() if g in daemon._members()[0].granted][:1]
-        daemon.take_back(number)
+        first = taken_back(daemon, client, monkeypatch)
         second = client.snapshot(1, must=True)
         assert (first.status, second.taken) == ("void: taken back: test", True)
         assert second.wait("sealed", 30) == "durable"
