@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import time
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ SAVER_START_S = 1.0
 KEEP_ALL = 1_000_000
 
 
-class Contender:
+class Contender(ABC):
     """Saves one training into ``directory``. It is made before the training's state is, so that a process which it forks for
     itself shares no memory with it; begin() follows."""
 
@@ -40,20 +41,21 @@ class Contender:
     def begin(self, training: Training) -> None:
         self.training = training
 
+    @abstractmethod
     def save(self, step: int) -> bool:
         """The call that training makes. False: nothing is saved this time."""
-        raise NotImplementedError
 
     def fence(self) -> None:
         """Returns when the optimizer may write."""
+        return
 
+    @abstractmethod
     def stored(self) -> Path:
         """Returns when it says that all is stored: the directory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, where: Path) -> None:
         """What lies there, back into the training's model and optimizer."""
-        raise NotImplementedError
 
     def clean(self) -> None:
         """Nothing of the last save is left on storage."""
@@ -61,6 +63,7 @@ class Contender:
 
     def close(self) -> None:
         """Its processes and memory go."""
+        return
 
 
 class Ckptd(Contender):

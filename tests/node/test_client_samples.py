@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckptd_client import samples
+from ckptd_client import Client, samples
 from ckptd_client.copying import Copy
 from ckptd_client.entries import Owner
 from ckptd_client.samples import OnDevice, Samples
@@ -96,21 +96,27 @@ def between_the_samples(net: Pair) -> None:
     net.target.weight.data.view(-1)[samples.SAMPLE_BYTES] += 1
 
 
+def statuses_of(client: Client, net: Pair, optimizer: torch.optim.Optimizer, missed: int) -> dict[int, str]:
+    """What becomes of the snapshots of eight steps; before that of step ``missed`` a write passes between the samples."""
+    statuses = {}
+    for step in range(1, 9):
+        net.step(optimizer)
+        if step == missed:
+            between_the_samples(net)
+        handle = client.snapshot(step, must=True)
+        net.step(optimizer)  # the fence, at which an audit compares
+        statuses[step] = handle.wait("sealed", 30)
+    return statuses
+
+
 def test_what_passes_between_the_samples_makes_earlier_snapshots_doubtful_by_name(
     daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
     daemon.policy["audit_every"] = 8
     net = Pair()
     optimizer = torch.optim.SGD(net.online.parameters(), lr=0.1)
-    statuses = {}
     with begun(daemon, model=net, optimizer=optimizer) as client:
-        for step in range(1, 9):
-            net.step(optimizer)
-            if step == 5:
-                between_the_samples(net)
-            handle = client.snapshot(step, must=True)
-            net.step(optimizer)  # the fence, at which an audit compares
-            statuses[step] = handle.wait("sealed", 30)
+        statuses = statuses_of(client, net, optimizer, 5)
         problems = client.health().problems
     assert statuses[8] == "void: hidden write: model.target.weight; doubtful: the steps 3 to 7", "2 was compared"
     assert any("steps 3 to 7 may hold model.target.weight as it was earlier" in text for text in problems), problems
@@ -123,14 +129,8 @@ def test_an_audit_that_finds_nothing_clears_what_came_before(daemon: RankDaemonD
     net = Pair()
     optimizer = torch.optim.SGD(net.online.parameters(), lr=0.1)
     with begun(daemon, model=net, optimizer=optimizer) as client:
-        for step in range(1, 9):
-            net.step(optimizer)
-            if step == 7:
-                between_the_samples(net)
-            handle = client.snapshot(step, must=True)
-            net.step(optimizer)
-            status = handle.wait("sealed", 30)
-        assert status == "void: hidden write: model.target.weight; doubtful: the steps 5 to 7"
+        statuses = statuses_of(client, net, optimizer, 7)
+    assert statuses[8] == "void: hidden write: model.target.weight; doubtful: the steps 5 to 7"
 
 
 def test_samples_are_bounded_and_spread_over_the_whole_tensor() -> None:

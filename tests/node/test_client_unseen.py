@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -176,14 +175,11 @@ def test_wait_captures_no_step_late_that_a_graph_may_have_left(daemon: RankDaemo
         training.step()
         for group in training.optimizer.param_groups:
             group["capturable"] = True
-        before: dict[str, Any] = {}
         for number in (1, 2):
-            before = training.tensors()
-            client.snapshot(number)
+            assert client.snapshot(number).status.startswith("skipped")
         replayed(training)
-        client.wait("sealed", 5)
-    for ranks in daemon.held.values():
-        assert_same(ranks[0], before)
+        assert client.wait("sealed", 5) == "nothing to wait for"
+    assert daemon.held == {}
 
 
 def test_an_optimizer_that_was_captured_by_a_graph_is_not_skipped(

@@ -181,7 +181,8 @@ async def test_what_was_hidden_goes_after_its_grace_without_another_commit(
             rank.say(wire.WaitFor(step, "durable"))
             await rank.heard(wire.Level, step=step, durable=True)
         directory = tmp_path / epoch_dir(house.shell().job, 1)
-        await eventually(lambda: [path.name[-2:] for path in directory.glob("step-*")] == ["02"])
+        await eventually(lambda: len(list(directory.glob("step-*"))) == 1, what="the hidden one is gone")
+    assert [path.name[-2:] for path in directory.glob("step-*")] == ["02"]
 
 
 async def test_a_daemon_that_begins_looks_for_what_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +216,7 @@ async def test_a_full_storage_is_looked_through_for_what_may_go(tmp_path: Path, 
         monkeypatch.setattr(PosixStorage, "free_bytes", lambda self: 0 if left.exists() else free_bytes(self))
         rank.say(wire.WaitFor(1, "durable"))
         await rank.heard(wire.Level, step=1, durable=True)
+        assert not left.exists()
 
 
 async def failing(house: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, list[Any]]:

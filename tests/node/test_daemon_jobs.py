@@ -236,6 +236,7 @@ async def test_a_finished_job_keeps_its_memory_until_it_is_durable(monkeypatch: 
         rank.say(wire.WaitFor(3, "durable"))
         await eventually(lambda: house.daemon.arena.used_bytes == 0)
         await eventually(lambda: shell.job not in house.daemon.jobs)
+        assert [row["step"] for row in await shell.durable.steps()] == [3], "nothing but storage has it now"
 
 
 async def test_names_that_were_only_asked_about_are_forgotten() -> None:

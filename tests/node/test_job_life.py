@@ -54,6 +54,7 @@ async def test_the_next_job_gets_the_memory_of_one_that_was_killed_and_is_durabl
             lambda: len(house.shell("second").seats.slots) == house.daemon.services.policy.own_slots,
             what=f"slots for the next job; problems: {house.problems()}",
         )
+        assert house.shell("first").seats.slots == {}
 
 
 async def test_a_killed_job_is_not_running(tmp_path: Path) -> None:
@@ -61,7 +62,8 @@ async def test_a_killed_job_is_not_running(tmp_path: Path) -> None:
         await child.order("seal 5")
         await eventually(lambda: phase(house, "first") == "running")
         await child.kill()
-        await eventually(lambda: phase(house, "first") == "orphaned", what=f"orphaned, is {phase(house, 'first')}")
+        await eventually(lambda: phase(house, "first") != "running", what="it is not running")
+        assert phase(house, "first") == "orphaned"
 
 
 @pytest.mark.parametrize("end", ["killed", "goodbye"])
@@ -81,6 +83,7 @@ async def test_nothing_is_waited_for_where_a_job_is_over_or_begins_anew(
         rank.join("again", SMALL)
         await rank.heard(wire.Opened)
         await stays(lambda: "waiting" not in house.problems(), 0.3)  # it reads what it wants back
+        assert phase(house, "first") == "restoring"
 
 
 async def test_a_finished_job_without_storage_is_freed_after_its_linger() -> None:

@@ -77,6 +77,7 @@ async def test_the_operator_may_let_go_of_the_last_snapshot_of_an_orphan() -> No
         await stays(lambda: bool(dead.machine.slots.sealed), 0.3)  # nobody lacks memory
         house.daemon.reclaim.short(os.getuid(), 60 * MIB)
         await eventually(lambda: not dead.machine.slots.sealed and not dead.seats.slots)
+        assert house.daemon.arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("nbytes", [BIG, BIG // 2])
@@ -103,6 +104,7 @@ async def test_a_running_job_gives_nothing_however_little_there_is(tmp_path: Pat
         house.daemon.reclaim.short(os.getuid(), 60 * MIB)
         house.daemon.reclaim.short(ANOTHER, 60 * MIB)
         await stays(lambda: len(shell.seats.slots) == house.daemon.services.policy.own_slots, 0.3)
+        assert shell.machine.slots.sealed and phase(house, "lives") == "running"
 
 
 async def test_a_durable_orphan_goes_after_its_linger_although_nobody_lacks_memory(
