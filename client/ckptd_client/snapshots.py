@@ -122,6 +122,8 @@ class Snapshots:
         self._check_ready()
         grant = session.take(step, patience_s)
         if grant is None:
+            if asks:  # Until it hears otherwise the steward grants this very step, and nothing beyond it.
+                session.link.send_or_drop(wire.Called(step))
             reason, seconds = session.not_granted(step)
             self._report_waiting(step, reason, seconds)
             raise Skip(reason)

@@ -1,0 +1,105 @@
+"""Grants on the client's side (D9): late, taken back, waited for and no longer waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ckptd_client import Client
+from ckptd_client.copying import Copy
+from ckptd_client.handles import Handle
+from ckptd_client.session import NO_GRANT_YET
+
+from ckptd.wire import rank as wire
+from tests.node.client_training import Training, connected
+from tests.node.rank_daemon_double import RankDaemonDouble
+from tests.waiting import until
+
+NOT_YET = f"skipped: {NO_GRANT_YET}"
+
+
+def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
+    with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon:
+        training = Training()
+        with connected(daemon, training) as client:
+            client.restore()
+            training.step()
+            assert client.snapshot(1).status == NOT_YET
+            late = until(lambda: daemon.grant(1), what="a free slot")  # could still be taken: the state is step 1's
+            until(lambda: len(client._session.grants), what="the grant's arrival")
+            training.step()
+            daemon.wait_for(lambda: daemon.voided.get(late) == "late")
+            late = until(lambda: daemon.grant(1), what="a free slot")
+            daemon.wait_for(lambda: daemon.voided.get(late) == "late")
+            back = until(lambda: daemon.grant(2), what="a free slot")
+            daemon.take_back(back)
+            daemon.wait_for(lambda: daemon.voided.get(back) == "taken back")
+            assert client.snapshot(2).status == NOT_YET
+            until(lambda: daemon.grant(5), what="a free slot")
+            until(lambda: len(client._session.grants), what="the grant's arrival")
+            training.step()
+            assert client.snapshot(3).status == "skipped: granted ahead: the next snapshot is the first from step 5 on"
+            training.step()
+            assert client.snapshot(7).taken  # the first step >= 5 that this rank calls
+            assert client.wait("sealed", 30) == "durable"
+
+
+def taken_back(daemon: RankDaemonDouble, client: Client, monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """The snapshot of step 1, whose grant is taken back in mid-copy. It is void soon: no byte is copied before it knows."""
+    run, jobs = Copy.run, client._engine._jobs
+
+    def held_up(copy: Copy, begin: int, length: int) -> None:
+        until(lambda: any(job.stop for job in list(jobs)), what="the grant is taken back")
+        run(copy, begin, length)
+
+    until(lambda: client._session.grants, what="a grant")
+    with monkeypatch.context() as held:
+        held.setattr(Copy, "run", held_up)
+        handle = client.snapshot(1)
+        assert handle.taken, handle.status
+        until(lambda: jobs[0].in_flight, what="a copy in progress")
+    daemon.take_back(jobs[0].grant)
+    return handle
+
+
+def test_a_grant_taken_back_in_mid_copy_leaves_its_slot_alone(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P6: the slot is free only when nobody writes into it any more, so GaveUp comes after the last byte."""
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        handle = taken_back(daemon, client, monkeypatch)
+        until(lambda: handle.status == "void: taken back: test", what="the snapshot is void")
+        daemon.wait_for(lambda: list(daemon.voided.values()) == ["taken back: test"])
+    assert (1, 1) not in daemon.held
+
+
+def test_must_asks_for_another_capture_when_the_first_one_of_the_step_is_void(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank missed it, asks, and waits for this one to ask as well: it waited its whole bound."""
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        first = taken_back(daemon, client, monkeypatch)
+        second = client.snapshot(1, must=True)
+        assert (first.status, second.taken) == ("void: taken back: test", True)
+        assert second.wait("sealed", 30) == "durable"
+        assert client.snapshot(1, must=True) is second, "all ranks have it"
+        assert client.snapshot(1) is second
+    assert (1, 1) in daemon.held
+
+
+def test_who_waits_no_longer_says_so(daemon: RankDaemonDouble) -> None:
+    """The steward granted that step each second, and took back what it had granted beyond it, until the next snapshot()."""
+    daemon.granting, daemon.on_asked = "never", False
+    training = Training()
+    with connected(daemon, training, must_timeout_s=0.05) as client:
+        client.restore()
+        training.step()
+        assert client.snapshot(1, must=True).status.startswith("skipped")
+        daemon.wait_for(lambda: len(daemon.messages(wire.Called)) == 2)
+    assert [(told.step, told.asks) for told in daemon.messages(wire.Called)] == [(1, True), (1, False)]
