@@ -9,6 +9,7 @@ from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.machine.steward.flush import (
     ASKS_KEPT_MAX,
+    BACKOFF_MAX_S,
     MEND_S,
 )
 from ckptd.core.machine.steward.grants import FULL_S, RETURN_S
@@ -132,6 +133,23 @@ def test_what_waits_for_parity_that_nobody_makes_holds_up_no_newer_one(keep: boo
         node.others["b"].held(one)
     node.tick(MEND_S)
     assert (node.machine.steward.table.states[at(7)].level, step_of(node)) == (0, 8)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_often_failed_holds_up_no_newer_one(keep: bool) -> None:
+    """P14: its bits had flipped, and nothing newer ever became durable."""
+    node = steward().train().capture(7, keep=keep).protect(7)
+    ask(node, 7)
+    for _ in range(KEEP_FAILURES_MAX):
+        assert step_of(node) == 7
+        wrote(node, "b", ok=False, reason="checksum")
+        node.capture(9)
+        node.tick(BACKOFF_MAX_S)
+    assert step_of(node) == 9
+    written(node)
+    committed(node)
+    node.tick(BACKOFF_MAX_S)
+    assert step_of(node) == (7 if keep else None)
 
 
 def test_a_marked_one_that_nobody_puts_together_fails_and_gives_its_slots_to_newer_ones() -> None:
@@ -355,6 +373,21 @@ def test_a_better_protected_one_that_keeps_its_slot_from_newer_ones_is_flushed_a
     committed(node)
     node.tick()
     assert (node.level(7), node.level(8)) == (-1, 0)
+
+
+def test_what_a_declared_fresh_start_left_behind_is_flushed_and_gives_its_only_slot_to_the_new_run() -> None:
+    """P14: nobody goes on from it, so it was never flushed, and being the last of its lineage it never went."""
+    node = steward()
+    node.others["b"].tell_inventory(*(fact(5, rank, epoch=OLD) for rank in (0, 1)), layouts=[layout(0), layout(1)])
+    node.train(free=0)
+    node.slots(0, 1)
+    node.tick(RETURN_S + 1.0)
+    assert step_of(node) == 5
+    written(node)
+    committed(node)
+    mark = node.mark
+    node.tick(FULL_S)
+    assert any(at(5, OLD) in c.releases for c in node.certificates("b", mark))
 
 
 def test_nothing_is_given_to_storage_while_copies_are_under_way() -> None:

@@ -16,6 +16,7 @@ from ckptd.core.machine.context import RESEND_S, Context
 from ckptd.core.machine.ranks import SAID_GOODBYE
 from ckptd.core.machine.steward.certify import Certify
 from ckptd.core.machine.steward.grants import Grants
+from ckptd.core.machine.steward.guards import KEEP_FAILURES_MAX
 from ckptd.core.machine.steward.parity import Parities
 from ckptd.core.machine.steward.sessions import Sessions
 from ckptd.core.machine.steward.snapshot import SnapshotState
@@ -97,19 +98,21 @@ class Flushing:
                     break
 
     def _targets(self) -> list[SnapshotState]:
-        """The most wanted first: what waits for parity, perhaps for ever, holds up no other."""
-        usable = [
+        """The most wanted first: what waits for parity, perhaps for ever, holds up no other, and what failed often goes last."""
+        whole = [
             state
             for state in self._table.states.values()
             if state.level >= 0 and not state.void and not state.durable and state.agreement is not None
-            and self._ctx.is_candidate(state.snapshot)
         ]  # fmt: skip
-        usable.sort(key=lambda state: state.snapshot)
+        whole.sort(key=lambda state: state.snapshot)
+        usable = [state for state in whole if self._ctx.is_candidate(state.snapshot)]
         kept, others = [f for f in usable if f.keep], [f for f in usable if not f.keep]
         wanted = self._asked_for(others)
         if not wanted and self._certify.blocked():
-            wanted = others[:1]  # its slots will be wanted, and only storage can take it over
-        return kept + (wanted or [newest for newest in others[-1:] if self._due(newest)])
+            # Its slots will be wanted, and only storage can take it over; of a lineage that was left behind, too.
+            wanted = others[:1] or [state for state in whole if state not in usable][:1]
+        chosen = kept + (wanted or [newest for newest in others[-1:] if self._due(newest)])
+        return sorted(chosen, key=lambda state: state.failures >= KEEP_FAILURES_MAX)
 
     def _asked_for(self, usable: list[SnapshotState]) -> list[SnapshotState]:
         """Complete snapshots that are not before the step somebody waits for, the oldest first."""
