@@ -147,6 +147,17 @@ def test_a_job_that_was_let_go_after_it_had_sealed_something_is_no_fresh_start()
     assert decide(gather, 3, (), {}).record is not None, "forgotten by order"
 
 
+def test_who_let_go_of_a_start_that_had_sealed_nothing_proves_it_while_it_lives() -> None:
+    """D11: storage has the claim of that start, and the next one was refused (simulator, seed 151884273 of that day)."""
+    ran = EpochRecord(1, "x", ("a",), (A,), before=(-1, ()))
+    for incarnation, sealed, fresh in [("a#1", 0, True), ("a#1", 1, False), ("a#2", 0, False)]:
+        gather = Gather("z", ("a",), (A,), 0.0)
+        gather.joined, gather.asked = {0: RestoreAsk()}, {"a": A}
+        gather.durable, gather.records = DurableRead("z", True, ran), [ran]
+        gather.answers = {"a": Inventory("z", None, (), incarnation=incarnation, buried=1, sealed=sealed)}
+        assert (decide(gather, 1, (), {}).record is not None) is fresh
+
+
 def dug(elect: Elect, *claims: EpochRecord) -> Elect:
     """A job that sealed step 5 on both nodes, which hold it; then its grave was claimed, and whoever did that died."""
     stone = grave(OLD + 1, "forgotten")

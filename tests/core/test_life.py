@@ -286,10 +286,11 @@ def test_what_is_on_storage_outlives_the_order() -> None:
 
 
 def test_a_process_that_forgot_the_job_is_no_witness_that_an_epoch_never_ran() -> None:
-    """It knows of none, and is the process that was there when the epoch opened."""
+    """It knows of none, and is the process that was there when the epoch opened; nor is one that lost its state directory since,
+    and with it what its ranks had sealed."""
     record = replace(record_of("ab", number=OLD, nonce="before"), before=(-1, ()))
     elect = Elect(None, durable=True)
     elect.feed(ev.Restarted(None, tombstone=Tombstone(OLD)))
-    elect.start().answer("b", incarnation="b#1", buried=OLD)
+    elect.start().answer("b", incarnation="b#1", buried=OLD, sealed=OLD)
     elect.feed(ev.DurableRead("now", True, record, ()))
     assert elect.refusals() == [("now", "unrecoverable")], "it ran, and what it left is gone"

@@ -438,7 +438,7 @@ class Faults:
             self._count("bit flip")
 
     def _flip(self, mem: Mem) -> None:
-        """Only objects and fragments have sums: what lies between them is nobody's."""
+        """Only objects and fragments have sums: what lies between them is nobody's. No bit flips back."""
         assert mem.payload is not None and mem.layout is not None
         if mem.fact is not None and mem.fact.part is not None:
             at = self._bits.randrange(OBJECTS_BYTES, len(mem.payload))
@@ -447,7 +447,8 @@ class Faults:
             spans = [(start, n) for start, n in whole if n and start + n <= len(mem.payload)]
             start, n = spans[self.rng.randrange(len(whole)) % len(spans)]
             at = start + self._bits.randrange(n)
-        mem.payload = mem.payload[:at] + bytes([mem.payload[at] ^ 1]) + mem.payload[at + 1 :]
+        bit = 1 if mem.payload[at] == mem.sums[at] else 2
+        mem.payload = mem.payload[:at] + bytes([mem.payload[at] ^ bit]) + mem.payload[at + 1 :]
 
     # --- trainers that do not fit -------------------------------------------------------------------------------
     def misfit(self) -> str:

@@ -21,7 +21,7 @@ from tests.sim.training import Origin, Trail, begin, objects
 if TYPE_CHECKING:
     from tests.sim.host import Host
     from tests.sim.state import Mem
-    from tests.sim.trainer import Run
+    from tests.sim.trainer import Proc, Run
     from tests.sim.world import World
 
 BLIND_S = 4.0  # a loss may stay unnoticed by the steward for this long
@@ -398,7 +398,17 @@ class Oracle:
         if len(restored) != 1:
             raise Broken(f"P1 ranks restored different snapshots: {restored}")
         number, snapshot = run.procs[0].epoch, run.procs[0].restored
-        parent = self._trained(run, snapshot) if snapshot is not None else None
+        self._goes_on(run, number, self._trained(run, snapshot) if snapshot is not None else None)
+
+    def let_go(self, proc: Proc) -> None:
+        """Its restore() returns. A fresh start is nothing to load: it took effect although a rank may have died before it heard."""
+        if proc.epoch in self.done:
+            return
+        if proc.restored is not None:
+            raise Broken(f"P1 rank {proc.rank} trains on from {proc.restored}, which not all ranks have loaded")
+        self._goes_on(proc.run, proc.epoch, None)
+
+    def _goes_on(self, run: Run, number: int, parent: Origin | None) -> None:
         trail = self._trails[run.attempt] = begin(self.world.job, run.attempt, len(run.procs), parent)
         self.done[number] = Origin(trail, ENDLESS)
 

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.life import Tombstone
 from ckptd.core.messages import Inventory
 from ckptd.core.redundancy import Parity, Replicas
@@ -196,6 +196,30 @@ def test_an_epoch_that_was_forgotten_may_be_entered_again_where_that_could_not_b
     for other in (replace(ran, nonce="a2"), replace(ran, number=2)):
         with pytest.raises(Broken, match="went from epoch 3"):
             world.oracle.persisted(host, other)
+
+
+def test_bits_that_flipped_do_not_flip_back() -> None:
+    """The next start was expected to restore what it had found damaged (seed 151884343)."""
+    world = World(3)
+    world.start_without_faults()
+    assert world.clock.run(10.0, lambda: bool(world.oracle.certified_ever))
+    mem = next(mem for host in world.hosts.values() for mem in host.memory.values() if mem.snapshot is not None and mem.payload)
+    for _ in range(1000):
+        world.faults._flip(mem)
+        assert not mem.intact
+
+
+def test_a_declared_fresh_start_took_effect_where_one_rank_trains_whatever_became_of_another() -> None:
+    """It died before it was told, and what came before was expected of the next start (seed 151884196)."""
+    world = World(1)
+    world.start_without_faults()
+    run = world.started
+    run.procs[0].epoch = 7
+    world.oracle.let_go(run.procs[0])
+    assert 7 in world.oracle.done
+    run.procs[0].epoch, run.procs[0].restored = 8, SnapshotId(7, 1)
+    with pytest.raises(Broken, match="not all ranks have loaded"):
+        world.oracle.let_go(run.procs[0])
 
 
 def test_an_epoch_that_only_a_silent_node_could_know_excuses_a_refusal() -> None:

@@ -95,6 +95,7 @@ class Proc:
     def may_train(self) -> None:
         if not self.ready and self.loaded is not None:
             self.ready = True
+            self.world.oracle.let_go(self)
             self.run.became_ready()
 
     # --- snapshot() ---------------------------------------------------------------------------------------------

@@ -165,15 +165,17 @@ def _proven_fresh(gather: Gather) -> bool:
 
 def _remembers_nothing(gather: Gather, record: EpochRecord) -> bool:
     """A fresh start that was only declared left an older lineage behind, unless it never ran: then the witness must know that
-    it did, also when it has entered a later one since. Who let go of the job since remembers nothing at all."""
-    witnesses = [node for node in record.nodes if node.node in record.ranks and node.incarnation]
-    answers = [(node, gather.answers[node.node]) for node in witnesses if node.node in gather.answers]
-    answers = [(node, answer) for node, answer in answers if answer.buried < record.number]
+    it did, also when it has entered a later one since. Who let go of the job since remembers only in which epoch it last sealed."""
     nothing_before = record.before[0] < 0
-    return any(
-        answer.incarnation == node.incarnation and (answer.done or answer.ran == record or nothing_before)
-        for node, answer in answers
-    )
+
+    def witness(answer: Inventory) -> bool:
+        if answer.buried >= record.number:
+            return nothing_before and answer.sealed < record.number
+        return answer.done or answer.ran == record or nothing_before
+
+    members = [node for node in record.nodes if node.node in record.ranks and node.node in gather.answers]
+    answers = [gather.answers[node.node] for node in members if node.incarnation == gather.answers[node.node].incarnation]
+    return any(answer.incarnation and witness(answer) for answer in answers)
 
 
 def _errors(
