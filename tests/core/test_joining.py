@@ -117,6 +117,21 @@ def test_ranks_that_train_are_not_sent_back_by_a_daemon_that_forgot_their_epoch(
     assert not [do for do in machine.done if isinstance(do, ins.ClaimEpoch | ins.PrepareRestore)]
 
 
+def test_ranks_that_train_are_waited_with_until_somebody_knows_their_epoch() -> None:
+    """P14: neither storage nor the only peer that knew it answered for a while, the join was refused for that, and the ranks
+    trained on without a snapshot (simulator, seed 1589730227 of that day)."""
+    machine = Machine(trains=True)
+    machine.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None, trains=True)))
+    for _ in range(3):
+        machine.ticks(Policy().join_timeout_s)
+    assert not [do for do in machine.done if isinstance(do, ins.FailJoin | ins.ClaimEpoch)]
+    machine.done.clear()
+    machine.ticks(SLACK_S)
+    assert machine.sent_to("b", msg.Inventory), "it goes on asking"
+    machine.feed(ev.Received("b", msg.Stale(EpochRecord(7, "x", RANKS, NODES))))
+    assert (machine.machine.view()["phase"], set(machine.machine.ranks.here)) == ("running", {0})
+
+
 def test_ranks_that_train_in_an_epoch_that_nobody_knows_get_another_one() -> None:
     machine = Machine(trains=True)
     machine.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None, trains=True)))

@@ -287,11 +287,15 @@ class Oracle:
 
     def _decided(self, host: Host, message: msg.EpochOpen) -> None:
         """P3: what those who answered hold of a promised snapshot is not passed over."""
-        if message.record.number in self.records:
-            if self.records[message.record.number] != message.record:
-                self.counts["one number, two records"] += 1
+        number = message.record.number
+        before = self.records.get(number)
+        if before == message.record:
             return
-        self.records[message.record.number] = message.record
+        if before is not None:
+            self.counts["one number, two records"] += 1
+            if number in self.done:
+                return
+        self.records[number] = message.record  # one that never took effect counts for nothing
         told = self.decisions.of(host.name, host.life, message.record.nonce)
         assert told is not None, "nobody has asked for this epoch"
         if told.ask is None or told.ask.step is not None or "damage" in told.failures:

@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.life import Tombstone
-from ckptd.core.messages import Inventory
+from ckptd.core.messages import EpochOpen, Inventory, JoinReport
 from ckptd.core.redundancy import Parity, Replicas
 from tests.sim import field
 from tests.sim.broken import Broken
@@ -220,6 +220,23 @@ def test_a_declared_fresh_start_took_effect_where_one_rank_trains_whatever_becam
     run.procs[0].epoch, run.procs[0].restored = 8, SnapshotId(7, 1)
     with pytest.raises(Broken, match="not all ranks have loaded"):
         world.oracle.let_go(run.procs[0])
+
+
+def test_of_two_records_of_one_number_the_one_that_took_effect_counts() -> None:
+    """No storage claims numbers, and who had opened the first one was lost: its successor's snapshots were nobody's (seed
+    1589727506)."""
+    world = World(1)
+    host, oracle = next(iter(world.hosts.values())), world.oracle
+    first, second = (EpochRecord(5, nonce, (host.name,), (host.info,)) for nonce in ("a2", "a6"))
+    for record in (first, second):
+        report = JoinReport(record.nonce, record.ranks, record.nodes, (0,), None, None)
+        oracle.decisions.heard(host.name, host.life, host.name, report, None)
+        oracle.claims(host, record)
+        oracle._decided(host, EpochOpen(record.nonce, record, 5, None, False))
+        assert oracle.records[5] == record
+    oracle.done[5] = Origin(begin("job", "a6", 1, None), 9)
+    oracle._decided(host, EpochOpen("a2", first, 5, None, False))
+    assert oracle.records[5] == second
 
 
 def test_an_epoch_that_only_a_silent_node_could_know_excuses_a_refusal() -> None:

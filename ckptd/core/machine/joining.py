@@ -66,7 +66,7 @@ class Joining:
         limit = policy.join_timeout_s + policy.inventory_timeout_s
         if join.answered:  # a restore takes its own time, which is Opening's to bound; this is for one that was forgotten
             limit = RESTORE_PATIENCE * policy.restore_timeout_s
-        if self._ctx.now - join.since > limit + PATIENCE_S:
+        if self._ctx.now - join.since > limit + PATIENCE_S and not join.trains:
             self.fail("timeout", f"no answer from the steward-elect {join.ranks[0]}")
         elif self._ctx.now - join.told_at >= RESEND_S:
             self._tell(join)
@@ -82,6 +82,10 @@ class Joining:
         if answered or join.answered:
             join.since = self._ctx.now
         join.answered = answered
+
+    def trains(self, attempt: str) -> bool:
+        """Our ranks are let go already: what was known of their epoch is lost here."""
+        return self.join is not None and self.join.trains and self.join.attempt == attempt
 
     def all_here(self, attempt: str, ranks: tuple[int, ...]) -> bool:
         return self.join is not None and self.join.attempt == attempt and set(ranks) <= set(self.join.asks)

@@ -334,8 +334,7 @@ class JobMachine:
         self._leave(record.nonce)
         self.steward.restoring.overtaken(record)
         self.opening.enter(record)
-        join = self.joining.join
-        if join is not None and join.trains and join.attempt == record.nonce:
+        if self.joining.trains(record.nonce):
             # Our ranks were let into it. Whoever else was told so may have forgotten it, too, or have been away.
             self._learn_done(msg.RestoreDone(record.number, record.number))
 

@@ -16,7 +16,7 @@ from ckptd.core.instructions import Alarm, ClaimEpoch
 from ckptd.core.machine.context import RESEND_S, Context
 from ckptd.core.machine.joining import Joining
 from ckptd.core.machine.steward.decide import NOTHING_SEALED, Decision, decide, looks_torn, may_decide, spread
-from ckptd.core.machine.steward.gather import Gather, Gathering
+from ckptd.core.machine.steward.gather import FRESH_S, Gather, Gathering
 from ckptd.core.messages import (
     EpochOpen,
     Inventory,
@@ -160,8 +160,7 @@ class Restoring:
     def _running(self, gather: Gather) -> EpochRecord | None:
         """The epoch that our own ranks train in, of which this daemon, its steward, lost what it knew: a holder or storage has told
         of it. Another one would send ranks back that have no need of it."""
-        join = self._joining.join
-        if join is None or not join.trains or join.attempt != gather.attempt:
+        if not self._joining.trains(gather.attempt):
             return None
         newest = max((snapshot.epoch for snapshot in gather.heard_of()), default=0)
         ours = [r for r in gather.records if r.nonce == gather.attempt and r.number >= max(newest, self._ctx.number + 1)]
@@ -297,9 +296,13 @@ class Restoring:
 
     # --- refusing and giving up ---------------------------------------------------------------------------------
     def _refuse(self, code: str, reason: str) -> None:
-        """No epoch (or none any more): every rank of the attempt raises."""
+        """No epoch (or none any more): every rank of the attempt raises. Ranks that train wait for nothing: who knows their epoch
+        may be back later, and is asked again with their next report."""
         gather = self.gathering.gather
         assert gather is not None, "only an attempt can be refused"
+        if code in ("unreachable", "timeout") and self.restore is None and self._joining.trains(gather.attempt):
+            self.gathering.gather = None
+            return
         refused = self._refused[gather.attempt] = JoinRefused(gather.attempt, code, reason)
         for kept in (self._refused, self._seen):
             while len(kept) > REFUSALS_KEPT_MAX:
@@ -368,7 +371,8 @@ class Restoring:
         if self.gathering.complete():
             gather.since = self._ctx.now
         elif self._ctx.now - gather.since > patience:
-            missing = [str(rank) for rank in range(len(gather.ranks)) if rank not in gather.heard_at]
+            lately = {rank for rank, heard in gather.heard_at.items() if self._ctx.now - heard < FRESH_S}
+            missing = [str(rank) for rank in range(len(gather.ranks)) if rank not in lately]
             self._refuse("timeout", f"ranks {', '.join(missing)} did not join, or left again")
 
     def _look_after(self, restore: Restore) -> None:
