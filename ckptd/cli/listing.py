@@ -12,9 +12,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import local_root
 
 if TYPE_CHECKING:
-    from ckptd.core.ids import EpochRecord
     from ckptd.observe.report import ListReport, SnapshotReport
-    from ckptd.persist.storage.base import Storage
 
 
 @with_settings
@@ -40,51 +38,14 @@ def ls(
 
 def of_storage(path: Path) -> ListReport:
     """Every committed checkpoint below a storage root. Raises CkptdError when there is no such directory."""
-    from ckptd.persist.commits import list_jobs
+    from ckptd.persist.commits import list_stored
     from ckptd.persist.storage.factory import storage_at
 
     path = Path(local_root(str(path)))
     if not path.is_dir():
         raise CkptdError("no such directory", where=str(path), hint="name a storage root")
-    storage = storage_at(str(path))
-    rows: list[SnapshotReport] = []
-    errors: list[str] = []
-    for job in list_jobs(storage):
-        record = _record(storage, job, errors)
-        try:
-            rows += _of_job(storage, job, record)
-        except CkptdError as error:
-            errors.append(f"{job}: {error}")
+    rows, errors = list_stored(storage_at(str(path)), lambda job: True)
     return {"rows": rows, "errors": errors}
-
-
-def _record(storage: Storage, job: str, errors: list[str]) -> EpochRecord | None:
-    """The newest epoch, from which it shows what was left behind; without it the checkpoints are listed all the same."""
-    from ckptd.persist.lineage import newest_record
-
-    try:
-        return newest_record(storage, job)
-    except CkptdError as error:
-        errors.append(f"{job}: {error}")
-        return None
-
-
-def _of_job(storage: Storage, job: str, record: EpochRecord | None) -> list[SnapshotReport]:
-    from ckptd.persist.commits import list_commits
-
-    return [
-        {
-            "job": job,
-            "epoch": commit.snapshot.epoch,
-            "step": commit.snapshot.step,
-            "durable": True,
-            "keep": commit.keep,
-            "abandoned": record is not None and record.abandons(commit.snapshot),
-            "where": ["storage"],
-            "without": commit.without,
-        }
-        for commit in reversed(list_commits(storage, job))
-    ]
 
 
 def _table(report: ListReport) -> object:

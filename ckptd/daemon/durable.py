@@ -20,7 +20,7 @@ from ckptd.core.retention import CommitInfo
 from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
 from ckptd.persist.commit import commit
-from ckptd.persist.commits import list_commits, list_durable, list_jobs
+from ckptd.persist.commits import list_commits, list_durable
 from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, newest_record
 from ckptd.persist.pieces import HeldPiece
@@ -35,7 +35,6 @@ T = TypeVar("T")
 WRITE_SHARE = 0.5  # of write_timeout_s: by then pacing has let all bytes through
 CANCEL_PATIENCE_S = 5.0  # for a write that was called off: it notices within a few MiB, unless storage hangs
 HUNG_MAX = 2  # threads of one job that storage does not let go of; the others are for other jobs
-LIST_TIMEOUT_S = 5.0  # storage that does not answer by then: what memory holds is listed without it
 
 
 @dataclass
@@ -259,7 +258,7 @@ class Durable:
         """Snapshots in memory and on storage, newest first."""
         rows = self._in_memory()
         record = self._job.record
-        stored = await self._in_storage()
+        stored = await self._listed(list_commits)
         if stored is not None:  # its word counts: a checkpoint that memory was told of may have been deleted since
             rows = {snapshot: {**row, "durable": False} for snapshot, row in rows.items()}
         for info in stored or ():
@@ -287,45 +286,20 @@ class Durable:
 
     async def durable_now(self) -> tuple[SnapshotId, ...] | None:
         """What storage holds of this job at this moment, such that a power cut takes none of it back; None: it does not answer."""
-        storage = self._services.storage
-        if storage is None:
-            return None
-        try:
-            listing = self._services.on_disk(list_durable, storage, self._job.job, self._services.policy)
-            return tuple(info.snapshot for info in await asyncio.wait_for(listing, LIST_TIMEOUT_S))
-        except (asyncio.TimeoutError, CkptdError, OSError) as error:
-            self._services.health.report("storage", str(error) or f"no answer within {LIST_TIMEOUT_S:.0f} s")
-            return None
+        commits = await self._listed(list_durable, self._services.policy)
+        return None if commits is None else tuple(info.snapshot for info in commits)
 
-    async def _in_storage(self) -> list[CommitInfo] | None:
-        """None: there is none, or it does not answer, as health says."""
-        storage = self._services.storage
-        if storage is None:
+    async def _listed(self, call: Callable[..., list[CommitInfo]], *args: Any) -> list[CommitInfo] | None:
+        """None: there is no storage, or it does not answer, as health says."""
+        if self._services.storage is None:
             return None
         try:
-            listing = self._services.on_disk(list_commits, storage, self._job.job)
-            commits = await asyncio.wait_for(listing, LIST_TIMEOUT_S)
-        except (asyncio.TimeoutError, CkptdError, OSError) as error:
-            self._services.health.report("storage", str(error) or f"no answer within {LIST_TIMEOUT_S:.0f} s")
+            commits = await self._services.listed(call, self._services.storage, self._job.job, *args)
+        except (CkptdError, OSError) as error:
+            self._services.health.report("storage", str(error))
             return None
         self._services.health.clear("storage")
         return commits
-
-
-def stored_only(storage: Storage, wanted: Callable[[str], bool]) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """(job, row) of the checkpoints of jobs of which there may be nothing but them, and what could not be read."""
-    rows: list[tuple[str, dict[str, Any]]] = []
-    errors: list[str] = []
-    for job in filter(wanted, list_jobs(storage)):
-        try:
-            record = newest_record(storage, job)
-            for info in reversed(list_commits(storage, job)):
-                row = _row(info.snapshot, -1, 0, True, "storage", info.without)
-                left = record is not None and record.abandons(info.snapshot)
-                rows.append((job, {**row, "keep": info.keep, "abandoned": left}))
-        except (CkptdError, OSError) as error:
-            errors.append(f"{job}: {error}")
-    return rows, errors
 
 
 def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: str, without: bool = False) -> dict[str, Any]:

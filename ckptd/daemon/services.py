@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptd.arena.arena import Arena
+from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo
 from ckptd.core.layout import Layout
 from ckptd.core.life import Tombstone
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.daemon")
 T = TypeVar("T")
+
+LIST_TIMEOUT_S = 5.0  # storage that does not answer by then: what memory holds is listed without it
 
 
 @dataclass
@@ -93,6 +96,13 @@ class Services:
 
     async def on_disk(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.disk, call, *args)
+
+    async def listed(self, call: Callable[..., T], *args: Any) -> T:
+        """For people, who do not wait for storage. Raises CkptdError when it does not answer soon."""
+        try:
+            return await asyncio.wait_for(self.on_disk(call, *args), LIST_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise CkptdError(f"no answer within {LIST_TIMEOUT_S:.0f} s") from None
 
 
 def _decode(data: bytes) -> Layout:

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.life import Life
-from ckptd.daemon.durable import LIST_TIMEOUT_S, stored_only
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services
 from ckptd.observe.http import Routes
@@ -24,6 +23,7 @@ from ckptd.observe.report import (
     StatusReport,
 )
 from ckptd.observe.sight import Sight
+from ckptd.persist.commits import list_stored
 from ckptd.wire.peer import StatusAsk, StatusReply
 
 PEER_ANSWER_TIMEOUT_S = 1.0
@@ -135,23 +135,15 @@ class Status:
                     rows.append({**row, "job": job, "where": where, "life": life})  # type: ignore[typeddict-item]
             except (CkptdError, OSError) as error:
                 errors.append(f"{job}: {error}")
-        for job, row in await self._stored_only(sight, errors):
-            rows.append({**row, "job": job, "where": ["storage"], "life": ""})  # type: ignore[typeddict-item]
-        return {"rows": rows, "errors": errors}
-
-    async def _stored_only(self, sight: Sight, errors: list[str]) -> list[tuple[str, dict[str, Any]]]:
-        """Of jobs that are forgotten here, or never were here: a new start would restore it."""
         storage, known = self._services.storage, frozenset(self._jobs)
-        if storage is None:
-            return []
-        listing = self._services.on_disk(stored_only, storage, lambda job: sight.sees(job) and job not in known)
         try:
-            rows, unread = await asyncio.wait_for(listing, LIST_TIMEOUT_S)
-        except (asyncio.TimeoutError, CkptdError, OSError) as error:
-            errors.append(f"storage: {str(error) or f'no answer within {LIST_TIMEOUT_S:.0f} s'}")
-            return []
-        errors += unread
-        return rows
+            if storage is not None:  # of jobs that are forgotten here, or never were here: a new start would restore it
+                stored = self._services.listed(list_stored, storage, lambda job: sight.sees(job) and job not in known)
+                others, unread = await stored
+                return {"rows": [*rows, *others], "errors": errors + unread}
+        except (CkptdError, OSError) as error:
+            errors.append(f"storage: {error}")
+        return {"rows": rows, "errors": errors}
 
     def on_message(self, node: str, job: str, message: object) -> None:
         if isinstance(message, StatusAsk):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.core.retention import CommitInfo, keep
@@ -25,6 +29,31 @@ def list_jobs(storage: Storage) -> list[str]:
     uids = [entry.name for entry in storage.list("") if entry.is_dir and entry.name.isdigit()]
     names = [f"{uid}/{entry.name}" for uid in uids for entry in storage.list(uid) if entry.is_dir]
     return sorted(filter(is_job, names))
+
+
+def list_stored(storage: Storage, wanted: Callable[[str], bool]) -> tuple[list[Any], list[str]]:
+    """The checkpoints of these jobs, as lists show them, the newest of each first; and what could not be read. Without the record
+    that says what was left behind they are shown all the same. Raises StorageError."""
+    rows: list[Any] = []
+    errors: list[str] = []
+    for job in filter(wanted, list_jobs(storage)):
+        record = None
+        try:
+            record = newest_record(storage, job)
+        except (CkptdError, OSError) as error:
+            errors.append(f"{job}: {error}")
+        try:
+            rows += [
+                {
+                    "job": job, "epoch": info.snapshot.epoch, "step": info.snapshot.step, "durable": True, "keep": info.keep,
+                    "abandoned": record is not None and record.abandons(info.snapshot), "where": ["storage"],
+                    "without": info.without,
+                }
+                for info in reversed(list_commits(storage, job))
+            ]  # fmt: skip
+        except (CkptdError, OSError) as error:
+            errors.append(f"{job}: {error}")
+    return rows, errors
 
 
 def list_commits(storage: Storage, job: str) -> list[CommitInfo]:

@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.steward import flush, grants
-from ckptd.daemon import durable, retention
+from ckptd.daemon import durable, retention, services
 from ckptd.daemon.server import FLUSH_THREADS_MAX
 from ckptd.persist.commits import list_commits
 from ckptd.persist.names import attempt_dir, epoch_dir
@@ -270,7 +270,7 @@ async def test_lists_do_not_wait_for_storage_that_hangs(
 ) -> None:
     go = threading.Event()
     monkeypatch.setattr(durable, "list_commits", lambda *a: go.wait(20))
-    monkeypatch.setattr(durable, "LIST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(services, "LIST_TIMEOUT_S", 0.05)
     async with rig(storage_root=tmp_path, inventory_timeout_s=0.2) as house:
         rank = house.rank()
         rank.join("a", allow_fresh=True)

@@ -11,6 +11,7 @@ import pytest
 from ckptd.core import failpoint
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
+from ckptd.persist.commits import list_stored
 from ckptd.persist.lineage import claim_epoch, highest_epoch, newest_record
 from ckptd.persist.names import epochs_dir, record_path
 from ckptd.persist.preflight import check_tokens, place_token, probe
@@ -18,7 +19,7 @@ from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from tests.chaos import points
-from tests.node.checkpoints import JOB, commit_all, epoch_record, small_world, write_all
+from tests.node.checkpoints import JOB, commit_all, epoch_record, save, small_world, write_all
 from tests.node.memory_tree import MemoryTree
 
 
@@ -63,6 +64,16 @@ def test_a_claim_is_durable_whoever_made_its_directories(
         synced.clear()
         assert claim_epoch(storage, JOB, epoch_record(3)) == (True, 3)
         assert {epochs_dir(JOB), JOB, JOB.partition("/")[0], ""} <= set(synced)
+
+
+def test_checkpoints_are_listed_although_nobody_can_say_what_was_left_behind(storage: PosixStorage) -> None:
+    """A damaged claim of an epoch that committed nothing: the running daemon listed nothing of such a job."""
+    claim_epoch(storage, JOB, epoch_record(1))
+    save(storage, small_world(rows=40), SnapshotId(1, 10))
+    storage.put_if_absent(record_path(JOB, 2), b"garbage")
+    rows, errors = list_stored(storage, lambda job: job == JOB)
+    assert ([(row["step"], row["abandoned"]) for row in rows], len(errors)) == ([(10, False)], 1)
+    assert list_stored(storage, lambda job: job != JOB) == ([], [])
 
 
 def test_only_one_of_many_wins(storage: PosixStorage) -> None:
