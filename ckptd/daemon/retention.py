@@ -35,7 +35,11 @@ class Retention:
 
     def begin(self, epoch: EpochRecord) -> None:
         """Something may go, of this epoch's job. One pass sees all that is there when it begins."""
-        self._due, self._epoch = True, epoch
+        self._epoch = epoch
+        self._look()
+
+    def _look(self) -> None:
+        self._due = True
         if not self._running and self._services.storage is not None:
             self._running = True
             self._services.spawn(self._run(self._services.storage), f"retention {self._job}")
@@ -78,8 +82,8 @@ class Retention:
         done = work.result()
         self._tell(done)
         self._stop_waiting()
-        if done.waiting and self._epoch is not None and not cancelled.is_set():
-            self._again = asyncio.get_running_loop().call_later(AGAIN_S, self.begin, self._epoch)
+        if done.waiting and not cancelled.is_set():
+            self._again = asyncio.get_running_loop().call_later(AGAIN_S, self._look)
 
     def _tell(self, done: Retained) -> None:
         for problem in done.problems[:PROBLEMS_TOLD_MAX]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from ckptd.persist.retention import Retained
 from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.wire import rank as wire
+from tests.node.checkpoints import epoch_record
 from tests.node.daemon_rig import Rank, Rig, rig
 from tests.node.links import eventually
 
@@ -183,6 +185,33 @@ async def test_what_was_hidden_goes_after_its_grace_without_another_commit(
         directory = tmp_path / epoch_dir(house.shell().job, 1)
         await eventually(lambda: len(list(directory.glob("step-*"))) == 1, what="the hidden one is gone")
     assert [path.name[-2:] for path in directory.glob("step-*")] == ["02"]
+
+
+async def test_a_pass_after_the_grace_is_on_behalf_of_the_newest_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It put the epoch before in the place of the one that had committed meanwhile, whose only pass found itself superseded."""
+    go, passes = threading.Event(), list[Any]()
+
+    def waiting(*_: Any, epoch: Any, **__: Any) -> Retained:
+        passes.append(epoch)
+        if len(passes) == 2:
+            go.wait(20)
+        return Retained(waiting=True)
+
+    monkeypatch.setattr(retention, "retain", waiting)
+    monkeypatch.setattr(retention, "AGAIN_S", 0.3)
+    async with rig(storage_root=tmp_path) as house:
+        before, newest = epoch_record(1), epoch_record(2)
+        made = retention.Retention(house.daemon.services, "0/other", set(), 2)
+        made.begin(before)
+        again = await eventually(lambda: made._again)
+        made.begin(before)
+        await eventually(lambda: len(passes) == 2)
+        made.begin(newest)
+        await eventually(lambda: asyncio.get_running_loop().time() > again.when())
+        go.set()
+        await eventually(lambda: len(passes) == 3)
+        made.cancel()
+    assert passes == [before, before, newest]
 
 
 async def test_a_daemon_that_begins_looks_for_what_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
