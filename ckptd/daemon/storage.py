@@ -34,8 +34,8 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
     """
     if not root:
         return None, ""
-    known = identities(state.path)
     storage = known_storage(root, state.path, create=fresh)
+    known = storage.identity
     try:
         reach(storage, state.path)
         token = place_token(storage, node)
@@ -44,9 +44,9 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
             raise
         health.report("storage", str(error))
         return storage, ""
-    if known.get(storage.locate("")) != storage.identity:
+    if storage.identity != known:
         try:
-            state.write(IDENTITIES, msgspec.json.encode(known | {storage.locate(""): storage.identity}))
+            state.write(IDENTITIES, msgspec.json.encode(identities(state.path) | {storage.locate(""): storage.identity}))
         except OSError as error:
             if error.errno not in FULL:
                 raise

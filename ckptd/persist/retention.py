@@ -118,9 +118,7 @@ class _Pass:
             if found.sight is Sight.HIDDEN:
                 if found.hidden_s is None:  # lost with the power: the grace time begins anew
                     self._storage.hide(pointer)
-                    self._done.waiting = True
-                    continue
-                if found.hidden_s > before_s:
+                if found.hidden_s is None or found.hidden_s > before_s:
                     self._done.waiting = True
                     continue
                 if not self._may_go(snapshot):

@@ -71,4 +71,4 @@ class Complaints:
 
 def _plain(text: str) -> str:
     """One line, whatever it was made of."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text[:TEXT_CHARS_MAX].split("\n")))
+    return "".join(c if c.isprintable() else "?" for c in text[:TEXT_CHARS_MAX].replace("\n", " "))
