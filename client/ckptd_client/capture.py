@@ -15,7 +15,6 @@ from functools import partial
 from ckptd.core.failpoint import FailpointError, failpoint
 from ckptd_client import _switches, device, libc
 from ckptd_client.copying import Copy
-from ckptd_client.entries import Owner
 from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
 from ckptd_client.segments import SlotView
 from ckptd_client.statics import Statics, mark_of
@@ -198,8 +197,7 @@ class Engine:
                 found = [*job.versions.moved(), *job.of_state.moved()] if asked else []
                 job.looked, job.of_state = True, Versions((), ())
                 if any(one.behind for one in found):
-                    fenced = [(one.owner, one.key) for one in found if one.fenced]
-                    job.were_written(fenced, "written before the fence:")
+                    job.were_written([one for one in found if one.fenced], "written before the fence:")
                     job.were_stepped({one.key for one in found})
             self._changed.notify_all()
 
@@ -323,9 +321,9 @@ class Engine:
             if job.device is not None and job.enqueued:
                 sampled, compared = job.device.finish()
                 if compared:
-                    self._written_by_hand(job, [(copy.owner, copy.key) for copy in compared], sampled)
+                    self._written_by_hand(job, compared, sampled)
                 elif sampled:
-                    job.were_written([(copy.owner, copy.key) for copy in sampled], "hidden write:")
+                    job.were_written(sampled, "hidden write:")
             self._look([job])
             self._check_static(job)
             job.capture_s = time.monotonic() - job.began
@@ -358,7 +356,7 @@ class Engine:
             changed = job.content.of.differing(job.content.samples, job.content.of.read())
             moved = [job.static[at][0] for at in changed]
         if moved and not job.stop:
-            job.were_written([(copy.owner, copy.key) for copy in moved], "written while it was copied:")
+            job.were_written(moved, "written while it was copied:")
         for copy, tensor, mark in job.unproven:
             if job.stop:
                 break
@@ -389,14 +387,14 @@ class Engine:
             self.statics.forget(job.frozen)
             job.stop = f"{copy.key} is not what was kept of it: it is captured anew"
         else:
-            self._written_by_hand(job, [(copy.owner, copy.key)])
+            self._written_by_hand(job, [copy])
 
-    def _written_by_hand(self, job: Job, found: list[tuple[Owner, str]], sampled: Sequence[Copy] = ()) -> None:
+    def _written_by_hand(self, job: Job, found: Sequence[Copy], sampled: Sequence[Copy] = ()) -> None:
         """Comparing has shown it. Of what is frozen and was not ``sampled`` as such nobody knows since when."""
         job.were_written(found, "hidden write:")
         seen = {copy.key for copy in sampled}
         frozen = {copy.key for copy in (*job.held, *(copy for copy, _, _ in job.unproven))} - seen
-        if job.frozen is not None and frozen & {key for _, key in found}:
+        if job.frozen is not None and frozen & {copy.key for copy in found}:
             job.doubtful = self.statics.doubtful(job.frozen)
         if job.doubtful is not None:
             first, last = job.doubtful
@@ -425,9 +423,9 @@ def _compared(job: Job) -> tuple[list[Copy], list[Copy]]:
     return here, [copy for copy in found if id(copy) not in kept]
 
 
-def _differing(copies: list[Copy], deadline: float) -> tuple[list[tuple[Owner, str]], bool]:
+def _differing(copies: list[Copy], deadline: float) -> tuple[list[Copy], bool]:
     """Tensors that were written past the fence; did the time last for all?"""
-    found: list[tuple[Owner, str]] = []
+    found: list[Copy] = []
     for copy in copies:
         for begin, length in copy.chunks():
             if time.monotonic() > deadline:
@@ -435,6 +433,6 @@ def _differing(copies: list[Copy], deadline: float) -> tuple[list[tuple[Owner, s
             with device.aside(copy.source.device):
                 differs = copy.differs(begin, length)
             if differs:
-                found.append((copy.owner, copy.key))
+                found.append(copy)
                 break
     return found, True

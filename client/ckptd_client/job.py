@@ -10,12 +10,11 @@ from typing import Protocol
 from torch import Tensor
 
 from ckptd_client.copying import Copy
-from ckptd_client.entries import Owner
 from ckptd_client.handles import Handle
 from ckptd_client.plan import Plan
 from ckptd_client.segments import SlotView
 from ckptd_client.statics import Content, Mark
-from ckptd_client.versions import Versions
+from ckptd_client.versions import Versions, Watched
 
 NAMED_MAX = 3  # tensors in the reason of a void
 
@@ -103,11 +102,11 @@ class Job:
         self._exhausted = chunk is None
         return chunk
 
-    def were_written(self, found: Collection[tuple[Owner, str]], how: str) -> None:
-        """Void, as these keys of these owners are not what snapshot() saw. ``how``: "written before the fence", ..."""
-        for owner, key in found:
-            self.written.setdefault(owner.name, set()).add(key)
-        keys = sorted(key for _, key in found)
+    def were_written(self, found: Collection[Copy | Watched], how: str) -> None:
+        """Void, as these keys of their owners are not what snapshot() saw. ``how``: "written before the fence", ..."""
+        for one in found:
+            self.written.setdefault(one.owner.name, set()).add(one.key)
+        keys = sorted(one.key for one in found)
         more = f" and {len(keys) - NAMED_MAX} more" if len(keys) > NAMED_MAX else ""
         self.stop = self.stop or f"{how} {', '.join(keys[:NAMED_MAX])}{more}"
 
