@@ -60,7 +60,7 @@ class Objects:
             own = [*resolve.object_names(owner, self._state), *resolve.optional_names(owner)]
             yield from ((name, owner) for name in own if name in wanted)
         yield from ((name, None) for name in (rng.NAME, resolve.META) if name in wanted)
-        yield from ((born.name, None) for born in self._wanted.born if born.name in wanted)
+        yield from ((name, None) for name in self._wanted.born if name in wanted)
 
     def _decode(self, name: str, owner: Owner | None) -> Any:
         """This rank's own value, the one of all ranks, or what the owner makes of all ranks' values."""
@@ -117,22 +117,22 @@ class Objects:
         known = self.trees.get(resolve.META, {}).get("contents", {}) if self._wanted.born else {}
         containers = self._registry.containers()
         found: list[tuple[str, Any, Any]] = []
-        for born in self._wanted.born:
-            keys = [key for key in known.get(born.container, []) if f"{born.container}.{key}" == born.name]
-            container = containers[born.container]
+        for name, within in self._wanted.born.items():
+            keys = [key for key in known.get(within, []) if f"{within}.{key}" == name]
+            container = containers[within]
             if keys and (isinstance(container, dict) or keys[0] >= len(container)):
-                found.append((born.name, container, keys[0]))
+                found.append((name, container, keys[0]))
             else:
-                (self._wanted.left_out if self._wanted.partial else problems).append(f"{born.name}: {UNREGISTERED}")
+                (self._wanted.left_out if self._wanted.partial else problems).append(f"{name}: {UNREGISTERED}")
         return sorted(found, key=lambda item: (id(item[1]), item[2] if isinstance(item[1], list) else 0))
 
     # --- setting ------------------------------------------------------------------------------------------------
-    def apply(self, step: int, *, strict: bool) -> Restored:
+    def apply(self, step: int) -> Restored:
         """After the tensors are written."""
         result = Restored()
         for owner in self._registry.of_kind("optimizer"):
             beside.give_back(owner.name, owner.value, self.trees.get(f"{owner.name}.{resolve.BESIDE}", {}))
-        self._set_states(strict)
+        self._set_states()
         for parameter, gradient in self._wanted.gradients:
             parameter.grad = gradient
         for owner in self._registry.owners.values():
@@ -149,7 +149,8 @@ class Objects:
         self._set_rng(step, result)
         return result
 
-    def _set_states(self, strict: bool) -> None:
+    def _set_states(self) -> None:
+        strict = self._wanted.strict
         for new in self._wanted.states:
             odd = self.trees.get(f"{new.owner.name}.{resolve.ODD}", {}).get(optim.odd_key(new.holder.label, new.key), {})
             tensors = dict(new.tensors)

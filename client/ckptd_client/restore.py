@@ -184,13 +184,13 @@ class Restore:
     def _finish(self, loading: Loading, step: int) -> None:
         """All tensors are written."""
         assert loading.objects is not None, "decoded before the first write"
-        restored = loading.objects.apply(step, strict=self._strict)
+        restored = loading.objects.apply(step)
         restored.notes += self._wanted.notes
         for note in restored.notes:
             log.info("ckptd job %s: %s", self._session.job, note)
         left_out = self._wanted.left_out
         if left_out:
-            told = self._session.troubles.all_of("restore(strict=False)", left_out)
+            told = self._session.troubles.all_of("left out of the restore", left_out)
             log.warning("ckptd job %s: step %d was restored without %d: %s", self._session.job, step, len(left_out), told)
         restored.notes += left_out
         self._outcome.restored = restored

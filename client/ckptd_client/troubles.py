@@ -44,7 +44,7 @@ class Troubles:
             log.warning("ckptd job %s: %s", self._job, text)
 
     def pass_on(self, text: str, who: str = "the daemon says: ") -> None:
-        """What the daemon says is wrong with itself: warned of once, whatever its numbers are. It is the daemon's to keep."""
+        """Warned of once, whatever its numbers are: what the daemon says is wrong with itself, and is the daemon's to keep."""
         words = re.sub(r"\d+", "#", text)
         with self._lock:
             new = words not in self._said and len(self._said) < SAID_MAX

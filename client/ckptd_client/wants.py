@@ -60,23 +60,15 @@ class NewState:
 
 
 @dataclass
-class Born:
-    """What came into a registered dict or list after it was registered, if the snapshot says that a restore can make it."""
-
-    name: str
-    container: str
-
-
-@dataclass
 class Wanted:
     targets: list[Target] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
     states: list[NewState] = field(default_factory=list)
     gradients: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # of parameters
     inside: dict[str, Tensor] = field(default_factory=dict)  # tensors inside of objects, by key
-    born: list[Born] = field(default_factory=list)
+    born: dict[str, str] = field(default_factory=dict)  # what came into a registered dict or list later, and its name
     problems: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # problems that strict=False passes over
+    left_out: list[str] = field(default_factory=list)  # problems that strict=False passes over, or only=
     partial: bool = False  # nobody asked for all of the snapshot
     strict: bool = True
     notes: list[str] = field(default_factory=list)
@@ -343,7 +335,7 @@ class _Matcher:
                 self._inside(name, dtype, shape)
             else:
                 self._object(None, name)
-            self.result.born.append(Born(name, max(above, key=len)))
+            self.result.born[name] = max(above, key=len)
         if self.result.born and resolve.META not in self.result.objects:
             self.result.objects.append(resolve.META)
 
