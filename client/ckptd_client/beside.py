@@ -19,7 +19,7 @@ from ckptd.core.errors import CkptdError
 from ckptd_client import nested, optim, watch
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
-from ckptd_client.same import same
+from ckptd_client.same import differing
 from ckptd_client.statics import mark_of
 
 log = logging.getLogger("ckptd")
@@ -93,8 +93,7 @@ def give_back(name: str, value: Any, saved: Tree) -> None:
 
 
 def _differing(name: str, optimizer: Optimizer, extra: dict[str, Any]) -> list[str]:
-    now = _beside(name, optimizer, set()) if extra else {}
-    return [key for key, value in extra.items() if key not in now or not same(now[key], value)]
+    return differing(_beside(name, optimizer, set()), extra) if extra else []
 
 
 # --- what it keeps to itself --------------------------------------------------------------------------------
@@ -117,8 +116,7 @@ class Attributes:
     def _compare(self, name: str, optimizer: Optimizer) -> None:
         before, now = self._seen.get(optimizer, {}), _attributes(optimizer)
         self._seen[optimizer] = now
-        changed = {key for key in before.keys() & now.keys() if before[key] != now[key]}
-        new = sorted(key for key in changed if (name, key) not in self._told)
+        new = sorted(k for k in before.keys() & now.keys() if before[k] != now[k] and (name, k) not in self._told)
         self._told.update((name, key) for key in new)
         if new:
             log.warning(KEPT, self._job, name, type(optimizer).__name__, ", ".join(new))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ckptd.core.errors import CkptdError
 from ckptd_client.quiet import NoCollectives
-from ckptd_client.same import same
+from ckptd_client.same import differing
 
 SAVED = "_saved_state"  # object "<module>._saved_state"
 EXTRA = "_extra_state"  # torch's own name for what get_extra_state() gives
@@ -96,8 +96,7 @@ class SavedState:
                 self._module._load_from_state_dict(state, "", version, True, [], [], [])
 
     def _differing(self, saved: dict[str, Any]) -> list[str]:
-        now = self.get()
-        return [key for key, value in saved.items() if key not in now or not same(now[key], value)]
+        return differing(self.get(), saved)
 
 
 def _write(target: Any, value: Any) -> None:

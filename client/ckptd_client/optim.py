@@ -216,11 +216,13 @@ def check_groups(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[s
     for index, (group, keys) in enumerate(_keys_of_groups(owner, known)):
         missing = [key for key in keys if key not in tree["of"] and hyperparameters(group)]
         problems += [f"{owner.name}: no hyperparameters for {key}" for key in missing]
-        problems += _mixed(owner, index, keys, tree)
+        if how := _mixed(keys, tree):
+            problems.append(f"{owner.name}: group {index} {how}")
     return problems
 
 
-def _mixed(owner: Owner, index: int, keys: list[str], tree: Mapping[str, Any]) -> list[str]:
+def _mixed(keys: list[str], tree: Mapping[str, Any]) -> str:
+    """Says so when parameters of one group were saved with different hyperparameters; "": they were not."""
     some: dict[int, str] = {}  # of each group that they were saved in
     for key in keys:
         if key in tree["of"]:
@@ -230,9 +232,8 @@ def _mixed(owner: Owner, index: int, keys: list[str], tree: Mapping[str, Any]) -
         mine, its = tree["groups"][first], tree["groups"][number]
         names = sorted(name for name in {*mine, *its} if not same(mine.get(name), its.get(name)))
         if names:
-            text = f"group {index} mixes parameters saved with different hyperparameters ({', '.join(names)})"
-            return [f"{owner.name}: {text}: {one} and {key}"]
-    return []
+            return f"mixes parameters saved with different hyperparameters ({', '.join(names)}): {one} and {key}"
+    return ""
 
 
 def _wanted_groups(
@@ -240,7 +241,7 @@ def _wanted_groups(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     for group, keys in _keys_of_groups(owner, known):
         index = next((tree["of"][key] for key in keys if key in tree["of"]), None)
-        if index is not None and not _mixed(owner, 0, keys, tree):
+        if index is not None and not _mixed(keys, tree):
             yield group, tree["groups"][index]
 
 

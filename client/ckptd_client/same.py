@@ -30,6 +30,11 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) or bool(a != a and b != b)
 
 
+def differing(now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Names of what was saved that is not there now, or is another."""
+    return [key for key, value in saved.items() if key not in now or not same(now[key], value)]
+
+
 def _same_tensor(a: Tensor, b: Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False

@@ -71,16 +71,16 @@ def check_memory(key: str, tensor: Tensor) -> None:
     local = local_of(tensor)
     if local.is_nested:
         raise CkptdError("a nested tensor cannot be copied as memory", where=key, hint=f"register a list of its {UNBIND}")
-    if type(local) is not Tensor and local.layout == torch.strided:
+    if local.layout != torch.strided:
+        kind = f"{type(local).__name__} ({local.layout})"
+        raise CkptdError(f"a {kind} cannot be copied as memory", where=key, hint="leave it out with exclude=")
+    if type(local) is not Tensor:
         kind = type(local).__name__
         raise CkptdError(
             f"a {kind} cannot be saved: of a subclass without __tensor_flatten__ nobody knows what else belongs to it", where=key,
             hint="give the class __tensor_flatten__ and __tensor_unflatten__, register as_subclass(torch.Tensor) of it, or leave it"
             " out with exclude=",
         )  # fmt: skip
-    if type(local) is not Tensor or local.layout != torch.strided:
-        kind = f"{type(local).__name__} ({local.layout})"
-        raise CkptdError(f"a {kind} cannot be copied as memory", where=key, hint="leave it out with exclude=")
     if local.is_conj() or local.is_neg():
         call = "resolve_conj()" if local.is_conj() else "resolve_neg()"
         text = "a view that shows other values than its memory holds"

@@ -11,12 +11,14 @@ from ckptd_client.entries import Owner
 from ckptd_client.same import same
 from ckptd_client.tree import ForeignType
 
+INSIDE = (list, dict, set, torch.Generator)  # and arrays: what can be written into
+
 
 def check(owner: Owner) -> None:
     """Raises TypeError for a value that nothing could be written into: it is saved as it is now for ever, and given back to
     nobody. None is nothing to give back."""
     value = owner.value
-    if value is None or owner.replaceable or _has_inside(value):
+    if value is None or owner.replaceable or isinstance(value, INSIDE) or _is_array(value):
         return
     kind, name = type(value).__name__, owner.name
     raise ForeignType(
@@ -36,10 +38,6 @@ def give_back(owner: Owner, saved: Any) -> None:
         owner.replace(saved)
 
 
-def _has_inside(value: Any) -> bool:
-    return isinstance(value, list | dict | set | torch.Generator) or _is_array(value)
-
-
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
@@ -49,7 +47,7 @@ def _fillable(target: Any, saved: Any) -> bool:
     if _is_array(target):
         alike = _is_array(saved) and (target.dtype, target.shape) == (saved.dtype, saved.shape)
         return bool(alike and target.flags.writeable)
-    return any(isinstance(target, kind) and isinstance(saved, kind) for kind in (list, dict, set, torch.Generator))
+    return any(isinstance(target, kind) and isinstance(saved, kind) for kind in INSIDE)
 
 
 def _fill(target: Any, saved: Any) -> bool:
