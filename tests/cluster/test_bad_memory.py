@@ -7,6 +7,7 @@ import os
 from tests.cluster.damage import flip_in_file, flip_in_memory
 from tests.cluster.nodes import Cluster, TrainerError, together
 from tests.cluster.test_bad_restore import protected
+from tests.waiting import until
 
 JOB = "flip"
 QUARANTINED = f'ckptd_quarantines_total{{job="{os.getuid()}/flip",where="memory"}}'
@@ -32,7 +33,8 @@ def test_a_flipped_bit_is_found_and_another_copy_used(nodes: Cluster) -> None:
     assert first.metric(QUARANTINED) >= 1 and second.metric(QUARANTINED) == 0
     assert "slot" in first.problems()["damage"]
     # The copy that is left is hit as well: both ranks go back to the older snapshot, and are told what was passed over.
-    assert sum(flip_in_memory(node.daemon_pid(), ours) for node in (first, second)) >= 1
+    until(lambda: first.job(JOB)["level"] == 1, 60, "its copy to be made again: else it is found damaged when it is sent")
+    assert sum(flip_in_memory(node.daemon_pid(), ours) for node in (first, second)) >= 2
     world = nodes.again(world)
     assert together(world, "restore") == [2, 2]
     assert together(world, "digest") == [older, older]

@@ -76,8 +76,8 @@ async def test_the_operator_may_let_go_of_the_last_snapshot_of_an_orphan() -> No
         dead = await killed(house, "dead", BIG, durable=False)
         await stays(lambda: bool(dead.machine.slots.sealed), 0.3)  # nobody lacks memory
         house.daemon.reclaim.short(os.getuid(), 60 * MIB)
-        await eventually(lambda: not dead.machine.slots.sealed and not dead.seats.slots)
-        assert house.daemon.arena.used_bytes == 0
+        await eventually(lambda: house.daemon.arena.used_bytes == 0)
+        assert not dead.machine.slots.sealed and not dead.seats.slots
 
 
 @pytest.mark.parametrize("nbytes", [BIG, BIG // 2])
