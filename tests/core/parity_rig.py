@@ -56,8 +56,8 @@ def make(node: Steward, to: str, part: Part, step: int = 7) -> None:
         node.others[to].held(part_fact(part, step))
 
 
-def protected(node: Steward, step: int = 7) -> Steward:
-    node.capture(step)
+def protected(node: Steward, step: int = 7, *, keep: bool = False) -> Steward:
+    node.capture(step, keep=keep)
     for to, order in orders(node, step=step):
         assert not order.data
         make(node, to, order.part, step)

@@ -120,10 +120,7 @@ def test_of_several_marked_ones_the_oldest_is_first_in_whatever_order_they_were_
 @pytest.mark.parametrize("keep", [True, False])
 def test_what_waits_for_parity_that_nobody_makes_holds_up_no_newer_one(keep: bool) -> None:
     """P14: the newer one never became durable while the older could be put together by nobody."""
-    node = parity_rig.steward(durable=True)
-    node.capture(7, keep=keep)
-    for to, order in parity_rig.orders(node):
-        parity_rig.make(node, to, order.part)
+    node = parity_rig.protected(parity_rig.steward(durable=True), keep=keep)
     parity_rig.lose(node, "c")
     ask(node, 7)
     assert step_of(node) is None, "only parity brings what node c had"
@@ -154,10 +151,7 @@ def test_what_often_failed_holds_up_no_newer_one(keep: bool) -> None:
 
 def test_a_marked_one_that_nobody_puts_together_fails_and_gives_its_slots_to_newer_ones() -> None:
     """P14: no flush of it ever began, so none ever failed."""
-    node = parity_rig.steward(durable=True, write_timeout_s=10.0)
-    node.capture(7, keep=True)
-    for to, order in parity_rig.orders(node):
-        parity_rig.make(node, to, order.part)
+    node = parity_rig.protected(parity_rig.steward(durable=True, write_timeout_s=10.0), keep=True)
     parity_rig.lose(node, "c")
     node.tick(9.0)
     assert (node.machine.steward.table.states[at(7)].failures, alarms(node, "flush")) == (0, [])

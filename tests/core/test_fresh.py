@@ -19,15 +19,18 @@ A = NodeInfo("a", "tcp://a", "a", "a", "a#1")
 TRAINED = EpochRecord(1, "x", ("b",), (NodeInfo("b", "tcp://b", "b", "b", "b#1"),), before=(-1, ()))
 
 
+def alone(answer: Inventory, stored: EpochRecord | None = None, *others: EpochRecord) -> Gather:
+    """A start of one rank, on node a, which answers that; what storage says; other epochs that are known."""
+    gather = Gather("z", ("a",), (A,), 0.0)
+    gather.joined, gather.asked, gather.answers = {0: RestoreAsk()}, {"a": A}, {"a": answer}
+    gather.durable, gather.records = DurableRead("z", True, stored), [r for r in (stored, *others) if r is not None]
+    return gather
+
+
 def gathered(before: tuple[int, tuple[()]], *, done: bool) -> Gather:
     """A third start asks a, which entered epoch 2 and has not been restarted since; epoch 1's node is gone for good."""
     fresh = EpochRecord(2, "y", ("a",), (A,), before=before)
-    gather = Gather("z", ("a",), (A,), 0.0)
-    gather.joined, gather.asked = {0: RestoreAsk()}, {"a": A}
-    gather.answers = {"a": Inventory("z", fresh, (), done=done, incarnation="a#1")}
-    gather.durable = DurableRead("z", True, fresh)
-    gather.records = [fresh, TRAINED]
-    return gather
+    return alone(Inventory("z", fresh, (), done=done, incarnation="a#1"), fresh, TRAINED)
 
 
 def test_nobody_knows_whether_the_declared_fresh_start_ran() -> None:
@@ -135,10 +138,7 @@ def test_who_begins_anew_where_something_was_sealed_is_told_what_became_of_it() 
 
 def test_a_job_that_was_let_go_after_it_had_sealed_something_is_no_fresh_start() -> None:
     """P15: no record of it is left, but a tombstone."""
-    gather = Gather("z", ("a",), (A,), 0.0)
-    gather.joined, gather.asked = {0: RestoreAsk()}, {"a": A}
-    gather.durable = DurableRead("z", True)
-    gather.answers = {"a": Inventory("z", None, (), incarnation="a#2", buried=3, sealed=2)}
+    gather = alone(Inventory("z", None, (), incarnation="a#2", buried=3, sealed=2))
     assert "a let go of the job" in decide(gather, 3, (), {}).reason
     gather.answers = {"a": Inventory("z", None, (), incarnation="a#2", buried=3, sealed=0)}
     assert decide(gather, 3, (), {}).record is not None, "it never sealed anything"
@@ -151,10 +151,7 @@ def test_who_let_go_of_a_start_that_had_sealed_nothing_proves_it_while_it_lives(
     """D11: storage has the claim of that start, and the next one was refused (simulator, seed 151884273 of that day)."""
     ran = EpochRecord(1, "x", ("a",), (A,), before=(-1, ()))
     for incarnation, sealed, fresh in [("a#1", 0, True), ("a#1", 1, False), ("a#2", 0, False)]:
-        gather = Gather("z", ("a",), (A,), 0.0)
-        gather.joined, gather.asked = {0: RestoreAsk()}, {"a": A}
-        gather.durable, gather.records = DurableRead("z", True, ran), [ran]
-        gather.answers = {"a": Inventory("z", None, (), incarnation=incarnation, buried=1, sealed=sealed)}
+        gather = alone(Inventory("z", None, (), incarnation=incarnation, buried=1, sealed=sealed), ran)
         assert (decide(gather, 1, (), {}).record is not None) is fresh
 
 
@@ -201,10 +198,7 @@ def test_a_state_directory_that_did_not_work_proves_nothing() -> None:
     """P1: epoch 4 was declared, ran on one node and sealed something there; that node could not write it down and was rebooted, so
     it knew of epoch 3 (simulator, seed 448859060253 of that day)."""
     ran, declared = (EpochRecord(n, str(n), ("a",), (A,), before=(-1, ())) for n in (3, 4))
-    gather = Gather("z", ("a",), (A,), 0.0)
-    gather.joined, gather.asked = {0: RestoreAsk()}, {"a": A}
-    gather.durable, gather.records = DurableRead("z", True, declared), [ran, declared]
-    gather.answers = {"a": Inventory("z", ran, (), incarnation="a#2")}
+    gather = alone(Inventory("z", ran, (), incarnation="a#2"), declared, ran)
     assert decide(gather, 5, (), {}).record is None
     gather.answers = {"a": Inventory("z", ran, (), incarnation="a#1")}
     assert decide(gather, 5, (), {}).record is not None, "it lives since before epoch 3, and never entered the next one"

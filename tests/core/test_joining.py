@@ -33,8 +33,14 @@ class Machine:
                 if isinstance(do, ins.Send) and do.to == "a":
                     events.append(ev.Received("a", do.message))
 
-    def other_reports(self) -> None:
-        self.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None)))
+    def other_reports(self, *, trains: bool = False) -> None:
+        self.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None, trains=trains)))
+
+    def nobody_knows(self) -> None:
+        """Ranks of both nodes train, and neither knows an epoch."""
+        self.other_reports(trains=True)
+        for node in "ab":
+            self.feed(ev.Received(node, msg.Inventory("x", None, (), turn=1)))
 
     def ticks(self, seconds: float) -> None:
         for _ in range(int(seconds / TICK_S)):
@@ -108,9 +114,7 @@ def test_ranks_that_train_are_not_sent_back_by_a_daemon_that_forgot_their_epoch(
     """P14: only storage, or a holder without ranks, knew of it. Another epoch was opened over ranks that trained; one of them could
     not load, and the job took no snapshot any more (simulator, seed 427503266431 of that day)."""
     machine = Machine(trains=True)
-    machine.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None, trains=True)))
-    for node in "ab":
-        machine.feed(ev.Received(node, msg.Inventory("x", None, (), turn=1)))
+    machine.nobody_knows()
     machine.feed(ev.DurableRead("x", True, EpochRecord(7, "x", RANKS, NODES), ()))
     machine.ticks(SLACK_S)
     assert machine.machine.view()["phase"] == "running"
@@ -121,7 +125,7 @@ def test_ranks_that_train_are_waited_with_until_somebody_knows_their_epoch() -> 
     """P14: neither storage nor the only peer that knew it answered for a while, the join was refused for that, and the ranks
     trained on without a snapshot (simulator, seed 1589730227 of that day)."""
     machine = Machine(trains=True)
-    machine.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None, trains=True)))
+    machine.other_reports(trains=True)
     for _ in range(3):
         machine.ticks(Policy().join_timeout_s)
     assert not [do for do in machine.done if isinstance(do, ins.FailJoin | ins.ClaimEpoch)]
@@ -134,8 +138,6 @@ def test_ranks_that_train_are_waited_with_until_somebody_knows_their_epoch() -> 
 
 def test_ranks_that_train_in_an_epoch_that_nobody_knows_get_another_one() -> None:
     machine = Machine(trains=True)
-    machine.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, None, trains=True)))
-    for node in "ab":
-        machine.feed(ev.Received(node, msg.Inventory("x", None, (), turn=1)))
+    machine.nobody_knows()
     machine.feed(ev.DurableRead("x", True, EpochRecord(7, "before", (), ()), (SnapshotId(7, 5),)))
     assert [do for do in machine.done if isinstance(do, ins.ClaimEpoch | ins.Send) and "number=8" in repr(do)]
