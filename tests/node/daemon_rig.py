@@ -131,6 +131,11 @@ class Rank:
             self.say(wire.Called(step, True))  # must=True
             await self.capture(step, seed, layout=layout)
 
+    async def durable(self, step: int) -> None:
+        """It asks for that, and is told so."""
+        self.say(wire.WaitFor(step, "durable"))
+        await self.heard(wire.Level, step=step, durable=True)
+
     async def opened(self) -> tuple[wire.Opened, dict[str, Any]]:
         note, fds = await self.heard(wire.Opened)
         catalogue = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX) if fds else b"\x80"

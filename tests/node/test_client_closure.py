@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ckptd_client import Client
 from torch import nn
 
 from ckptd.core import failpoint
-from tests.node.client_training import assert_same
+from tests.node.client_training import assert_same, begun
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 WIDTH = 100  # one weight of 40 KB: too large to be copied among the small ones
@@ -84,9 +83,7 @@ def _disarmed() -> Iterator[None]:
 def stepped(daemon: RankDaemonDouble, make: Make, step: Callable[[Run], object]) -> Run:
     """A run whose snapshot 1 was under way when its optimizer's next step began; that snapshot is exact."""
     run = Run(make)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=run.model, optimizer=run.optimizer)
-        client.restore()
+    with begun(daemon, model=run.model, optimizer=run.optimizer) as client:
         run.optimizer.step(run.closure)
         failpoint.arm(f"capture.tensor:sleep={DELAY_S},capture.helping:sleep={DELAY_S}")
         expected = run.tensors()
@@ -144,9 +141,7 @@ def test_a_hook_of_the_users_that_writes_before_the_step_is_waited_for(daemon: R
 
 def test_what_the_closure_raises_is_the_trainers(daemon: RankDaemonDouble) -> None:
     run = Run(TORCHS["SGD"])
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=run.model, optimizer=run.optimizer)
-        client.restore()
+    with begun(daemon, model=run.model, optimizer=run.optimizer) as client:
 
         def broken() -> torch.Tensor:
             raise KeyError("batch")

@@ -11,7 +11,7 @@ from ckptd_client import Client, _switches, resolve
 from torch import nn
 
 from ckptd.core import failpoint
-from tests.node.client_training import assert_same, bits_equal, stored
+from tests.node.client_training import assert_same, begun, bits_equal, stored
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -52,9 +52,7 @@ class Training:
 
 def torn(daemon: RankDaemonDouble, **adamw: bool) -> list[str]:
     training, expected = Training(1024, **adamw), {}
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=training.model, optimizer=training.optimizer)
-        client.restore()
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
         training.step()
         failpoint.arm("capture.tensor:sleep=0.01")
         for step in range(1, 5):
@@ -94,9 +92,7 @@ def test_without_the_clones_buffers_are_torn(
 def test_the_host_never_waits_for_the_device(daemon: RankDaemonDouble) -> None:
     """With 200 ms of kernels queued, snapshot() and the optimizer's step return at once."""
     training = Training(2048)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=training.model, optimizer=training.optimizer)
-        client.restore()
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
         training.step()
         for step in range(1, 4):  # warm: slots registered as pinned
             client.snapshot(step, must=True)
@@ -119,9 +115,7 @@ def test_the_host_never_waits_for_the_device(daemon: RankDaemonDouble) -> None:
 
 def test_restore_into_a_device(daemon: RankDaemonDouble) -> None:
     training = Training(512)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=training.model, optimizer=training.optimizer)
-        client.restore()
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
         training.step()
         expected = training.tensors()
         client.snapshot(1, must=True)
@@ -143,9 +137,7 @@ def test_a_scaler_does_not_cost_the_known_structure(
     looked_up: list[int] = []
     tensors = resolve.tensors
     monkeypatch.setattr(resolve, "tensors", lambda registry: (looked_up.append(1), tensors(registry))[1])
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=training.model, optimizer=training.optimizer, scaler=scaler)
-        client.restore()
+    with begun(daemon, model=training.model, optimizer=training.optimizer, scaler=scaler) as client:
         for step in range(1, 4):
             scaler.scale(torch.ones((), device="cuda"))
             training.step()

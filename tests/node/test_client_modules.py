@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.node.client_training import load, save
+from tests.node.client_training import begun, load, save
 from tests.node.module_zoo import Forgetful, Linear4, Linear8, Metric, Observer, Unsaveable, hooked
 from tests.node.rank_daemon_double import RankDaemonDouble
 
@@ -135,9 +135,7 @@ def test_parameters_that_become_placeholders_after_they_were_registered_fail_the
 ) -> None:
     """deepspeed.initialize() comes after register() as well as before."""
     model = nn.Linear(4, 4)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model)
-        client.restore()
+    with begun(daemon, model=model) as client:
         model.weight.data = torch.empty(0)
         model.weight.ds_id, model.weight.ds_shape = 0, (4, 4)
         status = client.snapshot(1, must=True).wait("sealed", 30)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
-from tests.node.client_training import Tied, Training, assert_equal, connected, load, net, save
+from tests.node.client_training import Tied, Training, assert_equal, begun, connected, load, net, save
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 
@@ -131,9 +131,7 @@ def test_meta_modules_are_materialised_first(daemon: RankDaemonDouble) -> None:
 def test_tensors_without_memory_fail_the_snapshot_by_name(daemon: RankDaemonDouble) -> None:
     with torch.device("meta"):
         empty = net()
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=empty)
-        client.restore()
+    with begun(daemon, model=empty) as client:
         status = client.snapshot(1, must=True).wait("sealed", 30)
         assert status == "failed: still on the meta device", status
         assert "model.0.weight" in client.health().problems[0]

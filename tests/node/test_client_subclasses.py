@@ -10,7 +10,7 @@ from ckptd_client import CkptdError, Client
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from tests.node.client_training import load, net, save
+from tests.node.client_training import begun, load, net, save
 from tests.node.optimizer_zoo import train
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.node.tensor_zoo import Adam8, Moment, Opaque, Quantised, Shape, Unwritable, quantise
@@ -106,9 +106,7 @@ def test_optimizer_state_that_no_restore_could_make_again_fails_the_snapshot(
 ) -> None:
     model = net()
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    with Client.connect("job", socket=daemon.path) as client:
-        client.register(model=model, optimizer=optimizer)
-        client.restore()
+    with begun(daemon, model=model, optimizer=optimizer) as client:
         train(model, [optimizer], 1)
         optimizer.state[model[0].weight]["codes"] = make()
         status = client.snapshot(1, must=True).wait("sealed", 30)

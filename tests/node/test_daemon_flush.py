@@ -100,8 +100,7 @@ async def test_a_commit_that_hangs_is_tried_again_and_may_end_late(
         rank = house.rank()
         await rank.begin("a")
         await rank.sealed(3)
-        rank.say(wire.WaitFor(3, "durable"))
-        await rank.heard(wire.Level, step=3, durable=True)
+        await rank.durable(3)
         assert len(calls) >= 2
         go.set()
         await eventually(lambda: not house.daemon.services.tasks)
@@ -130,8 +129,7 @@ async def test_hanging_commits_of_one_job_leave_threads_for_the_others(
         stuck.say(wire.WaitFor(3, "durable"))
         await eventually(lambda: "earlier tries" in house.problems().get("flush", ""))
         assert len(tries) == durable.HUNG_MAX
-        other.say(wire.WaitFor(3, "durable"))
-        await other.heard(wire.Level, step=3, durable=True)
+        await other.durable(3)
         go.set()
         await stuck.heard(wire.Level, step=3, durable=True)
 
@@ -155,15 +153,13 @@ async def test_a_retention_that_hangs_keeps_one_thread_and_stops_nothing(
         await rank.begin("a")
         for step in range(1, FLUSH_THREADS_MAX + 2):
             await rank.sealed(step)
-            rank.say(wire.WaitFor(step, "durable"))
-            await rank.heard(wire.Level, step=step, durable=True)
+            await rank.durable(step)
         await eventually(lambda: "does not let go" in house.problems().get("retention", ""))
         assert len(passes) == 1
         assert passes[0].is_set()
         await other.begin("a")
         await other.sealed(3)
-        other.say(wire.WaitFor(3, "durable"))
-        await other.heard(wire.Level, step=3, durable=True)
+        await other.durable(3)
         go.set()
         await eventually(lambda: len(passes) == 4)  # of both jobs, and once more for what each committed meanwhile
         await eventually(lambda: "retention" not in house.problems())
@@ -180,8 +176,7 @@ async def test_what_was_hidden_goes_after_its_grace_without_another_commit(
         await rank.begin("a")
         for step in (1, 2):
             await rank.sealed(step)
-            rank.say(wire.WaitFor(step, "durable"))
-            await rank.heard(wire.Level, step=step, durable=True)
+            await rank.durable(step)
         directory = tmp_path / epoch_dir(house.shell().job, 1)
         await eventually(lambda: len(list(directory.glob("step-*"))) == 1, what="the hidden one is gone")
     assert [path.name[-2:] for path in directory.glob("step-*")] == ["02"]
@@ -222,8 +217,7 @@ async def test_a_daemon_that_begins_looks_for_what_may_go(tmp_path: Path, monkey
         await rank.begin("a")
         for step in (1, 2, 3):
             await rank.sealed(step)
-            rank.say(wire.WaitFor(step, "durable"))
-            await rank.heard(wire.Level, step=step, durable=True)
+            await rank.durable(step)
         directory = root / epoch_dir(house.shell().job, 1)
     assert len(list(directory.glob("step-*"))) == 3
     monkeypatch.setattr(retention, "retain", partial(retention.retain, grace_s=0.0))
@@ -243,8 +237,7 @@ async def test_a_full_storage_is_looked_through_for_what_may_go(tmp_path: Path, 
         left.mkdir(parents=True)
         free_bytes = PosixStorage.free_bytes
         monkeypatch.setattr(PosixStorage, "free_bytes", lambda self: 0 if left.exists() else free_bytes(self))
-        rank.say(wire.WaitFor(1, "durable"))
-        await rank.heard(wire.Level, step=1, durable=True)
+        await rank.durable(1)
         assert not left.exists()
 
 
@@ -274,8 +267,7 @@ async def test_who_waits_for_durable_need_not_wait_for_the_pause_after_failures(
             await eventually(lambda: house.problems().get("flush"))
             assert len(tries) == 1
             broken.undo()
-            rank.say(wire.WaitFor(3, "durable"))
-            await rank.heard(wire.Level, step=3, durable=True)
+            await rank.durable(3)
             assert committed(house) == [3]
 
 

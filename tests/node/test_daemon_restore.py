@@ -37,10 +37,9 @@ class Stall:
         await eventually(self.arrived.is_set)
 
 
-async def durable_step(house: Rig, rank: Rank, step: int) -> None:
+async def durable_step(rank: Rank, step: int) -> None:
     await rank.sealed(step)
-    rank.say(wire.WaitFor(step, "durable"))
-    await rank.heard(wire.Level, step=step, durable=True)
+    await rank.durable(step)
 
 
 async def in_another_life(house: Rig, rank: Rank, attempt: str) -> Rank:
@@ -64,7 +63,7 @@ async def test_room_is_lent_again_only_when_the_last_reader_has_ended(
     async with rig(storage_root=tmp_path) as house:
         rank = house.rank()
         await rank.begin("a")
-        await durable_step(house, rank, 3)
+        await durable_step(rank, 3)
         again = await in_another_life(house, rank, "b")
         real, reads = Checkpoint.read, []
 
@@ -95,7 +94,7 @@ async def test_a_resize_leaves_a_lent_slot_alone(tmp_path: Path, monkeypatch: py
     async with rig(storage_root=tmp_path) as house:
         rank = house.rank()
         await rank.begin("a")
-        await durable_step(house, rank, 3)
+        await durable_step(rank, 3)
         again = await in_another_life(house, rank, "b")
         real = Checkpoint.read
 
@@ -127,7 +126,7 @@ async def test_memory_is_restored_while_storage_hangs(
     async with rig(storage_root=tmp_path) as house:
         rank = house.rank()
         await rank.begin("a")
-        await durable_step(house, rank, 3)
+        await durable_step(rank, 3)
         rank.close()
         again = house.rank()
         again.join("b")
@@ -152,7 +151,7 @@ async def test_a_restore_that_hangs_in_storage_leaves_the_work_threads_alone(
         rank, other = house.rank(), house.rank("other")
         await other.begin("o")
         await rank.begin("a")
-        await durable_step(house, rank, 3)
+        await durable_step(rank, 3)
         again = await in_another_life(house, rank, "b")
         monkeypatch.setattr(Checkpoint, "read", lambda self, *rest: stall.wait())
         opened, _ = await again.opened()
@@ -210,7 +209,7 @@ TIGHT = "40MiB"
 async def without_room(house: Rig, rank: Rank) -> tuple[Rank, int]:
     """A start that wants more from storage than fits. Returns it and its round."""
     await rank.begin("a")
-    await durable_step(house, rank, 3)
+    await durable_step(rank, 3)
     again = await in_another_life(house, rank, "b")
     opened, _ = await again.opened()
     shell = house.shell()
@@ -359,7 +358,7 @@ async def test_one_failed_source_does_not_cost_a_second_slot(
     async with rig(storage_root=tmp_path) as house:
         rank = house.rank()
         await rank.begin("a")
-        await durable_step(house, rank, 3)
+        await durable_step(rank, 3)
         again = await in_another_life(house, rank, "b")
         opened, _ = await again.opened()
         shell = house.shell()
