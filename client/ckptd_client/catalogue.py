@@ -7,9 +7,8 @@ from typing import Any
 
 import msgpack
 
+from ckptd.core.catalogue import ALL
 from ckptd.core.errors import CkptdError
-
-ALL = "all"  # in the place of all ranks
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,19 @@ def test_an_audit_is_made_behind_the_copies_beside_the_training_stream(log: list
     assert batch.finish() == ([], [])
 
 
+def test_frozen_tensors_are_sampled_beside_the_copies(log: list[str]) -> None:
+    """Without this a write past the counters was in no snapshot of a device's frozen tensors; only a device ran it."""
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    held = copies([torch.randn(5000), torch.randn(6000)], memory)
+    for copy in held:
+        copy.run_at_once()
+    held[1].source.add_(1)
+    batch = Batch(torch.device("cpu"), [], [], held, [])
+    batch.enqueue()
+    assert batch.finish() == ([held[1]], [])
+    assert batch.finish() == ([], [])
+
+
 class Slow:
     """A device whose copies arrive when they are told to; it compares behind them, as a stream does."""
 

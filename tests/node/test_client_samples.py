@@ -11,12 +11,12 @@ import pytest
 import torch
 from ckptd_client import Client, samples
 from ckptd_client.copying import Copy
-from ckptd_client.entries import Owner
 from ckptd_client.samples import OnDevice, Samples
 from torch import nn
 
 from tests.node.client_training import begun, bits_equal, stored
 from tests.node.rank_daemon_double import RankDaemonDouble
+from tests.node.test_client_device import copies
 
 WIDTH = 600
 
@@ -150,22 +150,19 @@ def test_samples_are_bounded_and_spread_over_the_whole_tensor() -> None:
 
 
 def test_on_a_device_the_samples_of_slot_and_source_are_compared() -> None:
-    owner = Owner("model", "module", None)
     sources: list[Any] = [
         torch.randn(5000), torch.full((80, 90), torch.nan), torch.randn(70, 80).t(), torch.randn(9000).to(torch.float8_e5m2),
         torch.randint(0, 9, (4000,)),
     ]  # fmt: skip
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
-    copies, at = [], 0
-    for index, source in enumerate(sources):
-        copies.append(Copy(f"w{index}", owner, source, memory.data_ptr() + at, source.nbytes, index))
-        copies[-1].run_at_once()
-        at += -(-source.nbytes // 64) * 64
-    look = OnDevice(copies)
+    made = copies(sources, memory)
+    for copy in made:
+        copy.run_at_once()
+    look = OnDevice(made)
     look.compare()
     assert look.differing() == []
     sources[2].data.add_(1)
     sources[3].view(torch.uint8).add_(1)
     look.compare()
-    assert look.differing() == [copies[2], copies[3]]
+    assert look.differing() == [made[2], made[3]]
     assert OnDevice(()).differing() == []
