@@ -394,11 +394,11 @@ class Engine:
         job.were_written(found, "hidden write:")
         seen = {copy.key for copy in sampled}
         frozen = {copy.key for copy in (*job.held, *(copy for copy, _, _ in job.unproven))} - seen
-        if job.frozen is not None and frozen & {copy.key for copy in found}:
-            job.doubtful = self.statics.doubtful(job.frozen)
-        if job.doubtful is not None:
-            first, last = job.doubtful
-            job.stop = f"{job.stop}; doubtful: the steps {first} to {last}"
+        doubted = sorted(frozen & {copy.key for copy in found})
+        since = self.statics.doubtful(job.frozen) if job.frozen is not None and doubted else None
+        if since is not None and job.doubtful is None:
+            job.doubtful = (*since, doubted)
+            job.stop = f"{job.stop}; doubtful: the steps {since[0]} to {since[1]}"
 
     def _warm_one(self) -> None:
         slot, pieces = self._warming[0]

@@ -75,7 +75,7 @@ class Job:
     held: list[Copy] = field(default_factory=list)  # frozen, in their slot since an earlier snapshot
     unproven: list[tuple[Copy, Tensor, Mark]] = field(default_factory=list)  # the same, to be compared this time
     compared: bool = False  # all that is frozen, byte by byte
-    doubtful: tuple[int, int] | None = None  # steps sealed before, whose frozen part may not be what it was
+    doubtful: tuple[int, int, list[str]] | None = None  # steps sealed before; what in their frozen part may not be what it was
     device: DeviceBatch | None = None
     blocked_s: float = 0.0
     stop: str = ""

@@ -312,9 +312,9 @@ class Snapshots:
         """For as long as this process lives: nobody else can say which checkpoints are not to be restored."""
         if job.doubtful is None:
             return
-        (first, last), keys = job.doubtful, ", ".join(sorted(set().union(*job.written.values()))[:NAMED_MAX])
+        first, last, keys = job.doubtful
         self._troubles.report(
             f"doubtful {first}",
-            f"snapshots of the steps {first} to {last} may hold {keys} as it was earlier: it was written by hand, past version"
-            f" counters and samples, and found at step {job.step} by comparing all of it",
+            f"snapshots of the steps {first} to {last} may hold {', '.join(keys[:NAMED_MAX])} as it was earlier: it was written by"
+            f" hand, past version counters and samples, and found at step {job.step} by comparing all of it",
         )

@@ -17,6 +17,7 @@ from torch import nn
 from tests.node.client_training import begun, bits_equal, stored
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.node.test_client_device import copies
+from tests.waiting import until
 
 WIDTH = 600
 
@@ -96,14 +97,20 @@ def between_the_samples(net: Pair) -> None:
     net.target.weight.data.view(-1)[samples.SAMPLE_BYTES] += 1
 
 
-def statuses_of(client: Client, net: Pair, optimizer: torch.optim.Optimizer, missed: int) -> dict[int, str]:
-    """What becomes of the snapshots of eight steps; before that of step ``missed`` a write passes between the samples."""
+def statuses_of(
+    client: Client, net: Pair, optimizer: torch.optim.Optimizer, missed: int, beside: bool = False
+) -> dict[int, str]:
+    """What becomes of the snapshots of eight steps; before that of step ``missed`` a write passes between the samples. beside: one
+    of what is trained passes the fence of the last."""
     statuses = {}
     for step in range(1, 9):
         net.step(optimizer)
         if step == missed:
             between_the_samples(net)
         handle = client.snapshot(step, must=True)
+        if beside and step == 8:
+            until(lambda: all(job.copied for job in list(client._engine._jobs)), what="all is copied")
+            net.online.weight.data.add_(1)
         net.step(optimizer)  # the fence, at which an audit compares
         statuses[step] = handle.wait("sealed", 30)
     return statuses
@@ -122,6 +129,18 @@ def test_what_passes_between_the_samples_makes_earlier_snapshots_doubtful_by_nam
     assert any("steps 3 to 7 may hold model.target.weight as it was earlier" in text for text in problems), problems
     assert "steps 3 to 7" in caplog.text
     assert all(statuses[step] == "durable" for step in range(1, 8))
+
+
+def test_what_was_written_past_the_fence_makes_no_earlier_snapshot_doubtful(daemon: RankDaemonDouble) -> None:
+    """It was named among what is."""
+    daemon.policy["audit_every"] = 8
+    net = Pair()
+    optimizer = torch.optim.SGD(net.online.parameters(), lr=0.1)
+    with begun(daemon, model=net, optimizer=optimizer) as client:
+        statuses = statuses_of(client, net, optimizer, 5, beside=True)
+        problems = client.health().problems
+    assert statuses[8] == "void: hidden write: model.online.weight, model.target.weight; doubtful: the steps 3 to 7"
+    assert any("steps 3 to 7 may hold model.target.weight as it was earlier" in text for text in problems), problems
 
 
 def test_an_audit_that_finds_nothing_clears_what_came_before(daemon: RankDaemonDouble) -> None:
