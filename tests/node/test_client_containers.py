@@ -85,6 +85,14 @@ def test_what_came_later_is_captured_and_put_there_again(daemon: RankDaemonDoubl
     assert plain["n"] == 2 and torch.equal(plain["t"], torch.ones(1))
 
 
+@pytest.mark.parametrize("how", [{}, {"only": ["late.*"]}])
+def test_an_empty_dict_gets_what_was_in_it_when_it_was_saved(daemon: RankDaemonDouble, how: dict[str, Any]) -> None:
+    save(daemon, late={"now": torch.ones(4), 0: 5})
+    fresh: dict[Any, Any] = {}
+    load(daemon, how, late=fresh)
+    assert torch.equal(fresh["now"], torch.ones(4)) and fresh[0] == 5
+
+
 def test_an_object_with_a_state_of_its_own_that_came_later_is_missed_by_name(
     daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
