@@ -102,6 +102,16 @@ def test_the_first_snapshot_amid_an_accumulation_is_told_of(
     assert len(warnings(caplog)) == 1
 
 
+def test_gradients_from_before_a_restore_are_not_told_of(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
+    with training(daemon) as (client, model, optimizer):
+        accumulating(model, optimizer, range(ACCUMULATED))
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        micro_batch(model, ACCUMULATED)
+        assert client.restore() == 1
+        assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
+    assert warnings(caplog) == []
+
+
 def snapshot_before_zero_grad(model: nn.Module, optimizer: Any, snapshot: Callable[[], None]) -> None:
     micro_batch(model, 1)
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
