@@ -390,6 +390,20 @@ def test_nothing_is_given_to_storage_while_copies_are_under_way() -> None:
     node.machine.steward.certify.protecting._patience_s = 2 * FULL_S
     node.tick(FULL_S + 1.0)
     assert step_of(node) is None
+    node.feed(ev.DurableRead("", True, node.record, (at(7),)))
+    node.tick(1.0)
+    assert node.level(7) == 0, "nor what it has already"
+
+
+def test_storage_takes_over_one_at_a_time() -> None:
+    """Its slot is on its way back, and may be enough (P2)."""
+    node = steward().train(free=2).capture(7).protect(7).capture(8)
+    node.others["b"].state(1, 8, free=0)
+    node.feed(ev.DurableRead("", True, node.record, (at(7), at(8))))
+    node.tick(FULL_S + PATIENCE_S + 2.0)
+    assert (node.level(7), node.level(8)) == (-1, 0)
+    node.tick(FULL_S)
+    assert node.level(8) == -1, "it was not"
 
 
 def test_what_storage_did_not_say_to_a_steward_that_begins_is_asked_again() -> None:

@@ -130,7 +130,7 @@ def test_a_value_that_no_restore_could_give_back_is_refused_at_register(daemon: 
 
 CHANGED: list[tuple[Any, Any]] = [
     ({"a": 1}, [1]), ([1], None), ({1}, {"a": 1}), (np.zeros(3), np.zeros(4)), (np.zeros(3), np.zeros(3, np.int32)),
-    (None, {"a": 1}), ([1], torch.Generator()),
+    (None, {"a": 1}), ([1], torch.Generator()), (np.ones(3), np.broadcast_to(0.0, 3)),
 ]  # fmt: skip
 
 
