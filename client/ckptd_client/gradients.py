@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Iterator
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ckptd_client import fence, watch
 from ckptd_client.entries import Entry, Mode, State
@@ -49,6 +51,7 @@ class Accumulation:
         self._marks: dict[int, Mark] = {}
         self._noted = False  # has the sample been used since it was chosen?
         self._told = False
+        self._thread = 0  # that trains
         watch.tell_of_used_gradients(self)
 
     def sample(self, state: State) -> None:
@@ -60,9 +63,15 @@ class Accumulation:
         sample = {id(tensor): tensor for tensor in (*trained[:1], *trained[-1:])}
         self._noted = self._noted and list(sample) == [id(reference()) for reference in self._sample]
         self._sample = [weakref.ref(tensor) for tensor in sample.values()]
+        self._thread = threading.get_ident()
 
-    def used(self) -> None:
-        """An optimizer has stepped, or dropped them; or a restore has made those that are there a thing of the past."""
+    def used(self, by: Optimizer | None = None) -> None:
+        """An optimizer has stepped, or dropped them; or a restore has made those that are there a thing of the past. What another
+        thread trains says nothing of ours, whose gradients a backward pass may write at this moment: to read them would crash."""
+        if threading.get_ident() != self._thread:
+            if by is None or not self._trains(by):
+                return
+            self._thread = threading.get_ident()
         self._marks = {id(parameter): _mark(gradient) for parameter, gradient in self._now()}
         self._noted = bool(self._sample)
 
@@ -79,6 +88,10 @@ class Accumulation:
         if mark is None:
             return self._noted or fence.steps() == 0
         return mark[0]() is not gradient or mark[1:] != _mark(gradient)[1:]
+
+    def _trains(self, optimizer: Optimizer) -> bool:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return any(id(reference()) in held for reference in self._sample)
 
     def _now(self) -> Iterator[tuple[Tensor, Tensor]]:
         for reference in self._sample:

@@ -38,11 +38,11 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     serial = next(_serials)
     _first.setdefault(optimizer, serial)
     _last[optimizer] = serial
-    _gradients_used()
+    _gradients_used(optimizer)
 
 
 class Accumulating(Protocol):
-    def used(self) -> None:
+    def used(self, by: Optimizer | None = None) -> None:
         """What gradients were there has been used, or is dropped."""
 
 
@@ -50,10 +50,10 @@ def tell_of_used_gradients(whom: Accumulating) -> None:
     _accumulating.add(whom)
 
 
-def _gradients_used() -> None:
+def _gradients_used(by: Optimizer | None) -> None:
     for each in list(_accumulating):
         try:
-            each.used()
+            each.used(by)
         except Exception:
             log.exception("ckptd client: gradients")  # never the trainer's problem (P5)
 
@@ -64,7 +64,7 @@ def _wrap(kind: Any, name: str) -> None:
     @functools.wraps(inner)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         value = inner(self, *args, **kwargs)
-        _gradients_used()
+        _gradients_used(self if isinstance(self, Optimizer) else None)
         return value
 
     setattr(kind, name, torch._disable_dynamo(wrapped))  # type: ignore[attr-defined]

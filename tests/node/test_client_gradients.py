@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -100,6 +101,34 @@ def test_the_first_snapshot_amid_an_accumulation_is_told_of(
         micro_batch(model, ACCUMULATED)
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
     assert len(warnings(caplog)) == 1
+
+
+def test_an_optimizer_of_another_thread_uses_none_of_them(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
+    """They were read by its hook while this thread's backward pass wrote them: a segmentation fault, once in 100 runs."""
+    unrelated = net()
+    other = SGD(unrelated.parameters(), lr=0.1)
+    micro_batch(unrelated, 1)
+    with training(daemon) as (client, model, optimizer):
+        accumulating(model, optimizer, range(ACCUMULATED))
+        micro_batch(model, ACCUMULATED)
+        for call in (other.step, other.zero_grad):
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_thread_that_trains_for_the_one_that_takes_snapshots_uses_them(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(daemon) as (client, model, optimizer):
+        for step in range(1, 4):
+            thread = threading.Thread(target=accumulating, args=(model, optimizer, range(ACCUMULATED)))
+            thread.start()
+            thread.join()
+            assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
+    assert warnings(caplog) == []
 
 
 def test_gradients_from_before_a_restore_are_not_told_of(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
