@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from functools import partial
 from pathlib import Path
@@ -225,7 +226,8 @@ async def test_a_daemon_that_begins_looks_for_what_may_go(tmp_path: Path, monkey
         await eventually(lambda: [path.name[-2:] for path in directory.glob("step-*")] == ["03"])
 
 
-async def test_a_full_storage_is_looked_through_for_what_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", ["write", "commit"])
+async def test_a_full_storage_is_looked_through_for_what_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """P14: only a commit began a pass, and there was no room for one: a dead daemon's attempt kept it for ever."""
     monkeypatch.setattr(retention, "retain", partial(retention.retain, attempt_stale_s=0.0))
     monkeypatch.setattr(flush, "BACKOFF_ASKED_MAX_S", 0.05)
@@ -235,8 +237,16 @@ async def test_a_full_storage_is_looked_through_for_what_may_go(tmp_path: Path, 
         await rank.sealed(1)
         left = tmp_path / attempt_dir(house.shell().job, SnapshotId(1, 0), "dead")
         left.mkdir(parents=True)
-        free_bytes = PosixStorage.free_bytes
-        monkeypatch.setattr(PosixStorage, "free_bytes", lambda self: 0 if left.exists() else free_bytes(self))
+        free_bytes, commit = PosixStorage.free_bytes, durable.commit
+
+        def full(*arguments: Any) -> None:
+            if left.exists():
+                raise StorageError("no room", errno=errno.ENOSPC)
+            commit(*arguments)
+
+        if at == "write":
+            monkeypatch.setattr(PosixStorage, "free_bytes", lambda self: 0 if left.exists() else free_bytes(self))
+        monkeypatch.setattr(durable, "commit", full)
         await rank.durable(1)
         assert not left.exists()
 
