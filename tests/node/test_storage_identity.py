@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 from pathlib import Path
 
@@ -87,6 +88,17 @@ def test_a_storage_that_gives_way_to_another_one_in_mid_run_is_noticed(root: Pat
     subprocess.run(["rm", "-r", str(root)], check=True)
     (root.parent / "away").rename(root)
     assert storage.put_if_absent("file", b"here")
+
+
+def test_a_full_state_directory_keeps_no_identity_and_stops_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(StateDir, "write", full)
+    assert start(root).identity
+    assert "the identity of the storage is not kept" in caplog.text
 
 
 def test_all_nodes_see_one_identity(root: Path) -> None:
