@@ -13,7 +13,6 @@ import msgspec
 from ckptd.core.errors import CkptdError
 from ckptd.daemon.services import log
 from ckptd.daemon.state import StateDir
-from ckptd.persist.storage.base import FULL
 from ckptd.wire.control import ControlLink
 
 FILE = "ports.json"
@@ -50,12 +49,7 @@ def keep(state: StateDir, control: str, bulk: str) -> None:
     path = state.path / FILE
     if path.exists() and path.read_bytes() == data:
         return
-    try:
-        state.write(FILE, data)
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        log.warning("the ports are not kept: %s", error)
+    state.keep(FILE, data)
 
 
 def listen(make: Callable[[int], T], wanted: int, last: int) -> T:

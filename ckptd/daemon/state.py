@@ -8,6 +8,7 @@ and had forgotten an epoch could serve a stale trainer.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from ckptd.core.life import Life, Tombstone
 from ckptd.directory import make_directories, sync_path
 from ckptd.persist.storage.base import FULL
 from ckptd.wire.path_lock import PathLock
+
+log = logging.getLogger("ckptd.daemon")
 
 TEMPORARY = ".tmp"
 LIVES = frozenset(life.value for life in Life)
@@ -142,6 +145,15 @@ class StateDir:
                     hint="remove the file only if no trainer of an older start of this job is alive",
                 ) from error
         return found
+
+    def keep(self, name: str, body: bytes) -> None:
+        """What the next life can do without: not kept where there is no room. Raises OSError otherwise."""
+        try:
+            self.write(name, body)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            log.warning("%s is not kept: %s", self.path / name, error)
 
     def write(self, name: str, body: bytes) -> None:
         """One file, replaced atomically and fsynced with its directory."""

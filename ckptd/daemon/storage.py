@@ -11,11 +11,10 @@ import msgspec
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import local_root
-from ckptd.daemon.services import log
 from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
 from ckptd.persist.preflight import place_token, probe, read_token
-from ckptd.persist.storage.base import FULL, Storage, StorageError
+from ckptd.persist.storage.base import Storage, StorageError
 from ckptd.persist.storage.factory import storage_at
 from ckptd.wire.peer import StorageToken
 
@@ -45,12 +44,7 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
         health.report("storage", str(error))
         return storage, ""
     if storage.identity != known:
-        try:
-            state.write(IDENTITIES, msgspec.json.encode(identities(state.path) | {storage.locate(""): storage.identity}))
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            log.warning("the identity of the storage is not kept: %s", error)
+        state.keep(IDENTITIES, msgspec.json.encode(identities(state.path) | {storage.locate(""): storage.identity}))
     return storage, token
 
 

@@ -96,9 +96,10 @@ def test_a_full_state_directory_keeps_no_identity_and_stops_nothing(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
+    StateDir(root.parent / "state")  # one that was in use
     monkeypatch.setattr(StateDir, "write", full)
     assert start(root).identity
-    assert "the identity of the storage is not kept" in caplog.text
+    assert f"{IDENTITIES} is not kept" in caplog.text
 
 
 def test_all_nodes_see_one_identity(root: Path) -> None:
