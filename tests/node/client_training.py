@@ -45,6 +45,14 @@ def connected(daemon: RankDaemonDouble, training: Training, **options: Any) -> C
 
 
 @contextmanager
+def restored(daemon: RankDaemonDouble, training: Training, **options: Any) -> Iterator[Client]:
+    """The same after a restore()."""
+    with connected(daemon, training, **options) as client:
+        client.restore()
+        yield client
+
+
+@contextmanager
 def begun(daemon: RankDaemonDouble, **objects: Any) -> Iterator[Client]:
     """After a restore() of these objects."""
     with Client.connect("job", socket=daemon.path) as client:

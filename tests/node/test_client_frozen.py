@@ -16,7 +16,7 @@ from ckptd_client.segments import SlotView
 from torch import nn
 
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, assert_same, connected, stored
+from tests.node.client_training import Training, assert_same, connected, restored, stored
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -30,8 +30,7 @@ def test_frozen_parameters_are_copied_once_and_again_when_they_change(
     copied: list[str] = []
     run = copies.Copy.run
     monkeypatch.setattr(copies.Copy, "run", lambda self, *at: (copied.append(self.key), run(self, *at))[1])
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
 
         def snapshot(step: int) -> int:
             training.step()
@@ -61,8 +60,7 @@ def test_parameters_called_frozen_that_change_all_the_time_are_captured_with_the
 ) -> None:
     """A teacher inside of the module, moved by hand after each step: no snapshot is lost to it for long."""
     training, teacher = with_frozen_module("teacher")
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         taken = []
         for number in range(1, 9):
             with torch.no_grad():
@@ -89,8 +87,7 @@ def test_a_frozen_parameter_written_behind_our_back_is_found_and_soon_captured_w
         training.optimizer.step()
         momentum.weight.data.mul_(0.9).add_(net[0].weight.data, alpha=0.1)
 
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         results = []
         for number in range(1, 13):
             step()
@@ -145,8 +142,7 @@ def test_other_memory_under_the_same_address_is_another_content(daemon: RankDaem
         view.fill_(value)
 
     swap(1.0)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         for step in range(1, 4):
             snapshot(client, training, daemon, step)
         swap(2.0)
@@ -158,8 +154,7 @@ def test_other_memory_under_the_same_address_is_another_content(daemon: RankDaem
 def test_a_change_counts_once_however_long_its_memory_takes(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     """P14: gigabytes take seconds to come. Meanwhile snapshots are skipped, and the parameters stay frozen."""
     training, frozen = with_adapter()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         snapshot(client, training, daemon, 1)
         with torch.no_grad():
             frozen.mul_(2)
@@ -187,8 +182,7 @@ def test_restores_in_one_process_are_no_changes_of_what_is_frozen(daemon: RankDa
 
 def test_a_restore_of_other_values_is_captured_anew(daemon: RankDaemonDouble) -> None:
     training, frozen = with_adapter()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         snapshot(client, training, daemon, 1)
         with torch.no_grad():
             frozen.mul_(2)
@@ -204,8 +198,7 @@ def test_a_restore_of_other_values_is_captured_anew(daemon: RankDaemonDouble) ->
 def test_the_daemon_is_told_when_nothing_is_frozen_any_more(daemon: RankDaemonDouble) -> None:
     """P8: a copy that no snapshot will lean on again does not stay for the rest of the run."""
     training, _ = with_adapter()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         snapshot(client, training, daemon, 1)
         for parameter in training.model[0].parameters():
             parameter.requires_grad_(True)
@@ -225,8 +218,7 @@ def test_must_waits_once_for_a_grant_and_the_memory(daemon: RankDaemonDouble, mo
     daemon.on_asked = False
     training, _ = with_adapter()
     monkeypatch.setattr(daemon, "_give_frozen", lambda peer, nbytes: None)
-    with connected(daemon, training, must_timeout_s=2.0) as client:
-        client.restore()
+    with restored(daemon, training, must_timeout_s=2.0) as client:
         training.step()
 
         def late() -> None:
@@ -280,8 +272,7 @@ def kept_by(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, value: fl
 def again(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, kept: float) -> tuple[Client, Training]:
     """A rank that starts again without a restore and finds this of its earlier life; its own parameters are 1."""
     training, frozen = with_adapter()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         snapshot(client, training, daemon, 1)
     kept_by(daemon, monkeypatch, kept)
     daemon.held.clear()

@@ -11,7 +11,7 @@ from ckptd_client.handles import Handle
 from ckptd_client.session import NO_GRANT_YET
 
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, connected
+from tests.node.client_training import Training, restored
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -21,8 +21,7 @@ NOT_YET = f"skipped: {NO_GRANT_YET}"
 def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
     with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon:
         training = Training()
-        with connected(daemon, training) as client:
-            client.restore()
+        with restored(daemon, training) as client:
             training.step()
             assert client.snapshot(1).status == NOT_YET
             late = until(lambda: daemon.grant(1), what="a free slot")  # could still be taken: the state is step 1's
@@ -67,8 +66,7 @@ def test_a_grant_taken_back_in_mid_copy_leaves_its_slot_alone(
 ) -> None:
     """P6: the slot is free only when nobody writes into it any more, so GaveUp comes after the last byte."""
     training = Training()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         handle = taken_back(daemon, client, monkeypatch)
         until(lambda: handle.status == "void: taken back: test", what="the snapshot is void")
@@ -81,8 +79,7 @@ def test_must_asks_for_another_capture_when_the_first_one_of_the_step_is_void(
 ) -> None:
     """Another rank missed it, asks, and waits for this one to ask as well: it waited its whole bound."""
     training = Training()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         first = taken_back(daemon, client, monkeypatch)
         second = client.snapshot(1, must=True)
@@ -97,8 +94,7 @@ def test_who_waits_no_longer_says_so(daemon: RankDaemonDouble) -> None:
     """The steward granted that step each second, and took back what it had granted beyond it, until the next snapshot()."""
     daemon.granting, daemon.on_asked = "never", False
     training = Training()
-    with connected(daemon, training, must_timeout_s=0.05) as client:
-        client.restore()
+    with restored(daemon, training, must_timeout_s=0.05) as client:
         training.step()
         assert client.snapshot(1, must=True).status.startswith("skipped")
         daemon.wait_for(lambda: len(daemon.messages(wire.Called)) == 2)

@@ -22,7 +22,7 @@ from ckptd_client.world import World
 
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, assert_same, connected, first_snapshot
+from tests.node.client_training import Training, assert_same, connected, first_snapshot, restored
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -132,8 +132,7 @@ def test_a_daemon_that_dies_and_comes_back(tmp_path: Path) -> None:
     """Grants of the dead one are dropped, the capture in progress is void, the memory is offered to the new one."""
     training = Training()
     daemon = RankDaemonDouble(tmp_path / "d.sock").start()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
         failpoint.arm("capture.tensor:sleep=0.5")
@@ -165,8 +164,7 @@ def test_wait_answers_for_no_older_step_than_one_that_was_skipped_without_a_daem
     """P2: it said "durable", and meant the step before."""
     training = Training()
     daemon = RankDaemonDouble(tmp_path / "d.sock").start()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
         daemon.stop()
@@ -330,8 +328,7 @@ def test_close_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
         training = Training()
 
         def round_trip() -> None:
-            with connected(daemon, training) as client:
-                client.restore()
+            with restored(daemon, training) as client:
                 training.step()
                 client.snapshot(1, must=True)
 

@@ -10,7 +10,7 @@ from ckptd_client import Client, resolve
 from ckptd_client.recall import Recall
 from torch import nn
 
-from tests.node.client_training import Training, assert_same, connected, first_snapshot
+from tests.node.client_training import Training, assert_same, connected, first_snapshot, restored
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 
@@ -67,8 +67,7 @@ def test_a_changed_structure_is_looked_up_anew(
     daemon: RankDaemonDouble, change: Callable[[Training, Client], None]
 ) -> None:
     training = Training()
-    with connected(daemon, training, state_bytes=1 << 20) as client:
-        client.restore()
+    with restored(daemon, training, state_bytes=1 << 20) as client:
         for step in (1, 2):
             training.step()
             client.snapshot(step, must=True)
@@ -92,8 +91,7 @@ def test_an_unchanged_structure_is_not_looked_up_again(
     monkeypatch.setattr(
         Recall, "tensors", lambda self: (result := look(self), found.append(result is not None))[0]
     )
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         for step in range(1, 5):
             training.step()
             expected = training.tensors()

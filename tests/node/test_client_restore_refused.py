@@ -14,7 +14,16 @@ from torch import nn
 
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
-from tests.node.client_training import Tied, Training, assert_equal, begun, connected, load, net, save
+from tests.node.client_training import (
+    Tied,
+    Training,
+    assert_equal,
+    begun,
+    load,
+    net,
+    restored,
+    save,
+)
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 
@@ -250,8 +259,7 @@ def test_a_step_may_be_asked_for_and_steps_are_listed(daemon: RankDaemonDouble) 
 def test_restore_again_in_the_same_process(daemon: RankDaemonDouble) -> None:
     """Roll back a diverged run without a restart: a new epoch, snapshots go on."""
     training = Training()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         expected = training.tensors()
         assert client.snapshot(5, must=True).wait("sealed", 30) == "durable"

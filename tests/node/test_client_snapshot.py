@@ -17,7 +17,15 @@ from torch import nn
 
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, assert_same, connected, copying, first_snapshot, stored
+from tests.node.client_training import (
+    Training,
+    assert_same,
+    connected,
+    copying,
+    first_snapshot,
+    restored,
+    stored,
+)
 from tests.node.rank_daemon_double import RankDaemonDouble, _objects
 from tests.waiting import until
 
@@ -51,8 +59,7 @@ def test_a_snapshot_holds_exactly_what_was_there_when_it_was_called(daemon: Rank
 
 def test_a_step_is_an_integer_of_any_kind(daemon: RankDaemonDouble) -> None:
     training = Training()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         for step in (np.int64(1), torch.tensor(2)):
             training.step()
             assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
@@ -89,8 +96,7 @@ def test_a_first_snapshot_without_restore_joins_in_the_background(daemon: RankDa
 def test_the_join_predicts_the_state_that_the_first_step_gives_birth_to(daemon: RankDaemonDouble) -> None:
     """Section 5: otherwise the first snapshot after step 1 would not fit and have to be skipped."""
     training = Training()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
     assert daemon.messages(wire.Resize) == []
@@ -103,8 +109,7 @@ def test_a_layout_that_outgrows_its_slots_is_skipped_once_and_the_slots_grow(
     daemon: RankDaemonDouble,
 ) -> None:
     training = Training()
-    with connected(daemon, training, state_bytes=1000) as client:
-        client.restore()
+    with restored(daemon, training, state_bytes=1000) as client:
         training.step()
         extra = nn.Linear(600, 600)
         client.register(more=extra)
@@ -138,8 +143,7 @@ def test_a_daemon_without_memory_is_named_with_one_warning(
 
 def test_nothing_is_captured_twice_without_an_optimizer_step(daemon: RankDaemonDouble) -> None:
     training = Training()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         until(lambda: len(client._session.grants) == 3, what="all grants")  # one that comes after the call is for that step alone
         assert client.snapshot(1, must=True).taken
@@ -152,8 +156,7 @@ def test_nothing_is_captured_twice_without_an_optimizer_step(daemon: RankDaemonD
 
 def test_a_step_that_goes_backwards_fails_and_says_so(daemon: RankDaemonDouble) -> None:
     training = Training()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         client.snapshot(5, must=True)
         training.step()
@@ -164,8 +167,7 @@ def test_a_step_that_goes_backwards_fails_and_says_so(daemon: RankDaemonDouble) 
 def test_wait_captures_the_current_step_if_it_was_skipped(tmp_path: Path) -> None:
     with RankDaemonDouble(tmp_path / "d.sock", granting="asked") as daemon:
         training = Training()
-        with connected(daemon, training) as client:
-            client.restore()
+        with restored(daemon, training) as client:
             training.step()
             assert client.snapshot(9).status == NOT_YET
             assert client.wait(level="durable", timeout=30) == "durable"
@@ -201,8 +203,7 @@ def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(
     daemon.durable, daemon.level = False, 0
     daemon.policy["replicas"] = 1
     training = Training()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         handle = client.snapshot(1, must=True)
         began = time.monotonic()
@@ -227,8 +228,7 @@ def test_leaving_with_an_exception_does_not_wait(daemon: RankDaemonDouble) -> No
     began = time.monotonic()
 
     def interrupted() -> None:
-        with connected(daemon, training) as client:
-            client.restore()
+        with restored(daemon, training) as client:
             training.step()
             client.snapshot(1, must=True)
             raise KeyboardInterrupt
@@ -275,8 +275,7 @@ def test_a_parameter_that_nobody_registered_is_named(daemon: RankDaemonDouble) -
 def test_a_full_socket_drops_news_and_keeps_what_counts(daemon: RankDaemonDouble) -> None:
     """A daemon that reads nothing for a while: calls are dropped, the seal waits in the queue and arrives."""
     training = Training()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         with daemon.changed:  # the double's threads stand still
             for step in range(1, 20_000):
@@ -295,8 +294,7 @@ def test_fused_optimizers_and_batchnorm_do_not_bump_versions_so_nothing_rests_on
     training.step()
     norm, weight = training.model[1], training.model[0].weight
     assert isinstance(norm, nn.BatchNorm1d)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         versions = weight._version, norm.running_mean._version  # type: ignore[union-attr]
         before = weight.detach().clone(), norm.running_mean.clone()  # type: ignore[union-attr]
         training.step()
@@ -314,8 +312,7 @@ def test_an_audit_finds_a_write_that_escapes_the_fence(daemon: RankDaemonDouble)
     """Weights written without any optimizer (SAM, schedule-free, swaps) between snapshot and fence."""
     daemon.policy["audit_every"] = 1
     training = Training(width=300)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         handle = client.snapshot(1, must=True)
         until(lambda: client._engine._all_copied(), what="the copy")
@@ -345,8 +342,7 @@ def test_the_fence_gives_up_at_its_timeout_and_training_goes_on(daemon: RankDaem
     """P5: bounded, whatever the capture does; the step is void everywhere."""
     daemon.policy["fence_timeout_s"] = 0.3
     training = Training(width=1200)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         failpoint.arm("capture.tensor:sleep=2")
         handle = client.snapshot(1, must=True)
@@ -365,8 +361,7 @@ def test_the_fence_gives_up_at_its_timeout_and_training_goes_on(daemon: RankDaem
 
 def test_snapshot_returns_at_once_and_hides_behind_compute(daemon: RankDaemonDouble) -> None:
     training = Training(width=2000)  # 16 MB and three times that of state
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         failpoint.arm("capture.tensor:sleep=0.1")
         began = time.monotonic()
@@ -402,8 +397,7 @@ def test_values_and_tensors_under_any_names(daemon: RankDaemonDouble) -> None:
 def test_two_threads_never_wait_for_each_other(daemon: RankDaemonDouble) -> None:
     """The optimizer of another thread fences too; a snapshot in mid-copy is no deadlock."""
     training, other = Training(), Training()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         failpoint.arm("capture.tensor:sleep=0.05")
         client.snapshot(1, must=True)

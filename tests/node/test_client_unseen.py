@@ -16,7 +16,7 @@ from ckptd_client import Client
 from torch import nn
 
 from ckptd.core import failpoint
-from tests.node.client_training import Training, assert_same, bits_equal, connected, stored
+from tests.node.client_training import Training, assert_same, bits_equal, restored, stored
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -61,8 +61,7 @@ def trained(
 ) -> tuple[list[str], list[str], list[str]]:
     """(what became of each snapshot, what of the sealed ones is wrong, health's problems). One step by the hook comes first."""
     statuses, torn, expected = [], [], {}
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         for group in training.optimizer.param_groups:
             group["capturable"] = group.pop("was_capturable", False)
@@ -108,8 +107,7 @@ def test_steps_that_nobody_sees_are_a_problem_of_health(daemon: RankDaemonDouble
 def test_a_few_snapshots_without_a_step_are_none(daemon: RankDaemonDouble) -> None:
     """Gradients are accumulated; and the next step ends the trouble."""
     training = Training(200)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         for number in range(1, 31):
             if number % 4 == 1:
                 training.step()
@@ -134,8 +132,7 @@ def test_steps_that_the_user_tells_of_are_captured_whole(daemon: RankDaemonDoubl
 
 def test_behind_the_users_own_fence_captures_overlap_with_such_steps(daemon: RankDaemonDouble) -> None:
     training = Training(200)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         for number in range(1, 5):
             expected = training.tensors()
@@ -170,8 +167,7 @@ def test_wait_captures_no_step_late_that_a_graph_may_have_left(daemon: RankDaemo
     """A skipped snapshot is made up for by wait() only while the state is known to be that step's."""
     training = Training(200)
     daemon.granting = "asked"
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         for group in training.optimizer.param_groups:
             group["capturable"] = True
@@ -187,8 +183,7 @@ def test_an_optimizer_that_was_captured_by_a_graph_is_not_skipped(
 ) -> None:
     """Its hook ran once, under capture."""
     training = Training(200)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         with monkeypatch.context() as capturing:
             capturing.setattr(torch.cuda, "is_initialized", lambda: True)

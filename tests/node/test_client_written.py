@@ -15,7 +15,7 @@ from ckptd_client.handles import Handle
 from torch import nn
 
 from ckptd.core import failpoint
-from tests.node.client_training import Training, assert_same, begun, bits_equal, connected, stored
+from tests.node.client_training import Training, assert_same, begun, bits_equal, connected, restored, stored
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.node.test_client_tear import Everything
 from tests.waiting import until
@@ -84,8 +84,7 @@ def trained(
 ) -> Seen:
     """``between``: what the loop does to the weights after snapshot() and before the next step."""
     seen = Seen()
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         for step in range(1, snapshots + 1):
             training.step()
             expected = training.tensors()
@@ -147,8 +146,7 @@ def test_state_that_its_optimizer_writes_is_no_write_past_the_fence(daemon: Rank
 
 def test_only_the_tensors_that_were_written_are_copied_at_once(daemon: RankDaemonDouble) -> None:
     training = Training(200)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         handle = written(client, training, 1)
         assert handle.wait("sealed", 30) == "void: written before the fence: model.0.weight"
         assert any("model.0.weight" in text for text in client.health().problems)
@@ -166,8 +164,7 @@ def test_the_snapshot_after_a_write_is_audited(daemon: RankDaemonDouble) -> None
     """Who writes one tensor by hand may write others in ways that move no counter."""
     daemon.policy["audit_every"] = 1000
     training = Training(200)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         training.step()
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
         handle = written(client, training, 2)
@@ -188,8 +185,7 @@ def test_the_second_time_the_owner_is_copied_at_once(daemon: RankDaemonDouble) -
     training.optimizer.add_param_group({"params": list(third.parameters())})
     training.model[2] = nn.Linear(200, 200)
     training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=0.01)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         for step, layer in enumerate((0, 2, 3), start=1):
             training.step()
             expected = training.tensors()
@@ -205,8 +201,7 @@ def test_the_second_time_the_owner_is_copied_at_once(daemon: RankDaemonDouble) -
 def test_without_a_fence_the_counters_are_asked_before_the_seal(daemon: RankDaemonDouble) -> None:
     """The last step of a run: no optimizer comes after it. wait() captures it once more."""
     training = Training(200)
-    with connected(daemon, training) as client:
-        client.restore()
+    with restored(daemon, training) as client:
         handle = written(client, training, 1)
         expected = training.tensors()
         until(lambda: handle.status.startswith("void: written"), what="found though nobody fenced")
