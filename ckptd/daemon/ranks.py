@@ -143,6 +143,8 @@ class Ranks:
         if old is not None and old.session is not None and old.session is not session:
             # It loses its seat now, before the next epoch is open and can be named.
             old.session.send(wire.Superseded(1 + (record.number if record is not None else 0)))
+        if old is not None and old.process is not None and not old.process.same(session.process):
+            self._left(old)  # nothing that it still says can be told from what its successor says
         sizes = message.state_bytes, message.frozen_bytes, message.record_bytes
         self._job.seats.attach(message.rank, session, *sizes)
         if running is None:
@@ -172,7 +174,7 @@ class Ranks:
         if seat is None:
             return
         self._services.pacer.forget(self._name(seat))
-        self._job.feed(ev.RankLeft(seat.rank, True, message.finished))
+        self._left(seat, True, message.finished)
 
     def on_close(self, session: RankSession, reason: str) -> None:
         """``dead``: the process is gone (pidfd). Anything else may come back, its memory stays as it is."""
@@ -181,9 +183,14 @@ class Ranks:
             return
         self._services.pacer.forget(self._name(seat))
         if reason == "dead" or not session.alive:
-            self._job.feed(ev.RankLeft(seat.rank, False))
-            return
-        self._job.seats.watch(seat, session.process, lambda: self._job.feed(ev.RankLeft(seat.rank, False)))
+            self._left(seat)
+        else:
+            self._job.seats.watch(seat, session.process, lambda: self._left(seat))
+
+    def _left(self, seat: Seat, clean: bool = False, finished: bool = False) -> None:
+        """Once for each process."""
+        seat.process = None
+        self._job.feed(ev.RankLeft(seat.rank, clean, finished))
 
     # --- snapshots ----------------------------------------------------------------------------------------------
     def _sealed(self, session: RankSession, seat: Seat, message: wire.SealedSlot, fds: list[int]) -> None:

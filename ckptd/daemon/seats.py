@@ -26,6 +26,7 @@ OVERSIZE = 2  # a slot of more than this many times what is needed was made for 
 class Seat:
     rank: int
     session: RankSession | None = None
+    process: Process | None = None  # who sits here, or lost its connection; its end has not been told
     state_bytes: int = 0
     slots: dict[int, Slot] = field(default_factory=dict)
     free: set[int] = field(default_factory=set)
@@ -82,7 +83,7 @@ class Seats:
             seat.frozen, seat.frozen_wanted = kept, 0 if kept is not None else frozen_bytes
         seat.frozen_bytes, seat.record_bytes = frozen_bytes, record_bytes
         self.unwatch(seat)
-        seat.session, seat.told_waits = session, ""
+        seat.session, seat.process, seat.told_waits = session, session.process, ""
         seat.state_bytes = max(state_bytes, 1)
         for slot_id in sorted(seat.free):
             if self._foreign_mapper(slot_id, session) or self._oversized(seat, slot_id):

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.ids import EpochRecord, NodeInfo
+from ckptd.core.machine.ranks import DIED
 from ckptd.daemon import losses
 from ckptd.wire import rank as wire
+from ckptd.wire.world import pack_world
 from tests.node.daemon_rig import Rig, rig
 from tests.node.links import eventually, stays
 from tests.node.rank_child import rank_child
@@ -84,6 +86,21 @@ async def test_nothing_is_waited_for_where_a_job_is_over_or_begins_anew(
         await rank.heard(wire.Opened)
         await stays(lambda: "waiting" not in house.problems(), 0.3)  # it reads what it wants back
         assert phase(house, "first") == "restoring"
+
+
+async def test_who_takes_a_seat_ends_what_the_process_before_was_doing() -> None:
+    """It lives, superseded, and the slots that it was filling stayed its own: nobody hears any more that it gave them up."""
+    async with rig() as house, rank_child(house, "job", SMALL) as child:
+        machine = house.shell("job").machine
+        await eventually(lambda: machine.slots.filling(), what="slots granted to the first")
+        rank = house.rank("job")
+        two = asdict(house.daemon.services.node), {**asdict(house.daemon.services.node), "node": "away"}
+        rank.say_join(wire.Join("b", 0, SMALL, {}), pack_world(["rig", "away"], list(two)))
+        await eventually(lambda: machine.joining.join is not None, what="the newer start")
+        assert machine.ranks.here[0].left == DIED and not machine.slots.filling()
+        assert child.process.returncode is None
+        await child.kill()
+        await stays(lambda: machine.joining.join is not None, 0.3)  # its end says nothing of its successor
 
 
 async def test_a_finished_job_without_storage_is_freed_after_its_linger() -> None:

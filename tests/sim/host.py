@@ -46,6 +46,7 @@ class Host:
         self.tombstone = NO_TOMBSTONE
         self.buried = False  # there is no machine for the job: nobody has had a reason to make one
         self.procs: dict[int, Proc] = {}  # attached rank processes
+        self.seats: dict[int, Proc] = {}  # those whose end the machine has not heard of
         self.machine: JobMachine
         self.fetching = Fetching(self)
         self.writes = Writes(self)
@@ -79,6 +80,7 @@ class Host:
         self.life += 1
         self.alive, self.paused, self.trap, self._held = True, False, None, None
         self.procs.clear()
+        self.seats.clear()
         self._forget()
         known = self.state.visible
         self.record, self.ran, self.sealed = known.record, known.ran, known.sealed
@@ -413,11 +415,11 @@ class Host:
     def _attach(self, proc: Proc, running: bool) -> None:
         if not proc.alive:
             return
-        old = self.procs.get(proc.rank)
+        old = self.seats.get(proc.rank)
         if old is not None and old is not proc:
             old.alive = False  # the shell tells the machine that the rank before is gone
             self.feed(ev.RankLeft(old.rank, False))
-        self.procs[proc.rank] = proc
+        self.procs[proc.rank] = self.seats[proc.rank] = proc
         run = proc.run
         ranks, ask = run.joining(proc.rank)
         joined = ev.RankJoined(proc.rank, run.attempt, ranks, run.nodes, ask, running, trains=running)
@@ -425,6 +427,16 @@ class Host:
         if self.machine.ctx.done and self.record is not None and self.record.nonce == run.attempt:
             proc.may_train()  # it comes back to a daemon that has heard already: the shell says so at once
         self.asks_for_room(proc, proc.room())
+
+    def left(self, life: int, proc: Proc, clean: bool) -> None:
+        """Its process is gone. Who came in its place has told it."""
+        if life == self.life:
+            self.at_leisure(self._left, proc, clean)
+
+    def _left(self, proc: Proc, clean: bool) -> None:
+        if self.seats.get(proc.rank) is proc:
+            del self.seats[proc.rank]
+            self.feed(ev.RankLeft(proc.rank, clean))
 
     def asks_for_room(self, proc: Proc, nbytes: int) -> None:
         """Slots of so many bytes; what is FREE and smaller goes at once, the others when they are free."""

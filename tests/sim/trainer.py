@@ -76,7 +76,8 @@ class Proc:
         self.alive = False
         if self.host.procs.get(self.rank) is self:
             del self.host.procs[self.rank]
-            self.tell(ev.RankLeft(self.rank, clean))
+            if self.conn == self.host.life and self.host.alive:
+                self.world.clock.after(UNIX_S, self.host.left, self.conn, self, clean)
 
     def failed(self, code: str, reason: str) -> None:
         """restore() raised: the trainer ends."""
