@@ -119,12 +119,13 @@ def storage(config: Config) -> Check:
             "no storage_root: snapshots live in memory only",
             "set storage_root to a shared directory",
         )
-    from ckptd.daemon.storage import known_storage, reach
+    from ckptd.daemon.storage import known_storage
+    from ckptd.persist.preflight import probe
 
     root, state = config.storage_root, config.state_dir
     if not os.path.lexists(root) and not known_storage(str(root), state, create=False).identity:
         return _no_root_yet(root)
-    free = reach(known_storage(str(root), state, create=True), state)
+    free = probe(known_storage(str(root), state, create=True))
     text = f"{config.storage_root}: rights, link() and rename() are fine, {format_bytes(free)} free"
     return Check("storage", True, text)
 

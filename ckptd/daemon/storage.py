@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from ckptd.core.storage_root import local_root
 from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
 from ckptd.persist.preflight import place_token, probe, read_token
-from ckptd.persist.storage.base import Storage, StorageError
+from ckptd.persist.storage.base import Storage
 from ckptd.persist.storage.factory import storage_at
 from ckptd.wire.peer import StorageToken
 
@@ -33,40 +32,31 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
     """
     if not root:
         return None, ""
-    storage = known_storage(root, state.path, create=fresh)
-    known = storage.identity
+    storage = known_storage(root, state.path, create=False)
     try:
-        reach(storage, state.path)
+        storage = known_storage(root, state.path, create=True)
+        probe(storage)
         token = place_token(storage, node)
     except (CkptdError, OSError) as error:
         if fresh:
             raise
         health.report("storage", str(error))
         return storage, ""
-    if storage.identity != known:
-        state.keep(IDENTITIES, msgspec.json.encode(identities(state.path) | {storage.locate(""): storage.identity}))
+    known = identities(state.path)
+    if storage.locate("") not in known:
+        state.keep(IDENTITIES, msgspec.json.encode(known | {storage.locate(""): storage.identity}))
     return storage, token
 
 
 def known_storage(root: str, state: Path, *, create: bool) -> Storage:
     """The one that this node has known below ``root``, and no other. create: it is made where none was known."""
-    identity = identities(state).get(os.path.abspath(local_root(root)), "")
-    return storage_at(root, create=create and not identity, marked=True, identity=identity)
-
-
-def reach(storage: Storage, state: Path) -> int:
-    """Try it out; the free bytes. Raises CkptdError with the remedy."""
-    try:
-        return probe(storage)
-    except StorageError as error:
-        if error.errno != errno.ENODEV or not storage.identity:
-            raise
-        hint = f"is it mounted? If it really is a new one, remove {state / IDENTITIES}, on every node"
-        raise StorageError(error.what, where=error.where, hint=hint, errno=error.errno) from error
+    known, place = identities(state), os.path.abspath(local_root(root))
+    if_new = f"if it really is a new one, remove {state / IDENTITIES} and restart ckptd, on every node: it keeps its memory"
+    return storage_at(root, create=create and place not in known, marked=True, identity=known.get(place, ""), if_new=if_new)
 
 
 def identities(state: Path) -> dict[str, str]:
-    """Of each storage that this node has used, by its root. Raises CkptdError when the file does not parse."""
+    """Of each storage that this node has used, by its root ("": it has none). Raises CkptdError when the file does not parse."""
     path = state / IDENTITIES
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, str])

@@ -78,6 +78,40 @@ def test_a_daemon_with_memory_goes_on_beside_it_and_uses_it_when_it_is_back(root
     assert [entry.name for entry in storage.list("") if not entry.is_dir] == [MARKER, "file"]
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["with identity", "without"])
+def test_a_daemon_with_memory_takes_a_new_one_at_the_operators_word_alone(root: Path, old: bool) -> None:
+    """It made no marker as it had memory, so that nothing became durable any more but by dropping that memory."""
+    first = start(root)
+    if old:
+        (root.parent / "state" / IDENTITIES).unlink()
+        (root / MARKER).write_bytes(b"")
+        first = start(root)
+    root.rename(root.parent / "first")
+    root.mkdir()
+    with pytest.raises(StorageError, match="lost its") as caught:
+        first.put_if_absent("file", b"lost")
+    health = Health()
+    start(root, health, fresh=False)
+    for said in (caught.value.hint, *(problem.text for problem in health.problems())):
+        assert "is it mounted?" in said and f"remove {root.parent / 'state' / IDENTITIES} and restart" in said
+    assert list(root.iterdir()) == []
+    (root.parent / "state" / IDENTITIES).unlink()
+    health = Health()
+    storage = start(root, health, fresh=False)
+    assert [problem.text for problem in health.problems()] == []
+    assert storage.put_if_absent("file", b"here") and storage.identity not in ("", first.identity)
+
+
+def test_a_new_root_that_cannot_be_made_does_not_stop_a_daemon_with_memory(root: Path) -> None:
+    root.touch()
+    health = Health()
+    storage = start(root, health, fresh=False)
+    assert "the storage root is no directory" in " ".join(problem.text for problem in health.problems())
+    root.unlink()
+    with pytest.raises(StorageError, match="vanished"):
+        storage.list("")
+
+
 def test_a_storage_that_gives_way_to_another_one_in_mid_run_is_noticed(root: Path) -> None:
     storage = start(root)
     root.rename(root.parent / "away")

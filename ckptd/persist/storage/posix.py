@@ -34,7 +34,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a planted 
 class PosixStorage(TreeStorage):
     """create: make ``root`` and its marker if need be. marked: insist on the marker at every operation (default: as
     ``create``; without it any directory is taken as it is). identity: what the marker must say ("": what it says when it is
-    first seen). direct: try O_DIRECT. chown: give what is created below ``<root>/<uid>`` to that uid (default: when we are root),
+    first seen). if_new: what to do if it is to be another one from now on. direct: try O_DIRECT. chown: give what is created below ``<root>/<uid>`` to that uid (default: when we are root),
     so that users can read their checkpoints with stock tools.
     """
 
@@ -45,6 +45,7 @@ class PosixStorage(TreeStorage):
         create: bool = True,
         marked: bool | None = None,
         identity: str = "",
+        if_new: str = "",
         direct: bool = True,
         chown: bool | None = None,
     ) -> None:
@@ -52,6 +53,7 @@ class PosixStorage(TreeStorage):
         self._direct = direct
         self._marked = create if marked is None else marked
         self.identity = identity
+        self._away_hint = f"{AWAY_HINT}; {if_new}" if if_new else AWAY_HINT
         self._seen: tuple[int, int, int] | None = None  # device, inode and time of the marker that was read last
         self._chown = os.geteuid() == 0 if chown is None else chown
         self._scratch = ScratchPool()
@@ -233,7 +235,7 @@ class PosixStorage(TreeStorage):
         return fd
 
     def _away(self, what: str) -> StorageError:
-        return StorageError(what, where=self.root, hint=AWAY_HINT, errno=errno.ENODEV)
+        return StorageError(what, where=self.root, hint=self._away_hint, errno=errno.ENODEV)
 
     def _look_at_marker(self, root: int) -> None:
         """Raises OSError without one, StorageError for another storage's. One that was read before is not read again."""
