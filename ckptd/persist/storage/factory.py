@@ -9,5 +9,6 @@ from ckptd.persist.storage.posix import PosixStorage
 
 def storage_at(root: str, *, create: bool = False, marked: bool | None = None, identity: str = "", if_new: str = "") -> Storage:
     """create: make the root if need be. marked: insist on its marker, without which it is taken for an unmounted one (default: as
-    ``create``). identity: insist on this one ("": any). if_new: what to do where it is to be another one. Raises CkptdError: a scheme that no backend here is for."""
+    ``create``). identity: insist on this one ("": any). if_new: what to do where it is to be another
+    one. Raises CkptdError: a scheme that no backend here is for."""
     return PosixStorage(local_root(root), create=create, marked=marked, identity=identity, if_new=if_new)

@@ -34,8 +34,8 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a planted 
 class PosixStorage(TreeStorage):
     """create: make ``root`` and its marker if need be. marked: insist on the marker at every operation (default: as
     ``create``; without it any directory is taken as it is). identity: what the marker must say ("": what it says when it is
-    first seen). if_new: what to do if it is to be another one from now on. direct: try O_DIRECT. chown: give what is created below ``<root>/<uid>`` to that uid (default: when we are root),
-    so that users can read their checkpoints with stock tools.
+    first seen). if_new: what to do if it is to be another one from now on. direct: try O_DIRECT. chown: give what is created
+    below ``<root>/<uid>`` to that uid (default: when we are root), so that users can read their checkpoints with stock tools.
     """
 
     def __init__(
