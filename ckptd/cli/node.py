@@ -32,7 +32,8 @@ def run(
     if keeper and not has_service_manager():
         from ckptd.arena.keeper import run_under_keeper
 
-        raise typer.Exit(run_under_keeper([sys.executable, "-m", "ckptd", *sys.argv[1:]], KEEPER_WATCHDOG_S))
+        named = ["--node-id", settings.node_id]  # whatever becomes of state_dir: ranks and peers know it under this one
+        raise typer.Exit(run_under_keeper([sys.executable, "-m", "ckptd", *sys.argv[1:], *named], KEEPER_WATCHDOG_S))
     from ckptd.daemon import main
     from ckptd.observe import log
 

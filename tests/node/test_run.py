@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.node.commands import Cli, places
@@ -63,6 +65,22 @@ def test_sigterm_ends_it_cleanly(daemon: subprocess.Popen[bytes], tmp_path: Path
     daemon.send_signal(signal.SIGTERM)
     assert daemon.wait(STOP_TIMEOUT_S) == 0
     assert not (tmp_path / "ckptd.http").exists()
+
+
+def test_a_daemon_that_dies_beside_a_lost_state_directory_keeps_its_name(
+    daemon: subprocess.Popen[bytes], cli: Cli, tmp_path: Path
+) -> None:
+    """Under a new name it refused the ranks that train here, whose memory it had adopted."""
+
+    def node() -> str:
+        return str(json.loads(cli("status", "--json", *places(tmp_path)).out)["node"]["id"])
+
+    before = node()
+    shutil.rmtree(tmp_path / "state")
+    (tmp_path / "ckptd.http").unlink()
+    psutil.Process(daemon.pid).children()[0].kill()
+    until((tmp_path / "ckptd.http").exists, 30, "the page's announcement")
+    assert node() == before
 
 
 @pytest.mark.usefixtures("daemon")
