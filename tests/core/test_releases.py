@@ -8,7 +8,6 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.machine.steward.certify import REPEAT_S
-from ckptd.core.machine.steward.guards import KEEP_FAILURES_MAX
 from ckptd.core.machine.steward.protecting import PATIENCE_S
 from tests.core.certificates import BOTH, released, steward
 from tests.core.machines import Steward, at, fact, only, record_of
@@ -65,16 +64,6 @@ def test_a_marked_one_waits_for_its_flush() -> None:
     node = steward(replicas=0, durable=True).train().capture(7, keep=True).capture(8)
     assert released(node) == set()
     node.machine.steward.table.mark_durable([at(7)])
-    node.capture(9)
-    assert released(node) == {7, 8}
-
-
-def test_a_marked_one_is_given_up_when_storage_keeps_failing() -> None:
-    node = steward(replicas=0, durable=True).train().capture(7, keep=True)
-    node.machine.steward.table.states[at(7)].failures = KEEP_FAILURES_MAX - 1
-    node.capture(8)
-    assert released(node) == set()
-    node.machine.steward.table.states[at(7)].failures = KEEP_FAILURES_MAX
     node.capture(9)
     assert released(node) == {7, 8}
 

@@ -199,6 +199,9 @@ class Certify:
         self._grants.gets_room()
 
     def _let_go(self, state: SnapshotState, by: str) -> None:
+        if by == "outdone" and state.failures and state.keep and not state.durable:
+            text = f"step {state.snapshot.step} was to be kept: {state.failures} tries to store it failed, and its memory is needed"
+            self._ctx.emit(Alarm("kept", f"{text}: it is gone"))
         state.become_released(by)
         self._table.release(state.snapshot)
         self._rounds = 0

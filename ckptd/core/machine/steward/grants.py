@@ -32,7 +32,7 @@ class Granted:
     number: int
     from_step: int
     said_at: float
-    progress: int | None = None  # of the foremost rank when it was granted; None: for a rank that waits
+    progress: int | None = None  # of the foremost rank when it was granted; None: for a rank that waits, or no rank has told it
     earliest: int = 0  # what from_step would have been, had there never been a margin
     need: int = 0  # the margin by which it would have been in time on all ranks
     late: bool = False
@@ -228,7 +228,8 @@ class Grants:
     def _grant_ahead(self, progress: int) -> None:
         earliest = max([progress, *(grant.earliest for grant in self.open.values())]) + 1
         grant = self._grant(max(progress + 1 + self.margin.steps, self._untaken()))
-        grant.progress, grant.earliest = progress, earliest
+        if progress >= 0:  # After a restart of all daemons the ranks have told nothing yet: no margin follows from that.
+            grant.progress, grant.earliest = progress, earliest
 
     def _untaken(self) -> int:
         """The first step beyond what was captured and what the grants that stand are for. Those that were given back do not count:

@@ -15,7 +15,7 @@ from ckptd.core.machine.steward.snapshot import Phase, SnapshotState
 from ckptd.core.machine.steward.table import SnapshotTable
 from ckptd.core.redundancy import attainable
 
-KEEP_FAILURES_MAX = 3  # failed flushes, before a snapshot that was to be kept gives its memory to newer ones
+KEEP_FAILURES_MAX = 3  # failed flushes, before a snapshot that was to be kept may have to give its memory to newer ones
 
 
 class Guards:
@@ -115,9 +115,10 @@ class Guards:
         return state.snapshot.epoch == self._ctx.number and (self._grants.serves(step) or self._grants.may_become(step))
 
     def _kept(self, state: SnapshotState) -> bool:
-        """keep=True: it waits for its flush, unless storage does not work."""
+        """keep=True: it waits for its flush. Where that has often failed it goes when nothing newer gets a slot for it (P14)."""
         unflushed = state.keep and not state.durable and state.level >= 0 and self._ctx.is_candidate(state.snapshot)
-        return unflushed and self._ctx.policy.durable and state.failures < KEEP_FAILURES_MAX
+        waits = state.failures < KEEP_FAILURES_MAX or not self._grants.presses()
+        return unflushed and self._ctx.policy.durable and waits
 
     def _awaited(self, state: SnapshotState) -> bool:
         """Somebody who is away may bring the rest of what this epoch continued, and at any level: nobody here may know what was
