@@ -370,9 +370,9 @@ class Client:
     def health(self) -> HealthReport:
         """What keeps this rank from being protected, ours and the daemon's words. Never raises."""
         session = self._session
+        reply = session.ask(wire.AskHealth, ANSWER_TIMEOUT_S)
         problems = self._troubles.problems()
         facts = session.facts() | {"fence_s": self._engine.fenced_s, "lost": self._troubles.losses()}
-        reply = session.ask(wire.AskHealth, ANSWER_TIMEOUT_S)
         if isinstance(reply, wire.Health):
             problems += [text for text in reply.problems if text not in problems]
             facts["daemon"] = reply.facts

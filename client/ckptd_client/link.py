@@ -110,12 +110,10 @@ class Link:
     def _run(self) -> None:
         pause = BACKOFF_FIRST_S
         while not self._closing:
-            sock = self._connect()
-            if sock is not None:
-                served = self._serve(sock)
-                pause = BACKOFF_FIRST_S if served else min(2 * pause, BACKOFF_MAX_S)
-            else:
-                pause = min(2 * pause, BACKOFF_MAX_S)
+            sock, began = self._connect(), time.monotonic()
+            served = sock is not None and self._serve(sock)
+            lasted = time.monotonic() - began > BACKOFF_MAX_S  # one that welcomes us and hangs up will mostly do so again
+            pause = BACKOFF_FIRST_S if served and lasted else min(2 * pause, BACKOFF_MAX_S)
             if not self._closing:
                 self._sleep(REFUSED_BACKOFF_S if self.refused else pause)
         forks.close(self._wake)

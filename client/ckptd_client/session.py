@@ -101,7 +101,8 @@ class Session:
             self.clock.each = self.policy.get("pacing") == "windows"
             rejoin = self._join if self.phase in (READY, JOINING) and not self.restoring else None
             self.changed.notify_all()
-        self.troubles.clear("daemon")
+        if rejoin is None:
+            self.troubles.clear("daemon")  # else with its first word on that: it may yet turn us away
         if self.policy.get("durable"):
             self.troubles.clear("storage")
         self._offer()
@@ -135,7 +136,10 @@ class Session:
 
     def _on_refused(self, refused: wire.Refused) -> None:
         with self.changed:
+            trained = self.phase in (READY, JOINING)
             self.changed.notify_all()
+        if trained:
+            self.troubles.report("join", f"not protected: {CkptdError(refused.what, where=refused.where, hint=refused.hint)}")
 
     def wait_up(self, timeout_s: float) -> bool:
         """Is the daemon there, within ``timeout_s``?"""
@@ -145,6 +149,7 @@ class Session:
 
     # --- messages -----------------------------------------------------------------------------------------------
     def _on_message(self, message: Any, fds: list[int]) -> None:
+        self.troubles.clear("daemon")
         try:
             with self.changed:
                 self._on[type(message)](message, fds)

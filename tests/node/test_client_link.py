@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptd_client import CkptdError, Client, session
+from ckptd_client import CkptdError, Client, link, session
 from ckptd_client import client as client_module
 from ckptd_client.capture import Engine
 from ckptd_client.session import Session
@@ -23,7 +24,7 @@ from ckptd_client.world import World
 from ckptd.core import failpoint
 from ckptd.wire import rank as wire
 from tests.node.client_training import Training, assert_same, connected, first_snapshot, restored
-from tests.node.rank_daemon_double import RankDaemonDouble
+from tests.node.rank_daemon_double import Peer, RankDaemonDouble
 from tests.waiting import until
 
 
@@ -100,6 +101,36 @@ def test_a_refusal_is_passed_on(tmp_path: Path) -> None:
         with pytest.raises(CkptdError, match="no job of this name") as caught:
             Client.connect("job", socket=daemon.path, required=True)
         assert caught.value.hint == "choose another"
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_daemon_that_takes_the_connection_and_not_the_rank_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: bool
+) -> None:
+    """Fifteen times a second, with a line each time: every welcome began the pauses anew."""
+    pauses: list[float] = []
+    training = Training()
+    daemon = RankDaemonDouble(tmp_path / "d.sock").start()
+
+    def turn_away(peer: Peer, message: object, fds: list[int]) -> None:
+        if says:
+            peer.sock.send(wire.Refused("rank 0 trains on node a", "", "restart the trainer"))
+        peer.sock.sock.shutdown(socket.SHUT_RDWR)
+
+    with restored(daemon, training) as client, caplog.at_level(logging.WARNING, "ckptd"):
+        daemon.stop()
+        until(lambda: not client._session.link.up)
+        monkeypatch.setattr(link.Link, "_sleep", lambda self, seconds: pauses.append(seconds))
+        again = restarted(daemon)
+        again._on_join = turn_away  # type: ignore[method-assign]
+        with again:
+            again.wait_for(lambda: len(again.messages(wire.Join)) >= 20)
+            assert min(pauses[-5:]) == (link.REFUSED_BACKOFF_S if says else link.BACKOFF_MAX_S)
+            problems = " ".join(client._troubles.problems())
+        monkeypatch.undo()
+    assert "connection to the daemon lost" in problems
+    assert ("rank 0 trains on node a" in problems and "restart the trainer" in problems) == says
+    assert len(caplog.records) == 1 + says, [record.message for record in caplog.records]
 
 
 def test_a_daemon_that_comes_later_is_found(tmp_path: Path) -> None:
