@@ -96,12 +96,14 @@ def test_another_process_that_takes_up_a_session_begins_a_new_one() -> None:
     assert node.machine.steward.sessions.stays("b"), "it says so again, or it stays"
 
 
-def test_what_a_process_said_whose_inventory_never_came_is_not_taken_for_the_next_ones_word() -> None:
+@pytest.mark.parametrize("noticed", [True, False])
+def test_what_a_process_said_whose_inventory_never_came_is_not_taken_for_the_next_ones_word(noticed: bool) -> None:
     """The next one's own words of the same numbers, a sealed slot among them, would be old ones again."""
     node = steward()
     b = node.others["b"]
     b.tell(msg.RankState(EPOCH, 1, 8, 2), session=node.said(msg.StewardHello, "b")[-1].nonce, serial=1)
-    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    if noticed:
+        node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
     b.tell_inventory(incarnation="b#2")
     b.state(1, 3)
     assert steps_heard(node) == 3

@@ -110,7 +110,7 @@ class Flushing:
         wanted = self._asked_for(others)
         if not wanted and self._certify.blocked():
             # Its slots will be wanted, and only storage can take it over; of a lineage that was left behind, too.
-            wanted = others[:1] or [state for state in whole if state not in usable][:1]
+            wanted = others[:1] or [state for state in whole if not self._ctx.is_candidate(state.snapshot)][:1]
         chosen = kept + (wanted or [newest for newest in others[-1:] if self._due(newest)])
         return sorted(chosen, key=lambda state: state.failures >= KEEP_FAILURES_MAX)
 

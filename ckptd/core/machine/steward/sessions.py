@@ -71,6 +71,8 @@ class Sessions:
         seat.owes = True
         if fact.serial < seat.expected:
             return
+        if not fact.serial:
+            seat.early.clear()  # of a process before this one, it may be; else it is said again
         seat.early[fact.serial] = fact
         while seat.expected in seat.early:
             ready = seat.early.pop(seat.expected)
@@ -100,8 +102,6 @@ class Sessions:
         seat = self.seats.get(node)
         if seat is not None:
             seat.turn, seat.established, seat.opened_at = seat.turn + 1, False, self._ctx.now
-            if not seat.expected:  # whose word it is only the inventory tells, which has not come
-                seat.early.clear()
             if self._ctx.is_up(node):
                 self._hello(node)
 
