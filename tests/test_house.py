@@ -34,7 +34,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "config_sources": frozenset({"config", "units"}),
     "errors": frozenset(),
     "daemon": frozenset(
-        {"arena", "wire", "observe", "protect", "persist", "recover", "config", "process", "directory", "crew"}
+        {"arena", "wire", "observe", "protect", "persist", "recover", "config", "process", "directory", "identity", "crew"}
     ),
 }
 ALWAYS_ALLOWED = frozenset({"core", "errors"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +21,8 @@ from ckptd.core.messages import RestoreAsk
 from ckptd.core.steptimes import Cadence
 from ckptd.core.written import checked
 from ckptd.daemon.seats import Seat
-from ckptd.daemon.services import Services
+from ckptd.daemon.services import Services, log
+from ckptd.identity import NODE_ID_PATTERN
 from ckptd.observe.sight import Sight
 from ckptd.wire import rank as wire
 from ckptd.wire.rank_link import RankSession
@@ -30,6 +32,7 @@ from ckptd.wire.world import WORLD_BYTES_MAX, unpack_world
 if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 
+NODE_ID = "node_id"  # what health calls a rank that trains as one of another node
 CAPTURES_KEPT_MAX = 256
 GRANTS_PER_SEAT_MAX = 256  # remembered with the session they went to
 HEALTH_PROBLEMS_MAX = 64  # of one answer, so that it fits a frame
@@ -135,6 +138,10 @@ class Ranks:
     # --- joining and leaving ------------------------------------------------------------------------------------
     def _join(self, session: RankSession, message: wire.Join, fds: list[int]) -> None:
         joined = self._read_join(message, fds)
+        if (node := joined.ranks[message.rank]) != self._services.node.node:
+            self._turn_away(session, message.rank, node)
+            return
+        self._services.health.clear(NODE_ID, job=self._job.job)
         record = self._job.record
         running = record if record is not None and record.nonce == message.attempt else None
         if running is not None and running.ranks != joined.ranks:
@@ -163,11 +170,22 @@ class Ranks:
             ask = None if message.ask is None else msgspec.convert(message.ask, RestoreAsk)
         except msgspec.ValidationError as error:  # which is no ValueError
             raise ValueError(f"join: {error}") from error
-        if not 0 <= message.rank < len(ranks) or ranks[message.rank] != self._services.node.node:
-            raise ValueError(f"rank {message.rank} does not live on this node")
+        if not 0 <= message.rank < len(ranks):
+            raise ValueError(f"there is no rank {message.rank} in a world of {len(ranks)}")
         if {node.node for node in nodes} != set(ranks):
             raise ValueError("nodes and ranks of the join do not name the same daemons")
         return ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask, trains=message.trains)
+
+    def _turn_away(self, session: RankSession, rank: int, node: str) -> None:
+        """The others of its job ask for ``node``, which we are not. Raises ValueError where none can have that name."""
+        if not re.fullmatch(NODE_ID_PATTERN, node):
+            raise ValueError("join of a rank on a node without a name")
+        what = f"rank {rank} was started on node {node}, this daemon is node {self._services.node.node}: its state_dir "
+        what += "was lost, or is another one"
+        error = CkptdError(what, hint=f"start the trainer again, or this daemon with --node-id {node}")
+        if self._services.health.event(NODE_ID, str(error), job=self._job.job):
+            log.warning("job=%s %s", self._job.job, error)
+        session.send(wire.Refused(error.what, hint=error.hint))
 
     def _goodbye(self, session: RankSession, message: wire.Goodbye) -> None:
         seat = self._job.seats.detach(session)

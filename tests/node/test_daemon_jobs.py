@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 from dataclasses import asdict
@@ -150,9 +151,9 @@ RIG = {"node": "rig", "control": "c", "bulk": "b", "domain": "d"}
         pack_world(["rig"] * (RANKS_MAX + 1), [RIG]),
         pack_world(["rig"], [RIG | {str(n): n for n in range(NODE_FIELDS_MAX)}]),
         msgpack.packb({"ranks": ["rig"], "nodes": [RIG | {"domain": msgpack.ExtType(1, b"x")}]}),
-        bytes(WORLD_BYTES_MAX + 1),
+        bytes(WORLD_BYTES_MAX + 1), pack_world(["one\nline"], [RIG | {"node": "one\nline"}]),
     ],
-    ids=range(17),
+    ids=range(18),
 )  # fmt: skip
 async def test_garbage_in_a_join_closes_that_connection_only(world: bytes) -> None:
     """P13."""
@@ -179,6 +180,25 @@ async def test_a_join_without_a_sealed_world_closes_that_connection_only() -> No
         await eventually(lambda: len(sessions) == 1)
         await ranks[2].begin("a")
         assert len(sessions) == 1, "and it goes on"
+
+
+async def test_a_rank_that_trains_as_one_of_another_node_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Its daemon had got a new name. "Sent garbage: rank 0 does not live on this node" was all, in the log."""
+    told = asdict(NodeInfo("before", "tcp://before:1", "before:2", "before"))
+    async with rig() as house:
+        rank, again = house.rank(), house.rank()
+        await rank.begin("a")
+        for _ in range(2):
+            stranger = house.rank()
+            stranger.say_join(wire.Join("b", 0, 1, None), pack_world(["before"], [told]))
+            refused, _ = await stranger.heard(wire.Refused)
+        hint = "start the trainer again, or this daemon with --node-id before"
+        assert "node before" in refused.what and "node rig" in refused.what and refused.hint == hint
+        (problem,) = house.daemon.health.problems()
+        assert (problem.kind, problem.count) == ("node_id", 2) and refused.what in problem.text and hint in problem.text
+        assert [refused.what in record.message for record in caplog.records if record.levelno >= logging.WARNING] == [True]
+        await again.begin("c")
+        assert "node_id" not in house.problems()
 
 
 async def test_a_world_of_4096_ranks_on_512_nodes_is_told_through_the_socket(
