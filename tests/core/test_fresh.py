@@ -141,7 +141,9 @@ def test_a_job_that_was_let_go_after_it_had_sealed_something_is_no_fresh_start()
     gather = alone(Inventory("z", None, (), incarnation="a#2", buried=3, sealed=2))
     assert "a let go of the job" in decide(gather, 3, (), {}).reason
     gather.answers = {"a": Inventory("z", None, (), incarnation="a#2", buried=3, sealed=0)}
-    assert decide(gather, 3, (), {}).record is not None, "it never sealed anything"
+    fresh = decide(gather, 3, (), {})
+    assert fresh.record is not None, "it never sealed anything"
+    assert fresh.errors == ("nothing was ever sealed: a let go of a start that ended before a first snapshot was complete",)
     gather.answers = {"a": Inventory("z", None, (), incarnation="a#2", buried=3, forgotten=3, sealed=2)}
     gather.bury(Tombstone(3, 3))
     assert decide(gather, 3, (), {}).record is not None, "forgotten by order"

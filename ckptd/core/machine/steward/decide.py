@@ -112,11 +112,14 @@ def _what_became(gather: Gather) -> str:
 
 def _unsealed(gather: Gather) -> tuple[str, ...]:
     """A fresh start after one that ran: proven, and yet nothing to be quiet about."""
-    before = gather.lineage()
-    if before is None or before.number <= gather.tombstone.ordered:
-        return ()
+    before, ordered = gather.lineage(), gather.tombstone.ordered
     if gather.sealed():  # declared by allow_fresh=True
         return (_what_became(gather),)
+    if before is None:  # Nobody has its record any more.
+        let_go = ", ".join(sorted(node for node, answer in gather.answers.items() if answer.buried > ordered))
+        return (f"{NOTHING_SEALED}: {let_go} let go of a start that ended before a first snapshot was complete",) if let_go else ()
+    if before.number <= ordered:
+        return ()
     nodes = ", ".join(node.node for node in before.nodes)
     return (f"{NOTHING_SEALED}: epoch {before.number} ran on {nodes} and ended before a first snapshot was complete",)
 
