@@ -23,10 +23,10 @@ ROOMS: dict[str, frozenset[str]] = {
     "process": frozenset(),
     "units": frozenset(),
     "crew": frozenset(),
-    "arena": frozenset({"process", "crew"}),
+    "arena": frozenset({"process", "units", "crew"}),
     "observe": frozenset({"crew"}),
     "protect": frozenset({"arena", "wire", "crew"}),
-    "persist": frozenset({"arena", "wire", "directory", "crew"}),
+    "persist": frozenset({"arena", "wire", "directory", "units", "crew"}),
     "recover": frozenset({"arena", "wire", "persist", "protect", "crew"}),  # from parity and from storage
     "directory": frozenset(),
     "identity": frozenset({"directory"}),
@@ -34,7 +34,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "config_sources": frozenset({"config", "units"}),
     "errors": frozenset(),
     "daemon": frozenset(
-        {"arena", "wire", "observe", "protect", "persist", "recover", "config", "process", "directory", "identity", "crew"}
+        {"arena", "wire", "observe", "protect", "persist", "recover", "config", "process", "directory", "identity", "units", "crew"}
     ),
 }
 ALWAYS_ALLOWED = frozenset({"core", "errors"})

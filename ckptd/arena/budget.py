@@ -25,10 +25,6 @@ class Headroom:
     kills_group: bool = False  # memory.oom.group: the OOM killer would take the daemon along
 
 
-def gibibytes(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
-
-
 def headroom(proc: Path = Path("/proc")) -> Headroom:
     """How many bytes can still be touched by this process' cgroup. Unreadable files limit nothing."""
     found = [_machine(proc / "meminfo")]

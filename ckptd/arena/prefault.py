@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckptd.arena.budget import NoMemory, gibibytes
+from ckptd.arena.budget import NoMemory
 from ckptd.arena.toucher import EXIT_ERRNO
+from ckptd.units import format_bytes
 
 START_TIMEOUT_S = 60.0
 TIMEOUT_S_PER_GIB = 60.0  # first touch is 0.3-3 s per GiB; a cgroup that never kills would wait for ever
@@ -26,9 +27,9 @@ def prefault(fd: int, size: int) -> None:
             said, _ = child.communicate(timeout=START_TIMEOUT_S + TIMEOUT_S_PER_GIB * size / 2**30)
         except subprocess.TimeoutExpired:
             child.kill()
-            raise NoMemory("the kernel gave no pages in time", where=gibibytes(size), hint=_HINT) from None
+            raise NoMemory("the kernel gave no pages in time", where=format_bytes(size), hint=_HINT) from None
     if child.returncode != 0:
-        raise NoMemory(_why(child.returncode, said), where=gibibytes(size), hint=_HINT)
+        raise NoMemory(_why(child.returncode, said), where=format_bytes(size), hint=_HINT)
 
 
 def _why(code: int, said: bytes) -> str:

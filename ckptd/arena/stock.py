@@ -10,12 +10,13 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Protocol
 
-from ckptd.arena.budget import NoMemory, gibibytes, headroom
+from ckptd.arena.budget import NoMemory, headroom
 from ckptd.arena.segment import Segment
 from ckptd.arena.slot import Slot
 from ckptd.arena.tenant import Tenant
 from ckptd.core.failpoint import failpoint
 from ckptd.crew import Crew, here
+from ckptd.units import format_bytes
 
 log = logging.getLogger("ckptd.arena")
 
@@ -85,7 +86,7 @@ class Stock:
             try:
                 segment = Segment.create(name, tenant, size, self.incarnation, touch=self._touch)
             except OSError as error:
-                raise NoMemory(f"allocation failed: {error}", where=gibibytes(size)) from error
+                raise NoMemory(f"allocation failed: {error}", where=format_bytes(size)) from error
             self.keep(segment)
             with self.lock:
                 self.segments[name] = segment
@@ -146,8 +147,8 @@ class Stock:
         if missing > 0:
             whose = "memory budget" if uid is None else f"another user lacks memory: the share of uid {uid}"
             raise NoMemory(
-                f"{whose} of {gibibytes(limit)} has no room for {gibibytes(size)}",
-                where=f"{gibibytes(missing)} missing, held by {self._holders(asker)}",
+                f"{whose} of {format_bytes(limit)} has no room for {format_bytes(size)}",
+                where=f"{format_bytes(missing)} missing, held by {self._holders(asker)}",
                 hint="raise memory_budget, or use fewer copies or own slots",
             )
         for segment in idle:
@@ -163,7 +164,7 @@ class Stock:
             name = f"job {s.tenant.job}" if s.tenant.uid == asker else "other users"
             held[name] = held.get(name, 0) + s.size
         most = sorted(held, key=lambda name: -held[name])[:HOLDERS_SHOWN_MAX]
-        return ", ".join(f"{name}: {gibibytes(held[name])}" for name in most) or "nobody"
+        return ", ".join(f"{name}: {format_bytes(held[name])}" for name in most) or "nobody"
 
     def _admit(self, size: int, uid: int) -> None:
         """The machine and our cgroups must have room besides what other threads are touching right now."""
@@ -173,10 +174,10 @@ class Stock:
             room = self._room(size)
         if room < size:
             self.on_short(uid, size)
-            now, reserve = headroom(), gibibytes(self._reserve_bytes)
+            now, reserve = headroom(), format_bytes(self._reserve_bytes)
             raise NoMemory(
-                f"the machine has no room for {gibibytes(size)}",
-                where=f"{now.limited_by} leaves {gibibytes(now.nbytes)}, of which {reserve} stay free",
+                f"the machine has no room for {format_bytes(size)}",
+                where=f"{now.limited_by} leaves {format_bytes(now.nbytes)}, of which {reserve} stay free",
                 hint="raise the cgroup's limit or lower memory_budget",
             )
 

@@ -44,6 +44,7 @@ from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.parity import ParityMaker
 from ckptd.protect.replicate import Replicator
+from ckptd.units import format_bytes
 from ckptd.wire.control import ControlLink
 from ckptd.wire.keys import ClusterKey
 from ckptd.wire.tcp import TcpTransport
@@ -236,7 +237,7 @@ class Daemon:
         for slot in frozen_first(adopted):
             self.job(slot.tenant.job).adopt(slot)
         if adopted:
-            log.info("adopted %d slots, %d bytes, nothing copied", len(adopted), self.arena.used_bytes)
+            log.info("adopted %d slots, %s, nothing copied", len(adopted), format_bytes(self.arena.used_bytes))
 
     def job(self, job: str) -> JobShell:
         shell = self.jobs.get(job)

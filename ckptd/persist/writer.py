@@ -30,6 +30,7 @@ from ckptd.persist.side import SideWriter
 from ckptd.persist.storage.base import Storage, StorageError, SyncFailed, storage_error
 from ckptd.persist.stream import write_chunk
 from ckptd.persist.sums import SUM_BYTES, block_count, digest
+from ckptd.units import format_bytes
 from ckptd.wire.bulk import Pace, wait_turn
 
 WRITER_THREADS = 2
@@ -121,7 +122,7 @@ class _Run:
         failpoint("persist.write.begin")
         free = self.storage.free_bytes()
         if free < self.total + SPARE_BYTES:
-            text = f"{self.total} bytes needed and {SPARE_BYTES} in reserve, {free} free"
+            text = f"{format_bytes(self.total)} needed and {format_bytes(SPARE_BYTES)} in reserve, {format_bytes(free)} free"
             raise storage_error(OSError(errno.ENOSPC, text), "write", self.storage.locate(self.directory))
         self.storage.begin(self.directory)
 

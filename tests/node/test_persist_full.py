@@ -61,7 +61,7 @@ def test_a_disk_that_fills_up_while_writing(small_disk: Path, monkeypatch: pytes
 @places.for_root
 def test_a_full_disk_is_noticed_before_writing(small_disk: Path) -> None:
     storage = PosixStorage(str(small_disk / "root"))
-    with pytest.raises(StorageError, match=r"[0-9]+ bytes needed and 16777216 in reserve, [0-9]+ free") as caught:
+    with pytest.raises(StorageError, match=r"[0-9.]+ [KM]iB needed and 16\.0 MiB in reserve, [0-9.]+ [KM]?i?B free") as caught:
         save(storage, small_world(2, rows=4000))
     assert str(small_disk) in str(caught.value)
     assert caught.value.errno == errno.ENOSPC
