@@ -217,8 +217,9 @@ class Client:
     ) -> Handle:
         """Capture the registered state as of now; returns at once, and never raises for a checkpoint's sake.
 
-        The next optimizer step waits if it must. keep: retention never deletes this one. must: wait (bounded) until this
-        step may be captured instead of skipping it, and, when an earlier call has captured it here, until all ranks have.
+        The next optimizer step waits if it must. keep: retention never deletes this one. must: wait, for at most
+        ``must_timeout_s`` of connect(), until this step may be captured instead of skipping it, and, when an earlier call has
+        captured it here, until all ranks have. A daemon that is away is waited for in its first 15 seconds only.
         meta: given back by a restore in ``last_restore``. Raises TypeError when ``step`` is no integer (numpy's and torch's are).
         """
         step = operator.index(step)
@@ -297,9 +298,9 @@ class Client:
     # --- waiting ------------------------------------------------------------------------------------------------
     def wait(self, level: str = "durable", timeout: float | None = None) -> str:
         """Wait until the current step has reached ``level`` ("sealed", "protected", "durable"), at most ``timeout`` seconds;
-        captures it first if its snapshot was skipped. Returns the status then, never that of an older step; "unreachable"
-        without a daemon. Where the daemon has no storage "protected" is waited for, with a warning. When training has moved on
-        from a skipped step, it is the newest snapshot that is waited for."""
+        captures it first, as with must, if its snapshot was skipped. Returns the status then, never that of an older step;
+        "unreachable" without a daemon. Where the daemon has no storage "protected" is waited for, with a warning. When training
+        has moved on from a skipped step, it is the newest snapshot that is waited for."""
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)

@@ -29,7 +29,7 @@ from ckptd_client.world import World
 
 LEVELS_KEPT_MAX = 1024  # steps whose level is remembered
 HANDLES_KEPT_MAX = 256
-SILENT_AFTER_S = 15.0  # a daemon that answers no question for this long is not waited for
+SILENT_AFTER_S = 15.0  # a daemon that answers no question, or is away, for this long is not waited for
 RESTORE_SILENT_AFTER_S = 60.0  # the same while it restores: it may be busy
 ASK_EVERY_S = 2.0
 LOST_HINT = "start the job again: a daemon that is started again finds its memory as it was; its log says why it ended"
@@ -55,6 +55,7 @@ class Session:
         self.clock = StepClock()
         self.policy: dict[str, Any] = {}
         self.node: dict[str, Any] | None = None
+        self._lost_at = 0.0  # since when the daemon is away; 0: it has said Ready since
         self.connection = 0  # grows with every welcome; 0: never connected
         self.phase = IDLE
         self.world: World | None = None
@@ -123,6 +124,7 @@ class Session:
     def _on_down(self, reason: str) -> None:
         with self.changed:
             lost = self.connection
+            self._lost_at = self._lost_at or time.monotonic()
             self.grants.clear()
             self.waits = ""
             self._layouts.clear()
@@ -146,6 +148,11 @@ class Session:
         with self.changed:
             self.changed.wait_for(lambda: self.link.up or self.link.refused is not None, timeout_s)
         return self.link.up
+
+    def wait_back(self, deadline: float) -> None:
+        """For a daemon that was lost a moment ago, and may be starting again; not for one that stays away (P5)."""
+        back_by = min(deadline, self._lost_at + SILENT_AFTER_S)
+        self.wait(lambda: not self._lost_at or self.phase != READY, back_by)
 
     # --- messages -----------------------------------------------------------------------------------------------
     def _on_message(self, message: Any, fds: list[int]) -> None:
@@ -199,7 +206,7 @@ class Session:
             self.levels.clear()
             self._handles.clear()
             self.clock.forget()
-        self.epoch, self.phase = message.epoch, READY
+        self.epoch, self.phase, self._lost_at = message.epoch, READY, 0.0
         if self.called >= 0:
             self.link.send(wire.Called(self.called))  # a daemon that was restarted does not know
         self.segments.drop_unused()

@@ -75,13 +75,11 @@ class Snapshots:
     ) -> None:
         """Fills in the handle. Whatever goes wrong ends as its status. ``wait_s``: for must, less than the client's own
         bound."""
-        patience_s = (
-            min(self._must_timeout_s, self._must_timeout_s if wait_s is None else wait_s) if must else 0.0
-        )
-        deadline = time.monotonic() + patience_s
+        patience_s = min(self._must_timeout_s, self._must_timeout_s if wait_s is None else wait_s)
+        deadline = time.monotonic() + (patience_s if must else 0.0)
         grant: Grant | None = None
         try:
-            grant, slot = self._grant(handle.step, must or keep, must, patience_s)
+            grant, slot = self._grant(handle.step, must or keep, must, deadline)
             try:
                 failpoint("capture.granted")
                 self._capture(handle, grant, slot, meta, keep, deadline)
@@ -109,7 +107,7 @@ class Snapshots:
         handle.became(status)
         self._troubles.lost(handle.step, status)
 
-    def _grant(self, step: int, forced: bool, asks: bool, patience_s: float) -> tuple[Grant, SlotView]:
+    def _grant(self, step: int, forced: bool, asks: bool, deadline: float) -> tuple[Grant, SlotView]:
         """The slot comes pinned. Raises Skip."""
         session = self._session
         if step < session.called:
@@ -118,9 +116,11 @@ class Snapshots:
             )
             raise CkptdError(f"step went backwards from {session.called}")
         self._check_progress(step, forced)
+        if asks:
+            session.wait_back(deadline)
         session.call(step, fence.steps(), asks=asks)  # also without a daemon: wait() answers for no older step then
         self._check_ready()
-        grant = session.take(step, patience_s)
+        grant = session.take(step, max(0.0, deadline - time.monotonic()))
         if grant is None:
             if asks:  # Until it hears otherwise the steward grants this very step, and nothing beyond it.
                 session.link.send_or_drop(wire.Called(step))

@@ -191,6 +191,30 @@ def test_a_daemon_that_dies_and_comes_back(tmp_path: Path) -> None:
             assert len(client._session.segments._known) == 3  # the dead one's memory was let go
 
 
+def test_a_snapshot_that_must_be_waits_for_a_daemon_that_was_lost_a_moment_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was skipped at once, though a daemon is started again within seconds. One that stays away holds up nothing (P5)."""
+    training = Training()
+    daemon = RankDaemonDouble(tmp_path / "d.sock").start()
+    with restored(daemon, training) as client:
+        daemon.stop()
+        until(lambda: not client._session.link.up)
+        training.step()
+        again = restarted(daemon)
+        again.granting = "asked"
+        with again:
+            expected = training.tensors()
+            handle = client.snapshot(1, must=True)
+            assert handle.status == "capturing"
+            training.step()
+            assert handle.wait("sealed", 30) == "durable"
+            assert_same(again.held[1, 1][0], expected)
+        until(lambda: not client._session.link.up)
+        monkeypatch.setattr(session, "SILENT_AFTER_S", 0.0)
+        assert client.snapshot(2, must=True).status == "skipped: no daemon"
+
+
 def test_wait_answers_for_no_older_step_than_one_that_was_skipped_without_a_daemon(tmp_path: Path) -> None:
     """P2: it said "durable", and meant the step before."""
     training = Training()
