@@ -50,7 +50,7 @@ def test_no_memory_says_how_much_is_missing_and_who_has_it(nodes: Cluster) -> No
     assert holder.do("wait", level="sealed") == "sealed"
     assert lacking.do("restore") is None
     status = skipped(lacking, "no memory")
-    assert "GiB missing" in status and f"job {os.getuid()}/holder" in status
+    assert "MiB missing" in status and f"job {os.getuid()}/holder" in status
     told(lacking, node, "no memory")
 
 
