@@ -302,9 +302,12 @@ class Seats:
             )
         except NoMemory as error:
             have = self._fitting(seat)
-            text = f"rank {seat.rank} has {have} of {self._services.policy.own_slots} slots: {error}"
+            slots = f"{have} of {self._services.policy.own_slots} slots"
+            if have == 1 and self._services.storage is not None:
+                slots += ", which is free again once storage has its snapshot"
+            text = f"rank {seat.rank} has {slots}: {error}"
             self._services.health.report("no_memory", text, job=self._job, which=str(seat.rank))
-            self._feed(SlotsShort(seat.rank, f"{have} of {self._services.policy.own_slots} slots: {error.what} [{error.where}]"))
+            self._feed(SlotsShort(seat.rank, f"{slots}: {error.what} [{error.where}]"))
             return None
         if self._services.health.clear("no_memory", job=self._job, which=str(seat.rank)):
             self._feed(SlotsShort(seat.rank, ""))

@@ -24,6 +24,8 @@ from ckptd.wire.world import NODE_FIELDS_MAX, RANKS_MAX, WORLD_BYTES_MAX, pack_w
 from tests.node.daemon_rig import rig
 from tests.node.links import eventually, stays
 
+MIB = 1 << 20
+
 
 async def test_an_instruction_that_fails_does_not_take_its_batch_along(
     monkeypatch: pytest.MonkeyPatch,
@@ -180,6 +182,18 @@ async def test_a_join_without_a_sealed_world_closes_that_connection_only() -> No
         await eventually(lambda: len(sessions) == 1)
         await ranks[2].begin("a")
         assert len(sessions) == 1, "and it goes on"
+
+
+@pytest.mark.parametrize("storage", [True, False])
+async def test_room_for_one_slot_is_said_to_come_back_with_storage(tmp_path: Path, storage: bool) -> None:
+    """What was said was `no memory`, and no more, though snapshots went on, each as soon as storage had the one before."""
+    settings = {"storage_root": tmp_path / "root"} if storage else {}
+    async with rig(memory_budget="20MiB", **settings) as house:
+        rank = house.rank()
+        rank.join("a", 12 * MIB)
+        await eventually(lambda: "no_memory" in house.problems())
+        assert "rank 0 has 1 of 3 slots" in house.problems()["no_memory"]
+        assert ("free again once storage has its snapshot" in house.problems()["no_memory"]) == storage
 
 
 async def test_a_rank_that_trains_as_one_of_another_node_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
