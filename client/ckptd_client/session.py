@@ -55,7 +55,7 @@ class Session:
         self.clock = StepClock()
         self.policy: dict[str, Any] = {}
         self.node: dict[str, Any] | None = None
-        self._lost_at = 0.0  # since when the daemon is away; 0: it has said Ready since
+        self._lost_at = 0.0  # since when no daemon has this rank; 0: one has
         self.connection = 0  # grows with every welcome; 0: never connected
         self.phase = IDLE
         self.world: World | None = None
@@ -206,19 +206,26 @@ class Session:
             self.levels.clear()
             self._handles.clear()
             self.clock.forget()
-        self.epoch, self.phase, self._lost_at = message.epoch, READY, 0.0
+        self.epoch, self.phase = message.epoch, READY
         if self.called >= 0:
             self.link.send(wire.Called(self.called))  # a daemon that was restarted does not know
         self.segments.drop_unused()
         if self.restoring:
             self._inbox.append((message, b"", []))
+        self._taken_in()
+
+    def _taken_in(self) -> None:
+        """Ready says so, and so does a grant: a daemon that has lost the running epoch and hears of it again says no Ready."""
+        self._lost_at = 0.0
         self.troubles.clear("join")
 
     def _granted(self, message: wire.GrantSlot, fds: list[int]) -> None:
         grant = Grant(message.slot, message.grant, message.from_step, self.called)
         if self.phase != READY or message.slot not in self.segments.slots:
             self.link.send(wire.GaveUp(message.grant, self.called, NO_MEMORY))
-        elif not self.grants.arrive(grant, self.called, self._before if self.step_is_open else self.called):
+            return
+        self._taken_in()
+        if not self.grants.arrive(grant, self.called, self._before if self.step_is_open else self.called):
             self.link.send(wire.GaveUp(message.grant, self.called, "late"))
             if self._asking:  # whoever granted that one knew nothing of it yet
                 self.link.send(wire.Called(self.called, True))

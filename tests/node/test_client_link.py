@@ -133,6 +133,34 @@ def test_a_daemon_that_takes_the_connection_and_not_the_rank_is_left_alone(
     assert len(caplog.records) == 1 + says, [record.message for record in caplog.records]
 
 
+def test_a_grant_says_that_the_rank_is_taken_as_well_as_ready_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that lost what it knew, and hears of the running epoch from its ranks, does not tell them Ready."""
+    monkeypatch.setattr(link, "REFUSED_BACKOFF_S", 0.01)
+    training = Training()
+    daemon = RankDaemonDouble(tmp_path / "d.sock").start()
+
+    def refuse(peer: Peer, message: object, fds: list[int]) -> None:
+        peer.sock.send(wire.Refused("not here"))
+
+    def take(peer: Peer, message: wire.Join, fds: list[int]) -> None:
+        peer.rank = message.rank
+        last._joined[last._attempt][message.rank] = (peer, message)
+        last._resize(peer, message.state_bytes)
+        last._ready = True
+        last._grant_free()
+
+    with restored(daemon, training) as client:
+        daemon.stop()
+        refusing, last = restarted(daemon), restarted(daemon)
+        refusing._on_join = refuse  # type: ignore[method-assign]
+        last._on_join = take  # type: ignore[method-assign]
+        with refusing:
+            until(lambda: "not protected: not here" in client._troubles.problems())
+        with last:
+            until(lambda: len(client._session.grants), what="new grants")
+            assert client._troubles.problems() == [] and not client._session._lost_at
+
+
 def test_a_daemon_that_comes_later_is_found(tmp_path: Path) -> None:
     training = Training()
     with Client.connect("job", socket=tmp_path / "d.sock", timeout_s=0.2) as client:
