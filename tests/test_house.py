@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +74,8 @@ ORACLE_IMPORTS = frozenset({"ckptd", "ckptd.core", "ckptd.core.ids", "ckptd.core
 EXECUTES_INPUT = frozenset(  # P13
     {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
 )
+TORCH_FILES = ("torch.load", "torch.save")
+UNPICKLING = ("all_gather_object", "broadcast_object_list", "scatter_object_list", "gather_object")
 
 
 def python_files(*tops: str) -> list[Path]:
@@ -246,23 +248,26 @@ def test_nothing_received_is_executed() -> None:
     """P13: no module that runs what it reads, and no torch.load, in anything that ships."""
     found = []
     for path in python_files("ckptd", "client", "tests", "bench", "deploy"):
-        for line, dotted in imports_of(path):
+        for line, dotted in imports_of(path) if names_one(path, EXECUTES_INPUT) else ():
             if dotted.split(".")[0] in EXECUTES_INPUT:
                 found.append(broken(path, line, f"imports {dotted}"))
         if name_of(path).startswith(("ckptd/", "client/")):
-            found += [
-                broken(path, line, f"calls {call}") for line, call in calls_of(path) if unpickles(path, call)
-            ]
+            calls = calls_of(path) if names_one(path, (*TORCH_FILES, *UNPICKLING)) else ()
+            found += [broken(path, line, f"calls {call}") for line, call in calls if unpickles(path, call)]
     assert not found, "\n".join(found)
 
 
 def unpickles(path: Path, call: str) -> bool:
     """The demo makes its reference run with torch's own files; it reads no one else's."""
-    if call in ("torch.load", "torch.save"):
+    if call in TORCH_FILES:
         return not name_of(path).startswith("ckptd/demo")
-    return call.endswith(
-        ("all_gather_object", "broadcast_object_list", "scatter_object_list", "gather_object")
-    )
+    return call.endswith(UNPICKLING)
+
+
+def names_one(path: Path, words: Iterable[str]) -> bool:
+    """Else a look at its tree, which takes a hundred times as long, finds nothing either."""
+    text = path.read_text(encoding="utf-8")
+    return any(word in text for word in words)
 
 
 def calls_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -273,7 +278,7 @@ def calls_of(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_tests_wait_for_conditions_not_for_seconds() -> None:
     found = []
-    for path in python_files("tests"):
+    for path in (path for path in python_files("tests") if names_one(path, ("sleep",))):
         found += [broken(path, line, "time.sleep") for line, call in calls_of(path) if call == "time.sleep"]
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module == "time":
