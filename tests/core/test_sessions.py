@@ -104,6 +104,8 @@ def test_what_a_process_said_whose_inventory_never_came_is_not_taken_for_the_nex
     b.tell(msg.RankState(EPOCH, 1, 8, 2), session=node.said(msg.StewardHello, "b")[-1].nonce, serial=1)
     if noticed:
         node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    else:
+        node.tick(KNOCK_S)  # the next one hears of the session when it is greeted again
     b.tell_inventory(incarnation="b#2")
     b.state(1, 3)
     assert steps_heard(node) == 3

@@ -15,6 +15,7 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.machine.machine import JobMachine
 from ckptd.persist import manifest as m
 from ckptd.persist.commit import commit_made
 from ckptd.persist.commits import list_durable
@@ -84,10 +85,10 @@ class Writes:
 
     def write(self, do: ins.WriteFiles) -> None:
         world = self.host.world
-        world.clock.after(world.flush_s * (0.5 + world.rng.random()), self._write, self.host.life, do)
+        world.clock.after(world.flush_s * (0.5 + world.rng.random()), self._write, self.host.machine, do)
 
-    def _write(self, life: int, do: ins.WriteFiles) -> None:
-        if life != self.host.life:
+    def _write(self, machine: JobMachine, do: ins.WriteFiles) -> None:
+        if machine is not self.host.machine:  # its process died, or the job was forgotten
             return
         rows = self._rows(do)
         if rows is None or do.attempt in self._cancelled:

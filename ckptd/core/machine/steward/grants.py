@@ -24,6 +24,7 @@ REPEAT_S = 1.0  # an unanswered grant or void is said again after this
 REFUSED_PAUSE_S = 0.25  # after a grant that a rank could not even take: at once again would only spin
 FULL_S = 60.0  # without a free slot on some rank, while every rank trains: what nobody is sure to need must go
 RETURN_S = 5.0  # the same, and no slot is on its way back: what was released is known to be free before that
+FIRST_STEP = 1  # that a training from scratch calls, if not 0
 STUCK_S = 60.0  # a rank that neither seals nor misses, long after the step went by
 
 
@@ -32,7 +33,7 @@ class Granted:
     number: int
     from_step: int
     said_at: float
-    progress: int | None = None  # of the foremost rank when it was granted; None: for a rank that waits, or no rank has told it
+    progress: int | None = None  # of the foremost rank when it was granted; None: for a rank that waits
     earliest: int = 0  # what from_step would have been, had there never been a margin
     need: int = 0  # the margin by which it would have been in time on all ranks
     late: bool = False
@@ -69,6 +70,9 @@ class Grants:
     # --- what the nodes say -------------------------------------------------------------------------------------
     def on_state(self, state: RankState) -> None:
         self.ranks[state.rank] = state
+        for grant in self.open.values():
+            if grant.progress == -1 and state.step > FIRST_STEP:
+                grant.progress = state.step - 1  # No rank had told how far it is, and it was not at the beginning.
 
     def on_sealed(self, sender: str, message: Sealed) -> None:
         self._table.learn_layouts(message.layouts)
@@ -228,8 +232,7 @@ class Grants:
     def _grant_ahead(self, progress: int) -> None:
         earliest = max([progress, *(grant.earliest for grant in self.open.values())]) + 1
         grant = self._grant(max(progress + 1 + self.margin.steps, self._untaken()))
-        if progress >= 0:  # After a restart of all daemons the ranks have told nothing yet: no margin follows from that.
-            grant.progress, grant.earliest = progress, earliest
+        grant.progress, grant.earliest = progress, earliest
 
     def _untaken(self) -> int:
         """The first step beyond what was captured and what the grants that stand are for. Those that were given back do not count:

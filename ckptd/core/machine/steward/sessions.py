@@ -71,8 +71,6 @@ class Sessions:
         seat.owes = True
         if fact.serial < seat.expected:
             return
-        if not fact.serial:
-            seat.early.clear()  # of a process before this one, it may be; else it is said again
         seat.early[fact.serial] = fact
         while seat.expected in seat.early:
             ready = seat.early.pop(seat.expected)
@@ -139,4 +137,6 @@ class Sessions:
     def _hello(self, node: str) -> None:
         seat = self.seats[node]
         seat.invited_at = self._ctx.now
+        if not seat.expected:  # Whose word it is only the inventory tells, which has not come: who lives says it again.
+            seat.early.clear()
         self._ctx.send(node, StewardHello(self._ctx.number, seat.session, seat.turn))
