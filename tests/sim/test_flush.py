@@ -19,7 +19,7 @@ class SlowWrites(Writes):
         self.commits = 0
 
     def write(self, do: ins.WriteFiles) -> None:
-        self.host.world.clock.after(self._write_s, self._write, self.host.life, do)
+        self.host.world.clock.after(self._write_s, self._write, self.host.life, self.host.machine, do)
 
     def commit(self, do: ins.Commit) -> None:
         self.commits += 1

@@ -85,10 +85,10 @@ class Writes:
 
     def write(self, do: ins.WriteFiles) -> None:
         world = self.host.world
-        world.clock.after(world.flush_s * (0.5 + world.rng.random()), self._write, self.host.machine, do)
+        world.clock.after(world.flush_s * (0.5 + world.rng.random()), self._write, self.host.life, self.host.machine, do)
 
-    def _write(self, machine: JobMachine, do: ins.WriteFiles) -> None:
-        if machine is not self.host.machine:  # its process died, or the job was forgotten
+    def _write(self, life: int, machine: JobMachine, do: ins.WriteFiles) -> None:
+        if life != self.host.life or machine is not self.host.machine:  # its process died, or the job was forgotten
             return
         rows = self._rows(do)
         if rows is None or do.attempt in self._cancelled:
