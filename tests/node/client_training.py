@@ -53,6 +53,15 @@ def restored(daemon: RankDaemonDouble, training: Training, **options: Any) -> It
 
 
 @contextmanager
+def stepped(daemon: RankDaemonDouble, **options: Any) -> Iterator[tuple[Client, Training]]:
+    """A client of a training that has restored nothing and made its first step."""
+    training = Training()
+    with restored(daemon, training, **options) as client:
+        training.step()
+        yield client, training
+
+
+@contextmanager
 def begun(daemon: RankDaemonDouble, **objects: Any) -> Iterator[Client]:
     """After a restore() of these objects."""
     with Client.connect("job", socket=daemon.path) as client:

@@ -11,7 +11,7 @@ from ckptd_client.handles import Handle
 from ckptd_client.session import NO_GRANT_YET
 
 from ckptd.wire import rank as wire
-from tests.node.client_training import Training, restored
+from tests.node.client_training import stepped
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -19,28 +19,25 @@ NOT_YET = f"skipped: {NO_GRANT_YET}"
 
 
 def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
-    with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon:
-        training = Training()
-        with restored(daemon, training) as client:
-            training.step()
-            assert client.snapshot(1).status == NOT_YET
-            late = until(lambda: daemon.grant(1), what="a free slot")  # could still be taken: the state is step 1's
-            until(lambda: len(client._session.grants), what="the grant's arrival")
-            training.step()
-            daemon.wait_for(lambda: daemon.voided.get(late) == "late")
-            late = until(lambda: daemon.grant(1), what="a free slot")
-            daemon.wait_for(lambda: daemon.voided.get(late) == "late")
-            back = until(lambda: daemon.grant(2), what="a free slot")
-            daemon.take_back(back)
-            daemon.wait_for(lambda: daemon.voided.get(back) == "taken back")
-            assert client.snapshot(2).status == NOT_YET
-            until(lambda: daemon.grant(5), what="a free slot")
-            until(lambda: len(client._session.grants), what="the grant's arrival")
-            training.step()
-            assert client.snapshot(3).status == "skipped: granted ahead: the next snapshot is the first from step 5 on"
-            training.step()
-            assert client.snapshot(7).taken  # the first step >= 5 that this rank calls
-            assert client.wait("sealed", 30) == "durable"
+    with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon, stepped(daemon) as (client, training):
+        assert client.snapshot(1).status == NOT_YET
+        late = until(lambda: daemon.grant(1), what="a free slot")  # could still be taken: the state is step 1's
+        until(lambda: len(client._session.grants), what="the grant's arrival")
+        training.step()
+        daemon.wait_for(lambda: daemon.voided.get(late) == "late")
+        late = until(lambda: daemon.grant(1), what="a free slot")
+        daemon.wait_for(lambda: daemon.voided.get(late) == "late")
+        back = until(lambda: daemon.grant(2), what="a free slot")
+        daemon.take_back(back)
+        daemon.wait_for(lambda: daemon.voided.get(back) == "taken back")
+        assert client.snapshot(2).status == NOT_YET
+        until(lambda: daemon.grant(5), what="a free slot")
+        until(lambda: len(client._session.grants), what="the grant's arrival")
+        training.step()
+        assert client.snapshot(3).status == "skipped: granted ahead: the next snapshot is the first from step 5 on"
+        training.step()
+        assert client.snapshot(7).taken  # the first step >= 5 that this rank calls
+        assert client.wait("sealed", 30) == "durable"
 
 
 def taken_back(daemon: RankDaemonDouble, client: Client, monkeypatch: pytest.MonkeyPatch) -> Handle:
@@ -65,9 +62,7 @@ def test_a_grant_taken_back_in_mid_copy_leaves_its_slot_alone(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P6: the slot is free only when nobody writes into it any more, so GaveUp comes after the last byte."""
-    training = Training()
-    with restored(daemon, training) as client:
-        training.step()
+    with stepped(daemon) as (client, _):
         handle = taken_back(daemon, client, monkeypatch)
         until(lambda: handle.status == "void: taken back: test", what="the snapshot is void")
         daemon.wait_for(lambda: list(daemon.voided.values()) == ["taken back: test"])
@@ -78,9 +73,7 @@ def test_must_asks_for_another_capture_when_the_first_one_of_the_step_is_void(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank missed it, asks, and waits for this one to ask as well: it waited its whole bound."""
-    training = Training()
-    with restored(daemon, training) as client:
-        training.step()
+    with stepped(daemon) as (client, _):
         first = taken_back(daemon, client, monkeypatch)
         second = client.snapshot(1, must=True)
         assert (first.status, second.taken) == ("void: taken back: test", True)
@@ -93,9 +86,7 @@ def test_must_asks_for_another_capture_when_the_first_one_of_the_step_is_void(
 def test_who_waits_no_longer_says_so(daemon: RankDaemonDouble) -> None:
     """The steward granted that step each second, and took back what it had granted beyond it, until the next snapshot()."""
     daemon.granting, daemon.on_asked = "never", False
-    training = Training()
-    with restored(daemon, training, must_timeout_s=0.05) as client:
-        training.step()
+    with stepped(daemon, must_timeout_s=0.05) as (client, _):
         assert client.snapshot(1, must=True).status.startswith("skipped")
         daemon.wait_for(lambda: len(daemon.messages(wire.Called)) == 2)
     assert [(told.step, told.asks) for told in daemon.messages(wire.Called)] == [(1, True), (1, False)]

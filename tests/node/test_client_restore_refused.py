@@ -16,13 +16,12 @@ from ckptd.core import failpoint
 from ckptd.wire import rank as wire
 from tests.node.client_training import (
     Tied,
-    Training,
     assert_equal,
     begun,
     load,
     net,
-    restored,
     save,
+    stepped,
 )
 from tests.node.rank_daemon_double import RankDaemonDouble
 
@@ -258,9 +257,7 @@ def test_a_step_may_be_asked_for_and_steps_are_listed(daemon: RankDaemonDouble) 
 
 def test_restore_again_in_the_same_process(daemon: RankDaemonDouble) -> None:
     """Roll back a diverged run without a restart: a new epoch, snapshots go on."""
-    training = Training()
-    with restored(daemon, training) as client:
-        training.step()
+    with stepped(daemon) as (client, training):
         expected = training.tensors()
         assert client.snapshot(5, must=True).wait("sealed", 30) == "durable"
         training.step()

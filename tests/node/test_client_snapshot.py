@@ -24,6 +24,7 @@ from tests.node.client_training import (
     copying,
     first_snapshot,
     restored,
+    stepped,
     stored,
 )
 from tests.node.rank_daemon_double import RankDaemonDouble, _objects
@@ -95,9 +96,7 @@ def test_a_first_snapshot_without_restore_joins_in_the_background(daemon: RankDa
 
 def test_the_join_predicts_the_state_that_the_first_step_gives_birth_to(daemon: RankDaemonDouble) -> None:
     """Section 5: otherwise the first snapshot after step 1 would not fit and have to be skipped."""
-    training = Training()
-    with restored(daemon, training) as client:
-        training.step()
+    with stepped(daemon) as (client, _):
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
     assert daemon.messages(wire.Resize) == []
     (join,) = daemon.messages(wire.Join)
@@ -108,9 +107,7 @@ def test_the_join_predicts_the_state_that_the_first_step_gives_birth_to(daemon: 
 def test_a_layout_that_outgrows_its_slots_is_skipped_once_and_the_slots_grow(
     daemon: RankDaemonDouble,
 ) -> None:
-    training = Training()
-    with restored(daemon, training, state_bytes=1000) as client:
-        training.step()
+    with stepped(daemon, state_bytes=1000) as (client, _):
         extra = nn.Linear(600, 600)
         client.register(more=extra)
         assert client.snapshot(1, must=True).status == "skipped: no memory"
@@ -142,9 +139,7 @@ def test_a_daemon_without_memory_is_named_with_one_warning(
 
 
 def test_nothing_is_captured_twice_without_an_optimizer_step(daemon: RankDaemonDouble) -> None:
-    training = Training()
-    with restored(daemon, training) as client:
-        training.step()
+    with stepped(daemon) as (client, _):
         until(lambda: len(client._session.grants) == 3, what="all grants")  # one that comes after the call is for that step alone
         assert client.snapshot(1, must=True).taken
         assert client.snapshot(2).status == "skipped: no optimizer step since the last snapshot"
@@ -155,9 +150,7 @@ def test_nothing_is_captured_twice_without_an_optimizer_step(daemon: RankDaemonD
 
 
 def test_a_step_that_goes_backwards_fails_and_says_so(daemon: RankDaemonDouble) -> None:
-    training = Training()
-    with restored(daemon, training) as client:
-        training.step()
+    with stepped(daemon) as (client, training):
         client.snapshot(5, must=True)
         training.step()
         assert client.snapshot(4).status.startswith("failed: step went backwards")
@@ -165,16 +158,13 @@ def test_a_step_that_goes_backwards_fails_and_says_so(daemon: RankDaemonDouble) 
 
 
 def test_wait_captures_the_current_step_if_it_was_skipped(tmp_path: Path) -> None:
-    with RankDaemonDouble(tmp_path / "d.sock", granting="asked") as daemon:
-        training = Training()
-        with restored(daemon, training) as client:
-            training.step()
-            assert client.snapshot(9).status == NOT_YET
-            assert client.wait(level="durable", timeout=30) == "durable"
-            assert (1, 9) in daemon.held
-            training.step()  # the state is step 10's now: nothing may be captured under the name of 9
-            assert client.wait(level="durable", timeout=30) == "durable"
-            assert len(daemon.held) == 1
+    with RankDaemonDouble(tmp_path / "d.sock", granting="asked") as daemon, stepped(daemon) as (client, training):
+        assert client.snapshot(9).status == NOT_YET
+        assert client.wait(level="durable", timeout=30) == "durable"
+        assert (1, 9) in daemon.held
+        training.step()  # the state is step 10's now: nothing may be captured under the name of 9
+        assert client.wait(level="durable", timeout=30) == "durable"
+        assert len(daemon.held) == 1
 
 
 def test_wait_never_gives_an_older_step_for_the_current_one(tmp_path: Path) -> None:
@@ -202,9 +192,7 @@ def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(
     """P2: a level that falls is told as fallen. P15: a wait that ends otherwise is in the log, once, and no other."""
     daemon.durable, daemon.level = False, 0
     daemon.policy["replicas"] = 1
-    training = Training()
-    with restored(daemon, training) as client:
-        training.step()
+    with stepped(daemon) as (client, _):
         handle = client.snapshot(1, must=True)
         began = time.monotonic()
         assert client.wait("durable", timeout=0.3) == "sealed"
@@ -274,9 +262,7 @@ def test_a_parameter_that_nobody_registered_is_named(daemon: RankDaemonDouble) -
 
 def test_a_full_socket_drops_news_and_keeps_what_counts(daemon: RankDaemonDouble) -> None:
     """A daemon that reads nothing for a while: calls are dropped, the seal waits in the queue and arrives."""
-    training = Training()
-    with restored(daemon, training) as client:
-        training.step()
+    with stepped(daemon) as (client, _):
         with daemon.changed:  # the double's threads stand still
             for step in range(1, 20_000):
                 client._session.link.send_or_drop(wire.Skipped(step, "x" * 2000))

@@ -83,7 +83,7 @@ class Joining:
             join.since = self._ctx.now
         join.answered = answered
 
-    def trains(self, attempt: str) -> bool:
+    def trains_in(self, attempt: str) -> bool:
         """Our ranks are let go already: what was known of their epoch is lost here."""
         return self.join is not None and self.join.trains and self.join.attempt == attempt
 

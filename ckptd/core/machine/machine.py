@@ -334,7 +334,7 @@ class JobMachine:
         self._leave(record.nonce)
         self.steward.restoring.overtaken(record)
         self.opening.enter(record)
-        if self.joining.trains(record.nonce):
+        if self.joining.trains_in(record.nonce):
             # Our ranks were let into it. Whoever else was told so may have forgotten it, too, or have been away.
             self._learn_done(msg.RestoreDone(record.number, record.number))
 

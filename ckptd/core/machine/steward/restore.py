@@ -160,7 +160,7 @@ class Restoring:
     def _running(self, gather: Gather) -> EpochRecord | None:
         """The epoch that our own ranks train in, of which this daemon, its steward, lost what it knew: a holder or storage has told
         of it. Another one would send ranks back that have no need of it."""
-        if not self._joining.trains(gather.attempt):
+        if not self._joining.trains_in(gather.attempt):
             return None
         newest = max((snapshot.epoch for snapshot in gather.heard_of()), default=0)
         ours = [r for r in gather.records if r.nonce == gather.attempt and r.number >= max(newest, self._ctx.number + 1)]
@@ -300,7 +300,7 @@ class Restoring:
         may be back later, and is asked again with their next report."""
         gather = self.gathering.gather
         assert gather is not None, "only an attempt can be refused"
-        if code in ("unreachable", "timeout") and self.restore is None and self._joining.trains(gather.attempt):
+        if code in ("unreachable", "timeout") and self.restore is None and self._joining.trains_in(gather.attempt):
             self.gathering.gather = None
             return
         refused = self._refused[gather.attempt] = JoinRefused(gather.attempt, code, reason)
