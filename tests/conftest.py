@@ -16,6 +16,7 @@ from tests.short import KEEP, kept
 
 FOLDER = pytest.StashKey[str]()
 END_TIMEOUT_S = 60.0
+LONGEST = "tests/sim/test_sim.py"  # half a quiet run, on both cores
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -28,6 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
     _sweep_at_the_end(config, folder)
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
     config.option.basetemp = config.option.basetemp or f"{folder}/p"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest begins first: where it began last, the other workers would wait for it."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def _sweep_at_the_end(config: pytest.Config, folder: str) -> None:
