@@ -171,23 +171,26 @@ class PeerLink:
         try:
             kind = frame[0] if frame else 0
             if kind == lf.PONG:
-                self._pong()
+                self._alive()
             elif kind == lf.WELCOME:
                 self._welcome(lf.unpack(frame, 2))
             elif kind == lf.REFUSED:
                 self._refused(lf.unpack(frame, 2))
-            elif kind == lf.MESSAGE and self.greeted:
+            elif kind == lf.MESSAGE and self._alive():
                 self._message(frame)
         except lf.BadFrame as error:
             self._host.problem(f"node {self.info.node!r} sent {error.what}")
 
-    def _pong(self) -> None:
+    def _alive(self) -> bool:
+        """It has greeted, and still is who it was."""
         if not self.greeted:
-            return
-        if not self._host.claims.heard(self.info.node, self.verdict.incarnation, self._host.now()):
-            self.greeted = False  # another daemon has its id now; greet again and find out
-            return
-        self._heard = self._host.now()
+            return False
+        now = self._host.now()
+        if not self._host.claims.heard(self.info.node, self.verdict.incarnation, now):
+            self._lose()  # another daemon has its id now; greet again and find out
+            return False
+        self._heard = now
+        return True
 
     def _welcome(self, fields: tuple[str, ...] | lf.Skew) -> None:
         if isinstance(fields, lf.Skew):
@@ -217,7 +220,6 @@ class PeerLink:
             self._host.problem(f"node {self.info.node!r} refuses us: {fields[1]}")
 
     def _message(self, frame: bytes) -> None:
-        self._heard = self._host.now()
         whole = self._assembler.add(frame)
         if whole is not None:
             self._host.received(self.info.node, *whole)

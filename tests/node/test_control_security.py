@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import psutil
@@ -232,6 +234,24 @@ async def test_a_restarted_daemon_gets_its_id_although_the_dead_one_said_no_good
                 dead.signal(18)  # SIGCONT: it wakes up and finds its place taken
                 await stays(lambda: a.up("b"), QUICK_S)
                 assert a._links["b"].verdict.incarnation == "new"
+
+
+async def test_late_words_of_a_process_are_not_taken_for_its_successors(
+    a: Link, raw: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one is stopped with a message to answer, we stand still, a new one greets, the old one goes on. Whoever relied on
+    the new one's words would mix them with older ones (P2)."""
+    with LinkProcess("b", "old") as old:
+        await a.met(old.info)
+        old.signal(signal.SIGSTOP)
+        assert a.send("b", JOB, m.FlushAsk(1, 1)), "it sends this back when it goes on"
+        monkeypatch.setattr(a, "now", lambda: time.monotonic() + 100.0)
+        assert (await raw.greet("b", "new", "a"))[0] == lf.WELCOME
+        link = a._links["b"]
+        assert link.greeted, "our own standstill is not held against the old one"
+        old.signal(signal.SIGCONT)
+        await eventually(lambda: not link.greeted or a.messages)
+        assert not a.messages
 
 
 # --- junk from a peer with the key ------------------------------------------------------------------------------

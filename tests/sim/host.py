@@ -58,8 +58,9 @@ class Host:
         self._slots = 0
         self._room: dict[int, int] = {}  # rank -> bytes that it asked for
         self._queue: deque[ev.Event | partial[None]] = deque()
+        self._soon: deque[ev.Event] = deque()  # what came of the instructions: nothing from outside is handled before it
         self._batch: deque[ins.Instruction] = deque()
-        self._busy = self._waking = False
+        self._busy = self._waking = self._acting = False
         self._free_at = 0.0  # from then on the event loop can take the next event
         self._held: tuple[ev.Event, float] | None = (
             None  # with the time that was read for it before the process was stopped
@@ -133,6 +134,7 @@ class Host:
 
     def forget_queued(self) -> None:
         self._queue.clear()
+        self._soon.clear()
         self._batch.clear()
         self._room.clear()
 
@@ -171,7 +173,7 @@ class Host:
     def feed(self, event: ev.Event) -> None:
         if not self.alive:
             return
-        self._queue.append(event)
+        (self._soon if self._acting else self._queue).append(event)
         if not self._busy and not self.paused:
             self._drain()
 
@@ -188,7 +190,7 @@ class Host:
     def _drain(self) -> None:
         self._busy = True
         try:
-            while self.alive and not self.paused and (self._batch or self._held or self._queue):
+            while self.alive and not self.paused and (self._batch or self._held or self._soon or self._queue):
                 if self._batch:
                     self._next(self._batch.popleft())
                 elif self.world.clock.now < self._free_at:
@@ -199,7 +201,7 @@ class Host:
                     self._handle(event, now)
                 else:
                     self.saw_at = self.world.clock.now
-                    self._turn(self._queue.popleft())
+                    self._turn((self._soon or self._queue).popleft())
         finally:
             self._busy = False
 
@@ -212,11 +214,16 @@ class Host:
 
     def _turn(self, what: ev.Event | partial[None]) -> None:
         if isinstance(what, partial):
-            others, self._queue = self._queue, deque()
-            what()
-            self._queue.extend(others)
+            self._act(what)
         else:
             self._take(what)
+
+    def _act(self, call: Callable[[], None]) -> None:
+        self._acting = True
+        try:
+            call()
+        finally:
+            self._acting = False
 
     def _wake_up(self) -> None:
         """The event loop is at work on what it has handled last."""
@@ -264,7 +271,7 @@ class Host:
         if self.trap is not None and self.trap.springs(do):
             return
         self.world.trace(self.name, ">", do)
-        getattr(self, "_" + type(do).__name__)(do)
+        self._act(partial(getattr(self, "_" + type(do).__name__), do))
 
     def put_back(self, do: ins.Instruction) -> None:
         """Stopped just before this one."""

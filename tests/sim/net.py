@@ -1,4 +1,8 @@
-"""The network between daemons: delay, loss, repetition, reordering; and who notices that a node is gone."""
+"""The network between daemons: delay, loss, repetition, reordering; and who notices that a node is gone.
+
+What is said to a process its successor does not hear, and once a successor was heard nobody hears its predecessor: connections
+end with their processes (wire/control.py; tests/node/test_control.py, test_control_security.py).
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ class Net:
         self.repeat = rng.choice([0.0, 0.02])
         self.straggle = 0.02 if world.harsh else 0.001  # messages that come once more, much later
         self.view: dict[tuple[str, str], bool] = {}  # (observer, node) -> what it was told last
+        self._heard: dict[tuple[str, str], tuple[int, int]] = {}  # (hearer, node) -> their newest lives that spoke
         self._busy = Random(f"busy {world.seed}")
         self._late = self._busy.choice(LATE_OF)
         self.wire = Wire(world.shape.line_bytes_s)
@@ -69,15 +74,19 @@ class Net:
         if sent is None:
             return
         held = self.links.wait(source, to, now) + sent
-        self.world.clock.after(held + self.latency(), self._arrive, source, to, message)
+        lives = self.world.hosts[to].life, self.world.hosts[source].life
+        self.world.clock.after(held + self.latency(), self._arrive, source, to, lives, message)
         if self.repeat and self.rng.random() < self.repeat:
-            self.world.clock.after(10 * self.latency(), self._arrive, source, to, message)
+            self.world.clock.after(10 * self.latency(), self._arrive, source, to, lives, message)
         if self.straggle and self.rng.random() < self.straggle:
-            self.world.clock.after(self.rng.uniform(0.5, STRAGGLE_S), self._arrive, source, to, message)
+            self.world.clock.after(self.rng.uniform(0.5, STRAGGLE_S), self._arrive, source, to, lives, message)
 
-    def _arrive(self, source: str, to: str, message: Message) -> None:
+    def _arrive(self, source: str, to: str, lives: tuple[int, int], message: Message) -> None:
         host = self.world.hosts[to]
-        if self.links.carries(source, to) and host.alive:
+        if not self.links.carries(source, to) or not host.alive or host.life != lives[0]:
+            return
+        if lives >= self._heard.get((to, source), lives):
+            self._heard[to, source] = lives
             host.feed(Received(source, message))
 
     # --- partitions and liveness --------------------------------------------------------------------------------

@@ -1,0 +1,75 @@
+"""What a simulated process hears, and in which order, as the real one does (wire/control.py, daemon/job.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core.messages import FlushAsk
+from tests.sim.host import Host
+from tests.sim.world import World
+
+
+@pytest.fixture
+def world() -> World:
+    made = World(3)
+    made.net.loss = made.net.repeat = made.net.straggle = 0.0
+    for host in made.hosts.values():
+        host.start()
+    return made
+
+
+def heard(world: World, host: Host, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps of the requests that come to it from now on."""
+    steps: list[int] = []
+
+    def feed(event: ev.Event) -> None:
+        if isinstance(event, ev.Received) and isinstance(event.message, FlushAsk):
+            steps.append(event.message.step)
+
+    monkeypatch.setattr(host, "feed", feed)
+    return steps
+
+
+def test_what_was_said_to_a_process_its_successor_does_not_hear(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = list(world.hosts.values())[:2]
+    steps = heard(world, other, monkeypatch)
+    world.net.send(one.name, other.name, FlushAsk(1, 1))
+    other.stop()
+    world.net.send(one.name, other.name, FlushAsk(1, 2))
+    other.start()
+    world.net.send(one.name, other.name, FlushAsk(1, 3))
+    world.clock.run(world.clock.now + 5.0)
+    assert steps == [3]
+
+
+def test_once_its_successor_was_heard_nobody_hears_a_dead_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = list(world.hosts.values())[:2]
+    steps = heard(world, other, monkeypatch)
+    world.net.send(one.name, other.name, FlushAsk(1, 1))
+    world.net.links.clogged[one.name, other.name] = world.clock.now + 2.0
+    world.net.send(one.name, other.name, FlushAsk(1, 2))
+    one.stop()
+    world.clock.run(world.clock.now + 1.0)
+    assert steps == [1], "words of the dead that nobody contradicts are words"
+    one.start()
+    world.net.links.clogged.clear()
+    world.net.send(one.name, other.name, FlushAsk(1, 3))
+    world.clock.run(world.clock.now + 5.0)
+    assert steps == [1, 3]
+
+
+def test_what_comes_of_an_instruction_is_handled_before_what_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lent slot was given back, taken away by a resize that had waited, and then told as there again."""
+    host = next(iter(world.hosts.values()))
+    order: list[ev.Event] = []
+    monkeypatch.setattr(host.machine, "handle", lambda event, now: order.append(event) or [])
+    ready, gone, waited = ev.SlotsReady(0, (5,)), ev.SlotsGone(0, (5,)), ev.SlotsShort(0, "")
+    monkeypatch.setattr(host, "_Alarm", lambda do: host.feed(ready), raising=False)
+    host._batch.append(ins.Alarm("degraded", ""))
+    host._queue.append(waited)
+    host._free_at = world.clock.now
+    host.at_leisure(host.feed, gone)
+    world.clock.run(world.clock.now + 1.0)
+    assert [event for event in order if event in (ready, gone, waited)] == [ready, waited, gone]
