@@ -306,7 +306,7 @@ class Oracle:
         best = self._best_restorable(told.decided_on, told.decided_with, message.record.nonce)
         if best is not None and not self._as_new(message.snapshot, best):
             raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
-        self._everyone_was_asked(host, set(told.answers))
+        self._everyone_was_asked(host, told)
 
     def _as_new(self, chosen: SnapshotId | None, best: SnapshotId) -> bool:
         return chosen is not None and (chosen == best or self._continues(chosen, self.origins[best]))
@@ -332,8 +332,9 @@ class Oracle:
         found += [s for s in commits if self._in(lineage, s)]
         return max(found, default=None)
 
-    def _everyone_was_asked(self, host: Host, answered: set[str]) -> None:
+    def _everyone_was_asked(self, host: Host, told: Told) -> None:
         """Nodes that could answer and hold something promised did answer."""
+        named = self._named(told)
         if self.world.trouble_since(self.world.policy.inventory_timeout_s + 1.0):
             return
         promised = {snapshot for snapshot, promise in self.promises.items() if promise.level >= 0}
@@ -341,14 +342,19 @@ class Oracle:
             holds = any(m.snapshot in promised for m in other.memory.values() if m.state == "sealed")
             heard = self.world.net.links.beats(host.name, other.name, self.world.clock.now)
             could = other.alive and not other.paused and heard
-            if could and holds and other.name not in answered and self._matters(other):
+            if could and holds and other.name in named and other.name not in told.answers:
                 raise Broken(f"P3 {other.name} holds memory of the job and was not asked")
 
-    def _matters(self, other: Host) -> bool:
+    def _named(self, told: Told) -> set[str]:
+        """The nodes of the last start that trained; where that began while storage was away, and neither storage nor who answered
+        has heard of it, those of all that they have heard of."""
         if not self.done:
-            return False
-        record = self.records[max(self.done)]
-        return other.name in {node.node for node in (*record.nodes, *record.holders)}
+            return set()
+        known, last = told.records(), self.records[max(self.done)]
+        if last not in known:
+            self.counts["a start of which only nodes that are not in this one know"] += 1
+        records = [last] if last in known else known
+        return {node.node for record in records for node in (*record.nodes, *record.holders)}
 
     def _refused(self, host: Host, message: msg.JoinRefused) -> None:
         if message.code not in ("unrecoverable", "unreachable") or message.attempt in self._refusals:

@@ -250,3 +250,18 @@ def test_an_epoch_that_only_a_silent_node_could_know_excuses_a_refusal() -> None
     assert oracle._nobody_knows(told), "n0 may have run epoch 3, and does not answer"
     told.answers["n0"] = Inventory("a5", ran, ())
     assert not oracle._nobody_knows(told), "n0 has never heard of it"
+
+
+def test_who_has_not_heard_of_the_last_start_asks_those_it_has_heard_of() -> None:
+    """It began while storage was away, and the next one begins on a node that was not in it (seed 3445739886)."""
+    oracle = World(1).oracle
+    first, last = (
+        EpochRecord(number, f"a{number}", (name,), (NodeInfo(name, f"tcp://{name}", name, name, f"{name}#1"),))
+        for number, name in ((1, "n1"), (401, "n2"))
+    )
+    origin = Origin(begin("job", "a1", 1, None), 9)
+    oracle.records, oracle.done = {1: first, 401: last}, {1: origin, 401: origin}
+    assert oracle._named(Told(None, newest=first)) == {"n1"}
+    assert oracle._named(Told(None, newest=last)) == {"n2"}
+    answers = {"n1": Inventory("a5", last, ())}
+    assert oracle._named(Told(None, newest=first, answers=answers)) == {"n2"}
