@@ -9,10 +9,10 @@ import pytest
 
 from tests.sim.census import Census, for_seconds
 from tests.sim.scale import Large
-from tests.sim.transitions import OFTEN, rare, table
+from tests.sim.transitions import rare, table
 
 FIRST = 1000  # seed; those before are run by test_sim.py
-COVERED_S = 480.0  # at most
+COVERED_S = 1200.0  # at most: some 5,000 seeds on two quiet cores
 COVERED_ENV = "CKPTD_COVERED_S"  # another limit, on a machine that others use
 SOAK_ENV = "CKPTD_SOAK_S"
 SOAK_S = 3600.0
@@ -32,7 +32,7 @@ def test_every_transition_and_every_situation_happens_often(capsys: pytest.Captu
         print(f"\n{census.seeds} seeds, {len(census.failures)} failed\n{table(census.counts)}")
     assert not census.failures, "\n".join(census.failures)
     lacking = rare(census.counts)
-    assert not lacking, f"fewer than {OFTEN} times in {census.seeds} seeds: {lacking}"
+    assert not lacking, f"too seldom in {census.seeds} seeds: {lacking}"
 
 
 @pytest.mark.chaos
