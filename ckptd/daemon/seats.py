@@ -196,8 +196,11 @@ class Seats:
         )
 
     def usable(self, slot_id: int, session: RankSession) -> bool:
-        """May this session fill the slot? Not while another living process could write into it (D1)."""
-        return not self._foreign_mapper(slot_id, session)
+        """May this session fill the slot? Not while another living process could write into it (D1). It is told of the slot
+        first: one that such a process had mapped when the session began may have come free since."""
+        slot = self.slots[slot_id]
+        self._map(self.by_rank[slot.tenant.rank], slot)
+        return session in self._told[slot_id]
 
     def lend(self, rank: int, nbytes: int) -> Slot | None:
         """A FREE slot of the rank for a restore to fetch into. Nobody else knows of it until it is ``returned``."""

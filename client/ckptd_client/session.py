@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.events import NO_MEMORY
+from ckptd.core.events import NO_MEMORY, NOT_HERE
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object, read_memfd_object
 from ckptd.wire.world import pack_world
@@ -222,7 +222,7 @@ class Session:
     def _granted(self, message: wire.GrantSlot, fds: list[int]) -> None:
         grant = Grant(message.slot, message.grant, message.from_step, self.called)
         if self.phase != READY or message.slot not in self.segments.slots:
-            self.link.send(wire.GaveUp(message.grant, self.called, NO_MEMORY))
+            self.link.send(wire.GaveUp(message.grant, self.called, NO_MEMORY if self.phase == READY else NOT_HERE))
             return
         self._taken_in()
         if not self.grants.arrive(grant, self.called, self._before if self.step_is_open else self.called):

@@ -14,9 +14,10 @@ from ckptd.core.machine.ranks import DIED
 from ckptd.daemon import losses
 from ckptd.wire import rank as wire
 from ckptd.wire.world import pack_world
-from tests.node.daemon_rig import Rig, rig
+from tests.node.daemon_rig import Rig, everything, layout_here, rig
 from tests.node.links import eventually, stays
 from tests.node.rank_child import rank_child
+from tests.node.slots import write_payload
 
 MIB = 1 << 20
 SMALL = 4 * MIB
@@ -101,6 +102,31 @@ async def test_who_takes_a_seat_ends_what_the_process_before_was_doing() -> None
         assert child.process.returncode is None
         await child.kill()
         await stays(lambda: machine.joining.join is not None, 0.3)  # its end says nothing of its successor
+
+
+async def test_a_slot_is_told_before_it_is_given_where_the_process_before_had_it_mapped() -> None:
+    """While that one lived its sealed slot was nobody else's. It ended, the slot came free, and was given to each grant, which
+    the new process gave back, "no memory", for ever (P14)."""
+    async with rig() as house, rank_child(house, "job", SMALL) as child:
+        await child.order("seal 5")
+        rank = house.rank("job")
+        rank.join("b", SMALL)
+        opened, catalogue = await rank.opened()
+        await child.kill()
+        rank.want(opened.round, everything(layout_here()), tuple(catalogue["objects"]))
+        await rank.heard(wire.LoadPlan)
+        rank.say(wire.Loaded(opened.round, True))
+        await rank.heard(wire.Ready)
+        slots = house.shell("job").seats.slots
+        given = set()
+        for step in range(6, 12):
+            grant, _ = await rank.heard(wire.GrantSlot)
+            assert grant.slot in rank.views, "the trainer has never heard of it"
+            given.add(grant.slot)
+            rank.say(wire.Called(max(step, grant.from_step)))
+            objects = write_payload(rank.views[grant.slot], layout_here(), seed=step)
+            rank.seal(grant, max(step, grant.from_step), layout_here(), objects)
+        assert given == set(slots)
 
 
 async def test_a_finished_job_without_storage_is_freed_after_its_linger() -> None:
