@@ -284,6 +284,23 @@ async def test_names_that_were_only_asked_about_are_forgotten() -> None:
         assert house.daemon.door._jobs == {}, "nor does the door know them"
 
 
+async def test_a_grant_that_comes_back_unused_is_no_lost_snapshot(caplog: pytest.LogCaptureFixture) -> None:
+    """At nearly each end of a job, which was durable by then, and after each restore, of "step -1"."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        grant, _ = await rank.heard(wire.GrantSlot)
+        rank.say(wire.GaveUp(grant.grant, -1, "taken back"))
+        rank.say(wire.GaveUp(grant.grant, 12, "the rank joins anew"))
+        rank.say(wire.GaveUp(grant.grant, 13, "taken back: a newer epoch opened"))
+        rank.say(wire.GaveUp(grant.grant, -1, "no memory"))
+        await eventually(lambda: "no memory" in caplog.text)
+    said = [record.getMessage().partition("given up, ")[2] for record in caplog.records if "given up" in record.getMessage()]
+    assert said == [
+        "taken back: snapshot of step 13: taken back: a newer epoch opened", "no memory: a grant before the first step: no memory",
+    ], said  # fmt: skip
+
+
 async def test_a_slot_whose_sums_are_being_made_is_not_granted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """P1: sums over two captures would match the mixture."""
     import threading
