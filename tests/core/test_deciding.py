@@ -381,6 +381,24 @@ def test_a_later_claim_does_not_meet_a_number_that_nobody_vouched_for() -> None:
     assert node.claim.number == opened.number + 1 != nobody_vouched_for
 
 
+@pytest.mark.parametrize("trace", ["held", "certified", "sealed"])
+def test_a_number_lies_above_every_epoch_of_which_anything_is_left(trace: str) -> None:
+    """P3: its record could not be written down, its daemon died, and what was sealed in it was newer, for ever, than all that the
+    next one took: each of those was released for it (simulator, seed 4088403699)."""
+    forgotten = OLD + 400
+    more: dict[str, Any] = {}
+    holdings = BOTH
+    if trace == "held":
+        holdings = (*BOTH, *(replace(fact, snapshot=SnapshotId(forgotten, 3)) for fact in BOTH))
+    elif trace == "certified":
+        more["certified"] = ((SnapshotId(forgotten, 3), 0, False),)
+    else:
+        more["sealed"] = forgotten
+    node = Elect(BEFORE).start()
+    node.answer("b", *holdings, known=BEFORE, done=True, **more)
+    assert node.claim.number > forgotten
+
+
 def test_without_storage_a_silent_node_may_have_seen_higher_numbers() -> None:
     known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
     node = Elect(known).start()

@@ -199,8 +199,7 @@ def _errors(
 
 
 def _record(gather: Gather, candidate: Candidate | None, floor: int, redundancy: Redundancy) -> EpochRecord:
-    last = gather.newest()
-    number = 1 + max(floor, last.number if last is not None else 0)
+    number = 1 + max(floor, gather.highest())
     if gather.durable is None or not gather.durable.ok or (gather.missing() and not gather.claims):
         number += spread(gather.attempt, number)
     ancestry: tuple[SnapshotId, ...] = ()

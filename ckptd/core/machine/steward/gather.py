@@ -97,6 +97,12 @@ class Gather:
         found |= {snapshot for answer in self.answers.values() for snapshot, _, _ in answer.certified}
         return found | set(self.durable.commits if self.durable is not None else ())
 
+    def highest(self) -> int:
+        """The number of the newest epoch of which anything is known, be it only by what was sealed in it."""
+        numbers = [record.number for record in self.records]
+        numbers += [snapshot.epoch for snapshot in self.heard_of()]
+        return max(numbers + [answer.sealed for answer in self.answers.values()], default=0)
+
     def sealed(self) -> int:
         """The newest epoch in which a complete snapshot may have been sealed, and that was not forgotten by order. 0: in none, as
         far as those know who answered: one node whose ranks did not all seal something proves it for its epoch."""
