@@ -66,6 +66,7 @@ class Store(MemoryStorage):
         self._time = now
         self._changes: dict[int, dict[str, Stored]] = {}  # of what is not durable yet
         self._unsynced = Unsynced()
+        self._failed: set[int] = set()  # changes that a power cut took before somebody else could sync them
         self._acknowledged: set[SnapshotId] = set()  # and not deleted by retention
 
     def close(self) -> None:
@@ -144,13 +145,16 @@ class Store(MemoryStorage):
             self.objects.pop(path, None)
 
     def _sync(self, steps: Steps, token: int) -> None:
+        made = self._changes[token]
         steps.wait(SYNC_S + self.wait())
         if token in self._changes:  # nobody else has synced it
-            lost = not self._unsynced.sync(token)
-            files = self._changes.pop(token)
-            if lost or self.refuses():
-                self.tainted.update(files)
-                raise SyncFailed("fsync: EIO", where=JOB, errno=errno.EIO)
+            del self._changes[token]
+            synced = self._unsynced.sync(token) and not self.refuses()
+        else:
+            synced = token not in self._failed  # each who waits for a sync is told that it failed
+        if not synced:
+            self.tainted.update(made)
+            raise SyncFailed("fsync: EIO", where=JOB, errno=errno.EIO)
 
     def power_cut(self) -> int:
         """Raises Broken when something acknowledged is lost (P4)."""
@@ -190,6 +194,7 @@ class Store(MemoryStorage):
                 if all(path.startswith(tuple(f"{above}/" for above in paths)) for path in made):
                     del self._changes[token]
                     if not self._unsynced.sync(token):
+                        self._failed.add(token)
                         raise SyncFailed("fsync: EIO", where=JOB, errno=errno.EIO)
 
         self._read(sync)

@@ -16,6 +16,7 @@ from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.names import attempt_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
+from ckptd.persist.storage.base import SyncFailed
 from tests.core.worlds import epoch
 from tests.sim.clock import Clock
 from tests.sim.steps import Steps
@@ -72,3 +73,22 @@ def life(seed: int) -> bool:
 
 def test_what_is_restored_beside_a_retention_stays() -> None:
     assert {life(seed) for seed in range(SEEDS)} == {True, False}, "both come first now and then"
+
+
+def test_each_who_waits_for_a_sync_is_told_that_a_power_cut_took_what_it_wrote() -> None:
+    """Who read storage first was told, and the writer of the file was not (seed 4088406648)."""
+    clock = Clock()
+    store = Store(KEPT, Random(1), lambda: clock.now)
+    daemons = [SimpleNamespace(life=1, paused=False, world=SimpleNamespace(clock=clock, store=store)) for _ in range(2)]
+    told: list[Exception | None] = []
+
+    def cut() -> None:
+        store.power_cut()
+        secure = partial(store.secure, "a")
+        Steps(daemons[1], secure, lambda _, error: told.append(error)).start()  # type: ignore[arg-type]
+
+    store.when_written = partial(clock.after, 0.0, cut)
+    write = partial(store.put_if_absent, "a/file", b"data")
+    Steps(daemons[0], write, lambda _, error: told.append(error)).start()  # type: ignore[arg-type]
+    clock.run(LONG_S)
+    assert [type(error) for error in told] == [SyncFailed] * 2
