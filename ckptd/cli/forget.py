@@ -30,9 +30,11 @@ def forget(
 
     done = _ask(loaded, job, storage)
     if as_json:
-        print_json({"node": done.node, "job": done.job, "epoch": done.epoch, "silent": done.silent, "deleted": done.deleted})
+        print_json({"node": done.node, "job": done.job, "epoch": done.epoch, "nodes": done.nodes, "silent": done.silent,
+                    "deleted": done.deleted})  # fmt: skip
         return
-    typer.echo(f"job {done.job}: forgotten up to epoch {done.epoch}" + (f", {done.deleted} checkpoints deleted" if storage else ""))
+    deleted = f", {done.deleted} checkpoints deleted" if storage else ""
+    typer.echo(f"job {done.job}: forgotten up to epoch {done.epoch} on {', '.join(done.nodes)}{deleted}")
     if done.silent:
         typer.echo(f"no answer from {', '.join(done.silent)}: forgotten there when it comes back")
 

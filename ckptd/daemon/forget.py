@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from ckptd.core.errors import CkptdError
 from ckptd.core.events import ForgetOrdered
 from ckptd.core.life import Tombstone
-from ckptd.daemon.graveyard import Graveyard
+from ckptd.daemon.graveyard import Graveyard, nodes_of
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 from ckptd.persist.forget import forget_on_storage
@@ -64,13 +64,13 @@ class Forget:
         if storage and self._services.storage is not None:
             on_flush = asyncio.get_running_loop().run_in_executor
             epoch, deleted = await on_flush(self._services.flush, forget_on_storage, self._services.storage, job, epoch)
-        silent = await self._order(job, epoch, look=False)
+        told, silent = await self._order(job, epoch, look=False)
         self._here(job, epoch)
         log.info("job=%s forgotten asked_by=%s storage=%s silent=%s", job, who, storage, " ".join(silent) or "none")
         if not self._graveyard.write():
             raise CkptdError("it is forgotten, but that is not written down", where=str(self._services.state.path),
                              hint="free space there: a restart of the daemon might bring it back")  # fmt: skip
-        return wire.Forgotten(self._services.node.node, job, epoch, silent, deleted)
+        return wire.Forgotten(self._services.node.node, job, epoch, silent, deleted, [self._services.node.node, *told])
 
     async def _epoch(self, job: str, storage: bool) -> int:
         """The highest that is known of it. Raises CkptdError: there is no such job."""
@@ -98,11 +98,12 @@ class Forget:
             self._graveyard.add(job, Tombstone(epoch, epoch).over(self._graveyard.of(job)))
 
     # --- the job's other nodes ----------------------------------------------------------------------------------
-    async def _order(self, job: str, epoch: int, *, look: bool) -> list[str]:
-        """Nodes that do not answer. Raises CkptdError: others, or we, refuse."""
+    async def _order(self, job: str, epoch: int, *, look: bool) -> tuple[list[str], list[str]]:
+        """Nodes that answer, and that do not. Raises CkptdError: others, or we, refuse."""
         shell, me = self._jobs.get(job), self._services.node.node
         record = shell.record if shell is not None else None
-        nodes = [n.node for n in (*record.nodes, *record.holders) if n.node != me] if record is not None else []
+        known = nodes_of(record) if record is not None else self._graveyard.nodes.get(job, ())
+        nodes = [node for node in known if node != me]
         answers = await asyncio.gather(*(self._ask(node, job, epoch, look) for node in nodes))
         told = list(zip(nodes, answers, strict=True))
         refused = [(f"{node}: {reply.reason}", reply.wait_s) for node, reply in told if reply is not None and reply.reason]
@@ -113,7 +114,7 @@ class Forget:
             hint = RUNS_HINT if any(not wait_s for _, wait_s in refused) else f"ask again in {waits} s, if no rank starts"
             what = "the job is not over" if look else "a start of it came while it was being forgotten, and goes on"
             raise CkptdError(f"{what}: {'; '.join(why for why, _ in refused)}", where=job, hint=hint)
-        return [node for node, reply in told if reply is None]
+        return [node for node, reply in told if reply is not None], [node for node, reply in told if reply is None]
 
     async def _ask(self, node: str, job: str, epoch: int, look: bool) -> ForgetReply | None:
         """None: no answer."""

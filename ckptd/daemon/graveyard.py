@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptd.core import messages as msg
+from ckptd.core.ids import EpochRecord
 from ckptd.core.life import NO_TOMBSTONE, Tombstone, revives
 from ckptd.core.messages import Inventory, Message
 from ckptd.daemon.services import log
@@ -15,21 +16,25 @@ RETRY_S = 5.0  # a list that could not be written
 
 
 class Graveyard:
-    """``stones``: by job, the newest last. ``has_record(job)``: it began anew, and its file is not the old one's any more."""
+    """``stones``: by job, the newest last. ``has_record(job)``: it began anew, and its file is not the old one's any more.
+    ``nodes``: by job, where it was when this daemon forgot it, for an order that is repeated; not written down."""
 
     def __init__(self, state: StateDir, health: Health, has_record: Callable[[str], bool]) -> None:
         self._state, self._health, self._has_record = state, health, has_record
         self.stones = state.tombstones()
+        self.nodes: dict[str, tuple[str, ...]] = {}
         self._unwritten: set[str] = set()
         self._not_before = 0.0
 
     def of(self, job: str) -> Tombstone:
         return self.stones.get(job, NO_TOMBSTONE)
 
-    def add(self, job: str, tombstone: Tombstone) -> None:
-        """The job's memory is gone; ``write`` follows."""
+    def add(self, job: str, tombstone: Tombstone, record: EpochRecord | None = None) -> None:
+        """The job's memory is gone; ``write`` follows. ``record``: its last epoch, where it still was known."""
         if tombstone == NO_TOMBSTONE:
             return  # nobody ever opened an epoch of it here
+        if record is not None:
+            self.nodes[job] = nodes_of(record)
         self.stones.pop(job, None)
         self.stones[job] = tombstone
         self._unwritten.add(job)
@@ -44,6 +49,7 @@ class Graveyard:
         """The tombstones first, then their jobs' files go: a crash between the two leaves a job that is forgotten once more."""
         try:
             self._state.bury(self.stones)
+            self.nodes = {job: nodes for job, nodes in self.nodes.items() if job in self.stones}
             for job in self._unwritten:
                 if not self._has_record(job):
                     self._state.forget(job)
@@ -63,3 +69,7 @@ class Graveyard:
     def keeps_out(self, job: str, message: Message) -> bool:
         """A repeated word about what is forgotten brings nothing back."""
         return not revives(message, self.of(job))
+
+
+def nodes_of(record: EpochRecord) -> tuple[str, ...]:
+    return tuple(node.node for node in (*record.nodes, *record.holders))

@@ -274,7 +274,7 @@ class Daemon:
         shell = self.jobs.pop(job, None)
         if shell is not None:
             shell.drop()
-            self.graveyard.add(job, tombstone)
+            self.graveyard.add(job, tombstone, shell.record)
             self.metrics.forget(job)
             self.health.forget(job)
 

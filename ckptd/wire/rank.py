@@ -345,13 +345,14 @@ class DrainState:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """Answer to ForgetAsk. silent: nodes that did not answer. deleted: checkpoints on storage."""
+    """Answer to ForgetAsk. nodes: where it is forgotten now. silent: nodes that did not answer. deleted: checkpoints on storage."""
 
     node: str
     job: str
     epoch: int  # the highest that counts no more
     silent: list[str] = field(default_factory=list)
     deleted: int = 0
+    nodes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
