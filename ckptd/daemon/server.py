@@ -34,7 +34,7 @@ from ckptd.daemon.services import Services, log
 from ckptd.daemon.state import StateDir
 from ckptd.daemon.status import Status
 from ckptd.daemon.storage import SharedCheck, open_storage
-from ckptd.observe.health import Health
+from ckptd.observe.health import EVENT_TTL_S, Health
 from ckptd.observe.http import HttpServer
 from ckptd.observe.metrics import Metrics
 from ckptd.protect import erasure
@@ -55,6 +55,7 @@ DISK_THREADS_MAX = 4  # short words with storage; a restore reads with threads o
 FLUSH_THREADS_MAX = 4  # flushes and commits at once, over all jobs
 STOP_TIMEOUT_S = 5.0
 LEAVE_S = STOP_TIMEOUT_S + 2.0  # how long one that ends is waited for by the next
+STRANGERS_TTL_S = 30.0  # what is refused tries again within seconds: who has not come for so long has gone
 STATE_LOOK_S = 5.0  # a state directory that was full at the start is tried again
 
 
@@ -225,7 +226,7 @@ class Daemon:
         return ControlLink(
             config.node_id, f"tcp://{config.bind_address}:{port or '*'}", self.secret,
             self._on_message, self._on_peer, incarnation=self.incarnation, advertise=config.advertise(),
-            on_problem=lambda text: self._on_problem(text),
+            on_problem=self._on_problem,
         )  # fmt: skip
 
     def _take_up_jobs(self, adopted: list[Any]) -> None:
@@ -319,8 +320,9 @@ class Daemon:
     def _send(self, node: str, job: str, message: object) -> bool:
         return self.control.send(node, job, message)
 
-    def _on_problem(self, text: str) -> None:
-        self.health.event("control", text)
+    def _on_problem(self, text: str, node: str) -> None:
+        """Of a node until it is up."""
+        self.health.event("control", text, which=node, ttl_s=EVENT_TTL_S if node else STRANGERS_TTL_S)
 
     def _on_message(self, node: str, job: str, message: object) -> None:
         if not self._open:
@@ -348,6 +350,7 @@ class Daemon:
         log.info("peer=%s %s", node, "up" if up else "down")
         self.peers_up[node] = up
         if up:
+            self.health.clear("control", which=node)
             self.shared.peer_up(node)
         for shell in list(self.jobs.values()):
             shell.feed(ev.NodeUp(node) if up else ev.NodeDown(node))

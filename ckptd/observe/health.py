@@ -51,10 +51,10 @@ class Health:
         return self._put(kind, text, job, which, serious, None)
 
     def event(
-        self, kind: str, text: str, *, job: str = "", serious: bool = True, ttl_s: float = EVENT_TTL_S
+        self, kind: str, text: str, *, job: str = "", which: str = "", serious: bool = True, ttl_s: float = EVENT_TTL_S
     ) -> bool:
         """Something that happened; it is shown for ``ttl_s`` seconds after its last time. True: it is new."""
-        return self._put(kind, text, job, "", serious, self._clock() + ttl_s)
+        return self._put(kind, text, job, which, serious, self._clock() + ttl_s)
 
     def clear(self, kind: str, *, job: str = "", which: str = "") -> bool:
         """The condition does not hold any more. True: it had been there."""

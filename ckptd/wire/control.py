@@ -34,7 +34,7 @@ DOWN_AFTER_S = 3.0  # silence after which a peer is down
 TICK_MAX_S = 0.1  # who is silent is found out so often
 LOOK_S = 1.0  # sockets are looked at so often even if their wake-up was lost
 STALL_SHARE = 4  # a tick that is late by 1/4 of down_after_s: we stood still ourselves, forgive the peers' silence
-PROBLEMS_REMEMBERED_MAX = 256  # texts that are not told again
+PROBLEMS_REMEMBERED_MAX = 256  # texts that are not logged again
 PROBLEM_AGAIN_S = 60.0  # until then
 
 
@@ -42,8 +42,9 @@ class ControlLink:
     """One per daemon. ``bind``: "tcp://ip:port" ("*": any port). All callbacks run in the event loop.
 
     ``on_message(node, job, message)``: decoded and typed. ``on_peer(node, up)``: for nodes named by ``connect``; the first
-    verdict comes within ``down_after_s``. ``on_problem(text)``: what an operator should know (wrong key, another version,
-    two daemons with one id), the same text at most once in PROBLEM_AGAIN_S. Raises CkptdError without a key off loopback.
+    verdict comes within ``down_after_s``. ``on_problem(text, node)``: what an operator should know (wrong key, another version,
+    two daemons with one id), each time that it happens; "": of no node in particular. The log has the same text at most once
+    in PROBLEM_AGAIN_S. Raises CkptdError without a key off loopback.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ControlLink:
         *,
         incarnation: str = "",
         advertise: str | None = None,
-        on_problem: Callable[[str], None] | None = None,
+        on_problem: Callable[[str, str], None] | None = None,
         down_after_s: float = DOWN_AFTER_S,
     ) -> None:
         require_key(_host_of(bind), secret is not None)
@@ -120,7 +121,7 @@ class ControlLink:
             require_key(_host_of(info.control), self.secret is not None)
             self._open(info, known.verdict if known else Verdict())
         except (CkptdError, zmq.ZMQError) as error:
-            self.problem(f"cannot connect to node {info.node!r} at {info.control}: {error}")
+            self.problem(f"cannot connect to node {info.node!r} at {info.control}: {error}", info.node)
 
     def _open(self, info: NodeInfo, verdict: Verdict) -> None:
         assert self._context is not None, "after start()"
@@ -144,7 +145,7 @@ class ControlLink:
         try:
             letter = self._letter(job, message)
         except CkptdError as error:
-            self.problem(f"a message was not sent: {error}")
+            self.problem(f"a message was not sent: {error}", node)
             return False
         link = self._links.get(node)
         if link is not None and link.greeted:
@@ -216,18 +217,20 @@ class ControlLink:
         try:
             decoded = codec.decode(message)
         except codec.DecodeError as error:
-            self.problem(f"node {node!r} sent {error.what}")
+            self.problem(f"node {node!r} sent {error.what}", node)
             return
         try:
             self._on_message(node, job, decoded)
         except Exception as error:  # a fault of ours in handling one message must not stop the link for all
             log.exception("handling a %s from node %r failed", type(decoded).__name__, node)
-            self.problem(f"handling a {type(decoded).__name__} from node {node!r} failed: {error!r}")
+            self.problem(f"handling a {type(decoded).__name__} from node {node!r} failed: {error!r}", node)
 
     def told(self, node: str, up: bool) -> None:
         self._on_peer(node, up)
 
-    def problem(self, text: str) -> None:
+    def problem(self, text: str, node: str = "") -> None:
+        if self._on_problem is not None:
+            self._on_problem(text, node)
         now = self.now()
         if now - self._problems.get(text, -PROBLEM_AGAIN_S) < PROBLEM_AGAIN_S:
             return
@@ -235,8 +238,6 @@ class ControlLink:
             del self._problems[next(iter(self._problems))]
         self._problems[text] = now
         log.warning("%s", text)
-        if self._on_problem is not None:
-            self._on_problem(text)
 
 
 def _host_of(endpoint: str) -> str:

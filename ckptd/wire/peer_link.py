@@ -47,7 +47,7 @@ class Host(Protocol):
     def now(self) -> float: ...
     def received(self, node: str, job: str, message: memoryview) -> None: ...
     def told(self, node: str, up: bool) -> None: ...
-    def problem(self, text: str) -> None: ...
+    def problem(self, text: str, node: str = "") -> None: ...
 
 
 @dataclass
@@ -154,7 +154,7 @@ class PeerLink:
     def _handshake_failed(self, event: int) -> None:
         self._handshakes_failed += 1
         if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._handshakes_failed >= HANDSHAKES_FAILED_MAX:
-            self._host.problem(f"handshakes with node {self.info.node!r} fail: another cluster key, or a daemon that stands still?")
+            self._problem(f"handshakes with node {self.info.node!r} fail: another cluster key, or a daemon that stands still?")
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._given_up = self._host.now()
         self._tell(False)
@@ -179,7 +179,7 @@ class PeerLink:
             elif kind == lf.MESSAGE and self._alive():
                 self._message(frame)
         except lf.BadFrame as error:
-            self._host.problem(f"node {self.info.node!r} sent {error.what}")
+            self._problem(f"node {self.info.node!r} sent {error.what}")
 
     def _alive(self) -> bool:
         """It has greeted, and still is who it was."""
@@ -194,13 +194,13 @@ class PeerLink:
 
     def _welcome(self, fields: tuple[str, ...] | lf.Skew) -> None:
         if isinstance(fields, lf.Skew):
-            self._host.problem(_skew(self.info.node, fields))
+            self._problem(_skew(self.info.node, fields))
             return
         node, incarnation = fields
         now = self._host.now()
         wrong = f"it is {node!r}" if node != self.info.node else self._host.claims.refusal(node, incarnation, now)
         if wrong:
-            self._host.problem(f"{self.info.control} is not node {self.info.node!r}: {wrong}")
+            self._problem(f"{self.info.control} is not node {self.info.node!r}: {wrong}")
             return
         if not self.greeted:
             self._host.claims.open(node, incarnation, now)
@@ -213,11 +213,11 @@ class PeerLink:
     def _refused(self, fields: tuple[str, ...] | lf.Skew) -> None:
         self._lose()
         if isinstance(fields, lf.Skew):
-            self._host.problem(_skew(self.info.node, fields))
+            self._problem(_skew(self.info.node, fields))
         elif fields[0] == lf.GREET_FIRST:
             self._greet()
         else:
-            self._host.problem(f"node {self.info.node!r} refuses us: {fields[1]}")
+            self._problem(f"node {self.info.node!r} refuses us: {fields[1]}")
 
     def _message(self, frame: bytes) -> None:
         whole = self._assembler.add(frame)
@@ -231,6 +231,9 @@ class PeerLink:
         self.greeted = False
         self._assembler = lf.Assembler()
         self.outbox.clear()
+
+    def _problem(self, text: str) -> None:
+        self._host.problem(text, self.info.node)
 
     def _tell(self, up: bool) -> None:
         if self.verdict.up is not up:

@@ -44,7 +44,7 @@ class Reception:
         self._visitors: dict[bytes, Visitor] = {}  # by zmq's routing id, one per connection
         self._latest: dict[str, bytes] = {}  # node -> its newest connection
         self._waiting: set[bytes] = set()  # connections that zmq had no room for
-        self._denied = 0
+        self._denied, self._denial = 0, ""
         self.closed = False
         self.zap = ZapDoor(context, host.secret.curve_client.public, self._on_denied) if host.secret else None
         self.socket: Socket = context.socket(zmq.ROUTER)
@@ -141,7 +141,7 @@ class Reception:
                 raise lf.BadFrame(f"a frame of unknown kind {kind}")
         except lf.BadFrame as error:
             who = repr(visitor.node) if visitor else "(not greeted)"
-            self._host.problem(f"node {who} sent {error.what}")
+            self._host.problem(f"node {who} sent {error.what}", visitor.node if visitor else "")
 
     def _alive(self, visitor: Visitor) -> bool:
         visitor.heard = self._host.now()
@@ -223,8 +223,9 @@ class Reception:
 
     def _on_denied(self, what: str) -> None:
         self._denied += 1
-        if self._denied & (self._denied - 1) == 0:  # 1, 2, 4, 8...: a flood must not flood the log
-            self._host.problem(f"{self._denied} connections were refused, the last: {what} (another cluster key?)")
+        if self._denied & (self._denied - 1) == 0:  # 1, 2, 4, 8...: a flood must not flood the log, which says each text seldom
+            self._denial = f"{self._denied} connections were refused, the last: {what} (another cluster key?)"
+        self._host.problem(self._denial)
 
     def _forget(self, identity: bytes) -> None:
         visitor = self._visitors.pop(identity, None)

@@ -50,8 +50,13 @@ class Link(ControlLink):
         self.problems: list[str] = []
         super().__init__(
             node, bind, secret, lambda *m: self.messages.append(m), lambda *p: self.peers.append(p),
-            on_problem=self.problems.append, **options,
+            on_problem=self._told_of, **options,
         )  # fmt: skip
+
+    def _told_of(self, text: str, node: str) -> None:
+        """Each time that it happens; one of each is kept."""
+        if text not in self.problems:
+            self.problems.append(text)
 
     async def __aenter__(self) -> Link:
         await self.start()

@@ -1,0 +1,63 @@
+"""What a daemon's health says of its links ends with its cause: an operator looks where nothing is wrong any more otherwise."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ckptd.core.ids import NodeInfo
+from ckptd.wire import link_frames as lf
+from tests.node.daemon_rig import Rig, rig
+from tests.node.links import Link, RawPeer, eventually
+
+
+def said(house: Rig) -> set[str]:
+    return {problem.text for problem in house.daemon.health.problems() if problem.kind == "control"}
+
+
+async def test_a_complaint_about_a_node_goes_when_it_is_up_and_only_that() -> None:
+    """It stood for ten minutes, serious, with the node up and no job left; of two nodes only one was named."""
+    async with rig() as house:
+        control = house.daemon.control
+        async with Link("x", secret=None) as x, Link("y", secret=None) as y:
+            control.connect(NodeInfo("b", x.address, "", ""))
+            control.connect(NodeInfo("c", y.address, "", ""))
+            expected = {"node 'b' refuses us: this is node 'x', not 'b'", "node 'c' refuses us: this is node 'y', not 'c'"}
+            await eventually(lambda: said(house) == expected, 10, "both are named")
+            address = x.address
+            await x.stop()
+            async with Link("b", address, None):
+                await eventually(lambda: control.up("b"))
+                await eventually(lambda: said(house) == {"node 'c' refuses us: this is node 'y', not 'c'"}, 10, "b is well")
+
+
+async def test_a_complaint_about_nobody_known_goes_when_it_has_not_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone under a node's id was shown for minutes after its end, in the same words."""
+    ahead = [0.0]
+    async with rig() as house:
+        monkeypatch.setattr(house.daemon.health, "_clock", lambda: time.time() + ahead[0])
+        clone = RawPeer(house.daemon.control.address, None)
+        for _ in range(3):
+            assert (await clone.greet("rig", "another", "rig"))[0] == lf.REFUSED
+            assert any("node id 'rig' is already taken" in text for text in said(house))
+            ahead[0] += 25.0
+            assert said(house), "it tries many times in this time"
+        ahead[0] += 6.0
+        assert not said(house)
+        clone.close()
+
+
+async def test_connections_that_were_refused_are_no_problem_any_more_when_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said of a peer that had stood still; the third one says it anew though the log waits for the fourth."""
+    ahead = [0.0]
+    async with rig() as house:
+        monkeypatch.setattr(house.daemon.health, "_clock", lambda: time.time() + ahead[0])
+        reception = house.daemon.control._reception
+        assert reception is not None
+        for _ in range(3):
+            reception._on_denied("10.0.0.9")
+            ahead[0] += 25.0
+            assert any("were refused, the last: 10.0.0.9" in text for text in said(house))
+        ahead[0] += 6.0
+        assert not said(house)
