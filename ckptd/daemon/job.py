@@ -392,6 +392,9 @@ class JobShell:
         self.feed(ev.ReplicaSent(do.snapshot, do.rank, do.tier, do.to, ok, reason))
 
     def _alarm(self, do: ins.Alarm) -> None:
+        if do.kind == "ladder" and self.machine.lifetime.life.over:
+            self.services.health.clear("ladder", job=self.job)
+            return  # it tries a higher rung once a minute, and nothing is captured that could want it; status has the rung
         if do.kind == "flush":  # said of each try, with the step before it and the try's own place behind it
             self.losses.failed("alarm=flush", do.text.partition(": ")[2].partition(" [")[0], do.text)
         else:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.core import instructions as ins
 from ckptd.core.ids import EpochRecord, NodeInfo
 from ckptd.core.machine.ranks import DIED
 from ckptd.daemon import losses
@@ -87,6 +88,21 @@ async def test_nothing_is_waited_for_where_a_job_is_over_or_begins_anew(
         await rank.heard(wire.Opened)
         await stays(lambda: "waiting" not in house.problems(), 0.3)  # it reads what it wants back
         assert phase(house, "first") == "restoring"
+
+
+async def test_the_ladder_of_a_job_that_is_over_alarms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """It tries a higher rung once a minute: an alarm each time, of a job that had long ended."""
+    async with rig() as house:
+        async with rank_child(house, "first", SMALL) as child:
+            await child.order("seal 5")
+            house.shell("first")._alarm(ins.Alarm("ladder", "protection goes down while it trains"))
+            assert house.problems()["ladder"] == "protection goes down while it trains"
+            await child.order("goodbye")
+        await eventually(lambda: phase(house, "first") == "finished")
+        house.shell("first")._alarm(ins.Alarm("ladder", "protection goes up once it is over"))
+        house.shell("first")._alarm(ins.Alarm("breakpoint", "this is said all the same"))
+        assert "ladder" not in house.problems()
+        assert "once it is over" not in caplog.text and "all the same" in caplog.text
 
 
 async def test_who_takes_a_seat_ends_what_the_process_before_was_doing() -> None:
