@@ -143,8 +143,8 @@ class Config(BaseSettings):
     )
     redundancy: str = _set("replicas=1", "memory", f"how a snapshot outlives nodes: {FORMS}")
     replicas: int = _of_policy(
-        "replicas", "memory", "short for redundancy: copies in other failure domains", "copies",
-        ge=0, le=REPLICAS_MAX)  # fmt: skip
+        "replicas", "memory", "short for redundancy: copies in other failure domains; beside parity, the losses it survives",
+        "copies", ge=0, le=REPLICAS_MAX)  # fmt: skip
     own_slots: int = _of_policy(
         "own_slots", "memory", "own generations: 2 captures after protection, 3 also during it, 4 never waits",
         "slots per rank", ge=2, le=16,

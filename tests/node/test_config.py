@@ -168,9 +168,18 @@ def test_replicas_is_the_short_form_of_redundancy() -> None:
 
 
 @pytest.mark.parametrize("text", ["xor(4)", "replicas=1", "auto", "rs(4,3)"])
-def test_two_forms_that_differ_are_refused(text: str) -> None:
+def test_two_forms_that_differ_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(CkptdError, match="contradict each other: give one of the two"):
         settings(flags={"replicas": "2", "redundancy": text})
+    with pytest.raises(CkptdError, match="contradict each other: give one of the two"):
+        settings(toml(tmp_path, f'replicas = 2\nredundancy = "{text}"\n'))
+
+
+def test_beside_parity_the_short_form_is_the_losses_it_survives(tmp_path: Path) -> None:
+    """`ckptd config` prints both, and what it prints can be given again: xor survives one loss, so this is no contradiction."""
+    found = settings(toml(tmp_path, 'replicas = 1\nredundancy = "xor(3)"\n'))
+    assert found.config.policy().redundancy == Parity(2, 1)
+    assert "the losses it survives" in str(Config.model_fields["replicas"].description)
 
 
 def test_the_stronger_sources_form_replaces_the_weaker_ones(tmp_path: Path) -> None:
