@@ -330,6 +330,8 @@ class JobShell:
         if not do.void and do.level >= do.wanted and do.snapshot == max(self.levels):
             for kind in ("degraded", "breakpoint"):
                 self.services.health.clear(kind, job=self.job)
+            if self.services.health.has("ladder", job=self.job) and not self.machine.view()["rung"]:
+                self.services.health.clear("ladder", job=self.job)
         self.ranks.tell_level(do)
         self.meter.told(do)
 

@@ -105,6 +105,23 @@ async def test_the_ladder_of_a_job_that_is_over_alarms_nobody(caplog: pytest.Log
         assert "once it is over" not in caplog.text and "all the same" in caplog.text
 
 
+async def test_the_ladders_alarm_goes_with_a_protected_snapshot_on_the_uppermost_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """"protection goes up to replicas=1" kept /healthz at 503 for ten minutes."""
+    async with rig() as house:
+        rank = house.rank("job")
+        await rank.begin("a")
+        shell = house.shell("job")
+        lower = {**shell.machine.view(), "rung": 1}
+        monkeypatch.setattr(shell.machine, "view", lambda: lower)
+        shell._alarm(ins.Alarm("ladder", "protection goes down to xor(4): n1: no memory"))
+        await rank.sealed(5)
+        assert "ladder" in house.problems(), "though the lower rung survives as many losses"
+        monkeypatch.undo()
+        shell._alarm(ins.Alarm("ladder", "protection goes up to replicas=1: there has been memory for a while"))
+        await rank.sealed(9)
+        await eventually(lambda: "ladder" not in house.problems(), 10, "all is as the policy wants it")
+
+
 async def test_who_takes_a_seat_ends_what_the_process_before_was_doing() -> None:
     """It lives, superseded, and the slots that it was filling stayed its own: nobody hears any more that it gave them up."""
     async with rig() as house, rank_child(house, "job", SMALL) as child:
