@@ -17,6 +17,7 @@ class Grants:
     def __init__(self) -> None:
         self._untaken: list[Grant] = []
         self._overdue: set[int] = set()
+        self._taken, self._taken_at = -1, -1  # the newest grant that was taken, and for which step
 
     def __len__(self) -> int:
         return len(self._untaken)
@@ -26,14 +27,14 @@ class Grants:
         return bool(self._overdue)
 
     def arrive(self, grant: Grant, called: int, passed: int) -> bool:
-        """False: too late, this rank's first step >= from_step is over, and every rank must take its first.
+        """False: too late, the first step >= from_step that no earlier grant took is over here, and every rank must take that.
 
-        ``called``: newest step of a snapshot(); ``passed``: newest whose state is gone. Between the two there may be one
-        step that can yet be taken under this grant, but no later one.
+        ``called``: newest step of a snapshot(); ``passed``: newest that no grant took and whose state is gone. Between the two
+        there may be one step that can yet be taken under this grant, but no later one.
         """
-        if grant.from_step <= passed:
+        if grant.from_step <= (passed if grant.number > self._taken else called):
             return False
-        if grant.from_step <= called:
+        if grant.from_step <= called and not self.took(called):
             self._overdue.add(grant.number)
         self._untaken.append(grant)
         self._untaken.sort(key=lambda g: g.number)
@@ -54,9 +55,19 @@ class Grants:
         """The earliest grant for this step, now taken."""
         for index, grant in enumerate(self._untaken):
             if grant.from_step <= step:
-                self._overdue.discard(grant.number)
+                self._overdue.clear()  # The others are for the next step now.
+                self._taken, self._taken_at = grant.number, step
                 return self._untaken.pop(index)
         return None
+
+    def took(self, step: int) -> bool:
+        """Did a grant take this step, the newest of which that can be said?"""
+        return 0 <= step == self._taken_at
+
+    def void(self, step: int) -> None:
+        """What was captured of this step is void."""
+        if self.took(step):
+            self._taken_at = -1
 
     def take_back(self, number: int) -> bool:
         """True: it was here, untaken."""
@@ -70,4 +81,5 @@ class Grants:
         gone = [grant.number for grant in self._untaken]
         self._untaken.clear()
         self._overdue.clear()
+        self._taken = self._taken_at = -1
         return gone

@@ -61,7 +61,7 @@ class Session:
         self.world: World | None = None
         self.epoch = 0
         self.called = -1  # newest step that snapshot() was called with
-        self._before = -1  # the step called before that
+        self._before = -1  # the newest step called before that one which no grant took
         self._optimizer_steps = -1  # made when ``called`` was
         self._asking = False  # must=True waits
         self.waits, self._waits_at = "", 0.0  # why the daemon grants nothing, and since when we know that cause
@@ -225,7 +225,8 @@ class Session:
             self.link.send(wire.GaveUp(message.grant, self.called, NO_MEMORY if self.phase == READY else NOT_HERE))
             return
         self._taken_in()
-        if not self.grants.arrive(grant, self.called, self._before if self.step_is_open else self.called):
+        open_ = self.step_is_open or self.grants.took(self.called)
+        if not self.grants.arrive(grant, self.called, self._before if open_ else self.called):
             self.link.send(wire.GaveUp(message.grant, self.called, "late"))
             if self._asking:  # whoever granted that one knew nothing of it yet
                 self.link.send(wire.Called(self.called, True))
@@ -247,6 +248,7 @@ class Session:
         if handle is not None:
             handle.told(message)
         if message.void:
+            self.grants.void(message.step)
             self.troubles.lost(message.step, f"void: {message.void}")
             self.troubles.report("void", f"snapshot {message.step} is void: {message.void}")
         elif message.level >= 0:
@@ -359,7 +361,7 @@ class Session:
         with self.changed:
             if step > self.called:
                 self._expire()
-                self._before = self.called
+                self._before = self._before if self.grants.took(self.called) else self.called
             self.called, self._optimizer_steps = step, optimizer_steps
         if self.phase == READY:  # else it hears of it when this rank is
             self.link.send_or_drop(wire.Called(step, asks, *self.clock.report()))

@@ -40,6 +40,24 @@ def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
         assert client.wait("sealed", 30) == "durable"
 
 
+@pytest.mark.parametrize("passed", [False, True], ids=["the step is open", "the optimizer has stepped"])
+def test_a_grant_for_a_step_that_an_earlier_one_took_is_the_next_steps(tmp_path: Path, passed: bool) -> None:
+    """It was given up as late, and with it was void whatever was granted after it: snapshots with must=True in a loop."""
+    with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon, stepped(daemon) as (client, training):
+        until(lambda: daemon.grant(1), what="a free slot")
+        until(lambda: len(client._session.grants), what="the grant's arrival")
+        assert client.snapshot(1).taken
+        if passed:
+            training.step()
+        assert until(lambda: daemon.grant(1), what="a free slot") == 2
+        until(lambda: len(client._session.grants) or daemon.voided, what="the second grant's arrival")
+        if not passed:
+            training.step()
+        assert client.snapshot(2).taken, daemon.voided
+        assert client.wait("sealed", 30) == "durable"
+        assert not daemon.voided
+
+
 def taken_back(daemon: RankDaemonDouble, client: Client, monkeypatch: pytest.MonkeyPatch) -> Handle:
     """The snapshot of step 1, whose grant is taken back in mid-copy. It is void soon: no byte is copied before it knows."""
     run, jobs = Copy.run, client._engine._jobs

@@ -45,3 +45,42 @@ def test_a_grant_taken_back_is_gone() -> None:
     grants.arrive(Grant(1, 2, 5), 5, 4)
     grants.clear()
     assert not grants.overdue
+
+
+def test_a_step_that_an_earlier_grant_took_makes_no_later_one_late() -> None:
+    """Had it come in time it would be here now."""
+    grants = Grants()
+    assert grants.arrive(Grant(1, 1, 5), 4, 4)
+    assert grants.take(5) == Grant(1, 1, 5)
+    assert grants.took(5)
+    assert grants.arrive(Grant(2, 2, 5), 5, 4)
+    assert not grants.overdue
+    assert grants.take(6) == Grant(2, 2, 5)
+
+
+def test_what_waits_behind_the_grant_that_is_taken_is_not_overdue() -> None:
+    grants = Grants()
+    assert grants.arrive(Grant(1, 1, 4), 5, 3)
+    assert grants.arrive(Grant(2, 2, 5), 5, 3)
+    assert grants.take(5) == Grant(1, 1, 4)
+    assert not grants.overdue
+    assert grants.take(6) == Grant(2, 2, 5)
+
+
+def test_one_that_was_to_be_taken_before_the_newest_taken_is_late() -> None:
+    """Elsewhere it took that step, and the newer one another."""
+    grants = Grants()
+    assert grants.arrive(Grant(1, 2, 5), 4, 4)
+    assert grants.take(5) == Grant(1, 2, 5)
+    assert not grants.arrive(Grant(2, 1, 5), 5, 4)
+    assert grants.arrive(Grant(2, 3, 5), 5, 4)
+
+
+def test_a_step_whose_grant_is_void_was_not_taken() -> None:
+    grants = Grants()
+    assert grants.arrive(Grant(1, 1, 5), 4, 4)
+    assert grants.take(5) == Grant(1, 1, 5)
+    grants.void(4)
+    assert grants.took(5)
+    grants.void(5)
+    assert not grants.took(5)
