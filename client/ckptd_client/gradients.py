@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ckptd_client import fence, watch
 from ckptd_client.entries import Entry, Mode, State
 from ckptd_client.naming import local_of
+from ckptd_client.registry import Registry
 
 log = logging.getLogger("ckptd")
 WARNING = (
@@ -39,6 +40,24 @@ def entries(state: State) -> list[Entry]:
         for entry, gradient in found
         if gradient is not None
     ]
+
+
+def marks(registry: Registry) -> list[Mark | None]:
+    """Of the gradients that are registered, there or not."""
+    owners = (owner for owner in registry.of_kind("module") if owner.gradients)
+    found = (parameter.grad for owner in owners for parameter in owner.value.parameters())
+    return [None if gradient is None else _mark(gradient) for gradient in found]
+
+
+def same(then: list[Mark | None], now: list[Mark | None]) -> bool:
+    return len(then) == len(now) and all(map(_same, then, now))
+
+
+def _same(then: Mark | None, now: Mark | None) -> bool:
+    """A tensor that is there has one weak reference to it, which those to others that are gone are not."""
+    if then is None or now is None:
+        return then is now
+    return then[0] is now[0] and then[1:] == now[1:]
 
 
 class Accumulation:

@@ -1,12 +1,13 @@
 """Has training moved on since the newest snapshot, and by steps that passed the fence? (design D6)
 
-An optimizer's hook says so, or a counter of a parameter that moved, or the user (``client.stepped()``). A replayed graph moves
-neither: where one is suspected nothing is skipped, and what its optimizer writes is copied before snapshot() returns.
+An optimizer's hook says so, or a counter of a parameter that moved, or a registered gradient that changed, or the user
+(``client.stepped()``). A replayed graph moves no counter: where one is suspected nothing is skipped, and what its optimizer
+writes is copied before snapshot() returns.
 """
 
 from __future__ import annotations
 
-from ckptd_client import fence, nested, watch
+from ckptd_client import fence, gradients, nested, watch
 from ckptd_client.entries import Owner
 from ckptd_client.registry import Registry
 from ckptd_client.troubles import Troubles
@@ -23,6 +24,7 @@ class Progress:
         self._registry, self._troubles = registry, troubles
         self._versions: Versions | None = None  # at the newest capture
         self._steps = -1  # optimizer steps at the newest capture
+        self._gradients: list[gradients.Mark | None] = []  # then
         self._called = -1  # newest step of a snapshot()
         self._serial = self._before = 0  # of watch.py, at that call and at the one before
         self._fenced = False  # by the user, since the newest step that he told of
@@ -41,10 +43,12 @@ class Progress:
             owner.replayed = owner.captured or self._may_be_replayed(owner)
         if self.replays or self._steps < 0 or fence.steps() != self._steps:
             return True
-        return self._versions is None or bool(self._versions.moved())
+        if self._versions is None or self._versions.moved():
+            return True
+        return not gradients.same(self._gradients, gradients.marks(self._registry))
 
     def taken(self, versions: Versions) -> None:
-        self._versions, self._steps = versions, fence.steps()
+        self._versions, self._steps, self._gradients = versions, fence.steps(), gradients.marks(self._registry)
         self._skipped.clear()
         self._troubles.clear(UNSEEN)
 

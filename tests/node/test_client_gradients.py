@@ -74,6 +74,26 @@ def test_gradients_come_and_go_between_snapshots(daemon: RankDaemonDouble) -> No
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_micro_batch_is_progress(daemon: RankDaemonDouble) -> None:
+    """Its snapshot was skipped: no optimizer step since the last."""
+    with training(daemon, gradients=True) as (client, model, optimizer):
+        accumulating(model, optimizer, range(4))
+        changes: tuple[Callable[[], None], ...] = (
+            lambda: micro_batch(model, 4),  # others than were there
+            lambda: micro_batch(model, 5),  # written in place
+            lambda: nn.init.zeros_(model.get_parameter("0.bias").grad),  # type: ignore[arg-type]
+            optimizer.zero_grad,
+        )
+        for step, change in enumerate(changes, 1):
+            change()
+            until(lambda: client._session.grants, what="a grant")
+            handle = client.snapshot(step)
+            assert handle.taken, (step, handle.status)
+            assert handle.wait("sealed", 30) == "durable"
+        until(lambda: client._session.grants, what="a grant")
+        assert client.snapshot(9).status == "skipped: no optimizer step since the last snapshot"
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     said = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
     return [text for text in said if "accumulation" in text]
