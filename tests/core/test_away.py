@@ -136,3 +136,18 @@ def test_who_released_something_for_itself_does_not_hear_that_it_is_held() -> No
     node.others["b"].tell_inventory(fact(7, 1))
     said = [certificate.level for certificate in node.certificates("b", mark) if certificate.snapshot.step == 7]
     assert said and set(said) == {0}, "rank 1 is on node b alone, and rank 0 on this one"
+
+
+def test_only_the_newest_certificate_names_what_was_released() -> None:
+    """P3: an older one still did, after another steward had certified what it named anew (simulator, seed 5194560886)."""
+    node = steward(record_of("ab")).train()
+    for step in (7, 8):
+        node.capture(step)
+        node.protect(step)
+    node.capture(9)
+    assert (node.level(8), node.level(9)) == (1, 0)
+    mark = node.mark
+    node.others["b"].tell_inventory(fact(8, 0), fact(8, 1), fact(9, 1))
+    said = node.certificates("b", mark)
+    assert {certificate.snapshot.step for certificate in said} == {8, 9}
+    assert {certificate.snapshot.step for certificate in said if certificate.releases} == {9}

@@ -117,6 +117,15 @@ def test_one_node_whose_ranks_sealed_nothing_proves_that_no_snapshot_was_complet
     assert decide(two_nodes(1, 0), 1, (), {}).record is not None
 
 
+def test_one_that_was_replaced_since_proves_nothing_of_what_was_sealed_there() -> None:
+    """P1: the others could still say that they had (simulator, seed 5194561819)."""
+    gather = two_nodes(1, 0)
+    gather.answers["b"] = replace(gather.answers["b"], incarnation="b#2")
+    refused = decide(gather, 1, (), {})
+    assert refused.record is None
+    assert "its snapshots of epoch 1 are held nowhere any more" in refused.reason
+
+
 def test_what_was_sealed_by_all_and_is_held_by_nobody_is_no_fresh_start() -> None:
     """P1, P15: and it is said what became of it."""
     refused = decide(two_nodes(1, 1), 1, (), {})

@@ -207,8 +207,11 @@ class Certify:
         self._rounds = 0
 
     def name_releases(self) -> None:
-        """In the newest certificate, for a node that missed it."""
+        """In the newest certificate, for a node that missed it; in no other, which would name what is released no more."""
         newest, gone = self._newest_certified(), self._gone()
+        for state in self._table.states.values():
+            if state is not newest and state.certificate is not None and state.certificate.releases:
+                state.certificate = replace(state.certificate, releases=())
         if newest is None or newest.certificate is None:
             return
         if gone != newest.certificate.releases:

@@ -105,14 +105,20 @@ class Gather:
 
     def sealed(self) -> int:
         """The newest epoch in which a complete snapshot may have been sealed, and that was not forgotten by order. 0: in none, as
-        far as those know who answered: one node whose ranks did not all seal something proves it for its epoch."""
+        far as those know who answered: one node whose ranks did not all seal something proves it for its epoch, while the
+        process lives that was in it."""
         known = {record.number: record for record in self.records}
         for epoch in sorted({answer.sealed for answer in self.answers.values()}, reverse=True):
             record = known.get(epoch)
-            members = set(record.ranks) & self.answers.keys() if record is not None else set()
-            if epoch > self.tombstone.ordered and all(self.answers[node].sealed >= epoch for node in members):
+            lived = self._lived_through(record) if record is not None else ()
+            if epoch > self.tombstone.ordered and all(answer.sealed >= epoch for answer in lived):
                 return epoch
         return 0
+
+    def _lived_through(self, record: EpochRecord) -> list[Inventory]:
+        """The answers of its members with ranks that have not been restarted since."""
+        members = [node for node in record.nodes if node.node in record.ranks and node.node in self.answers]
+        return [self.answers[n.node] for n in members if self.answers[n.node].incarnation == n.incarnation]
 
     def layouts(self) -> dict[str, Layout]:
         found: dict[str, Layout] = {}
