@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.grouped import grouped
-from ckptd_client import beside, nested, optim, resolve, rng, tree, values
+from ckptd_client import beside, nested, optim, reshaping, resolve, rng, tree, values
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner, State
 from ckptd_client.load import Memory
@@ -130,6 +130,7 @@ class Objects:
     def apply(self, step: int) -> Restored:
         """After the tensors are written."""
         result = Restored()
+        reshaping.give_back(self._wanted.reshaped)
         for owner in self._registry.of_kind("optimizer"):
             beside.give_back(owner.name, owner.value, self.trees.get(f"{owner.name}.{resolve.BESIDE}", {}))
         self._set_states()

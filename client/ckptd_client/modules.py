@@ -119,5 +119,9 @@ def saves_itself(module: nn.Module) -> bool:
     return _overrides(cast(Any, type(module)), "_save_to_state_dict")
 
 
+def loads_itself(module: nn.Module) -> bool:
+    return _overrides(cast(Any, type(module)), "_load_from_state_dict")
+
+
 def has_extra_state(module: nn.Module) -> bool:
     return _overrides(cast(Any, type(module)), "get_extra_state")

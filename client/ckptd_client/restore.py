@@ -120,7 +120,7 @@ class Restore:
 
     def _refuse(self, round_: int, problems: list[str]) -> None:
         told = self._session.troubles.all_of("restore", problems)
-        text = f"{len(problems)} mismatch{'es' if len(problems) > 1 else ''}: {told}"
+        text = f"{len(problems)} mismatches, by cause: {told}" if len(problems) > 1 else f"1 mismatch: {told}"
         if len(text) > REASON_CHARS_MAX:
             text = text[:REASON_CHARS_MAX] + " ... (cut)"
         self._session.link.send(wire.WantsRefused(round_, "mismatch", text))

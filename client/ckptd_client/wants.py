@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ckptd.core.box import Box
 from ckptd.core.machine.waiting import shown
-from ckptd_client import apart, dtypes, gradients, modules, nested, optim, resolve, rng, tree
+from ckptd_client import apart, dtypes, gradients, modules, nested, optim, reshaping, resolve, rng, tree
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.claims import family_of
 from ckptd_client.entries import Entry, Mode, Owner, State
@@ -66,6 +66,7 @@ class Wanted:
     states: list[NewState] = field(default_factory=list)
     gradients: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # of parameters
     inside: dict[str, Tensor] = field(default_factory=dict)  # tensors inside of objects, by key
+    reshaped: list[reshaping.Reshaped] = field(default_factory=list)  # tensors of modules that take another shape
     born: dict[str, str] = field(default_factory=dict)  # what came into a registered dict or list later, and its name
     problems: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # problems that strict=False passes over, or only=
@@ -131,8 +132,22 @@ class _Matcher:
                 source = self._source(entry.key)
                 if source is None:
                     self._problem(f"{entry.key}: not in the snapshot")
-                else:
+                elif not self._reshape(entry, source):
                     self._fill(entry, source)
+
+    def _reshape(self, entry: Entry, source: str) -> bool:
+        """Of another shape than here, in a module that takes that."""
+        dtype, shape, _ = self._catalogue.tensors[source]
+        if shape == tuple(entry.tensor.shape) or entry.owner.kind != "module":
+            return False
+        saved = torch.empty(shape, dtype=dtypes.TORCH[dtype])
+        place = reshaping.place(entry.owner.value, entry.tensor, saved)
+        if place is None:
+            return False
+        self._inside(source, dtype, shape)
+        if source in self.result.inside:
+            self.result.reshaped.append(reshaping.Reshaped(entry.key, *place, self.result.inside[source]))
+        return True
 
     def _gradients(self) -> None:
         """Those that were not saved are dropped."""

@@ -107,6 +107,31 @@ def hooked() -> nn.Module:
     return module
 
 
+class Growing(nn.Module):
+    """As wide as its first batch; ``stays``: its loading has a word of its own, but takes one shape only."""
+
+    def __init__(self, *, stays: bool = False, replaces: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", torch.zeros(0))
+        self.stays, self.replaces = stays, replaces
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.mean.numel():
+            self.scale.data, self.mean = torch.full((x.shape[1],), 3.0), x.detach().mean(0)
+        return (x - self.mean) * self.scale
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if not self.stays:
+            self.mean = torch.empty_like(state[prefix + "mean"])
+            scale = torch.empty_like(state[prefix + "scale"])
+            if self.replaces:
+                self.scale = nn.Parameter(scale)
+            else:
+                self.scale.data = scale
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
 class Forgetful(Observer):
     """Saves, and does not load."""
 

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from ckptd_client import CkptdError, Client
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.node.client_training import begun, load, save
-from tests.node.module_zoo import Forgetful, Linear4, Linear8, Metric, Observer, Unsaveable, hooked
+from tests.node.module_zoo import Forgetful, Growing, Linear4, Linear8, Metric, Observer, Unsaveable, hooked
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 
@@ -67,6 +68,54 @@ def test_what_a_module_does_not_take_back_is_an_error_by_name(daemon: RankDaemon
         why = str(error)
     assert "Forgetful does not take back what it saved: seen" in why, why
     assert "model.0" in why
+
+
+# --- tensors that take the shape of what is loaded ----------------------------------------------------------
+def quantised_in_training() -> nn.Module:
+    fake = FakeQuantize(
+        observer=MovingAveragePerChannelMinMaxObserver, ch_axis=1, dtype=torch.qint8, qscheme=torch.per_channel_symmetric,
+        quant_min=-128, quant_max=127,
+    )  # fmt: skip
+    return nn.Sequential(nn.Linear(4, 3), fake)
+
+
+@pytest.mark.parametrize("make", [quantised_in_training, lambda: nn.Sequential(nn.Linear(4, 3), Growing())], ids=["torch", "own"])
+def test_what_grew_in_the_first_batch_grows_at_the_restore(daemon: RankDaemonDouble, make: Callable[[], nn.Module]) -> None:
+    saved, fresh = make(), make()
+    saved(torch.randn(8, 4))
+    save(daemon, model=saved)
+    held = dict(fresh.named_parameters())
+    why = ""
+    try:
+        load(daemon, model=fresh)
+    except CkptdError as error:
+        why = str(error)
+    assert not why
+    for key, value in saved.state_dict().items():
+        assert torch.equal(value, fresh.state_dict()[key]), key
+    assert all(parameter is held[name] for name, parameter in fresh.named_parameters())
+    assert fresh(torch.ones(2, 4)).shape == (2, 3)
+
+
+def test_nothing_has_grown_when_another_rank_cannot_load(daemon: RankDaemonDouble) -> None:
+    saved, fresh = quantised_in_training(), quantised_in_training()
+    saved(torch.randn(8, 4))
+    save(daemon, model=saved)
+    with pytest.raises(CkptdError, match="not in the snapshot"):
+        load(daemon, model=fresh, extra={"n": {"a": 1}})
+    assert fresh.get_buffer("1.scale").shape == (1,)
+
+
+@pytest.mark.parametrize("how", ["stays", "replaces"])
+def test_what_does_not_take_another_shape_is_a_mismatch(daemon: RankDaemonDouble, how: str) -> None:
+    """Nor what would take the place of the parameter that an optimizer has."""
+    saved, fresh = Growing(), Growing(**{how: True})
+    saved(torch.randn(8, 4))
+    save(daemon, model=saved)
+    with pytest.raises(CkptdError) as caught:
+        load(daemon, model=fresh)
+    assert "model.scale: F32[1] here, F32[4] in the snapshot" in str(caught.value)
+    assert (fresh.scale.shape, fresh.mean.shape) == ((1,), (0,))
 
 
 # --- refused at register ------------------------------------------------------------------------------------
