@@ -342,7 +342,6 @@ class Engine:
                 self._on_sealed(job)
         except Exception:
             log.exception("ckptd client: end of the capture of step %d", job.step)
-        job.versions.let_go()
         with self._changed:
             self._jobs.remove(job)
             self._changed.notify_all()

@@ -61,6 +61,7 @@ def join(client: Fenced) -> None:
         _clients.installed = True
         register_optimizer_step_pre_hook(_before_step)
         _wrap_averaged_model()
+        _wrap_swap()
 
 
 def leave(client: Fenced) -> None:
@@ -118,6 +119,20 @@ def _safely(call: Callable[..., None], *args: Any) -> None:
         call(*args)
     except Exception:
         log.exception("ckptd client: fence")  # never the trainer's problem (P5)
+
+
+def _wrap_swap() -> None:
+    """A swap takes a parameter's content away and its version counter with it (``model.cpu()`` under FSDP2): whether somebody had
+    written it past the fence could not be told any more. So it waits, as an optimizer's step does."""
+    swap = torch.utils.swap_tensors
+
+    @functools.wraps(swap)
+    def fenced(t1: Any, t2: Any) -> Any:
+        if _switches.FENCE:
+            _fence_all()
+        return swap(t1, t2)  # type: ignore[no-untyped-call]
+
+    torch.utils.swap_tensors = torch._disable_dynamo(fenced)  # type: ignore[attr-defined]
 
 
 def _wrap_averaged_model() -> None:

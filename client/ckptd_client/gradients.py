@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckptd_client import fence, watch
 from ckptd_client.entries import Entry, Mode, State
 from ckptd_client.naming import local_of
 from ckptd_client.registry import Registry
+from ckptd_client.statics import mark_of
 
 log = logging.getLogger("ckptd")
 WARNING = (
     "ckptd job %s: snapshot %d was taken amid an accumulation of gradients, which it does not hold: after a restore their "
     "micro-batches are lost. Take snapshots after the optimizer's step, or register(..., gradients=True)"
 )
-Mark = tuple["weakref.ref[Tensor]", int, int]  # the gradient, its version, that of its local part
 
 
 def key_of(parameter: Entry) -> str:
@@ -42,22 +44,11 @@ def entries(state: State) -> list[Entry]:
     ]
 
 
-def marks(registry: Registry) -> list[Mark | None]:
+def marks(registry: Registry) -> list[Any]:
     """Of the gradients that are registered, there or not."""
     owners = (owner for owner in registry.of_kind("module") if owner.gradients)
     found = (parameter.grad for owner in owners for parameter in owner.value.parameters())
     return [None if gradient is None else _mark(gradient) for gradient in found]
-
-
-def same(then: list[Mark | None], now: list[Mark | None]) -> bool:
-    return len(then) == len(now) and all(map(_same, then, now))
-
-
-def _same(then: Mark | None, now: Mark | None) -> bool:
-    """A tensor that is there has one weak reference to it, which those to others that are gone are not."""
-    if then is None or now is None:
-        return then is now
-    return then[0] is now[0] and then[1:] == now[1:]
 
 
 class Accumulation:
@@ -66,8 +57,9 @@ class Accumulation:
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._sample: list[weakref.ref[Tensor]] = []
-        self._marks: dict[int, Mark] = {}
+        self._sample: list[Callable[[], Tensor | None]] = []  # where they hang
+        self._chosen: list[int] = []  # their ids
+        self._marks: dict[int, Any] = {}
         self._noted = False  # has the sample been used since it was chosen?
         self._told = False
         self._thread = 0  # that trains
@@ -75,13 +67,14 @@ class Accumulation:
 
     def sample(self, state: State) -> None:
         trained = [
-            entry.tensor
+            entry
             for entry in state.params.values()
             if entry.mode is Mode.FENCED and entry.tensor.requires_grad and not entry.owner.gradients
         ]
-        sample = {id(tensor): tensor for tensor in (*trained[:1], *trained[-1:])}
-        self._noted = self._noted and list(sample) == [id(reference()) for reference in self._sample]
-        self._sample = [weakref.ref(tensor) for tensor in sample.values()]
+        sample = {id(entry.tensor): entry for entry in (*trained[:1], *trained[-1:])}
+        self._noted = self._noted and list(sample) == self._chosen
+        self._chosen = list(sample)
+        self._sample = [_place_of(entry) for entry in sample.values()]
         self._thread = threading.get_ident()
 
     def used(self, by: Optimizer | None = None) -> None:
@@ -106,18 +99,34 @@ class Accumulation:
         mark = self._marks.get(id(parameter))
         if mark is None:
             return self._noted or fence.steps() == 0
-        return mark[0]() is not gradient or mark[1:] != _mark(gradient)[1:]
+        return bool(mark != _mark(gradient))
 
     def _trains(self, optimizer: Optimizer) -> bool:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return any(id(reference()) in held for reference in self._sample)
+        return any(id(find()) in held for find in self._sample)
 
     def _now(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for reference in self._sample:
-            parameter = reference()
+        for find in self._sample:
+            parameter = find()
             if parameter is not None and parameter.grad is not None:
                 yield parameter, parameter.grad
 
 
-def _mark(gradient: Tensor) -> Mark:
-    return weakref.ref(gradient), gradient._version, local_of(gradient)._version
+def _place_of(entry: Entry) -> Callable[[], Tensor | None]:
+    """Finds the parameter again, or what took its place. Neither the tensor is held nor a weak reference to it, which would keep
+    torch from swapping it (``model.cpu()`` under FSDP2)."""
+    owner = entry.owner
+    parts = owner.value.modules() if isinstance(owner.value, nn.Module) else ()
+    for part in parts:
+        for name, parameter in part._parameters.items():
+            if parameter is entry.tensor:
+                return partial(part._parameters.get, name)
+    return lambda: owner.value if isinstance(owner.value, Tensor) else None
+
+
+def _mark(gradient: Tensor) -> Any:
+    """Another one for another gradient, and for one that was written."""
+    local = local_of(gradient)
+    if local.is_sparse:
+        local = local._values()
+    return mark_of(gradient, local) if local.layout == torch.strided else (id(gradient), gradient._version)

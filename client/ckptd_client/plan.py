@@ -63,6 +63,21 @@ class Plan:
         return bool(self.watched_state) or any(one.behind for one in self.watched)
 
     @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Of its entries."""
+        return tuple(row[0] for row in self.signature[1:])
+
+    @cached_property
+    def sharded(self) -> frozenset[int]:
+        """Entries that are DTensors."""
+        return frozenset(at for at, row in enumerate(self.signature[1:]) if row[5] is not None)
+
+    @cached_property
+    def of_models(self) -> tuple[int, ...]:
+        """Entries that are no optimizer's."""
+        return tuple(at for at, row in enumerate(self.signature[1:]) if row[7] != "optim")
+
+    @cached_property
     def record_bytes(self) -> int:
         return predicted_record(self.layout)
 
@@ -74,7 +89,7 @@ def signature_of(state: State) -> tuple[Any, ...]:
         tensor = entry.tensor
         spec: Any = getattr(tensor, "_spec", None) if is_dtensor(tensor) else None
         placing = None if spec is None else (id(spec.mesh), spec.placements)
-        rows.append((entry.key, entry.mode, tensor.dtype, tensor.shape, tensor.device, placing, entry.copies))
+        rows.append((entry.key, entry.mode, tensor.dtype, tensor.shape, tensor.device, placing, entry.copies, entry.role))
     return tuple(rows)
 
 

@@ -7,11 +7,14 @@ writes is copied before snapshot() returns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from ckptd_client import fence, gradients, nested, watch
 from ckptd_client.entries import Owner
 from ckptd_client.registry import Registry
 from ckptd_client.troubles import Troubles
-from ckptd_client.versions import Versions
+from ckptd_client.versions import Seen
 
 SKIPS_MAX = 8  # snapshots in a row without a step that anybody saw; gradients may be accumulated over some
 UNSEEN = "unseen steps"  # the kind of trouble
@@ -22,9 +25,9 @@ class Progress:
 
     def __init__(self, registry: Registry, troubles: Troubles) -> None:
         self._registry, self._troubles = registry, troubles
-        self._versions: Versions | None = None  # at the newest capture
+        self._seen: Seen | None = None  # at the newest capture
         self._steps = -1  # optimizer steps at the newest capture
-        self._gradients: list[gradients.Mark | None] = []  # then
+        self._gradients: list[Any] = []  # marks of registered ones then
         self._called = -1  # newest step of a snapshot()
         self._serial = self._before = 0  # of watch.py, at that call and at the one before
         self._fenced = False  # by the user, since the newest step that he told of
@@ -32,23 +35,30 @@ class Progress:
 
     def begin_anew(self) -> None:
         """After a restore: whatever step comes first may be captured."""
-        self._versions, self._steps, self._called = None, -1, -1
+        self._seen, self._steps, self._called = None, -1, -1
         self._skipped.clear()
 
-    def moved(self, step: int) -> bool:
-        """Asked when snapshot(step) begins."""
+    def called(self, step: int) -> None:
+        """snapshot(step) begins."""
         if step > self._called:
             self._called, self._before, self._serial = step, self._serial, watch.now()
         for owner in self._registry.of_kind("optimizer"):
             owner.replayed = owner.captured or self._may_be_replayed(owner)
-        if self.replays or self._steps < 0 or fence.steps() != self._steps:
-            return True
-        if self._versions is None or self._versions.moved():
-            return True
-        return not gradients.same(self._gradients, gradients.marks(self._registry))
 
-    def taken(self, versions: Versions) -> None:
-        self._versions, self._steps, self._gradients = versions, fence.steps(), gradients.marks(self._registry)
+    def moved(self, looks: Iterable[Seen]) -> bool:
+        """``looks``: at parameters and registered tensors, made when nothing else tells. One that finds all as it was is enough."""
+        seen = self._seen
+        if self.stepped_since or seen is None or self._gradients != gradients.marks(self._registry):
+            return True
+        return all(seen.other_in(now) for now in looks)
+
+    @property
+    def stepped_since(self) -> bool:
+        """Since the newest capture, as far as hooks and the user tell; or may a graph have made steps?"""
+        return self.replays or self._steps < 0 or fence.steps() != self._steps
+
+    def taken(self, seen: Seen) -> None:
+        self._seen, self._steps, self._gradients = seen, fence.steps(), gradients.marks(self._registry)
         self._skipped.clear()
         self._troubles.clear(UNSEEN)
 

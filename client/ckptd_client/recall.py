@@ -1,14 +1,15 @@
 """What the previous snapshot looked up, used again as long as a quick look says that nothing was replaced.
 
 Looking up a few thousand tensors by name costs as many times 10 µs. The quick look compares the identity of every module,
-parameter, buffer and piece of optimizer state, in C. Tensors are held weakly: nothing of the trainer's is kept alive.
+parameter, buffer and piece of optimizer state, in C. No tensor is held, not even weakly: that would keep torch from swapping it.
+Where it hung is known, and what hangs there is looked at anew.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,9 @@ from ckptd_client import _switches, apart, naming, nested, watch
 from ckptd_client.entries import State
 from ckptd_client.plan import Plan, signature_of
 from ckptd_client.registry import Registry
+
+_kind = attrgetter("__class__", "dtype", "shape", "device")  # what a tensor is to a plan
+_trained = attrgetter("requires_grad")  # makes a parameter static or not
 
 
 class Recall:
@@ -33,9 +37,15 @@ class Recall:
         self._version = registry.version
         self._modules = [owner.value for owner in registry.of_kind("module")]
         self._parts = [part for module in self._modules for part in module.modules()]
-        self._tensors = [weakref.ref(entry.tensor) for entry in state.entries[:found]]
-        self._kinds = [_kind(entry.tensor) for entry in state.entries[:found]]
-        self._seen = self._look()
+        hanging = self._hanging()
+        places = {id(value): at for at, value in enumerate(hanging)}
+        tensors = [entry.tensor for entry in state.entries[:found]]
+        self._count = len(hanging)
+        self._places = [places.get(id(tensor), -1) for tensor in tensors]
+        self._sharded = [at for at, tensor in enumerate(tensors) if naming.is_dtensor(tensor)]
+        self._params = [at for at, entry in enumerate(state.entries[:found]) if entry.role == "param"]
+        self._kinds = self._kinds_of(tensors)
+        self._seen = self._ids(hanging)
 
     @staticmethod
     def can_hold(state: State) -> bool:
@@ -51,29 +61,49 @@ class Recall:
             return None
         return tensors + [entry.tensor for entry in state.entries]
 
+    def there(self) -> list[Any] | None:
+        """What hangs in their places, whether or not it was replaced; None when these are not known any more."""
+        hanging = self._hanging()
+        if self._registry.version != self._version or len(hanging) != self._count or -1 in self._places:
+            return None
+        found = [hanging[at] for at in self._places]
+        return found if all(isinstance(tensor, Tensor) for tensor in found) else None
+
     def tensors(self) -> list[Tensor] | None:
         """In the order of the plan's first entries; None when anything was replaced, added or changed its form."""
         if self._registry.version != self._version:
             return None
-        if self._look() != self._seen:  # FSDP2 after an eval pass: the shards may be one hook away
+        hanging = self._hanging()
+        if self._ids(hanging) != self._seen:  # FSDP2 after an eval pass: the shards may be one hook away
             for module in self._modules:
                 naming.reshard(module)
-            if self._look() != self._seen:
+            hanging = self._hanging()
+            if self._ids(hanging) != self._seen:
                 return None
-        found = [reference() for reference in self._tensors]
-        alive = [tensor for tensor in found if tensor is not None]
-        if len(alive) < len(found) or list(map(_kind, alive)) != self._kinds:
+        found = [hanging[at] for at in self._places]
+        if -1 in self._places or self._kinds_of(found) != self._kinds:
             return None
-        return alive
+        return found
 
-    def _look(self) -> list[int]:
+    def _kinds_of(self, tensors: list[Tensor]) -> list[Any]:
+        """What a layout depends on, and ``.data =`` or a swap can change."""
+        specs = [tensors[at]._spec for at in self._sharded if naming.is_dtensor(tensors[at])]  # type: ignore[attr-defined]
+        trained = list(map(_trained, (tensors[at] for at in self._params)))
+        return [list(map(_kind, tensors)), trained, [(id(spec.mesh), spec.placements) for spec in specs]]
+
+    def _hanging(self) -> list[Any]:
+        """The same ones in the same order, as long as nothing is replaced."""
+        given = (owner.value for owner in self._registry.of_kind("tensor"))
+        return [*self._in_modules(), *self._in_optimizers(), *self._gradients(), *given]
+
+    def _ids(self, hanging: list[Any]) -> list[int]:
         flags = [
             4 * len(owner.written) + 2 * owner.unfenced + owner.thawed for owner in self._registry.owners.values()
         ]
         return [
             *flags,
             int(_switches.SYNC_COPIES),
-            *map(id, chain(self._in_modules(), self._in_optimizers(), self._gradients())),
+            *map(id, hanging),
             *chain.from_iterable((id(optimizer), len(optimizer.state)) for optimizer in watch.stepped()),
         ]
 
@@ -97,7 +127,3 @@ class Recall:
             yield from optimizer.state
             yield from chain.from_iterable(state.values() for state in optimizer.state.values())
 
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What a layout depends on and ``.data =`` can change; ``requires_grad`` makes a parameter static or not."""
-    return tensor.dtype, tensor.shape, tensor.requires_grad, tensor.device

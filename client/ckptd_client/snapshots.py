@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import msgpack
@@ -36,7 +36,7 @@ from ckptd_client.segments import SlotView
 from ckptd_client.session import IDLE, JOINING, READY, SILENT, TAKEN_BACK, Session
 from ckptd_client.tree import ForeignType
 from ckptd_client.troubles import Troubles
-from ckptd_client.versions import Versions
+from ckptd_client.versions import Seen, Versions
 
 log = logging.getLogger("ckptd")
 AUDIT_TIMEOUT_S = 30.0
@@ -161,10 +161,28 @@ class Snapshots:
             self._joiner.in_background(resolve.whole(self._registry, state))
 
     def _check_progress(self, step: int, forced: bool) -> None:
-        if not self._registry.of_kind("optimizer") or self.progress.moved(step) or forced:
+        if not self._registry.of_kind("optimizer"):
+            return
+        self.progress.called(step)
+        if forced or self.progress.moved(self._looks()):
             return
         self.progress.skipped(step)
         raise Skip("no optimizer step since the last snapshot")
+
+    def _looks(self) -> Iterator[Seen]:
+        """At parameters and registered tensors; none finds what is not where it was. The first one leaves FSDP2's gathered
+        parameters alone, for those that optimizers hold are the shards."""
+        plan, recall = self._plan, self._recall
+        for look in (self._tensors_anew,) if recall is None else (recall.there, recall.tensors):
+            tensors = look()
+            if plan is not None and tensors is not None:
+                yield Seen.of(plan.watched, tensors)
+
+    def _tensors_anew(self) -> list[Tensor] | None:
+        """In the order of the plan's first entries; None when they are others."""
+        entries = resolve.tensors(self._registry).entries
+        keys = self._plan.keys[: len(entries)] if self._plan is not None else ()
+        return [entry.tensor for entry in entries] if tuple(entry.key for entry in entries) == keys else None
 
     # --- the capture --------------------------------------------------------------------------------------------
     def _capture(
@@ -188,12 +206,13 @@ class Snapshots:
         patience_s = max(0.0, deadline - time.monotonic())
         frozen = self._frozen.slot_for(plan, tensors, patience_s) if plan.layout.frozen_bytes else None
         try:
+            seen = Seen(plan.keys, tensors, plan.sharded, plan.of_models)
             job = self._job(handle, grant, slot, frozen, plan, tensors, len(packed), keep)
             self._write_objects(slot, packed, plan)
             gather(tensors, job, self._engine.statics)
             job.blocked_s = time.monotonic() - began
             self._taken += 1
-            self.progress.taken(job.versions)
+            self.progress.taken(seen)
             session.follow(handle)
             self._engine.submit(job)
         finally:

@@ -6,8 +6,7 @@ and writes through ``.data`` move none. Those are for the audit to find.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from ckptd_client.entries import Owner
 
 _version = attrgetter("_version")  # of 20,000 held tensors in 1.5 ms; looked up one by one they take three times as long
+_content = attrgetter("_cdata")  # where torch keeps what the tensor is: a swap changes that, and leaves its identity
 
 
 class Watched(NamedTuple):
@@ -42,29 +42,52 @@ class Versions:
         self._tensors: list[Tensor] = [tensors[one.entry] for one in watched]
         self._tensors += [tensors[one.entry]._local_tensor for one in sharded]  # type: ignore[attr-defined]
         self._noted = list(map(_version, self._tensors))
-        self._weak: list[weakref.ref[Tensor]] | None = None
 
     def moved(self) -> list[Watched]:
-        """What was written since; once let go of, also what is there no more."""
-        held = self._tensors  # before the look at ``_weak``, which another thread may set
+        """What was written since."""
         try:
-            now = list(map(_version, held if self._weak is None else [_alive(weak) for weak in self._weak]))
-        except (ReferenceError, RuntimeError):
-            return list(self._watched)  # one is there no more, or has become an inference tensor: nothing is known
+            now = list(map(_version, self._tensors))
+        except RuntimeError:
+            return list(self._watched)  # one has become an inference tensor: nothing is known
         if now == self._noted:
             return []
         changed = (one for one, then, at in zip(self._watched, self._noted, now, strict=True) if then != at)
         return list(dict.fromkeys(changed))
 
-    def let_go(self) -> None:
-        """The capture is over: nothing of the trainer's is kept alive for a later look."""
-        if self._weak is None:
-            self._weak = [weakref.ref(tensor) for tensor in self._tensors]
-            self._tensors = []
+
+class Seen:
+    """What a snapshot saw, for a look at the next call: which tensors there were, and what their counters were. It holds none of
+    them, not even weakly: torch swaps no tensor that somebody refers to so, and a replaced one is memory that the user wants."""
+
+    def __init__(
+        self, keys: Sequence[str], tensors: Sequence[Tensor], sharded: Collection[int], placed: Sequence[int]
+    ) -> None:
+        """``sharded``: the indices of DTensors, whose local parts count for themselves. ``placed``: those of which it is
+        noted which tensors they are; an optimizer's are told by their counters alone."""
+        self._keys = keys
+        self._counters = _counters(tensors)
+        self._places = dict(zip(placed, map(_content, (tensors[at] for at in placed)), strict=True))
+        locals_ = _counters([tensors[at]._local_tensor for at in sharded])  # type: ignore[attr-defined]
+        self._locals = dict(zip(sharded, locals_, strict=True))
+
+    @classmethod
+    def of(cls, watched: Sequence[Watched], tensors: Sequence[Tensor]) -> Seen:
+        """``tensors``: of the plan's entries."""
+        sharded = [at for at, one in enumerate(watched) if one.sharded]
+        return cls([one.key for one in watched], [tensors[one.entry] for one in watched], sharded, range(len(watched)))
+
+    def other_in(self, now: Seen) -> list[str]:
+        """Keys of what is another one ``now``, was written, or was not there."""
+        mine, its = self._marks(), now._marks()
+        return [key for key, mark in its.items() if mine.get(key) != mark]
+
+    def _marks(self) -> dict[str, tuple[int, int, int]]:
+        found = enumerate(zip(self._keys, self._counters, strict=True))
+        return {key: (counter, self._places.get(at, 0), self._locals.get(at, 0)) for at, (key, counter) in found}
 
 
-def _alive(weak: weakref.ref[Tensor]) -> Tensor:
-    tensor = weak()
-    if tensor is None:
-        raise ReferenceError
-    return tensor
+def _counters(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # inference tensors have none
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
