@@ -59,6 +59,8 @@ class Client:
         )
         self._must_timeout_s = must_timeout_s
         self._last: Handle | None = None  # newest snapshot that was taken
+        self._stale: Handle | None = None  # newest call, if its step was captured before with another state
+        self._asked: tuple[int, dict[str, Any], bool] = (-1, {}, False)  # step, meta, keep of the newest call
         self._session.stop_capture = self._engine.stop
         self._session.connection_lost = lambda lost: self._engine.stop_connection(
             lost, "connection to the daemon lost"
@@ -192,7 +194,7 @@ class Client:
         )
         self.last_restore = {**outcome.facts, "meta": outcome.restored.meta, "notes": outcome.restored.notes}
         self.values = outcome.restored.values
-        self._last = None
+        self._last = self._stale = None
         self._snapshots.begin_anew(state)
         return outcome.step
 
@@ -220,20 +222,30 @@ class Client:
         The next optimizer step waits if it must. keep: retention never deletes this one. must: wait, for at most
         ``must_timeout_s`` of connect(), until this step may be captured instead of skipping it, and, when an earlier call has
         captured it here, until all ranks have. A daemon that is away is waited for in its first 15 seconds only.
+        A second call for a step that is captured returns the same handle. When registered state has changed since, or it asks
+        for a keep or meta that the first had not, its handle is "failed: captured before under this step, ..." with the remedy.
         meta: given back by a restore in ``last_restore``. Raises TypeError when ``step`` is no integer (numpy's and torch's are).
         """
         step = operator.index(step)
         handle = Handle(step, "capturing", self._wait_for_handle)
+        self._stale, self._asked = None, (step, meta or {}, keep)
         last, began = self._last, time.monotonic()
-        if last is not None and last.step == step and last.taken and not self._closed:
-            if must and os.getpid() == self._pid:
+        if last is not None and last.step == step and last.taken and not self._closed and os.getpid() == self._pid:
+            if must:
                 # A rank that could not take part in that capture asks for another one, and waits for us to ask as well.
                 self._wait_for_handle(last, "sealed", self._must_timeout_s)
             if last.taken:
-                return last  # it is captured already
+                return self._again(handle, last, meta or {}, keep)
         left_s = self._must_timeout_s - (time.monotonic() - began)
         self._take(handle, meta or {}, keep=keep, must=must, wait_s=left_s)
         return handle
+
+    def _again(self, handle: Handle, last: Handle, meta: dict[str, Any], keep: bool) -> Handle:
+        """Its step is captured already."""
+        if self._snapshots.changed(handle):
+            self._stale = handle
+            return handle
+        return handle if self._snapshots.lacks(handle, meta, keep) else last
 
     def _take(self, handle: Handle, meta: dict[str, Any], **how: Any) -> None:
         if self._closed or os.getpid() != self._pid:
@@ -318,6 +330,8 @@ class Client:
 
     def _current(self, deadline: float) -> Handle | None:
         """The handle of the newest step; taken now if it had been skipped and the state is still that step's."""
+        if self._stale is not None:
+            return self._stale
         session = self._session
         newest = session.called
         skipped = newest >= 0 and (self._last is None or self._last.step != newest or not self._last.taken)
@@ -325,7 +339,9 @@ class Client:
             return self._last
         handle = Handle(newest, "capturing", self._wait_for_handle)
         session.wait(lambda: session.phase != JOINING or not session.link.up, deadline)
-        self._take(handle, {}, keep=False, must=True, wait_s=deadline - time.monotonic())
+        step, meta, keep = self._asked
+        meta, keep = (meta, keep) if step == newest else ({}, False)
+        self._take(handle, meta, keep=keep, must=True, wait_s=deadline - time.monotonic())
         return handle
 
     def _wait_for_handle(self, handle: Handle, level: str, timeout: float | None) -> str:

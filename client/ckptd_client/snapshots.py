@@ -6,7 +6,8 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
 
 import msgpack
 from torch import Tensor
@@ -14,11 +15,12 @@ from torch import Tensor
 from ckptd.core.errors import CkptdError
 from ckptd.core.events import NO_MEMORY
 from ckptd.core.failpoint import failpoint
-from ckptd.core.machine.waiting import FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, NO_STEWARD
+from ckptd.core.machine.waiting import FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, NO_STEWARD, shown
 from ckptd.core.written import bounded
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
-from ckptd_client import beside, complete, fence, gradients, libc, resolve
+from ckptd_client import beside, complete, fence, gradients, libc, resolve, tree
+from ckptd_client.again import Captured, Look, hashes, look_at
 from ckptd_client.capture import Engine
 from ckptd_client.entries import State
 from ckptd_client.frozen import FrozenCapture, FrozenSlot
@@ -43,6 +45,22 @@ AUDIT_TIMEOUT_S = 30.0
 LASTING_S = 5.0  # what keeps snapshots from being granted for less is no trouble
 OBSTACLES = (NO_STEWARD, FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, SILENT)
 RECOVERED = ("fence", "type", "memory", "waiting", "fresh", "capture")  # troubles that a good snapshot ends
+AGAIN = "captured before"  # the kind of trouble
+
+
+class Found(NamedTuple):
+    """``tensors``: of the plan's entries. ``packed``: the objects, ``objects`` their hashes."""
+
+    tensors: Sequence[Tensor]
+    packed: bytes
+    plan: Plan
+    hanging: int  # so many entries lie in no user object
+    objects: dict[str, int]
+
+    def look(self) -> Look:
+        plan, hanging = self.plan, self.hanging
+        sharded, placed = ([at for at in which if at < hanging] for which in (plan.sharded, plan.of_models))
+        return Look(Seen(plan.keys[:hanging], self.tensors[:hanging], sharded, placed), self.objects)
 
 
 class Snapshots:
@@ -57,6 +75,7 @@ class Snapshots:
         self._recall: Recall | None = None
         self._accumulation = Accumulation(session.job)
         self._attributes = beside.Attributes(session.job)
+        self._captured: Captured | None = None  # the newest one
         self._taken = 0  # snapshots captured so far
         self._doubt = False  # the newest void was for writes past the fence: there may be others
         self.progress = Progress(registry, troubles)
@@ -79,17 +98,28 @@ class Snapshots:
         deadline = time.monotonic() + (patience_s if must else 0.0)
         grant: Grant | None = None
         try:
-            grant, slot = self._grant(handle.step, must or keep, must, deadline)
-            try:
-                failpoint("capture.granted")
-                self._capture(handle, grant, slot, meta, keep, deadline)
-            finally:
-                slot.segment.unpin()
-            return
+            with self._failing(handle):
+                grant, slot = self._grant(handle.step, must or keep, must, deadline)
+                try:
+                    failpoint("capture.granted")
+                    self._capture(handle, grant, slot, meta, keep, deadline)
+                finally:
+                    slot.segment.unpin()
+                return
         except Skip as reason:
             self._lost(handle, f"skipped: {reason}")
             if grant is None:
                 self._session.link.send_or_drop(wire.Skipped(handle.step, str(reason)))
+        if grant is not None:
+            self._session.link.send(wire.GaveUp(grant.number, handle.step, handle.status[:200]))
+
+    @contextmanager
+    def _failing(self, handle: Handle) -> Iterator[None]:
+        """Whatever goes wrong within ends as the handle's status."""
+        try:
+            yield
+        except Skip:
+            raise
         except ForeignType as error:
             self._lost(handle, "failed: type")
             self._troubles.report("type", f"snapshot {handle.step} failed: {error}")
@@ -100,8 +130,33 @@ class Snapshots:
             self._lost(handle, f"failed: {type(error).__name__}: {error}")
             self._troubles.report("capture", f"snapshot {handle.step} failed: {error}")
             log.exception("ckptd client: snapshot %d", handle.step)
-        if grant is not None:
-            self._session.link.send(wire.GaveUp(grant.number, handle.step, handle.status[:200]))
+
+    def changed(self, handle: Handle) -> bool:
+        """Its step was captured before: is what is registered another by now, as far as steps, counters and saved values tell? Then
+        the handle says so."""
+        with self._failing(handle):
+            what = "an optimizer has stepped, or a graph may have" if self.progress.stepped_since else ""
+            if self._captured is not None and not what:
+                what = shown(self._captured.look.other_in(look_at(self._registry)))
+            if what:
+                remedy = f"give what is there now a later step: snapshot({handle.step + 1}, must=True)"
+                self._refuse(handle, f"and the state has changed since: {what}; {remedy}")
+        return not handle.taken
+
+    def lacks(self, handle: Handle, meta: dict[str, Any], keep: bool) -> bool:
+        """The same state; does this call ask for what that snapshot has not? Then the handle says so."""
+        with self._failing(handle):
+            packed = tree.encode(meta, "meta") if meta else None
+            lacking = self._captured.lacks(packed, keep) if self._captured is not None else []
+            if lacking:
+                remedy = f"say it in the first call, or with a later step: snapshot({handle.step + 1}, ..., must=True)"
+                mark = ", or put an empty file keep beside its manifest.json on storage" if "keep=" in lacking else ""
+                self._refuse(handle, f"without this: {' and '.join(lacking)}; {remedy}{mark}")
+        return not handle.taken
+
+    def _refuse(self, handle: Handle, why: str) -> None:
+        self._lost(handle, f"failed: captured before under this step, {why}")
+        self._troubles.report(AGAIN, f"snapshot {handle.step} is {handle.status}")
 
     def _lost(self, handle: Handle, status: str) -> None:
         handle.became(status)
@@ -196,7 +251,8 @@ class Snapshots:
             float(session.policy.get("fence_timeout_s", 0.0))
         ):
             raise Skip("busy")
-        tensors, packed, plan = self._lookup(handle.step, meta)
+        found = self._lookup(handle.step, meta)
+        tensors, packed, plan = found.tensors, found.packed, found.plan
         self._accumulation.look(handle.step)
         self._attributes.look(self._registry)
         if not plan.layout.frozen_bytes:
@@ -206,21 +262,23 @@ class Snapshots:
         patience_s = max(0.0, deadline - time.monotonic())
         frozen = self._frozen.slot_for(plan, tensors, patience_s) if plan.layout.frozen_bytes else None
         try:
-            seen = Seen(plan.keys, tensors, plan.sharded, plan.of_models)
+            look = found.look()
             job = self._job(handle, grant, slot, frozen, plan, tensors, len(packed), keep)
             self._write_objects(slot, packed, plan)
             gather(tensors, job, self._engine.statics)
             job.blocked_s = time.monotonic() - began
             self._taken += 1
-            self.progress.taken(seen)
+            self.progress.taken(look.seen)
+            self._captured = Captured(handle.step, keep, tree.encode(meta, "meta"), look)
+            self._troubles.clear(AGAIN)
             session.follow(handle)
             self._engine.submit(job)
         finally:
             if frozen is not None:
                 frozen.slot.segment.unpin()
 
-    def _lookup(self, step: int, meta: dict[str, Any]) -> tuple[Sequence[Tensor], bytes, Plan]:
-        """What is there now: each entry's tensor, the encoded objects, the plan. Quickly, if nothing was replaced."""
+    def _lookup(self, step: int, meta: dict[str, Any]) -> Found:
+        """What is there now. Quickly, if nothing was replaced."""
         recall, session = self._recall, self._session
         assert session.world is not None, "a grant without a world"
         self._registry.look_again()
@@ -231,10 +289,11 @@ class Snapshots:
             packed: bytes = msgpack.packb(state.objects)
             everything = recall.with_inside(tensors, state)
             if everything is not None and len(packed) <= recall.plan.objects_max:
-                return everything, packed, recall.plan
+                return Found(everything, packed, recall.plan, len(tensors), hashes(state.objects, state.entries))
         state = resolve.tensors(self._registry)
         found = len(state.entries)
         state.entries += gradients.entries(state)
+        hanging = len(state.entries)
         self._accumulation.sample(state)
         complete.check(self._registry, state)
         resolve.objects(self._registry, state, step, meta)
@@ -243,7 +302,8 @@ class Snapshots:
         plan = make_plan(state, session.world, replicas, len(packed), self._plan)
         self._plan = plan
         self._recall = Recall(self._registry, state, plan, found) if Recall.can_hold(state) else None
-        return [entry.tensor for entry in state.entries], packed, plan
+        tensors = [entry.tensor for entry in state.entries]
+        return Found(tensors, packed, plan, hanging, hashes(state.objects, state.entries[hanging:]))
 
     def _ask_for_more(self, plan: Plan, have: int) -> NoReturn:
         needed = plan.layout.frozen_at
