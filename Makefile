@@ -4,8 +4,8 @@
 # Pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) choose where packages, and which build of torch, come from.
 
 PYTHON ?= python3
-# Six on two cores: half of the time a test waits, for disks or for its own processes.
-TEST_WORKERS ?= 6
+# Four on two cores: half of the time a test waits, for disks or for its own processes; six are slower and lose patience.
+TEST_WORKERS ?= 4
 TEST_ARGS ?=
 MUTANTS_ARGS ?=
 BIN := .venv/bin
