@@ -16,7 +16,7 @@ from tests.short import KEEP, kept
 
 FOLDER = pytest.StashKey[str]()
 END_TIMEOUT_S = 60.0
-LONGEST = "tests/sim/test_sim.py"  # half a quiet run, on both cores
+LONGEST = "tests/sim/test_sim.py"  # half a minute on two quiet cores, and minutes beside other tests
 ROOT = Path(__file__).resolve().parents[1]
 
 
