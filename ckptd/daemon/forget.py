@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from ckptd.core.errors import CkptdError
 from ckptd.core.events import ForgetOrdered
 from ckptd.core.life import Tombstone
-from ckptd.daemon.graveyard import Graveyard, nodes_of
+from ckptd.core.machine.context import audience
+from ckptd.daemon.graveyard import Graveyard
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 from ckptd.persist.forget import forget_on_storage
@@ -102,7 +103,7 @@ class Forget:
         """Nodes that answer, and that do not. Raises CkptdError: others, or we, refuse."""
         shell, me = self._jobs.get(job), self._services.node.node
         record = shell.record if shell is not None else None
-        known = nodes_of(record) if record is not None else self._graveyard.nodes.get(job, ())
+        known = audience(record) if record is not None else self._graveyard.nodes.get(job, ())
         nodes = [node for node in known if node != me]
         answers = await asyncio.gather(*(self._ask(node, job, epoch, look) for node in nodes))
         told = list(zip(nodes, answers, strict=True))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord
 from ckptd.core.life import NO_TOMBSTONE, Tombstone, revives
+from ckptd.core.machine.context import audience
 from ckptd.core.messages import Inventory, Message
 from ckptd.daemon.services import log
 from ckptd.daemon.state import StateDir
@@ -34,7 +35,7 @@ class Graveyard:
         if tombstone == NO_TOMBSTONE:
             return  # nobody ever opened an epoch of it here
         if record is not None:
-            self.nodes[job] = nodes_of(record)
+            self.nodes[job] = audience(record)
         self.stones.pop(job, None)
         self.stones[job] = tombstone
         self._unwritten.add(job)
@@ -69,7 +70,3 @@ class Graveyard:
     def keeps_out(self, job: str, message: Message) -> bool:
         """A repeated word about what is forgotten brings nothing back."""
         return not revives(message, self.of(job))
-
-
-def nodes_of(record: EpochRecord) -> tuple[str, ...]:
-    return tuple(node.node for node in (*record.nodes, *record.holders))

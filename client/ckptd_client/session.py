@@ -6,7 +6,6 @@ Messages arrive on the link's thread; the trainer's thread reads and waits under
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -242,7 +241,6 @@ class Session:
     def _level(self, message: wire.Level, fds: list[int]) -> None:
         if message.epoch != self.epoch:
             return
-        message = replace(message, void=_why_void(message.step, message.void))
         self.levels[message.step] = message
         while len(self.levels) > LEVELS_KEPT_MAX:
             del self.levels[min(self.levels)]
@@ -458,13 +456,6 @@ class Session:
             "step": self.called,
             "newest": newest,
         }
-
-
-def _why_void(step: int, reason: str) -> str:
-    """The grants behind a void one are void for the same reason, which may name the steps that became of that one."""
-    if reason.startswith("captured at step ") and str(step) not in re.findall(r" at (?:step )?(\d+)", reason):
-        return f"granted behind one that is void: {reason}"
-    return reason
 
 
 def ask_dict(step: int | None, source: str | None, allow_fresh: bool) -> dict[str, Any]:

@@ -131,6 +131,14 @@ def test_a_grant_that_one_rank_misses_is_void_everywhere_and_those_after_it() ->
     assert taken_back == [second, second + 1]
 
 
+def test_the_reason_of_those_after_it_says_that_it_is_another_ones() -> None:
+    """P15: "snapshot 14 is void: captured at step 12 and, on rank 1, at 13", and of each one behind that."""
+    node = steward().train(6, free=3)
+    node.others["b"].missed(node.granted(8), 1, "no memory")
+    reasons = [void.reason for void in node.said(msg.Void, "a")]
+    assert reasons == ["rank 1 missed it: no memory", "granted behind one that is void: rank 1 missed it: no memory"]
+
+
 def test_nothing_is_granted_while_a_void_grant_is_with_some_rank() -> None:
     node = steward().train(6, free=3)
     mark = node.mark

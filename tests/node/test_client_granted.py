@@ -108,23 +108,3 @@ def test_who_waits_no_longer_says_so(daemon: RankDaemonDouble) -> None:
         assert client.snapshot(1, must=True).status.startswith("skipped")
         daemon.wait_for(lambda: len(daemon.messages(wire.Called)) == 2)
     assert [(told.step, told.asks) for told in daemon.messages(wire.Called)] == [(1, True), (1, False)]
-
-
-@pytest.mark.parametrize(
-    ("reason", "told"),
-    [
-        ("captured at step 1 and, on rank 1, at 2", "captured at step 1 and, on rank 1, at 2"),
-        ("captured at step 12 and, on rank 1, at 13", "granted behind one that is void: captured at step 12 and, on rank 1, at 13"),
-    ],
-)
-def test_a_snapshot_that_is_void_for_another_ones_steps_says_so(daemon: RankDaemonDouble, reason: str, told: str) -> None:
-    """What was granted behind a void grant is void in the same words: "snapshot 14 is void: captured at step 12 and ... at 13"."""
-    with stepped(daemon) as (client, _):
-        until(lambda: client._session.grants, what="a grant")
-        handle = client.snapshot(1)
-        assert handle.wait("sealed", 30) == "durable"
-        with daemon.changed:
-            daemon._tell(wire.Level(1, 1, -1, 1, False, reason))
-        until(lambda: handle.status.startswith("void"), what="the word")
-        assert handle.status == f"void: {told}"
-        assert f"snapshot 1 is void: {told}" in client.health().problems

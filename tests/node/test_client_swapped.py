@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ckptd_client import Client
+from ckptd_client.handles import Handle
 from torch import nn
 
 from ckptd.core import failpoint
@@ -111,20 +112,27 @@ def tried(change: Callable[[Training], None], training: Training) -> str:
     return ""
 
 
+def swapped_amid_its_copy(client: Client, training: Training, step: int) -> tuple[Handle, dict[str, torch.Tensor], bool]:
+    """A snapshot of the next step, what was there when it was called, and whether it was being copied then."""
+    training.step()
+    expected = training.tensors()
+    failpoint.arm("capture.tensor:sleep=0.05")
+    handle = client.snapshot(step, must=True)
+    copied = client._engine._all_copied()
+    refused = tried(swapped, training)
+    assert not refused
+    failpoint.arm("")
+    return handle, expected, not copied
+
+
 def test_a_swap_waits_until_a_snapshot_is_copied(daemon: RankDaemonDouble) -> None:
     """As an optimizer's step does: the snapshot is neither torn nor lost, and what was swapped needs no copy before snapshot()
     returns from then on."""
     training = Training(300)
     with restored(daemon, training) as client:
         for step in range(1, 4):
-            training.step()
-            expected = training.tensors()
-            failpoint.arm("capture.tensor:sleep=0.05")
-            handle = client.snapshot(step, must=True)
-            assert not client._engine._all_copied(), "in the background"
-            refused = tried(swapped, training)
-            assert not refused
-            failpoint.arm("")
+            handle, expected, amid = swapped_amid_its_copy(client, training, step)
+            assert amid, "in the background"
             assert handle.wait("sealed", 30) == "durable", handle.status
             assert_same(daemon.held[1, step][0], expected)
 
@@ -135,13 +143,7 @@ def test_a_swap_that_nobody_saw_tears_nothing(daemon: RankDaemonDouble, monkeypa
     training, sealed = Training(300), 0
     with restored(daemon, training) as client:
         for step in range(1, 5):
-            training.step()
-            expected = training.tensors()
-            failpoint.arm("capture.tensor:sleep=0.05")
-            handle = client.snapshot(step, must=True)
-            refused = tried(swapped, training)
-            assert not refused
-            failpoint.arm("")
+            handle, expected, _ = swapped_amid_its_copy(client, training, step)
             status = handle.wait("sealed", 30)
             assert status == "durable" or status.startswith("void: written before the fence"), status
             if status == "durable":

@@ -176,9 +176,7 @@ def _remembers_nothing(gather: Gather, record: EpochRecord) -> bool:
             return nothing_before and answer.sealed < record.number
         return answer.done or answer.ran == record or nothing_before
 
-    members = [node for node in record.nodes if node.node in record.ranks and node.node in gather.answers]
-    answers = [gather.answers[node.node] for node in members if node.incarnation == gather.answers[node.node].incarnation]
-    return any(answer.incarnation and witness(answer) for answer in answers)
+    return any(answer.incarnation and witness(answer) for answer in gather.lived_through(record))
 
 
 def _errors(

@@ -110,12 +110,12 @@ class Gather:
         known = {record.number: record for record in self.records}
         for epoch in sorted({answer.sealed for answer in self.answers.values()}, reverse=True):
             record = known.get(epoch)
-            lived = self._lived_through(record) if record is not None else ()
+            lived = self.lived_through(record) if record is not None else ()
             if epoch > self.tombstone.ordered and all(answer.sealed >= epoch for answer in lived):
                 return epoch
         return 0
 
-    def _lived_through(self, record: EpochRecord) -> list[Inventory]:
+    def lived_through(self, record: EpochRecord) -> list[Inventory]:
         """The answers of its members with ranks that have not been restarted since."""
         members = [node for node in record.nodes if node.node in record.ranks and node.node in self.answers]
         return [self.answers[n.node] for n in members if self.answers[n.node].incarnation == n.incarnation]

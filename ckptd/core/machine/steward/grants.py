@@ -25,6 +25,7 @@ REFUSED_PAUSE_S = 0.25  # after a grant that a rank could not even take: at once
 FULL_S = 60.0  # without a free slot on some rank, while every rank trains: what nobody is sure to need must go
 RETURN_S = 5.0  # the same, and no slot is on its way back: what was released is known to be free before that
 FIRST_STEP = 1  # that a training from scratch calls, if not 0
+BEHIND = "granted behind one that is void"
 STUCK_S = 60.0  # a rank that neither seals nor misses, long after the step went by
 
 
@@ -133,7 +134,7 @@ class Grants:
         so on, one step apart for ever."""
         for number in sorted(self.open):
             if number >= grant.number and not self.open[number].void:
-                self._void_one(self.open[number], reason)
+                self._void_one(self.open[number], reason if number == grant.number else f"{BEHIND}: {reason}")
 
     def _void_one(self, grant: Granted, reason: str) -> None:
         grant.void = reason
