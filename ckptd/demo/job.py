@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from ckptd.demo.node import Node, spawn
 from ckptd.demo.notebook import Pages
 
 LOG_TAIL_LINES = 8
+PORT_MIN = 10_000
+PORT_TRIES_MAX = 100
 
 
 @dataclass
@@ -86,8 +89,10 @@ class Job:
 
 
 def free_port(address: str) -> int:
-    """A TCP port that nobody listens on now."""
-    with closing(socket.socket()) as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody listens on now, and that the system gives to no connection before it is used, if it can be had."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(PORT_TRIES_MAX):
+        with closing(socket.socket()) as probe, suppress(OSError):
+            probe.bind((address, random.SystemRandom().randint(PORT_MIN, max(PORT_MIN, low - 1))))
+            return int(probe.getsockname()[1])
+    raise OSError(f"no port from {PORT_MIN} to {low} is free at {address}")

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from ckptd.demo.job import free_port
 from tests.short import short_folder
 from tests.waiting import until
 
@@ -26,12 +27,6 @@ REPO = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 90.0  # of a rank: nothing here takes that long, so whoever does hangs
 END_TIMEOUT_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Node:
@@ -294,7 +289,7 @@ class Cluster:
 
     def world(self, nodes: Sequence[Node], job: str, *, kind: str = "plain", **how: Any) -> list[Trainer]:
         """One rank on each of these nodes, of one gloo world."""
-        port = free_port()
+        port = free_port("127.0.0.1")
         made = [
             Trainer(node, job, rank=i, world=len(nodes), port=port, kind=kind, **how)
             for i, node in enumerate(nodes)

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from ckptd.core.layout import REPLICA
-from tests.cluster.nodes import REPO, free_port
+from ckptd.demo.job import free_port
+from tests.cluster.nodes import REPO
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 LAUNCH_TIMEOUT_S = 150
@@ -57,7 +58,7 @@ def launch(folder: Path, part: str, ranks: int) -> Results:
     """case -> traceback per rank."""
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
-        f"--master-port={free_port()}", str(Path(__file__).with_name("client_ranks.py")), str(folder), part,
+        f"--master-port={free_port('127.0.0.1')}", str(Path(__file__).with_name("client_ranks.py")), str(folder), part,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     with subprocess.Popen(

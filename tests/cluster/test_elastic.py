@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster.nodes import REPO, Cluster, Node, free_port
+from ckptd.demo.job import free_port
+from tests.cluster.nodes import REPO, Cluster, Node
 from tests.waiting import until
 
 JOB = "elastic"
@@ -63,7 +64,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.timeout(300)
 def test_agents_form_a_smaller_world_and_go_on_from_memory(nodes: Cluster) -> None:
     first, second = nodes.node(), nodes.node()
-    port = free_port()
+    port = free_port("127.0.0.1")
     agents = [agent(first, port, 60, 1, hosts=True)]
     try:
         agents.append(agent(second, port, 60, 1, hosts=False))

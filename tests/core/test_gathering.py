@@ -207,6 +207,20 @@ def test_a_node_that_is_down_is_not_waited_for_when_nothing_newer_can_be_there()
     assert len(only(node.done, ins.ClaimEpoch)) == 1
 
 
+def test_a_node_that_was_down_before_it_was_heard_of_is_asked_first() -> None:
+    """A node was cut off while the job was started elsewhere; storage tells it of that start, when its links are about to be whole
+    again: the members know whether that start ever ran (P3)."""
+    node = Elect(BEFORE, durable=True, inventory_timeout_s=10.0)
+    node.feed(ev.NodeDown("c"))
+    node.now += 5.0
+    node.start().answer("b", *BOTH, known=BEFORE, done=True)
+    newest = EpochRecord(OLD + 1, "there", ("c",), (C,), (at(5, OLD),), (), (OLD, ()))
+    node.feed(ev.DurableRead("now", True, newest, (at(5, OLD),)))
+    assert only(node.done, ins.ClaimEpoch) == []
+    node.tick(NEWCOMER_S)
+    assert len(only(node.done, ins.ClaimEpoch)) == 1, "its link is still down"
+
+
 def test_a_node_that_is_down_is_waited_for_when_something_newer_was_certified() -> None:
     known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
     node = Elect(known)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from ckptd.core.box import Box
 from ckptd.core.ids import SnapshotId
 from ckptd.core.layout import MAYBE, UNIQUE
 from ckptd.core.layout_build import LayoutItem
+from ckptd.demo.job import free_port
 from ckptd.persist.names import step_dir
 from ckptd.persist.storage.posix import PosixStorage
 from tests.core.worlds import rows_of
@@ -60,14 +60,8 @@ def training_state() -> World:
     return make_world(items, per_rank=frozenset({"t:model.stats"}), values=values)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def read_stock(directory: str, result: Path, ranks: int) -> dict[str, str]:
-    port = str(free_port())
+    port = str(free_port("127.0.0.1"))
     clean = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")
     }

@@ -7,7 +7,7 @@ nothing of what was told to it before.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.messages import Inventory, InventoryRequest, JoinReport, RestoreAsk, Vote
@@ -25,8 +25,7 @@ class Told:
     newest: EpochRecord | None = None  # that storage has a claim of
     reports: list[EpochRecord] = field(default_factory=list)
     failures: set[str] = field(default_factory=set)  # codes of the votes against what it had decided
-    decided_on: frozenset[str] = frozenset()  # who had answered at its last decision
-    decided_with: frozenset[SnapshotId] = frozenset()  # commits that it knew of then
+    decided: Told | None = None  # what it had been told at its last decision
 
     def records(self) -> list[EpochRecord]:
         """Every epoch that it has heard of."""
@@ -101,4 +100,7 @@ class Decisions:
         """It claims an epoch for what it has chosen; what it is told from now on comes too late."""
         told = self._told.get((node, life, attempt))
         if told is not None:
-            told.decided_on, told.decided_with = frozenset(told.answers), told.commits or frozenset()
+            told.decided = None
+            told.decided = replace(
+                told, answers=dict(told.answers), reports=list(told.reports), failures=set(told.failures)
+            )

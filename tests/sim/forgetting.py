@@ -44,6 +44,7 @@ def bury(host: Host, do: ins.Bury) -> None:
     host.world.net.forget_views(host.name)
     host.world.net.changed()
     host.feed(ev.Restarted(None, tombstone=do.tombstone))
+    host.read_again()
 
 
 def wakes(host: Host, event: ev.Event) -> bool:

@@ -46,6 +46,7 @@ class Host:
         self.tombstone = NO_TOMBSTONE
         self.buried = False  # there is no machine for the job: nobody has had a reason to make one
         self.procs: dict[int, Proc] = {}  # attached rank processes
+        self.arriving: list[Proc] = []  # connected ones whose Join nobody has read yet
         self.seats: dict[int, Proc] = {}  # those whose end the machine has not heard of
         self.machine: JobMachine
         self.fetching = Fetching(self)
@@ -81,6 +82,7 @@ class Host:
         self.life += 1
         self.alive, self.paused, self.trap, self._held = True, False, None, None
         self.procs.clear()
+        self.arriving.clear()
         self.seats.clear()
         self._forget()
         known = self.state.visible
@@ -99,21 +101,8 @@ class Host:
 
     def _adopt(self, mem: Mem) -> None:
         if mem.state == "sealed" and mem.fact is not None and mem.layout is not None:
-            fact = mem.fact
-            self.feed(
-                ev.HoldingFound(
-                    mem.id,
-                    fact.snapshot,
-                    fact.rank,
-                    fact.tier,
-                    mem.own,
-                    mem.layout,
-                    fact.digests,
-                    fact.keep,
-                    fact.part,
-                    mem.layouts,
-                )
-            )
+            fact, of = mem.fact, (mem.layout, mem.fact.digests, mem.fact.keep, mem.fact.part, mem.layouts)
+            self.feed(ev.HoldingFound(mem.id, fact.snapshot, fact.rank, fact.tier, mem.own, *of))
         elif mem.own:
             mem.state, mem.payload = "free", None
             self.feed(ev.SlotsReady(mem.rank, (mem.id,)))
@@ -127,9 +116,10 @@ class Host:
         self.trap = self._held = None
         self._forget()
         self.fetching.drop()
-        for proc in list(self.procs.values()):
+        for proc in (*self.procs.values(), *self.arriving):
             proc.disconnected()
         self.procs.clear()
+        self.arriving.clear()
         self.world.net.changed()
 
     def forget_queued(self) -> None:
@@ -417,9 +407,16 @@ class Host:
 
     def attach(self, proc: Proc, *, running: bool) -> None:
         """A rank's process is connected and says Join."""
+        self.arriving.append(proc)
         self.at_leisure(self._attach, proc, running)
 
+    def read_again(self) -> None:
+        """What was queued is forgotten, but not who stands at the door."""
+        for proc in self.arriving:
+            self.at_leisure(self._attach, proc, proc.ready)
+
     def _attach(self, proc: Proc, running: bool) -> None:
+        self.arriving.remove(proc)
         if not proc.alive:
             return
         old = self.seats.get(proc.rank)

@@ -296,14 +296,15 @@ class Oracle:
             if number in self.done:
                 return
         self.records[number] = message.record  # one that never took effect counts for nothing
-        told = self.decisions.of(host.name, host.life, message.record.nonce)
-        assert told is not None, "nobody has asked for this epoch"
+        start = self.decisions.of(host.name, host.life, message.record.nonce)
+        assert start is not None and start.decided is not None, "nobody has asked for this epoch"
+        told = start.decided
         if told.ask is None or told.ask.step is not None or "damage" in told.failures:
             return
         if self._nobody_knows(told):
             self.counts["an epoch of which nobody knows whether it ran"] += 1
             return
-        best = self._best_restorable(told.decided_on, told.decided_with, message.record.nonce)
+        best = self._best_restorable(told.answers, told.commits or (), message.record.nonce)
         if best is not None and not self._as_new(message.snapshot, best):
             raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
         self._everyone_was_asked(host, told)

@@ -6,8 +6,11 @@ import pytest
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
+from ckptd.core.life import Tombstone
 from ckptd.core.messages import FlushAsk
+from tests.sim import forgetting
 from tests.sim.host import Host
+from tests.sim.trainer import Run
 from tests.sim.world import World
 
 
@@ -73,3 +76,24 @@ def test_what_comes_of_an_instruction_is_handled_before_what_waits(world: World,
     host.at_leisure(host.feed, gone)
     world.clock.run(world.clock.now + 1.0)
     assert [event for event in order if event in (ready, gone, waited)] == [ready, waited, gone]
+
+
+def test_a_rank_whose_daemon_dies_before_it_has_read_the_join_connects_again(world: World) -> None:
+    host = next(iter(world.hosts.values()))
+    run = Run(world, "a1", [host], None)
+    host._free_at = world.clock.now + 0.1  # its event loop is at work
+    run.procs[0].connect()
+    host.stop()
+    host.start()
+    world.clock.run(world.clock.now + 1.0)
+    assert host.procs[0] is run.procs[0]
+
+
+def test_a_rank_that_comes_while_a_node_forgets_the_job_is_let_in_by_the_next_machine(world: World) -> None:
+    host = next(iter(world.hosts.values()))
+    run = Run(world, "a1", [host], None)
+    host._free_at = world.clock.now + 0.1
+    run.procs[0].connect()
+    forgetting.bury(host, ins.Bury(Tombstone(1, 1, 0)))
+    world.clock.run(world.clock.now + 0.2)
+    assert host.procs[0] is run.procs[0] and not host.buried

@@ -36,6 +36,9 @@ class Proc:
         self.ready = False  # restore() returned
         self.conn = 0  # the life of the daemon it is connected to
         self.step = -1
+        self.passed = -1  # newest step called that no grant took and whose state is gone
+        self.taken = -1  # newest grant that was taken
+        self.took = True  # a grant took the step called last
         self.asks: int | None = None
         self.grants: dict[int, GiveSlot] = {}
         self.came_at: dict[int, int] = {}  # grant -> newest step called when it came
@@ -102,7 +105,8 @@ class Proc:
     # --- snapshot() ---------------------------------------------------------------------------------------------
     def call(self, step: int, must: bool) -> bool:
         """True: the rank goes on at once (a capture may run in the background)."""
-        self.step = step
+        self.passed = self.passed if self.took else self.step
+        self.step, self.took = step, False
         usable = sorted(
             (g for g in self.grants.values() if g.from_step <= step), key=lambda g: (g.from_step, g.grant)
         )
@@ -124,11 +128,12 @@ class Proc:
         if life != self.conn or not self.alive:
             return
         self.came_at[give.grant] = self.step
-        if self.asks is not None and give.from_step == self.asks:
+        passed = self.passed if give.grant > self.taken else self.step
+        if self.asks is not None and passed < give.from_step <= self.asks:
             step, self.asks = self.asks, None
             if not self._capture(give, step):
                 self.run.passed(self)
-        elif self.step >= give.from_step:
+        elif give.from_step <= (passed if self.took else self.step):
             self.tell(ev.RankMissed(self.rank, give.grant, "late"))
         else:
             self.grants[give.grant] = give
@@ -145,6 +150,7 @@ class Proc:
     def _capture(self, give: GiveSlot, step: int) -> bool:
         """False: there is no room for it."""
         self.grants.pop(give.grant, None)
+        self.taken, self.took = give.grant, True
         if self._layout(step).payload_bytes > self.host.memory[give.slot].capacity:
             self.world.oracle.count("a slot too small")
             self.tell(ev.RankMissed(self.rank, give.grant, ev.NO_MEMORY))

@@ -40,7 +40,7 @@ class Capture:
         slot = self._slots.first_free(rank)
         if here is None:
             self._uplink.tell_missed(message.grant, rank, NOT_HERE)
-        elif here.step >= message.from_step and here.asks != message.from_step:
+        elif here.step >= message.from_step and here.asks is None:  # A rank that waits knows which steps it has let go.
             self._uplink.tell_missed(message.grant, rank, LATE)
         elif slot is None:
             self._uplink.tell_missed(message.grant, rank, NO_SLOT)

@@ -182,6 +182,13 @@ class Gathering:
         patience = self._ctx.policy.inventory_timeout_s
         return now - gather.asking_since >= patience and now - gather.heard_of_at >= min(NEWCOMER_S, patience)
 
+    def silent(self) -> set[str]:
+        """Nodes that are known not to answer. Where one was heard of only now, links that were lost before may be whole again."""
+        gather = self.gather
+        assert gather is not None, "only a gathering asks"
+        heard_of = gather.heard_of_at if self._ctx.now - gather.heard_of_at < NEWCOMER_S else -1e9
+        return {node for node, since in self._ctx.down.items() if since >= heard_of}
+
     def complete(self) -> bool:
         """Every rank stands there, and did so a moment ago (our own: now): a dead attempt must not supersede a living one."""
         gather, now = self.gather, self._ctx.now

@@ -130,7 +130,7 @@ class Restoring:
             return
         if not self.gathering.complete():
             return
-        if not self.gathering.waited_long() and not may_decide(gather, set(self._ctx.down)):
+        if not self.gathering.waited_long() and not may_decide(gather, self.gathering.silent()):
             return
         if looks_torn(gather):
             self.gathering.look_again()
