@@ -13,6 +13,7 @@ from tests.chaos import points
 from tests.cluster.nodes import Cluster, Node, Trainer, together
 from tests.waiting import until
 
+EVERYDAY = "persist.forget.claimed"  # Its order is given, and nothing is done yet.
 JOB = "life"
 
 
@@ -137,7 +138,9 @@ def durable_orphan(nodes: Cluster, *pair: Node) -> Path:
     return place
 
 
-@pytest.mark.parametrize("point", points.FORGETTING)
+@pytest.mark.parametrize(
+    "point", [p if p == EVERYDAY else pytest.param(p, marks=pytest.mark.chaos) for p in points.FORGETTING]
+)
 def test_a_daemon_that_dies_while_it_forgets_leaves_a_job_or_none(nodes: Cluster, point: str) -> None:
     """P15: a job whose grave is claimed is forgotten on all nodes, what is left of it goes, the next start is fresh; before that
     moment nothing has changed. Each start was refused, and nobody deleted the rest (kill -9 in `ckptd forget --storage`)."""

@@ -38,7 +38,7 @@ def until_shown(pair: Sequence[Node], ranks: list[tuple[int, bool]]) -> None:
     until(lambda: [shown(node) for node in pair] == [ranks, ranks], KNOWN_S, f"{ranks} to be shown by both")
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.chaos), 1])
 def test_its_trainer_died_with_it(nodes: Cluster, lost: int) -> None:
     """Nobody tells the new daemon of the job: not a rank of its own, and the others have nothing new to say."""
     pair, world = protected(nodes)
@@ -51,7 +51,7 @@ def test_its_trainer_died_with_it(nodes: Cluster, lost: int) -> None:
     until_shown(pair, [(0, True), (1, True)])
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.chaos)])
 def test_its_trainer_lives(nodes: Cluster, lost: int) -> None:
     """Snapshots go on and are protected again. Which epoch it is, is not asked: see "Not understood" in docs/TESTING.md."""
     pair, world = protected(nodes)

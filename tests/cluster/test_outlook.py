@@ -33,7 +33,10 @@ def trained_on(nodes: Cluster, count: int, kind: str, **settings: object) -> tup
     return made, world
 
 
-@pytest.mark.parametrize(("redundancy", "lost"), [("replicas=1", 0), ("replicas=1", 2), ("xor(3)", 1)])
+@pytest.mark.parametrize(
+    ("redundancy", "lost"),
+    [("replicas=1", 0), pytest.param("replicas=1", 2, marks=pytest.mark.chaos), ("xor(3)", 1)],
+)
 def test_a_lost_node_costs_what_was_promised(nodes: Cluster, redundancy: str, lost: int) -> None:
     made, world = trained_on(nodes, 3, "fsdp", redundancy=redundancy)
     source = "parity" if redundancy.startswith("xor") else "peer"

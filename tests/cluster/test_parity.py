@@ -11,7 +11,7 @@ from tests.waiting import until
 JOB = "parity"
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", [0, *(pytest.param(lost, marks=pytest.mark.chaos) for lost in (1, 2))])
 def test_xor_gives_back_what_any_one_node_held(nodes: Cluster, lost: int) -> None:
     made, world, digests = nodes.protected(JOB, 3, "xor(3)")
     made[lost].kill()
