@@ -307,7 +307,7 @@ class Oracle:
         best = self._best_restorable(told.answers, told.commits or (), message.record.nonce)
         if best is not None and not self._as_new(message.snapshot, best):
             raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
-        self._everyone_was_asked(host, told)
+        self._everyone_was_asked(host, start)
 
     def _as_new(self, chosen: SnapshotId | None, best: SnapshotId) -> bool:
         return chosen is not None and (chosen == best or self._continues(chosen, self.origins[best]))
