@@ -10,6 +10,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.events import ForgetOrdered
@@ -19,9 +20,9 @@ from ckptd.daemon.graveyard import Graveyard
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 from ckptd.persist.forget import forget_on_storage
-from ckptd.persist.lineage import highest_epoch
+from ckptd.persist.lineage import highest_epoch, newest_record
 from ckptd.persist.names import check_job
-from ckptd.protect.settle import Answers
+from ckptd.protect.settle import Answers, ask
 from ckptd.wire import rank as wire
 from ckptd.wire.peer import ForgetOrder, ForgetReply
 from ckptd.wire.rank_link import RankSession
@@ -60,12 +61,13 @@ class Forget:
     async def _forget(self, job: str, storage: bool, who: str) -> wire.Forgotten:
         """All nodes are asked before any of them forgets. Raises CkptdError."""
         epoch = await self._epoch(job, storage)
-        await self._order(job, epoch, look=True)
+        nodes = await self._others(job)
+        await self._order(job, epoch, nodes, look=True)
         deleted = 0
         if storage and self._services.storage is not None:
             on_flush = asyncio.get_running_loop().run_in_executor
             epoch, deleted = await on_flush(self._services.flush, forget_on_storage, self._services.storage, job, epoch)
-        told, silent = await self._order(job, epoch, look=False)
+        told, silent = await self._order(job, epoch, nodes, look=False)
         self._here(job, epoch)
         log.info("job=%s forgotten asked_by=%s storage=%s silent=%s", job, who, storage, " ".join(silent) or "none")
         if not self._graveyard.write():
@@ -99,12 +101,20 @@ class Forget:
             self._graveyard.add(job, Tombstone(epoch, epoch).over(self._graveyard.of(job)))
 
     # --- the job's other nodes ----------------------------------------------------------------------------------
-    async def _order(self, job: str, epoch: int, *, look: bool) -> tuple[list[str], list[str]]:
-        """Nodes that answer, and that do not. Raises CkptdError: others, or we, refuse."""
-        shell, me = self._jobs.get(job), self._services.node.node
+    async def _others(self, job: str) -> list[str]:
+        """As we know them, else as storage does: a node that never had the job may be asked as well."""
+        shell, services = self._jobs.get(job), self._services
         record = shell.record if shell is not None else None
-        known = audience(record) if record is not None else self._graveyard.nodes.get(job, ())
-        nodes = [node for node in known if node != me]
+        if record is None and services.storage is not None:
+            with suppress(CkptdError):  # Its record is damaged: to forget it is a way out of that.
+                record = await services.on_disk(newest_record, services.storage, job)
+            for info in (*record.nodes, *record.holders) if record is not None else ():
+                services.connect(info)
+        known = self._graveyard.nodes.get(job, ()) + (audience(record) if record is not None else ())
+        return [node for node in dict.fromkeys(known) if node != services.node.node]
+
+    async def _order(self, job: str, epoch: int, nodes: list[str], *, look: bool) -> tuple[list[str], list[str]]:
+        """Nodes that answer, and that do not. Raises CkptdError: others, or we, refuse."""
         answers = await asyncio.gather(*(self._ask(node, job, epoch, look) for node in nodes))
         told = list(zip(nodes, answers, strict=True))
         refused = [(f"{node}: {reply.reason}", reply.wait_s) for node, reply in told if reply is not None and reply.reason]
@@ -119,13 +129,10 @@ class Forget:
 
     async def _ask(self, node: str, job: str, epoch: int, look: bool) -> ForgetReply | None:
         """None: no answer."""
-        request = secrets.token_hex(8)
-        try:
-            with self._answers.to(f"{node} {request}") as answer:
-                self._services.send(node, job, ForgetOrder(request, epoch, look))
-                return await asyncio.wait_for(answer, PEER_ANSWER_TIMEOUT_S)
-        except (asyncio.TimeoutError, TimeoutError):
-            return None
+        order = ForgetOrder(secrets.token_hex(8), epoch, look)
+        with self._answers.to(f"{node} {order.request}") as answer:
+            came = await ask(lambda: self._services.send(node, job, order), [answer], PEER_ANSWER_TIMEOUT_S)
+            return answer.result() if came else None
 
     def on_message(self, node: str, job: str, message: object) -> bool:
         """True: it was for us."""

@@ -173,3 +173,19 @@ def test_a_second_order_ends_what_the_first_one_began(nodes: Cluster) -> None:
     assert said.returncode == 0, said
     until(lambda: not list(place.glob("epoch-*")), 20, "all to be deleted")
     assert together(nodes.world([node], JOB), "restore") == [None]
+
+
+def test_a_node_that_never_had_the_job_asks_those_that_have(nodes: Cluster) -> None:
+    """It deleted the checkpoints of a job that trained elsewhere, and its nodes heard nothing: storage names them."""
+    (nodes.root / "storage").mkdir()
+    *pair, outsider = nodes.several(3, storage_root=nodes.root / "storage")
+    world = protected(nodes, *pair)
+    assert all("durable" in str(answer) for answer in together(world, "wait", level="durable", timeout=60))
+    refused = outsider.cli("forget", JOB, "--storage")
+    assert refused.returncode == 1 and "the job is not over" in refused.stderr, refused
+    assert len(list((nodes.root / "storage").glob(f"*/{JOB}/epoch-*/step-*"))) == 1
+    for trainer in world:
+        trainer.kill()
+    until_life("orphaned", *pair)
+    assert outsider.cli("forget", JOB, "--storage").returncode == 0
+    until_life("forgotten", *pair)

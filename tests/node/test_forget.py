@@ -136,9 +136,10 @@ async def test_a_start_between_the_question_and_the_order_is_told_of(monkeypatch
             reply = ForgetReply(order.request, "ranks of it are here" if refuses else "")
             assert house.daemon.forget.on_message("there", FIRST, reply)
 
-        def send(node: str, job: str, message: object) -> None:
+        def send(node: str, job: str, message: object) -> bool:
             if isinstance(message, ForgetOrder):
                 services.spawn(told(message), "there")
+            return True
 
         monkeypatch.setattr(services, "send", send)
         code, said = await ckptd(house, "forget", "first")
