@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 LASTING_S = 5.0  # a cause that stands for less is a matter of a restart or a full queue
 LOG_PERIOD_S = 600.0  # between two lines of the log about one cause; what came meanwhile is counted
 KIND, NO_MEMORY_KIND = "waiting", "no_memory"
-UNUSED = frozenset({"taken back", "the rank joins anew"})  # the client's words for a grant that it had not begun to fill
+# A grant that comes back unused, in the client's words: as at nearly each end of a job, and no snapshot that was lost.
+UNUSED = frozenset({"taken back", "the rank joins anew"})
 
 
 class Losses:
@@ -51,11 +52,9 @@ class Losses:
             health.report(KIND, f"no snapshot is taken: {self.waits}", job=self._job)
 
     def lost(self, what: str, step: int, reason: str) -> None:
-        """A line of the log per cause, then a count. ``what``: "skipped", "given up" or "void". A grant that comes back unused,
-        as at nearly each end of a job, is no snapshot that was lost."""
-        if reason not in UNUSED:
-            which = f"snapshot of step {step}" if step >= 0 else "a grant before the first step"
-            self.failed(what, reason.partition(":")[0], f"{which}: {reason}")
+        """A line of the log per cause, then a count. ``what``: "skipped", "given up" or "void"."""
+        which = f"snapshot of step {step}" if step >= 0 else "a grant before the first step"
+        self.failed(what, reason.partition(":")[0], f"{which}: {reason}")
 
     def failed(self, what: str, cause: str, text: str) -> None:
         """The same of anything else that is tried again. ``cause``: nothing in it is another one with the next try."""

@@ -20,6 +20,7 @@ from ckptd.core.layout import Layout
 from ckptd.core.messages import RestoreAsk
 from ckptd.core.steptimes import Cadence
 from ckptd.core.written import checked
+from ckptd.daemon.losses import UNUSED
 from ckptd.daemon.seats import Seat
 from ckptd.daemon.services import Services, log
 from ckptd.identity import NODE_ID_PATTERN
@@ -102,8 +103,9 @@ class Ranks:
             self._job.restore.on_message(session, seat, message, fds)
 
     def _lost(self, what: str, message: wire.Skipped | wire.GaveUp) -> None:
-        self._services.metrics.skipped(self._job.job, message.reason)
-        self._job.losses.lost(what, message.step, message.reason)
+        if message.reason not in UNUSED:
+            self._services.metrics.skipped(self._job.job, message.reason)
+            self._job.losses.lost(what, message.step, message.reason)
 
     def _called(self, seat: Seat, message: wire.Called) -> None:
         """Raises ValueError for step times that are none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -295,6 +296,9 @@ async def test_a_grant_that_comes_back_unused_is_no_lost_snapshot(caplog: pytest
         rank.say(wire.GaveUp(grant.grant, 13, "taken back: a newer epoch opened"))
         rank.say(wire.GaveUp(grant.grant, -1, "no memory"))
         await eventually(lambda: "no memory" in caplog.text)
+        counted = house.daemon.services.metrics.render().decode()
+    reasons = re.findall(r'ckptd_skips_total{job="[^"]*",reason="([^"]*)"} (\S+)', counted)
+    assert sorted(reasons) == [("no memory", "1.0"), ("taken back", "1.0")], "not what was never begun"
     said = [record.getMessage().partition("given up, ")[2] for record in caplog.records if "given up" in record.getMessage()]
     assert said == [
         "taken back: snapshot of step 13: taken back: a newer epoch opened", "no memory: a grant before the first step: no memory",
