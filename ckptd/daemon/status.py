@@ -38,7 +38,6 @@ class Status:
         self._services, self._jobs, self._peers_up = services, jobs, peers_up
         self._started = services.now()
         self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self.storage_reason = ""
 
     def routes(self) -> Routes:
         health, metrics = self._services.health, self._services.metrics
