@@ -429,3 +429,21 @@ def test_a_new_office_begins_with_empty_books(free: int) -> None:
     node.others["b"].tell_inventory()
     node.others["b"].state(1, 20, free=free)
     assert min(granted(node, "b", mark), default=21) == 21
+
+
+def test_what_is_void_stays_so_while_the_only_node_that_holds_it_tells_anew() -> None:
+    """Its link came back before it heard of the void: between the two words nobody held anything, and the void was forgotten; what
+    the node told made a whole snapshot of it, which it then let go of (P3)."""
+    node = steward().train(6, free=2)
+    other = node.others["b"]
+    node.capture(7, 0)
+    node.copy(7, 0, "b")
+    node.copy(7, 1, "a")
+    other.sealed(node.granted(8), 7, 1)  # The grants came to it in another order.
+    other.missed(node.granted(7), 1, "late")
+    assert [void.snapshot for void in node.said(msg.Void, "b")].count(at(7)) > 0
+    mark = node.mark
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    other.tell_inventory(fact(7, 0, 1), fact(7, 1))
+    assert [said.level for said in node.certificates("b", mark) if said.snapshot == at(7)] == []
+    assert node.said(msg.Void, "b", mark)[-1].snapshot == at(7)

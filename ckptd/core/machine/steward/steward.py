@@ -219,15 +219,14 @@ class Steward:
             self.draining.on_leaving(sender, fact)
 
     def _on_inventory(self, sender: str, message: Inventory) -> None:
-        self.table.forget_node(sender)
         durable = [snapshot for snapshot, _, is_durable in message.certified if is_durable]
         self.table.mark_durable(durable)
         self.certify.heard_durable(sender, durable)
         self.table.heard.update((snapshot, level) for snapshot, level, _ in message.certified)
-        for fact in message.holdings:
-            if message.serial == 0:  # a later one may have crossed a release on its way
+        if message.serial == 0:  # a later one may have crossed a release on its way
+            for fact in message.holdings:
                 self.table.weigh_anew(fact.snapshot)
-            self.table.add(sender, fact)
+        self.table.tell_anew(sender, message.holdings)
         self.grants.newest = max(self.grants.newest, message.grant)
         if message.done and not self._done:
             self._done = True

@@ -90,15 +90,21 @@ class SnapshotTable:
         self._changed(state)
 
     def forget_node(self, node: str) -> None:
-        for state in list(self.states.values()):
-            if node not in state.nodes():
-                continue
+        self.tell_anew(node, ())
+
+    def tell_anew(self, node: str, facts: Iterable[HoldingFact]) -> None:
+        """All that it holds. What is void stays so meanwhile, also when it alone holds a part of it: it has been told (P3)."""
+        had = [state for state in self.states.values() if node in state.nodes()]
+        for state in had:
             for nodes in state.holders.values():
                 nodes.pop(node, None)
             for held in state.parts.values():
                 for holders in held.values():
                     holders.discard(node)
             state.holders = {rank: nodes for rank, nodes in state.holders.items() if nodes}
+        for fact in facts:
+            self.add(node, fact)
+        for state in had:
             self._changed(state)
 
     def _changed(self, state: SnapshotState) -> None:
