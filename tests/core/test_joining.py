@@ -3,6 +3,8 @@ what it knew does not wait for an epoch that runs already."""
 
 from __future__ import annotations
 
+import pytest
+
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
@@ -10,6 +12,7 @@ from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.machine.steward.restore import LEFT_PATIENCE_S
 from ckptd.core.policy import Policy
+from tests.core.machines import layout
 
 A, B = (NodeInfo(name, f"tcp://{name}", name, name, f"{name}#1") for name in "ab")
 RANKS, NODES, ASK = ("a", "b"), (A, B), msg.RestoreAsk()
@@ -20,9 +23,11 @@ SLACK_S = 5.0
 class Machine:
     """Node a, which is the steward-elect; what it says to itself arrives at once."""
 
-    def __init__(self, *, trains: bool = False) -> None:
+    def __init__(self, *first: ev.Event, trains: bool = False) -> None:
         self.machine, self.now = JobMachine("1/job", A, Policy(replicas=1)), 0.0
         self.done: list[ins.Instruction] = []
+        for event in first:
+            self.feed(event)
         self.feed(ev.RankJoined(0, "x", RANKS, NODES, ASK, trains=trains))
 
     def feed(self, event: ev.Event) -> None:
@@ -141,3 +146,21 @@ def test_ranks_that_train_in_an_epoch_that_nobody_knows_get_another_one() -> Non
     machine.nobody_knows()
     machine.feed(ev.DurableRead("x", True, EpochRecord(7, "before", (), ()), (SnapshotId(7, 5),)))
     assert [do for do in machine.done if isinstance(do, ins.ClaimEpoch | ins.Send) and "number=8" in repr(do)]
+
+
+@pytest.mark.parametrize("storage", ["names it", "is away"])
+def test_ranks_that_train_are_not_taken_for_those_of_an_earlier_try_of_their_start(storage: str) -> None:
+    """P3: its restore was tried again under another number, which could not be written down. The daemon that came back went on with
+    the first one, where what the ranks had sealed in the second was newer for ever than all that followed (seed 4147)."""
+    first, second = (EpochRecord(number, "x", RANKS, NODES, (SnapshotId(1, 6),)) for number in (4, 5))
+    sealed = ev.HoldingFound(1, SnapshotId(5, 10), 0, 0, True, layout(0), ())
+    machine = Machine(ev.Restarted(first), sealed, trains=True)
+    assert not [do for do in machine.done if isinstance(do, ins.FinishRestore)]
+    newest = second if storage == "names it" else None
+    for turn in (1, 2):
+        machine.other_reports(trains=True)
+        machine.feed(ev.Received("b", msg.Inventory("x", None, (), turn=turn)))
+        machine.feed(ev.DurableRead("x", newest is not None, newest, ()))
+        machine.ticks(SLACK_S)
+    assert (machine.machine.ctx.record, machine.machine.view()["phase"]) == (second, "running")
+    assert not [do for do in machine.done if isinstance(do, ins.ClaimEpoch | ins.PrepareRestore | ins.FailJoin)]

@@ -58,6 +58,11 @@ class Context:
             self.nodes.update((node.node, node) for node in new)
             self.emit(Connect(new))
 
+    def trained_in(self, attempt: str) -> bool:
+        """The epoch we know is the one that ranks of this attempt train in. It is an older one of the same attempt, whose restore
+        was tried again, if they have sealed something since: the newer one could not be written down."""
+        return self.record is not None and self.record.nonce == attempt and self.sealed <= self.record.number
+
     def is_up(self, node: str) -> bool:
         """Nobody has told us that it is gone. Our own daemon is always up."""
         return node not in self.down or node == self.me.node

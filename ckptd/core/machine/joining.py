@@ -125,7 +125,7 @@ class Joining:
     def _seek(self, join: Join) -> None:
         """Whoever knows the epoch that these ranks train in answers a knock of one who does not with its record."""
         record, me = self._ctx.record, self._ctx.me.node
-        if join.trains and (record is None or record.nonce != join.attempt):
+        if join.trains and not self._ctx.trained_in(join.attempt):
             for node in join.nodes:
                 if node.node != me:
                     self._ctx.send(node.node, Inventory("", record, ()))

@@ -231,7 +231,7 @@ class JobMachine:
     # --- local ranks --------------------------------------------------------------------------------------------
     def _rank_joined(self, event: ev.RankJoined) -> None:
         record = self.ctx.record
-        of_this_epoch = record is not None and record.nonce == event.attempt and self.opening.open is None
+        of_this_epoch = self.ctx.trained_in(event.attempt) and self.opening.open is None
         if of_this_epoch and (event.running or self.ctx.done) and event.rank in self.ctx.local_ranks():
             self._learn_done(msg.RestoreDone(self.ctx.number, self.ctx.number))
             self.ranks.attach(event.rank)

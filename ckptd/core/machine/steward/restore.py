@@ -159,11 +159,15 @@ class Restoring:
 
     def _running(self, gather: Gather) -> EpochRecord | None:
         """The epoch that our own ranks train in, of which this daemon, its steward, lost what it knew: a holder or storage has told
-        of it. Another one would send ranks back that have no need of it."""
+        of it, or what they sealed in it. Another one would send ranks back that have no need of it."""
         if not self._joining.trains_in(gather.attempt):
             return None
         newest = max((snapshot.epoch for snapshot in gather.heard_of()), default=0)
-        ours = [r for r in gather.records if r.nonce == gather.attempt and r.number >= max(newest, self._ctx.number + 1)]
+        of_ours = [record for record in gather.records if record.nonce == gather.attempt]
+        nobodys = all(record.number != newest for record in gather.records)
+        if of_ours and nobodys and self._ctx.sealed == newest:  # An earlier try of the same start had the same world and past.
+            of_ours.append(replace(max(of_ours, key=lambda record: record.number), number=newest))
+        ours = [record for record in of_ours if record.number >= max(newest, self._ctx.number + 1)]
         return max(ours, key=lambda record: record.number, default=None)
 
     def _sources_now(self, snapshot: SnapshotId) -> int:

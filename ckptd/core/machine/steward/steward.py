@@ -163,7 +163,7 @@ class Steward:
         record = self._ctx.record
         if self._done and record is not None and record.nonce == message.attempt:
             self.restoring.say_done(record, sender)
-        elif not (message.trains and record is not None and record.nonce == message.attempt):
+        elif not (message.trains and self._ctx.trained_in(message.attempt)):
             self.restoring.on_report(sender, message)  # else there is nothing to open: inventories say that it runs
 
     def _restored(self, record: EpochRecord) -> None:
