@@ -145,7 +145,7 @@ class Ranks:
             return
         self._services.health.clear(NODE_ID, job=self._job.job)
         record = self._job.record
-        running = record if record is not None and record.nonce == message.attempt else None
+        running = record if self._job.machine.ctx.trained_in(message.attempt) else None
         if running is not None and running.ranks != joined.ranks:
             raise ValueError("the same attempt with another world")
         old = self._job.seats.by_rank.get(message.rank)

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ckptd.daemon import behind, durable, job, ranks, reclaim, revival
 from ckptd.daemon.job import JobShell
 from ckptd.wire import rank as wire
 from ckptd.wire.world import NODE_FIELDS_MAX, RANKS_MAX, WORLD_BYTES_MAX, pack_world
-from tests.node.daemon_rig import rig
+from tests.node.daemon_rig import layout_here, rig
 from tests.node.links import eventually, stays
 
 MIB = 1 << 20
@@ -77,6 +77,29 @@ async def test_a_machine_that_breaks_is_made_anew_and_finds_its_memory(
         await again.sealed(6)
         await other.sealed(1)
         shell.machine.validate()
+
+
+async def test_a_rank_is_not_told_that_it_trains_in_an_earlier_try_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3: the number under which its restore was tried again had not been written down when the daemon came back."""
+    monkeypatch.setattr(revival, "PAUSE_FIRST_S", 0.05)
+    async with rig() as house:
+        await house.rank().begin("a")
+        rank = house.rank()
+        await rank.begin("b")
+        await rank.sealed(5)
+        shell = house.shell()
+        broken, record = shell.machine, shell.record
+        assert record is not None
+        shell.record = replace(record, number=record.number - 1)
+        monkeypatch.setitem(broken._events, ev.NodeUp, lambda event: 1 // 0)
+        shell.feed(ev.NodeUp("somebody"))
+        await eventually(lambda: shell.machine is not broken and shell.machine.ctx.record is not None)
+        again, node = house.rank(), asdict(house.daemon.services.node)
+        again.say_join(wire.Join("b", 0, layout_here().payload_bytes, None, trains=True), pack_world([node["node"]], [node]))
+        await eventually(lambda: again.read() or any(isinstance(told, wire.GrantSlot) for told, _ in again.seen))
+        assert [told.epoch for told, _ in again.seen if isinstance(told, wire.Ready)] == [], "it knows its epoch"
+        await again.capture(6)
+        assert (await again.heard(wire.Level, step=6))[0].epoch == record.number
 
 
 async def test_a_rank_behind_the_others_is_named_until_it_has_caught_up(
