@@ -19,7 +19,7 @@ from ckptd.demo import claims, plot, processes
 from ckptd.demo.claims import Chapter
 from ckptd.demo.cluster import TEMPORARY, Sample, short_temp
 from ckptd.demo.event_process import missing
-from ckptd.demo.job import free_port
+from ckptd.demo.job import PORT_MIN, free_port
 from ckptd.demo.loader import Loader
 from ckptd.demo.main import run
 from ckptd.demo.model import CharGPT, Shape
@@ -396,3 +396,8 @@ def test_a_demo_that_cannot_write_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CkptdError, match="cannot write its report"):
         run(tmp_path / "file")
+
+
+def test_a_port_is_one_that_the_system_gives_to_no_connection() -> None:
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(port < max(low, PORT_MIN + 1) for port in (free_port("127.0.0.1") for _ in range(20)))

@@ -239,6 +239,19 @@ def test_of_two_records_of_one_number_the_one_that_took_effect_counts() -> None:
     assert oracle.records[5] == second
 
 
+def test_what_is_told_after_a_decision_does_not_count_for_it() -> None:
+    """It was judged by an answer that came while its epoch was being claimed (seed 7241356019)."""
+    world = World(1)
+    host, told = next(iter(world.hosts.values())), world.oracle.decisions
+    record = EpochRecord(5, "a2", (host.name,), (host.info,))
+    told.heard(host.name, host.life, host.name, JoinReport("a2", record.ranks, record.nodes, (0,), None, None), None)
+    world.oracle.claims(host, record)
+    told.heard(host.name, host.life, host.name, Inventory("a2", record, ()), record)
+    start = told.of(host.name, host.life, "a2")
+    assert start is not None and start.decided is not None
+    assert (list(start.answers), list(start.decided.answers)) == ([host.name], [])
+
+
 def test_an_epoch_that_only_a_silent_node_could_know_excuses_a_refusal() -> None:
     """Also when another one, of which nobody who answered has heard, has trained after it (seed 1771)."""
     world = World(1)

@@ -182,8 +182,8 @@ class Gathering:
         patience = self._ctx.policy.inventory_timeout_s
         return now - gather.asking_since >= patience and now - gather.heard_of_at >= min(NEWCOMER_S, patience)
 
-    def silent(self) -> set[str]:
-        """Nodes that are known not to answer. Where one was heard of only now, links that were lost before may be whole again."""
+    def known_down(self) -> set[str]:
+        """Nodes that will not answer now. Where one was heard of only now, links that were lost before may be whole again."""
         gather = self.gather
         assert gather is not None, "only a gathering asks"
         heard_of = gather.heard_of_at if self._ctx.now - gather.heard_of_at < NEWCOMER_S else -1e9

@@ -130,7 +130,7 @@ class Restoring:
             return
         if not self.gathering.complete():
             return
-        if not self.gathering.waited_long() and not may_decide(gather, self.gathering.silent()):
+        if not self.gathering.waited_long() and not may_decide(gather, self.gathering.known_down()):
             return
         if looks_torn(gather):
             self.gathering.look_again()
@@ -163,12 +163,14 @@ class Restoring:
         if not self._joining.trains_in(gather.attempt):
             return None
         newest = max((snapshot.epoch for snapshot in gather.heard_of()), default=0)
-        of_ours = [record for record in gather.records if record.nonce == gather.attempt]
+        tries = (record for record in gather.records if record.nonce == gather.attempt)
+        last = max(tries, key=lambda record: record.number, default=None)
+        if last is None or last.number >= max(newest, self._ctx.number + 1):
+            return last
         nobodys = all(record.number != newest for record in gather.records)
-        if of_ours and nobodys and self._ctx.sealed == newest:  # An earlier try of the same start had the same world and past.
-            of_ours.append(replace(max(of_ours, key=lambda record: record.number), number=newest))
-        ours = [record for record in of_ours if record.number >= max(newest, self._ctx.number + 1)]
-        return max(ours, key=lambda record: record.number, default=None)
+        if newest > max(last.number, self._ctx.number) and nobodys and self._ctx.sealed == newest:
+            return replace(last, number=newest)  # Its restore was tried again since, in the same world and with the same past.
+        return None
 
     def _sources_now(self, snapshot: SnapshotId) -> int:
         """A damaged snapshot is tried again when damaged holdings were dropped since."""
