@@ -301,6 +301,25 @@ def test_leftovers_of_an_earlier_epoch_are_void_once_the_new_one_runs() -> None:
     assert [v.snapshot for v in node.said(msg.Void, "b")] == [at(4, OLD)]
 
 
+def test_leftovers_that_are_durable_go_without_being_void() -> None:
+    """The next start read it from storage, and its ranks were told of a level after it had been void (simulator, seeds
+    2671575901 and 4897527247 of that day)."""
+    node = steward(record_of("ab", ancestry=(at(4, OLD),)))
+    node.machine.steward.table.mark_durable([at(4, OLD)])
+    node.others["b"].tell_inventory(OLD_ONES[0][1], layouts=BOTH)
+    node.tick(REPEAT_S + 1.0)
+    assert (node.said(msg.Void), released(node)) == ([], {4})
+
+
+def test_leftovers_that_are_durable_are_kept_for_a_member_who_is_away() -> None:
+    node = steward(record_of("ab", ancestry=(at(4, OLD),), outside="c"))
+    node.machine.steward.table.mark_durable([at(4, OLD)])
+    node.feed(ev.NodeDown("c"))
+    node.others["b"].tell_inventory(OLD_ONES[0][1], layouts=BOTH)
+    node.tick(REPEAT_S + 1.0)
+    assert (node.said(msg.Void), released(node)) == ([], set())
+
+
 def test_leftovers_are_kept_until_the_new_epoch_runs() -> None:
     """Its restore may still be called off."""
     node = steward(record_of("ab", ancestry=(at(5, OLD),)), running=False)
@@ -323,6 +342,15 @@ def test_of_a_lineage_left_behind_only_the_best_one_is_kept() -> None:
     assert node.level(5, epoch=OLD) == 0
     node.train().capture(7)
     assert released(node) == {5}, "now there is something of its own"
+
+
+def test_of_a_lineage_left_behind_what_is_durable_goes_without_being_void() -> None:
+    """A later start may ask for it."""
+    node = steward()
+    node.machine.steward.table.mark_durable([at(4, OLD)])
+    node.others["b"].tell_inventory(*OLD_ONES[0], *OLD_ONES[1], layouts=BOTH)
+    node.tick(REPEAT_S + 1.0)
+    assert (node.said(msg.Void), released(node), node.level(5, epoch=OLD)) == ([], {4}, 0)
 
 
 def test_which_one_of_a_lineage_left_behind_is_the_best_is_asked_whenever_one_of_them_is_weighed() -> None:

@@ -177,6 +177,18 @@ def test_a_start_after_one_that_had_restored_is_never_fresh() -> None:
     assert node.refusals() == [("now", "unrecoverable")]
 
 
+@pytest.mark.parametrize("ordered", [0, OLD])
+def test_what_trained_before_one_that_never_ran_is_not_passed_over_because_its_record_is_lost(ordered: int) -> None:
+    """Its only node could not write it down and came back, and the newest start had been decided without it: the one before
+    was restored (P3; simulator, seed 4897527211 of that day). What was forgotten by order stays so."""
+    never = EpochRecord(6, "never", ("a", "b"), (A, B), (at(2, 2),), (), (2, (at(2, 2),)))
+    node = Elect(ask=replace(ASK, allow_fresh=True)).start()
+    node.answer("b", *BOTH, known=never, never=True, buried=ordered, forgotten=ordered)
+    before = (2 if ordered else OLD, (at(2, 2),))
+    assert node.claim.before == before
+    assert node.claim.ancestry == (() if ordered else (at(5, OLD), at(2, 2)))
+
+
 def test_an_epoch_that_certainly_never_ran_left_nothing_behind() -> None:
     """What was decided upon before it counts."""
     never = EpochRecord(6, "never", ("a", "b"), (A, B), (at(5, OLD),), (), (OLD, ()))

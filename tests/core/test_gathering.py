@@ -12,8 +12,9 @@ from ckptd.core.machine.steward.gather import FRESH_S, NEWCOMER_S
 from ckptd.core.machine.steward.restore import (
     REFUSALS_KEPT_MAX,
 )
+from ckptd.core.machine.uplink import KNOCK_S
 from ckptd.core.policy import Policy
-from tests.core.elect import BEFORE, BOTH, OLD, A, B, C, Elect
+from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
 from tests.core.machines import at, member, only, sent
 
 
@@ -143,6 +144,19 @@ def test_a_late_report_of_a_start_that_is_over_begins_nothing() -> None:
     node.report(opened=True)
     assert sent(node.done[mark:], msg.InventoryRequest) == []
     assert ("now", "superseded") in node.refusals()
+
+
+def test_the_end_of_an_earlier_restore_calls_off_nothing() -> None:
+    """A daemon that came back heard of it while a newer start gathered, which began anew without who had answered: an older step
+    was restored (P3; simulator, seed 2671572796 of that day)."""
+    node = Elect(BEFORE)
+    node.tick(KNOCK_S, reporting=False)
+    session = sent(node.done, msg.StewardHello, "b")[-1].nonce
+    node.start(known=BEFORE)
+    node.hear("b", msg.Inventory("", BEFORE, BOTH, LAYOUTS, session=session, done=True, incarnation="b#1"))
+    assert only(node.done, ins.FinishRestore), "it heard that the epoch before runs"
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    assert [do.attempt for do in only(node.done, ins.ClaimEpoch)] == ["now"]
 
 
 def test_a_late_report_of_a_rank_that_has_gone_calls_off_nothing() -> None:

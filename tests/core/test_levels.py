@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.machine.levels import CERTIFICATES_KEPT_MAX, RELEASED_KEPT_MAX
-from tests.core.machines import EPOCH, Member, at, only, record_of
+from tests.core.machines import EPOCH, Member, at, layout, only, record_of
 
 
 @pytest.fixture
@@ -55,6 +56,20 @@ def test_what_a_certificate_releases_goes(node: Member) -> None:
     assert only(node.certify(1, 8, 0), ins.FreeSlot) == []
     assert only(node.certify(2, 8, 0, releases=(at(7),)), ins.FreeSlot) == [ins.FreeSlot(1)]
     assert set(node.machine.levels.released) == {at(7)}
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_what_was_not_heard_of_before_it_was_released_is_said_to_be_gone(node: Member, heard: bool) -> None:
+    """Somebody who had missed the release brought copies back, and the steward counted one that it heard of late, whose slot had
+    gone with the release (P2; simulator, seed 2671577789 of that day)."""
+    node.feed(ev.ReplicaArrived(at(6), 0, 1, 60, layout(0), ()))
+    node.feed(ev.ReplicaArrived(at(7), 0, 1, 70, layout(0), ()))
+    if heard:
+        node.order(msg.Heard(EPOCH, node.session, node.said(msg.Held, "a")[-1].serial))
+    freed = only(node.certify(1, 8, 0, releases=(at(7),)), ins.FreeSlot)
+    assert freed == [ins.FreeSlot(70)]
+    told = [(m.fact.snapshot.step, m.lost) for m in node.said(msg.Held, "a")]
+    assert told == [(6, False), (7, False), *([] if heard else [(7, True)])]
 
 
 def test_a_steward_that_finds_a_released_one_held_takes_it_back_into_the_list(node: Member) -> None:

@@ -52,6 +52,7 @@ class Oracle:
         self.complete_uncertified: set[SnapshotId] = set()
         self.records: dict[int, EpochRecord] = {}
         self.done: dict[int, Origin] = {}  # epochs that all ranks have loaded for -> the end of their line of training
+        self.declared: set[int] = set()  # epochs that begin anew by their operator's word
         self.graves: list[tuple[float, Host, list[Mem]]] = []
         self.given_up: deque[tuple[float, Host, Mem]] = deque(maxlen=GIVEN_UP_KEPT)
         self.told_at: dict[tuple[str, str], float] = {}  # (attempt, node) -> when it first told what it holds
@@ -228,6 +229,8 @@ class Oracle:
         elif kind is msg.JoinRefused:
             self.counts[f"refused {message.code}"] += 1  # type: ignore[attr-defined]
             self._refused(host, message)  # type: ignore[arg-type]
+        elif kind is msg.RestoreDone:
+            self._completed(message)  # type: ignore[arg-type]
         elif kind is msg.Stale:
             self.counts["a stale epoch fenced"] += 1
 
@@ -299,6 +302,8 @@ class Oracle:
         start = self.decisions.of(host.name, host.life, message.record.nonce)
         assert start is not None and start.decided is not None, "nobody has asked for this epoch"
         told = start.decided
+        if message.snapshot is None and (told.ask is None or told.ask.allow_fresh):
+            self.declared.add(number)
         if told.ask is None or told.ask.step is not None or "damage" in told.failures:
             return
         if self._nobody_knows(told):
@@ -409,7 +414,7 @@ class Oracle:
         if len(restored) != 1:
             raise Broken(f"P1 ranks restored different snapshots: {restored}")
         number, snapshot = run.procs[0].epoch, run.procs[0].restored
-        self._goes_on(run, number, self._trained(run, snapshot) if snapshot is not None else None)
+        self._goes_on(run.attempt, len(run.procs), number, self._trained(run, snapshot) if snapshot is not None else None)
 
     def let_go(self, proc: Proc) -> None:
         """Its restore() returns. A fresh start is nothing to load: it took effect although a rank may have died before it heard."""
@@ -417,10 +422,17 @@ class Oracle:
             return
         if proc.restored is not None:
             raise Broken(f"P1 rank {proc.rank} trains on from {proc.restored}, which not all ranks have loaded")
-        self._goes_on(proc.run, proc.epoch, None)
+        self._goes_on(proc.run.attempt, len(proc.run.procs), proc.epoch, None)
 
-    def _goes_on(self, run: Run, number: int, parent: Origin | None) -> None:
-        trail = self._trails[run.attempt] = begin(self.world.job, run.attempt, len(run.procs), parent)
+    def _completed(self, message: msg.RestoreDone) -> None:
+        """A declared fresh start took effect although every rank may have died before it heard: the word was its operator's."""
+        number = message.epoch
+        if number in self.declared and number not in self.done:
+            record = self.records[number]
+            self._goes_on(record.nonce, len(record.ranks), number, None)
+
+    def _goes_on(self, attempt: str, world: int, number: int, parent: Origin | None) -> None:
+        trail = self._trails[attempt] = begin(self.world.job, attempt, world, parent)
         self.done[number] = Origin(trail, ENDLESS)
 
     def _trained(self, run: Run, snapshot: SnapshotId) -> Origin:

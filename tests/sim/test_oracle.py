@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.life import Tombstone
-from ckptd.core.messages import EpochOpen, Inventory, JoinReport
+from ckptd.core.messages import EpochOpen, Inventory, JoinReport, RestoreAsk, RestoreDone
 from ckptd.core.redundancy import Parity, Replicas
 from tests.sim import field
 from tests.sim.broken import Broken
@@ -220,6 +220,21 @@ def test_a_declared_fresh_start_took_effect_where_one_rank_trains_whatever_becam
     run.procs[0].epoch, run.procs[0].restored = 8, SnapshotId(7, 1)
     with pytest.raises(Broken, match="not all ranks have loaded"):
         world.oracle.let_go(run.procs[0])
+
+
+def test_a_declared_fresh_start_took_effect_also_when_every_rank_died_before_it_heard() -> None:
+    """What came before was expected of the next start (seed 4897531510)."""
+    world = World(1)
+    host, oracle = next(iter(world.hosts.values())), world.oracle
+    for number, ask, declared in ((5, RestoreAsk(allow_fresh=True), True), (6, None, True), (7, RestoreAsk(), False)):
+        record = EpochRecord(number, f"a{number}", (host.name,), (host.info,))
+        report = JoinReport(record.nonce, record.ranks, record.nodes, (0,), ask, None)
+        oracle.decisions.heard(host.name, host.life, host.name, report, None)
+        oracle.claims(host, record)
+        oracle._decided(host, EpochOpen(record.nonce, record, number, None, False))
+        assert number not in oracle.done, "its ranks may yet be called off"
+        oracle.sent(host, RestoreDone(number, number))
+        assert (number in oracle.done) == declared
 
 
 def test_of_two_records_of_one_number_the_one_that_took_effect_counts() -> None:

@@ -17,8 +17,9 @@ T = TypeVar("T", Certificate, TellLevel)
 
 
 class Levels:
-    def __init__(self, ctx: Context, slots: Slots) -> None:
-        self._ctx, self._slots = ctx, slots
+    def __init__(self, ctx: Context, slots: Slots, released: Callable[[SnapshotId], None]) -> None:
+        """released: it was, in the session."""
+        self._ctx, self._slots, self._released = ctx, slots, released
         self.told: dict[SnapshotId, Certificate] = {}
         self.released: dict[SnapshotId, tuple[str, int]] = {}  # their memory went for a newer one; session and serial that said so
 
@@ -38,6 +39,7 @@ class Levels:
         for snapshot in message.releases:
             self.released[snapshot] = message.session, message.serial
             self._slots.release(snapshot)
+            self._released(snapshot)
         while len(self.released) > RELEASED_KEPT_MAX:
             del self.released[min(self.released)]
         forget_oldest(self.told, CERTIFICATES_KEPT_MAX, self._ctx.is_candidate)

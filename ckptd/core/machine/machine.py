@@ -44,10 +44,10 @@ class JobMachine:
         ctx.nodes[node.node] = node
         self.ranks = Ranks()
         self.slots = Slots(ctx)
-        self.levels = Levels(ctx, self.slots)
         self.joining = Joining(ctx)
         self.opening = Opening(ctx, self.joining, self.ranks, self.slots)
         self.uplink = Uplink(ctx, self.ranks, self.slots, self._session_opened)
+        self.levels = Levels(ctx, self.slots, self.uplink.on_released)
         self.uplink.certified = self.levels.certified
         self.capture = Capture(ctx, self.ranks, self.slots, self.uplink)
         self.replication = Replication(ctx, self.slots)

@@ -206,6 +206,12 @@ class Uplink:
     def tell_held(self, fact: HoldingFact, *, lost: bool = False) -> None:
         self._say(Held(self._ctx.number, fact, lost))
 
+    def on_released(self, snapshot: SnapshotId) -> None:
+        """What the steward has not heard yet of it has gone, too. It would count that where somebody brings copies back (P2)."""
+        for said in tuple(self._outbox):
+            if isinstance(said, Held) and not said.lost and said.fact.snapshot == snapshot:
+                self.tell_held(said.fact, lost=True)
+
     def tell_shortage(self, short: bool, reason: str) -> None:
         self._say(Shortage(self._ctx.number, short, reason))
 

@@ -71,10 +71,15 @@ class Gather:
         return known.get(number) or EpochRecord(number, "", (), (), ancestry)
 
     def _trained_between(self, record: EpochRecord) -> EpochRecord | None:
-        """An epoch that ``record`` was decided without, and that left something to lose."""
-        trained = {snapshot.epoch for snapshot in self.heard_of()}
-        between = [r for r in self.records if record.before[0] < r.number < record.number and r.number in trained]
-        return max(between, key=lambda record: record.number, default=None)
+        """An epoch that ``record`` was decided without, and that left something to lose. Where its own record is lost it continued
+        what was there before ``record``, as far as anybody can tell."""
+        number, ancestry = record.before
+        least = max(number, self.tombstone.ordered)
+        between = max((s.epoch for s in self.heard_of() if least < s.epoch < record.number), default=None)
+        if between is None:
+            return None
+        known = {record.number: record for record in self.records}
+        return known.get(between) or EpochRecord(between, "", (), (), ancestry)
 
     def _never_ran(self, record: EpochRecord, proven: bool) -> bool:
         """A member with ranks knows that they did not load, or never entered it: then nobody can have completed it."""

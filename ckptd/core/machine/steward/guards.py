@@ -57,11 +57,18 @@ class Guards:
 
     def not_whole(self, state: SnapshotState) -> bool:
         """It is of an earlier epoch and lacks a part that nobody who is away could bring, so that it would only keep slots from
-        what is to come."""
-        return state.level < 0 and self._of_no_further_use(state) and not self._awaited(state)
+        what is to come, and it is not durable."""
+        return not state.durable and self._lacks_for_good(state)
 
     def left_behind(self, state: SnapshotState) -> bool:
-        """It is whole and of a lineage that a declared fresh start does not continue, and another one of it is the better."""
+        """It is whole and of a lineage that a declared fresh start does not continue, another one of it is the better, and it is
+        not durable."""
+        return not state.durable and self._outlived(state)
+
+    def _lacks_for_good(self, state: SnapshotState) -> bool:
+        return state.level < 0 and self._of_no_further_use(state) and not self._awaited(state)
+
+    def _outlived(self, state: SnapshotState) -> bool:
         if state.level < 0 or self._ctx.is_candidate(state.snapshot) or not self._of_no_further_use(state):
             return False
         return any((other.level, other.snapshot) > (state.level, state.snapshot) for other in self._whole_of_earlier_epochs())
@@ -82,8 +89,13 @@ class Guards:
         return 0 <= best >= self.worth(state) and not self.needed(state)
 
     def spent(self, state: SnapshotState) -> bool:
-        """It is durable, and memory lacks a part that nobody is going to bring."""
-        lacking = state.durable and state.level < 0 and self._sessions.members_live()
+        """It is durable, and memory lacks a part that nobody is going to bring, or it is of a lineage that was left behind. It is
+        not void: a later start may read it from storage."""
+        if not state.durable:
+            return False
+        if self._lacks_for_good(state) or self._outlived(state):
+            return True
+        lacking = state.level < 0 and self._sessions.members_live()
         return lacking and not self._awaited(state) and not self.needed(state)
 
     def written_out(self, state: SnapshotState) -> bool:

@@ -349,9 +349,12 @@ class Restoring:
         if self.gathering.gather is not None:
             self.gathering.gather.heard_at.clear()
 
-    def already_done(self) -> None:
-        """Somebody saw the epoch completed that these reports ask about: there is nothing to decide."""
-        self.gathering.gather = self.restore = self._claiming = None
+    def already_done(self, record: EpochRecord) -> None:
+        """Somebody saw the epoch completed that these reports ask about: there is nothing to decide. Reports of a newer start go on
+        being gathered: who has answered it may not be there to be asked again (P3)."""
+        gather = self.gathering.gather
+        if gather is not None and gather.attempt == record.nonce:
+            self.gathering.gather = self.restore = self._claiming = None
 
     # --- time ---------------------------------------------------------------------------------------------------
     def on_tick(self) -> None:

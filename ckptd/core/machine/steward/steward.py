@@ -228,9 +228,9 @@ class Steward:
                 self.table.weigh_anew(fact.snapshot)
         self.table.tell_anew(sender, message.holdings)
         self.grants.newest = max(self.grants.newest, message.grant)
-        if message.done and not self._done:
+        if message.done and not self._done and self._ctx.record is not None:
             self._done = True
-            self.restoring.already_done()
+            self.restoring.already_done(self._ctx.record)
             self._say_done()
         self.table.all_dirty()
         self.certify.tell_all(sender)
