@@ -311,6 +311,17 @@ def test_leftovers_that_are_durable_go_without_being_void() -> None:
     assert (node.said(msg.Void), released(node)) == ([], {4})
 
 
+def test_a_steward_of_an_older_epoch_gives_up_nothing_of_a_newer_one() -> None:
+    """Its record could not be written down, the disk being full; the daemon came back with the memory of it, cut off from who
+    would have told: it took office, and the newer epoch's part was void to it (P3; a reader's history)."""
+    node = steward(record_of("ab"), running=False)
+    node.feed(ev.NodeDown("b"))
+    node.feed(ev.HoldingFound(8, at(3), 0, 0, True, layout(0), ()))
+    node.feed(ev.HoldingFound(9, at(9, EPOCH + 2), 0, 0, True, layout(0), ()))
+    node.tick(20.0)
+    assert (only(node.done, ins.FreeSlot), node.said(msg.Void)) == ([], [])
+
+
 def test_leftovers_that_are_durable_are_kept_for_a_member_who_is_away() -> None:
     node = steward(record_of("ab", ancestry=(at(4, OLD),), outside="c"))
     node.machine.steward.table.mark_durable([at(4, OLD)])

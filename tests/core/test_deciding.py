@@ -20,7 +20,7 @@ from ckptd.core.machine.steward.restore import (
 )
 from ckptd.core.redundancy import Parity, Redundancy, Replicas
 from tests.core.elect import ASK, BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
-from tests.core.machines import at, member, only, sent
+from tests.core.machines import at, layout, member, only, sent
 
 
 # --- what is chosen ---------------------------------------------------------------------------------------------------
@@ -187,6 +187,15 @@ def test_what_trained_before_one_that_never_ran_is_not_passed_over_because_its_r
     before = (2 if ordered else OLD, (at(2, 2),))
     assert node.claim.before == before
     assert node.claim.ancestry == (() if ordered else (at(5, OLD), at(2, 2)))
+
+
+def test_what_was_sealed_in_the_newest_epoch_counts_although_its_record_is_lost() -> None:
+    """Nobody could write it down, the disks being full, and all daemons came back: to the record that they had it was nobody's
+    (P3; a reader's history)."""
+    newer = tuple(msg.HoldingFact(at(9, 7), rank, 0, layout(rank).layout_id) for rank in (0, 1))
+    node = Elect(BEFORE).start(known=BEFORE)
+    node.answer("b", *BOTH, *newer, known=BEFORE, done=True, sealed=7)
+    assert node.claim.ancestry == (at(9, 7), at(5, OLD))
 
 
 def test_an_epoch_that_certainly_never_ran_left_nothing_behind() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from ckptd.core.events import DurableRead
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
@@ -58,10 +59,23 @@ class Gather:
         """The newest epoch that took effect. One that never completed its restore left nothing behind; what was decided upon before
         it counts, or what trained meanwhile without its knowledge (two starts, a partition). ``proven``: the state directory of a
         process that has been restarted is no witness, as it may have failed when the epoch was to be written down."""
-        record = self.newest()
+        record = newest = self.newest()
         while record is not None and self._never_ran(record, proven):
             record = self._trained_between(record) or self._before(record)
-        return record
+        last = self._trained(newest.number) if newest is not None else None
+        return record if last is None else self._unrecorded(last, record)
+
+    def _trained(self, least: int, below: float = inf) -> int | None:
+        """The newest epoch above ``least`` that left something to lose, and that was not forgotten by order."""
+        least = max(least, self.tombstone.ordered)
+        return max((s.epoch for s in self.heard_of() if least < s.epoch < below), default=None)
+
+    def _unrecorded(self, number: int, before: EpochRecord | None) -> EpochRecord:
+        """It trained, and its record is lost: it continued what was there before it, as far as anybody can tell."""
+        if before is None:
+            return EpochRecord(number, "", (), ())
+        own = max((s for s in self.heard_of() if s.epoch == before.number), default=None)
+        return EpochRecord(number, "", (), (), (*([own] if own else []), *before.ancestry))
 
     def _before(self, record: EpochRecord) -> EpochRecord | None:
         number, ancestry = record.before
@@ -71,15 +85,12 @@ class Gather:
         return known.get(number) or EpochRecord(number, "", (), (), ancestry)
 
     def _trained_between(self, record: EpochRecord) -> EpochRecord | None:
-        """An epoch that ``record`` was decided without, and that left something to lose. Where its own record is lost it continued
-        what was there before ``record``, as far as anybody can tell."""
-        number, ancestry = record.before
-        least = max(number, self.tombstone.ordered)
-        between = max((s.epoch for s in self.heard_of() if least < s.epoch < record.number), default=None)
+        """An epoch that ``record`` was decided without, and that left something to lose."""
+        between = self._trained(record.before[0], record.number)
         if between is None:
             return None
         known = {record.number: record for record in self.records}
-        return known.get(between) or EpochRecord(between, "", (), (), ancestry)
+        return known.get(between) or self._unrecorded(between, self._before(record))
 
     def _never_ran(self, record: EpochRecord, proven: bool) -> bool:
         """A member with ranks knows that they did not load, or never entered it: then nobody can have completed it."""

@@ -81,7 +81,7 @@ class Guards:
         return [s for s in whole if s.snapshot.epoch < self._ctx.number]
 
     def _of_no_further_use(self, state: SnapshotState) -> bool:
-        return state.snapshot.epoch != self._ctx.number and self._ctx.done and not self.needed(state)
+        return state.snapshot.epoch < self._ctx.number and self._ctx.done and not self.needed(state)
 
     # --- release ------------------------------------------------------------------------------------------------
     def outdone(self, state: SnapshotState, best: int) -> bool:
