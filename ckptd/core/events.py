@@ -205,7 +205,7 @@ class EpochClaimed:
 @dataclass(frozen=True, slots=True)
 class DurableRead:
     """Answer to ReadDurable: what storage knows of this job. ok=False: storage did not answer. forgotten: the newest epoch that
-    stands for the operator's order to forget it (core.life.grave); 0: none."""
+    stands for the operator's order to forget it (core.life.grave); 0: none. turn: as it was asked."""
 
     attempt: str
     ok: bool
@@ -213,6 +213,7 @@ class DurableRead:
     commits: tuple[SnapshotId, ...] = ()
     reason: str = ""
     forgotten: int = 0
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)

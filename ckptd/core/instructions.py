@@ -59,7 +59,10 @@ class Bury:
 
 @dataclass(frozen=True, slots=True)
 class ReadDurable:
+    """turn: of the question, as answers to an earlier one may come late."""
+
     attempt: str
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)

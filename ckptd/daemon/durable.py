@@ -58,12 +58,13 @@ class Durable:
 
     # --- lineage ------------------------------------------------------------------------------------------------
     def read(self, do: ins.ReadDurable) -> None:
-        self._services.spawn(self._read(do.attempt), f"read durable {self._job.job}")
+        self._services.spawn(self._read(do), f"read durable {self._job.job}")
 
-    async def _read(self, attempt: str) -> None:
+    async def _read(self, do: ins.ReadDurable) -> None:
+        attempt, turn = do.attempt, do.turn
         storage, job = self._services.storage, self._job.job
         if storage is None:
-            self._job.feed(ev.DurableRead(attempt, True))
+            self._job.feed(ev.DurableRead(attempt, True, turn=turn))
             return
         try:
             record = await self._services.on_disk(newest_record, storage, job)
@@ -71,7 +72,7 @@ class Durable:
             commits = await self._services.on_disk(list_durable, storage, job, self._services.policy)
         except (CkptdError, OSError) as error:
             self._services.health.report("storage", str(error))
-            self._job.feed(ev.DurableRead(attempt, False, reason=str(error)))
+            self._job.feed(ev.DurableRead(attempt, False, reason=str(error), turn=turn))
             return
         self._services.health.clear("storage")
         if record is not None and is_grave(record):  # whoever was to delete the rest may have died
@@ -79,7 +80,7 @@ class Durable:
         elif not attempt:  # this node speaks for the job from now on: what its predecessor hid has had its grace, perhaps
             self._retain()
         found = tuple(sorted(info.snapshot for info in commits))
-        self._job.feed(ev.DurableRead(attempt, True, record, found, forgotten=forgotten))
+        self._job.feed(ev.DurableRead(attempt, True, record, found, forgotten=forgotten, turn=turn))
 
     async def _delete_forgotten(self, storage: Storage) -> None:
         job, in_flush = self._job.job, asyncio.get_running_loop().run_in_executor

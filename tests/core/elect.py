@@ -39,13 +39,20 @@ class Elect:
         self.feed(ev.Restarted(known))
 
     def feed(self, *events: ev.Event) -> list[ins.Instruction]:
-        before, queue = len(self.done), list(events)
+        before, queue = len(self.done), [self._as_asked(event) for event in events]
         while queue:
             for do in self.machine.handle(queue.pop(0), self.now):
                 self.done.append(do)
                 if isinstance(do, ins.Send) and do.to == "a":
                     queue.append(ev.Received("a", do.message))
         return self.done[before:]
+
+    def _as_asked(self, event: ev.Event) -> ev.Event:
+        """Storage answers the newest question, if the test names none."""
+        if not isinstance(event, ev.DurableRead) or event.turn:
+            return event
+        asked = [do.turn for do in only(self.done, ins.ReadDurable) if do.attempt == event.attempt]
+        return replace(event, turn=max(asked, default=0))
 
     def hear(self, sender: str, message: msg.Message) -> list[ins.Instruction]:
         return self.feed(ev.Received(sender, message))

@@ -323,6 +323,31 @@ def test_storage_is_read_and_read_again_while_it_does_not_answer() -> None:
     )
 
 
+def test_what_storage_answers_to_an_earlier_question_does_not_count() -> None:
+    """A read that was begun before another start took the number: that start was never asked, and superseded without a word of
+    what it held (a reader's history)."""
+    node = Elect(BEFORE, durable=True).start(known=BEFORE)
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    first = only(node.done, ins.ReadDurable)[-1].turn
+    node.feed(ev.DurableRead("now", True, BEFORE, ()))
+    other = EpochRecord(OLD + 1, "other", ("c",), (C,), (at(5, OLD),))
+    node.claimed(False, other.number)
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.feed(ev.DurableRead("now", True, BEFORE, (), turn=first))
+    assert len(only(node.done, ins.ClaimEpoch)) == 1
+    node.feed(ev.DurableRead("now", True, other, ()))
+    assert sent(node.done, msg.InventoryRequest, "c")
+
+
+def test_a_read_that_fails_after_another_has_answered_changes_nothing() -> None:
+    node = Elect(durable=True).start()
+    node.tick(1.0)
+    assert len(only(node.done, ins.ReadDurable)) >= 2, "it was slow"
+    node.feed(ev.DurableRead("now", True, None, ()), ev.DurableRead("now", False, reason="EIO"))
+    node.answer("b", incarnation="b#1")
+    assert node.refusals() == []
+
+
 def test_answers_to_another_start_do_not_count() -> None:
     node = Elect().start()
     node.answer("b", *BOTH, attempt="another", known=BEFORE)

@@ -3,6 +3,8 @@ what it knew does not wait for an epoch that runs already."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ckptd.core import events as ev
@@ -31,7 +33,8 @@ class Machine:
         self.feed(ev.RankJoined(0, "x", RANKS, NODES, ASK, trains=trains))
 
     def feed(self, event: ev.Event) -> None:
-        events = [event]
+        asked = [do.turn for do in self.done if isinstance(do, ins.ReadDurable)]
+        events = [replace(event, turn=asked[-1]) if isinstance(event, ev.DurableRead) and asked else event]
         while events:
             for do in self.machine.handle(events.pop(0), self.now):
                 self.done.append(do)

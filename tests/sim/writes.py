@@ -59,10 +59,10 @@ class Writes:
 
     def _has_read(self, do: ins.ReadDurable, found: Any, error: Exception | None) -> None:
         if error is not None:
-            self.host.feed(ev.DurableRead(do.attempt, False, reason=str(error)))
+            self.host.feed(ev.DurableRead(do.attempt, False, reason=str(error), turn=do.turn))
         else:
             record, forgotten, commits = found
-            self.host.feed(ev.DurableRead(do.attempt, True, record, commits, forgotten=forgotten))
+            self.host.feed(ev.DurableRead(do.attempt, True, record, commits, forgotten=forgotten, turn=do.turn))
 
     def claim(self, do: ins.ClaimEpoch) -> None:
         """Without storage the shell says at once that it is the epoch's."""

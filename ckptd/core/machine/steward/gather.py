@@ -35,6 +35,7 @@ class Gather:
     heard_of_at: float = -1e9  # when the last node to ask became known
     asked: dict[str, NodeInfo] = field(default_factory=dict)
     turn: int = 0  # rounds of questions; answers to an earlier one are late
+    read_turn: int = 0  # the round in which storage was asked
     silent: frozenset[str] = frozenset()  # who did not answer the first look: the second one does not wait for them
     looked_twice: bool = False
     answers: dict[str, Inventory] = field(default_factory=dict)
@@ -224,6 +225,7 @@ class Gathering:
             gather.asked[node.node] = node
         if not self._ctx.policy.durable:
             gather.durable = DurableRead(gather.attempt, True)
+        gather.read_turn = gather.turn + 1
         self._ask_everyone(gather)
 
     def look_again(self) -> None:
@@ -254,8 +256,11 @@ class Gathering:
             self._learn(gather, record)
 
     def on_durable(self, event: DurableRead) -> None:
+        """A read that was begun before the last question may have seen less, and one that hung fail when another has answered."""
         gather = self.gather
-        if gather is not None and gather.asking_since is not None and event.attempt == gather.attempt:
+        if gather is None or gather.asking_since is None or (event.attempt, event.turn) != (gather.attempt, gather.read_turn):
+            return
+        if event.ok or gather.durable is None:
             gather.durable = event
             gather.bury(Tombstone(event.forgotten, event.forgotten))
             self._learn(gather, event.newest, on_storage=True)
@@ -286,7 +291,7 @@ class Gathering:
         gather.said_at = self._ctx.now
         self._request(gather, gather.missing())
         if gather.durable is None:
-            self._ctx.emit(ReadDurable(gather.attempt))
+            self._ctx.emit(ReadDurable(gather.attempt, gather.read_turn))
 
     def _request(self, gather: Gather, nodes: Iterable[str]) -> None:
         everyone = tuple(gather.asked.values())
