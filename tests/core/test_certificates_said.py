@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.steward.certify import IDLE_S, REPEAT_S, REPEATS_LIVELY
+from ckptd.core.policy import Policy
 from tests.core.certificates import BOTH, OLD, OLD_ONES, released, steward
-from tests.core.machines import EPOCH, at, fact, only
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
+
+POLICY = Policy(replicas=1, durable=False)
 
 
 # --- said again and again -------------------------------------------------------------------------------------------
@@ -31,6 +36,38 @@ def test_certificates_are_repeated_lively_at_first_and_then_seldom() -> None:
     mark = node.mark
     node.tick(IDLE_S / 2)
     assert len(node.certificates("b", mark)) > 3, "something new"
+
+
+@pytest.mark.parametrize("order", ["bd", "db"])
+def test_who_still_believes_in_a_level_hears_that_it_fell_whoever_knows_already(order: str) -> None:
+    """The steward died between its words to them; to the next one the last answer counted (P2; a reader's history)."""
+    node = Steward(record_of("abcd"), POLICY)
+    node.feed(ev.NodeDown("c"))
+    for name in order:
+        rank, level = "abcd".index(name), -1 if name == "b" else 1
+        layouts = [layout(rank, 4) for rank in range(4)]
+        node.others[name].tell_inventory(fact(7, rank, world=4), layouts=layouts, certified=((at(7), level, False),))
+    node.tick(5.0)
+    assert node.level(7, to="d") == -1
+
+
+def test_who_lists_what_nobody_holds_hears_that_it_fell() -> None:
+    """All who held it are gone, and the steward with them (P2; a reader's history)."""
+    node = Steward(record_of("ab", outside="d"), POLICY)
+    node.others["b"].tell_inventory()
+    node.others["d"].tell_inventory(certified=((at(6), 1, False), (at(7), 1, False)))
+    assert (node.level(7, to="d"), node.level(6, to="d")) == (-1, None), "the newest: older ones were released, most likely"
+
+
+def test_who_missed_that_something_is_void_hears_that_it_fell() -> None:
+    node = steward(record_of("abc"), replicas=0).train().capture(7)
+    for name, rank in (("b", 1), ("c", 2)):
+        node.others[name].held(fact(7, rank, world=3), lost=True)
+    assert {v.snapshot for v in node.said(msg.Void, "a")} == {at(7)}
+    mark = node.mark
+    node.feed(ev.NodeDown("c"), ev.NodeUp("c"))
+    node.others["c"].tell_inventory(certified=((at(7), 0, False),))
+    assert [c.level for c in node.certificates("c", mark) if c.snapshot == at(7)] == [-1]
 
 
 def test_nothing_is_repeated_while_somebody_has_not_told_what_it_holds() -> None:
@@ -105,7 +142,7 @@ def test_what_is_durable_is_told_to_a_node_that_does_not_know_it() -> None:
 
 def test_what_is_durable_is_not_told_to_a_node_that_said_so_itself() -> None:
     node = steward()
-    node.others["b"].tell_inventory(certified=((at(3), 1, True), (at(2), 1, True), (at(4), 1, False)))
+    node.others["b"].tell_inventory(certified=((at(3), -1, True), (at(2), -1, True), (at(4), -1, False)))
     node.tick(REPEAT_S + 0.5)
     assert node.certificates("b") == []
     node.machine.steward.table.mark_durable([at(4)])

@@ -49,6 +49,18 @@ def test_a_void_snapshot_is_not_reported_as_sealed(node: Member) -> None:
     assert told(node.certify(2, 7, -1)) == [(7, -1, False)]
 
 
+def test_what_is_void_is_not_listed_with_a_level_whatever_word_was_lost(node: Member) -> None:
+    """To a node that had missed the certificate it was the newest complete one: memory was spared for it (a reader's history)."""
+    node.slots(1, 1, 2)
+    node.capture(1, 6, rank=1)
+    node.certify(1, 6, 1)
+    node.capture(2, 7, rank=1)
+    node.certify(2, 7, 0)
+    node.order(msg.Void(EPOCH, 0, "nowhere", at(7)))
+    assert node.machine.levels.certified() == ((at(6), 1, False), (at(7), -1, False))
+    assert node.machine.lifetime.complete() == at(6)
+
+
 def test_what_a_certificate_releases_goes(node: Member) -> None:
     node.slots(1, 1, 2)
     node.capture(1, 7, rank=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from ckptd.core.ids import SnapshotId
@@ -43,6 +44,12 @@ class Levels:
         while len(self.released) > RELEASED_KEPT_MAX:
             del self.released[min(self.released)]
         forget_oldest(self.told, CERTIFICATES_KEPT_MAX, self._ctx.is_candidate)
+
+    def on_void(self, snapshot: SnapshotId) -> None:
+        """The certificate that says so may be lost, and is not said again once nobody holds anything of it."""
+        said = self.told.get(snapshot)
+        if said is not None:
+            self.told[snapshot] = replace(said, level=-1)
 
     def certified(self) -> tuple[tuple[SnapshotId, int, bool], ...]:
         return tuple((snapshot, told.level, told.durable) for snapshot, told in sorted(self.told.items()))

@@ -118,7 +118,7 @@ class JobMachine:
             msg.Remainder: lambda s, m: self.leaving.on_remainder(m) if of_session(s, m.session) else None,
             msg.InForce: lambda s, m: self._in_force(m) if of_session(s, m.session) else None,
             msg.Grant: lambda s, m: self.capture.on_grant(m) if of_session(s, m.session) else None,
-            msg.Void: lambda s, m: self.capture.on_void(m) if of_session(s, m.session) else None,
+            msg.Void: lambda s, m: self._void(m) if of_session(s, m.session) else None,
             msg.Certificate: self._certificate,
             msg.Holders: lambda s, m: self.replication.on_holders(m) if of_session(s, m.session) else None,
             msg.ParityOrder: lambda s, m: self.encoding.on_order(m) if of_session(s, m.session) else None,
@@ -378,6 +378,11 @@ class JobMachine:
             self.joining.answer(self.opening.open.record.nonce, answered=False)
         self.steward.yields_to(sender)
         self.uplink.on_hello(sender, message)
+
+    def _void(self, message: msg.Void) -> None:
+        self.capture.on_void(message)
+        if message.snapshot is not None:
+            self.levels.on_void(message.snapshot)
 
     def _held(self, sender: str, message: msg.Held) -> None:
         if message.session:

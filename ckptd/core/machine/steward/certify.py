@@ -38,7 +38,7 @@ class Certify:
         self.guards = Guards(ctx, sessions, table, grants)
         self.protecting = Protecting(ctx)
         self._durable_told: dict[str, SnapshotId] = {}  # node -> newest that it knows to be durable
-        self._owed: set[str] = set()  # nodes that hear everything as soon as it is weighed
+        self._owed: dict[str, SnapshotId | None] = {}  # nodes that hear everything as soon as it is weighed -> the newest they list
         self._serial = 0
         self._repeated_at = -1e9
         self._rounds = 0
@@ -46,7 +46,7 @@ class Certify:
 
     # --- after every change -------------------------------------------------------------------------------------
     def review(self) -> None:
-        if not self._table.dirty or not self._sessions.settled():
+        if not (self._table.dirty or self._owed) or not self._sessions.settled():
             return
         dirty, self._table.dirty = sorted(self._table.dirty, reverse=True), set()
         for snapshot in dirty:  # newest first: whether an older one is replaced depends on what the newer ones are now
@@ -56,9 +56,12 @@ class Certify:
         for state in self.guards.of_a_left_lineage():  # of which of them is the better one, now that all are weighed
             self._look_at(state)
         self._release()
-        for node in sorted(self._owed):
+        newest = max(self._table.states, default=None)
+        for node, listed in sorted(self._owed.items()):
             for snapshot in sorted(self._table.states):
                 self.tell(node, self._table.states[snapshot])
+            if listed is not None and (newest is None or listed > newest):
+                self._say_gone(node, listed)
         self._owed.clear()
 
     def _look_at(self, state: SnapshotState) -> None:
@@ -136,9 +139,16 @@ class Certify:
                 self._durable_told[node] = max(state.snapshot, self._durable_told.get(node, state.snapshot))
             self._ctx.send(node, replace(state.certificate, session=self._sessions.session(node)))
 
-    def tell_all(self, node: str) -> None:
-        """A node that has just told what it holds hears what holds."""
-        self._owed.add(node)
+    def _say_gone(self, node: str, snapshot: SnapshotId) -> None:
+        """It lists as the newest what nobody holds any more: who was to tell it so went as well (P2)."""
+        self._serial += 1
+        durable, session = snapshot in self._table.durable, self._sessions.session(node)
+        said = Certificate(self._ctx.number, self._serial, snapshot, -1, self.guards.wanted(), durable, session=session)
+        self._ctx.send(node, said)
+
+    def tell_all(self, node: str, listed: SnapshotId | None) -> None:
+        """A node that has just told what it holds hears what holds. listed: the newest of which it was told a level."""
+        self._owed[node] = listed
 
     def heard_durable(self, node: str, snapshots: Iterable[SnapshotId]) -> None:
         """A session begins: these are what the node knows to be durable."""

@@ -222,7 +222,8 @@ class Steward:
         durable = [snapshot for snapshot, _, is_durable in message.certified if is_durable]
         self.table.mark_durable(durable)
         self.certify.heard_durable(sender, durable)
-        self.table.heard.update((snapshot, level) for snapshot, level, _ in message.certified)
+        for snapshot, level, _ in message.certified:
+            self.table.heard[snapshot] = max(level, self.table.heard.get(snapshot, -1))
         if message.serial == 0:  # a later one may have crossed a release on its way
             for fact in message.holdings:
                 self.table.weigh_anew(fact.snapshot)
@@ -233,7 +234,7 @@ class Steward:
             self.restoring.already_done(self._ctx.record)
             self._say_done()
         self.table.all_dirty()
-        self.certify.tell_all(sender)
+        self.certify.tell_all(sender, max((s for s, level, _ in message.certified if level >= 0), default=None))
         self.rung.tell(sender)
 
     def _on_held(self, sender: str, message: Held) -> None:
