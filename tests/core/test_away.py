@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
+from ckptd.core.ids import SnapshotId
 from ckptd.core.machine.steward.certify import REPEAT_S
 from ckptd.core.machine.steward.grants import FULL_S
+from tests.core import elect
 from tests.core.certificates import BOTH, OLD, released, steward
+from tests.core.elect import BEFORE, A, B, C, Elect
 from tests.core.machines import EPOCH, Member, Other, Steward, at, fact, layout, only, record_of
 
 RECORD = record_of("ab", outside="c", ancestry=(at(5, OLD),))
@@ -151,3 +158,55 @@ def test_only_the_newest_certificate_names_what_was_released() -> None:
     said = node.certificates("b", mark)
     assert {certificate.snapshot.step for certificate in said} == {8, 9}
     assert {certificate.snapshot.step for certificate in said if certificate.releases} == {9}
+
+
+# --- who may have the rest ------------------------------------------------------------------------------------------------
+THREE = replace(BEFORE, ranks=tuple("abc"), nodes=(A, B, C))
+
+
+def holders(node: Elect) -> list[str]:
+    return [info.node for info in node.claim.holders]
+
+
+def test_who_is_away_stays_a_holder_when_the_start_is_tried_again() -> None:
+    """P3: node b could not be reached for a moment; the second try knew of the first one's members alone, so that the start after
+    it did not ask node c, which had been cut off meanwhile (a reader's history)."""
+    held = tuple(msg.HoldingFact(at(5, OLD), rank, 0, layout(rank, 3).layout_id) for rank in range(3))
+    layouts = {layout(rank, 3).layout_id: layout(rank, 3).encoded for rank in range(3)}
+    node = Elect(THREE).start(known=THREE)
+    node.answer("b", *held, known=THREE, done=True, layouts=layouts)
+    node.tick(3.0)
+    node.claimed()
+    first = node.claim
+    assert holders(node) == ["c"]
+    node.vote(1, "fetched", False, code="unreachable", reason="b's link was reset")
+    node.tick(2.0)
+    node.answer("b", *held, known=first, ran=THREE, never=True, layouts=layouts)
+    node.tick(3.0)
+    assert node.claim.number > first.number
+    assert holders(node) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("certified", "stay"),
+    [((), ["c"]), (((at(5, OLD), 0, False),), ["c"]), (((at(5, OLD), 1, False),), []), (((at(5, OLD), 0, True),), [])],
+)
+def test_who_is_away_at_one_start_after_the_other_stays_a_holder_until_something_newer_is_safe(
+    certified: tuple[tuple[SnapshotId, int, bool], ...], stay: list[str]
+) -> None:
+    """P3: what the epoch before had continued was all that there was, and the record of the next one did not name node c (a
+    reader's history). Nobody is asked for ever (P14)."""
+    before = replace(BEFORE, ancestry=(at(4, 2),), holders=(C,))
+    node = Elect(before).start(known=before)
+    continued = tuple(replace(one, snapshot=at(4, 2)) for one in elect.BOTH)
+    node.answer("b", *continued, *elect.BOTH, known=before, done=True, certified=certified)
+    node.tick(4.0)
+    assert holders(node) == stay
+
+
+def test_a_member_of_the_epoch_in_which_it_became_safe_stays_a_holder_when_a_start_that_knew_nothing_came_between() -> None:
+    other = replace(BEFORE, number=9, nonce="other", before=(-1, ()))
+    node = Elect(THREE).start(known=other)
+    node.answer("b", *elect.BOTH, known=other, ran=THREE, never=True, certified=((at(5, OLD), 1, False),))
+    node.tick(4.0)
+    assert holders(node) == ["c"]

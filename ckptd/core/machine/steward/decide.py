@@ -13,7 +13,7 @@ from ckptd.core.messages import Inventory, RestoreAsk
 from ckptd.core.parity_groups import parity_seats
 from ckptd.core.placement import seats
 from ckptd.core.policy import ONE_COPY
-from ckptd.core.redundancy import Parity, Redundancy
+from ckptd.core.redundancy import Parity, Redundancy, attainable
 
 CLAIM_GAP = 8  # numbers left out when storage could not tell which ones are claimed ...
 CLAIM_SPREAD = 65_521  # ... and then by chance up to this: two starts that know nothing of each other take different ones
@@ -207,7 +207,8 @@ def _record(gather: Gather, candidate: Candidate | None, floor: int, redundancy:
     before = (lineage.number, lineage.ancestry) if lineage is not None else (0, ())
     if candidate is None and _proven_fresh(gather):
         before = (-1, ())
-    return EpochRecord(number, gather.attempt, gather.ranks, _seated(gather, redundancy), ancestry, _holders(gather), before)
+    seated, holders = _seated(gather, redundancy), _holders(gather, redundancy)
+    return EpochRecord(number, gather.attempt, gather.ranks, seated, ancestry, holders, before)
 
 
 def _seated(gather: Gather, redundancy: Redundancy) -> tuple[NodeInfo, ...]:
@@ -229,19 +230,29 @@ def _ancestry(lineage: EpochRecord | None, snapshot: SnapshotId) -> tuple[Snapsh
     return (snapshot,)
 
 
-def _holders(gather: Gather) -> tuple[NodeInfo, ...]:
-    """Outsiders that hold something, did not answer although they were members of the last epoch, or have ranks in an epoch
+def _holders(gather: Gather, redundancy: Redundancy) -> tuple[NodeInfo, ...]:
+    """Outsiders that hold something, did not answer although they may hold what is continued, or have ranks in an epoch
     that goes on until this one opens, which may be never: what it takes until then is known to them alone. It may have been
     claimed and not begun yet: not even they have heard of it, or their ranks are still loading."""
     members = {node.node for node in gather.nodes}
-    last = gather.newest()
-    recent = {node.node for node in last.nodes} if last is not None else set()
+    last, needed = gather.newest(), _may_be_needed(gather, redundancy)
     return tuple(
         info
         for node, info in sorted(gather.asked.items())
         if node not in members
-        and (_holds_or_trains(node, gather.answers[node], last) if node in gather.answers else node in recent)
+        and (_holds_or_trains(node, gather.answers[node], last) if node in gather.answers else node in needed)
     )
+
+
+def _may_be_needed(gather: Gather, redundancy: Redundancy) -> set[str]:
+    """Members of the last epoch in which something became as safe as it can be, and of those after it, with the holders of these:
+    until then what an epoch continued is not outdone, however often it is tried again. Whoever is gone for good is not asked for
+    ever."""
+    wanted = {record.number: attainable(redundancy.tolerates, (node.domain for node in record.nodes)) for record in gather.records}
+    told = (said for answer in gather.answers.values() for said in answer.certified)
+    safe = max((s.epoch for s, level, durable in told if durable or level >= wanted.get(s.epoch, redundancy.tolerates)), default=-1)
+    since = [record for record in gather.records if record.number >= safe]
+    return {node.node for record in since for node in (*record.nodes, *(record.holders if record.number > safe else ()))}
 
 
 def _holds_or_trains(node: str, answer: Inventory, last: EpochRecord | None) -> bool:
