@@ -78,7 +78,7 @@ class Forget:
     async def _epoch(self, job: str, storage: bool) -> int:
         """The highest that is known of it. Raises CkptdError: there is no such job."""
         shell = self._jobs.get(job)
-        known = shell.record.number if shell is not None and shell.record is not None else self._graveyard.of(job).epoch
+        known = max(self._graveyard.of(job).epoch, shell.machine.lifetime.newest() if shell is not None else 0)
         if storage and self._services.storage is None:
             raise CkptdError("this daemon has no storage", where=job, hint="leave out --storage, or ask a node that has one")
         if self._services.storage is not None and (storage or not known):
@@ -89,9 +89,10 @@ class Forget:
 
     def _refusal(self, job: str, epoch: int) -> Refusal:
         shell = self._jobs.get(job)
-        if shell is not None and shell.record is not None and shell.record.number > epoch:
-            return f"epoch {shell.record.number} has begun", 0.0
-        return shell.machine.lifetime.refusal() if shell is not None else ("", 0.0)
+        if shell is None:
+            return "", 0.0
+        lifetime = shell.machine.lifetime
+        return (f"epoch {newest} has begun", 0.0) if (newest := lifetime.newest()) > epoch else lifetime.refusal()
 
     def _here(self, job: str, epoch: int) -> None:
         shell = self._jobs.get(job)

@@ -211,6 +211,40 @@ def test_a_node_that_returns_forgets_what_was_forgotten_meanwhile() -> None:
     assert only(done, ins.Bury) == [ins.Bury(Tombstone(EPOCH, EPOCH, EPOCH))]
 
 
+def unwritten(life: str = "", **policy: object) -> Node:
+    """Its disk was full: a daemon that came back with an epoch, and with memory of one that it could not write down."""
+    wanted = {"durable": False, "job_linger_s": 5.0, "orphan_linger_s": 5.0, **policy}
+    node = Node("b", record_of("ab"), Policy(**wanted), running=False)  # type: ignore[arg-type]
+    if life:
+        node.feed(ev.Restarted(node.record, life=life, life_s=LINGER_S))
+    node.feed(ev.HoldingFound(7, at(9, EPOCH + 2), 1, 0, True, layout(1), ()))
+    return node
+
+
+def test_the_tombstone_names_what_was_sealed_in_an_epoch_that_could_not_be_written_down() -> None:
+    """It named the older epoch, and the next start called it proven that nothing was lost (a reader's history, P15)."""
+    node = unwritten()
+    node.feed(ev.SlotsGone(1, (7,)))
+    node.tick(30.0)
+    assert only(node.done, ins.Bury) == [ins.Bury(Tombstone(EPOCH + 2, 0, EPOCH + 2))]
+
+
+def test_an_order_to_forget_takes_nothing_of_an_epoch_after_it() -> None:
+    """The job had begun anew since, in an epoch that could not be written down here: the only memory of it went with what a node
+    without ranks of it had been ordered to forget (a reader's history, P1)."""
+    node = unwritten()
+    assert only(node.hear("a", msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH)), ins.Bury) == []
+    assert only(node.feed(ev.ForgetOrdered(EPOCH + 1)), ins.Bury) == []
+    assert only(node.feed(ev.ForgetOrdered(node.machine.lifetime.newest())), ins.Bury) == [ins.Bury(Tombstone(7, 7, 7))]
+
+
+def test_memory_of_an_epoch_that_could_not_be_written_down_is_not_of_the_job_that_was_over_before() -> None:
+    """It was written down that the job had finished, ten minutes before: what its next start had sealed went at once (P1)."""
+    node = unwritten("finished", job_linger_s=LINGER_S, orphan_linger_s=ORPHAN_S)
+    assert node.machine.lifetime.life.state is Life.RUNNING
+    assert only(node.feed(ev.SpareAsked(Order.FINISHED_UNSTORED, ())), ins.FreeSlot) == []
+
+
 def test_no_word_about_the_past_brings_a_forgotten_job_back() -> None:
     stone = Tombstone(EPOCH, EPOCH)
     old, new = record_of("ab"), record_of("ab", number=EPOCH + 1)

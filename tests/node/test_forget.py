@@ -82,6 +82,20 @@ async def test_what_was_forgotten_stays_so_over_a_restart_of_the_daemon(tmp_path
         assert (await begins_anew(house)).epoch == number + 1
 
 
+async def test_an_epoch_that_could_not_be_written_down_is_forgotten_by_its_own_number() -> None:
+    """The disk was full, and the daemon came back with the epoch before it: the order named that one, and was refused by nobody."""
+    async with rig() as house:
+        await killed(house)
+        shell = house.shell("first")
+        assert shell.record is not None
+        number = shell.record.number
+        shell.record = shell.machine.ctx.record = replace(shell.record, number=number - 1)
+        assert house.daemon.forget._refusal(FIRST, number - 1)[0] == f"epoch {number} has begun"
+        code, said = await ckptd(house, "forget", "first")
+        assert code == 0, said
+        assert StateDir(Path(house.daemon.config.state_dir)).tombstones() == {FIRST: Tombstone(number, number, number)}
+
+
 async def test_checkpoints_stay_and_go_only_when_that_is_said(tmp_path: Path) -> None:
     storage = PosixStorage(str(tmp_path / "ckpt"), create=True)
     async with rig(storage_root=tmp_path / "ckpt", breakpoint_grace_s=0.2) as house:

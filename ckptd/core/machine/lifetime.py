@@ -6,10 +6,9 @@ A node that forgets a job says so with ``Bury``; its shell then drops the machin
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 from ckptd.core import messages as msg
-from ckptd.core.events import ForgetOrdered, Restarted, SpareAsked
+from ckptd.core.events import ForgetOrdered, HoldingFound, Restarted, SpareAsked
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import Bury, PersistLife
 from ckptd.core.life import JobLife, Life, Order, Tombstone, expired, orders, spare
@@ -52,6 +51,11 @@ class Lifetime:
         if event.life:
             self.life = JobLife(Life(event.life), self._ctx.now - max(0.0, event.life_s))
 
+    def on_found(self, event: HoldingFound) -> None:
+        """Memory of an epoch that could not be written down: what was written of the job's life is of an older one."""
+        if event.snapshot.epoch > self._ctx.number:
+            self._become(Life.RUNNING)
+
     def on_heard(self, message: msg.Heard) -> None:
         """The steward's word, in our session."""
         if not message.life:
@@ -77,19 +81,19 @@ class Lifetime:
         elif now - self._known_at >= self._ctx.policy.orphan_linger_s and self._ctx.record is not None:
             self._become(Life.ORPHANED, self._known_at)
         if self._nothing_is_left(now - self._began_at):
-            self._bury(Tombstone(self._ctx.number))
+            self._bury(self._ctx.number)
 
     def on_forget(self, event: ForgetOrdered) -> None:
         """The operator's word, here or through another node: whatever was known up to this epoch. A running job stays."""
-        if event.epoch >= self._ctx.number and not self.refusal()[0]:
-            self._bury(Tombstone(event.epoch, event.epoch))
+        if event.epoch >= self.newest() and not self.refusal()[0]:
+            self._bury(event.epoch, event.epoch)
 
     def on_tombstone(self, ordered: int) -> bool:
         """``ordered``: the highest epoch that another node, or storage, has forgotten by the operator's word. True: it took that
         order while we were away, or whoever gave it died before we heard; so we forget as well."""
-        if not ordered or ordered < self._ctx.number or self._ctx.record is None or self.here():
+        if not ordered or ordered < self.newest() or self._ctx.record is None or self.here():
             return False
-        self._bury(Tombstone(ordered, ordered))
+        self._bury(ordered, ordered)
         return True
 
     def on_spare(self, event: SpareAsked) -> None:
@@ -106,6 +110,11 @@ class Lifetime:
         """A rank lives here, or stands at restore(); or a restore is under way."""
         alive = any(not rank.left for rank in self._ranks.here.values())
         return alive or self._joining.join is not None or self._opening.open is not None
+
+    def newest(self) -> int:
+        """The newest epoch of this life of the job; one that could not be written down is known by what was sealed in it."""
+        sealed = self._ctx.sealed if self._ctx.record is not None else 0  # else it may be of a life that was forgotten
+        return max([self._ctx.number, sealed, *(snapshot.epoch for snapshot in self._slots.sealed)])
 
     def age(self, now: float) -> float:
         """Seconds in this state."""
@@ -142,12 +151,12 @@ class Lifetime:
         if self._ctx.record is not None:
             self._ctx.emit(PersistLife(state.value, self.age(self._ctx.now)))
 
-    def _bury(self, tombstone: Tombstone) -> None:
+    def _bury(self, epoch: int, ordered: int = 0) -> None:
         if not self.buried:
             self.buried = True
             self.life.state = Life.FORGOTTEN
-            sealed = min(self._ctx.sealed, tombstone.epoch)
-            self._ctx.emit(Bury(replace(tombstone, sealed=sealed).over(self._ctx.tombstone)))
+            sealed = self._ctx.sealed
+            self._ctx.emit(Bury(Tombstone(max(epoch, sealed), ordered, sealed).over(self._ctx.tombstone)))
 
     def _nothing_is_left(self, seconds: float) -> bool:
         """``seconds``: of this machine. One without an epoch is somebody's question, or a word of a node that was away."""

@@ -74,7 +74,7 @@ class JobMachine:
             ev.RankMissed: self.capture.on_missed,
             ev.SlotSealed: self._slot_sealed,
             ev.SlotDamaged: self.holdings.on_damaged,
-            ev.HoldingFound: self.holdings.on_found,
+            ev.HoldingFound: self._holding_found,
             ev.ReplicaArrived: self._replica_arrived,
             ev.ReplicaSent: self._replica_sent,
             ev.ParityMade: self._parity_made,
@@ -275,6 +275,10 @@ class JobMachine:
     def _departures(self, message: msg.Departures) -> None:
         self.leaving.on_departures(message)
         self.replication.act()
+
+    def _holding_found(self, event: ev.HoldingFound) -> None:
+        self.holdings.on_found(event)
+        self.lifetime.on_found(event)
 
     def _replica_arrived(self, event: ev.ReplicaArrived) -> None:
         self.holdings.on_arrived(event)
