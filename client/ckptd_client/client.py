@@ -37,10 +37,14 @@ MUST_TIMEOUT_S = 60.0
 WAIT_TIMEOUT_S = 600.0
 EXIT_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 5.0
+FORKED = "this process was forked from the one that connected"
 
 
 class Client:
-    """One rank of one job. Made by ``connect``; use it in a ``with`` block. Its methods belong to the training thread."""
+    """One rank of one job. Made by ``connect``; use it in a ``with`` block. Its methods belong to the training thread.
+
+    A forked child (a loader's worker) has no part in it: there snapshots are skipped, ``restore`` and ``steps`` raise CkptdError,
+    waits return "unreachable: ..." and what fences does nothing."""
 
     def __init__(self, job: str, path: str, *, must_timeout_s: float, state_bytes: int | None) -> None:
         self.job = job
@@ -120,6 +124,18 @@ class Client:
             raise CkptdError(link.trouble, where=link.path, hint="start `ckptd run` on this node")
         self._troubles.report("daemon", f"not protected: {link.trouble}")
 
+    @property
+    def _gone(self) -> str:
+        """Why nothing can be done here; "" while it can. A forked child has our objects without the threads and memory that they
+        speak of, and a lock of theirs may be held for ever: ask this before anything that takes one."""
+        if os.getpid() != self._pid:
+            return FORKED
+        return "the client is closed" if self._closed else ""
+
+    def _check_here(self) -> None:
+        if self._gone:
+            raise CkptdError(self._gone, where=self.job, hint="call Client.connect() in this process, or ask where it was called")
+
     # --- registering --------------------------------------------------------------------------------------------
     def register(
         self,
@@ -173,6 +189,7 @@ class Client:
         step = None if step is None else operator.index(step)
         if source not in (None, "memory", "durable"):
             raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
+        self._check_here()
         session = self._session
         session.wait_up(self._connect_timeout_s)
         state = current_state(self._registry)
@@ -230,7 +247,7 @@ class Client:
         handle = Handle(step, "capturing", self._wait_for_handle)
         self._stale, self._asked = None, (step, meta or {}, keep)
         last, began = self._last, time.monotonic()
-        if last is not None and last.step == step and last.taken and not self._closed and os.getpid() == self._pid:
+        if last is not None and last.step == step and last.taken and not self._gone:
             if must:
                 # A rank that could not take part in that capture asks for another one, and waits for us to ask as well.
                 self._wait_for_handle(last, "sealed", self._must_timeout_s)
@@ -248,8 +265,8 @@ class Client:
         return handle if self._snapshots.lacks(handle, meta, keep) else last
 
     def _take(self, handle: Handle, meta: dict[str, Any], **how: Any) -> None:
-        if self._closed or os.getpid() != self._pid:
-            handle.became("skipped: the client is closed")
+        if self._gone:
+            handle.became(f"skipped: {self._gone}")
             return
         self._session.stepped(CALLS, not self._engine.idle)
         self._snapshots.take(handle, meta, **how)
@@ -266,20 +283,20 @@ class Client:
 
     def fence(self) -> None:
         """Call it before writing by hand what was registered with ``fenced=True``: returns once the bytes are out."""
-        if os.getpid() == self._pid:
+        if not self._gone:
             self._snapshots.progress.fenced()
             self.hold()
 
     def hold(self) -> None:
         """Called by the hook before an optimizer writes."""
-        if os.getpid() == self._pid and not self._engine.idle:
+        if not self._gone and not self._engine.idle:
             self._engine.fence(self._fence_timeout_s)
 
     def stepped(self) -> None:
         """Call it after each step that is made without calling a torch optimizer's ``step()``: a replayed graph, an optimizer of
         one's own. Else its snapshots are skipped: nobody saw that training moved on. Call ``fence()`` before each such step too,
         and captures overlap with training; without it what was registered is copied before ``snapshot()`` returns."""
-        if os.getpid() == self._pid:
+        if not self._gone:
             self._session.stepped(CALLS, not self._engine.idle)
             self._session.close_step()
             if self._snapshots.progress.stepped():
@@ -287,7 +304,7 @@ class Client:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called by the hook when an optimizer's step begins; ``hold`` follows before that step writes."""
-        if os.getpid() == self._pid:
+        if not self._gone:
             self._session.stepped(id(optimizer), not self._engine.idle)
             self._session.close_step()
 
@@ -315,6 +332,8 @@ class Client:
         has moved on from a skipped step, it is the newest snapshot that is waited for."""
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
+        if self._gone == FORKED:
+            return f"unreachable: {FORKED}"
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
         self._session.clock.waits()
         while True:
@@ -347,6 +366,8 @@ class Client:
     def _wait_for_handle(self, handle: Handle, level: str, timeout: float | None) -> str:
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
+        if self._gone == FORKED:
+            return f"unreachable: {FORKED}"
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
         return self._ended(level, handle, self._reach(handle, level, deadline))
 
@@ -377,6 +398,7 @@ class Client:
     def steps(self) -> list[dict[str, Any]]:
         """The newest 400 snapshots that the daemon knows, in memory and on storage: dicts with epoch, step, level, durable, where;
         of what is on storage also keep and abandoned (the job went back to a step before). Raises CkptdError without a daemon."""
+        self._check_here()
         reply = self._session.ask(wire.ListSteps, ANSWER_TIMEOUT_S)
         if not isinstance(reply, wire.Steps):
             raise CkptdError(
@@ -386,6 +408,8 @@ class Client:
 
     def health(self) -> HealthReport:
         """What keeps this rank from being protected, ours and the daemon's words. Never raises."""
+        if self._gone == FORKED:
+            return HealthReport(False, [f"not protected: {FORKED}"])
         session = self._session
         reply = session.ask(wire.AskHealth, ANSWER_TIMEOUT_S)
         problems = self._troubles.problems()
@@ -402,7 +426,7 @@ class Client:
     # --- the end ------------------------------------------------------------------------------------------------
     def close(self, *, finished: bool = True) -> None:
         """Leave. finished=False: the job did not end well, its memory is kept for whoever comes next."""
-        if self._closed or os.getpid() != self._pid:
+        if self._gone:
             return
         self._closed = True
         fence.leave(self)
@@ -418,7 +442,7 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Without an exception: the newest snapshot is waited for (bounded) until it is protected."""
-        if kind is None and os.getpid() == self._pid and self._last is not None and self._session.link.up:
+        if kind is None and not self._gone and self._last is not None and self._session.link.up:
             self._engine.settle(time.monotonic() + self._fence_timeout_s)
             self._engine.drain(self._fence_timeout_s)
             self._wait_for_handle(self._last, "protected", EXIT_TIMEOUT_S)
