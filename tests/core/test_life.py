@@ -14,7 +14,7 @@ from ckptd.core.machine.lifetime import RETURN_S, told_life
 from ckptd.core.policy import Policy
 from tests.core.certificates import steward
 from tests.core.elect import BEFORE, BOTH, OLD, A, B, Elect
-from tests.core.machines import EPOCH, Member, Node, at, fact, layout, only, record_of, sent
+from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, only, record_of, sent
 
 GRACE_S, LINGER_S, ORPHAN_S = 10.0, 600.0, 86_400.0
 STORED, UNSTORED = Policy(durable=True), Policy(durable=False)
@@ -209,6 +209,17 @@ def test_a_node_that_returns_forgets_what_was_forgotten_meanwhile() -> None:
     assert only(done, ins.Bury) == []
     done = member.hear("a", msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH))
     assert only(done, ins.Bury) == [ins.Bury(Tombstone(EPOCH, EPOCH, EPOCH))]
+
+
+def test_who_has_forgotten_the_job_is_not_talked_to_by_one_where_it_runs() -> None:
+    """It was ordered to while the link was cut, and has one answer to each word about that epoch. As this was answered in turn,
+    they spoke at the speed of the wire; as it was taken for a knock, no steward was ever sure of its books (a reader's history)."""
+    node = Steward(record_of("a", outside="d"), Policy(replicas=0, durable=False))
+    answer = msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH)
+    for _ in range(30):
+        assert sent(node.tick(1.0), msg.StewardHello, "d"), "it may know of the job by now"
+        assert [do for do in node.hear("d", answer) if isinstance(do, ins.Send) and do.to == "d"] == []
+    assert node.machine.steward.sessions.settled()
 
 
 def unwritten(life: str = "", **policy: object) -> Node:

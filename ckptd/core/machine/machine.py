@@ -309,7 +309,8 @@ class JobMachine:
         if message.attempt:
             self.steward.restoring.on_inventory(sender, message)
             return
-        if self.lifetime.on_tombstone(message.forgotten):
+        if message.forgotten:  # of one that has no machine for it, and that answers whatever is said of that epoch
+            self.lifetime.on_tombstone(message.forgotten)
             return
         number = message.known.number if message.known is not None else 0
         if number > self.ctx.number and message.known is not None:
