@@ -24,7 +24,7 @@ from ckptd_client.joining import Joiner
 from ckptd_client.registry import Patterns, Registry
 from ckptd_client.rendezvous import NoDaemon
 from ckptd_client.restore import Outcome, Restore, current_state
-from ckptd_client.session import JOINING, Session, ask_dict
+from ckptd_client.session import Session, ask_dict
 from ckptd_client.snapshots import Snapshots
 from ckptd_client.stepclock import CALLS
 from ckptd_client.troubles import HealthReport, Troubles
@@ -357,7 +357,7 @@ class Client:
         if not skipped or not session.step_is_open or self._snapshots.progress.replays:
             return self._last
         handle = Handle(newest, "capturing", self._wait_for_handle)
-        session.wait(lambda: session.phase != JOINING or not session.link.up, deadline)
+        self._snapshots.wait_joined(deadline)
         step, meta, keep = self._asked
         meta, keep = (meta, keep) if step == newest else ({}, False)
         self._take(handle, meta, keep=keep, must=True, wait_s=deadline - time.monotonic())

@@ -47,10 +47,14 @@ class Joiner:
         return world
 
     @property
+    def under_way(self) -> bool:
+        """A background join has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def may_start(self) -> bool:
         """No background join is under way, nor has one failed just now."""
-        running = self._thread is not None and self._thread.is_alive()
-        return not running and time.monotonic() >= self._not_before
+        return not self.under_way and time.monotonic() >= self._not_before
 
     def in_background(self, state: State) -> None:
         """For a first snapshot() without restore(): returns at once. Ask ``may_start`` before."""

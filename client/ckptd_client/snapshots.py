@@ -174,7 +174,7 @@ class Snapshots:
         if asks:
             session.wait_back(deadline)
         session.call(step, fence.steps(), asks=asks)  # also without a daemon: wait() answers for no older step then
-        self._check_ready()
+        self._check_ready(step, deadline if asks else None)
         grant = session.take(step, max(0.0, deadline - time.monotonic()))
         if grant is None:
             if asks:  # Until it hears otherwise the steward grants this very step, and nothing beyond it.
@@ -196,16 +196,26 @@ class Snapshots:
         if cause == NO_MEMORY or (cause in OBSTACLES and seconds >= LASTING_S):
             self._troubles.report("memory" if cause == NO_MEMORY else "waiting", f"snapshot {step} is skipped: {reason}")
 
-    def _check_ready(self) -> None:
+    def _check_ready(self, step: int, deadline: float | None) -> None:
+        """``deadline``: until then it is waited for, where this rank joins. Raises Skip."""
         session = self._session
         if session.phase == READY and session.link.up:
             return
         if session.phase == IDLE:
             self._join_in_background()
+        if deadline is not None and self.wait_joined(deadline):
+            session.call(step, fence.steps(), asks=True)  # the first call was no news to a daemon that had not this rank yet
+            return
         if not session.link.up:
             self._troubles.report("daemon", f"not protected: {session.link.trouble}")
             raise Skip("no daemon")
         raise Skip("joining" if session.phase in (IDLE, JOINING) else session.phase)
+
+    def wait_joined(self, deadline: float) -> bool:
+        """While the ranks meet and join in the background; nobody waits without a daemon, or for one that is silent (P5)."""
+        session = self._session
+        session.wait(lambda: session.phase == READY or not session.link.up or not self._joiner.under_way, deadline)
+        return session.phase == READY and session.link.up
 
     def _join_in_background(self) -> None:
         if not self._registry.owners:

@@ -45,6 +45,19 @@ def test_a_job_that_ended_before_its_first_snapshot_begins_anew_with_an_error(no
     assert not any(text in problem for problem in world[1].do("health")["problems"])
 
 
+def test_snapshots_that_must_be_are_all_taken_although_nobody_called_restore(nodes: Cluster) -> None:
+    """The first one waits until both ranks have met and joined, as the second rank calls it later."""
+    world = nodes.world(nodes.several(2), JOB)
+    together(world, "train", snapshot=False)
+    for step in (1, 2, 3):
+        world[0].ask("snapshot", must=True)
+        world[1].ask("snapshot", must=True)
+        said = [rank.answer() for rank in world]
+        assert not [status for status in said if status.startswith(("skipped", "failed"))], (step, said)
+        assert [status.startswith("protected") for status in together(world, "wait", level="protected")] == [True, True]
+        together(world, "train", snapshot=False)
+
+
 def test_a_new_job_is_no_trouble(nodes: Cluster) -> None:
     node = nodes.node(replicas=0)
     trainer = nodes.world([node], JOB)[0]
