@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
+from ckptd.core.ids import SnapshotId
 from ckptd.core.ladder import DOWN_S, UP_S
+from ckptd.core.lanes import Lane, Member, Part
+from ckptd.core.linear import linear_bytes
 from ckptd.core.machine.steward.certify import REPEAT_S
 from ckptd.core.machine.steward.draining import AGAIN_S, FOLLOWS_S
 from ckptd.core.policy import Policy
-from tests.core.certificates import released
-from tests.core.machines import EPOCH, Steward, at, fact, only, record_of
+from ckptd.core.redundancy import Parity
+from tests.core.certificates import OLD, released
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 from tests.core.parity_rig import (
     PATIENCE_S,
     leaves,
@@ -276,3 +283,30 @@ def test_parity_that_is_lost_is_not_made_anew_when_the_rung_was_left() -> None:
     node.others["c"].held(part_fact(part), lost=True)
     node.tick(AGAIN_S)
     assert ordered(node, mark) == set()
+
+
+def test_a_copy_beside_a_position_does_not_keep_another_one_from_the_last_domain() -> None:
+    """Of an earlier epoch's snapshot nobody knows the seats. Node d came back empty and got a copy of rank 2's slot; when node c
+    was to leave, its position went there, and what d had lost had no place: the newest one got no parity for it (P14;
+    simulator, seed 3209592684 of that day)."""
+    layouts = [layout(rank, 4) for rank in range(4)]
+    members = tuple(Member(rank, linear_bytes(one), one.layout_id) for rank, one in enumerate(layouts))
+    lane, old = Lane(4, 0, 2, members), at(7, OLD)
+    policy = Policy(redundancy=Parity(2, 2), durable=False, steward_timeout_s=PATIENCE_S)
+    node = Steward(record_of("abcd", ancestry=(old,)), policy)
+    node.feed(ev.HoldingFound(9, old, 0, 0, True, layouts[0], ()))
+    for name, rank in (("b", 1), ("c", 2)):
+        part = replace(part_fact(Part(lane, rank)), snapshot=old)
+        node.others[name].tell_inventory(fact(7, rank, epoch=OLD, world=4), part, layouts=layouts)
+    node.others["d"].tell_inventory(fact(7, 2, epoch=OLD, world=4))
+    node.tick(PATIENCE_S + REPEAT_S)
+    assert last_orders(node, old) == {("a", 0, False), ("d", 3, True)}
+    node.others["d"].held(fact(7, 3, 1, epoch=OLD, world=4))
+    mark = leaves(node, "c")
+    node.tick(AGAIN_S)
+    assert {(to, position) for to, position, _ in last_orders(node, old, mark) if to == "d"} == {("d", 3)}
+
+
+def last_orders(node: Steward, snapshot: SnapshotId, since: int = 0) -> set[tuple[str, int, bool]]:
+    said = [(name, order) for name in "abcd" for order in node.said(msg.ParityOrder, name, since)]
+    return {(name, order.part.position, order.data) for name, order in said if order.snapshot == snapshot}

@@ -163,9 +163,11 @@ class Parities:
 
     # --- what is to be made -------------------------------------------------------------------------------------
     def _order_lane(self, state: SnapshotState, held: Held, *, mend: bool, anywhere: bool) -> None:
+        """What is missing comes first: what only moves would take its place."""
         lane, data, parts = held.lane, held.data, held.parts
         here = [at for at, nodes in held.all_data.items() if nodes], [at for at, nodes in held.all_parts.items() if nodes]
-        for at, member in enumerate(lane.members):
+        for at in sorted(range(len(lane.members)), key=lambda at: bool(held.all_parts.get(at))):
+            member = lane.members[at]
             lacks_data, lacks_part = member.rank != NOBODY and not data.get(at), not parts.get(at)
             lost, unmade = lacks_data and not held.all_data.get(at), not held.all_parts.get(at)
             if (lost and (not mend or not decodable(lane, *here))) or not (lacks_data or lacks_part):
@@ -191,7 +193,7 @@ class Parities:
         domain, record, lane = self._ctx.domain, self._ctx.record, held.lane
         assert record is not None, "a steward has an epoch"
         others = {domain(node) for other in range(len(lane.members)) if other != at for node in self._places(state, held, other)}
-        taken = {node for other, nodes in held.all_parts.items() if other != at for node in nodes}
+        taken = {node for other in range(len(lane.members)) if other != at for node in self._taken(state, held, other)}
         seats = state.seats.get(lane)
         chosen = state.moved.get((lane, at))
         first = [*held.data.get(at, ()), *held.parts.get(at, ())]
@@ -208,6 +210,11 @@ class Parities:
         beside = sorted(live, key=self._sessions.stays, reverse=True) if anywhere else ()
         return next(iter(apart or beside), None)
 
+    def _taken(self, state: SnapshotState, held: Held, at: int) -> list[str]:
+        """By this position: who holds its parity, or is about to make it where its data is."""
+        chosen = state.moved.get((held.lane, at))
+        return held.all_parts.get(at) or ([chosen] if chosen is not None and chosen in held.all_data.get(at, ()) else [])
+
     def _places(self, state: SnapshotState, held: Held, at: int) -> list[str]:
         """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
         cannot take this one any more. What is where it was meant to be is there alone: a copy beside it, which a drain asked for,
@@ -216,6 +223,9 @@ class Parities:
         found = [*held.data.get(at, ()), *held.parts.get(at, ())]
         if seats and seats[at] in found:
             return [seats[at]]
+        whole = [node for node in held.data.get(at, ()) if node in held.parts.get(at, ())]
+        if whole:
+            return whole
         found += [chosen] if chosen and self._sessions.live(chosen) else []
         return found or ([seats[at]] if seats and self._sessions.live(seats[at]) else [])
 
