@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ckptd.core import events as ev
+from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import NodeInfo, SnapshotId
 from ckptd.core.layout_build import build_layout
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.policy import Policy
-from tests.core.machines import EPOCH, Member, at, layout, record_of
+from tests.core.machines import EPOCH, Member, at, layout, only, record_of
 
 HERE = NodeInfo("b", "tcp://b", "b", "b", "b#1")
 
@@ -47,3 +48,13 @@ def test_memory_of_an_epoch_refutes_that_its_ranks_never_loaded() -> None:
         told.append(node.said(msg.Inventory, "c")[-1])
         node.feed(ev.HoldingFound(slot, at(step), 1, 0, True, layout(1, 3), ()))
     assert [(one.done, one.never) for one in told] == [(False, True), (True, False)]
+
+
+def test_a_copy_of_another_capture_takes_the_place_of_the_one_before() -> None:
+    """A step was captured anew where it had been void, and a copy of the first capture had come late: as long as it lay here no
+    other one was taken in (a reader's history)."""
+    node = Member(record_of("abc"))
+    for slot, value in ((77, b"1"), (78, b"2"), (79, b"2")):
+        node.feed(ev.ReplicaArrived(at(7), 0, 1, slot, layout(0, 3), (("o:loader", value),)))
+    assert [do.slot for do in only(node.done, ins.FreeSlot)] == [77, 79]
+    assert [fact.digests for fact in node.machine.slots.facts()] == [(("o:loader", b"2"),)]

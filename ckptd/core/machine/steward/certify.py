@@ -91,6 +91,8 @@ class Certify:
             assert state.agreement is not None, "it was looked at"
             state.become_void("differs", grouped(state.agreement.errors))
             self._ctx.emit(Alarm("silent_corruption", f"step {state.snapshot.step}: {state.void}"))
+        elif state.mixed and self._grants.grant_void(state):
+            state.become_void("grant_void", "a copy of it is of an earlier capture of its step, which was void")
         elif guards.nowhere(state):
             state.become_void("nowhere", "a rank's part of it is nowhere any more")
         elif guards.not_whole(state):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ckptd.core.agreement import agree
+from ckptd.core.agreement import agree, contradict
 from ckptd.core.ids import SnapshotId
 from ckptd.core.lanes import NOBODY, Part, member_digests, tolerance
 from ckptd.core.layout import Layout
@@ -56,6 +56,11 @@ class SnapshotTable:
             return
         if state.layout_ids.setdefault(fact.rank, fact.layout_id) != fact.layout_id:
             return  # two captures of one rank: the first one counts, the other never completes anything
+        if contradict(state.digests.get(fact.rank, ()), fact.digests):
+            if fact.tier and not self._may_be_void(state):
+                self.remove(node, fact)  # what was certified counts, and a copy that comes late does not (P2)
+                return
+            state.mixed = self._may_be_void(state)
         state.tolerated.clear()
         nodes = state.holders.setdefault(fact.rank, {})
         nodes[node] = min(fact.tier, nodes.get(node, fact.tier))
@@ -63,6 +68,11 @@ class SnapshotTable:
             state.digests[fact.rank] = fact.digests
         state.keep |= fact.keep
         self.dirty.add(fact.snapshot)
+
+    def _may_be_void(self, state: SnapshotState) -> bool:
+        """It is of this epoch, and nobody was told a level of it, by us or by an earlier steward."""
+        told = state.certificate is not None or self.heard.get(state.snapshot, -1) >= 0
+        return state.phase is Phase.VOID or (state.snapshot.epoch == self._ctx.number and not told)
 
     def _add_part(self, node: str, state: SnapshotState, fact: HoldingFact, part: Part) -> None:
         """It also vouches for the layouts and digests of its lane's members, whose own slots may be gone."""
@@ -170,7 +180,7 @@ class SnapshotTable:
         """Bring level, classes and agreement of this snapshot up to date."""
         if state.classes is None:
             state.classes = self._classes(state)
-        if state.classes is None:
+        if state.classes is None or state.mixed:
             state.level = -1
             return
         state.level = self.level_with(state, self._live)

@@ -1,0 +1,54 @@
+"""A step that is captured twice, as its first capture was void, and a copy of that one that comes late (P2)."""
+
+from __future__ import annotations
+
+from ckptd.core import events as ev
+from ckptd.core import instructions as ins
+from ckptd.core import messages as msg
+from tests.core.certificates import BOTH, OLD, steward
+from tests.core.machines import Steward, at, fact, layout, only, record_of
+
+BEFORE_IT, ANEW = (("o:loader", b"1" * 16),), (("o:loader", b"2" * 16),)
+
+
+def captured_anew(*, late_first: bool) -> Steward:
+    """Step 7 was void and is captured anew; the copy of rank 0 on node b, which nobody had heard of, is of the first capture."""
+    node = steward().train(6)
+    if late_first:
+        node.others["b"].held(fact(7, 0, 1, digests=BEFORE_IT))
+    grant = node.granted(7)
+    slot = next(do.slot for do in only(node.done, ins.GiveSlot) if (do.grant, do.rank) == (grant, 0))
+    node.feed(ev.SlotSealed(0, slot, grant, 7, layout(0), ANEW))
+    node.capture(7, 1)
+    node.copy(7, 1, to="a")
+    return node
+
+
+def test_a_late_copy_of_a_void_capture_makes_nothing_whole_with_the_second_one() -> None:
+    """P2: the two were certified as one at level 1, and a restore refused them as copies that differ (a reader's history)."""
+    node = captured_anew(late_first=True)
+    assert node.level(7) is None
+    assert {void.snapshot for void in node.said(msg.Void, "b")} == {at(7)}, "so that node b lets go of it"
+    for lost in (fact(7, 0, 1), fact(7, 1)):
+        node.others["b"].held(lost, lost=True)
+    assert at(7) not in node.machine.steward.table.states, "it may be captured anew"
+
+
+def test_a_late_copy_of_a_void_capture_does_not_count_for_what_was_certified_since() -> None:
+    node = captured_anew(late_first=False)
+    assert node.level(7) == 0
+    node.others["b"].held(fact(7, 0, 1, digests=BEFORE_IT))
+    assert (node.level(7), [void for void in node.said(msg.Void, "b") if void.snapshot]) == (0, [])
+    node.others["b"].held(fact(7, 0, 1, digests=ANEW))
+    assert node.level(7) == 1
+    node.others["b"].held(fact(7, 0, 1, digests=BEFORE_IT))
+    assert node.level(7) == 0, "it holds the other one now"
+
+
+def test_copies_that_differ_of_an_earlier_epoch_are_not_void_for_that() -> None:
+    """A restore goes by the full slot, and may have continued just this one."""
+    node = steward(record_of("ab", ancestry=(at(7, OLD),)))
+    node.feed(ev.HoldingFound(9, at(7, OLD), 0, 0, True, layout(0), ANEW))
+    held = fact(7, 0, 1, epoch=OLD, digests=BEFORE_IT), fact(7, 1, epoch=OLD)
+    node.others["b"].tell_inventory(*held, layouts=BOTH)
+    assert (node.level(7, epoch=OLD), node.said(msg.Void)) == (0, [])
