@@ -68,6 +68,10 @@ class Tombstone:
     ordered: int = 0
     sealed: int = 0
 
+    def forbids(self, epoch: int) -> bool:
+        """There is no way back to it: a newer one was forgotten, or it was itself, by order."""
+        return epoch < self.epoch or epoch <= self.ordered
+
     def over(self, other: Tombstone) -> Tombstone:
         return Tombstone(max(self.epoch, other.epoch), max(self.ordered, other.ordered), max(self.sealed, other.sealed))
 

@@ -11,6 +11,7 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.life import Tombstone
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.machine.steward.restore import LEFT_PATIENCE_S
 from ckptd.core.policy import Policy
@@ -149,6 +150,21 @@ def test_ranks_that_train_in_an_epoch_that_nobody_knows_get_another_one() -> Non
     machine.nobody_knows()
     machine.feed(ev.DurableRead("x", True, EpochRecord(7, "before", (), ()), (SnapshotId(7, 5),)))
     assert [do for do in machine.done if isinstance(do, ins.ClaimEpoch | ins.Send) and "number=8" in repr(do)]
+
+
+@pytest.mark.parametrize("stone", [Tombstone(7, 7, 7), Tombstone(8)])
+def test_ranks_that_train_in_an_epoch_to_which_there_is_no_way_back_get_another_one(stone: Tombstone) -> None:
+    """P14: the job was forgotten by order, storage left out, while this daemon was down; it was told before its ranks came back.
+    Storage names their epoch, which it does not enter again: it told itself so for ever (a reader's history)."""
+    machine = Machine(ev.Restarted(None, tombstone=stone), trains=True)
+    for turn in (1, 2):
+        machine.other_reports(trains=True)
+        for name in "ab":
+            machine.feed(ev.Received(name, msg.Inventory("x", None, (), turn=turn, buried=stone.epoch, forgotten=stone.ordered)))
+        machine.feed(ev.DurableRead("x", True, EpochRecord(7, "x", RANKS, NODES), (SnapshotId(7, 5),)))
+        machine.ticks(SLACK_S)
+    claims = [do.record.number for do in machine.done if isinstance(do, ins.ClaimEpoch)]
+    assert claims and set(claims) == {stone.epoch + 1}
 
 
 @pytest.mark.parametrize("storage", ["names it", "is away"])

@@ -42,8 +42,7 @@ class Opening:
 
     def is_forgotten(self, record: EpochRecord) -> bool:
         """Older than what this node has forgotten, or forgotten by order."""
-        stone = self._ctx.tombstone
-        return record.number < stone.epoch or record.number <= stone.ordered
+        return self._ctx.tombstone.forbids(record.number)
 
     def on_open(self, sender: str, message: EpochOpen) -> None:
         if self.refuses(message.record):

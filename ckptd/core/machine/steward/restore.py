@@ -163,7 +163,8 @@ class Restoring:
         if not self._joining.trains_in(gather.attempt):
             return None
         newest = max((snapshot.epoch for snapshot in gather.heard_of()), default=0)
-        tries = (record for record in gather.records if record.nonce == gather.attempt)
+        possible = (record for record in gather.records if not gather.tombstone.forbids(record.number))
+        tries = (record for record in possible if record.nonce == gather.attempt)
         last = max(tries, key=lambda record: record.number, default=None)
         if last is None or last.number >= max(newest, self._ctx.number + 1):
             return last
