@@ -92,6 +92,26 @@ def test_a_start_that_claimed_and_never_opened_hides_nothing_of_the_one_that_tra
     assert node.opens()[-1].snapshot == at(5, 1)
 
 
+def test_a_start_that_claimed_and_never_opened_is_no_proof_that_nothing_came_before_it() -> None:
+    """The first one trained on and took snapshots, which went with its node: the third, which storage told of the second alone,
+    called the job fresh (P1; simulator, seed 3209602319)."""
+    c = NodeInfo("c", "tcp://c", "c", "c", "c#1")
+    first = EpochRecord(1, "first", ("c", "c"), (c,), before=(-1, ()))
+    node = Elect(durable=True).start()
+    node.feed(DurableRead("now", True, first))
+    node.answer("b", incarnation="b#1")
+    node.answer("c", known=first, done=True, incarnation="c#1")
+    claimed = node.claim
+    assert (claimed.number, claimed.ancestry) == (2, ()), "the first start has not taken a snapshot yet"
+    node.feed(RankLeft(0, False))
+    node.join("again")
+    node.report("again")
+    node.feed(DurableRead("again", True, claimed))
+    node.answer("b", attempt="again", incarnation="b#1")
+    node.answer("c", attempt="again", incarnation="c#2")
+    assert node.refusals()[1:] == [("again", "unrecoverable")]
+
+
 def two_nodes(sealed_a: int, sealed_b: int, **more: int) -> Gather:
     """Epoch 1 ran on a and b, which live; nobody holds anything or was told of anything."""
     b = NodeInfo("b", "tcp://b", "b", "b", "b#1")

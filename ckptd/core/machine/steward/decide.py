@@ -205,8 +205,8 @@ def _record(gather: Gather, candidate: Candidate | None, floor: int, redundancy:
     if candidate is not None:
         ancestry = _ancestry(lineage, candidate.snapshot)
     before = (lineage.number, lineage.ancestry) if lineage is not None else (0, ())
-    if candidate is None and _proven_fresh(gather):
-        before = (-1, ())
+    if candidate is None and (lineage is None or lineage.number <= gather.tombstone.ordered) and _proven_fresh(gather):
+        before = (-1, ())  # One that ran and sealed nothing may go on until this one opens, which may be never.
     seated, holders = _seated(gather, redundancy), _holders(gather, redundancy)
     return EpochRecord(number, gather.attempt, gather.ranks, seated, ancestry, holders, before)
 
