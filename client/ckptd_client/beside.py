@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
 from ckptd_client import nested, optim, watch
+from ckptd_client.hyper import marks
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
 from ckptd_client.same import differing
-from ckptd_client.statics import mark_of
 
 log = logging.getLogger("ckptd")
 KEPT = (
@@ -28,7 +28,6 @@ KEPT = (
     "makes them. If its steps depend on them, keep them in its state or a parameter group, or give it a state_dict() and a "
     "load_state_dict() that have them"
 )
-SMALL_MAX = 1024  # elements of a tensor that may be a counter or a table; larger ones are more likely scratch memory
 Tree = dict[str, dict[str, Any]]  # name of the optimizer -> {key: value}
 _USUAL = ("state", "param_groups")
 
@@ -114,20 +113,9 @@ class Attributes:
                     self._compare(owner.name, optimizer)
 
     def _compare(self, name: str, optimizer: Optimizer) -> None:
-        before, now = self._seen.get(optimizer, {}), _attributes(optimizer)
+        before, now = self._seen.get(optimizer, {}), marks(vars(optimizer))
         self._seen[optimizer] = now
-        new = sorted(k for k in before.keys() & now.keys() if before[k] != now[k] and (name, k) not in self._told)
+        new = sorted(k for k in differing(now, before) if k in now and (name, k) not in self._told)
         self._told.update((name, key) for key in new)
         if new:
             log.warning(KEPT, self._job, name, type(optimizer).__name__, ", ".join(new))
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Numbers, and of small tensors what tells that they are others; no device is waited for."""
-    found: dict[str, Any] = {}
-    for key, value in vars(optimizer).items():
-        if isinstance(value, int | float):
-            found[key] = repr(value)  # equal to itself also when it is NaN
-        elif type(value) is Tensor and value.layout == torch.strided and not value.is_inference() and value.numel() <= SMALL_MAX:
-            found[key] = mark_of(value, value)
-    return found

@@ -158,9 +158,9 @@ class Client:
         are its first rank's whatever a pattern says; only its own whole key declares such a buffer. fenced: you call
         ``client.fence()`` before you write these tensors by hand, so they may be copied in the background. key_map: renames
         keys, {old prefix: new prefix} or a function. without: keys of parameters whose optimizer state is meant to be absent;
-        any other parameter that an unregistered optimizer steps fails its snapshots. gradients: of modules, for snapshots in
-        the middle of an accumulation. Raises TypeError naming the path of a
-        value that cannot be saved without pickle, or that no restore could write into (a number by itself), and its remedy.
+        any other parameter that an unregistered optimizer steps fails its snapshots, once it has state or its groups' values
+        (``lr``) change. gradients: of modules, for snapshots in the middle of an accumulation. Raises TypeError naming the path of
+        a value that cannot be saved without pickle, or that no restore could write into (a number by itself), and its remedy.
         """
         self._registry.register(
             objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map, without=without,

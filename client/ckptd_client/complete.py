@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.machine.waiting import shown
-from ckptd_client import nested, optim, watch
+from ckptd_client import hyper, nested, optim, watch
 from ckptd_client.entries import Entry, Owner, State, matches
 from ckptd_client.registry import Registry
+from ckptd_client.same import same
 
 
 def check(registry: Registry, state: State) -> None:
@@ -33,9 +34,11 @@ def check(registry: Registry, state: State) -> None:
 
 def _incomplete(lacking: list[tuple[Entry, Optimizer]]) -> CkptdError:
     first, optimizer = lacking[0]
-    keys = shown(entry.key for entry, _ in lacking)
+    keys = shown(dict.fromkeys(entry.key for entry, _ in lacking))
+    names = sorted({name for _, names in hyper.changed(optimizer) for name in names})
+    changed = f", and its {', '.join(names)} {'have' if names[1:] else 'has'} changed since its first step" if names else ""
     return CkptdError(
-        f"incomplete: {keys}: stepped by an optimizer ({type(optimizer).__name__}) that nobody registered",
+        f"incomplete: {keys}: stepped by an optimizer ({type(optimizer).__name__}) that nobody registered{changed}",
         where=first.key,
         hint="register the optimizer, or, if its state is meant to be absent, say so: "
         f'register(..., without=["{first.key}"])',
@@ -43,8 +46,13 @@ def _incomplete(lacking: list[tuple[Entry, Optimizer]]) -> CkptdError:
 
 
 def _strangers(registry: Registry) -> Iterator[Optimizer]:
-    known = {id(optimizer) for owner in registry.owners.values() for optimizer in _speaks_for(owner)}
+    known = registered(registry)
     return (optimizer for optimizer in watch.stepped() if id(optimizer) not in known)
+
+
+def registered(registry: Registry) -> set[int]:
+    """ids of the optimizers whose state is saved."""
+    return {id(optimizer) for owner in registry.owners.values() for optimizer in _speaks_for(owner)}
 
 
 def _speaks_for(owner: Owner) -> list[Optimizer]:
@@ -54,17 +62,19 @@ def _speaks_for(owner: Owner) -> list[Optimizer]:
 
 
 def _unsaved(optimizer: Optimizer, registry: Registry, state: State) -> Iterator[Entry]:
-    """Registered parameters that it has state for, and no other optimizer steps since."""
+    """Registered parameters that it has state for, or values in a group that it had not at its first step, and that no other
+    optimizer steps since."""
     heirs = _heirs(registry)
-    kept: set[int] | None = None
-    for parameter, values in list(optimizer.state.items()):
+    kept: _Kept | None = None
+    in_groups = [(p, {n: group.get(n) for n in names}) for group, names in hyper.changed(optimizer) for p in group["params"]]
+    for parameter, values in [*optimizer.state.items(), *in_groups]:
         entry = state.params.get(id(parameter))
         if entry is None or not values or not entry.owner.takes(entry.key):
             continue
         if any(watch.took_over(heir, optimizer, since) for heir, since in heirs.get(id(parameter), ())):
             continue
-        kept = _in_other_objects(registry) if kept is None else kept
-        if not _all_in(values, kept):
+        kept = _Kept(registry) if kept is None else kept
+        if not kept.has(values):
             yield entry
 
 
@@ -76,16 +86,26 @@ def _heirs(registry: Registry) -> dict[int, list[tuple[Optimizer, int]]]:
     return found
 
 
-def _in_other_objects(registry: Registry) -> set[int]:
-    """ids of the tensors in what other registered objects save themselves: an application's own state_dict() may hold an
-    optimizer's."""
-    found: set[int] = set()
-    for owner in registry.of_kind("stateful", "value"):
-        saved = owner.value.state_dict() if owner.kind == "stateful" else owner.value
-        found.update(id(leaf) for _, leaf in optim.tensor_leaves("", saved))
-    return found
+class _Kept:
+    """What other registered objects save themselves: an application's own state_dict() may hold an optimizer's."""
 
+    def __init__(self, registry: Registry) -> None:
+        self._tensors: set[int] = set()  # ids
+        self._named: dict[str, list[Any]] = {}  # by the last part of a key, since some write "param_groups.weight.lr"
+        for owner in registry.of_kind("stateful", "value"):
+            saved = owner.value.state_dict() if owner.kind == "stateful" else owner.value
+            self._tensors.update(id(leaf) for _, leaf in optim.tensor_leaves("", saved))
+            self._collect(saved)
 
-def _all_in(values: dict[str, Any], kept: set[int]) -> bool:
-    leaves = [leaf for name, value in values.items() for _, leaf in optim.tensor_leaves(name, value)]
-    return bool(leaves) and all(isinstance(leaf, Tensor) and id(leaf) in kept for leaf in leaves)
+    def _collect(self, saved: Any) -> None:
+        if isinstance(saved, Mapping):
+            for key, value in saved.items():
+                self._named.setdefault(str(key).rpartition(".")[2], []).append(value)
+        for value in saved.values() if isinstance(saved, Mapping) else saved if isinstance(saved, list | tuple) else ():
+            self._collect(value)
+
+    def has(self, values: dict[str, Any]) -> bool:
+        leaves = [leaf for name, value in values.items() for _, leaf in optim.tensor_leaves(name, value)]
+        if leaves:
+            return all(isinstance(leaf, Tensor) and id(leaf) in self._tensors for leaf in leaves)
+        return all(any(same(value, other) for other in self._named.get(name, ())) for name, value in values.items())

@@ -13,8 +13,9 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ckptd_client import _switches, apart, naming, nested, watch
+from ckptd_client import _switches, apart, complete, hyper, naming, nested, watch
 from ckptd_client.entries import State
 from ckptd_client.plan import Plan, signature_of
 from ckptd_client.registry import Registry
@@ -34,6 +35,7 @@ class Recall:
         self.extras = state.extras
         self.beside = state.beside
         self._registry = registry
+        self._registered = complete.registered(registry)
         self._version = registry.version
         self._modules = [owner.value for owner in registry.of_kind("module")]
         self._parts = [part for module in self._modules for part in module.modules()]
@@ -104,8 +106,13 @@ class Recall:
             *flags,
             int(_switches.SYNC_COPIES),
             *map(id, hanging),
-            *chain.from_iterable((id(optimizer), len(optimizer.state)) for optimizer in watch.stepped()),
+            *chain.from_iterable(map(self._has, watch.stepped())),
         ]
+
+    def _has(self, optimizer: Optimizer) -> tuple[int, ...]:
+        """What would be missed if nobody registered it (complete.py)."""
+        changed = id(optimizer) not in self._registered and bool(hyper.changed(optimizer))
+        return id(optimizer), len(optimizer.state), changed
 
     def _in_modules(self) -> Iterator[object]:
         return chain.from_iterable(

@@ -237,6 +237,90 @@ def test_an_optimizer_of_a_phase_that_is_over_is_not_missed(daemon: RankDaemonDo
     assert warm_up.state
 
 
+class Counting(Optimizer):
+    """Plain steps, which it counts in its group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=group["lr"] / group["k"])
+
+
+def halve(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] / 2  # of a tensor: a new one
+
+
+def freeze(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0001)
+
+
+def scheduled(optimizer: Any) -> Optimizer:
+    optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return optimizer  # type: ignore[no-any-return]
+
+
+def halve_in_place(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"].div_(2)
+
+
+WITHOUT_STATE: dict[str, tuple[Callable[[Any], Optimizer], Callable[[Optimizer], None], str]] = {
+    "by hand": (lambda params: SGD(params, lr=1e-2), halve, "SGD) that nobody registered, and its lr has changed since"),
+    "a tensor": (lambda params: SGD(params, lr=torch.tensor(1e-2)), halve, "its lr has changed"),
+    "in place": (lambda params: SGD(params, lr=torch.tensor(1e-2)), halve_in_place, "its lr has changed"),
+    "a scheduler": (
+        lambda params: scheduled(SGD(params, lr=1e-2)),
+        lambda optimizer: optimizer.scheduler.step(),  # type: ignore[attr-defined]
+        "its lr has changed",
+    ),
+    "two": (lambda params: SGD(params, lr=1e-2), freeze, "its lr, weight_decay have changed"),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_STATE)
+@pytest.mark.parametrize("old", [False, True], ids=["nobody", "another"])
+def test_an_unregistered_optimizer_without_state_is_missed_once_its_groups_change(
+    daemon: RankDaemonDouble, kind: str, old: bool
+) -> None:
+    """What the script sets it sets again; what was changed since is lost. ``old``: the one that is registered steps no more."""
+    make, change, text = WITHOUT_STATE[kind]
+    model = net()
+    optimizer = make(model.parameters())
+    registered = {"optimizer": AdamW(model.parameters())} if old else {}
+    with begun(daemon, model=model, **registered) as client:
+        for step in (1, 2):
+            train(model, [optimizer], 1)
+            assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
+        change(optimizer)
+        for step in (3, 4):
+            train(model, [optimizer], 1)
+            status = client.snapshot(step, must=True).wait("sealed", 30)
+            assert status.startswith("failed: incomplete: model.0.weight, model.0.bias, model.2.weight, model.2.bias: "), status
+            assert text in status
+        assert "without=" in client.health().problems[0]
+        client.register(this=optimizer)
+        train(model, [optimizer], 1)
+        assert client.snapshot(5, must=True).wait("sealed", 30) == "durable"
+        assert client.health().problems == []
+
+
+def test_what_an_unregistered_optimizer_counts_in_its_groups_is_missed_and_may_be_meant(daemon: RankDaemonDouble) -> None:
+    model = net()
+    optimizer = Counting(model.parameters())
+    with begun(daemon, model=model) as client:
+        train(model, [optimizer], 1)
+        status = client.snapshot(1, must=True).wait("sealed", 30)
+        assert status.startswith("failed: incomplete: model.0.weight") and "its k has changed" in status
+        client.register(without=["model.*"])
+        train(model, [optimizer], 1)
+        assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
+
+
 class Application:
     """Saves model and optimizer by itself, as the examples of torch.distributed.checkpoint do."""
 
@@ -260,16 +344,19 @@ class Foreign(Application):
         return {"optimizer": copy.deepcopy(self.optimizer.state_dict())}
 
 
+@pytest.mark.parametrize("made", [AdamW, SGD])
 @pytest.mark.parametrize("kind", [Application, Foreign])
 def test_an_optimizer_that_another_object_saves_is_registered(
-    daemon: RankDaemonDouble, kind: type[Application]
+    daemon: RankDaemonDouble, kind: type[Application], made: type[Any]
 ) -> None:
     model = net()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    train(model, [optimizer], 3)
+    optimizer = made(model.parameters(), lr=1e-2)
+    train(model, [optimizer], 2)
+    halve(optimizer)
+    train(model, [optimizer], 1)
     save(daemon, model=model, application=kind(optimizer))
     expected = train(model, [optimizer], 4)
     fresh = net()
-    other = AdamW(fresh.parameters(), lr=1e-2)
+    other = made(fresh.parameters(), lr=1e-2)
     load(daemon, model=fresh, application=kind(other))
     assert train(fresh, [other], 4) == expected
