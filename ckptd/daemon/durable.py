@@ -102,7 +102,7 @@ class Durable:
             try:
                 ok, taken = await self._services.on_disk(claim_epoch, storage, self._job.job, do.record)
             except (CkptdError, OSError) as error:
-                # Without storage the job may protect, not commit (D10): the claim is made up for before a commit.
+                # Without storage the job may protect, not commit (D10): the claim is made up for when it answers, or with a commit.
                 ok, reason = True, str(error)
                 self._services.health.report("storage", reason)
         self._job.feed(ev.EpochClaimed(do.attempt, do.record.number, ok, taken, reason))

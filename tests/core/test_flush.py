@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
+from ckptd.core.ids import EpochRecord
 from ckptd.core.machine.steward.flush import (
     ASKS_KEPT_MAX,
     BACKOFF_MAX_S,
@@ -439,3 +442,23 @@ def test_what_storage_did_not_say_to_a_steward_that_begins_is_asked_again() -> N
     node.feed(ev.DurableRead("", True, node.record, (at(4),)))
     node.tick(3 * READ_AGAIN_S)
     assert (asked(), at(4) in node.machine.steward.table.durable) == (2, True)
+
+
+@pytest.mark.parametrize("named", [None, EPOCH - 1])
+def test_an_epoch_that_opened_without_its_claim_is_claimed_when_storage_answers(named: int | None) -> None:
+    """P1: a start on other nodes asks those that storage names, and for ten minutes, until the first commit, it did not name this
+    epoch's (a reader's history)."""
+    node = steward()
+    before = replace(node.record, number=named, nonce="before") if named is not None else None
+
+    def claims() -> list[EpochRecord]:
+        return [do.record for do in only(node.done, ins.ClaimEpoch)]
+
+    node.feed(ev.DurableRead("", False, reason="EIO"))
+    assert claims() == []
+    node.feed(ev.DurableRead("", True, before))
+    assert claims() == [node.record]
+    node.feed(ev.EpochClaimed(node.record.nonce, EPOCH, True))
+    for newest in (node.record, replace(node.record, number=EPOCH + 1, nonce="newer")):
+        node.feed(ev.DurableRead("", True, newest))
+    assert claims() == [node.record], "it has it, or a newer one"

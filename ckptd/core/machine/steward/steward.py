@@ -9,7 +9,7 @@ from itertools import islice
 
 from ckptd.core.events import CommitDone, DurableRead
 from ckptd.core.ids import EpochRecord
-from ckptd.core.instructions import ReadDurable
+from ckptd.core.instructions import ClaimEpoch, ReadDurable
 from ckptd.core.machine.context import Context, audience, place_in_order, succession
 from ckptd.core.machine.joining import Joining
 from ckptd.core.machine.lifetime import told_life
@@ -254,8 +254,13 @@ class Steward:
     def on_durable(self, event: DurableRead) -> None:
         self.restoring.on_durable(event)
         self.table.mark_durable(event.commits)
-        if not event.attempt and not event.ok:
+        if event.attempt:
+            return
+        if not event.ok:
             self._read_at = self._ctx.now + READ_AGAIN_S
+        elif self.active and (event.newest is None or event.newest.number < self.record.number):
+            # It opened while storage did not answer. A start on other nodes asks only those that storage names (P1).
+            self._ctx.emit(ClaimEpoch(self.record.nonce, self.record))
 
     def on_committed(self, event: CommitDone) -> None:
         self.flushing.on_committed(event)
