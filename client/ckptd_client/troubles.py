@@ -13,6 +13,8 @@ from ckptd.core.grouped import SHOWN_MAX, grouped
 SAID_MAX = 64  # different words of the daemon's that are passed on
 CAUSES_MAX = 64  # for which snapshots did not count
 
+_CHANGING = re.compile(r" \[.*?\]|\d+")
+
 log = logging.getLogger("ckptd")
 
 
@@ -44,8 +46,9 @@ class Troubles:
             log.warning("ckptd job %s: %s", self._job, text)
 
     def pass_on(self, text: str, who: str = "the daemon says: ") -> None:
-        """Warned of once, whatever its numbers are: what the daemon says is wrong with itself, and is the daemon's to keep."""
-        words = re.sub(r"\d+", "#", text)
+        """Warned of once, whatever its numbers are, and the place in brackets, which is another one with each try: what the daemon
+        says is wrong with itself, and is the daemon's to keep."""
+        words = _CHANGING.sub("#", text)
         with self._lock:
             new = words not in self._said and len(self._said) < SAID_MAX
             if new:

@@ -296,14 +296,15 @@ def test_what_is_wrong_with_the_daemon_is_said_while_it_is_waited_for(
     with RankDaemonDouble(tmp_path / "d.sock") as daemon, Client.connect("job", socket=daemon.path) as client:
         client.register(model=training.model, optimizer=training.optimizer)
         client.restore()
-        daemon.problems = ["flush of step 7: no space", "and more"]
-        told = ["ckptd job job: the daemon says: flush of step 7: no space", "ckptd job job: the daemon says: and more"]
+        full = "flush of step %d: no space [/ckpt/%s.part/n0]\n  hint: free some"
+        daemon.problems = [full % (7, "c0ffee"), "and more"]
+        told = [f"ckptd job job: the daemon says: {text}" for text in daemon.problems]
         waiting = client._session
         waiting.wait(lambda: len(caplog.messages) == 2, time.monotonic() + 30)
         assert caplog.messages == told
-        daemon.problems = ["flush of step 9: no space", "another"]
-        waiting.wait(lambda: len(caplog.messages) == 3, time.monotonic() + 30)
-        assert caplog.messages == [*told, "ckptd job job: the daemon says: another"], "each once, whatever its numbers"
+        daemon.problems = [full % (9, "deadbeef"), "another"]  # each try has a place of its own
+        waiting.wait(lambda: caplog.messages[-1].endswith("another"), time.monotonic() + 30)
+        assert caplog.messages == [*told, "ckptd job job: the daemon says: another"], "each once, whatever its numbers and place"
         assert client.health().problems == daemon.problems
         daemon.problems = []
         assert client.health().ok
