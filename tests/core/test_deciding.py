@@ -59,12 +59,7 @@ def test_a_step_that_was_asked_for_is_not_there_in_a_fresh_job_either() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
-    [
-        {"certified": ((at(5, OLD), 0, False),)},
-        {"holdings": BOTH[:1]},
-        {"certified": ((at(5, OLD), -1, True),)},
-    ],
+    "told", [{"certified": ((at(5, OLD), 0, False),)}, {"holdings": BOTH[:1]}, {"certified": ((at(5, OLD), -1, True),)}]
 )
 def test_a_job_that_has_had_snapshots_does_not_start_fresh_by_itself(told: dict[str, Any]) -> None:
     """None may be returned only when it is proven that there is no checkpoint (D11)."""
@@ -117,23 +112,26 @@ def test_what_was_asked_for_and_is_not_there_is_named(ask: msg.RestoreAsk, text:
 
 
 @pytest.mark.parametrize(
-    ("ancestry", "text"),
+    ("ancestry", "left", "text"),
     [
-        ((at(3, OLD - 1),), f"step 9 of epoch {OLD - 1} was left behind when the job went back to step 3 of epoch {OLD - 1}"),
-        ((), f"step 9 of epoch {OLD - 1} was left behind when the job started anew"),
-        ((at(9, OLD - 1),), ""),
+        ((at(3, OLD - 1),), at(9, OLD - 1), f"went back to step 3 of epoch {OLD - 1}"),
+        ((), at(9, OLD - 1), "started anew"),
+        ((at(9, OLD - 1),), at(9, OLD - 1), ""),
+        ((at(6, OLD - 1), at(5, OLD - 2)), at(7, OLD - 2), f"went back to step 5 of epoch {OLD - 2}"),  # and went on since
+        ((at(6, OLD - 1), at(5, OLD - 3)), at(7, OLD - 2), f"went back to step 5 of epoch {OLD - 3}"),
+        ((at(6, OLD - 1),), at(7, OLD - 2), "started anew"),
     ],
 )
-def test_a_step_that_was_left_behind_is_refused_by_that_name(ancestry: tuple[SnapshotId, ...], text: str) -> None:
+def test_a_step_that_was_left_behind_is_refused_by_that_name(ancestry: tuple[SnapshotId, ...], left: SnapshotId, text: str) -> None:
     """Of those on storage: they are listed, so "there is none" would be no answer."""
-    known = replace(BEFORE, ancestry=ancestry)
-    ask = msg.RestoreAsk(step=9)
+    known, ask = replace(BEFORE, ancestry=ancestry), msg.RestoreAsk(step=left.step)
     node = Elect(ask=ask, durable=True).start(ask=ask)
     node.answer("b", known=known, done=True)
-    node.feed(ev.DurableRead("now", True, known, (at(9, OLD - 1), at(9, OLD - 2), at(8, OLD - 1))))
+    node.feed(ev.DurableRead("now", True, known, (at(9, OLD - 1), at(9, OLD - 2), at(8, OLD - 1), at(7, OLD - 2))))
     node.answer("b", known=known, done=True)
     if text:
-        assert text in sent(node.done, msg.JoinRefused)[0].reason
+        said = f"step {left.step} of epoch {left.epoch} was left behind when the job {text}; "
+        assert said in sent(node.done, msg.JoinRefused)[0].reason
     else:
         assert (node.refusals(), node.claim.ancestry) == ([], (at(9, OLD - 1),))
 

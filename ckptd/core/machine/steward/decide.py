@@ -132,7 +132,8 @@ def _left_behind(gather: Gather, ask: RestoreAsk) -> str:
     left = max((commit for commit in durable.commits if commit.step == ask.step and record.abandons(commit)), default=None)
     if left is None:
         return ""
-    fork = f"went back to step {record.parent.step} of epoch {record.parent.epoch}" if record.parent else "started anew"
+    passed = next((fork for fork in record.ancestry if fork.epoch <= left.epoch), None)  # the one that passed it by
+    fork = f"went back to step {passed.step} of epoch {passed.epoch}" if passed else "started anew"
     return (
         f"step {left.step} of epoch {left.epoch} was left behind when the job {fork}; "
         "copied below another job's name it can be continued there"
