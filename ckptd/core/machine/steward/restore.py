@@ -170,7 +170,8 @@ class Restoring:
             return last
         nobodys = all(record.number != newest for record in gather.records)
         if newest > max(last.number, self._ctx.number) and nobodys and self._ctx.sealed == newest:
-            return replace(last, number=newest)  # Its restore was tried again since, in the same world and with the same past.
+            # Its restore was tried again since, in the same world and, as far as anybody can tell, with the same past.
+            return replace(last, number=newest)
         return None
 
     def _sources_now(self, snapshot: SnapshotId) -> int:
