@@ -40,9 +40,9 @@ def keep(
     """(kept, doomed), both oldest first.
 
     record: the newest epoch. Only what may be restored after it (its own steps, ancestors up to each fork) counts as one of
-    the last; a commit of an abandoned branch goes once the job has a verified one after it. None: every commit counts. Nothing
-    goes while no restorable commit is verified, nor when there is a commit of a later epoch than ``record``: then we are the
-    stale ones.
+    the last; a commit of an abandoned branch goes once the job has a verified one after it, and one of a line that a start left
+    as a whole once there are ``keep_last`` verified ones. None: every commit counts. Nothing goes while no restorable commit
+    is verified, nor when there is a commit of a later epoch than ``record``: then we are the stale ones.
     """
     ordered = sorted(commits, key=lambda commit: commit.snapshot)
     restorable = [commit for commit in ordered if record is None or record.is_candidate(commit.snapshot)]
@@ -52,11 +52,14 @@ def keep(
         return ordered, []
     last = set(good[-max(policy.keep_last, 1) :])
     branch = {commit.snapshot for commit in restorable}
+    first = min((fork.epoch for fork in record.ancestry), default=record.number) if record is not None else 0
+    few = len(good) < policy.keep_last
     kept: list[CommitInfo] = []
     doomed: list[CommitInfo] = []
     for commit in ordered:
         nth = commit.snapshot in branch and _nth(commit, policy)
-        stays = commit.keep or commit.snapshot in last or commit.snapshot > good[-1] or nth
+        left = few and commit.snapshot.epoch < first
+        stays = commit.keep or commit.snapshot in last or commit.snapshot > good[-1] or nth or left
         (kept if stays else doomed).append(commit)
     return kept, doomed
 

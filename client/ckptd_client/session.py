@@ -181,7 +181,10 @@ class Session:
         if self.restoring:
             body = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX) if fds else b""
             self._inbox.append((message, body, []))
-        elif message.snapshot is not None:
+        elif message.snapshot is None:
+            for text in message.errors:
+                self.troubles.report("begins_anew", f"{text}. restore() goes on from it; another job name keeps both")
+        else:
             self.link.send(
                 wire.WantsRefused(message.round, "mismatch", "this rank did not ask for a restore")
             )

@@ -63,3 +63,22 @@ def test_a_new_job_is_no_trouble(nodes: Cluster) -> None:
     trainer = nodes.world([node], JOB)[0]
     assert trainer.do("restore") is None
     assert trainer.do("health") == {"ok": True, "problems": []}
+
+
+def test_a_start_that_does_not_restore_says_so_and_takes_nothing_away_at_once(nodes: Cluster) -> None:
+    """A script that forgot restore() lost the run that it was to go on with by its first checkpoint, without a word."""
+    node = nodes.node(replicas=0, storage_root=nodes.root / "storage", flush_every_steps=1, keep_last=2)
+    first = nodes.world([node], JOB)[0]
+    assert first.do("restore") is None
+    for _ in range(3):
+        first.do("train", snapshot=False)
+    first.do("snapshot", must=True)
+    assert first.do("wait", level="durable") == "durable"
+    again = nodes.again([first])[0]
+    again.do("train", snapshot=False)
+    again.do("snapshot", must=True)
+    assert again.do("wait", level="durable") == "durable"
+    text = "this start does not restore: step 3 of epoch 1 is there and is left behind"
+    assert any(text in problem for problem in again.do("health")["problems"])
+    assert text in node.problems().get("begins_anew", "")
+    until(lambda: {row["step"]: row["abandoned"] for row in again.do("steps")} == {1: False, 3: True}, 10, "step 3 to be listed")

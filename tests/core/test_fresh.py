@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ckptd.core.events import DurableRead, RankLeft
 from ckptd.core.ids import EpochRecord, NodeInfo
-from ckptd.core.instructions import Bury
+from ckptd.core.instructions import Alarm, Bury
 from ckptd.core.life import Tombstone, grave
 from ckptd.core.machine.steward.decide import decide
 from ckptd.core.machine.steward.gather import Gather
@@ -110,6 +112,17 @@ def test_a_start_that_claimed_and_never_opened_is_no_proof_that_nothing_came_bef
     node.answer("b", attempt="again", incarnation="b#1")
     node.answer("c", attempt="again", incarnation="c#2")
     assert node.refusals()[1:] == [("again", "unrecoverable")]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_start_that_does_not_restore_says_what_it_leaves_behind(there: bool) -> None:
+    """A script that forgot restore() lost the run that it was to go on with, without a word (a new user; P15)."""
+    node = Elect(ask=None).start()
+    node.answer("b", *(BOTH if there else ()), known=BEFORE, done=True)
+    node.claimed()
+    text = "this start does not restore: step 5 of epoch 4 is there and is left behind"
+    assert [said.startswith(text) for said in node.opens()[-1].errors] == ([True] if there else [])
+    assert [do.kind for do in only(node.done, Alarm)] == (["begins_anew"] if there else [])
 
 
 def two_nodes(sealed_a: int, sealed_b: int, **more: int) -> Gather:

@@ -47,6 +47,14 @@ def test_an_abandoned_branch_goes_but_never_instead_of_the_fork() -> None:
     assert (steps(kept), steps(doomed)) == ([100, 60], [50, 90])
 
 
+def test_a_line_that_was_left_stays_until_the_next_one_has_as_many_of_its_own() -> None:
+    """A script that forgot restore() lost the run that it was to go on with by its first checkpoint (a new user)."""
+    before = [commit(30), commit(40), commit(50)]
+    for count, gone in ((1, []), (2, []), (3, [30, 40, 50])):
+        commits = [*before, *(commit(step, 2) for step in range(1, count + 1))]
+        assert steps(keep(commits, Policy(keep_last=3), epoch(2))[1]) == gone
+
+
 def test_a_stale_daemon_deletes_nothing() -> None:
     commits = [commit(1), commit(2), commit(3, 2)]
     assert keep(commits, Policy(keep_last=1), epoch(1)) == (commits, [])

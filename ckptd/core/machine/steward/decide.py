@@ -20,6 +20,7 @@ CLAIM_SPREAD = 65_521  # ... and then by chance up to this: two starts that know
 NOTHING = SnapshotId(-1, -1)
 ERRORS_MAX = 16  # reasons told to the ranks
 NOTHING_SEALED = "nothing was ever sealed"
+BEGINS_ANEW = "this start does not restore"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def decide(
     damaged: what was found when a snapshot was tried (some are worth another try, without the damaged copies)."""
     ask = next(iter(gather.joined.values()), None)
     if ask is None:  # restore() was never called: a new lineage
-        return Decision(_record(gather, None, floor, redundancy))
+        return Decision(_record(gather, None, floor, redundancy), errors=_left_by_it(gather))
     found = _find(gather, ask)
     errors = _errors(gather, found, excluded, damaged)
     usable = [candidate for candidate in found.restorable if candidate.snapshot not in excluded]
@@ -84,6 +85,16 @@ def decide(
     complete = not gather.missing() and gather.durable is not None and gather.durable.ok
     code = "unrecoverable" if complete or excluded else "unreachable"
     return Decision(code=code, reason="; ".join(errors) or _nothing(gather, ask))
+
+
+def _left_by_it(gather: Gather) -> tuple[str, ...]:
+    """A script that forgot restore() must not lose the run that it was to go on with without a word."""
+    best = [candidate.snapshot for candidate in _find(gather, RestoreAsk()).restorable[:1]]
+    return tuple(
+        f"{BEGINS_ANEW}: step {snapshot.step} of epoch {snapshot.epoch} is there and is left behind; what storage has of that "
+        "line goes once this one has keep_last checkpoints of its own"
+        for snapshot in best
+    )
 
 
 def _nothing(gather: Gather, ask: RestoreAsk) -> str:

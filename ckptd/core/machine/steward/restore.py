@@ -15,7 +15,15 @@ from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.instructions import Alarm, ClaimEpoch
 from ckptd.core.machine.context import RESEND_S, Context
 from ckptd.core.machine.joining import Joining
-from ckptd.core.machine.steward.decide import NOTHING_SEALED, Decision, decide, looks_torn, may_decide, spread
+from ckptd.core.machine.steward.decide import (
+    BEGINS_ANEW,
+    NOTHING_SEALED,
+    Decision,
+    decide,
+    looks_torn,
+    may_decide,
+    spread,
+)
 from ckptd.core.machine.steward.gather import FRESH_S, Gather, Gathering
 from ckptd.core.messages import (
     EpochOpen,
@@ -236,8 +244,9 @@ class Restoring:
         )
         self.restore = Restore(message, self._ctx.now, self._ctx.now)
         for text in decision.errors:
-            if text.startswith(NOTHING_SEALED):
-                self._ctx.emit(Alarm("nothing_sealed", text))
+            for kind, words in (("nothing_sealed", NOTHING_SEALED), ("begins_anew", BEGINS_ANEW)):
+                if text.startswith(words):
+                    self._ctx.emit(Alarm(kind, text))
         self._ctx.learn((*record.nodes, *record.holders))
         for node in self._everyone():
             self._say_open(self.restore, node)
