@@ -73,14 +73,18 @@ class Objects:
                 return optim.merge_groups(states, own_first=self.same_world)
             if name.endswith("." + resolve.ODD) and owner is not None and owner.kind == "optimizer":
                 return optim.merge_odd(states, own_first=self.same_world)
-            if not self.same_world and owner is not None:
-                return owner.value.reshard(states, self._world.rank, self._world.size)
             if not self.same_world:
-                return states[0]
+                return self._divided(owner, states) if owner is not None else states[0]
         place = self._plan.get("objects", {}).get(name)
         if place is None:
             raise CkptdError("the daemon did not bring it", where=name)
-        return tree.decode(self._memory.blob(place), self._find)
+        blob = self._memory.blob(place)
+        if not self.same_world and owner is not None and resolve.reshards(owner):  # all had the same: nothing was brought twice
+            return self._divided(owner, [tree.decode(blob, self._find) for _ in range(self._catalogue.savers(name))])
+        return tree.decode(blob, self._find)
+
+    def _divided(self, owner: Owner, states: list[Any]) -> Any:
+        return owner.value.reshard(states, self._world.rank, self._world.size)
 
     def _untied(self, name: str, owner: Owner | None, tree_: Any) -> Any:
         """What was saved for a parameter counts for all that were tied to it then."""

@@ -49,6 +49,11 @@ class Catalogue:
         other = self.aliases.get(key)
         return other if other in self.tensors else None
 
+    def savers(self, name: str) -> int:
+        """So many ranks have saved this object."""
+        ranks = self.objects[name]
+        return self.world if ranks is None else len(ranks)
+
     def saved_by(self, name: str, rank: int | None) -> bool:
         """This object, by this rank; None: by every one."""
         ranks = self.objects.get(name, frozenset())

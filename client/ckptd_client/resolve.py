@@ -60,6 +60,12 @@ def optional_names(owner: Owner) -> list[str]:
     return [f"{owner.name}.{ODD}", f"{owner.name}.{BESIDE}"] if owner.kind == "optimizer" else []
 
 
+def reshards(owner: Owner | None) -> bool:
+    """Has it a word in how its state is divided among another number of ranks? FSDP2's modules have a method of that name for
+    something else."""
+    return owner is not None and owner.kind == "stateful" and hasattr(owner.value, "reshard")
+
+
 def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
     for name, extra in state.extras.get(owner.name, {}).items():
         yield name, extra.get()

@@ -315,9 +315,8 @@ class _Matcher:
                 self._problem(f"{name}: not in the snapshot")
             return
         self._claimed.add(name)
-        value = None if owner is None else owner.value
         mergeable = owner is not None and owner.kind == "optimizer" and not name.endswith(f".{resolve.BESIDE}")
-        if not mergeable and self._other_world("o", name) and not hasattr(value, "reshard"):
+        if not mergeable and self._other_world("o", name) and not resolve.reshards(owner):
             self._problem(f"{name}: {self._per_rank_text()}, or give it reshard(states, rank, world)")
             return
         self.result.objects.append(name)

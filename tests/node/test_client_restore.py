@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ckptd.core import failpoint
 from tests.node.client_training import Training, assert_equal, bits_equal, load, net, save
-from tests.node.rank_daemon_double import RankDaemonDouble
+from tests.node.rank_daemon_double import Held, RankDaemonDouble
 
 
 @pytest.fixture(autouse=True)
@@ -259,3 +260,64 @@ def test_several_optimizers_and_parameters_without_one(daemon: RankDaemonDouble)
     assert [len(optimizer.state) for optimizer in fresh] == [1, 2], "one parameter has no optimizer, and no state"
     for a, b in zip(optimizers, fresh, strict=True):
         assert_states_equal(a, b)
+
+
+# --- another number of ranks ----------------------------------------------------------------------------------
+def saved_by_two(daemon: RankDaemonDouble, *of_rank: Any) -> None:
+    """A snapshot of two ranks, of which each had one of these under the name "own"."""
+    daemon.held = {}
+    for step, value in enumerate(of_rank, 1):
+        save(daemon, step, own=value)
+    found = [ranks[0] for _, ranks in sorted(daemon.held.items())]
+    made = {rank: Held(replace(h.layout, rank=rank, world=2), h.payload, h.objects_bytes) for rank, h in enumerate(found)}
+    daemon.held = {(9, 9): made}
+
+
+class Place:
+    def __init__(self, read: int = 0) -> None:
+        self.read = read
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+    def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        return {"read": sum(state.pop("read") for state in states) // world + rank}
+
+
+@pytest.mark.parametrize(("first", "second"), [(100, 300), (100, 100)], ids=["different", "the same"])
+def test_what_was_each_ranks_own_is_for_the_object_to_divide_anew(daemon: RankDaemonDouble, first: int, second: int) -> None:
+    """Whether or not the ranks stood at the same place when it was saved."""
+    saved_by_two(daemon, Place(first), Place(second))
+    place = Place()
+    load(daemon, own=place)
+    assert place.read == first + second
+
+
+class Counting(nn.Module):
+    """FSDP2's modules have a method of that name, which is about something else."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+    def reshard(self) -> None:
+        raise AssertionError("nothing was gathered")
+
+
+def test_a_module_with_a_method_reshard_divides_nothing(daemon: RankDaemonDouble) -> None:
+    saved_by_two(daemon, Counting(1), Counting(2))
+    with pytest.raises(CkptdError, match="its value was each rank's own; restore it into 2 ranks"):
+        load(daemon, own=Counting())
+    saved_by_two(daemon, Counting(3), Counting(3))
+    module = Counting()
+    load(daemon, own=module)
+    assert module.count == 3
