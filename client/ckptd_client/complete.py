@@ -66,8 +66,7 @@ def _unsaved(optimizer: Optimizer, registry: Registry, state: State) -> Iterator
     optimizer steps since."""
     heirs = _heirs(registry)
     kept: _Kept | None = None
-    in_groups = [(p, {n: group.get(n) for n in names}) for group, names in hyper.changed(optimizer) for p in group["params"]]
-    for parameter, values in [*optimizer.state.items(), *in_groups]:
+    for parameter, values in [*optimizer.state.items(), *_in_groups(optimizer, registry)]:
         entry = state.params.get(id(parameter))
         if entry is None or not values or not entry.owner.takes(entry.key):
             continue
@@ -76,6 +75,15 @@ def _unsaved(optimizer: Optimizer, registry: Registry, state: State) -> Iterator
         kept = _Kept(registry) if kept is None else kept
         if not kept.has(values):
             yield entry
+
+
+def _in_groups(optimizer: Optimizer, registry: Registry) -> list[tuple[Tensor, dict[str, Any]]]:
+    """What changed in the groups of each parameter; not in those that it shares with a registered one."""
+    changed = hyper.changed(optimizer)
+    owners = registry.of_kind("optimizer") if changed else ()
+    saved = {id(group) for owner in owners for _, group in nested.groups(owner.value)}
+    lacking = [(group, {name: group.get(name) for name in names}) for group, names in changed if id(group) not in saved]
+    return [(parameter, values) for group, values in lacking for parameter in group["params"]]
 
 
 def _heirs(registry: Registry) -> dict[int, list[tuple[Optimizer, int]]]:

@@ -321,6 +321,28 @@ def test_what_an_unregistered_optimizer_counts_in_its_groups_is_missed_and_may_b
         assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
 
 
+class Clipping(Optimizer):
+    """Steps through another one, whose groups it shows as its own."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__([p for group in base.param_groups for p in group["params"]], {})
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def test_groups_that_a_registered_optimizer_shares_are_saved_with_it(daemon: RankDaemonDouble) -> None:
+    model = net()
+    base = SGD(model.parameters(), lr=1e-2)
+    clipping = Clipping(base)
+    with begun(daemon, model=model, optimizer=base) as client:
+        train(model, [clipping], 1)
+        halve(base)
+        train(model, [clipping], 1)
+        assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
+
+
 class Application:
     """Saves model and optimizer by itself, as the examples of torch.distributed.checkpoint do."""
 

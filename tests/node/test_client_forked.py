@@ -52,6 +52,12 @@ def left(client: Client) -> str:
     return "left"
 
 
+def anew(client: Client) -> str:
+    """What the error's hint says."""
+    with Client.connect("job", socket=client._session.link.path, required=True) as mine:
+        return f"{len(mine.steps())} steps"
+
+
 FORKED = "this process was forked from the one that connected"
 CALLS: dict[str, tuple[Callable[[Client, Handle], Any], str]] = {
     "wait": (lambda client, _: client.wait("sealed", 60), f"unreachable: {FORKED}"),
@@ -63,6 +69,7 @@ CALLS: dict[str, tuple[Callable[[Client, Handle], Any], str]] = {
     "health": (lambda client, _: (client.health().ok, client.health().problems), f"(False, ['not protected: {FORKED}'])"),
     "fences": (lambda client, _: (client.stepped(), client.fence(), client.hold()), "(None, None, None)"),
     "close": (lambda client, _: left(client), "left"),
+    "connect": (lambda client, _: anew(client), "0 steps"),
 }
 
 
