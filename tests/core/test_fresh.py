@@ -114,6 +114,20 @@ def test_a_start_that_claimed_and_never_opened_is_no_proof_that_nothing_came_bef
     assert node.refusals()[1:] == [("again", "unrecoverable")]
 
 
+@pytest.mark.parametrize(("done", "lives"), [(True, True), (True, False), (False, False)])
+def test_a_start_after_two_that_sealed_nothing_is_fresh_where_somebody_remembers_the_first(done: bool, lives: bool) -> None:
+    """The second never opened. Where the first was not completed either, a job that fails while it starts is not refused for that
+    (simulator, seed 2012086963)."""
+    c = NodeInfo("c", "tcp://c", "c", "c", "c#1")
+    first = EpochRecord(1, "first", ("c", "c"), (c,), before=(-1, ()))
+    second = EpochRecord(2, "second", ("a", "c"), (A, c), before=(1, ()) if done else (-1, ()))
+    gather = alone(Inventory("z", second, (), never=True, incarnation="a#1"), None, first, second)
+    gather.asked["c"] = c
+    incarnation = "c#1" if lives else "c#2"
+    gather.answers["c"] = Inventory("z", second, (), never=True, incarnation=incarnation, ran=first if done and lives else None)
+    assert (decide(gather, 2, (), {}).record is not None) == (lives or not done)
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_start_that_does_not_restore_says_what_it_leaves_behind(there: bool) -> None:
     """A script that forgot restore() lost the run that it was to go on with, without a word (a new user; P15)."""

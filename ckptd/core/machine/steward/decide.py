@@ -180,8 +180,11 @@ def _proven_fresh(gather: Gather) -> bool:
 
 def _remembers_nothing(gather: Gather, record: EpochRecord) -> bool:
     """A fresh start that was only declared left an older lineage behind, unless it never ran: then the witness must know that
-    it did, also when it has entered a later one since. Who let go of the job since remembers only in which epoch it last sealed."""
-    nothing_before = record.before[0] < 0
+    it did, also when it has entered a later one since. Who let go of the job since remembers only in which epoch it last sealed.
+    Of the one before it somebody may remember that as well."""
+    known = {one.number: one for one in gather.records}
+    before = known.get(record.before[0])
+    nothing_before = record.before[0] < 0 or (before is not None and not before.ancestry and _remembers_nothing(gather, before))
 
     def witness(answer: Inventory) -> bool:
         if answer.buried >= record.number:
@@ -217,10 +220,17 @@ def _record(gather: Gather, candidate: Candidate | None, floor: int, redundancy:
     if candidate is not None:
         ancestry = _ancestry(lineage, candidate.snapshot)
     before = (lineage.number, lineage.ancestry) if lineage is not None else (0, ())
-    if candidate is None and (lineage is None or lineage.number <= gather.tombstone.ordered) and _proven_fresh(gather):
-        before = (-1, ())  # One that ran and sealed nothing may go on until this one opens, which may be never.
+    if candidate is None and not _may_go_on(gather, lineage) and _proven_fresh(gather):
+        before = (-1, ())
     seated, holders = _seated(gather, redundancy), _holders(gather, redundancy)
     return EpochRecord(number, gather.attempt, gather.ranks, seated, ancestry, holders, before)
+
+
+def _may_go_on(gather: Gather, record: EpochRecord | None) -> bool:
+    """It trains, and has sealed nothing yet: it may until the new one opens, which may be never."""
+    if record is None or record.number <= gather.tombstone.ordered:
+        return False
+    return any((answer.done and answer.known == record) or answer.ran == record for answer in gather.answers.values())
 
 
 def _seated(gather: Gather, redundancy: Redundancy) -> tuple[NodeInfo, ...]:
