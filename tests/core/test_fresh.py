@@ -221,13 +221,26 @@ def dug(elect: Elect, *claims: EpochRecord) -> Elect:
     return elect
 
 
+def test_what_is_held_and_was_forgotten_by_an_order_that_was_not_heard_is_named() -> None:
+    """Ranks lived on a node that was cut off from the operator's: what they took after the order was passed over without a word
+    (P15; a reader's history)."""
+    node = Elect().start()
+    node.answer("b", *BOTH, known=BEFORE, done=True, buried=OLD, forgotten=OLD)
+    node.claimed()
+    opened = node.opens()[-1]
+    text = "this start does not restore: step 5 of epoch 4, which b holds, was forgotten by the operator's order"
+    assert (opened.snapshot, opened.errors) == (None, (text,))
+    assert [(do.kind, do.text) for do in only(node.done, Alarm)] == [("begins_anew", text)]
+
+
 def test_a_job_whose_grave_is_claimed_is_forgotten_whatever_its_nodes_still_hold() -> None:
     """P15: each start was refused, for what was "held nowhere any more" and for "nothing on storage"."""
     elect = dug(Elect(BEFORE, durable=True))
     assert elect.refusals() == []
     elect.claimed()
     opened = elect.opens()[-1]
-    assert (opened.snapshot, opened.errors, opened.record.before) == (None, (), (-1, ()))
+    assert (opened.snapshot, opened.record.before) == (None, (-1, ()))
+    assert [text.partition(", which")[0] for text in opened.errors] == ["this start does not restore: step 5 of epoch 4"]
     assert opened.record.number == OLD + 2
 
 

@@ -81,7 +81,7 @@ def decide(
     if usable:
         return Decision(_record(gather, usable[0], floor, redundancy), usable[0], errors=errors)
     if ask.allow_fresh or (ask.step is None and _proven_fresh(gather)):
-        return Decision(_record(gather, None, floor, redundancy), errors=errors + _unsealed(gather))
+        return Decision(_record(gather, None, floor, redundancy), errors=errors + _buried(gather) + _unsealed(gather))
     complete = not gather.missing() and gather.durable is not None and gather.durable.ok
     code = "unrecoverable" if complete or excluded else "unreachable"
     return Decision(code=code, reason="; ".join(errors) or _nothing(gather, ask))
@@ -119,6 +119,14 @@ def _what_became(gather: Gather) -> str:
     said += [f"{', '.join(anew)} started anew since it ran and may have lost some"] if anew and not let_go else []
     said += ["there is no storage" if not gather.claims else "storage has none"] if said else []
     return "this job has run before, and " + (", ".join(said) or "nobody can say that it has no checkpoint")
+
+
+def _buried(gather: Gather) -> tuple[str, ...]:
+    """Where ranks lived, the job went on with the order unheard: what they have taken since is not passed over without a word."""
+    return tuple(
+        f"{BEGINS_ANEW}: step {snapshot.step} of epoch {snapshot.epoch}, which {node} holds, was forgotten by the operator's order"
+        for node, snapshot in sorted(gather.buried.items())
+    )
 
 
 def _unsealed(gather: Gather) -> tuple[str, ...]:

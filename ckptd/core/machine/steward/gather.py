@@ -42,6 +42,7 @@ class Gather:
     durable: DurableRead | None = None
     records: list[EpochRecord] = field(default_factory=list)
     tombstone: Tombstone = NO_TOMBSTONE  # the highest that any node has of this job
+    buried: dict[str, SnapshotId] = field(default_factory=dict)  # node -> the newest that it holds and that was forgotten
     said_at: float = -1e9
 
     def missing(self) -> list[str]:
@@ -106,6 +107,10 @@ class Gather:
         ordered, durable = self.tombstone.ordered, self.durable
         on_storage = durable.newest if durable is not None else None
         self.records = [record for record in self.records if record.number > ordered or record == on_storage]
+        for node, answer in self.answers.items():
+            gone = [fact.snapshot for fact in answer.holdings if fact.snapshot.epoch <= ordered]
+            if gone:
+                self.buried[node] = max(gone)
         self.answers = {node: _without(answer, ordered) for node, answer in self.answers.items()}
 
     def heard_of(self) -> set[SnapshotId]:
