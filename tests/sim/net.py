@@ -31,6 +31,7 @@ class Net:
         self.repeat = rng.choice([0.0, 0.02])
         self.straggle = 0.02 if world.harsh else 0.001  # messages that come once more, much later
         self.view: dict[tuple[str, str], bool] = {}  # (observer, node) -> what it was told last
+        self._blind: set[tuple[str, str]] = set()  # (observer, node) that was gone when the observer started, which was not told so
         self._heard: dict[tuple[str, str], tuple[int, int]] = {}  # (hearer, node) -> their newest lives that spoke
         self._busy = Random(f"busy {world.seed}")
         self._late = self._busy.choice(LATE_OF)
@@ -87,6 +88,10 @@ class Net:
             return
         if lives >= self._heard.get((to, source), lives):
             self._heard[to, source] = lives
+            if (to, source) in self._blind:  # it is heard: when it falls silent, or has by now, that is told
+                self._blind.discard((to, source))
+                self.view.pop((to, source), None)
+                self.changed()
             host.feed(Received(source, message))
 
     # --- partitions and liveness --------------------------------------------------------------------------------
@@ -126,7 +131,9 @@ class Net:
         now = self.world.clock.now
         for other, host in self.world.hosts.items():
             gone = not host.alive or host.paused or not self.links.beats(node, other, now)
+            self._blind.discard((node, other))
             if blind and gone:
                 self.view[node, other] = False
+                self._blind.add((node, other))
             else:
                 self.view.pop((node, other), None)

@@ -97,3 +97,22 @@ def test_a_rank_that_comes_while_a_node_forgets_the_job_is_let_in_by_the_next_ma
     forgetting.bury(host, ins.Bury(Tombstone(1, 1, 0)))
     world.clock.run(world.clock.now + 0.2)
     assert host.procs[0] is run.procs[0] and not host.buried
+
+
+def test_who_was_gone_when_a_daemon_started_and_was_heard_since_is_told_to_be_down(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its link says so of every peer that falls silent; here it did not of one that had been silent at the beginning, for ever
+    (seed 8349000289)."""
+    one, other = list(world.hosts.values())[:2]
+    monkeypatch.setattr(world.net.rng, "random", lambda: 0.0)  # blind
+    other.stop()
+    one.stop()
+    one.start()
+    told: list[ev.Event] = []
+    monkeypatch.setattr(one, "feed", told.append)
+    other.start()
+    world.net.send(other.name, one.name, FlushAsk(1, 1))
+    world.clock.run(world.clock.now + 0.1)
+    assert any(isinstance(event, ev.Received) for event in told)
+    other.stop()
+    world.clock.run(world.clock.now + 5.0)
+    assert [event for event in told if isinstance(event, ev.NodeUp | ev.NodeDown)] == [ev.NodeDown(other.name)]
