@@ -21,7 +21,8 @@ class Told:
     ask: RestoreAsk | None = None
     turn: int = 0
     answers: dict[str, Inventory] = field(default_factory=dict)  # of this turn
-    commits: frozenset[SnapshotId] | None = None  # None: storage did not answer
+    commits: frozenset[SnapshotId] | None = None  # None: storage did not answer the last time that it was asked anew
+    read_turn: int = 0
     newest: EpochRecord | None = None  # that storage has a claim of
     reports: list[EpochRecord] = field(default_factory=list)
     failures: set[str] = field(default_factory=set)  # codes of the votes against what it had decided
@@ -87,12 +88,18 @@ class Decisions:
             told.turn, told.answers = message.turn, {}
         self._last[node, life] = message.attempt
 
+    def reads(self, node: str, life: int, attempt: str, turn: int) -> None:
+        """It asks storage, perhaps as it did before."""
+        told = self._told.get((node, life, attempt))
+        if told is not None and turn != told.read_turn:
+            told.read_turn, told.commits = turn, None
+
     def read(
-        self, node: str, life: int, attempt: str, newest: EpochRecord | None, commits: Collection[SnapshotId] | None
+        self, node: str, life: int, attempt: str, turn: int, newest: EpochRecord | None, commits: Collection[SnapshotId] | None
     ) -> None:
         """commits None: storage did not answer."""
         told = self._told.get((node, life, attempt))
-        if told is not None:
+        if told is not None and turn == told.read_turn:
             told.newest = newest or told.newest
             told.commits = frozenset(commits) if commits is not None else None
 

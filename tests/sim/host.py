@@ -255,7 +255,7 @@ class Host:
             self.world.oracle.heard(self, event.sender, event.message)
         elif isinstance(event, ev.DurableRead):
             commits = event.commits if event.ok else None
-            self.world.oracle.decisions.read(self.name, self.life, event.attempt, event.newest, commits)
+            self.world.oracle.decisions.read(self.name, self.life, event.attempt, event.turn, event.newest, commits)
 
     def _next(self, do: ins.Instruction) -> None:
         if self.trap is not None and self.trap.springs(do):
@@ -307,6 +307,7 @@ class Host:
             self.world.clock.after(RETRY_S, self.write_epoch, life)
 
     def _ReadDurable(self, do: ins.ReadDurable) -> None:  # noqa: N802
+        self.world.oracle.decisions.reads(self.name, self.life, do.attempt, do.turn)
         self.writes.read(do)
 
     def _ClaimEpoch(self, do: ins.ClaimEpoch) -> None:  # noqa: N802

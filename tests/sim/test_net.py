@@ -99,7 +99,9 @@ def test_a_rank_that_comes_while_a_node_forgets_the_job_is_let_in_by_the_next_ma
     assert host.procs[0] is run.procs[0] and not host.buried
 
 
-def test_who_was_gone_when_a_daemon_started_and_was_heard_since_is_told_to_be_down(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_was_gone_when_a_daemon_started_and_was_heard_is_told_to_be_down(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its link says so of every peer that falls silent; here it did not of one that had been silent at the beginning, for ever
     (seed 8349000289)."""
     one, other = list(world.hosts.values())[:2]

@@ -293,3 +293,17 @@ def test_who_has_not_heard_of_the_last_start_asks_those_it_has_heard_of() -> Non
     assert oracle._named(Told(None, newest=last)) == {"n2"}
     answers = {"n1": Inventory("a5", last, ())}
     assert oracle._named(Told(None, newest=first, answers=answers)) == {"n2"}
+
+
+def test_what_storage_said_before_it_was_asked_anew_is_not_expected_of_a_decision() -> None:
+    """It had become slow, and a start was refused for that which had heard of checkpoints once (seed 8349001022)."""
+    decisions, host = World(1).oracle.decisions, "n0"
+    decisions.heard(host, 1, host, JoinReport("a", (host,), (), (0,), RestoreAsk(), None), None)
+    decisions.reads(host, 1, "a", 1)
+    decisions.read(host, 1, "a", 1, None, [SnapshotId(1, 5)])
+    decisions.reads(host, 1, "a", 1)
+    told = decisions.of(host, 1, "a")
+    assert told is not None and told.commits == {SnapshotId(1, 5)}
+    decisions.reads(host, 1, "a", 2)
+    decisions.read(host, 1, "a", 1, None, [SnapshotId(1, 5)])
+    assert told.commits is None
