@@ -78,7 +78,7 @@ def test_a_start_that_does_not_restore_says_so_and_takes_nothing_away_at_once(no
     again.do("train", snapshot=False)
     again.do("snapshot", must=True)
     assert again.do("wait", level="durable") == "durable"
-    text = "this start does not restore: step 3 of epoch 1 is there and is left behind"
+    text = "this start begins anew without restore(), and step 3 of epoch 1 is left behind"
     assert any(text in problem for problem in again.do("health")["problems"])
     assert text in node.problems().get("begins_anew", "")
     until(lambda: {row["step"]: row["abandoned"] for row in again.do("steps")} == {1: False, 3: True}, 10, "step 3 to be listed")

@@ -74,35 +74,16 @@ def test_a_start_that_was_claimed_and_never_opened_leaves_nothing_before_the_nex
     assert decide(gather, 2, (), {}).record is None, "it may have forgotten a snapshot"
 
 
-def test_a_start_that_claimed_and_never_opened_hides_nothing_of_the_one_that_trained_on() -> None:
-    """P1: the start after it asked only those that the claim names, and called the job fresh (simulator, seed 915715)."""
-    c = NodeInfo("c", "tcp://c", "c", "c", "c#1")
-    first = EpochRecord(1, "first", ("c", "c"), (c,), before=(-1, ()))
-    node = Elect(durable=True).start()
-    node.feed(DurableRead("now", True, first))
-    node.answer("b", incarnation="b#1")
-    node.answer("c", known=first, done=True, incarnation="c#1")
-    claimed = node.claim
-    assert (claimed.number, claimed.ancestry) == (2, ()), "the first start has not taken a snapshot yet"
-    node.feed(RankLeft(0, False))  # its ranks end before the claim is done: epoch 2 never opens, epoch 1 goes on
-    node.join("again")
-    node.report("again")
-    node.feed(DurableRead("again", True, claimed))
-    node.answer("b", attempt="again", incarnation="b#1")
-    node.answer("c", *(replace(one, snapshot=at(5, 1)) for one in BOTH), attempt="again", known=first, done=True)
-    node.claimed()
-    assert node.opens()[-1].snapshot == at(5, 1)
+FIRST = EpochRecord(1, "first", ("c", "c"), (NodeInfo("c", "tcp://c", "c", "c", "c#1"),), before=(-1, ()))
 
 
-def test_a_start_that_claimed_and_never_opened_is_no_proof_that_nothing_came_before_it() -> None:
-    """The first one trained on and took snapshots, which went with its node: the third, which storage told of the second alone,
-    called the job fresh (P1; simulator, seed 3209602319)."""
-    c = NodeInfo("c", "tcp://c", "c", "c", "c#1")
-    first = EpochRecord(1, "first", ("c", "c"), (c,), before=(-1, ()))
+def never_opened() -> Elect:
+    """Epoch 1 trains on node c, and has sealed nothing yet. A second start is claimed and never opens, so that epoch 1 goes on;
+    a third one asks, and storage and node b have answered it."""
     node = Elect(durable=True).start()
-    node.feed(DurableRead("now", True, first))
+    node.feed(DurableRead("now", True, FIRST))
     node.answer("b", incarnation="b#1")
-    node.answer("c", known=first, done=True, incarnation="c#1")
+    node.answer("c", known=FIRST, done=True, incarnation="c#1")
     claimed = node.claim
     assert (claimed.number, claimed.ancestry) == (2, ()), "the first start has not taken a snapshot yet"
     node.feed(RankLeft(0, False))
@@ -110,6 +91,21 @@ def test_a_start_that_claimed_and_never_opened_is_no_proof_that_nothing_came_bef
     node.report("again")
     node.feed(DurableRead("again", True, claimed))
     node.answer("b", attempt="again", incarnation="b#1")
+    return node
+
+
+def test_a_start_that_claimed_and_never_opened_hides_nothing_of_the_one_that_trained_on() -> None:
+    """P1: the start after it asked only those that the claim names, and called the job fresh (simulator, seed 915715)."""
+    node = never_opened()
+    node.answer("c", *(replace(one, snapshot=at(5, 1)) for one in BOTH), attempt="again", known=FIRST, done=True)
+    node.claimed()
+    assert node.opens()[-1].snapshot == at(5, 1)
+
+
+def test_a_start_that_claimed_and_never_opened_is_no_proof_that_nothing_came_before_it() -> None:
+    """The first one trained on and took snapshots, which went with its node: the third, which storage told of the second alone,
+    called the job fresh (P1; simulator, seed 3209602319)."""
+    node = never_opened()
     node.answer("c", attempt="again", incarnation="c#2")
     assert node.refusals()[1:] == [("again", "unrecoverable")]
 
@@ -118,13 +114,11 @@ def test_a_start_that_claimed_and_never_opened_is_no_proof_that_nothing_came_bef
 def test_a_start_after_two_that_sealed_nothing_is_fresh_where_somebody_remembers_the_first(done: bool, lives: bool) -> None:
     """The second never opened. Where the first was not completed either, a job that fails while it starts is not refused for that
     (simulator, seed 2012086963)."""
-    c = NodeInfo("c", "tcp://c", "c", "c", "c#1")
-    first = EpochRecord(1, "first", ("c", "c"), (c,), before=(-1, ()))
-    second = EpochRecord(2, "second", ("a", "c"), (A, c), before=(1, ()) if done else (-1, ()))
-    gather = alone(Inventory("z", second, (), never=True, incarnation="a#1"), None, first, second)
-    gather.asked["c"] = c
+    second = EpochRecord(2, "second", ("a", "c"), (A, *FIRST.nodes), before=(1, ()) if done else (-1, ()))
+    gather = alone(Inventory("z", second, (), never=True, incarnation="a#1"), None, FIRST, second)
+    gather.asked["c"] = FIRST.nodes[0]
     incarnation = "c#1" if lives else "c#2"
-    gather.answers["c"] = Inventory("z", second, (), never=True, incarnation=incarnation, ran=first if done and lives else None)
+    gather.answers["c"] = Inventory("z", second, (), never=True, incarnation=incarnation, ran=FIRST if done and lives else None)
     assert (decide(gather, 2, (), {}).record is not None) == (lives or not done)
 
 
@@ -134,7 +128,7 @@ def test_a_start_that_does_not_restore_says_what_it_leaves_behind(there: bool) -
     node = Elect(ask=None).start()
     node.answer("b", *(BOTH if there else ()), known=BEFORE, done=True)
     node.claimed()
-    text = "this start does not restore: step 5 of epoch 4 is there and is left behind"
+    text = "this start begins anew without restore(), and step 5 of epoch 4 is left behind"
     assert [said.startswith(text) for said in node.opens()[-1].errors] == ([True] if there else [])
     assert [do.kind for do in only(node.done, Alarm)] == (["begins_anew"] if there else [])
 
@@ -228,7 +222,7 @@ def test_what_is_held_and_was_forgotten_by_an_order_that_was_not_heard_is_named(
     node.answer("b", *BOTH, known=BEFORE, done=True, buried=OLD, forgotten=OLD)
     node.claimed()
     opened = node.opens()[-1]
-    text = "this start does not restore: step 5 of epoch 4, which b holds, was forgotten by the operator's order"
+    text = "this start begins anew: step 5 of epoch 4, which b holds, was forgotten by the operator's order"
     assert (opened.snapshot, opened.errors) == (None, (text,))
     assert [(do.kind, do.text) for do in only(node.done, Alarm)] == [("begins_anew", text)]
 
@@ -240,7 +234,7 @@ def test_a_job_whose_grave_is_claimed_is_forgotten_whatever_its_nodes_still_hold
     elect.claimed()
     opened = elect.opens()[-1]
     assert (opened.snapshot, opened.record.before) == (None, (-1, ()))
-    assert [text.partition(", which")[0] for text in opened.errors] == ["this start does not restore: step 5 of epoch 4"]
+    assert [text.partition(", which")[0] for text in opened.errors] == ["this start begins anew: step 5 of epoch 4"]
     assert opened.record.number == OLD + 2
 
 

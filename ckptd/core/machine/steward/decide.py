@@ -20,7 +20,8 @@ CLAIM_SPREAD = 65_521  # ... and then by chance up to this: two starts that know
 NOTHING = SnapshotId(-1, -1)
 ERRORS_MAX = 16  # reasons told to the ranks
 NOTHING_SEALED = "nothing was ever sealed"
-BEGINS_ANEW = "this start does not restore"
+BEGINS_ANEW = "this start begins anew"
+ALARMS = {NOTHING_SEALED: "nothing_sealed", BEGINS_ANEW: "begins_anew"}  # first words of what a decision says -> their kind
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def _left_by_it(gather: Gather) -> tuple[str, ...]:
     """A script that forgot restore() must not lose the run that it was to go on with without a word."""
     best = [candidate.snapshot for candidate in _find(gather, RestoreAsk()).restorable[:1]]
     return tuple(
-        f"{BEGINS_ANEW}: step {snapshot.step} of epoch {snapshot.epoch} is there and is left behind; what storage has of that "
-        "line goes once this one has keep_last checkpoints of its own"
+        f"{BEGINS_ANEW} without restore(), and step {snapshot.step} of epoch {snapshot.epoch} is left behind; what storage has of "
+        "that line goes once this one has keep_last checkpoints of its own"
         for snapshot in best
     )
 
@@ -190,8 +191,7 @@ def _remembers_nothing(gather: Gather, record: EpochRecord) -> bool:
     """A fresh start that was only declared left an older lineage behind, unless it never ran: then the witness must know that
     it did, also when it has entered a later one since. Who let go of the job since remembers only in which epoch it last sealed.
     Of the one before it somebody may remember that as well."""
-    known = {one.number: one for one in gather.records}
-    before = known.get(record.before[0])
+    before = gather.record_of(record.before[0])
     nothing_before = record.before[0] < 0 or (before is not None and not before.ancestry and _remembers_nothing(gather, before))
 
     def witness(answer: Inventory) -> bool:

@@ -57,6 +57,10 @@ class Gather:
     def newest(self) -> EpochRecord | None:
         return max(self.records, key=lambda record: record.number, default=None)
 
+    def record_of(self, number: int) -> EpochRecord | None:
+        """Of two records of one number the one that was heard of last."""
+        return next((record for record in reversed(self.records) if record.number == number), None)
+
     def lineage(self, *, proven: bool = False) -> EpochRecord | None:
         """The newest epoch that took effect. One that never completed its restore left nothing behind; what was decided upon before
         it counts, or what trained meanwhile without its knowledge (two starts, a partition). ``proven``: the state directory of a
@@ -83,16 +87,14 @@ class Gather:
         number, ancestry = record.before
         if number <= 0:
             return None
-        known = {record.number: record for record in self.records}
-        return known.get(number) or EpochRecord(number, "", (), (), ancestry)
+        return self.record_of(number) or EpochRecord(number, "", (), (), ancestry)
 
     def _trained_between(self, record: EpochRecord) -> EpochRecord | None:
         """An epoch that ``record`` was decided without, and that left something to lose."""
         between = self._trained(record.before[0], record.number)
         if between is None:
             return None
-        known = {record.number: record for record in self.records}
-        return known.get(between) or self._unrecorded(between, self._before(record))
+        return self.record_of(between) or self._unrecorded(between, self._before(record))
 
     def _never_ran(self, record: EpochRecord, proven: bool) -> bool:
         """A member with ranks knows that they did not load, or never entered it: then nobody can have completed it."""
@@ -129,9 +131,8 @@ class Gather:
         """The newest epoch in which a complete snapshot may have been sealed, and that was not forgotten by order. 0: in none, as
         far as those know who answered: one node whose ranks did not all seal something proves it for its epoch, while the
         process lives that was in it."""
-        known = {record.number: record for record in self.records}
         for epoch in sorted({answer.sealed for answer in self.answers.values()}, reverse=True):
-            record = known.get(epoch)
+            record = self.record_of(epoch)
             lived = self.lived_through(record) if record is not None else ()
             if epoch > self.tombstone.ordered and all(answer.sealed >= epoch for answer in lived):
                 return epoch

@@ -16,8 +16,7 @@ from ckptd.core.instructions import Alarm, ClaimEpoch
 from ckptd.core.machine.context import RESEND_S, Context
 from ckptd.core.machine.joining import Joining
 from ckptd.core.machine.steward.decide import (
-    BEGINS_ANEW,
-    NOTHING_SEALED,
+    ALARMS,
     Decision,
     decide,
     looks_torn,
@@ -244,7 +243,7 @@ class Restoring:
         )
         self.restore = Restore(message, self._ctx.now, self._ctx.now)
         for text in decision.errors:
-            for kind, words in (("nothing_sealed", NOTHING_SEALED), ("begins_anew", BEGINS_ANEW)):
+            for words, kind in ALARMS.items():
                 if text.startswith(words):
                     self._ctx.emit(Alarm(kind, text))
         self._ctx.learn((*record.nodes, *record.holders))
