@@ -10,6 +10,7 @@ from ckptd.core.events import DurableRead, RankLeft
 from ckptd.core.ids import EpochRecord, NodeInfo
 from ckptd.core.instructions import Alarm, Bury
 from ckptd.core.life import Tombstone, grave
+from ckptd.core.machine.lifetime import RETURN_S
 from ckptd.core.machine.steward.decide import decide
 from ckptd.core.machine.steward.gather import Gather
 from ckptd.core.messages import Inventory, RestoreAsk
@@ -110,6 +111,21 @@ def test_a_start_that_claimed_and_never_opened_is_no_proof_that_nothing_came_bef
     assert node.refusals()[1:] == [("again", "unrecoverable")]
 
 
+@pytest.mark.parametrize(("declared", "waits"), [(False, 0.0), (False, 11.0), (True, 0.0), (True, 11.0)])
+def test_a_fresh_start_that_is_proven_by_storage_is_claimed_there(declared: bool, waits: float) -> None:
+    """Storage went away between its answer and the claim: epoch 1 opened, its node died, and storage proved to the next start that
+    the job had never run (P1; simulator, seed 9257316892 of a world dense in such moments)."""
+    node = Elect(ask=RestoreAsk(allow_fresh=declared), durable=True).start()
+    node.feed(DurableRead("now", True))
+    node.answer("b", incarnation="b#1")
+    if waits:
+        node.tick(waits)
+    else:
+        node.claimed(reason="storage is gone")
+    assert set(node.refusals()) == (set() if declared else {("now", "unreachable")})
+    assert len(node.opens()[:1]) == declared
+
+
 @pytest.mark.parametrize(("done", "lives"), [(True, True), (True, False), (False, False)])
 def test_a_start_after_two_that_sealed_nothing_is_fresh_where_somebody_remembers_the_first(done: bool, lives: bool) -> None:
     """The second never opened. Where the first was not completed either, a job that fails while it starts is not refused for that
@@ -131,6 +147,16 @@ def test_a_start_that_does_not_restore_says_what_it_leaves_behind(there: bool) -
     text = "this start begins anew without restore(), and step 5 of epoch 4 is left behind"
     assert [said.startswith(text) for said in node.opens()[-1].errors] == ([True] if there else [])
     assert [do.kind for do in only(node.done, Alarm)] == (["begins_anew"] if there else [])
+
+
+def test_a_start_that_asks_for_a_step_that_is_not_there_says_what_it_leaves_behind() -> None:
+    """`restore(step=9, allow_fresh=True)` where step 5 was: "nothing was ever sealed" (simulator, seed 9257316830 of then)."""
+    node = Elect(ask=RestoreAsk(step=9, allow_fresh=True)).start()
+    node.answer("b", *BOTH, known=BEFORE, done=True)
+    node.claimed()
+    (said,) = node.opens()[-1].errors
+    assert said.startswith("this start begins anew by allow_fresh=True, and step 5 of epoch 4 is left behind")
+    assert [do.kind for do in only(node.done, Alarm)] == ["begins_anew"]
 
 
 def two_nodes(sealed_a: int, sealed_b: int, **more: int) -> Gather:
@@ -194,7 +220,7 @@ def test_a_job_that_was_let_go_after_it_had_sealed_something_is_no_fresh_start()
     fresh = decide(gather, 3, (), {})
     assert fresh.record is not None, "it never sealed anything"
     assert fresh.errors == ("nothing was ever sealed: a let go of a start that ended before a first snapshot was complete",)
-    gather.answers = {"a": Inventory("z", None, (), incarnation="a#2", buried=3, forgotten=3, sealed=2)}
+    gather.said = {"a": Inventory("z", None, (), incarnation="a#2", buried=3, forgotten=3, sealed=2)}
     gather.bury(Tombstone(3, 3))
     assert decide(gather, 3, (), {}).record is not None, "forgotten by order"
 
@@ -227,6 +253,18 @@ def test_what_is_held_and_was_forgotten_by_an_order_that_was_not_heard_is_named(
     assert [(do.kind, do.text) for do in only(node.done, Alarm)] == [("begins_anew", text)]
 
 
+def test_what_a_start_after_the_order_went_on_from_is_no_longer_forgotten() -> None:
+    """Storage had kept step 5, and epoch 6 began with it; b, which had not heard the order, holds it. It was lost to a start whose
+    storage was away (P3; simulator, seed 7200004226)."""
+    since = EpochRecord(OLD + 2, "since", ("a", "b"), BEFORE.nodes, ancestry=(at(5, OLD),), before=(OLD, ()))
+    node = Elect(durable=True).start()
+    node.feed(DurableRead("now", False, reason="storage is gone"))
+    node.answer("a", known=None, buried=OLD, forgotten=OLD)
+    node.answer("b", *BOTH, known=since)
+    node.claimed(reason="storage is gone")
+    assert node.opens()[-1].snapshot == at(5, OLD)
+
+
 def test_a_job_whose_grave_is_claimed_is_forgotten_whatever_its_nodes_still_hold() -> None:
     """P15: each start was refused, for what was "held nowhere any more" and for "nothing on storage"."""
     elect = dug(Elect(BEFORE, durable=True))
@@ -249,7 +287,7 @@ def test_a_start_that_never_ran_does_not_dig_out_what_lay_in_the_grave_before_it
 def test_a_steward_that_finds_the_grave_on_storage_forgets_the_job() -> None:
     """Whoever claimed it died before this node was told; the others ask it, and are told by its tombstone."""
     node = Node("a", record_of("ab"), Policy(durable=True), running=False)
-    done = node.feed(DurableRead("", True, grave(EPOCH + 1, "forgotten"), (), forgotten=EPOCH + 1))
+    done = node.feed(DurableRead("", True, grave(EPOCH + 1, "forgotten"), (), forgotten=EPOCH + 1)) + node.tick(RETURN_S + 1.0)
     assert only(done, Bury) == [Bury(Tombstone(EPOCH + 1, EPOCH + 1))]
     node = Node("a", record_of("ab"), Policy(durable=True))
     done = node.feed(DurableRead("", True, grave(EPOCH + 1, "forgotten"), (), forgotten=EPOCH + 1))

@@ -243,10 +243,24 @@ def test_the_tombstone_names_what_was_sealed_in_an_epoch_that_could_not_be_writt
 def test_an_order_to_forget_takes_nothing_of_an_epoch_after_it() -> None:
     """The job had begun anew since, in an epoch that could not be written down here: the only memory of it went with what a node
     without ranks of it had been ordered to forget (a reader's history, P1)."""
-    node = unwritten()
+    node = unwritten(orphan_linger_s=2 * RETURN_S)
+    node.tick(RETURN_S + 1.0)
     assert only(node.hear("a", msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH)), ins.Bury) == []
     assert only(node.feed(ev.ForgetOrdered(EPOCH + 1)), ins.Bury) == []
     assert only(node.feed(ev.ForgetOrdered(node.machine.lifetime.newest())), ins.Bury) == [ins.Bury(Tombstone(7, 7, 7))]
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_daemon_whose_ranks_may_come_back_forgets_nothing_by_order(back: bool) -> None:
+    """It was restarted, and told of an order that it had not heard before its ranks were back: they could not enter their epoch any
+    more, and the other nodes of it went on without snapshots (P14; simulator, seed 7400004737)."""
+    node = Node("b", record_of("ab"), Policy(durable=False), running=False)
+    node.tick()
+    said = node.hear("a", msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH))
+    assert only(said, ins.Bury) == [] and node.machine.lifetime.refusal()[1] > 0
+    if back:
+        node.feed(ev.RankJoined(1, node.record.nonce, node.record.ranks, node.record.nodes, None, running=True))
+    assert len(only(node.tick(RETURN_S), ins.Bury)) == (not back)
 
 
 def test_memory_of_an_epoch_that_could_not_be_written_down_is_not_of_the_job_that_was_over_before() -> None:

@@ -43,6 +43,7 @@ class Lifetime:
         self.life = JobLife()
         self.buried = False
         self._began_at: float | None = None  # the first tick of this machine
+        self._ordered = 0  # the newest epoch that others have forgotten by the operator's word
         self._known_at = 0.0  # when somebody last knew of the ranks: the steward, or we of our own
 
     # --- what happens -------------------------------------------------------------------------------------------
@@ -74,12 +75,14 @@ class Lifetime:
         now = self._ctx.now
         if self._began_at is None:
             self._began_at = self._known_at = now
-        self._tell_missing(now - self._began_at)
+        self._tell_missing()
         if self.here():
             self._known_at = now
             self._become(Life.RUNNING)
         elif now - self._known_at >= self._ctx.policy.orphan_linger_s and self._ctx.record is not None:
             self._become(Life.ORPHANED, self._known_at)
+        if self._ordered:
+            self.on_tombstone(self._ordered)
         if self._nothing_is_left(now - self._began_at):
             self._bury(self._ctx.number)
 
@@ -90,10 +93,12 @@ class Lifetime:
 
     def on_tombstone(self, ordered: int) -> bool:
         """``ordered``: the highest epoch that another node, or storage, has forgotten by the operator's word. True: it took that
-        order while we were away, or whoever gave it died before we heard; so we forget as well."""
-        if not ordered or ordered < self.newest() or self._ctx.record is None or self.here():
+        order while we were away, or whoever gave it died before we heard; so we forget as well, once no rank may come back."""
+        self._ordered = max(self._ordered, ordered)
+        newest, known = self.newest(), self._ctx.record is not None
+        if not self._ordered or self._ordered < newest or not known or self.here() or self._returning():
             return False
-        self._bury(ordered, ordered)
+        self._bury(self._ordered, self._ordered)
         return True
 
     def on_spare(self, event: SpareAsked) -> None:
@@ -110,6 +115,12 @@ class Lifetime:
         """A rank lives here, or stands at restore(); or a restore is under way."""
         alive = any(not rank.left for rank in self._ranks.here.values())
         return alive or self._joining.join is not None or self._opening.open is not None
+
+    def _returning(self) -> float:
+        """For how many seconds ranks that lived with an earlier process of this daemon may still come back to it."""
+        ours = self.life.state is Life.RUNNING and any(rank not in self._ranks.here for rank in self._ctx.local_ranks())
+        began_at = self._ctx.now if self._began_at is None else self._began_at
+        return max(0.0, RETURN_S - (self._ctx.now - began_at)) if ours else 0.0
 
     def newest(self) -> int:
         """The newest epoch of this life of the job; one that could not be written down is known by what was sealed in it."""
@@ -137,6 +148,8 @@ class Lifetime:
         """Why `ckptd forget` may not have it, "" when it may; and for how many seconds that holds, 0 where nobody can say."""
         if self.here():
             return "ranks of it are here", 0.0
+        if self._returning():
+            return "this daemon has just been restarted, and ranks of it may come back", self._returning()
         if self._ctx.now < self._slots.frozen_until:
             return "a start of it asked a moment ago what there is to restore", self._slots.frozen_until - self._ctx.now
         if self.life.state is Life.RUNNING and self._uplink.session and self._ctx.is_up(self._uplink.steward):
@@ -167,10 +180,10 @@ class Lifetime:
             return seconds >= linger_s
         return self.life.over and self.age(self._ctx.now) >= linger_s
 
-    def _tell_missing(self, seconds: float) -> None:
+    def _tell_missing(self) -> None:
         """Ranks that lived with an earlier process of this daemon, and have not come back to it."""
         state = self.life.state
-        if self.here() or (state is Life.RUNNING and seconds < RETURN_S):
+        if self.here() or self._returning():
             return
         for rank in self._ctx.local_ranks():
             if rank not in self._ranks.here:

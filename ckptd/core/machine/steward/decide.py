@@ -33,6 +33,7 @@ class Decision:
     code: str = ""
     reason: str = ""
     errors: tuple[str, ...] = ()
+    proven_fresh: bool = False  # storage said so, too: the next one's proof is this one's claim
 
 
 def may_decide(gather: Gather, down: set[str]) -> bool:
@@ -75,24 +76,26 @@ def decide(
     damaged: what was found when a snapshot was tried (some are worth another try, without the damaged copies)."""
     ask = next(iter(gather.joined.values()), None)
     if ask is None:  # restore() was never called: a new lineage
-        return Decision(_record(gather, None, floor, redundancy), errors=_left_by_it(gather))
+        return Decision(_record(gather, None, floor, redundancy), errors=_left_by_it(gather, "without restore()"))
     found = _find(gather, ask)
     errors = _errors(gather, found, excluded, damaged)
     usable = [candidate for candidate in found.restorable if candidate.snapshot not in excluded]
     if usable:
         return Decision(_record(gather, usable[0], floor, redundancy), usable[0], errors=errors)
     if ask.allow_fresh or (ask.step is None and _proven_fresh(gather)):
-        return Decision(_record(gather, None, floor, redundancy), errors=errors + _buried(gather) + _unsealed(gather))
+        said = errors + (_left_by_it(gather, "by allow_fresh=True") or _buried(gather) + _unsealed(gather))
+        return Decision(_record(gather, None, floor, redundancy), errors=said, proven_fresh=not ask.allow_fresh)
     complete = not gather.missing() and gather.durable is not None and gather.durable.ok
     code = "unrecoverable" if complete or excluded else "unreachable"
     return Decision(code=code, reason="; ".join(errors) or _nothing(gather, ask))
 
 
-def _left_by_it(gather: Gather) -> tuple[str, ...]:
-    """A script that forgot restore() must not lose the run that it was to go on with without a word."""
+def _left_by_it(gather: Gather, how: str) -> tuple[str, ...]:
+    """A script that forgot restore(), or asked for a step that is not there, must not lose the run that it was to go on with
+    without a word."""
     best = [candidate.snapshot for candidate in _find(gather, RestoreAsk()).restorable[:1]]
     return tuple(
-        f"{BEGINS_ANEW} without restore(), and step {snapshot.step} of epoch {snapshot.epoch} is left behind; what storage has of "
+        f"{BEGINS_ANEW} {how}, and step {snapshot.step} of epoch {snapshot.epoch} is left behind; what storage has of "
         "that line goes once this one has keep_last checkpoints of its own"
         for snapshot in best
     )
@@ -133,6 +136,8 @@ def _buried(gather: Gather) -> tuple[str, ...]:
 def _unsealed(gather: Gather) -> tuple[str, ...]:
     """A fresh start after one that ran: proven, and yet nothing to be quiet about."""
     before, ordered = gather.lineage(), gather.tombstone.ordered
+    if gather.heard_of():  # and each is named, with why it cannot be restored
+        return ()
     if gather.sealed():  # declared by allow_fresh=True
         return (_what_became(gather),)
     if before is None:  # Nobody has its record any more.
@@ -140,8 +145,8 @@ def _unsealed(gather: Gather) -> tuple[str, ...]:
         return (f"{NOTHING_SEALED}: {let_go} let go of a start that ended before a first snapshot was complete",) if let_go else ()
     if before.number <= ordered:
         return ()
-    nodes = ", ".join(node.node for node in before.nodes)
-    return (f"{NOTHING_SEALED}: epoch {before.number} ran on {nodes} and ended before a first snapshot was complete",)
+    where = " on " + ", ".join(node.node for node in before.nodes) if before.nodes else ""
+    return (f"{NOTHING_SEALED}: epoch {before.number} ran{where} and ended before a first snapshot was complete",)
 
 
 def _left_behind(gather: Gather, ask: RestoreAsk) -> str:

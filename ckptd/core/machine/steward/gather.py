@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -38,7 +38,8 @@ class Gather:
     read_turn: int = 0  # the round in which storage was asked
     silent: frozenset[str] = frozenset()  # who did not answer the first look: the second one does not wait for them
     looked_twice: bool = False
-    answers: dict[str, Inventory] = field(default_factory=dict)
+    said: dict[str, Inventory] = field(default_factory=dict)
+    answers: dict[str, Inventory] = field(default_factory=dict)  # the same without what was forgotten
     durable: DurableRead | None = None
     records: list[EpochRecord] = field(default_factory=list)
     tombstone: Tombstone = NO_TOMBSTONE  # the highest that any node has of this job
@@ -104,16 +105,19 @@ class Gather:
         return any(_did_not_load(self.answers[node.node], record, node.incarnation, proven) for node in members)
 
     def bury(self, tombstone: Tombstone) -> None:
-        """What nodes know and hold up to there was forgotten by the operator's word; what storage has of it stays."""
+        """What nodes know and hold up to there was forgotten by the operator's word; what storage has of it stays, and what a later
+        start went on from."""
         self.tombstone = self.tombstone.over(tombstone)
         ordered, durable = self.tombstone.ordered, self.durable
         on_storage = durable.newest if durable is not None else None
         self.records = [record for record in self.records if record.number > ordered or record == on_storage]
-        for node, answer in self.answers.items():
-            gone = [fact.snapshot for fact in answer.holdings if fact.snapshot.epoch <= ordered]
+        kept = {snapshot for record in self.records if record.number > ordered for snapshot in record.ancestry}
+        self.buried, self.answers = {}, dict(self.said)
+        for node, answer in self.said.items() if ordered else ():
+            gone = {fact.snapshot for fact in answer.holdings if fact.snapshot.epoch <= ordered} - kept
             if gone:
                 self.buried[node] = max(gone)
-        self.answers = {node: _without(answer, ordered) for node, answer in self.answers.items()}
+            self.answers[node] = _without(answer, ordered, kept)
 
     def heard_of(self) -> set[SnapshotId]:
         """Every snapshot that anyone holds, was told of (also one that has fallen since), or reads on storage."""
@@ -154,12 +158,10 @@ class Gather:
         return found
 
 
-def _without(answer: Inventory, ordered: int) -> Inventory:
+def _without(answer: Inventory, ordered: int, kept: Collection[SnapshotId]) -> Inventory:
     """Without what was forgotten."""
-    if not ordered:
-        return answer
-    holdings = tuple(fact for fact in answer.holdings if fact.snapshot.epoch > ordered)
-    certified = tuple(said for said in answer.certified if said[0].epoch > ordered)
+    holdings = tuple(fact for fact in answer.holdings if fact.snapshot.epoch > ordered or fact.snapshot in kept)
+    certified = tuple(told for told in answer.certified if told[0].epoch > ordered or told[0] in kept)
     return replace(answer, holdings=holdings, certified=certified)
 
 
@@ -246,7 +248,7 @@ class Gathering:
 
     def _ask_everyone(self, gather: Gather) -> None:
         gather.asking_since = self._ctx.now
-        gather.answers = {}
+        gather.said, gather.answers = {}, {}
         gather.turn += 1
         self._say(gather)
 
@@ -256,7 +258,7 @@ class Gathering:
             return
         if message.turn != gather.turn:
             return
-        gather.answers[sender] = message
+        gather.said[sender] = message
         gather.bury(Tombstone(message.buried, message.forgotten))
         for record in (message.known, message.ran):
             self._learn(gather, record)
@@ -286,6 +288,7 @@ class Gathering:
             return
         if on_storage or record.number > gather.tombstone.ordered:
             gather.records.append(record)
+            gather.bury(gather.tombstone)
         new = {node.node: node for node in (*record.nodes, *record.holders) if node.node not in gather.asked}
         gather.asked |= new
         self._ctx.learn(n for n in (*record.nodes, *record.holders) if n.node not in self._ctx.nodes)

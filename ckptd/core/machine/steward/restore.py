@@ -211,14 +211,18 @@ class Restoring:
             self._claiming, self._floor = None, max(self._floor, event.taken)
             self.gathering.ask()
         elif event.reason and self._ctx.policy.durable:
-            self._open_unclaimed(decision)
+            self._open_unclaimed(decision, event.reason)
         else:
             self._open(decision)
 
-    def _open_unclaimed(self, decision: Decision) -> None:
-        """Storage did not answer: nobody can say that the number is free, so it is one that nobody else will take."""
+    def _open_unclaimed(self, decision: Decision, reason: str) -> None:
+        """Storage did not answer: nobody can say that the number is free, so it is one that nobody else will take. A fresh start
+        that nobody declared is refused: if its nodes died now, nothing would tell the next one that it ran (P1)."""
         record = decision.record
         assert record is not None, "refusals open nothing"
+        if decision.proven_fresh:
+            self._refuse("unreachable", f"storage did not answer: {reason}")
+            return
         number = record.number + spread(record.nonce, record.number)
         self._open(replace(decision, record=replace(record, number=number)))
 
@@ -317,7 +321,7 @@ class Restoring:
         gather = self.gathering.gather
         assert gather is not None, "only an attempt can be refused"
         if code in ("unreachable", "timeout") and self.restore is None and self._joining.trains_in(gather.attempt):
-            self.gathering.gather = None
+            self.gathering.gather = self._claiming = None
             return
         refused = self._refused[gather.attempt] = JoinRefused(gather.attempt, code, reason)
         for kept in (self._refused, self._seen):
@@ -376,7 +380,7 @@ class Restoring:
             self._watch_joins(gather)
         elif self._claiming is not None:
             if now - self._claimed_at > CLAIM_TIMEOUT_S:
-                self._open_unclaimed(self._claiming)
+                self._open_unclaimed(self._claiming, "timeout")
         elif self.restore is not None:
             self._look_after(self.restore)
         else:
