@@ -20,7 +20,7 @@ INTERPRETED = (
 )  # fmt: skip
 SIMULATOR = (
     "clock", "copies", "decisions", "disk", "evidence", "faults", "fetch", "field", "forgetting", "host", "links", "net", "oracle",
-    "parity", "shape", "state", "steps", "store", "trainer", "training", "wire", "world", "writes",
+    "parity", "seasons", "shape", "state", "steps", "store", "trainer", "training", "wire", "world", "writes",
 )  # fmt: skip
 SETTINGS = "[mypy]\nignore_missing_imports = True\nfollow_imports = silent\n"
 

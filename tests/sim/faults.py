@@ -10,7 +10,9 @@ from ckptd.core import instructions as ins
 from ckptd.core.events import OTHER_MAPPER, STILL_READ, DrainAsked, FlushAsked
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.machine.context import succession
+from tests.sim import forgetting
 from tests.sim.disk import Written
+from tests.sim.seasons import AIMED_OF, RATES, draw_season
 from tests.sim.state import OBJECTS_BYTES, Mem
 from tests.sim.traps import AT, SPRUNG_WITHIN_S, OldClock, Trap
 from tests.sim.writes import SYNC_S
@@ -24,6 +26,7 @@ STOP_S = (0.2, 6.0)
 STILL_S = (0.2, 3.0)  # unseen: up to one and a half steward_timeout_s, as links may have it
 CUT_S = (0.5, 8.0)
 STATE_S = (2.0, 12.0)
+ORDER_S = (0.2, 3.0)  # after the end of a job's ranks
 SLOW_MOST = 50.0  # times, of a link for bulk
 FEW_OF = 0.15  # of the seeds
 TORN_OF = 0.003  # of the captures
@@ -31,11 +34,8 @@ IN_USE_OF = 0.002  # of the slots that are given
 
 MISFIT_OF = 0.03  # of the ranks that restore
 
-WRITTEN_OF = 0.05  # of the starts of the job
-UNHEARD_OF = 0.3  # of the claims of an epoch
-AGAIN_OF = 0.05  # of the same
 FORGOTTEN_OF = 0.8  # of the claims of a start that asks for no restore
-DENIED_OF = 0.02  # of the commits
+SURVIVES_OF = 0.2  # of the ranks of a job that is killed
 
 # How a daemon ends: what of its node is left.
 DAEMON = "daemon lost"  # the keeper has the memory, ranks live
@@ -69,6 +69,11 @@ class Faults:
         elif not world.large and self.rng.random() < FEW_OF:  # a few kinds, often: they meet each other
             self._kinds = self.rng.sample(sorted(set(self._kinds), key=lambda kind: kind.__name__), 3)
             self.rate = 0.6
+        self.season = draw_season(world.seed, world.large)
+        if self.season.kinds:
+            self._dense = Random(f"dense {world.seed}")
+            self._kinds = [getattr(self, name) for name, weight in self.season.kinds for _ in range(weight)]
+            self.rate, self.aimed = self._dense.choice(RATES), self._dense.random() < AIMED_OF
 
     def start(self) -> None:
         self.world.clock.after(3.0, self._next)
@@ -134,7 +139,7 @@ class Faults:
 
     def on_complete(self, snapshot: SnapshotId) -> None:
         """All ranks hold it, nobody has certified it."""
-        if not self.active or not self.aimed or self.rng.random() > 0.1:
+        if not self.active or not self.aimed or self.rng.random() > self.season.aimed_of:
             return
         record = self.world.oracle.records.get(snapshot.epoch)
         if record is not None:
@@ -153,11 +158,15 @@ class Faults:
         if run is not None and run.attempt == record.nonce and run.ask is None and self._apart.random() < FORGOTTEN_OF:
             self._set(host, ins.PersistEpoch, DAEMON)  # the others know of its epoch, and its ranks join it anew
             return
-        chance = self._apart.random()
-        if chance < UNHEARD_OF:
+        chance, season = self._apart.random(), self.season
+        if chance < season.unheard_of:
             self._unheard(host, record)
-        elif chance < UNHEARD_OF + AGAIN_OF:
+        elif chance < season.unheard_of + season.again_of:
             self._again(host.world, record)
+        if self._apart.random() < season.struck_of:
+            self._struck(host.world, record)
+        if self._apart.random() < season.away_of:
+            self._storage_away(host.world)
 
     def _unheard(self, host: Host, record: EpochRecord) -> None:
         """One of them, that is no member, does not for a while, and goes on as before."""
@@ -177,9 +186,29 @@ class Faults:
         if run is not None and run.attempt == record.nonce and run.first_comes_again():
             self._count("a rank comes again as one of another world")
 
+    def _struck(self, world: World, record: EpochRecord) -> None:
+        """What the job is to restore is damaged while that is decided, or who holds it dies or is cut off: another round."""
+        held = {host: mems for host in world.hosts.values() if host.alive and (mems := host.sealed_of(record.ancestry[:1]))}
+        if not held:
+            return
+        host = self._apart.choice(list(held))
+        roll = self._apart.random()
+        if roll < 1 / 3:
+            self._damage_one(host, self._apart.choice(held[host]))
+        elif roll < 2 / 3:
+            how = self._apart.choice([DAEMON, KEEPER])
+            self.world.clock.after(self._apart.uniform(0.0, 0.6), self._kill_living, host, how)
+        else:
+            self._cut_off({host.name})
+
+    def _storage_away(self, world: World) -> None:
+        self._count("storage away at a claim")
+        world.store.up = False
+        world.clock.after(self._apart.uniform(*STORAGE_S), setattr, world.store, "up", True)
+
     def denies_commit(self) -> bool:
         """It is done, and whoever did it is told that it failed."""
-        return self.active and self._apart.random() < DENIED_OF
+        return self.active and self._apart.random() < self.season.denied_of
 
     # --- daemons and nodes --------------------------------------------------------------------------------------
     def kill(self, host: Host, how: str) -> None:
@@ -240,6 +269,26 @@ class Faults:
             self._count("rank lost")
             self.rng.choice(run.procs).die()
 
+    def _kill_living(self, host: Host, how: str) -> None:
+        if self.active and host.alive:
+            self.kill(host, how)
+
+    def _steward(self) -> None:
+        """The daemon that leads the job."""
+        stewards = [host for host in self.world.hosts.values() if host.alive and host.machine.steward.active]
+        if stewards:
+            self._count("steward's daemon aimed at")
+            self.kill(self.rng.choice(stewards), self.rng.choice([DAEMON, DAEMON, KEEPER, REBOOT]))
+
+    def _job(self) -> None:
+        """All ranks die, or nearly all, and now and then cleanly, as after an error that each of them met."""
+        run = self.rng.choice(self.world.everyone).launcher.run
+        if run is not None:
+            self._count("job killed")
+            for proc in run.procs:
+                if self.rng.random() >= SURVIVES_OF:
+                    proc.die(clean=self.rng.random() < 0.3)
+
     def _pause(self) -> None:
         host = self._some()
         if host is None:
@@ -273,7 +322,7 @@ class Faults:
 
     def on_start(self, hosts: list[Host]) -> None:
         """The job begins on these: one of them may not survive writing its epoch down."""
-        if self.active and self.rng.random() < WRITTEN_OF:
+        if self.active and self.rng.random() < self.season.written_of:
             self._set(self.rng.choice(hosts), ins.PersistEpoch)
 
     def _set(self, host: Host, at: type, how: str = "") -> None:
@@ -307,7 +356,9 @@ class Faults:
     def _partition(self) -> None:
         names = list(self.world.hosts)
         self.rng.shuffle(names)
-        away = set(names[: self.rng.randint(1, max(1, len(names) // 2))])
+        self._cut_off(set(names[: self.rng.randint(1, max(1, len(names) // 2))]))
+
+    def _cut_off(self, away: set[str]) -> None:
         self._count("partition")
         self.world.trouble()
         self.world.trace(",".join(sorted(away)), "!", "cut off")
@@ -430,10 +481,12 @@ class Faults:
         sealed = [mem for mem in host.memory.values() if mem.state == "sealed"] if host is not None else []
         if host is None or not sealed:
             return
-        mem = self.rng.choice(sealed)
+        self._damage_one(host, self.rng.choice(sealed))
+
+    def _damage_one(self, host: Host, mem: Mem) -> None:
         if mem.payload and mem.snapshot is not None:
-            world.trace(host.name, "!", f"a bit of slot {mem.id} flips")
-            world.oracle.damaged(host, mem.snapshot)
+            host.world.trace(host.name, "!", f"a bit of slot {mem.id} flips")
+            host.world.oracle.damaged(host, mem.snapshot)
             self._flip(mem)
             self._count("bit flip")
 
@@ -456,6 +509,17 @@ class Faults:
         if not self.active or self.rng.random() > MISFIT_OF:
             return ""
         return self.rng.choice(["mismatch", "timeout", "load", "load"])
+
+    def _forget(self) -> None:
+        """The operator ends the job and has it forgotten; whoever started it may be starting it again."""
+        world = self.rng.choice(self.world.everyone)
+        for run in world.launcher.runs():
+            run.kill()
+        self.world.clock.after(self.rng.uniform(*ORDER_S), self._order, world)
+
+    def _order(self, world: World) -> None:
+        if self.active and forgetting.order(world):
+            self._count("job forgotten by order")
 
     # --- wishes -------------------------------------------------------------------------------------------------
     def _flush_asked(self) -> None:

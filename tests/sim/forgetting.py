@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def order(world: World) -> bool:
     """`ckptd forget`: all are asked before any of them forgets; who is down or stopped does not answer. False: it is not over."""
     there = [host for host in world.hosts.values() if host.alive and not host.paused]
-    if any(host.machine.lifetime.refusal()[0] for host in there):
+    epoch = max((host.record.number for host in there if host.record is not None), default=0)
+    if not epoch or any(host.machine.lifetime.refusal()[0] for host in there):
         return False
-    epoch = max(host.record.number for host in world.hosts.values() if host.record is not None)
     world.oracle.forgets(epoch)
     for host in there:
         host.feed(ev.ForgetOrdered(epoch))

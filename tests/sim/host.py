@@ -142,6 +142,9 @@ class Host:
         known = [mem.snapshot for mem in self.memory.values() if mem.state == "sealed" and mem.snapshot is not None]
         return bool(record.ancestry) and not all(map(record.is_candidate, known))
 
+    def sealed_of(self, snapshots: tuple[SnapshotId, ...]) -> list[Mem]:
+        return [mem for mem in self.memory.values() if mem.state == "sealed" and mem.snapshot in snapshots]
+
     def pause(self, paused: bool, *, unseen: bool = False) -> None:
         """SIGSTOP, SIGCONT. It goes on with what it was doing. unseen: it is back before the heartbeats of any link fail."""
         if not self.alive or self.paused == paused:

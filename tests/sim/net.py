@@ -123,6 +123,7 @@ class Net:
                 up = b not in silent and (quiet or links.beats(a, b, now))
                 if view.get((a, b), True) != up:
                     view[a, b] = up
+                    self._blind.discard((a, b))
                     observer.feed(NodeUp(b) if up else NodeDown(b))
 
     def forget_views(self, node: str) -> None:

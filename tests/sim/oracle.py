@@ -45,6 +45,7 @@ class Oracle:
         self.decisions = Decisions()
         self.origins: dict[SnapshotId, Origin] = {}  # what was trained and captured under that name
         self.promises: dict[SnapshotId, Promise] = {}
+        self.ordered = 0  # the newest epoch that the operator has had forgotten
         self.certified_ever: dict[SnapshotId, int] = {}  # best level
         self.known_at: dict[
             SnapshotId, float
@@ -162,8 +163,16 @@ class Oracle:
         self._went.update(commits)
 
     def forgets(self, epoch: int) -> None:
-        """D19: the operator has the job forgotten up to there; nothing of it is promised any more."""
+        """D19: the operator has the job forgotten up to there."""
+        self.ordered = max(self.ordered, epoch)
         self.promises = {snapshot: promise for snapshot, promise in self.promises.items() if snapshot.epoch > epoch}
+
+    def _forgotten(self, snapshot: SnapshotId) -> bool:
+        """No memory of it is promised any more, nor of what ranks take in that epoch where the order was not heard. But a later
+        start may have gone on from what storage had of it."""
+        return snapshot.epoch <= self.ordered and not any(
+            record.number > self.ordered and snapshot in record.ancestry for record in self.records.values()
+        )
 
     def freed(self, snapshot: SnapshotId) -> None:
         """P3: memory went. Does everything promised still hold?"""
@@ -178,7 +187,7 @@ class Oracle:
         if promise is None or promise.level < 0:
             return
         due = promise.level - len(promise.lost)
-        if due < 0 or self.truth(snapshot) >= due:
+        if due < 0 or self.truth(snapshot) >= due or self._forgotten(snapshot):
             return
         if self._superseded(snapshot, promise.level):
             del self.promises[snapshot]
@@ -190,11 +199,13 @@ class Oracle:
 
     # --- lineage ------------------------------------------------------------------------------------------------
     def _superseded(self, snapshot: SnapshotId, at: int) -> bool:
-        """A newer one of the lineage was certified at that level; or the job went on from before it."""
+        """A newer one of the lineage was certified at that level, or is durable; or the job went on from before it."""
         origin, wanted = self.origins.get(snapshot), self.world.wanted_now()
         if origin is None:
             return False
         if any(other == snapshot or self._continues(other, origin) for other in self._went):
+            return True
+        if any(other > snapshot and self._continues(other, origin) for other in self.world.store.commits):
             return True
         for other, best in self.certified_ever.items():
             if other != snapshot and best >= min(at, wanted) and self._continues(other, origin):
@@ -207,9 +218,20 @@ class Oracle:
         newer = self.origins.get(snapshot)
         return newer is not None and newer.continues(origin)
 
-    def _lineage(self) -> Origin | None:
-        """The end of what is trained: of the newest start that all ranks have loaded for."""
-        return self.done[max(self.done)] if self.done else None
+    def _lineage(self, asked: Collection[str], storage: bool) -> Origin | None:
+        """The end of what is trained: of the newest start that all ranks have loaded for, and of which those who were asked have a
+        record, or one of a start that was decided after it, or hold something. Nobody else can tell of it. One that sealed nothing,
+        and whose record went with a state directory that did not work, is nobody's past: later ones have lower numbers."""
+        hosts = [host for name, host in self.world.hosts.items() if name in asked]
+        records = [record for host in hosts for record in (host.record, host.ran)]
+        records += [record for host in hosts for record in (host.state.durable.record, host.state.durable.ran)]
+        found = [mem.snapshot for host in hosts for mem in host.memory.values() if mem.snapshot is not None]
+        if storage:
+            records += self.world.store.claims.values()
+            found += self.world.store.commits
+        known = {number for record in records if record is not None for number in (record.number, record.before[0])}
+        told = (known | {snapshot.epoch for snapshot in found}) & self.done.keys()
+        return self.done[max(told)] if told else None
 
     def _in(self, lineage: Origin | None, snapshot: SnapshotId) -> bool:
         origin = self.origins.get(snapshot)
@@ -309,7 +331,7 @@ class Oracle:
         if self._nobody_knows(told):
             self.counts["an epoch of which nobody knows whether it ran"] += 1
             return
-        best = self._best_restorable(told.answers, told.commits or (), message.record.nonce)
+        best = self._best_restorable(told, message.record.nonce)
         if best is not None and not self._as_new(message.snapshot, best):
             raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
         self._everyone_was_asked(host, start)
@@ -328,14 +350,12 @@ class Oracle:
             for number in later
         )
 
-    def _best_restorable(
-        self, answered: Collection[str], commits: Iterable[SnapshotId], attempt: str
-    ) -> SnapshotId | None:
+    def _best_restorable(self, told: Told, attempt: str) -> SnapshotId | None:
         """The newest snapshot of the lineage that a level was promised for and that can be had from those who answered."""
-        lineage = self._lineage()
-        promised = [s for s, p in self.promises.items() if p.level >= 0 and self._in(lineage, s)]
-        found = [s for s in promised if self.truth(s, among=set(answered), attempt=attempt) >= 0]
-        found += [s for s in commits if self._in(lineage, s)]
+        lineage = self._lineage(told.answers, told.commits is not None)
+        promised = [s for s, p in self.promises.items() if p.level >= 0 and self._in(lineage, s) and not self._forgotten(s)]
+        found = [s for s in promised if self.truth(s, among=set(told.answers), attempt=attempt) >= 0]
+        found += [s for s in told.commits or () if self._in(lineage, s)]
         return max(found, default=None)
 
     def _everyone_was_asked(self, host: Host, told: Told) -> None:
@@ -343,7 +363,7 @@ class Oracle:
         named = self._named(told)
         if self.world.trouble_since(self.world.policy.inventory_timeout_s + 1.0):
             return
-        promised = {snapshot for snapshot, promise in self.promises.items() if promise.level >= 0}
+        promised = {s for s, promise in self.promises.items() if promise.level >= 0 and not self._forgotten(s)}
         for other in self.world.hosts.values():
             holds = any(m.snapshot in promised for m in other.memory.values() if m.state == "sealed")
             heard = self.world.net.links.beats(host.name, other.name, self.world.clock.now)
@@ -378,7 +398,7 @@ class Oracle:
         if unsure:
             self.counts["refused for an epoch of which nobody knows whether it ran"] += 1
             return
-        best = self._best_restorable(set(told.answers), told.commits or (), message.attempt)
+        best = self._best_restorable(told, message.attempt)
         if best is not None:
             raise Broken(f"P3 the restore was refused ({message.reason}) although {best} was there")
 
@@ -389,7 +409,10 @@ class Oracle:
         others = {record.nonce for record in told.records()} - {attempt}
         alone = not unsure or not any(map(self._stands, others))
         # Of a start that was declared while somebody could not be heard nobody knows what it was declared against.
-        vouched = all(record.before[0] for record in told.records())
+        # Nor, where all its nodes have let go of the job since, of one that only the claim of a later one names.
+        records = told.records()
+        numbers = {-1, *(record.number for record in records)}
+        vouched = all(record.before[0] in numbers for record in records)
         return not self.origins and first_lives and alone and vouched
 
     def _stands(self, attempt: str) -> bool:
@@ -469,9 +492,27 @@ class Oracle:
         last = max((n for n in self.done if n < number), default=None)
         # What another start of the job, which this one supersedes, certified after it had been asked is lost with it.
         asked = min(at for (attempt, _), at in self.told_at.items() if attempt == run.attempt)
-        known = [snapshot for snapshot, at in self.known_at.items() if at < asked]
+        left = [s for s, at in self.known_at.items() if at < asked and (s in self.world.store.commits or not self._forgotten(s))]
+        known = list(filter(self._claimed, left))
         if any(last is None or self._in(self.done[last], snapshot) for snapshot in known):
             raise Broken("P1 a fresh start was called proven although the job has had checkpoints")
+
+    def _claimed(self, snapshot: SnapshotId) -> bool:
+        """Storage has heard of a start that trained on the way to it. If not, the first was declared while storage was away, and
+        nobody but its nodes can tell a later start that the job has run before."""
+        heard = [self._trails.get(claim.nonce) for claim in self.world.store.claims.values()]
+        line: list[Trail] = []
+        at = self.origins.get(snapshot)
+        while at is not None:
+            line.append(at.trail)
+            at = at.trail.parent
+        began = [attempt for attempt, trail in self._trails.items() if trail in line[-1:]]
+        unheard = self.world.policy.durable and any(map(self._declared, began)) and not any(trail in heard for trail in line)
+        self.counts["a line of which storage never heard"] += unheard
+        return not unheard
+
+    def _declared(self, attempt: str) -> bool:
+        return any(self.records[number].nonce == attempt for number in self.declared)
 
     # --- storage ------------------------------------------------------------------------------------------------
     def published(

@@ -19,6 +19,7 @@ from tests.sim.decisions import Told
 from tests.sim.disk import Written
 from tests.sim.evidence import OBJECTS_BYTES, Evidence, Piece
 from tests.sim.oracle import Promise
+from tests.sim.store import Store
 from tests.sim.training import Model, Origin, begin
 from tests.sim.world import World
 
@@ -293,6 +294,52 @@ def test_who_has_not_heard_of_the_last_start_asks_those_it_has_heard_of() -> Non
     assert oracle._named(Told(None, newest=last)) == {"n2"}
     answers = {"n1": Inventory("a5", last, ())}
     assert oracle._named(Told(None, newest=first, answers=answers)) == {"n2"}
+
+
+def test_what_a_start_goes_on_from_is_the_newest_one_that_those_who_were_asked_know() -> None:
+    """Another one's record went with a state directory that did not work, and the next had a lower number (seed 6000005288); or
+    only a node that did not answer had heard of it."""
+    world = World(1)
+    last, later = (EpochRecord(number, f"a{number}", ("n0",), ()) for number in (9, 4))
+    origins = [Origin(begin("job", record.nonce, 1, None), 9) for record in (last, later)]
+    world.oracle.done = {9: origins[0], 4: origins[1]}
+    world.hosts["n0"].record = later
+    assert world.oracle._lineage(world.hosts, True) is origins[1]
+    world.hosts["n1"].ran = last
+    assert world.oracle._lineage(world.hosts, True) is origins[0]
+    assert world.oracle._lineage(["n0"], True) is origins[1]
+    world.hosts["n0"].record = replace(last, number=12, before=(9, ()))
+    assert world.oracle._lineage(["n0"], True) is origins[0]
+
+
+def test_a_steward_that_is_cut_off_may_go_on_to_name_what_a_newer_durable_one_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next steward released it meanwhile (seed 9602098761)."""
+    world = next(w for w in map(World, range(1, 100)) if w.policy.durable and w.policy.redundancy == Replicas(1))
+    world.start_without_faults()
+    oracle = world.oracle
+    assert world.clock.run(60.0, lambda: bool(world.store.commits) and min(oracle.certified_ever) < max(world.store.commits))
+    older = min(oracle.certified_ever)
+    oracle.certified_ever = {older: 1}
+    assert oracle._superseded(older, 1)
+    monkeypatch.setattr(Store, "commits", {})
+    assert not oracle._superseded(older, 1)
+
+
+def test_who_has_only_heard_of_the_number_of_a_start_cannot_know_that_it_took_nothing() -> None:
+    """Its nodes had let go of the job, and storage named the last of those after it, which never opened (seed 3661235381)."""
+    oracle = World(1).oracle
+    first, last = EpochRecord(1, "a1", ("n0",), (), before=(-1, ())), EpochRecord(3, "a3", ("n0",), (), before=(1, ()))
+    assert not oracle._never(Told(None, newest=last), "a4", False)
+    assert oracle._never(Told(None, newest=last, reports=[first]), "a4", False)
+
+
+def test_no_memory_of_what_was_forgotten_by_order_is_promised_but_for_what_a_later_start_went_on_from() -> None:
+    """Ranks that lived where the order was not heard went on to take snapshots in that epoch (seed 7200005878)."""
+    oracle, old = World(1).oracle, SnapshotId(3, 7)
+    oracle.forgets(3)
+    assert oracle._forgotten(old) and not oracle._forgotten(SnapshotId(4, 1))
+    oracle.records[4] = EpochRecord(4, "later", ("n0",), (), ancestry=(old,))
+    assert not oracle._forgotten(old)
 
 
 def test_what_storage_said_before_it_was_asked_anew_is_not_expected_of_a_decision() -> None:

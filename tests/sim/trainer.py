@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 TORN = "a tensor was written past the fence"
 FENCE = 4.0  # the optimizer waits this many usual captures for one
-TWICE_OF = 0.06  # of the starts: two schedulers, each on half of the nodes
-OVER_ITSELF_OF = 0.15  # of the starts: a second one on the same nodes, before the first has restored
 OVER_ITSELF_S = 1.5  # after the first, at most
 CONFUSED_OF = 0.02  # of the starts: a rank asks for another restore, or for another world, than the others
 MUST_S = 3.0  # snapshot(must=True) waits this long for its grant
@@ -370,7 +368,7 @@ class Launcher:
             if world.calm:
                 run.kill()
         world.rng.shuffle(up)
-        if len(up) > 1 and not world.calm and world.policy.durable and world.rng.random() < TWICE_OF:
+        if len(up) > 1 and not world.calm and world.policy.durable and world.rng.random() < world.faults.season.twice_of:
             world.oracle.count("fault: the job started twice at once")
             self.twice = True
             self.old.append(self._begin(up[len(up) // 2 :]))
@@ -378,7 +376,7 @@ class Launcher:
         part = world.calm or world.rng.random() < 0.6 or not world.policy.durable
         count = len(up) if part else world.rng.randint(1, len(up))
         self.run = self._begin(up[:count])
-        if not world.calm and self._chance.random() < OVER_ITSELF_OF:
+        if not world.calm and self._chance.random() < world.faults.season.over_itself_of:
             world.clock.after(self._chance.uniform(0.0, OVER_ITSELF_S), self._over_itself, self.run, up[:count])
 
     def _over_itself(self, first: Run, hosts: list[Host]) -> None:

@@ -17,6 +17,7 @@ from ckptd.core import messages as msg
 OFTEN = 100
 SELDOM = {  # 29, 20 and 99 times in 4,000 seeds (2026-11)
     "epoch loading -> fetching": 5,
+    "fault: job forgotten by order": 20,
     "offer refused: stale epoch": 5,
     "restore opened -> joining": 25,
 }
@@ -48,7 +49,8 @@ FAULTS = (
     "daemon stopped with an old time", "memory short", "node lost", "node rebooted", "one way lost", "partition", "rank lost",
     "slow link", "state directory EIO", "state directory ENOSPC", "state directory fsync", "storage away", "storage failing",
     "storage full", "storage loses power", "storage slow", "the job started over itself", "the job started twice at once",
-    "un-synced writes lost", "a write past the fence",
+    "un-synced writes lost", "a write past the fence", "job killed", "job forgotten by order", "steward's daemon aimed at",
+    "storage away at a claim",
 )  # fmt: skip
 SLOTS = (
     "own none -> FREE", "own none -> SEALED", "own FREE -> none", "own FREE -> FILLING", "own FILLING -> SEALED",
@@ -113,7 +115,7 @@ MUST: tuple[str, ...] = (
     *SITUATIONS,
     *RARER_SITUATIONS,
     *(f"fault: {name}" for name in FAULTS),
-    *(f"event {kind.__name__}" for kind in get_args(ev.Event) if kind is not ev.ForgetOrdered),  # tests/cluster/test_job_life.py
+    *(f"event {kind.__name__}" for kind in get_args(ev.Event)),
     *(f"event {kind.__name__} {how}" for kind in ANSWERS for how in ("ok", "failed")),
     "event RankLeft clean",
     "event RankLeft died",
