@@ -19,8 +19,9 @@ INTERPRETED = (
     "redundancy", "retention",
 )  # fmt: skip
 SIMULATOR = (
-    "clock", "copies", "decisions", "disk", "evidence", "faults", "fetch", "field", "forgetting", "host", "links", "net", "oracle",
-    "parity", "seasons", "shape", "state", "steps", "store", "trainer", "training", "wire", "world", "writes",
+    "clock", "copies", "decisions", "disk", "evidence", "faults", "fetch", "field", "forgetting", "host", "judge", "links",
+    "moments", "net", "oracle", "parity", "seasons", "shape", "state", "steps", "store", "trainer", "training", "wire", "world",
+    "writes",
 )  # fmt: skip
 SETTINGS = "[mypy]\nignore_missing_imports = True\nfollow_imports = silent\n"
 

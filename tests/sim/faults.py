@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from ckptd.core import instructions as ins
 from ckptd.core.events import OTHER_MAPPER, STILL_READ, DrainAsked, FlushAsked
-from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.machine.context import succession
 from tests.sim import forgetting
 from tests.sim.disk import Written
+from tests.sim.moments import CUT_S, DAEMON, KEEPER, NODE, REBOOT, STORAGE_S, Moments
 from tests.sim.seasons import AIMED_OF, RATES, draw_season
 from tests.sim.state import OBJECTS_BYTES, Mem
 from tests.sim.traps import AT, SPRUNG_WITHIN_S, OldClock, Trap
@@ -21,10 +20,8 @@ if TYPE_CHECKING:
     from tests.sim.host import Host
     from tests.sim.world import World
 
-STORAGE_S = (1.0, 8.0)
 STOP_S = (0.2, 6.0)
 STILL_S = (0.2, 3.0)  # unseen: up to one and a half steward_timeout_s, as links may have it
-CUT_S = (0.5, 8.0)
 STATE_S = (2.0, 12.0)
 ORDER_S = (0.2, 3.0)  # after the end of a job's ranks
 SLOW_MOST = 50.0  # times, of a link for bulk
@@ -34,14 +31,8 @@ IN_USE_OF = 0.002  # of the slots that are given
 
 MISFIT_OF = 0.03  # of the ranks that restore
 
-FORGOTTEN_OF = 0.8  # of the claims of a start that asks for no restore
 SURVIVES_OF = 0.2  # of the ranks of a job that is killed
 
-# How a daemon ends: what of its node is left.
-DAEMON = "daemon lost"  # the keeper has the memory, ranks live
-KEEPER = "daemon and keeper lost"  # ranks live
-REBOOT = "node rebooted"  # the disk is left, as far as it was synced
-NODE = "node lost"  # a new machine in its place, or one whose disk survived
 
 
 class Faults:
@@ -51,7 +42,7 @@ class Faults:
         self.rate = 0.5 if world.harsh else self.rng.choice([0.05, 0.15, 0.3])  # per second
         self.corruption = self.rng.random() < 0.2
         self.aimed = self.rng.random() < 0.25  # at the steward, when a snapshot has just become complete
-        self._apart = Random(f"aimed {world.seed}")  # so that a seed of before shows what it showed, as far as it can
+        self.moments = Moments(self)
         self._bits = Random(f"bits {world.seed}")
         self._kinds: list[Callable[[], None]] = [
             self._node, self._node, self._node, self._daemon, self._daemon, self._daemon, self._rank, self._rank, self._rank,
@@ -100,7 +91,7 @@ class Faults:
 
     def _stand_still(self, host: Host, seconds: float) -> None:
         if self.active and host.alive and not host.paused:
-            self._count("daemon stood still, unseen")
+            self.count("daemon stood still, unseen")
             self._stop(host, seconds, unseen=True)
 
     def _drain(self, host: Host, on: bool) -> None:
@@ -134,81 +125,8 @@ class Faults:
             self.rng.choice(self._kinds)()
             self._next()
 
-    def _count(self, what: str) -> None:
+    def count(self, what: str) -> None:
         self.world.oracle.count("fault: " + what)
-
-    def on_complete(self, snapshot: SnapshotId) -> None:
-        """All ranks hold it, nobody has certified it."""
-        if not self.active or not self.aimed or self.rng.random() > self.season.aimed_of:
-            return
-        record = self.world.oracle.records.get(snapshot.epoch)
-        if record is not None:
-            self.world.clock.after(0.0, self._kill_steward, succession(record)[0], snapshot)
-
-    def _kill_steward(self, node: str, snapshot: SnapshotId) -> None:
-        host = self.world.hosts[node]
-        if host.alive and snapshot in self.world.oracle.complete_uncertified:
-            self.kill(host, DAEMON if self.rng.random() < 0.5 else NODE)
-
-    def on_claim(self, host: Host, record: EpochRecord) -> None:
-        """It is decided what the job restores. Nodes that hold something newer have lost it by that, once they hear of it."""
-        if not self.active:
-            return
-        run = host.world.launcher.run
-        if run is not None and run.attempt == record.nonce and run.ask is None and self._apart.random() < FORGOTTEN_OF:
-            self._set(host, ins.PersistEpoch, DAEMON)  # the others know of its epoch, and its ranks join it anew
-            return
-        chance, season = self._apart.random(), self.season
-        if chance < season.unheard_of:
-            self._unheard(host, record)
-        elif chance < season.unheard_of + season.again_of:
-            self._again(host.world, record)
-        if self._apart.random() < season.struck_of:
-            self._struck(host.world, record)
-        if self._apart.random() < season.away_of:
-            self._storage_away(host.world)
-
-    def _unheard(self, host: Host, record: EpochRecord) -> None:
-        """One of them, that is no member, does not for a while, and goes on as before."""
-        others = [other for name, other in host.world.hosts.items() if other.alive and name not in record.ranks]
-        newer = [other for other in others if other.holds_beyond(record)]
-        if newer:
-            other = self._apart.choice(newer)
-            self._count("a node does not hear of the new epoch")
-            self.world.trouble()
-            self.world.trace(other.name, "!", f"does not hear {host.name}")
-            self.world.net.links.deaf.add((host.name, other.name))
-            self.world.net.changed()
-            self.world.clock.after(self._apart.uniform(*CUT_S), self._heal)
-
-    def _again(self, world: World, record: EpochRecord) -> None:
-        run = world.launcher.run
-        if run is not None and run.attempt == record.nonce and run.first_comes_again():
-            self._count("a rank comes again as one of another world")
-
-    def _struck(self, world: World, record: EpochRecord) -> None:
-        """What the job is to restore is damaged while that is decided, or who holds it dies or is cut off: another round."""
-        held = {host: mems for host in world.hosts.values() if host.alive and (mems := host.sealed_of(record.ancestry[:1]))}
-        if not held:
-            return
-        host = self._apart.choice(list(held))
-        roll = self._apart.random()
-        if roll < 1 / 3:
-            self._damage_one(host, self._apart.choice(held[host]))
-        elif roll < 2 / 3:
-            how = self._apart.choice([DAEMON, KEEPER])
-            self.world.clock.after(self._apart.uniform(0.0, 0.6), self._kill_living, host, how)
-        else:
-            self._cut_off({host.name})
-
-    def _storage_away(self, world: World) -> None:
-        self._count("storage away at a claim")
-        world.store.up = False
-        world.clock.after(self._apart.uniform(*STORAGE_S), setattr, world.store, "up", True)
-
-    def denies_commit(self) -> bool:
-        """It is done, and whoever did it is told that it failed."""
-        return self.active and self._apart.random() < self.season.denied_of
 
     # --- daemons and nodes --------------------------------------------------------------------------------------
     def kill(self, host: Host, how: str) -> None:
@@ -216,7 +134,7 @@ class Faults:
         self.world.trouble()
         for world in self.world.everyone:
             self._kill_one(world, world.hosts[host.name], how)
-        self._count(how)
+        self.count(how)
         self.world.clock.after(0.3 + self.rng.expovariate(0.5), self._revive, host.name)
 
     def _kill_one(self, world: World, host: Host, how: str) -> None:
@@ -266,10 +184,10 @@ class Faults:
     def _rank(self) -> None:
         run = self.rng.choice(self.world.everyone).launcher.run
         if run is not None:
-            self._count("rank lost")
+            self.count("rank lost")
             self.rng.choice(run.procs).die()
 
-    def _kill_living(self, host: Host, how: str) -> None:
+    def kill_living(self, host: Host, how: str) -> None:
         if self.active and host.alive:
             self.kill(host, how)
 
@@ -277,14 +195,14 @@ class Faults:
         """The daemon that leads the job."""
         stewards = [host for host in self.world.hosts.values() if host.alive and host.machine.steward.active]
         if stewards:
-            self._count("steward's daemon aimed at")
+            self.count("steward's daemon aimed at")
             self.kill(self.rng.choice(stewards), self.rng.choice([DAEMON, DAEMON, KEEPER, REBOOT]))
 
     def _job(self) -> None:
         """All ranks die, or nearly all, and now and then cleanly, as after an error that each of them met."""
         run = self.rng.choice(self.world.everyone).launcher.run
         if run is not None:
-            self._count("job killed")
+            self.count("job killed")
             for proc in run.procs:
                 if self.rng.random() >= SURVIVES_OF:
                     proc.die(clean=self.rng.random() < 0.3)
@@ -294,12 +212,12 @@ class Faults:
         if host is None:
             return
         if self.rng.random() < 0.3:
-            self._count("daemon stopped with an old time")
+            self.count("daemon stopped with an old time")
             for world in self.world.everyone:
                 one = world.hosts[host.name]
                 one.trap = OldClock(one, lambda one=one: self._stop(one))  # type: ignore[misc]
         else:
-            self._count("daemon stopped")
+            self.count("daemon stopped")
             self._stop(host)
 
     def _stop(self, host: Host, seconds: float = 0.0, *, unseen: bool = False) -> None:
@@ -318,14 +236,9 @@ class Faults:
             host = self.rng.choice(stewards)
         if host is None:
             return
-        self._set(host, self.rng.choice(AT))
+        self.set_trap(host, self.rng.choice(AT))
 
-    def on_start(self, hosts: list[Host]) -> None:
-        """The job begins on these: one of them may not survive writing its epoch down."""
-        if self.active and self.rng.random() < self.season.written_of:
-            self._set(self.rng.choice(hosts), ins.PersistEpoch)
-
-    def _set(self, host: Host, at: type, how: str = "") -> None:
+    def set_trap(self, host: Host, at: type, how: str = "") -> None:
         how = how or self.rng.choice([DAEMON, DAEMON, REBOOT, KEEPER, "stop", "stop"])
 
         def strike(do: ins.Instruction) -> None:
@@ -337,13 +250,13 @@ class Faults:
     def _sprung(self, host: Host, how: str, do: ins.Instruction) -> None:
         self.world.trouble()
         if how == "stop":
-            self._count("daemon stopped between two instructions")
+            self.count("daemon stopped between two instructions")
             host.put_back(do)
             self._stop(host)
             return
-        self._count("daemon dies between two instructions")
+        self.count("daemon dies between two instructions")
         if isinstance(do, ins.PersistEpoch):
-            self._count("daemon dies while an epoch is written down")
+            self.count("daemon dies while an epoch is written down")
             host.state.cut(Written(do.record, do.ran), self.rng)
         self.kill(host, how)
 
@@ -356,16 +269,16 @@ class Faults:
     def _partition(self) -> None:
         names = list(self.world.hosts)
         self.rng.shuffle(names)
-        self._cut_off(set(names[: self.rng.randint(1, max(1, len(names) // 2))]))
+        self.cut_off(set(names[: self.rng.randint(1, max(1, len(names) // 2))]))
 
-    def _cut_off(self, away: set[str]) -> None:
-        self._count("partition")
+    def cut_off(self, away: set[str]) -> None:
+        self.count("partition")
         self.world.trouble()
         self.world.trace(",".join(sorted(away)), "!", "cut off")
         self.world.net.split(away)
-        self.world.clock.after(self.rng.uniform(*CUT_S), self._heal)
+        self.world.clock.after(self.rng.uniform(*CUT_S), self.heal)
 
-    def _heal(self) -> None:
+    def heal(self) -> None:
         self.world.trouble()
         self.world.net.heal()
 
@@ -379,18 +292,18 @@ class Faults:
         ways = (
             {(a, b)} if self.rng.random() < 0.6 else {(a, other) for other in self.world.hosts if other != a}
         )
-        self._count("one way lost")
+        self.count("one way lost")
         self.world.trouble()
         self.world.trace(a, "!", f"is not heard by {sorted(way[1] for way in ways)}")
         self.world.net.links.deaf |= ways
         self.world.net.changed()
-        self.world.clock.after(self.rng.uniform(*CUT_S), self._heal)
+        self.world.clock.after(self.rng.uniform(*CUT_S), self.heal)
 
     def _clog(self) -> None:
         """Links of some nodes stop one after the other, and open again in another order."""
         names = sorted(self.world.hosts)
         now, links = self.world.clock.now, self.world.net.links
-        self._count("clog")
+        self.count("clog")
         self.world.trouble()
         for a in self.rng.sample(names, self.rng.randint(1, max(1, len(names) // 2))):
             end = now + self.rng.uniform(*CUT_S)
@@ -412,7 +325,7 @@ class Faults:
 
     def _slow_link(self) -> None:
         a, b = self._pair()
-        self._count("slow link")
+        self.count("slow link")
         self.world.net.links.slow[a, b] = self.rng.uniform(5.0, SLOW_MOST)
         self.world.clock.after(self.rng.uniform(*CUT_S), self._as_fast_as_ever, a, b)
 
@@ -422,7 +335,7 @@ class Faults:
     # --- storage and disks --------------------------------------------------------------------------------------
     def _storage(self) -> None:
         kind = self.rng.choice(["up", "up", "full", "slow", "failing"])
-        self._count("storage " + {"up": "away"}.get(kind, kind))
+        self.count("storage " + {"up": "away"}.get(kind, kind))
         for world in self.world.everyone:
             setattr(world.store, kind, kind != "up")
             self.world.clock.after(self.rng.uniform(*STORAGE_S), setattr, world.store, kind, kind == "up")
@@ -439,16 +352,16 @@ class Faults:
 
     def _cut(self, world: World) -> None:
         if self.active:
-            self._count("storage loses power")
+            self.count("storage loses power")
             world.trace("store", "!", "loses power")
             if world.store.power_cut():
-                self._count("un-synced writes lost")
+                self.count("un-synced writes lost")
 
     def _state_dir(self) -> None:
         host = self._some()
         if host is not None:
             failing = self.rng.choice(["EIO", "ENOSPC", "fsync"])
-            self._count("state directory " + failing)
+            self.count("state directory " + failing)
             host.state.failing = failing
             self.world.clock.after(self.rng.uniform(*STATE_S), host.state.mended)
 
@@ -456,7 +369,7 @@ class Faults:
     def _squeeze(self) -> None:
         host = self._some()
         if host is not None:
-            self._count("memory short")
+            self.count("memory short")
             host.squeeze(True)
             self.world.clock.after(self.rng.uniform(*CUT_S), host.squeeze, False)
 
@@ -470,7 +383,7 @@ class Faults:
         """Training wrote a tensor past its fence, while it was copied."""
         found = self.active and self._bits.random() < TORN_OF
         if found:
-            self._count("a write past the fence")
+            self.count("a write past the fence")
         return found
 
     def _damage(self) -> None:
@@ -481,14 +394,14 @@ class Faults:
         sealed = [mem for mem in host.memory.values() if mem.state == "sealed"] if host is not None else []
         if host is None or not sealed:
             return
-        self._damage_one(host, self.rng.choice(sealed))
+        self.damage_one(host, self.rng.choice(sealed))
 
-    def _damage_one(self, host: Host, mem: Mem) -> None:
+    def damage_one(self, host: Host, mem: Mem) -> None:
         if mem.payload and mem.snapshot is not None:
             host.world.trace(host.name, "!", f"a bit of slot {mem.id} flips")
             host.world.oracle.damaged(host, mem.snapshot)
             self._flip(mem)
-            self._count("bit flip")
+            self.count("bit flip")
 
     def _flip(self, mem: Mem) -> None:
         """Only objects and fragments have sums: what lies between them is nobody's. No bit flips back."""
@@ -519,7 +432,7 @@ class Faults:
 
     def _order(self, world: World) -> None:
         if self.active and forgetting.order(world):
-            self._count("job forgotten by order")
+            self.count("job forgotten by order")
 
     # --- wishes -------------------------------------------------------------------------------------------------
     def _flush_asked(self) -> None:

@@ -22,8 +22,8 @@ from tests.sim.state import Mem
 from tests.sim.writes import Writes
 
 if TYPE_CHECKING:
-    from tests.sim.faults import Trap
     from tests.sim.trainer import Proc
+    from tests.sim.traps import Trap
     from tests.sim.world import World
 
 TICK_S = 0.25
@@ -316,7 +316,7 @@ class Host:
     def _ClaimEpoch(self, do: ins.ClaimEpoch) -> None:  # noqa: N802
         self.world.oracle.claims(self, do.record)
         self.writes.claim(do)
-        self.world.faults.on_claim(self, do.record)
+        self.world.faults.moments.on_claim(self, do.record)
 
     def _PrepareRestore(self, do: ins.PrepareRestore) -> None:  # noqa: N802
         self.fetching.prepare(do)

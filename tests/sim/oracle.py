@@ -7,15 +7,16 @@ daemons tell each other, and knows nothing of the protocol beyond what the promi
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
 from tests.sim.broken import Broken
-from tests.sim.decisions import Decisions, Told
+from tests.sim.decisions import Decisions
 from tests.sim.evidence import OBJECTS_BYTES, Evidence, Piece
+from tests.sim.judge import Judge
 from tests.sim.training import Origin, Trail, begin, objects
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Oracle:
         self.counts: Counter[str] = Counter()
         self.evidence = Evidence(world.model)
         self.decisions = Decisions()
+        self.judge = Judge(self)
         self.origins: dict[SnapshotId, Origin] = {}  # what was trained and captured under that name
         self.promises: dict[SnapshotId, Promise] = {}
         self.ordered = 0  # the newest epoch that the operator has had forgotten
@@ -62,7 +64,6 @@ class Oracle:
         self._went: set[SnapshotId] = set()  # durable when a node asked what a job that is over could spare
         self._trails: dict[str, Trail] = {}  # by attempt
         self._levels: dict[SnapshotId, int] = {}  # of what is there now, until something of it changes
-        self._refusals: set[str] = set()
         self._sources: dict[int, set[str]] = {}
 
     def count(self, what: str) -> None:
@@ -167,7 +168,7 @@ class Oracle:
         self.ordered = max(self.ordered, epoch)
         self.promises = {snapshot: promise for snapshot, promise in self.promises.items() if snapshot.epoch > epoch}
 
-    def _forgotten(self, snapshot: SnapshotId) -> bool:
+    def forgotten(self, snapshot: SnapshotId) -> bool:
         """No memory of it is promised any more, nor of what ranks take in that epoch where the order was not heard. But a later
         start may have gone on from what storage had of it."""
         return snapshot.epoch <= self.ordered and not any(
@@ -187,7 +188,7 @@ class Oracle:
         if promise is None or promise.level < 0:
             return
         due = promise.level - len(promise.lost)
-        if due < 0 or self.truth(snapshot) >= due or self._forgotten(snapshot):
+        if due < 0 or self.truth(snapshot) >= due or self.forgotten(snapshot):
             return
         if self._superseded(snapshot, promise.level):
             del self.promises[snapshot]
@@ -203,37 +204,22 @@ class Oracle:
         origin, wanted = self.origins.get(snapshot), self.world.wanted_now()
         if origin is None:
             return False
-        if any(other == snapshot or self._continues(other, origin) for other in self._went):
+        if any(other == snapshot or self.continues(other, origin) for other in self._went):
             return True
-        if any(other > snapshot and self._continues(other, origin) for other in self.world.store.commits):
+        if any(other > snapshot and self.continues(other, origin) for other in self.world.store.commits):
             return True
         for other, best in self.certified_ever.items():
-            if other != snapshot and best >= min(at, wanted) and self._continues(other, origin):
+            if other != snapshot and best >= min(at, wanted) and self.continues(other, origin):
                 return True
         return any(
             number > snapshot.epoch and not end.continues(origin) for number, end in self.done.items()
         )
 
-    def _continues(self, snapshot: SnapshotId, origin: Origin) -> bool:
+    def continues(self, snapshot: SnapshotId, origin: Origin) -> bool:
         newer = self.origins.get(snapshot)
         return newer is not None and newer.continues(origin)
 
-    def _lineage(self, asked: Collection[str], storage: bool) -> Origin | None:
-        """The end of what is trained: of the newest start that all ranks have loaded for, and of which those who were asked have a
-        record, or one of a start that was decided after it, or hold something. Nobody else can tell of it. One that sealed nothing,
-        and whose record went with a state directory that did not work, is nobody's past: later ones have lower numbers."""
-        hosts = [host for name, host in self.world.hosts.items() if name in asked]
-        records = [record for host in hosts for record in (host.record, host.ran)]
-        records += [record for host in hosts for record in (host.state.durable.record, host.state.durable.ran)]
-        found = [mem.snapshot for host in hosts for mem in host.memory.values() if mem.snapshot is not None]
-        if storage:
-            records += self.world.store.claims.values()
-            found += self.world.store.commits
-        known = {number for record in records if record is not None for number in (record.number, record.before[0])}
-        told = (known | {snapshot.epoch for snapshot in found}) & self.done.keys()
-        return self.done[max(told)] if told else None
-
-    def _in(self, lineage: Origin | None, snapshot: SnapshotId) -> bool:
+    def in_line(self, lineage: Origin | None, snapshot: SnapshotId) -> bool:
         origin = self.origins.get(snapshot)
         return lineage is None or (origin is not None and lineage.continues(origin))
 
@@ -247,10 +233,10 @@ class Oracle:
         elif kind is msg.InventoryRequest:
             self.decisions.asked(host.name, host.life, message)  # type: ignore[arg-type]
         elif kind is msg.EpochOpen:
-            self._decided(host, message)  # type: ignore[arg-type]
+            self.judge.decided(host, message)  # type: ignore[arg-type]
         elif kind is msg.JoinRefused:
             self.counts[f"refused {message.code}"] += 1  # type: ignore[attr-defined]
-            self._refused(host, message)  # type: ignore[arg-type]
+            self.judge.refused(host, message)  # type: ignore[arg-type]
         elif kind is msg.RestoreDone:
             self._completed(message)  # type: ignore[arg-type]
         elif kind is msg.Stale:
@@ -309,116 +295,6 @@ class Oracle:
 
     def claims(self, host: Host, record: EpochRecord) -> None:
         self.decisions.decided(host.name, host.life, record.nonce)
-
-    def _decided(self, host: Host, message: msg.EpochOpen) -> None:
-        """P3: what those who answered hold of a promised snapshot is not passed over."""
-        number = message.record.number
-        before = self.records.get(number)
-        if before == message.record:
-            return
-        if before is not None:
-            self.counts["one number, two records"] += 1
-            if number in self.done:
-                return
-        self.records[number] = message.record  # one that never took effect counts for nothing
-        start = self.decisions.of(host.name, host.life, message.record.nonce)
-        assert start is not None and start.decided is not None, "nobody has asked for this epoch"
-        told = start.decided
-        if message.snapshot is None and (told.ask is None or told.ask.allow_fresh):
-            self.declared.add(number)
-        if told.ask is None or told.ask.step is not None or "damage" in told.failures:
-            return
-        if self._nobody_knows(told):
-            self.counts["an epoch of which nobody knows whether it ran"] += 1
-            return
-        best = self._best_restorable(told, message.record.nonce)
-        if best is not None and not self._as_new(message.snapshot, best):
-            raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
-        self._everyone_was_asked(host, start)
-
-    def _as_new(self, chosen: SnapshotId | None, best: SnapshotId) -> bool:
-        return chosen is not None and (chosen == best or self._continues(chosen, self.origins[best]))
-
-    def _nobody_knows(self, told: Told) -> bool:
-        """An epoch that was declared after all that trained and of which those who answered know, and of which none of them could
-        say that it never ran. Of some it is only known that another one was declared after them."""
-        known = {record.number: record for record in told.records()}
-        later = {number for record in known.values() for number in (record.number, record.before[0])}
-        newest = max(later & self.done.keys(), default=0)
-        return any(
-            number > newest and number not in self.done and (number not in known or told.may_have_run(known[number]))
-            for number in later
-        )
-
-    def _best_restorable(self, told: Told, attempt: str) -> SnapshotId | None:
-        """The newest snapshot of the lineage that a level was promised for and that can be had from those who answered."""
-        lineage = self._lineage(told.answers, told.commits is not None)
-        promised = [s for s, p in self.promises.items() if p.level >= 0 and self._in(lineage, s) and not self._forgotten(s)]
-        found = [s for s in promised if self.truth(s, among=set(told.answers), attempt=attempt) >= 0]
-        found += [s for s in told.commits or () if self._in(lineage, s)]
-        return max(found, default=None)
-
-    def _everyone_was_asked(self, host: Host, told: Told) -> None:
-        """Nodes that could answer and hold something promised did answer."""
-        named = self._named(told)
-        if self.world.trouble_since(self.world.policy.inventory_timeout_s + 1.0):
-            return
-        promised = {s for s, promise in self.promises.items() if promise.level >= 0 and not self._forgotten(s)}
-        for other in self.world.hosts.values():
-            holds = any(m.snapshot in promised for m in other.memory.values() if m.state == "sealed")
-            heard = self.world.net.links.beats(host.name, other.name, self.world.clock.now)
-            could = other.alive and not other.paused and heard
-            if could and holds and other.name in named and other.name not in told.answers:
-                raise Broken(f"P3 {other.name} holds memory of the job and was not asked")
-
-    def _named(self, told: Told) -> set[str]:
-        """The nodes of the last start that trained; where that began while storage was away, and neither storage nor who answered
-        has heard of it, those of all that they have heard of."""
-        if not self.done:
-            return set()
-        known, last = told.records(), self.records[max(self.done)]
-        if last not in known:
-            self.counts["a start of which only nodes that are not in this one know"] += 1
-        records = [last] if last in known else known
-        return {node.node for record in records for node in (*record.nodes, *record.holders)}
-
-    def _refused(self, host: Host, message: msg.JoinRefused) -> None:
-        if message.code not in ("unrecoverable", "unreachable") or message.attempt in self._refusals:
-            return
-        self._refusals.add(message.attempt)
-        told = self.decisions.of(host.name, host.life, message.attempt)
-        if told is None or told.ask is None or told.ask.step is not None or "damage" in told.failures:
-            return
-        if "unreachable" in told.failures:
-            self.counts["refused for a holder that was never reached"] += 1
-            return
-        unsure = self._nobody_knows(told)
-        if message.code == "unrecoverable" and told.ask.source is None and self._never(told, message.attempt, unsure):
-            raise Broken(f"D11 a job that never had a snapshot was refused ({message.reason})")
-        if unsure:
-            self.counts["refused for an epoch of which nobody knows whether it ran"] += 1
-            return
-        best = self._best_restorable(told, message.attempt)
-        if best is not None:
-            raise Broken(f"P3 the restore was refused ({message.reason}) although {best} was there")
-
-    def _never(self, told: Told, attempt: str, unsure: bool) -> bool:
-        """Nothing was ever captured, and those who were asked could know that."""
-        first_lives = all(host.life <= 1 for host in self.world.hosts.values())
-        # Of two starts at once one may be told so: what the other, which stands there, may have taken meanwhile nobody can say.
-        others = {record.nonce for record in told.records()} - {attempt}
-        alone = not unsure or not any(map(self._stands, others))
-        # Of a start that was declared while somebody could not be heard nobody knows what it was declared against.
-        # Nor, where all its nodes have let go of the job since, of one that only the claim of a later one names.
-        records = told.records()
-        numbers = {-1, *(record.number for record in records)}
-        vouched = all(record.before[0] in numbers for record in records)
-        return not self.origins and first_lives and alone and vouched
-
-    def _stands(self, attempt: str) -> bool:
-        """A rank of this start is at its daemon."""
-        procs = (proc for host in self.world.hosts.values() for proc in host.procs.values())
-        return any(proc.alive and proc.run.attempt == attempt for proc in procs)
 
     # --- restores -----------------------------------------------------------------------------------------------
     def fetched(self, number: int, sources: set[str]) -> None:
@@ -492,9 +368,9 @@ class Oracle:
         last = max((n for n in self.done if n < number), default=None)
         # What another start of the job, which this one supersedes, certified after it had been asked is lost with it.
         asked = min(at for (attempt, _), at in self.told_at.items() if attempt == run.attempt)
-        left = [s for s, at in self.known_at.items() if at < asked and (s in self.world.store.commits or not self._forgotten(s))]
+        left = [s for s, at in self.known_at.items() if at < asked and (s in self.world.store.commits or not self.forgotten(s))]
         known = list(filter(self._claimed, left))
-        if any(last is None or self._in(self.done[last], snapshot) for snapshot in known):
+        if any(last is None or self.in_line(self.done[last], snapshot) for snapshot in known):
             raise Broken("P1 a fresh start was called proven although the job has had checkpoints")
 
     def _claimed(self, snapshot: SnapshotId) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.core.policy import Policy
-from tests.sim.faults import NODE
 from tests.sim.host import Host
+from tests.sim.moments import NODE
 from tests.sim.world import World
 
 START_S, LOST_S, BACK_S = 120.0, 60.0, 240.0  # simulated, at most

@@ -8,8 +8,8 @@ import pytest
 
 from ckptd.core import events as ev
 from ckptd.core.redundancy import Parity, Redundancy, Replicas
-from tests.sim.faults import DAEMON, NODE
 from tests.sim.host import Host
+from tests.sim.moments import DAEMON, NODE
 from tests.sim.world import World
 
 START_S, DRAIN_S, SOON_S = 30.0, 30.0, 5.0  # simulated

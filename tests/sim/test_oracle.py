@@ -232,7 +232,7 @@ def test_a_declared_fresh_start_took_effect_also_when_every_rank_died_before_it_
         report = JoinReport(record.nonce, record.ranks, record.nodes, (0,), ask, None)
         oracle.decisions.heard(host.name, host.life, host.name, report, None)
         oracle.claims(host, record)
-        oracle._decided(host, EpochOpen(record.nonce, record, number, None, False))
+        oracle.judge.decided(host, EpochOpen(record.nonce, record, number, None, False))
         assert number not in oracle.done, "its ranks may yet be called off"
         oracle.sent(host, RestoreDone(number, number))
         assert (number in oracle.done) == declared
@@ -248,10 +248,10 @@ def test_of_two_records_of_one_number_the_one_that_took_effect_counts() -> None:
         report = JoinReport(record.nonce, record.ranks, record.nodes, (0,), None, None)
         oracle.decisions.heard(host.name, host.life, host.name, report, None)
         oracle.claims(host, record)
-        oracle._decided(host, EpochOpen(record.nonce, record, 5, None, False))
+        oracle.judge.decided(host, EpochOpen(record.nonce, record, 5, None, False))
         assert oracle.records[5] == record
     oracle.done[5] = Origin(begin("job", "a6", 1, None), 9)
-    oracle._decided(host, EpochOpen("a2", first, 5, None, False))
+    oracle.judge.decided(host, EpochOpen("a2", first, 5, None, False))
     assert oracle.records[5] == second
 
 
@@ -276,9 +276,9 @@ def test_an_epoch_that_only_a_silent_node_could_know_excuses_a_refusal() -> None
     ran, after = (EpochRecord(n, f"a{n}", ("n0",), (node,), before=(1, ())) for n in (1, 3))
     oracle.done = {1: Origin(first, 9), 401: Origin(begin("job", "a4", 1, Origin(first, 9)), 20)}
     told = Told(ran, newest=after)
-    assert oracle._nobody_knows(told), "n0 may have run epoch 3, and does not answer"
+    assert oracle.judge.nobody_knows(told), "n0 may have run epoch 3, and does not answer"
     told.answers["n0"] = Inventory("a5", ran, ())
-    assert not oracle._nobody_knows(told), "n0 has never heard of it"
+    assert not oracle.judge.nobody_knows(told), "n0 has never heard of it"
 
 
 def test_who_has_not_heard_of_the_last_start_asks_those_it_has_heard_of() -> None:
@@ -290,10 +290,10 @@ def test_who_has_not_heard_of_the_last_start_asks_those_it_has_heard_of() -> Non
     )
     origin = Origin(begin("job", "a1", 1, None), 9)
     oracle.records, oracle.done = {1: first, 401: last}, {1: origin, 401: origin}
-    assert oracle._named(Told(None, newest=first)) == {"n1"}
-    assert oracle._named(Told(None, newest=last)) == {"n2"}
+    assert oracle.judge.named(Told(None, newest=first)) == {"n1"}
+    assert oracle.judge.named(Told(None, newest=last)) == {"n2"}
     answers = {"n1": Inventory("a5", last, ())}
-    assert oracle._named(Told(None, newest=first, answers=answers)) == {"n2"}
+    assert oracle.judge.named(Told(None, newest=first, answers=answers)) == {"n2"}
 
 
 def test_what_a_start_goes_on_from_is_the_newest_one_that_those_who_were_asked_know() -> None:
@@ -304,12 +304,12 @@ def test_what_a_start_goes_on_from_is_the_newest_one_that_those_who_were_asked_k
     origins = [Origin(begin("job", record.nonce, 1, None), 9) for record in (last, later)]
     world.oracle.done = {9: origins[0], 4: origins[1]}
     world.hosts["n0"].record = later
-    assert world.oracle._lineage(world.hosts, True) is origins[1]
+    assert world.oracle.judge.lineage(world.hosts, True) is origins[1]
     world.hosts["n1"].ran = last
-    assert world.oracle._lineage(world.hosts, True) is origins[0]
-    assert world.oracle._lineage(["n0"], True) is origins[1]
+    assert world.oracle.judge.lineage(world.hosts, True) is origins[0]
+    assert world.oracle.judge.lineage(["n0"], True) is origins[1]
     world.hosts["n0"].record = replace(last, number=12, before=(9, ()))
-    assert world.oracle._lineage(["n0"], True) is origins[0]
+    assert world.oracle.judge.lineage(["n0"], True) is origins[0]
 
 
 def test_a_steward_that_is_cut_off_may_go_on_to_name_what_a_newer_durable_one_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,17 +329,17 @@ def test_who_has_only_heard_of_the_number_of_a_start_cannot_know_that_it_took_no
     """Its nodes had let go of the job, and storage named the last of those after it, which never opened (seed 3661235381)."""
     oracle = World(1).oracle
     first, last = EpochRecord(1, "a1", ("n0",), (), before=(-1, ())), EpochRecord(3, "a3", ("n0",), (), before=(1, ()))
-    assert not oracle._never(Told(None, newest=last), "a4", False)
-    assert oracle._never(Told(None, newest=last, reports=[first]), "a4", False)
+    assert not oracle.judge.never(Told(None, newest=last), "a4", False)
+    assert oracle.judge.never(Told(None, newest=last, reports=[first]), "a4", False)
 
 
 def test_no_memory_of_what_was_forgotten_by_order_is_promised_but_for_what_a_later_start_went_on_from() -> None:
     """Ranks that lived where the order was not heard went on to take snapshots in that epoch (seed 7200005878)."""
     oracle, old = World(1).oracle, SnapshotId(3, 7)
     oracle.forgets(3)
-    assert oracle._forgotten(old) and not oracle._forgotten(SnapshotId(4, 1))
+    assert oracle.forgotten(old) and not oracle.forgotten(SnapshotId(4, 1))
     oracle.records[4] = EpochRecord(4, "later", ("n0",), (), ancestry=(old,))
-    assert not oracle._forgotten(old)
+    assert not oracle.forgotten(old)
 
 
 def test_what_storage_said_before_it_was_asked_anew_is_not_expected_of_a_decision() -> None:

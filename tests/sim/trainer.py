@@ -409,7 +409,7 @@ class Launcher:
         self.starts += 1
         run = Run(self.world, f"a{self.starts}", self._seats(hosts), self._ask())
         run.start()
-        self.world.faults.on_start(hosts)
+        self.world.faults.moments.on_start(hosts)
         return run
 
     def _seats(self, hosts: list[Host]) -> list[Host]:

@@ -154,7 +154,7 @@ class World:
         return self.net.loss > 0 or self.clock.now - self._troubled_at < seconds
 
     def on_complete(self, snapshot: SnapshotId) -> None:
-        self.faults.on_complete(snapshot)
+        self.faults.moments.on_complete(snapshot)
 
     def after_event(self, host: Host) -> None:
         self._events += 1

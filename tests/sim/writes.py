@@ -187,7 +187,7 @@ class Writes:
     def _committed(self, do: ins.Commit, _: Any, error: Exception | None) -> None:
         store, oracle = self.host.world.store, self.host.world.oracle
         reason = str(error) if error is not None else ""
-        if error is None and self.host.world.faults.denies_commit():
+        if error is None and self.host.world.faults.moments.denies_commit():
             oracle.count("a commit reported as failed")
             reason = "EIO"
         elif error is None:
