@@ -47,6 +47,7 @@ class Oracle:
         self.judge = Judge(self)
         self.origins: dict[SnapshotId, Origin] = {}  # what was trained and captured under that name
         self.promises: dict[SnapshotId, Promise] = {}
+        self.durable_at: dict[SnapshotId, float] = {}  # when it was committed
         self.ordered = 0  # the newest epoch that the operator has had forgotten
         self.certified_ever: dict[SnapshotId, int] = {}  # best level
         self.known_at: dict[
@@ -190,7 +191,7 @@ class Oracle:
         due = promise.level - len(promise.lost)
         if due < 0 or self.truth(snapshot) >= due or self.forgotten(snapshot):
             return
-        if self._superseded(snapshot, promise.level):
+        if self._superseded(snapshot, due):
             del self.promises[snapshot]
             return
         raise Broken(
@@ -368,7 +369,8 @@ class Oracle:
         last = max((n for n in self.done if n < number), default=None)
         # What another start of the job, which this one supersedes, certified after it had been asked is lost with it.
         asked = min(at for (attempt, _), at in self.told_at.items() if attempt == run.attempt)
-        left = [s for s, at in self.known_at.items() if at < asked and (s in self.world.store.commits or not self.forgotten(s))]
+        stored = [s for s in self.world.store.commits if self.durable_at[s] < asked]
+        left = [s for s, at in self.known_at.items() if at < asked and (s in stored or not self.forgotten(s))]
         known = list(filter(self._claimed, left))
         if any(last is None or self.in_line(self.done[last], snapshot) for snapshot in known):
             raise Broken("P1 a fresh start was called proven although the job has had checkpoints")
@@ -411,5 +413,6 @@ class Oracle:
             raise Broken(f"P4 the commit of {snapshot} lacks a part of the state")
 
     def committed(self, snapshot: SnapshotId) -> None:
+        self.durable_at[snapshot] = self.world.clock.now
         self.known_at.setdefault(snapshot, self.world.clock.now)
         self.counts["committed"] += 1

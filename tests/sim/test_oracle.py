@@ -333,6 +333,23 @@ def test_who_has_only_heard_of_the_number_of_a_start_cannot_know_that_it_took_no
     assert oracle.judge.never(Told(None, newest=last, reports=[first]), "a4", False)
 
 
+def test_what_fell_with_a_domain_may_be_released_for_a_newer_one_that_is_as_safe_as_it_was_left() -> None:
+    """It had been certified at 1, its node came back empty, and the next steward released it for one at 0 (seed 3813209597)."""
+    world = next(w for w in map(World, range(1, 100)) if not w.policy.durable and w.policy.redundancy == Replicas(1))
+    world.start_without_faults()
+    oracle = world.oracle
+    assert world.clock.run(30.0, lambda: len(oracle.certified_ever) >= 2)
+    older, newer = sorted(oracle.certified_ever)[:2]
+    oracle.certified_ever = {older: 1, newer: 0}
+    oracle._held.pop(older, None)
+    oracle._levels.pop(older, None)
+    oracle.promises = {older: Promise(1, set())}
+    with pytest.raises(Broken, match="certified at 1"):
+        oracle.check_promise(older)
+    oracle.promises = {older: Promise(1, {"d0"})}
+    oracle.check_promise(older)
+
+
 def test_no_memory_of_what_was_forgotten_by_order_is_promised_but_for_what_a_later_start_went_on_from() -> None:
     """Ranks that lived where the order was not heard went on to take snapshots in that epoch (seed 7200005878)."""
     oracle, old = World(1).oracle, SnapshotId(3, 7)
