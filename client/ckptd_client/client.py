@@ -332,8 +332,8 @@ class Client:
         has moved on from a skipped step, it is the newest snapshot that is waited for."""
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
-        if self._gone == FORKED:
-            return f"unreachable: {FORKED}"
+        if self._gone:
+            return self._left(self._last, level)
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
         self._session.clock.waits()
         while True:
@@ -366,10 +366,16 @@ class Client:
     def _wait_for_handle(self, handle: Handle, level: str, timeout: float | None) -> str:
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
-        if self._gone == FORKED:
-            return f"unreachable: {FORKED}"
+        if self._gone:
+            return self._left(handle, level)
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
         return self._ended(level, handle, self._reach(handle, level, deadline))
+
+    def _left(self, handle: Handle | None, level: str) -> str:
+        """Nobody tells us any more: what was reached before is known, and nothing else."""
+        if handle is None or self._gone == FORKED or not reached(handle.fact, level, self._session.attainable):
+            return f"unreachable: {self._gone}"
+        return handle.status
 
     def _reach(self, handle: Handle, level: str, deadline: float) -> str:
         self._engine.settle(deadline)

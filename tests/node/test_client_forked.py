@@ -88,8 +88,12 @@ def test_in_a_forked_child_each_call_ends_at_once_and_names_the_fork(daemon: Ran
 
 
 def test_a_closed_client_says_so_at_once(daemon: RankDaemonDouble) -> None:
+    """wait() lasted for as long as a daemon may be silent (15 s). What was reached before stays so."""
     with stepped(daemon) as (client, _):
-        pass
+        handle = client.snapshot(1, must=True)
+        assert handle.wait("sealed", 30) == "durable"
+    assert handle.wait("protected") == client.wait() == "durable"
+    assert client.snapshot(2).wait() == "unreachable: the client is closed"
     for call in (client.restore, client.steps):
         with pytest.raises(CkptdError, match="the client is closed"):
             call()
