@@ -26,13 +26,7 @@ STATE_S = (2.0, 12.0)
 ORDER_S = (0.2, 3.0)  # after the end of a job's ranks
 SLOW_MOST = 50.0  # times, of a link for bulk
 FEW_OF = 0.15  # of the seeds
-TORN_OF = 0.003  # of the captures
-IN_USE_OF = 0.002  # of the slots that are given
-
-MISFIT_OF = 0.03  # of the ranks that restore
-
 SURVIVES_OF = 0.2  # of the ranks of a job that is killed
-
 
 
 class Faults:
@@ -375,13 +369,13 @@ class Faults:
 
     def slot_in_use(self) -> str:
         """Why a slot that is given cannot be taken; "": it can."""
-        if not self.active or self.rng.random() > IN_USE_OF:
+        if not self.active or self.rng.random() > self.season.in_use_of:
             return ""
         return self.rng.choice([STILL_READ, OTHER_MAPPER])
 
     def torn(self) -> bool:
         """Training wrote a tensor past its fence, while it was copied."""
-        found = self.active and self._bits.random() < TORN_OF
+        found = self.active and self._bits.random() < self.season.torn_of
         if found:
             self.count("a write past the fence")
         return found
@@ -419,7 +413,7 @@ class Faults:
     # --- trainers that do not fit -------------------------------------------------------------------------------
     def misfit(self) -> str:
         """What is wrong with a rank that restores: its model does not fit, its bytes do not come, it cannot take them."""
-        if not self.active or self.rng.random() > MISFIT_OF:
+        if not self.active or self.rng.random() > self.season.misfit_of:
             return ""
         return self.rng.choice(["mismatch", "timeout", "load", "load"])
 

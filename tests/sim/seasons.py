@@ -24,10 +24,23 @@ class Season:
     denied_of: float = 0.02  # of the commits: it is done, and whoever did it is told that it failed
     twice_of: float = 0.06  # of the starts: two schedulers, each on half of the nodes
     over_itself_of: float = 0.15  # of the starts: a second one on the same nodes, before the first has restored
+    confused_of: float = 0.02  # of the starts: a rank asks for another restore, or for another world, than the others
+    misfit_of: float = 0.03  # of the ranks that restore: the model does not fit, bytes do not come, or cannot be taken
+    torn_of: float = 0.003  # of the captures: a write past the fence
+    in_use_of: float = 0.002  # of the slots that are given: they are read, or mapped by somebody else
 
 
 ORDINARY = Season()
 SEASONS = {
+    "links": Season(
+        (("_slow_link", 4), ("_clog", 4), ("_deaf", 3), ("_pause", 3), ("_storage", 3), ("_squeeze", 2), ("_flush_asked", 2),
+         ("_two_nodes", 1), ("_daemon", 1)),
+        0.35, 0.05, 0.3, 0.05, 0.2, 0.1, 0.1, 0.03, 0.15,
+    ),
+    "ranks": Season(
+        (("_rank", 4), ("_job", 3), ("_daemon", 2), ("_trap", 2), ("_pause", 2), ("_squeeze", 2), ("_damage", 1), ("_node", 1)),
+        0.35, 0.25, 0.3, 0.15, 0.2, 0.0, 0.02, 0.12, 0.35, 0.15, 0.12, 0.05, 0.05,
+    ),
     "starts": Season(
         (("_job", 5), ("_storage", 3), ("_trap", 3), ("_daemon", 2), ("_deaf", 2), ("_state_dir", 2), ("_keeper", 1),
          ("_partition", 1)),

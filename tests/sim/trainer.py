@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 TORN = "a tensor was written past the fence"
 FENCE = 4.0  # the optimizer waits this many usual captures for one
 OVER_ITSELF_S = 1.5  # after the first, at most
-CONFUSED_OF = 0.02  # of the starts: a rank asks for another restore, or for another world, than the others
 MUST_S = 3.0  # snapshot(must=True) waits this long for its grant
 
 
@@ -240,7 +239,7 @@ class Run:
         self.procs = [Proc(self, rank, world.hosts[name]) for rank, name in enumerate(self.ranks)]
         self.salt = world.rng.randrange(1 << 30)
         self.confused = ""  # what rank 0 says otherwise than the others
-        if len(seats) > 1 and not world.calm and world.rng.random() < CONFUSED_OF:
+        if len(seats) > 1 and not world.calm and world.rng.random() < world.faults.season.confused_of:
             self.confused = world.rng.choice(["ask", "world"])
 
     def joining(self, rank: int) -> tuple[tuple[str, ...], RestoreAsk | None]:
