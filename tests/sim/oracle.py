@@ -172,9 +172,8 @@ class Oracle:
     def forgotten(self, snapshot: SnapshotId) -> bool:
         """No memory of it is promised any more, nor of what ranks take in that epoch where the order was not heard. But a later
         start may have gone on from what storage had of it."""
-        return snapshot.epoch <= self.ordered and not any(
-            record.number > self.ordered and snapshot in record.ancestry for record in self.records.values()
-        )
+        later = (self.records[number] for number in self.done if number > self.ordered)
+        return snapshot.epoch <= self.ordered and not any(snapshot in record.ancestry for record in later)
 
     def freed(self, snapshot: SnapshotId) -> None:
         """P3: memory went. Does everything promised still hold?"""

@@ -356,6 +356,8 @@ def test_no_memory_of_what_was_forgotten_by_order_is_promised_but_for_what_a_lat
     oracle.forgets(3)
     assert oracle.forgotten(old) and not oracle.forgotten(SnapshotId(4, 1))
     oracle.records[4] = EpochRecord(4, "later", ("n0",), (), ancestry=(old,))
+    assert oracle.forgotten(old), "it was decided, and never began (seed 7120828744)"
+    oracle.done[4] = Origin(begin("job", "later", 1, None), 9)
     assert not oracle.forgotten(old)
 
 
