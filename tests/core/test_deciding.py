@@ -11,12 +11,10 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.machine.steward.decide import CLAIM_GAP, CLAIM_SPREAD, spread
+from ckptd.core.machine.steward.decide import CLAIM_SPREAD, spread
 from ckptd.core.machine.steward.gather import FRESH_S
 from ckptd.core.machine.steward.restore import (
     CLAIM_TIMEOUT_S,
-    DECISIONS_MAX,
-    NO_NUMBER,
 )
 from ckptd.core.redundancy import Parity, Redundancy, Replicas
 from tests.core.elect import ASK, BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
@@ -330,53 +328,6 @@ def test_a_number_that_is_taken_is_not_tried_again_though_storage_does_not_show_
     node.answer("b")
     node.feed(ev.DurableRead("now", True))
     assert node.claim.number == 10
-
-
-def test_numbers_that_are_taken_again_and_again_are_given_up() -> None:
-    node = Elect(durable=True).start()
-    node.answer("b")
-    for number in range(DECISIONS_MAX):
-        assert node.refusals() == []
-        node.feed(ev.DurableRead("now", True))
-        node.claimed(ok=False, taken=node.claim.number)
-        node.answer("b")
-        assert node.claim.number == number + 1
-    node.feed(ev.DurableRead("now", True))
-    assert node.refusals() == [("now", "unrecoverable")]
-    assert sent(node.done, msg.JoinRefused)[0].reason == NO_NUMBER
-
-
-def test_an_answer_about_another_number_is_none() -> None:
-    node = Elect().start()
-    node.answer("b", *BOTH, known=BEFORE, done=True)
-    node.feed(ev.EpochClaimed("now", 99, True))
-    assert node.opens() == []
-
-
-def test_the_claim_of_a_start_that_was_given_up_is_not_taken_for_the_next_ones() -> None:
-    """P14, P12: both had decided for one number; storage had it for the first, and refused each commit of the second (simulator,
-    seed 427503276016 of that day)."""
-    node = Elect(durable=True).start()
-    node.answer("b", *BOTH, known=BEFORE, done=True)
-    node.feed(ev.DurableRead("now", True, BEFORE))
-    node.feed(ev.EpochClaimed("another", node.claim.number, True, node.claim.number))
-    assert node.opens() == []
-    node.claimed()
-    assert len(node.opens()) == 1
-
-
-def test_storage_that_cannot_be_asked_makes_a_number_that_nobody_else_takes() -> None:
-    node = Elect(durable=True).start()
-    node.answer("b", *BOTH, known=BEFORE, done=True)
-    node.feed(ev.DurableRead("now", True, BEFORE))
-    node.claimed(ok=False, reason="EIO")
-    assert node.opens()[-1].record.number == OLD + 1 + spread("now", OLD + 1)
-    assert spread("now", OLD + 1) >= CLAIM_GAP
-
-    node = Elect(durable=True).start()
-    node.answer("b", *BOTH, known=BEFORE, done=True)
-    node.feed(ev.DurableRead("now", False, reason="EIO"))
-    assert node.claim.number == OLD + 1 + spread("now", OLD + 1), "nor was it read"
 
 
 def test_a_later_claim_does_not_meet_a_number_that_nobody_vouched_for() -> None:

@@ -458,6 +458,10 @@ def test_an_epoch_that_opened_without_its_claim_is_claimed_when_storage_answers(
     assert claims() == []
     node.feed(ev.DurableRead("", True, before))
     assert claims() == [node.record]
+    node.feed(ev.EpochClaimed(node.record.nonce, EPOCH, False, 0, "storage is gone again"))
+    since = node.mark
+    node.tick(READ_AGAIN_S + 1.0)
+    assert [type(do) for do in node.done[since:] if isinstance(do, ins.ReadDurable)], "nobody would have asked until a commit"
     node.feed(ev.EpochClaimed(node.record.nonce, EPOCH, True))
     for newest in (node.record, replace(node.record, number=EPOCH + 1, nonce="newer")):
         node.feed(ev.DurableRead("", True, newest))

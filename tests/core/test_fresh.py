@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core.events import DurableRead, RankLeft
+from ckptd.core.events import DurableRead, NodeDown, RankLeft
 from ckptd.core.ids import EpochRecord, NodeInfo
 from ckptd.core.instructions import Alarm, Bury
 from ckptd.core.life import Tombstone, grave
@@ -251,6 +251,44 @@ def test_what_is_held_and_was_forgotten_by_an_order_that_was_not_heard_is_named(
     text = "this start begins anew: step 5 of epoch 4, which b holds, was forgotten by the operator's order"
     assert (opened.snapshot, opened.errors) == (None, (text,))
     assert [(do.kind, do.text) for do in only(node.done, Alarm)] == [("begins_anew", text)]
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_what_was_forgotten_and_is_newer_than_what_is_restored_is_named(restores: bool) -> None:
+    """b's ranks trained on to step 5 with the order unheard; storage has step 4 of that epoch (P15; a reader's history)."""
+    node = Elect(ask=RestoreAsk() if restores else None, durable=True).start()
+    node.feed(DurableRead("now", True, BEFORE, (at(4, OLD),)))
+    node.answer("a", known=None, buried=OLD, forgotten=OLD)
+    node.answer("b", *BOTH, known=BEFORE, done=True, certified=((at(5, OLD), 0, False),))
+    node.claimed()
+    opened = node.opens()[-1]
+    assert opened.snapshot == (at(4, OLD) if restores else None)
+    text = "step 5 of epoch 4, which b holds, was forgotten by the operator's order"
+    assert text in opened.errors if restores else f"this start begins anew: {text}" in opened.errors
+
+
+def test_a_second_declared_fresh_start_is_not_silent() -> None:
+    """Epoch 4 sealed step 5, which b holds; epoch 5 was declared, ran and sealed nothing; the next is declared, too (P15)."""
+    fifth = EpochRecord(OLD + 1, "fifth", ("a", "b"), BEFORE.nodes, (), (), (OLD, ()))
+    node = Elect(ask=RestoreAsk(allow_fresh=True)).start()
+    node.answer("b", *BOTH, known=fifth, ran=BEFORE, done=True, sealed=OLD, incarnation="b#1")
+    node.claimed()
+    (said,) = node.opens()[-1].errors
+    assert said.startswith("nothing was ever sealed after step 5 of epoch 4, which an earlier start left behind: epoch 5 ran on")
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_a_start_without_restore_says_what_it_may_leave_behind(away: bool) -> None:
+    """Step 5 was certified, and what has it, storage or node c, does not answer (P15; a reader's history)."""
+    with_c = replace(BEFORE, holders=(NodeInfo("c", "tcp://c", "c", "c"),))
+    node = Elect(BEFORE, ask=None, durable=away).start()
+    node.feed(DurableRead("now", False, reason="EIO") if away else NodeDown("c"))
+    told = ((at(5, OLD), 1, away),)
+    node.answer("b", known=BEFORE if away else with_c, done=True, sealed=OLD, certified=told, incarnation="b#1")
+    node.tick(4.0)
+    node.claimed(reason="EIO" if away else "")
+    (said,) = node.opens()[-1].errors
+    assert said.startswith("this start begins anew without restore(), and step 5 of epoch 4 is left behind; those who answered do")
 
 
 def test_what_a_start_after_the_order_went_on_from_is_no_longer_forgotten() -> None:

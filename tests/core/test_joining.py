@@ -15,7 +15,7 @@ from ckptd.core.life import Tombstone
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.machine.steward.restore import LEFT_PATIENCE_S
 from ckptd.core.policy import Policy
-from tests.core.machines import layout
+from tests.core.machines import EPOCH, Node, at, layout, record_of
 
 A, B = (NodeInfo(name, f"tcp://{name}", name, name, f"{name}#1") for name in "ab")
 RANKS, NODES, ASK = ("a", "b"), (A, B), msg.RestoreAsk()
@@ -183,3 +183,17 @@ def test_ranks_that_train_are_not_taken_for_those_of_an_earlier_try_of_their_sta
         machine.ticks(SLACK_S)
     assert (machine.machine.ctx.record, machine.machine.view()["phase"]) == (second, "running")
     assert not [do for do in machine.done if isinstance(do, ins.ClaimEpoch | ins.PrepareRestore | ins.FailJoin)]
+
+
+def test_a_node_leaves_a_restore_whose_attempt_was_refused() -> None:
+    """The steward had found damage and refused before it decided anew: no RestoreAbort went out, and the node held what it had
+    prepared, and told `ckptd forget` of ranks that were gone, for minutes (P14; a reader's history)."""
+    record = record_of("ab", number=EPOCH + 1, nonce="now", ancestry=(at(5),))
+    node = Node("b", record_of("ab"), Policy(replicas=1, durable=False, restore_timeout_s=600.0), running=False)
+    node.feed(ev.RankJoined(1, "now", record.ranks, record.nodes, msg.RestoreAsk()))
+    node.hear("a", msg.EpochOpen("now", record, record.number, at(5), False))
+    node.feed(ev.RankFetched(1, record.number, False, "damage", "bad"))
+    node.hear("a", msg.JoinRefused("now", "unrecoverable", "every snapshot found is damaged"))
+    node.feed(ev.RankLeft(1, False))
+    node.tick(60.0)
+    assert node.machine.lifetime.refusal()[0] != "ranks of it are here"

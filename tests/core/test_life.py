@@ -13,7 +13,7 @@ from ckptd.core.life import TRANSITIONS, JobLife, Life, Order, Tombstone, expire
 from ckptd.core.machine.lifetime import RETURN_S, told_life
 from ckptd.core.policy import Policy
 from tests.core.certificates import steward
-from tests.core.elect import BEFORE, BOTH, OLD, A, B, Elect
+from tests.core.elect import BEFORE, BOTH, OLD, A, B, C, Elect
 from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, only, record_of, sent
 
 GRACE_S, LINGER_S, ORPHAN_S = 10.0, 600.0, 86_400.0
@@ -353,3 +353,49 @@ def test_a_process_that_forgot_the_job_is_no_witness_that_an_epoch_never_ran() -
     elect.start().answer("b", incarnation="b#1", buried=OLD, sealed=OLD)
     elect.feed(ev.DurableRead("now", True, record, ()))
     assert elect.refusals() == [("now", "unrecoverable")], "it ran, and what it left is gone"
+
+
+WITH_C = replace(BEFORE, holders=(C,))
+FAR = OLD + 30_000  # of a start on c that opened while storage was away, and was forgotten by order there
+
+
+def told_of(order: int, **policy: object) -> Elect:
+    """Node a was restarted and knows epoch 4, its ranks are dead. Node c, a holder, tells of an order that a was not there for;
+    then c is gone, and within RETURN_S the job starts again on a and b."""
+    node = Elect(WITH_C, **policy)
+    node.tick(1.0, reporting=False)
+    node.hear("c", msg.Inventory("", None, (), buried=order, forgotten=order))
+    node.tick(1.0, reporting=False)
+    node.feed(ev.NodeDown("c"))
+    node.start()
+    return node
+
+
+def test_a_start_within_the_return_time_still_hears_of_the_order() -> None:
+    """P15 (a reader's history): it restored from memory what node a knew to be forgotten."""
+    node = told_of(OLD)
+    node.answer("b", *BOTH, known=WITH_C, done=True)
+    node.tick(3.0)
+    assert node.opens() == [] and node.refusals()[0] == ("now", "unreachable"), "c may know better"
+
+
+def test_an_order_that_waited_takes_nothing_that_was_sealed_after_it() -> None:
+    """The order named an epoch of which neither a and b nor storage knew; the start after it took the next number of theirs, and
+    its memory went with the order when its ranks were gone (P1; a reader's history)."""
+    node = told_of(FAR, durable=True)
+    node.feed(ev.DurableRead("now", True, WITH_C, (at(5, OLD),)))
+    node.answer("b", *BOTH, known=WITH_C, done=True)
+    node.tick(3.0)
+    node.claimed()
+    record = node.opens()[-1].record
+    node.vote(1, "fetched")
+    node.feed(ev.RankFetched(0, record.number, True))
+    node.vote(1, "loaded")
+    node.feed(ev.RankLoaded(0, record.number, True))
+    node.tick(1.0)
+    assert node.machine.ctx.done
+    node.feed(ev.HoldingFound(7, at(9, record.number), 0, 0, True, layout(0), ()))
+    node.tick(60.0, reporting=False)
+    node.feed(ev.RankLeft(0, False))
+    node.tick(1.0, reporting=False)
+    assert only(node.done, ins.Bury) == [], "step 9 was sealed after the order"

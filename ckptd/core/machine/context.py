@@ -38,12 +38,18 @@ class Context:
     never: bool = False  # they certainly have not
     sealed: int = 0  # newest epoch in which all ranks here had sealed a snapshot, as it is written down
     tombstone: Tombstone = NO_TOMBSTONE  # of an earlier life of the job, forgotten here
+    ordered: int = 0  # newest epoch that was forgotten by order elsewhere, while ranks of ours may still come back to it
     leaving: frozenset[str] = frozenset()  # nodes that are about to go, as the steward says
     down: dict[str, float] = field(default_factory=dict)  # node -> since
     spoke_at: dict[str, float] = field(
         default_factory=dict
     )  # node whose link is down, as we were told last -> when it spoke
     nodes: dict[str, NodeInfo] = field(default_factory=dict)
+
+    @property
+    def forgotten(self) -> Tombstone:
+        """What a start is told: of what this node waits to forget, too."""
+        return Tombstone(self.ordered, self.ordered).over(self.tombstone)
 
     def emit(self, *instructions: Instruction) -> None:
         self.out += instructions

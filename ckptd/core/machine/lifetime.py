@@ -43,7 +43,6 @@ class Lifetime:
         self.life = JobLife()
         self.buried = False
         self._began_at: float | None = None  # the first tick of this machine
-        self._ordered = 0  # the newest epoch that others have forgotten by the operator's word
         self._known_at = 0.0  # when somebody last knew of the ranks: the steward, or we of our own
 
     # --- what happens -------------------------------------------------------------------------------------------
@@ -81,8 +80,9 @@ class Lifetime:
             self._become(Life.RUNNING)
         elif now - self._known_at >= self._ctx.policy.orphan_linger_s and self._ctx.record is not None:
             self._become(Life.ORPHANED, self._known_at)
-        if self._ordered:
-            self.on_tombstone(self._ordered)
+        if self._alive() and self._joining.join is None:
+            self._ctx.ordered = 0  # they are back, and go on
+        self.on_tombstone(self._ctx.ordered)
         if self._nothing_is_left(now - self._began_at):
             self._bury(self._ctx.number)
 
@@ -94,11 +94,12 @@ class Lifetime:
     def on_tombstone(self, ordered: int) -> bool:
         """``ordered``: the highest epoch that another node, or storage, has forgotten by the operator's word. True: it took that
         order while we were away, or whoever gave it died before we heard; so we forget as well, once no rank may come back."""
-        self._ordered = max(self._ordered, ordered)
-        newest, known = self.newest(), self._ctx.record is not None
-        if not self._ordered or self._ordered < newest or not known or self.here() or self._returning():
+        if not ordered or ordered < self.newest() or self._ctx.record is None or self.here():
             return False
-        self._bury(self._ordered, self._ordered)
+        if self._returning():
+            self._ctx.ordered = max(self._ctx.ordered, ordered)
+            return False
+        self._bury(ordered, ordered)
         return True
 
     def on_spare(self, event: SpareAsked) -> None:
@@ -113,8 +114,10 @@ class Lifetime:
     # --- what it is ---------------------------------------------------------------------------------------------
     def here(self) -> bool:
         """A rank lives here, or stands at restore(); or a restore is under way."""
-        alive = any(not rank.left for rank in self._ranks.here.values())
-        return alive or self._joining.join is not None or self._opening.open is not None
+        return self._alive() or self._joining.join is not None or self._opening.open is not None
+
+    def _alive(self) -> bool:
+        return any(not rank.left for rank in self._ranks.here.values())
 
     def _returning(self) -> float:
         """For how many seconds ranks that lived with an earlier process of this daemon may still come back to it."""

@@ -82,7 +82,7 @@ class JobMachine:
             ev.NodeUp: self._node_up,
             ev.NodeDown: self._node_down,
             ev.Received: self._received,
-            ev.EpochClaimed: self.steward.restoring.on_claimed,
+            ev.EpochClaimed: self.steward.on_claimed,
             ev.DurableRead: self._durable_read,
             ev.FilesWritten: self.writing.on_written,
             ev.CommitDone: self.steward.on_committed,
@@ -103,7 +103,7 @@ class JobMachine:
             msg.InventoryRequest: self._inventory_request,
             msg.Inventory: self._inventory,
             msg.EpochOpen: self._epoch_open,
-            msg.JoinRefused: lambda s, m: self.joining.on_refused(m),
+            msg.JoinRefused: lambda s, m: self._join_refused(m),
             msg.Vote: lambda s, m: self.steward.restoring.on_vote(m),
             msg.RestoreGo: self.opening.on_go,
             msg.RestoreAbort: lambda s, m: self.opening.on_abort(m),
@@ -300,7 +300,7 @@ class JobMachine:
             sender,
             msg.Inventory(message.attempt, self.ctx.record, self.slots.frozen_facts(), layouts, self.levels.certified(),
                           done=self.ctx.done, never=self.ctx.never, incarnation=self.ctx.me.incarnation, ran=self.ctx.ran,
-                          turn=message.turn, buried=self.ctx.tombstone.epoch, forgotten=self.ctx.tombstone.ordered,
+                          turn=message.turn, buried=self.ctx.forgotten.epoch, forgotten=self.ctx.forgotten.ordered,
                           sealed=self.ctx.sealed),
         )  # fmt: skip
 
@@ -321,6 +321,10 @@ class JobMachine:
             if number < self.ctx.number and self.ctx.record is not None:
                 self.ctx.send(sender, msg.Stale(self.ctx.record))
             self.steward.on_knock(sender)
+
+    def _join_refused(self, message: msg.JoinRefused) -> None:
+        self.joining.on_refused(message)
+        self.opening.on_refused(message)
 
     def _durable_read(self, event: ev.DurableRead) -> None:
         if self.lifetime.on_tombstone(event.forgotten):

@@ -16,7 +16,7 @@ from ckptd.core.machine.context import RESEND_S, Context
 from ckptd.core.machine.joining import RESTORE_PATIENCE, Joining
 from ckptd.core.machine.ranks import Ranks
 from ckptd.core.machine.slots import Slots
-from ckptd.core.messages import EpochOpen, RestoreAbort, RestoreDone, RestoreGo, Stale, Vote
+from ckptd.core.messages import EpochOpen, JoinRefused, RestoreAbort, RestoreDone, RestoreGo, Stale, Vote
 
 REJOIN_S = 5.0  # all ranks stood there when the epoch was opened; one that is not back by then has failed its restore()
 
@@ -125,6 +125,13 @@ class Opening:
 
     def on_abort(self, message: RestoreAbort) -> None:
         if self._current(message.epoch, message.round):
+            self._ctx.never = True
+            self._fail(message.code, message.reason)
+
+    def on_refused(self, message: JoinRefused) -> None:
+        """The steward refuses an attempt between two decisions, when there is no restore that it could abort."""
+        opened = self.open
+        if opened is not None and opened.snapshot is not None and opened.record.nonce == message.attempt and not self._went:
             self._ctx.never = True
             self._fail(message.code, message.reason)
 

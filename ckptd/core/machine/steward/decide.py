@@ -76,14 +76,16 @@ def decide(
     damaged: what was found when a snapshot was tried (some are worth another try, without the damaged copies)."""
     ask = next(iter(gather.joined.values()), None)
     if ask is None:  # restore() was never called: a new lineage
-        return Decision(_record(gather, None, floor, redundancy), errors=_left_by_it(gather, "without restore()"))
+        said = _left_by_it(gather, "without restore()") + _buried(gather, f"{BEGINS_ANEW}: ")
+        return Decision(_record(gather, None, floor, redundancy), errors=said)
     found = _find(gather, ask)
     errors = _errors(gather, found, excluded, damaged)
     usable = [candidate for candidate in found.restorable if candidate.snapshot not in excluded]
     if usable:
+        errors += _buried(gather, above=usable[0].snapshot)
         return Decision(_record(gather, usable[0], floor, redundancy), usable[0], errors=errors)
     if ask.allow_fresh or (ask.step is None and _proven_fresh(gather)):
-        said = errors + (_left_by_it(gather, "by allow_fresh=True") or _buried(gather) + _unsealed(gather))
+        said = errors + (_left_by_it(gather, "by allow_fresh=True") or _unsealed(gather)) + _buried(gather, f"{BEGINS_ANEW}: ")
         return Decision(_record(gather, None, floor, redundancy), errors=said, proven_fresh=not ask.allow_fresh)
     complete = not gather.missing() and gather.durable is not None and gather.durable.ok
     code = "unrecoverable" if complete or excluded else "unreachable"
@@ -93,12 +95,13 @@ def decide(
 def _left_by_it(gather: Gather, how: str) -> tuple[str, ...]:
     """A script that forgot restore(), or asked for a step that is not there, must not lose the run that it was to go on with
     without a word."""
-    best = [candidate.snapshot for candidate in _find(gather, RestoreAsk()).restorable[:1]]
-    return tuple(
-        f"{BEGINS_ANEW} {how}, and step {snapshot.step} of epoch {snapshot.epoch} is left behind; what storage has of "
-        "that line goes once this one has keep_last checkpoints of its own"
-        for snapshot in best
-    )
+    found = _find(gather, RestoreAsk())
+    left = [candidate.snapshot for candidate in found.restorable[:1]]
+    then = "what storage has of that line goes once this one has keep_last checkpoints of its own"
+    if not left:
+        left = sorted(passed.snapshot for passed in found.passed_over if passed.certified >= 0)[-1:]
+        then = f"those who answered do not have it ({'; '.join(_errors(gather, found, (), {}))})"
+    return tuple(f"{BEGINS_ANEW} {how}, and step {s.step} of epoch {s.epoch} is left behind; {then}" for s in left)
 
 
 def _nothing(gather: Gather, ask: RestoreAsk) -> str:
@@ -125,20 +128,19 @@ def _what_became(gather: Gather) -> str:
     return "this job has run before, and " + (", ".join(said) or "nobody can say that it has no checkpoint")
 
 
-def _buried(gather: Gather) -> tuple[str, ...]:
+def _buried(gather: Gather, prefix: str = "", above: SnapshotId = NOTHING) -> tuple[str, ...]:
     """Where ranks lived, the job went on with the order unheard: what they have taken since is not passed over without a word."""
     return tuple(
-        f"{BEGINS_ANEW}: step {snapshot.step} of epoch {snapshot.epoch}, which {node} holds, was forgotten by the operator's order"
+        f"{prefix}step {snapshot.step} of epoch {snapshot.epoch}, which {node} holds, was forgotten by the operator's order"
         for node, snapshot in sorted(gather.buried.items())
+        if snapshot > above
     )
 
 
 def _unsealed(gather: Gather) -> tuple[str, ...]:
     """A fresh start after one that ran: proven, and yet nothing to be quiet about."""
-    before, ordered = gather.lineage(), gather.tombstone.ordered
-    if gather.heard_of():  # and each is named, with why it cannot be restored
-        return ()
-    if gather.sealed():  # declared by allow_fresh=True
+    before, ordered, left = gather.lineage(), gather.tombstone.ordered, max(gather.heard_of(), default=NOTHING)
+    if gather.sealed() > max(left.epoch, 0):  # declared by allow_fresh=True
         return (_what_became(gather),)
     if before is None:  # Nobody has its record any more.
         let_go = ", ".join(sorted(node for node, answer in gather.answers.items() if answer.buried > ordered))
@@ -146,7 +148,8 @@ def _unsealed(gather: Gather) -> tuple[str, ...]:
     if before.number <= ordered:
         return ()
     where = " on " + ", ".join(node.node for node in before.nodes) if before.nodes else ""
-    return (f"{NOTHING_SEALED}: epoch {before.number} ran{where} and ended before a first snapshot was complete",)
+    after = f" after step {left.step} of epoch {left.epoch}, which an earlier start left behind" if left > NOTHING else ""
+    return (f"{NOTHING_SEALED}{after}: epoch {before.number} ran{where} and ended before a first snapshot was complete",)
 
 
 def _left_behind(gather: Gather, ask: RestoreAsk) -> str:

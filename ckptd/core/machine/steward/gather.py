@@ -188,7 +188,7 @@ class Gathering:
                 message.attempt, message.ranks, message.nodes, self._ctx.now, self._ctx.policy.durable
             )
             self._ctx.learn(message.nodes)
-            gather.bury(self._ctx.tombstone)
+            gather.bury(self._ctx.forgotten)
             self._learn(gather, self._ctx.record)
         self._learn(gather, message.known)
         if (gather.ranks, gather.nodes) != (message.ranks, message.nodes):

@@ -203,17 +203,23 @@ class Restoring:
             return
         if (event.attempt, event.number) != (decision.record.nonce, decision.record.number):
             return  # the claim of a start that was given up meanwhile
-        if not self.gathering.complete():
-            # The ranks went meanwhile, or we stood still. If they are back it is decided anew, perhaps otherwise: under this
-            # number storage has what was decided now.
-            self._claiming, self._floor = None, max(self._floor, event.number)
-        elif not event.ok and event.taken >= event.number:
+        if not self._still_there(decision.record):
+            return
+        if not event.ok and event.taken >= event.number:
             self._claiming, self._floor = None, max(self._floor, event.taken)
             self.gathering.ask()
         elif event.reason and self._ctx.policy.durable:
             self._open_unclaimed(decision, event.reason)
         else:
             self._open(decision)
+
+    def _still_there(self, record: EpochRecord) -> bool:
+        """False: the ranks went meanwhile, or we stood still. If they are back it is decided anew, perhaps otherwise: under this
+        number storage has, or will have, what was decided now."""
+        if not self.gathering.complete():
+            self._claiming, self._floor = None, max(self._floor, record.number)
+            return False
+        return True
 
     def _open_unclaimed(self, decision: Decision, reason: str) -> None:
         """Storage did not answer: nobody can say that the number is free, so it is one that nobody else will take. A fresh start
@@ -379,7 +385,8 @@ class Restoring:
         if gather.asking_since is None:
             self._watch_joins(gather)
         elif self._claiming is not None:
-            if now - self._claimed_at > CLAIM_TIMEOUT_S:
+            record = self._claiming.record
+            if now - self._claimed_at > CLAIM_TIMEOUT_S and record is not None and self._still_there(record):
                 self._open_unclaimed(self._claiming, "timeout")
         elif self.restore is not None:
             self._look_after(self.restore)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from ckptd.core.events import CommitDone, DurableRead
+from ckptd.core.events import CommitDone, DurableRead, EpochClaimed
 from ckptd.core.ids import EpochRecord
 from ckptd.core.instructions import ClaimEpoch, ReadDurable
 from ckptd.core.machine.context import Context, audience, place_in_order, succession
@@ -261,6 +261,14 @@ class Steward:
         elif self.active and (event.newest is None or event.newest.number < self.record.number):
             # It opened while storage did not answer. A start on other nodes asks only those that storage names (P1).
             self._ctx.emit(ClaimEpoch(self.record.nonce, self.record))
+
+    def on_claimed(self, event: EpochClaimed) -> None:
+        """Of the epoch that is being opened, or of ours, which opened while storage was away, and which may be away again."""
+        record = self._ctx.record
+        ours = record is not None and (event.attempt, event.number) == (record.nonce, record.number)
+        if self.active and ours and event.reason:
+            self._read_at = self._ctx.now + READ_AGAIN_S
+        self.restoring.on_claimed(event)
 
     def on_committed(self, event: CommitDone) -> None:
         self.flushing.on_committed(event)
