@@ -15,7 +15,7 @@ from ckptd.core.life import Tombstone
 from ckptd.core.machine.machine import JobMachine
 from ckptd.core.machine.steward.restore import LEFT_PATIENCE_S
 from ckptd.core.policy import Policy
-from tests.core.machines import EPOCH, Node, at, layout, record_of
+from tests.core.machines import EPOCH, Node, at, layout, record_of, sent
 
 A, B = (NodeInfo(name, f"tcp://{name}", name, name, f"{name}#1") for name in "ab")
 RANKS, NODES, ASK = ("a", "b"), (A, B), msg.RestoreAsk()
@@ -197,3 +197,13 @@ def test_a_node_leaves_a_restore_whose_attempt_was_refused() -> None:
     node.feed(ev.RankLeft(1, False))
     node.tick(60.0)
     assert node.machine.lifetime.refusal()[0] != "ranks of it are here"
+
+
+def test_a_rank_of_another_world_that_names_the_attempt_that_trains_is_not_taken_for_one_of_it() -> None:
+    """Somebody started rank 0 once more by hand, with another world: it was given slots, and waited in restore() for ever (P14;
+    simulator, seed 6958554716)."""
+    node = Node("a", record_of("ab"), Policy(durable=False))
+    record, world = node.record, ("a", "b", "a")
+    done = node.feed(ev.RankJoined(0, record.nonce, world, record.nodes, msg.RestoreAsk(), running=False))
+    assert [report.ranks for report in sent(done, msg.JoinReport)] == [world], "it asks as any other start"
+

@@ -232,6 +232,7 @@ class JobMachine:
     def _rank_joined(self, event: ev.RankJoined) -> None:
         record = self.ctx.record
         of_this_epoch = self.ctx.trained_in(event.attempt) and self.opening.open is None
+        of_this_epoch = of_this_epoch and record is not None and event.ranks == record.ranks
         if of_this_epoch and (event.running or self.ctx.done) and event.rank in self.ctx.local_ranks():
             self._learn_done(msg.RestoreDone(self.ctx.number, self.ctx.number))
             self.ranks.attach(event.rank)
