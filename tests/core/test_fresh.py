@@ -138,6 +138,17 @@ def test_a_start_after_two_that_sealed_nothing_is_fresh_where_somebody_remembers
     assert (decide(gather, 2, (), {}).record is not None) == (lives or not done)
 
 
+@pytest.mark.parametrize(("entered", "known"), [(False, True), (True, True), (False, False)])
+def test_a_start_between_two_that_were_proven_fresh_and_never_ran_is_no_reason_to_refuse(entered: bool, known: bool) -> None:
+    """D11 (simulator, seed 8259412273): the third had been claimed alone, the second had not loaded, the first took nothing."""
+    second = EpochRecord(2, "second", ("a",), (A,), before=(1, ()))
+    third = EpochRecord(3, "third", ("a",), (A,), before=(-1, ()))
+    first = [EpochRecord(1, "first", ("a",), (A,), before=(-1, ()))] if known else []
+    answer = Inventory("z", second, (), done=entered, never=not entered, incarnation="a#1")
+    fresh = decide(alone(answer, third, second, *first), 3, (), {}).record is not None
+    assert fresh == known
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_start_that_does_not_restore_says_what_it_leaves_behind(there: bool) -> None:
     """A script that forgot restore() lost the run that it was to go on with, without a word (a new user; P15)."""

@@ -191,8 +191,16 @@ def _proven_fresh(gather: Gather) -> bool:
         return True  # all there was, the operator had forgotten
     last = gather.lineage(proven=True)
     if last is None:
-        return all(record.before[0] < 0 for record in gather.records)
+        return all(record.before[0] < 0 or _left_nothing(gather, record) for record in gather.records)
     return not last.ancestry and _remembers_nothing(gather, last)
+
+
+def _left_nothing(gather: Gather, record: EpochRecord) -> bool:
+    """It never ran, and neither did what it was decided upon; or who did remembers that it took none."""
+    if not gather.never_ran(record, proven=True):
+        return not record.ancestry and _remembers_nothing(gather, record)
+    before = gather.record_of(record.before[0])
+    return record.before[0] < 0 or (before is not None and _left_nothing(gather, before))
 
 
 def _remembers_nothing(gather: Gather, record: EpochRecord) -> bool:

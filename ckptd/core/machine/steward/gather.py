@@ -67,7 +67,7 @@ class Gather:
         it counts, or what trained meanwhile without its knowledge (two starts, a partition). ``proven``: the state directory of a
         process that has been restarted is no witness, as it may have failed when the epoch was to be written down."""
         record = newest = self.newest()
-        while record is not None and self._never_ran(record, proven):
+        while record is not None and self.never_ran(record, proven):
             record = self._trained_between(record) or self._before(record)
         last = self._trained(newest.number) if newest is not None else None
         return record if last is None else self._unrecorded(last, record)
@@ -97,7 +97,7 @@ class Gather:
             return None
         return self.record_of(between) or self._unrecorded(between, self._before(record))
 
-    def _never_ran(self, record: EpochRecord, proven: bool) -> bool:
+    def never_ran(self, record: EpochRecord, proven: bool) -> bool:
         """A member with ranks knows that they did not load, or never entered it: then nobody can have completed it."""
         if any(snapshot.epoch == record.number for snapshot in self.heard_of()):
             return False
