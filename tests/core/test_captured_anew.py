@@ -52,3 +52,37 @@ def test_copies_that_differ_of_an_earlier_epoch_are_not_void_for_that() -> None:
     held = fact(7, 0, 1, epoch=OLD, digests=BEFORE_IT), fact(7, 1, epoch=OLD)
     node.others["b"].tell_inventory(*held, layouts=BOTH)
     assert (node.level(7, epoch=OLD), node.said(msg.Void)) == (0, [])
+
+
+def anew(node: Steward, free: int = 4) -> int:
+    """Both ranks wait for step 7 again. The grant."""
+    node.feed(ev.RankProgress(0, 7, asks=True))
+    node.others["b"].state(1, 7, free=free, asks=7)
+    grants = node.machine.steward.grants.open
+    for _ in range(8):
+        for number in [number for number, grant in grants.items() if grant.from_step != 7]:
+            node.feed(ev.RankMissed(0, number, "taken back"))
+            node.others["b"].missed(number, 1, "taken back")
+        node.tick(0.5)
+    (again,) = [number for number, grant in grants.items() if grant.from_step == 7]
+    return again
+
+
+def seal(node: Steward, grant: int) -> None:
+    """Rank 0, of node a."""
+    slot = next(do.slot for do in only(node.done, ins.GiveSlot) if (do.grant, do.rank) == (grant, 0))
+    node.feed(ev.SlotSealed(0, slot, grant, 7, layout(0), ()))
+
+
+def test_a_copy_of_the_second_capture_may_be_faster_than_the_word_of_its_rank() -> None:
+    """P14: the first capture was the newest step that a grant had become, so the healthy second one was void, each time."""
+    node = steward().train(6)
+    node.others["b"].sealed(node.granted(7), 7, 1)
+    node.feed(ev.RankMissed(0, node.granted(7), "fence_timeout"))
+    node.others["b"].held(fact(7, 1), lost=True)
+    again, mark = anew(node), node.mark
+    node.copy(7, 1, "a")
+    assert [void.snapshot for void in node.said(msg.Void, since=mark) if void.snapshot] == []
+    seal(node, again)
+    node.others["b"].sealed(again, 7, 1)
+    assert node.level(7) == 0

@@ -255,8 +255,11 @@ class Grants:
 
     def may_become(self, step: int) -> bool:
         """A copy of this step was faster than its rank's own word: is there a grant whose step that word may name?"""
-        waiting = (grant for grant in self.open.values() if grant.step is None and not grant.void)
-        return step > self._newest_step and any(grant.from_step <= step for grant in waiting)
+        waiting = [grant for grant in self.open.values() if grant.step is None and not grant.void]
+        if step > self._newest_step:
+            return any(grant.from_step <= step for grant in waiting)
+        # It is captured anew: a first capture of it, or of a later one, was void.
+        return any(grant.from_step == step and grant.progress is None for grant in waiting)
 
     def _look_for_stuck(self, grant: Granted) -> None:
         lacking = set(range(self._world())) - grant.sealed - grant.missed
