@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
+from tests.core import flushes
 from tests.core.certificates import BOTH, OLD, steward
-from tests.core.machines import Steward, at, fact, layout, only, record_of
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 
 BEFORE_IT, ANEW = (("o:loader", b"1" * 16),), (("o:loader", b"2" * 16),)
 
@@ -86,3 +89,25 @@ def test_a_copy_of_the_second_capture_may_be_faster_than_the_word_of_its_rank() 
     seal(node, again)
     node.others["b"].sealed(again, 7, 1)
     assert node.level(7) == 0
+
+
+@pytest.mark.parametrize("soon", [False, True])
+def test_a_flush_mixes_no_two_captures_of_a_step(soon: bool) -> None:
+    """P1: the order of a try that began with the first capture came late, and was served from the second one."""
+    node = flushes.steward().train(6, free=4).capture(7)
+    flushes.ask(node, 7)
+    flush = flushes.flushing(node)
+    assert flush is not None and set(flush.orders) == {"a", "b"}
+    node.feed(ev.FilesWritten(at(7), flush.attempt, True, "", b"a"))
+    node.others["b"].held(fact(7, 1), lost=True)
+    assert node.said(msg.Void, "a")[-1].snapshot == at(7)
+    if soon:  # before this flush is looked at again
+        node.machine.steward.table.add("a", fact(7, 0))
+        node.machine.steward.table.add("b", fact(7, 1))
+    else:
+        again = anew(node)
+        seal(node, again)
+        node.others["b"].sealed(again, 7, 1)
+    mark = node.mark
+    node.hear("b", msg.Wrote(EPOCH, at(7), flush.attempt, True, "", b"b"))
+    assert [do for do in only(node.done[mark:], ins.Commit) if do.attempt == flush.attempt] == []

@@ -34,7 +34,7 @@ ATTEMPT_BYTES = 12
 
 @dataclass
 class Flush:
-    snapshot: SnapshotId
+    state: SnapshotState
     attempt: str
     since: float  # began to write, then to commit
     said_at: float
@@ -42,6 +42,10 @@ class Flush:
     per_rank: tuple[str, ...]
     reports: dict[str, bytes] = field(default_factory=dict)
     committing: bool = False
+
+    @property
+    def snapshot(self) -> SnapshotId:
+        return self.state.snapshot
 
 
 class Flushing:
@@ -182,7 +186,7 @@ class Flushing:
         me, now = self._ctx.me, self._ctx.now
         text = f"{self._ctx.number}|{state.snapshot.step}|{me.node}|{me.incarnation}|{self._count}"
         attempt = hashlib.blake2b(text.encode(), digest_size=ATTEMPT_BYTES).hexdigest()  # it becomes part of file names
-        self.flush = Flush(state.snapshot, attempt, now, now, orders, per_rank)
+        self.flush = Flush(state, attempt, now, now, orders, per_rank)
         self._certify.guards.pinned = {state.snapshot}
         if self._nobody_trains() and not self._breakpoint_told and not self._all_clean():
             self._breakpoint_told = True
@@ -209,7 +213,9 @@ class Flushing:
 
     def _look_after(self, flush: Flush) -> None:
         gone = [node for node in flush.orders if node not in flush.reports and not self._ctx.is_up(node)]
-        if gone and not flush.committing:
+        if self._is_gone(flush) and not flush.committing:
+            self._fail("the snapshot is gone")
+        elif gone and not flush.committing:
             self._fail(f"{', '.join(gone)} went while writing", count=False)
         elif self._ctx.now - flush.since > self._ctx.policy.write_timeout_s:
             what = "the commit" if flush.committing else "writing"
@@ -229,9 +235,9 @@ class Flushing:
             self._commit(flush)
 
     def _commit(self, flush: Flush) -> None:
-        state = self._table.states.get(flush.snapshot)
+        state = flush.state
         assert self._ctx.record is not None, "a steward has an epoch"
-        if state is None or state.void:
+        if self._is_gone(flush):
             self._fail("the snapshot is gone")
             return
         flush.committing, flush.since = True, self._ctx.now
@@ -240,6 +246,10 @@ class Flushing:
         self._ctx.emit(
             Commit(flush.snapshot, flush.attempt, self._ctx.record, reports, layouts, flush.per_rank, state.keep)
         )
+
+    def _is_gone(self, flush: Flush) -> bool:
+        """Void or let go; what the table has in its place was captured anew, and what was written is of the first capture."""
+        return self._table.states.get(flush.snapshot) is not flush.state or bool(flush.state.void)
 
     def on_committed(self, event: CommitDone) -> None:
         """A commit that was given up may still come to an end: the first one counts, so the try after it is over."""
