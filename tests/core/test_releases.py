@@ -10,7 +10,7 @@ from ckptd.core import messages as msg
 from ckptd.core.machine.steward.certify import REPEAT_S
 from ckptd.core.machine.steward.protecting import PATIENCE_S
 from tests.core.certificates import BOTH, released, steward
-from tests.core.machines import Steward, at, fact, only, record_of
+from tests.core.machines import Steward, at, fact, layout, only, record_of
 
 
 def test_a_newer_one_of_the_same_level_releases_an_older_one() -> None:
@@ -160,3 +160,17 @@ def test_a_released_one_that_a_late_message_names_stays_released() -> None:
     node.others["b"].held(fact(7, 1))
     assert at(7) not in node.machine.steward.table.states
     assert released(node) == {7}
+
+
+def test_what_a_steward_before_this_one_released_is_no_news_to_a_node_that_had_not_heard() -> None:
+    """It died after it had certified step 8 and before node c heard that step 7 went for it: step 7 was void (P2)."""
+    node = steward(record_of("abc"), replicas=1)
+    three, told = [layout(rank, 3) for rank in range(3)], ((at(7), 1, False), (at(8), 1, False))
+    node.feed(ev.HoldingFound(1, at(8), 0, 0, True, three[0], ()), ev.HoldingFound(2, at(8), 2, 1, False, three[2], ()))
+    for name, held in (("b", [fact(8, 1, world=3), fact(8, 0, 1, world=3)]),
+                       ("c", [fact(8, 2, world=3), fact(8, 1, 1, world=3), fact(7, 2, world=3)])):  # fmt: skip
+        node.others[name].tell_inventory(*held, layouts=three, certified=told)
+    node.tick(REPEAT_S)
+    assert node.level(8, to="c") == 1
+    assert [void.snapshot for void in node.said(msg.Void, "c")] == []
+    assert at(7) in node.certificates("c")[-1].releases

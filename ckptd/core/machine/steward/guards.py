@@ -103,9 +103,11 @@ class Guards:
         return state.durable and not self.needed(state)
 
     def returned_in_part(self, state: SnapshotState) -> bool:
-        """It was released once, a node that had missed it has brought a part back, and a newer one is certified. It goes again:
-        that it is void would be news to ranks that were told a level until then."""
-        if not state.again or state.level >= 0 or state.phase is Phase.VOID or self.needed(state):
+        """It was released once, perhaps by an earlier steward, a node that had missed it has brought a part back, and a newer one
+        is certified. It goes again: that it is void would be news to ranks that were told a level until then."""
+        if not (state.again or self.remembered(state)) or state.level >= 0 or state.phase is Phase.VOID:
+            return False
+        if self.needed(state) or self._awaited(state):
             return False
         newer = (other for snapshot, other in self._table.states.items() if snapshot > state.snapshot)
         return any(other.certified and other.level >= 0 and not self.follows(other) for other in newer)
