@@ -10,6 +10,7 @@ from ckptd.core import messages as msg
 from ckptd.core.machine.steward.certify import REPEAT_S
 from ckptd.core.machine.steward.protecting import PATIENCE_S
 from tests.core.certificates import BOTH, released, steward
+from tests.core.flushes import step_of
 from tests.core.machines import Steward, at, fact, layout, only, record_of
 
 
@@ -174,3 +175,18 @@ def test_what_a_steward_before_this_one_released_is_no_news_to_a_node_that_had_n
     assert node.level(8, to="c") == 1
     assert [void.snapshot for void in node.said(msg.Void, "c")] == []
     assert at(7) in node.certificates("c")[-1].releases
+
+
+def test_a_marked_one_that_is_being_flushed_does_not_go_because_a_link_blinks() -> None:
+    """All of it was there a moment before and after, and it was released as outdone without a word (P15)."""
+    node = steward(durable=True).train().capture(7, keep=True)
+    node.tick(1.0)
+    assert step_of(node) == 7
+    node.capture(8).protect(8)
+    node.feed(ev.NodeDown("b"))
+    node.tick(0.5)
+    node.feed(ev.NodeUp("b"))
+    node.others["b"].tell_inventory(fact(7, 1), fact(8, 1), fact(8, 0, 1))
+    node.tick(2.0)
+    assert at(7) in node.machine.steward.table.states
+    assert 7 not in released(node)

@@ -129,8 +129,10 @@ class Guards:
         return state.snapshot.epoch == self._ctx.number and (self._grants.serves(step) or self._grants.may_become(step))
 
     def _kept(self, state: SnapshotState) -> bool:
-        """keep=True: it waits for its flush. Where that has often failed it goes when nothing newer gets a slot for it (P14)."""
-        unflushed = state.keep and not state.durable and state.level >= 0 and self._ctx.is_candidate(state.snapshot)
+        """keep=True: it waits for its flush, also while a member that holds a part of it is away for a moment. Where that has often
+        failed it goes when nothing newer gets a slot for it (P14)."""
+        there = state.level >= 0 or not self._sessions.members_live()
+        unflushed = state.keep and not state.durable and there and self._ctx.is_candidate(state.snapshot)
         waits = state.failures < KEEP_FAILURES_MAX or not self._grants.presses()
         return unflushed and self._ctx.policy.durable and waits
 
