@@ -58,3 +58,12 @@ def test_a_copy_of_another_capture_takes_the_place_of_the_one_before() -> None:
         node.feed(ev.ReplicaArrived(at(7), 0, 1, slot, layout(0, 3), (("o:loader", value),)))
     assert [do.slot for do in only(node.done, ins.FreeSlot)] == [77, 79]
     assert [fact.digests for fact in node.machine.slots.facts()] == [(("o:loader", b"2"),)]
+
+
+def test_a_copy_of_another_layout_takes_the_place_of_the_one_before() -> None:
+    """The same, where the two captures differ in what room they need; a slot's digests may say nothing."""
+    node = Member(record_of("ab"))
+    for slot, room in ((77, 128), (78, 64), (79, 64)):
+        node.feed(ev.ReplicaArrived(at(7), 0, 1, slot, build_layout(0, 2, [], room), ()))
+    assert [do.slot for do in only(node.done, ins.FreeSlot)] == [77, 79]
+    assert [fact.layout_id for fact in node.machine.slots.facts()] == [build_layout(0, 2, [], 64).layout_id]

@@ -109,4 +109,5 @@ class Holdings:
 def _outdoes(slot: Slot, event: ReplicaArrived) -> bool:
     """Where two copies are of different captures the one that was sent last counts: the step of the other was void."""
     assert slot.fact is not None, "a sealed slot has its fact"
-    return slot.own or (slot.fact.tier <= event.tier and not contradict(slot.fact.digests, event.digests))
+    same = slot.fact.layout_id == event.layout.layout_id and not contradict(slot.fact.digests, event.digests)
+    return slot.own or (slot.fact.tier <= event.tier and same)
