@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from tests.core import flushes
+from ckptd.core.lanes import Part, joined_digests, part_layout
+from ckptd.core.layout import Layout
+from ckptd.core.layout_build import build_layout
+from ckptd.core.machine.steward.certify import REPEAT_S
+from tests.core import flushes, parity_rig
 from tests.core.certificates import BOTH, OLD, steward
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 
@@ -111,3 +117,62 @@ def test_a_flush_mixes_no_two_captures_of_a_step(soon: bool) -> None:
     mark = node.mark
     node.hear("b", msg.Wrote(EPOCH, at(7), flush.attempt, True, "", b"b"))
     assert [do for do in only(node.done[mark:], ins.Commit) if do.attempt == flush.attempt] == []
+
+
+def other_layout(rank: int, world: int = 3) -> Layout:
+    """Of the same plan; its objects need more room."""
+    return build_layout(rank, world, [], 128, "")
+
+
+def old_part(part: Part) -> Part:
+    """Of an earlier capture of the step, by other layouts."""
+    members = (replace(one, layout_id=other_layout(one.rank).layout_id) for one in part.lane.members)
+    return replace(part, lane=replace(part.lane, members=tuple(members)))
+
+
+def sums(value: tuple[tuple[str, bytes], ...]) -> tuple[tuple[str, bytes], ...]:
+    return joined_digests(dict.fromkeys(range(3), value))
+
+
+def test_parity_of_a_void_capture_does_not_count_by_its_digests() -> None:
+    """P3: a slot that was lost could not have been made of it."""
+    node = parity_rig.steward()
+    grant = node.granted(7)
+    slot = next(do.slot for do in only(node.done, ins.GiveSlot) if (do.grant, do.rank) == (grant, 0))
+    node.feed(ev.SlotSealed(0, slot, grant, 7, layout(0, 3), ANEW))
+    for rank, name in ((1, "b"), (2, "c")):
+        node.others[name].sealed(grant, 7, rank, digests=ANEW)
+    parts = {to: parity_rig.part_fact(order.part) for to, order in parity_rig.orders(node)}
+    own = parts["a"].part
+    assert own is not None
+    layouts = tuple(layout(rank, 3) for rank in range(3))
+    node.feed(ev.ParityMade(at(7), own, 2070, part_layout(own.lane, 64), sums(ANEW), layouts))
+    node.others["b"].held(replace(parts["b"], digests=sums(ANEW)))
+    node.others["c"].held(replace(parts["c"], digests=sums(BEFORE_IT)))
+    assert node.level(7) == 0
+    node.others["c"].held(replace(parts["c"], digests=sums(ANEW)))
+    assert node.level(7) == 1
+
+
+def test_parity_of_a_void_capture_does_not_count_by_its_layouts() -> None:
+    node = parity_rig.steward()
+    node.capture(7)
+    for to, order in parity_rig.orders(node):
+        parity_rig.make(node, to, old_part(order.part))
+    assert node.level(7) == 0
+
+
+def test_parity_of_a_void_capture_that_comes_first_makes_the_second_one_void_too() -> None:
+    """P14: slots of another layout were turned away, and nobody released them. The step may be captured once more."""
+    known, node = parity_rig.steward(), parity_rig.steward()
+    known.capture(7)
+    late = next(parity_rig.part_fact(old_part(order.part)) for to, order in parity_rig.orders(known) if to == "c")
+    node.others["c"].held(late)
+    node.hear("c", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in map(other_layout, range(3))}))
+    node.capture(7)
+    node.tick(2 * REPEAT_S)
+    assert {name for name in "abc" for void in node.said(msg.Void, name) if void.snapshot == at(7)} >= {"b", "c"}
+    assert node.machine.slots.best(at(7), 0) is None
+    for name, lost in (("b", fact(7, 1, world=3)), ("c", fact(7, 2, world=3)), ("c", late)):
+        node.others[name].held(lost, lost=True)
+    assert at(7) not in node.machine.steward.table.states

@@ -55,7 +55,9 @@ class SnapshotTable:
             self._add_part(node, state, fact, fact.part)
             return
         if state.layout_ids.setdefault(fact.rank, fact.layout_id) != fact.layout_id:
-            return  # two captures of one rank: the first one counts, the other never completes anything
+            if fact.rank in state.holders or not self._may_be_void(state):
+                return  # two captures of one rank: the first one counts, the other never completes anything
+            state.mixed = True  # parity of the other one came before any slot
         if contradict(state.digests.get(fact.rank, ()), fact.digests):
             if fact.tier and not self._may_be_void(state):
                 self.remove(node, fact)  # what was certified counts, and a copy that comes late does not (P2)
@@ -75,13 +77,24 @@ class SnapshotTable:
         return state.phase is Phase.VOID or (state.snapshot.epoch == self._ctx.number and not told)
 
     def _add_part(self, node: str, state: SnapshotState, fact: HoldingFact, part: Part) -> None:
-        """It also vouches for the layouts and digests of its lane's members, whose own slots may be gone."""
+        """It also vouches for the layouts and digests of its lane's members, whose own slots may be gone. It is of another capture
+        where it contradicts what is known of one."""
+        sums = member_digests(fact.digests)
+        members = [member for member in part.lane.members if member.rank != NOBODY]
+        if any(
+            state.layout_ids.get(member.rank, member.layout_id) != member.layout_id
+            or contradict(state.digests.get(member.rank, ()), sums.get(member.rank, ()))
+            for member in members
+        ):
+            if not self._may_be_void(state):
+                self.remove(node, fact)
+                return
+            state.mixed = True
         state.parts.setdefault(part.lane, {}).setdefault(part.position, set()).add(node)
         state.tolerated.pop(part.lane, None)
-        for member in part.lane.members:
-            if member.rank != NOBODY:
-                state.layout_ids.setdefault(member.rank, member.layout_id)
-        for rank, digests in member_digests(fact.digests).items():
+        for member in members:
+            state.layout_ids.setdefault(member.rank, member.layout_id)
+        for rank, digests in sums.items():
             state.digests.setdefault(rank, digests)
         state.keep |= fact.keep
         self.dirty.add(fact.snapshot)
