@@ -77,10 +77,10 @@ def anew(node: Steward, free: int = 4) -> int:
     return again
 
 
-def seal(node: Steward, grant: int) -> None:
+def seal(node: Steward, grant: int, step: int = 7) -> None:
     """Rank 0, of node a."""
     slot = next(do.slot for do in only(node.done, ins.GiveSlot) if (do.grant, do.rank) == (grant, 0))
-    node.feed(ev.SlotSealed(0, slot, grant, 7, layout(0), ()))
+    node.feed(ev.SlotSealed(0, slot, grant, step, layout(0), ()))
 
 
 def test_a_copy_of_the_second_capture_may_be_faster_than_the_word_of_its_rank() -> None:
@@ -176,3 +176,16 @@ def test_parity_of_a_void_capture_that_comes_first_makes_the_second_one_void_too
     for name, lost in (("b", fact(7, 1, world=3)), ("c", fact(7, 2, world=3)), ("c", late)):
         node.others[name].held(lost, lost=True)
     assert at(7) not in node.machine.steward.table.states
+
+
+def test_a_step_that_is_complete_under_an_earlier_grant_does_not_wait_for_the_one_that_was_asked_for() -> None:
+    """The first call of a job with must=True took the grant that was on its way, and was certified by nobody for ever."""
+    node = steward().train(-1, free=1)
+    ahead = node.granted(0)
+    node.slots(0, 2)
+    node.feed(ev.RankProgress(0, 3, asks=True))
+    node.others["b"].state(1, 3, free=2, asks=3)
+    assert node.granted(3) != ahead
+    seal(node, ahead, 3)
+    node.others["b"].sealed(ahead, 3, 1)
+    assert node.level(3) == 0

@@ -404,9 +404,9 @@ class Host:
         return {layout.layout_id: layout for layout in found}
 
     # --- own slots ----------------------------------------------------------------------------------------------
-    def new_mem(self, rank: int, *, own: bool) -> Mem:
+    def new_mem(self, rank: int, *, own: bool, room: int = 0) -> Mem:
         self._slots += 1
-        mem = self.memory[self._slots] = Mem(self._slots, rank, own)
+        mem = self.memory[self._slots] = Mem(self._slots, rank, own, capacity=room)
         return mem
 
     def attach(self, proc: Proc, *, running: bool) -> None:
@@ -449,7 +449,7 @@ class Host:
     def asks_for_room(self, proc: Proc, nbytes: int) -> None:
         """Slots of so many bytes; what is FREE and smaller goes at once, the others when they are free."""
         self._room[proc.rank] = nbytes
-        self.world.clock.after(SIZING_S, self.at_leisure, self._size, self.life, proc)
+        self.world.clock.after(SIZING_S + self.world.slot_s, self.at_leisure, self._size, self.life, proc)
 
     def _size(self, life: int, proc: Proc) -> None:
         if life == self.life and self.procs.get(proc.rank) is proc and not self.squeezed:
@@ -457,14 +457,15 @@ class Host:
             self.grow(proc.rank)
 
     def grow(self, rank: int) -> None:
-        own = [mem for mem in self.memory.values() if mem.own and mem.rank == rank]
+        """One slot after another, or all at once where touching memory takes no time."""
         room = self._room.get(rank, 0)
-        have = sum(mem.capacity >= room for mem in own)
-        new = [self.new_mem(rank, own=True) for _ in range(self.world.policy.own_slots - have)]
-        for mem in new:
-            mem.capacity = room
-        if new:
-            self.feed(ev.SlotsReady(rank, tuple(mem.id for mem in new)))
+        have = sum(mem.own and mem.rank == rank and mem.capacity >= room for mem in self.memory.values())
+        lacking = self.world.policy.own_slots - have
+        count = min(lacking, 1) if self.world.slot_s else lacking
+        if count > 0:
+            self.feed(ev.SlotsReady(rank, tuple(self.new_mem(rank, own=True, room=room).id for _ in range(count))))
+        if lacking > count:
+            self.world.clock.after(self.world.slot_s, self._size, self.life, self.procs[rank])
 
     def squeeze(self, squeezed: bool) -> None:
         """Memory is short: FREE slots go, nothing new is taken in. When it is over, ranks get their slots back."""

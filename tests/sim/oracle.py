@@ -54,6 +54,7 @@ class Oracle:
             SnapshotId, float
         ] = {}  # when it was certified, or acknowledged as durable, for the first time
         self.complete_uncertified: set[SnapshotId] = set()
+        self.void: set[SnapshotId] = set()  # some node was told so
         self.records: dict[int, EpochRecord] = {}
         self.done: dict[int, Origin] = {}  # epochs that all ranks have loaded for -> the end of their line of training
         self.declared: set[int] = set()  # epochs that begin anew by their operator's word
@@ -276,6 +277,7 @@ class Oracle:
         key = (f"{host.name}#{host.life}", snapshot)
         if void:
             self.counts["void"] += 1
+            self.void.add(snapshot)
             if snapshot in self.certified_ever or snapshot in self.complete_uncertified:
                 self.counts["a void racing a certificate"] += 1
             self.check_promise(snapshot)

@@ -28,6 +28,7 @@ class Shape:
     jobs: int
     handler_s: float  # what a daemon's event loop usually takes for one event
     line_bytes_s: float  # of a link, for messages
+    slot_s: float  # that touching the memory of one slot takes; they come one after another
 
     @property
     def large(self) -> bool:
@@ -45,8 +46,9 @@ def draw(seed: int, rng: Random, step_s: float) -> Shape:
     apart = Random(f"costs {seed}")
     handler_s = apart.choice([0.0, 0.0001, 0.0001, 0.001, 0.003] if size <= 8 else [0.0, 0.0001])
     line_bytes_s = apart.choice([2e6, 2e7, 2e8])
+    slot_s = apart.choice([0.0, 0.0, 0.3, 0.6])
     return Shape(
-        size, domains, harsh, policy, capture_s, replicate_s, flush_s, stride, jobs, handler_s, line_bytes_s
+        size, domains, harsh, policy, capture_s, replicate_s, flush_s, stride, jobs, handler_s, line_bytes_s, slot_s
     )
 
 

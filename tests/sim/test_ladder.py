@@ -21,6 +21,7 @@ def trained() -> World:
         if len(world.hosts) == NODES and apart and len(world.everyone) == 1 and not world.policy.flush_every_s:
             break
     world.policy = replace(world.policy, replicas=1, redundancy=Replicas(1), own_slots=3)
+    world.slot_s = 0.0  # memory of its own is there from the beginning
     world.start_without_faults()
     assert world.clock.run(START_S, lambda: protected_since(world, 0.0)), "the job did not start"
     return world

@@ -11,7 +11,8 @@ from ckptd.core.ids import NodeInfo, SnapshotId
 from ckptd.core.instructions import GiveSlot
 from ckptd.core.layout import REPLICA, Layout
 from ckptd.core.messages import HoldingFact, RestoreAsk
-from tests.sim.host import UNIX_S, Host
+from tests.sim.broken import Broken
+from tests.sim.host import SIZING_S, UNIX_S, Host
 from tests.sim.state import Mem, captured, digests_of, layout_of
 from tests.sim.training import Origin, Trail
 
@@ -22,6 +23,9 @@ TORN = "a tensor was written past the fence"
 FENCE = 4.0  # the optimizer waits this many usual captures for one
 OVER_ITSELF_S = 1.5  # after the first, at most
 MUST_S = 3.0  # snapshot(must=True) waits this long for its grant
+WAITS_S = 12.0  # wait("sealed") after it
+SEALS_S = 1.0  # a capture's last byte, and its sums, are there by then
+LOOKS_S = 0.2
 
 
 class Proc:
@@ -238,6 +242,8 @@ class Run:
         self._left_to_ready = len(self.ranks)
         self.procs = [Proc(self, rank, world.hosts[name]) for rank, name in enumerate(self.ranks)]
         self.salt = world.rng.randrange(1 << 30)
+        self._patient = self.salt % 3 == 0  # its first step is must=True, and it waits for what is
+        self._first = 0
         self.confused = ""  # what rank 0 says otherwise than the others
         if len(seats) > 1 and not world.calm and world.rng.random() < world.faults.season.confused_of:
             self.confused = world.rng.choice(["ask", "world"])
@@ -278,7 +284,14 @@ class Run:
         if self._left_to_ready == 0:
             self.trail = self.world.oracle.restored(self)
             self.step = self.procs[0].restored.step if self.procs[0].restored is not None else 0
-            self.world.clock.after(self.world.step_s, self._advance)
+            self._first = self.step + self.world.stride
+            self.world.clock.after(self._until_first_step_s(), self._advance)
+
+    def _until_first_step_s(self) -> float:
+        """A loop may call before its slots are there, or while they come."""
+        if not self._patient:
+            return self.world.step_s
+        return SIZING_S + self.world.slot_s * 2 * Random(f"first step {self.attempt}").random()
 
     def _advance(self) -> None:
         """One step of all ranks; the next begins when every rank has passed this one's snapshot() and fence."""
@@ -297,14 +310,31 @@ class Run:
     def passed(self, proc: Proc) -> None:
         if proc.rank in self._waiting:
             self._waiting.discard(proc.rank)
-            if not self._waiting:
+            if not self._waiting and self._patient and self._musts(self.step):
+                self._wait(SnapshotId(self.procs[0].epoch, self.step), self.world.clock.now)
+            elif not self._waiting:
                 self.world.clock.after(self.world.step_s, self._advance)
+
+    def _wait(self, snapshot: SnapshotId, since: float) -> None:
+        """The loop stands still until it hears what became of this step, as before an evaluation or at its end (P14)."""
+        if self.broken or self.stopped:
+            return
+        world, waited_s = self.world, self.world.clock.now - since
+        known = snapshot in world.oracle.certified_ever or snapshot in world.oracle.void
+        if not known and waited_s < (SEALS_S if world.oracle.truth(snapshot) < 0 else WAITS_S):
+            world.clock.after(LOOKS_S, self._wait, snapshot, since)
+            return
+        world.oracle.count("a loop that waited for a level")
+        if not known and waited_s >= WAITS_S and not world.trouble_since(WAITS_S):
+            raise Broken(f"P14 {snapshot} is whole, and no level of it was told for {WAITS_S} s")
+        world.clock.after(world.step_s, self._advance)
 
     def keeps(self, step: int) -> bool:
         return (step * 7919 + self.salt) % 41 == 0
 
     def _musts(self, step: int) -> bool:
-        return (step * 104729 + self.salt) % 23 == 0
+        first = self._patient and step == self._first
+        return first or (step * 104729 + self.salt) % (5 if self._patient else 23) == 0
 
     def say_goodbye(self) -> None:
         """The training loop has ended."""

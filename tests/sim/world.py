@@ -69,7 +69,7 @@ class World:
         self.harsh: bool = shape.harsh
         self.policy: Policy = shape.policy
         self.capture_s, self.replicate_s, self.flush_s = shape.capture_s, shape.replicate_s, shape.flush_s
-        self.handler_s = shape.handler_s
+        self.handler_s, self.slot_s = shape.handler_s, shape.slot_s
         self._cost = Random(f"handlers {seed}")
         self.fetch_s = 0.1
         self.seal_s = 0.01
@@ -179,7 +179,8 @@ class World:
 
     def at_no_cost(self) -> None:
         """A few tensors from the first step on, handlers and lines that take no time: where something else is measured."""
-        self.handler_s, self.net.wire, self.model = 0.0, Wire(math.inf), Model()
+        self.handler_s = self.slot_s = 0.0
+        self.net.wire, self.model = Wire(math.inf), Model()
         self.oracle = Oracle(self)
 
     def start_without_faults(self) -> None:

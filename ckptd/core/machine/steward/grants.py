@@ -55,6 +55,7 @@ class Grants:
         self.margin = Margin(ctx.policy.grant_margin_max_steps)
         self.newest = 0  # grant
         self._newest_step = -1  # that a grant of this stewardship became
+        self._complete = -1  # newest step that all ranks sealed, and that none has asked for again
         self._refused_at = -1e9
         self.refused: Missed | None = None  # the newest grant that a rank could not even take; None once all took one
         self._exact, self._exact_at = -1, 0.0  # newest grant for a rank that waits, and when
@@ -64,7 +65,7 @@ class Grants:
         self.open.clear()
         self.ranks.clear()
         self.margin.clear()
-        self._newest_step = -1
+        self._newest_step = self._complete = -1
         self._full_since = None
         self.refused = None
 
@@ -178,6 +179,7 @@ class Grants:
         self.open.pop(grant.number, None)
         self.refused = None
         if grant.step is not None:
+            self._complete = max(grant.step, self._complete)
             self._table.dirty.add(SnapshotId(self._ctx.number, grant.step))
         if grant.progress is not None:
             self.margin.saw(grant.need)
@@ -259,7 +261,8 @@ class Grants:
         if step > self._newest_step:
             return any(grant.from_step <= step for grant in waiting)
         # It is captured anew: a first capture of it, or of a later one, was void.
-        return any(grant.from_step == step and grant.progress is None for grant in waiting)
+        anew = step > self._complete
+        return anew and any(grant.from_step == step and grant.progress is None for grant in waiting)
 
     def _look_for_stuck(self, grant: Granted) -> None:
         lacking = set(range(self._world())) - grant.sealed - grant.missed
@@ -282,6 +285,7 @@ class Grants:
             return  # captured once and void: not again while somebody still holds a part of that
         if self._room() > 0:
             self._exact, self._exact_at = step, self._ctx.now
+            self._complete = min(step - 1, self._complete)
             self._grant(step)
             return
         for grant in list(self.open.values()):
