@@ -214,8 +214,9 @@ class Missed:
 class Void:
     """Steward -> nodes: nobody keeps what was captured under this grant, nor any copy of ``snapshot`` where it is named.
 
-    grant 0: only the snapshot, of a grant that nobody answers for any more. written: what every rank copies before its
-    snapshot() returns from now on.
+    grant 0: only the snapshot, of a grant that nobody answers for any more. newest: the newest grant that there was; what was
+    captured of the snapshot under a later one is another capture. written: what every rank copies before its snapshot() returns
+    from now on.
     """
 
     epoch: int
@@ -224,6 +225,7 @@ class Void:
     snapshot: SnapshotId | None = None
     session: str = ""
     written: Written = field(default_factory=dict)
+    newest: int = 0
 
 
 @dataclass(frozen=True, slots=True)

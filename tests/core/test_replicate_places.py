@@ -102,7 +102,7 @@ def test_a_void_snapshot_makes_room_on_the_peers_too() -> None:
         assert copies(node.feed(ev.Tick())) == [(7, 1, "a")]
     sent(node, 7, "a", ok=False)
     assert copies(node.tick(1.0)) == [], "it waits for long by now"
-    assert copies(node.order(msg.Void(EPOCH, 0, "copies differ", at(6))) + node.tick()) == [(7, 1, "a")]
+    assert copies(node.order(msg.Void(EPOCH, 0, "copies differ", at(6), newest=9)) + node.tick()) == [(7, 1, "a")]
 
 
 # --- the ladder -------------------------------------------------------------------------------------------------------

@@ -360,6 +360,8 @@ class Host:
 
     def _TellLevel(self, do: ins.TellLevel) -> None:  # noqa: N802
         self.world.oracle.told(self, do.snapshot, do.level, do.void)
+        for proc in self.procs.values():
+            proc.told(do.snapshot, do.void)
 
     def _FreeSlot(self, do: ins.FreeSlot) -> None:  # noqa: N802
         mem = self.memory.get(do.slot)

@@ -54,14 +54,13 @@ class Oracle:
             SnapshotId, float
         ] = {}  # when it was certified, or acknowledged as durable, for the first time
         self.complete_uncertified: set[SnapshotId] = set()
-        self.void: set[SnapshotId] = set()  # some node was told so
         self.records: dict[int, EpochRecord] = {}
         self.done: dict[int, Origin] = {}  # epochs that all ranks have loaded for -> the end of their line of training
         self.declared: set[int] = set()  # epochs that begin anew by their operator's word
         self.graves: list[tuple[float, Host, list[Mem]]] = []
         self.given_up: deque[tuple[float, Host, Mem]] = deque(maxlen=GIVEN_UP_KEPT)
         self.told_at: dict[tuple[str, str], float] = {}  # (attempt, node) -> when it first told what it holds
-        self.saw_certificate: dict[tuple[str, SnapshotId], bool] = {}
+        self.told_void: dict[SnapshotId, set[str]] = {}  # until it is captured anew; who was, and in which life
         self._held: dict[SnapshotId, dict[int, tuple[Host, Mem]]] = {}  # by id() of the slot
         self._went: set[SnapshotId] = set()  # durable when a node asked what a job that is over could spare
         self._trails: dict[str, Trail] = {}  # by attempt
@@ -274,16 +273,19 @@ class Oracle:
                 self.counts["a retrained step after a fork"] += 1
 
     def told(self, host: Host, snapshot: SnapshotId, level: int, void: str) -> None:
-        key = (f"{host.name}#{host.life}", snapshot)
+        who = f"{host.name}#{host.life}"
         if void:
             self.counts["void"] += 1
-            self.void.add(snapshot)
             if snapshot in self.certified_ever or snapshot in self.complete_uncertified:
                 self.counts["a void racing a certificate"] += 1
             self.check_promise(snapshot)
-            self.saw_certificate[key] = True
-        elif level >= 0 and self.saw_certificate.get(key):
+            self.told_void.setdefault(snapshot, set()).add(who)
+        elif level >= 0 and who in self.told_void.get(snapshot, ()):
             raise Broken(f"P2 {host.name} reports {snapshot} at {level} after it was void")
+
+    def begins(self, snapshot: SnapshotId) -> None:
+        """A capture, of a step that may have been captured before: what was said until now was not of this one."""
+        self.told_void.pop(snapshot, None)
 
     # --- epochs -------------------------------------------------------------------------------------------------
     def persisted(self, host: Host, record: EpochRecord) -> None:

@@ -24,7 +24,6 @@ FENCE = 4.0  # the optimizer waits this many usual captures for one
 OVER_ITSELF_S = 1.5  # after the first, at most
 MUST_S = 3.0  # snapshot(must=True) waits this long for its grant
 WAITS_S = 12.0  # wait("sealed") after it
-SEALS_S = 1.0  # a capture's last byte, and its sums, are there by then
 LOOKS_S = 0.2
 
 
@@ -40,6 +39,7 @@ class Proc:
         self.passed = -1  # newest step called that no grant took and whose state is gone
         self.taken = -1  # newest grant that was taken
         self.took = True  # a grant took the step called last
+        self.void = False  # ... and what was captured of it is void
         self.asks: int | None = None
         self.grants: dict[int, GiveSlot] = {}
         self.came_at: dict[int, int] = {}  # grant -> newest step called when it came
@@ -61,6 +61,7 @@ class Proc:
 
     def disconnected(self) -> None:
         self.grants.clear()
+        self.void |= self.filling is not None
         self.filling, self.conn = None, -1  # what is still on its way belongs to nobody
         if self.alive and not self.ready and self.run.ask is not None:
             self.failed("lost", "the daemon was lost in mid-restore")
@@ -107,7 +108,8 @@ class Proc:
     def call(self, step: int, must: bool) -> bool:
         """True: the rank goes on at once (a capture may run in the background)."""
         self.passed = self.passed if self.took else self.step
-        self.step, self.took = step, False
+        self.asks = None
+        self.step, self.took, self.void = step, False, False
         usable = sorted(
             (g for g in self.grants.values() if g.from_step <= step), key=lambda g: (g.from_step, g.grant)
         )
@@ -119,6 +121,25 @@ class Proc:
             self.world.clock.after(MUST_S, self._stop_asking, step)
             return False
         return True
+
+    def takes_again(self, step: int) -> None:
+        """wait() of a rank that was told that this step is void, or was not granted it: the state is still there."""
+        waits = self.asks is not None or self.filling is not None
+        if waits or not self.alive or self.conn != self.host.life or (self.took and not self.void):
+            return
+        self.took = self.void = False
+        self.world.oracle.count("a step captured anew")
+        usable = [give for give in self.grants.values() if give.from_step <= step]
+        self.tell(ev.RankProgress(self.rank, step, not usable))
+        if usable:
+            self._capture(min(usable, key=lambda give: give.grant), step)
+        else:
+            self.asks = step
+            self.world.clock.after(MUST_S, self._stop_asking, step)
+
+    def told(self, snapshot: SnapshotId, void: str) -> None:
+        if void and snapshot == SnapshotId(self.epoch, self.step):
+            self.void = True
 
     def _stop_asking(self, step: int) -> None:
         if self.asks == step and self.alive:
@@ -151,12 +172,14 @@ class Proc:
     def _capture(self, give: GiveSlot, step: int) -> bool:
         """False: there is no room for it."""
         self.grants.pop(give.grant, None)
-        self.taken, self.took = give.grant, True
+        self.taken, self.took, self.void = give.grant, True, False
+        self.world.oracle.begins(SnapshotId(self.epoch, step))
         if self._layout(step).payload_bytes > self.host.memory[give.slot].capacity:
             self.world.oracle.count("a slot too small")
             self.tell(ev.RankMissed(self.rank, give.grant, ev.NO_MEMORY))
             self.most = max(self.most, self._layout(step).payload_bytes)
             self.host.asks_for_room(self, self.most)
+            self.void = True
             return False
         mem = self.filling = self.host.memory[give.slot]
         assert mem.state == "filling", f"a capture into a slot that is {mem.state}"
@@ -185,7 +208,7 @@ class Proc:
 
     def _give_up(self, conn: int, mem: Mem, give: GiveSlot) -> None:
         if self.alive and conn == self.conn and self.filling is mem:
-            self.filling = None
+            self.filling, self.void = None, True
             self.tell(ev.RankMissed(self.rank, give.grant, "fence timeout"))
         if self.alive:
             self.run.passed(self)
@@ -196,6 +219,7 @@ class Proc:
         if conn == self.conn and self.filling is mem and self.host.alive:
             self.filling = None
             if self.world.faults.torn():
+                self.void = True
                 self.tell(ev.RankMissed(self.rank, give.grant, TORN, written={"model": ("w",)}))
                 self.run.passed(self)
                 return
@@ -234,6 +258,7 @@ class Run:
         self.ranks = tuple(host.name for host in seats)
         self.nodes: tuple[NodeInfo, ...] = tuple(host.info for host in dict.fromkeys(seats))
         self.domains = tuple(host.domain for host in seats)
+        self.hosts = tuple(dict.fromkeys(seats))
         self.failures: list[str] = []
         self.step = 0
         self.trail: Trail  # once all are ready
@@ -297,6 +322,9 @@ class Run:
         """One step of all ranks; the next begins when every rank has passed this one's snapshot() and fence."""
         if self.broken or self.stopped:
             return
+        if any(proc.filling is not None for proc in self.procs):  # an optimizer step waits for what is copied
+            self.world.clock.after(LOOKS_S, self._advance)
+            return
         self.step += self.world.stride
         self._waiting = {proc.rank for proc in self.procs}
         must = self._musts(self.step)
@@ -320,13 +348,16 @@ class Run:
         if self.broken or self.stopped:
             return
         world, waited_s = self.world, self.world.clock.now - since
-        known = snapshot in world.oracle.certified_ever or snapshot in world.oracle.void
-        if not known and waited_s < (SEALS_S if world.oracle.truth(snapshot) < 0 else WAITS_S):
+        if snapshot not in world.oracle.certified_ever and waited_s < WAITS_S:
+            for proc in self.procs:
+                proc.takes_again(snapshot.step)
             world.clock.after(LOOKS_S, self._wait, snapshot, since)
             return
         world.oracle.count("a loop that waited for a level")
-        if not known and waited_s >= WAITS_S and not world.trouble_since(WAITS_S):
-            raise Broken(f"P14 {snapshot} is whole, and no level of it was told for {WAITS_S} s")
+        captured = world.oracle.truth(snapshot) >= 0  # else there was no slot for it
+        entered = all(host.record is not None and host.record.number == snapshot.epoch for host in self.hosts)
+        if snapshot not in world.oracle.certified_ever and captured and entered and not world.trouble_since(WAITS_S):
+            raise Broken(f"P14 a loop stood still at {snapshot}, and no level of it was told for {WAITS_S} s")
         world.clock.after(world.step_s, self._advance)
 
     def keeps(self, step: int) -> bool:

@@ -52,7 +52,7 @@ class Capture:
 
     def on_void(self, message: Void) -> None:
         """A void grant takes back what is not sealed yet, also when it has not come yet; a void snapshot goes for good."""
-        if message.snapshot is not None:
+        if message.snapshot is not None and not self._captures_anew(message.newest):
             self._drop_snapshot(message.snapshot, message.reason)
         if not message.grant:
             return
@@ -65,6 +65,10 @@ class Capture:
             self._ctx.emit(TellWritten(message.grant, message.written))
         for slot in self._slots.filling(grant=message.grant):
             self._doom(slot, message.reason)
+
+    def _captures_anew(self, newest: int) -> bool:
+        """What a later grant brought here is not meant by this word; if something else is, it comes again."""
+        return any(slot.own and slot.grant > newest for slot in self._slots.by_id.values())
 
     def _doom(self, slot: Slot, reason: str) -> None:
         if slot.doomed:

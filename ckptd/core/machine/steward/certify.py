@@ -284,9 +284,8 @@ class Certify:
     def _say_void(self, state: SnapshotState) -> None:
         for node in sorted(state.nodes()):
             if self._sessions.live(node):
-                self._ctx.send(
-                    node, Void(self._ctx.number, 0, state.void, state.snapshot, self._sessions.session(node))
-                )
+                session, newest = self._sessions.session(node), self._grants.newest
+                self._ctx.send(node, Void(self._ctx.number, 0, state.void, state.snapshot, session, newest=newest))
 
     def _ask_for_copies(self, state: SnapshotState) -> None:
         """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""
