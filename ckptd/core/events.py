@@ -258,7 +258,10 @@ class RankLoaded:
 
 @dataclass(frozen=True, slots=True)
 class FlushAsked:
+    """A rank, or somebody outside, waits for this step (None: the newest complete one). durable: it is to be written."""
+
     step: int | None
+    durable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -363,10 +363,12 @@ class WriteCancel:
 
 @dataclass(frozen=True, slots=True)
 class FlushAsk:
-    """Node -> steward: make this step (None: the newest complete one) durable."""
+    """Node -> steward: make this step (None: the newest complete one) durable. Not durable: a rank of ours waits for it, and we
+    have nothing of it; where nobody has, it is void."""
 
     epoch: int
     step: int | None
+    durable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

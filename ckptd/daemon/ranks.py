@@ -97,8 +97,7 @@ class Ranks:
             self._lost("skipped", message)
         elif isinstance(message, wire.WaitFor):
             self._services.pacer.waits()
-            if message.level == "durable":
-                feed(ev.FlushAsked(message.step))
+            feed(ev.FlushAsked(message.step, message.level == "durable"))
         else:
             self._job.restore.on_message(session, seat, message, fds)
 

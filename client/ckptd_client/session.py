@@ -57,6 +57,7 @@ class Session:
         self.node: dict[str, Any] | None = None
         self._lost_at = 0.0  # since when no daemon has this rank; 0: one has
         self.connection = 0  # grows with every welcome; 0: never connected
+        self.joined_at = 0  # the newest connection whose daemon has taken this rank in
         self.phase = IDLE
         self.world: World | None = None
         self.epoch = 0
@@ -209,7 +210,7 @@ class Session:
             self.levels.clear()
             self._handles.clear()
             self.clock.forget()
-        self.epoch, self.phase = message.epoch, READY
+        self.epoch, self.phase, self.joined_at = message.epoch, READY, self.connection
         if self.called >= 0:
             self.link.send(wire.Called(self.called))  # a daemon that was restarted does not know
         self.segments.drop_unused()

@@ -24,6 +24,19 @@ def once(nodes: Cluster, *points: str) -> tuple[str, list[Path]]:
     return ",".join(f"{point}:kill_once={file}" for point, file in zip(points, files, strict=True)), files
 
 
+def test_a_wait_takes_again_what_its_daemon_lost_amid_a_seal(nodes: Cluster) -> None:
+    """P15: it was "captured" until the wait's time was over, and no memory held any of it."""
+    node = nodes.node(start=False, replicas=0)
+    point, (mark,) = once(nodes, "seal.begin")
+    node.start(failpoint=point)
+    (trainer,) = nodes.world([node], JOB)
+    trainer.do("restore")
+    trainer.do("train", steps=1, snapshot=False)
+    trainer.do("snapshot", must=True)
+    assert trainer.do("wait", level="sealed") == "sealed"
+    assert mark.exists(), "the daemon was killed"
+
+
 def test_a_trainer_killed_in_mid_capture_and_in_mid_restore(nodes: Cluster) -> None:
     """P6: the previous snapshot is restorable bit by bit, the half-written slot is free again."""
     node = nodes.node(replicas=0)

@@ -9,7 +9,7 @@ import pytest
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.ids import SnapshotId
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.machine.steward.certify import REPEAT_S
 from ckptd.core.machine.steward.grants import FULL_S
 from tests.core import elect
@@ -24,9 +24,9 @@ def voided(node: Steward, since: int = 0) -> set[int]:
     return {void.snapshot.step for void in node.said(msg.Void, "b", since) if void.snapshot is not None}
 
 
-def parts_left(*steps: int) -> Steward:
+def parts_left(*steps: int, record: EpochRecord = RECORD) -> Steward:
     """Of steps that this epoch continued (it was opened from storage) node b holds rank 1; node c, cut off, holds rank 0."""
-    node = steward(RECORD)
+    node = steward(record)
     node.feed(ev.NodeDown("c"))
     del node.others["c"]
     node.others["b"].tell_inventory(*(fact(step, 1, epoch=OLD) for step in steps), layouts=BOTH)
@@ -58,6 +58,18 @@ def test_it_is_void_when_the_holder_has_told_that_he_has_nothing() -> None:
 def test_what_the_epoch_left_behind_is_not_waited_for() -> None:
     """Step 6 was being captured when the epoch before ended; a slot is needed more than a part of it."""
     assert voided(parts_left(5, 6)) == {6}
+
+
+def test_what_a_declared_fresh_start_left_behind_is_waited_for_until_it_has_something_of_its_own() -> None:
+    """P3: an older step that was whole here was taken for the better one (simulator, seed 43867)."""
+    node = parts_left(5, record=record_of("ab", outside="c"))
+    node.others["b"].held(fact(4, 1, epoch=OLD))
+    node.feed(ev.ReplicaArrived(at(4, OLD), 0, 1, 77, layout(0), ()))
+    node.tick(2 * REPEAT_S)
+    assert (node.level(4, epoch=OLD), voided(node), released(node)) == (0, set(), set())
+    node.train(6).capture(7)
+    node.tick(2 * REPEAT_S)
+    assert (node.level(7), released(node) | voided(node)) == (0, {4, 5})
 
 
 def test_it_is_released_for_a_newer_one_at_the_level_that_is_wanted() -> None:

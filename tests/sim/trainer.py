@@ -39,6 +39,7 @@ class Proc:
         self.passed = -1  # newest step called that no grant took and whose state is gone
         self.taken = -1  # newest grant that was taken
         self.took = True  # a grant took the step called last
+        self.waits_for = -1, -1  # (connection, step) of the daemon that was told
         self.void = False  # ... and what was captured of it is void
         self.asks: int | None = None
         self.grants: dict[int, GiveSlot] = {}
@@ -124,6 +125,9 @@ class Proc:
 
     def takes_again(self, step: int) -> None:
         """wait() of a rank that was told that this step is void, or was not granted it: the state is still there."""
+        if self.waits_for != (self.conn, step):
+            self.waits_for = self.conn, step
+            self.tell(ev.FlushAsked(step, durable=False))
         waits = self.asks is not None or self.filling is not None
         if waits or not self.alive or self.conn != self.host.life or (self.took and not self.void):
             return

@@ -56,7 +56,7 @@ class JobMachine:
         self.shortages = Shortages(ctx, self.uplink)
         self.leaving = Leaving(ctx, self.uplink)
         self.writing = Writing(ctx, self.slots)
-        self.asks = FlushAsks(ctx, self.uplink, self.levels)
+        self.asks = FlushAsks(ctx, self.uplink, self.levels, self.slots)
         self.steward = Steward(ctx, self.joining)
         self.lifetime = Lifetime(ctx, self.ranks, self.slots, self.levels, self.uplink, self.joining, self.opening,
                                  self.steward.holds)  # fmt: skip
@@ -127,7 +127,7 @@ class JobMachine:
             msg.WriteOrder: self.writing.on_order,
             msg.Wrote: self.steward.on_wrote,
             msg.WriteCancel: lambda s, m: self.writing.on_cancel(m),
-            msg.FlushAsk: lambda s, m: self.steward.on_ask(m),
+            msg.FlushAsk: self.steward.on_ask,
             msg.StewardHello: self._hello,
             msg.Heard: self._heard,
             msg.Stale: lambda s, m: self._stale(m),

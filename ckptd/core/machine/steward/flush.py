@@ -87,7 +87,7 @@ class Flushing:
     def on_ask(self, message: FlushAsk) -> None:
         """A new wish is tried at once, whatever failed before: storage may be back."""
         step = message.step
-        if step is None or step in self.asked or step <= self._durable_step() or len(self.asked) >= ASKS_KEPT_MAX:
+        if step is None or step in self.asked or step <= self.durable_step() or len(self.asked) >= ASKS_KEPT_MAX:
             return
         self.asked.add(step)
         self._not_before = self._ctx.now
@@ -120,13 +120,13 @@ class Flushing:
 
     def _asked_for(self, usable: list[SnapshotState]) -> list[SnapshotState]:
         """Complete snapshots that are not before the step somebody waits for, the oldest first."""
-        done = self._durable_step()
+        done = self.durable_step()
         self.asked = {step for step in self.asked if step > done}
         step = min(self.asked, default=None)
         epoch = self._ctx.number
         return [f for f in usable if step is not None and f.snapshot.epoch == epoch and f.snapshot.step >= step]
 
-    def _durable_step(self) -> int:
+    def durable_step(self) -> int:
         """The newest of this epoch, -1: none."""
         return max((s.step for s in self._table.durable if s.epoch == self._ctx.number), default=-1)
 

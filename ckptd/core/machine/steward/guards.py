@@ -136,12 +136,20 @@ class Guards:
         waits = state.failures < KEEP_FAILURES_MAX or not self._grants.presses()
         return unflushed and self._ctx.policy.durable and waits
 
+    def _has_nothing_yet(self) -> bool:
+        """A declared fresh start keeps what it left behind until something of its own is certified."""
+        record = self._ctx.record
+        if record is None or record.ancestry:
+            return False
+        states = self._table.states.items()
+        return not any(state.certified and snapshot.epoch == record.number for snapshot, state in states)
+
     def _awaited(self, state: SnapshotState) -> bool:
         """Somebody who is away may bring the rest of what this epoch continued, and at any level: nobody here may know what was
         certified. When slots are needed the oldest such goes: he may never come back, and the job goes on (P14)."""
         if state.level >= 0 or state.again or state.snapshot.epoch == self._ctx.number:
             return False
-        if not self._ctx.is_candidate(state.snapshot) or self._sessions.everyone_live():
+        if self._sessions.everyone_live() or not (self._ctx.is_candidate(state.snapshot) or self._has_nothing_yet()):
             return False
         if not self._grants.full():
             return True

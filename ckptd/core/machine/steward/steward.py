@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import islice
 
 from ckptd.core.events import CommitDone, DurableRead, EpochClaimed
-from ckptd.core.ids import EpochRecord
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.instructions import ClaimEpoch, ReadDurable
 from ckptd.core.machine.context import Context, audience, place_in_order, succession
 from ckptd.core.machine.joining import Joining
@@ -36,10 +36,12 @@ from ckptd.core.messages import (
     RankState,
     Sealed,
     Shortage,
+    Void,
     Wrote,
 )
 
 RANKS_AT_ONCE_MAX = 256  # of a job whose books are looked through after every message
+NOWHERE = "no memory holds any of it: a daemon was lost before it had sealed what it was given"
 READ_AGAIN_S = 5.0  # storage that did not answer a steward that began
 PAUSE_PER_RANK_S = 5e-5  # between two looks through the books of a larger one
 
@@ -274,10 +276,21 @@ class Steward:
         self.flushing.on_committed(event)
         self._act()
 
-    def on_ask(self, message: FlushAsk) -> None:
-        if self.active:
+    def on_ask(self, sender: str, message: FlushAsk) -> None:
+        if self.active and message.durable:
             self.flushing.on_ask(message)
             self.certify.repeat_soon()
+        elif self.active and message.step is not None and self._is_nowhere(message.step):
+            session, newest = self.sessions.session(sender), self.grants.newest
+            snapshot = SnapshotId(self._ctx.number, message.step)
+            self._ctx.send(sender, Void(snapshot.epoch, 0, NOWHERE, snapshot, session, newest=newest))
+
+    def _is_nowhere(self, step: int) -> bool:
+        """Nothing newer could have taken its place, and nobody has told a level of it."""
+        snapshot = SnapshotId(self._ctx.number, step)
+        if snapshot in self.table.heard or any(known >= snapshot for known in self.table.states):
+            return False
+        return self.sessions.members_live() and not self.grants.serves(step) and step > self.flushing.durable_step()
 
     def on_link(self, node: str) -> None:
         """A node came or went: whatever it holds counts anew."""
