@@ -46,13 +46,14 @@ class Capture:
             self._uplink.tell_missed(message.grant, rank, NO_SLOT)
         else:
             slot.state, slot.epoch, slot.grant, slot.doomed = FILLING, message.epoch, message.grant, False
+            slot.from_step = message.from_step
             # must=True after a void: the steward asks for that very step anew, when nobody holds the void one any more.
             self._slots.void.pop(SnapshotId(self._ctx.number, message.from_step), None)
             self._ctx.emit(GiveSlot(rank, slot.id, message.grant, message.from_step))
 
     def on_void(self, message: Void) -> None:
         """A void grant takes back what is not sealed yet, also when it has not come yet; a void snapshot goes for good."""
-        if message.snapshot is not None and not self._captures_anew(message.newest):
+        if message.snapshot is not None and not self._captures_anew(message.snapshot, message.newest):
             self._drop_snapshot(message.snapshot, message.reason)
         if not message.grant:
             return
@@ -66,9 +67,10 @@ class Capture:
         for slot in self._slots.filling(grant=message.grant):
             self._doom(slot, message.reason)
 
-    def _captures_anew(self, newest: int) -> bool:
-        """What a later grant brought here is not meant by this word; if something else is, it comes again."""
-        return any(slot.own and slot.grant > newest for slot in self._slots.by_id.values())
+    def _captures_anew(self, snapshot: SnapshotId, newest: int) -> bool:
+        """What a later grant brings here is not meant by this word; if something else is, it comes again."""
+        later = [slot for slot in self._slots.by_id.values() if slot.own and slot.grant > newest]
+        return any(slot.may_become(snapshot) or slot.holds(snapshot) for slot in later)
 
     def _doom(self, slot: Slot, reason: str) -> None:
         if slot.doomed:

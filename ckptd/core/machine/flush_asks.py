@@ -7,7 +7,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import TellLevel
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.levels import Levels
-from ckptd.core.machine.slots import FILLING, Slots
+from ckptd.core.machine.slots import Slots
 from ckptd.core.machine.uplink import Uplink
 from ckptd.core.messages import FlushAsk
 
@@ -60,10 +60,8 @@ class FlushAsks:
         self._said_at = self._ctx.now
         for step in sorted(self._steps):
             self._ctx.send(self._uplink.steward, FlushAsk(self._ctx.number, step))
-        if any(slot.own and slot.state == FILLING for slot in self._slots.by_id.values()):
-            return  # it may be just what is waited for
         for step in sorted(self._untold):
-            if not self._slots.sealed.get(self._at(step)):
+            if not any(slot.may_become(self._at(step)) or slot.holds(self._at(step)) for slot in self._slots.by_id.values()):
                 self._ctx.send(self._uplink.steward, FlushAsk(self._ctx.number, step, durable=False))
 
     def _at(self, step: int) -> SnapshotId:

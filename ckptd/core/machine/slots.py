@@ -28,6 +28,7 @@ class Slot:
     own: bool
     state: str = FREE
     epoch: int = 0  # of the grant that it was given under last
+    from_step: int = 0  # of that grant
     grant: int = 0  # of a FILLING slot, or what a SEALED one was captured under (0: nobody's business any more)
     doomed: bool = False
     void: str = ""  # why the grant of a doomed one is void
@@ -36,6 +37,13 @@ class Slot:
     layouts: tuple[Layout, ...] = ()  # of a lane's members, where it holds their parity
     released: bool = False  # goes as soon as no pin holds it
     damaged: bool = False  # not used any more
+
+    def may_become(self, snapshot: SnapshotId) -> bool:
+        """It is being filled, perhaps with a part of this."""
+        return self.state == FILLING and self.epoch == snapshot.epoch and self.from_step <= snapshot.step
+
+    def holds(self, snapshot: SnapshotId) -> bool:
+        return self.state == SEALED and self.fact is not None and self.fact.snapshot == snapshot
 
 
 class Slots:

@@ -264,6 +264,11 @@ class Grants:
         anew = step > self._complete
         return anew and any(grant.from_step == step and grant.progress is None for grant in waiting)
 
+    def newest_before(self, step: int) -> int:
+        """Up to this grant none is open that could yet become that step."""
+        numbers = (grant.number for grant in self.open.values() if grant.step is None and grant.from_step <= step)
+        return min(numbers, default=self.newest + 1) - 1
+
     def _look_for_stuck(self, grant: Granted) -> None:
         lacking = set(range(self._world())) - grant.sealed - grant.missed
         states = [self.ranks[rank] for rank in lacking if rank in self.ranks]

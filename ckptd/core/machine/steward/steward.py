@@ -281,7 +281,7 @@ class Steward:
             self.flushing.on_ask(message)
             self.certify.repeat_soon()
         elif self.active and message.step is not None and self._is_nowhere(message.step):
-            session, newest = self.sessions.session(sender), self.grants.newest
+            session, newest = self.sessions.session(sender), self.grants.newest_before(message.step)
             snapshot = SnapshotId(self._ctx.number, message.step)
             self._ctx.send(sender, Void(snapshot.epoch, 0, NOWHERE, snapshot, session, newest=newest))
 
