@@ -81,6 +81,14 @@ def test_what_is_void_for_a_peer_is_not_offered_to_it_again_and_nothing_waits_be
     assert copies(node.tick(10.0)) == []
 
 
+def test_who_took_the_step_for_void_is_asked_again_when_the_steward_misses_the_copy() -> None:
+    """P14: the first capture was void, and it had not heard of the second one yet (simulator, seed 80106)."""
+    node = member(record_of("ab"))
+    node.capture(1, 7, rank=1)
+    assert copies(sent(node, 7, "a", ok=False, why=VOID) + node.tick(10.0)) == []
+    assert copies(node.order(msg.Holders(EPOCH, "", at(7), 1, (("b", 0),)))) == [(7, 1, "a")]
+
+
 def test_another_epoch_asks_whoever_refused_in_the_one_before() -> None:
     node = member(record_of("ab"))
     node.capture(1, 7, rank=1)

@@ -125,11 +125,12 @@ class Proc:
 
     def takes_again(self, step: int) -> None:
         """wait() of a rank that was told that this step is void, or was not granted it: the state is still there."""
-        if self.waits_for != (self.conn, step):
-            self.waits_for = self.conn, step
-            self.tell(ev.FlushAsked(step, durable=False))
-        waits = self.asks is not None or self.filling is not None
-        if waits or not self.alive or self.conn != self.host.life or (self.took and not self.void):
+        if self.asks is not None or self.filling is not None or not self.alive or self.conn != self.host.life:
+            return
+        if self.took and not self.void:
+            if self.waits_for != (self.conn, step):
+                self.waits_for = self.conn, step
+                self.tell(ev.FlushAsked(step, durable=False))
             return
         self.took = self.void = False
         self.world.oracle.count("a step captured anew")
