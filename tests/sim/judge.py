@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ckptd.core import messages as msg
-from ckptd.core.ids import SnapshotId
+from ckptd.core.ids import EpochRecord, SnapshotId
 from tests.sim.broken import Broken
 from tests.sim.decisions import Told
 from tests.sim.training import Origin
@@ -63,7 +63,7 @@ class Judge:
 
     def _best_restorable(self, told: Told, attempt: str) -> SnapshotId | None:
         """The newest snapshot of the lineage that a level was promised for and that can be had from those who answered."""
-        lineage = self.lineage(told.answers, told.commits is not None)
+        lineage = self.lineage(told.answers, told.commits is not None, told.records())
         owed = [s for s, promise in self._oracle.promises.items() if promise.level >= 0 and not self._oracle.forgotten(s)]
         promised = [s for s in owed if self._oracle.in_line(lineage, s)]
         found = [s for s in promised if self._oracle.truth(s, among=set(told.answers), attempt=attempt) >= 0]
@@ -132,13 +132,15 @@ class Judge:
         procs = (proc for host in self._world.hosts.values() for proc in host.procs.values())
         return any(proc.alive and proc.run.attempt == attempt for proc in procs)
 
-    def lineage(self, asked: Collection[str], storage: bool) -> Origin | None:
+    def lineage(self, asked: Collection[str], storage: bool, named: Collection[EpochRecord] = ()) -> Origin | None:
         """The end of what is trained: of the newest start that all ranks have loaded for, and of which those who were asked have a
-        record, or one of a start that was decided after it, or hold something. Nobody else can tell of it. One that sealed nothing,
-        and whose record went with a state directory that did not work, is nobody's past: later ones have lower numbers."""
+        record, or one of a start that was decided after it, or hold something, or whom somebody named who joined. Nobody else can
+        tell of it. One that sealed nothing, and whose record went with a state directory that did not work, is nobody's past: later
+        ones have lower numbers."""
         hosts = [host for name, host in self._world.hosts.items() if name in asked]
         records = [record for host in hosts for record in (host.record, host.ran)]
         records += [record for host in hosts for record in (host.state.durable.record, host.state.durable.ran)]
+        records += named
         found = [mem.snapshot for host in hosts for mem in host.memory.values() if mem.snapshot is not None]
         if storage:
             records += self._world.store.claims.values()

@@ -308,6 +308,7 @@ def test_what_a_start_goes_on_from_is_the_newest_one_that_those_who_were_asked_k
     world.hosts["n1"].ran = last
     assert world.oracle.judge.lineage(world.hosts, True) is origins[0]
     assert world.oracle.judge.lineage(["n0"], True) is origins[1]
+    assert world.oracle.judge.lineage(["n0"], True, [last]) is origins[0], "who joined had named it (seed 70918)"
     world.hosts["n0"].record = replace(last, number=12, before=(9, ()))
     assert world.oracle.judge.lineage(["n0"], True) is origins[0]
 
