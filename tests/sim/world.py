@@ -27,13 +27,14 @@ from tests.sim.broken import Broken
 from tests.sim.clock import Clock
 from tests.sim.faults import Faults
 from tests.sim.host import BOOTED_S, DRIFT, Host
+from tests.sim.launcher import Launcher
 from tests.sim.links import Links
 from tests.sim.mutants import MUTANTS
 from tests.sim.net import Net
 from tests.sim.oracle import Oracle
 from tests.sim.shape import Shape, draw
 from tests.sim.store import Store
-from tests.sim.trainer import Launcher, Proc, Run
+from tests.sim.trainer import Proc, Run
 from tests.sim.training import Model
 from tests.sim.watch import Watch
 from tests.sim.wire import Wire
