@@ -327,9 +327,9 @@ class Client:
     # --- waiting ------------------------------------------------------------------------------------------------
     def wait(self, level: str = "durable", timeout: float | None = None) -> str:
         """Wait until the current step has reached ``level`` ("sealed", "protected", "durable"), at most ``timeout`` seconds;
-        captures it first, as with must, if its snapshot was skipped, and again if it became void. Returns the status then, never that of an older step;
-        "unreachable" without a daemon. Where the daemon has no storage "protected" is waited for, with a warning. When training
-        has moved on from a skipped step, it is the newest snapshot that is waited for."""
+        captures it first, as with must, if its snapshot was skipped, and again if it became void. Returns the status then, never
+        that of an older step; "unreachable" without a daemon. Where the daemon has no storage "protected" is waited for, with a
+        warning. When training has moved on from a skipped step, it is the newest snapshot that is waited for."""
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
         if self._gone:
