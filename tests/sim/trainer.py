@@ -37,8 +37,8 @@ class Proc:
         self.passed = -1  # newest step called that no grant took and whose state is gone
         self.taken = -1  # newest grant that was taken
         self.took = True  # a grant took the step called last
-        self.waits_for = -1, -1  # (connection, step) of the daemon that was told
         self.void = False  # ... and what was captured of it is void
+        self.waits_for = -1, -1  # (connection, step): the daemon was told that we wait
         self.asks: int | None = None
         self.grants: dict[int, GiveSlot] = {}
         self.came_at: dict[int, int] = {}  # grant -> newest step called when it came
@@ -109,6 +109,9 @@ class Proc:
         self.passed = self.passed if self.took else self.step
         self.asks = None
         self.step, self.took, self.void = step, False, False
+        return self._take_or_ask(step, must)
+
+    def _take_or_ask(self, step: int, must: bool) -> bool:
         usable = sorted(
             (g for g in self.grants.values() if g.from_step <= step), key=lambda g: (g.from_step, g.grant)
         )
@@ -132,13 +135,7 @@ class Proc:
             return
         self.took = self.void = False
         self.world.oracle.count("a step captured anew")
-        usable = [give for give in self.grants.values() if give.from_step <= step]
-        self.tell(ev.RankProgress(self.rank, step, not usable))
-        if usable:
-            self._capture(min(usable, key=lambda give: give.grant), step)
-        else:
-            self.asks = step
-            self.world.clock.after(MUST_S, self._stop_asking, step)
+        self._take_or_ask(step, must=True)
 
     def told(self, snapshot: SnapshotId, void: str) -> None:
         if void and snapshot == SnapshotId(self.epoch, self.step):

@@ -69,8 +69,8 @@ class Capture:
 
     def _captures_anew(self, snapshot: SnapshotId, newest: int) -> bool:
         """What a later grant brings here is not meant by this word; if something else is, it comes again."""
-        later = [slot for slot in self._slots.by_id.values() if slot.own and slot.grant > newest]
-        return any(slot.may_become(snapshot) or slot.holds(snapshot) for slot in later)
+        slots = self._slots.by_id.values()
+        return any(slot.own and slot.grant > newest and slot.concerns(snapshot) for slot in slots)
 
     def _doom(self, slot: Slot, reason: str) -> None:
         if slot.doomed:

@@ -61,7 +61,7 @@ class FlushAsks:
         for step in sorted(self._steps):
             self._ctx.send(self._uplink.steward, FlushAsk(self._ctx.number, step))
         for step in sorted(self._untold):
-            if not any(slot.may_become(self._at(step)) or slot.holds(self._at(step)) for slot in self._slots.by_id.values()):
+            if not any(slot.concerns(self._at(step)) for slot in self._slots.by_id.values()):
                 self._ctx.send(self._uplink.steward, FlushAsk(self._ctx.number, step, durable=False))
 
     def _at(self, step: int) -> SnapshotId:

@@ -38,11 +38,10 @@ class Slot:
     released: bool = False  # goes as soon as no pin holds it
     damaged: bool = False  # not used any more
 
-    def may_become(self, snapshot: SnapshotId) -> bool:
-        """It is being filled, perhaps with a part of this."""
-        return self.state == FILLING and self.epoch == snapshot.epoch and self.from_step <= snapshot.step
-
-    def holds(self, snapshot: SnapshotId) -> bool:
+    def concerns(self, snapshot: SnapshotId) -> bool:
+        """It holds a part of this, or is being filled, perhaps with one."""
+        if self.state == FILLING:
+            return self.epoch == snapshot.epoch and self.from_step <= snapshot.step
         return self.state == SEALED and self.fact is not None and self.fact.snapshot == snapshot
 
 
