@@ -81,7 +81,7 @@ def _in_both_forms(values: dict[str, Any]) -> dict[str, Any]:
     try:
         asked = parse(str(text)) if text is not None else None
         short = Replicas(int(copies)) if copies is not None else None
-    except ValueError:
+    except (OverflowError, ValueError):
         return values
     if text is None:
         return values if short is None else {**values, "redundancy": short.text}

@@ -13,8 +13,8 @@ from ckptd.core.lanes import Part, packed_part, unpacked_part
 from ckptd.core.layout import Layout
 from ckptd.core.record_size import SUM_BYTES
 
-RECORD_VERSION = 1
-PARITY_VERSION = 2  # of a part of a lane; all others are written as before
+RECORD_VERSION = 3
+WITHOUT_GRANT = (1, 2)  # of earlier releases, still read: neither names a grant, and only 2 has a part of a lane
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,11 @@ class SlotRecord:
 
 
 def encode_record(record: SlotRecord) -> bytes:
-    where = [record.job, [record.snapshot.epoch, record.snapshot.step], record.rank, record.tier]
-    what = [record.layout.encoded, record.objects_bytes, record.sums, record.digests, record.keep]
-    body = [RECORD_VERSION, *where, *what]
-    if record.part is not None:
-        body = [PARITY_VERSION, *where, *what, packed_part(record.part)]
-    packed: bytes = msgpack.packb(body)
+    of = record.snapshot
+    part = packed_part(record.part) if record.part is not None else None
+    where = [record.job, [of.epoch, of.step, of.grant], record.rank, record.tier]
+    what = [record.layout.encoded, record.objects_bytes, record.sums, record.digests, record.keep, part]
+    packed: bytes = msgpack.packb([RECORD_VERSION, *where, *what])
     return packed
 
 
@@ -45,21 +44,23 @@ def decode_record(data: bytes) -> SlotRecord:
     """Raises ValueError for anything that is not a whole, consistent record."""
     try:
         version, *fields = msgpack.unpackb(data)
-        part = unpacked_part(fields.pop()) if version == PARITY_VERSION else None
-        job, (epoch, step), rank, tier, layout, objects_bytes, sums, digests, keep = fields
+        packed = None if version == WITHOUT_GRANT[0] else fields.pop()
+        part = unpacked_part(packed) if packed is not None else None
+        job, numbers, rank, tier, layout, objects_bytes, sums, digests, keep = fields
+        epoch, step, grant = (*numbers, 0) if version in WITHOUT_GRANT else numbers
         pairs = tuple((name, value) for name, value in digests)
     except (IndexError, TypeError, ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"not a slot record: {error}") from error
-    _require_ints(version=version, epoch=epoch, step=step, rank=rank, tier=tier, objects_bytes=objects_bytes)
-    if version not in (RECORD_VERSION, PARITY_VERSION):
-        raise ValueError(f"slot record of version {version}, ours are {RECORD_VERSION} and {PARITY_VERSION}")
+    _require_ints(version=version, epoch=epoch, step=step, grant=grant, rank=rank, tier=tier, objects_bytes=objects_bytes)
+    if version not in (*WITHOUT_GRANT, RECORD_VERSION):
+        raise ValueError(f"slot record of version {version}, ours is {RECORD_VERSION}")
     if not all(type(name) is str and type(value) is bytes for name, value in pairs):
         raise ValueError("slot record whose digests are not pairs of text and bytes")
     if not (type(job) is str and type(sums) is type(layout) is bytes and type(keep) is bool):
         raise ValueError("slot record with a field of another type")
     record = SlotRecord(
         job,
-        SnapshotId(epoch, step),
+        SnapshotId(epoch, step, grant),
         rank,
         tier,
         Layout.decode(layout),

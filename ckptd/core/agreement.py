@@ -27,12 +27,6 @@ def object_name(name: str) -> str:
     return f"o:{name}"
 
 
-def contradict(one: Digests, other: Digests) -> bool:
-    """Of two holdings of a rank at one step, either of which may lack some: they are of different captures."""
-    known = dict(one)
-    return any(known.get(name, value) != value for name, value in other)
-
-
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """per_rank: sorted "t:key" and "o:name" whose values are each rank's own in this snapshot (same world only).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptd.core.agreement import agree, contradict
+from ckptd.core.agreement import agree
 from ckptd.core.balance import plans_in
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.lanes import Lane, decodable, member_digests
@@ -142,15 +142,7 @@ def _by_snapshot(
                 held.parts.append((node, fact))
             else:
                 held.ranks.setdefault(fact.rank, []).append((node, fact))
-    for held in found.values():
-        held.ranks = {rank: _of_one_capture(holders) for rank, holders in held.ranks.items()}
     return found
-
-
-def _of_one_capture(found: list[tuple[str, HoldingFact]]) -> list[tuple[str, HoldingFact]]:
-    """A copy of a void capture may have come late, when its step had been captured anew: the full slot says which one counts."""
-    full = next((fact for _, fact in found if fact.tier == 0), None)
-    return [held for held in found if full is None or held[1].tier == 0 or not contradict(full.digests, held[1].digests)]
 
 
 def _judge(

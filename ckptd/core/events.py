@@ -27,6 +27,7 @@ class RankJoined:
     ask: RestoreAsk | None
     running: bool = True  # with the known epoch's attempt: False says that the rank still waits inside restore()
     trains: bool = False  # it was let into an epoch with this attempt: if we do not know that one, somebody else does
+    grant: int = 0  # the newest that it was given, by whatever process of its daemon
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +259,17 @@ class RankLoaded:
 
 @dataclass(frozen=True, slots=True)
 class FlushAsked:
-    """A rank, or somebody outside, waits for this step (None: the newest complete one). durable: it is to be written."""
+    """A rank, or somebody outside, wants this step (None: the newest complete one) to be durable."""
 
     step: int | None
-    durable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LevelAsked:
+    """A rank waits for a level of what it captured of this step under this grant."""
+
+    step: int
+    grant: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +319,6 @@ Event = (
     RankJoined | RankLeft | SlotsReady | SlotsGone | SlotsShort | RankProgress | RankMissed | SlotSealed | SlotDamaged
     | HoldingFound
     | ReplicaArrived | ReplicaSent | ParityMade | ParityFailed | NodeUp | NodeDown | Received | EpochClaimed | DurableRead
-    | FilesWritten | CommitDone | RankFetched | RankLoaded | FlushAsked | DrainAsked | SpareAsked | ForgetOrdered | Restarted
-    | Tick
+    | FilesWritten | CommitDone | RankFetched | RankLoaded | FlushAsked | LevelAsked | DrainAsked | SpareAsked | ForgetOrdered
+    | Restarted | Tick
 )  # fmt: skip

@@ -8,10 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class SnapshotId:
-    """One training step of one epoch of a job. Orders by (epoch, step)."""
+    """One capture of one training step of one epoch of a job. Orders by (epoch, step, grant).
+
+    ``grant``: under which all ranks captured it. A step whose capture became void may be captured anew: that is another snapshot,
+    and no word about the one is about the other. 0: written before captures were told apart.
+    """
 
     epoch: int
     step: int
+    grant: int = 0
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """(epoch, step), whichever capture it is: storage has one of each."""
+        return self.epoch, self.step
 
     def __str__(self) -> str:
         return f"step {self.step} of epoch {self.epoch}"

@@ -150,7 +150,7 @@ def spare(
         return set()
     if order.asks_storage:
         newest = max(filter(is_candidate, durable), default=None)
-        return set() if newest is None else {snapshot for snapshot in held if snapshot <= newest}
+        return set() if newest is None else {snapshot for snapshot in held if snapshot.at <= newest.at}
     if order is Order.FINISHED_UNSTORED or policy.orphan_drop:
         return set(held)
     return set() if complete is None else {snapshot for snapshot in held if snapshot != complete}

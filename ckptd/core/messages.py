@@ -75,7 +75,6 @@ class Inventory:
     done: bool = False  # the sender knows that the restore of ``known`` was completed by all ranks
     never: bool = False  # the sender knows that it was not: one of its own ranks did not load, or it was called off
     incarnation: str = ""  # of the sender: unchanged since ``known`` opened, it has forgotten nothing
-    grant: int = 0  # the highest grant the sender has seen in this epoch
     ran: EpochRecord | None = None  # the newest epoch before ``known`` that trained on the sender
     turn: int = 0  # of the request, or of the newest hello of the session, that this answers
     sealed: int = 0  # newest epoch in which every rank of the sender sealed a snapshot
@@ -169,6 +168,7 @@ class RankState:
     asks: int | None = None  # must=True waits for a grant of exactly this step
     left: str = ""  # "finished" | "clean" (said goodbye, after an exception) | "died": the rank is not there any more
     short: str = ""  # why it has fewer slots than it should
+    grant: int = 0  # the newest that the sender, or a rank of its, has heard of: no other capture takes its number
     session: str = ""
     serial: int = 0
 
@@ -188,7 +188,6 @@ class Sealed:
     """Node -> steward: a rank's slot is complete and its sums are made."""
 
     epoch: int
-    grant: int
     fact: HoldingFact
     plan_id: str
     layouts: dict[str, bytes] = field(default_factory=dict)  # empty once the steward of this epoch knows the layout
@@ -212,11 +211,10 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Void:
-    """Steward -> nodes: nobody keeps what was captured under this grant, nor any copy of ``snapshot`` where it is named.
+    """Steward -> nodes: nobody fills a slot under this grant any more, nor keeps any copy of ``snapshot`` where it is named.
 
-    grant 0: only the snapshot, of a grant that nobody answers for any more. newest: the newest grant that there was; what was
-    captured of the snapshot under a later one is another capture. written: what every rank copies before its snapshot() returns
-    from now on.
+    grant 0: only the snapshot, of a grant that nobody answers for any more. written: what every rank copies before its snapshot()
+    returns from now on.
     """
 
     epoch: int
@@ -225,7 +223,6 @@ class Void:
     snapshot: SnapshotId | None = None
     session: str = ""
     written: Written = field(default_factory=dict)
-    newest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,12 +360,18 @@ class WriteCancel:
 
 @dataclass(frozen=True, slots=True)
 class FlushAsk:
-    """Node -> steward: make this step (None: the newest complete one) durable. Not durable: a rank of ours waits for it, and we
-    have nothing of it; where nobody has, it is void."""
+    """Node -> steward: make this step (None: the newest complete one) durable."""
 
     epoch: int
     step: int | None
-    durable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LevelAsk:
+    """Node -> steward: a rank of ours waits for this snapshot, and we hold nothing of it; where nobody does, it is void."""
+
+    epoch: int
+    snapshot: SnapshotId
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +441,6 @@ class Stale:
 Message = (
     JoinReport | InventoryRequest | Inventory | EpochOpen | JoinRefused | Vote | RestoreGo | RestoreAbort | RestoreDone
     | RankState | Grant | Sealed | Missed | Void | Held | Shortage | Leaving | Departures | Remainder | InForce
-    | Certificate | LayoutRequest | LayoutReply | WriteOrder | Wrote | WriteCancel | FlushAsk | StewardHello | Heard
+    | Certificate | LayoutRequest | LayoutReply | WriteOrder | Wrote | WriteCancel | FlushAsk | LevelAsk | StewardHello | Heard
     | Holders | ParityOrder | Stale
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
@@ -12,13 +12,20 @@ from ckptd.core.policy import Policy
 @dataclass(frozen=True, slots=True)
 class CommitInfo:
     """A committed checkpoint. verified: it was read back whole; only then does it count as restorable. hidden: retention took
-    it out of sight and may still reveal it. without: optimizer state is left out on purpose."""
+    it out of sight and may still reveal it. without: optimizer state is left out on purpose. There is one of each step: the first
+    that was committed, whatever grant it was captured under, which ``grant`` says (0: not known) and ``snapshot`` does not."""
 
     snapshot: SnapshotId
     keep: bool = False
     verified: bool = False
     hidden: bool = False
     without: bool = False
+    grant: int = 0
+
+    @property
+    def captured(self) -> SnapshotId:
+        """As memory knows it."""
+        return replace(self.snapshot, grant=self.grant)
 
 
 @dataclass(frozen=True, slots=True)

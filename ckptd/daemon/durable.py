@@ -79,7 +79,7 @@ class Durable:
             self._services.spawn(self._delete_forgotten(storage), f"delete what is left of {job}")
         elif not attempt:  # this node speaks for the job from now on: what its predecessor hid has had its grace, perhaps
             self._retain()
-        found = tuple(sorted(info.snapshot for info in commits))
+        found = tuple(sorted(info.captured for info in commits))
         self._job.feed(ev.DurableRead(attempt, True, record, found, forgotten=forgotten, turn=turn))
 
     async def _delete_forgotten(self, storage: Storage) -> None:
@@ -257,18 +257,18 @@ class Durable:
     # --- lists --------------------------------------------------------------------------------------------------
     async def steps(self) -> list[dict[str, Any]]:
         """Snapshots in memory and on storage, newest first."""
-        rows = self._in_memory()
+        rows = {snapshot.at: row for snapshot, row in sorted(self._in_memory().items())}
         record = self._job.record
         stored = await self._listed(list_commits)
         if stored is not None:  # its word counts: a checkpoint that memory was told of may have been deleted since
-            rows = {snapshot: {**row, "durable": False} for snapshot, row in rows.items()}
+            rows = {at: {**row, "durable": False} for at, row in rows.items()}
         for info in stored or ():
-            row = rows.setdefault(info.snapshot, _row(info.snapshot, -1, 0, True, "storage"))
+            row = rows.setdefault(info.snapshot.at, _row(info.snapshot, -1, 0, True, "storage"))
             row["durable"], row["keep"] = True, info.keep
             row["without"] = row["without"] or info.without
             row["abandoned"] = record is not None and record.abandons(info.snapshot)
             row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"
-        return [rows[snapshot] for snapshot in sorted(rows, reverse=True)]
+        return [rows[at] for at in sorted(rows, reverse=True)]
 
     def _in_memory(self) -> dict[SnapshotId, dict[str, Any]]:
         record, released = self._job.record, self._job.machine.levels.released
@@ -288,7 +288,7 @@ class Durable:
     async def durable_now(self) -> tuple[SnapshotId, ...] | None:
         """What storage holds of this job at this moment, such that a power cut takes none of it back; None: it does not answer."""
         commits = await self._listed(list_durable, self._services.policy)
-        return None if commits is None else tuple(info.snapshot for info in commits)
+        return None if commits is None else tuple(info.captured for info in commits)
 
     async def _listed(self, call: Callable[..., list[CommitInfo]], *args: Any) -> list[CommitInfo] | None:
         """None: there is no storage, or it does not answer, as health says."""

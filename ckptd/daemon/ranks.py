@@ -97,7 +97,9 @@ class Ranks:
             self._lost("skipped", message)
         elif isinstance(message, wire.WaitFor):
             self._services.pacer.waits()
-            feed(ev.FlushAsked(message.step, message.level == "durable"))
+            feed(ev.LevelAsked(message.step, message.grant))
+            if message.level == "durable":
+                feed(ev.FlushAsked(message.step))
         else:
             self._job.restore.on_message(session, seat, message, fds)
 
@@ -173,9 +175,11 @@ class Ranks:
             raise ValueError(f"join: {error}") from error
         if not 0 <= message.rank < len(ranks):
             raise ValueError(f"there is no rank {message.rank} in a world of {len(ranks)}")
+        if not 0 <= message.grant <= wire.GRANT_MAX:
+            raise ValueError(f"there is no grant {message.grant}")
         if {node.node for node in nodes} != set(ranks):
             raise ValueError("nodes and ranks of the join do not name the same daemons")
-        return ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask, trains=message.trains)
+        return ev.RankJoined(message.rank, message.attempt, ranks, nodes, ask, trains=message.trains, grant=message.grant)
 
     def _turn_away(self, session: RankSession, rank: int, node: str) -> None:
         """The others of its job ask for ``node``, which we are not. Raises ValueError where none can have that name."""
@@ -292,7 +296,7 @@ class Ranks:
         failpoint("seal.summed")
         record = SlotRecord(
             job=self._job.job,
-            snapshot=SnapshotId(epoch, message.step),
+            snapshot=SnapshotId(epoch, message.step, message.grant),
             rank=layout.rank,
             tier=0,
             layout=layout,
@@ -351,7 +355,8 @@ class Ranks:
             seat.session.send(wire.Superseded(do.epoch))
 
     def tell_level(self, do: ins.TellLevel) -> None:
-        note = wire.Level(do.snapshot.epoch, do.snapshot.step, do.level, do.wanted, do.durable, do.void)
+        of = do.snapshot
+        note = wire.Level(of.epoch, of.step, of.grant, do.level, do.wanted, do.durable, do.void)
         for seat in self._job.seats.by_rank.values():
             if seat.session is not None:
                 seat.session.send(note)

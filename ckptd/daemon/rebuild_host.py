@@ -66,7 +66,12 @@ class RebuildHost:
             )
         with contextlib.suppress(CkptdError):
             claim_epoch(storage, job, self._record)
-        return Checkpoint.open(storage, job, snapshot)
+        found = Checkpoint.open(storage, job, snapshot)
+        stored = found.manifest.snapshot
+        if snapshot.grant not in (0, stored.grant):  # 0: whoever decided could not know, and takes all of it from here
+            found.close()
+            raise CkptdError(f"it was captured under grant {stored.grant}, and not under {snapshot.grant}", where=str(snapshot))
+        return found
 
     async def fetch(
         self, node: str, snapshot: SnapshotId, rank: int, spans: Sequence[tuple[int, int]], into: memoryview

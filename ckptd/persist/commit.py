@@ -15,7 +15,7 @@ from ckptd.core.layout import Layout
 from ckptd.persist import manifest as m
 from ckptd.persist import report as r
 from ckptd.persist.assemble import assemble
-from ckptd.persist.names import DATA, KEEP, MANIFEST, SIDE, WITHOUT, attempt_dir, step_dir
+from ckptd.persist.names import DATA, GRANT, KEEP, MANIFEST, SIDE, WITHOUT, attempt_dir, step_dir
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import FileReader, NotFound, Storage, StorageError, read_file
 from ckptd.persist.sums import FileDamage, digest
@@ -84,7 +84,9 @@ def _publish_patiently(storage: Storage, directory: str, pointer: str, made: Cal
 def _publish(storage: Storage, directory: str, pointer: str, manifest: m.Manifest) -> bool:
     failpoint("persist.commit.checked")
     names = [file.path for file in manifest.files] + [side.path for side in manifest.sides]
-    beside = {name: b"" for name, wanted in ((KEEP, manifest.keep), (WITHOUT, manifest.without)) if wanted}
+    grant = manifest.snapshot.grant
+    marks = (KEEP, manifest.keep), (WITHOUT, manifest.without), (f"{GRANT}{grant}", grant)
+    beside = {name: b"" for name, wanted in marks if wanted}
     if storage.commit_if_absent(directory, pointer, names, {**beside, MANIFEST: m.encode(manifest)}):
         return True
     if not _committed(storage, pointer):

@@ -17,6 +17,7 @@ from ckptd.persist.names import (
     check_job,
     epoch_dir,
     epoch_of_dir,
+    grant_of,
     is_job,
     step_dir,
     step_of_dir,
@@ -71,7 +72,12 @@ def list_all(storage: Storage, job: str) -> list[CommitInfo]:
     ]
     return [
         CommitInfo(
-            snapshot, KEEP in pointer.marks, VERIFIED in pointer.marks, pointer.sight is Sight.HIDDEN, WITHOUT in pointer.marks
+            snapshot,
+            KEEP in pointer.marks,
+            VERIFIED in pointer.marks,
+            pointer.sight is Sight.HIDDEN,
+            WITHOUT in pointer.marks,
+            grant_of(pointer.marks),
         )
         for snapshot, pointer in found
     ]

@@ -7,6 +7,7 @@ directory carries a suffix that no reader takes for a checkpoint.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
@@ -14,6 +15,7 @@ from ckptd.core.ids import SnapshotId
 MANIFEST = "manifest.json"
 WITHOUT = "without"  # marker file: optimizer state is left out on purpose; the manifest names the parameters
 KEEP = "keep"  # marker file: retention leaves this checkpoint alone; may be put there by hand
+GRANT = "grant-"  # and a number, marker file: under which grant its step was captured
 VERIFIED = "verified"  # marker file: every byte was read back once
 PART = ".part"
 GONE = ".gone"
@@ -29,6 +31,7 @@ _EPOCH = re.compile(rf"epoch-{_EPOCH_NUMBER}")
 _STEP = re.compile(rf"step-{_STEP_NUMBER}")
 _ATTEMPT = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.part")
 _LEASE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})-.+")
+_GRANT = re.compile(rf"{GRANT}([0-9]{{1,18}})")
 _RECORD = re.compile(rf"epoch-{_EPOCH_NUMBER}\.json")
 
 
@@ -99,6 +102,11 @@ def epoch_of_record(name: str) -> int | None:
 def step_of_dir(name: str) -> int | None:
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def grant_of(marks: Collection[str]) -> int:
+    """Among a checkpoint's marker files. 0: it was written before they named it."""
+    return next((int(found[1]) for found in map(_GRANT.fullmatch, marks) if found), 0)
 
 
 def is_attempt(name: str) -> bool:

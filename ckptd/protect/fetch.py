@@ -278,4 +278,4 @@ def _landing(spans: Spans, into: memoryview) -> LandingSums:
 
 
 def _aad(job: str, snapshot: SnapshotId, rank: int) -> bytes:
-    return f"fetch|{job}|{snapshot.epoch}|{snapshot.step}|{rank}".encode()
+    return f"fetch|{job}|{snapshot.epoch}|{snapshot.step}|{snapshot.grant}|{rank}".encode()

@@ -282,7 +282,7 @@ def _offer(transfer: str, record: SlotRecord, tier: int) -> ReplicaOffer:
 
 def _record(job: str, layout: Layout, offer: ReplicaOffer) -> SlotRecord:
     snapshot = offer.snapshot
-    if min(snapshot.epoch, snapshot.step, offer.rank, offer.tier, offer.objects_bytes) < 0:
+    if min(snapshot.epoch, snapshot.step, snapshot.grant, offer.rank, offer.tier, offer.objects_bytes) < 0:
         raise ValueError("the offer has a negative number")
     if layout.is_frozen:
         raise ValueError("the offer is of no snapshot")
@@ -303,4 +303,5 @@ def _record(job: str, layout: Layout, offer: ReplicaOffer) -> SlotRecord:
 
 def _aad(job: str, offer: ReplicaOffer) -> bytes:
     """What both sides know of the transfer, bound into every sealed chunk."""
-    return f"replica|{job}|{offer.snapshot.epoch}|{offer.snapshot.step}|{offer.rank}|{offer.tier}".encode()
+    of = offer.snapshot
+    return f"replica|{job}|{of.epoch}|{of.step}|{of.grant}|{offer.rank}|{offer.tier}".encode()

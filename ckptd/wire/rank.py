@@ -10,15 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# 2: the world of a Join lies beside the frame; 3: frozen parameters have slots of their own; 4: record_bytes, and what was written
-PROTOCOL_VERSION = 4
+# 2: the world of a Join lies beside the frame; 3: frozen parameters have slots of their own; 4: record_bytes, and what was
+# written; 5: levels and waits name the grant, and a Join the newest one
+PROTOCOL_VERSION = 5
 FRAME_BYTES_MAX = 64 * 1024
 FDS_PER_FRAME_MAX = 64
 LOAD_SEGMENTS_MAX = FDS_PER_FRAME_MAX - 1  # of one LoadPlan; the plan itself is the first descriptor
 MEMFD_OBJECT_BYTES_MAX = 256 * 1024 * 1024  # catalogue, wants, load plan, layout
+GRANT_MAX = (1 << 53) - 1
 TIMES_MAX = 64  # rows of step times in one Called
 
-Pair = list[int]  # a SnapshotId as [epoch, step]
+Pair = list[int]  # [epoch, step]
 
 
 # --- rank -> daemon ---------------------------------------------------------------------------------------------
@@ -48,6 +50,7 @@ class Join:
     After a reconnect (the daemon restarted, training went on) the client sends Hello, Offer and the *same* Join again:
     the attempt is the nonce of the running epoch, so the daemon answers Mapped* and Ready, and opens nothing.
     ``trains``: it had been told Ready. A daemon that lost what it knew asks the others of this world for that epoch.
+    ``grant``: the newest that it was given.
     """
 
     attempt: str
@@ -57,6 +60,7 @@ class Join:
     frozen_bytes: int = 0
     trains: bool = False
     record_bytes: int = 0
+    grant: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,9 +167,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class WaitFor:
-    """The rank waits until step (None: newest complete) reaches a level; "durable" schedules a flush."""
+    """The rank waits until what it captured of this step, under this grant, reaches a level; "durable" schedules a flush."""
 
-    step: int | None
+    step: int
+    grant: int
     level: str  # "sealed" | "protected" | "durable"
 
 
@@ -312,8 +317,11 @@ class WrittenThere:
 
 @dataclass(frozen=True)
 class Level:
+    """Of what was captured of this step under this grant."""
+
     epoch: int
     step: int
+    grant: int
     level: int  # -1 incomplete, 0 sealed, f protected(f)
     wanted: int
     durable: bool

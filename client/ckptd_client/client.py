@@ -384,7 +384,7 @@ class Client:
         level = self._attainable(level)
         while True:
             asked = session.joined_at
-            session.link.send(wire.WaitFor(handle.step, level))
+            session.link.send(wire.WaitFor(handle.step, handle.grant, level))
             self._wait_on(asked, handle, level, deadline)
             # A daemon that was restarted has not heard who waits, and may have lost what was captured.
             if self._has_ended(handle, level) or session.joined_at == asked:

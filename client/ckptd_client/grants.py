@@ -17,6 +17,7 @@ class Grants:
     def __init__(self) -> None:
         self._untaken: list[Grant] = []
         self._overdue: set[int] = set()
+        self.newest = 0  # that ever came
         self._taken, self._taken_at = -1, -1  # the newest grant that was taken, and for which step
 
     def __len__(self) -> int:
@@ -32,6 +33,7 @@ class Grants:
         ``called``: newest step of a snapshot(); ``passed``: newest that no grant took and whose state is gone. Between the two
         there may be one step that can yet be taken under this grant, but no later one.
         """
+        self.newest = max(self.newest, grant.number)
         if grant.from_step <= (passed if grant.number > self._taken else called):
             return False
         if grant.from_step <= called and not self.took(called):
@@ -64,9 +66,9 @@ class Grants:
         """Did a grant take this step, the newest of which that can be said?"""
         return 0 <= step == self._taken_at
 
-    def void(self, step: int) -> None:
-        """What was captured of this step is void."""
-        if self.took(step):
+    def void(self, number: int) -> None:
+        """What was captured under this grant is void."""
+        if number == self._taken:
             self._taken_at = -1
 
     def take_back(self, number: int) -> bool:

@@ -45,6 +45,7 @@ class Handle:
     step: int
     _status: str
     _wait: Callable[[Handle, str, float | None], str]
+    grant: int = 0  # under which it was captured
     _told: Level | None = None
     _best: int = -1  # highest level so far
 

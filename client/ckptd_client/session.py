@@ -112,7 +112,7 @@ class Session:
             message, body = rejoin
             try:
                 # the daemon knows the attempt, or learns it
-                self._send_join(replace(message, ask=None, trains=self.phase == READY), body)
+                self._send_join(replace(message, ask=None, trains=self.phase == READY, grant=self.grants.newest), body)
             except OSError as error:
                 self.troubles.report("join", f"not protected: the daemon cannot be told the world: {error}")
 
@@ -243,16 +243,16 @@ class Session:
             # which then says GaveUp itself
 
     def _level(self, message: wire.Level, fds: list[int]) -> None:
-        if message.epoch != self.epoch:
-            return
+        handle = self._handles.get(message.step)
+        if message.epoch != self.epoch or (handle is not None and handle.grant != message.grant):
+            return  # another rank here has taken that step under another grant, or we had
         self.levels[message.step] = message
         while len(self.levels) > LEVELS_KEPT_MAX:
             del self.levels[min(self.levels)]
-        handle = self._handles.get(message.step)
         if handle is not None:
             handle.told(message)
         if message.void:
-            self.grants.void(message.step)
+            self.grants.void(message.grant)
             self.troubles.lost(message.step, f"void: {message.void}")
             self.troubles.report("void", f"snapshot {message.step} is void: {message.void}")
         elif message.level >= 0:

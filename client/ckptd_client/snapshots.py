@@ -281,6 +281,7 @@ class Snapshots:
             self.progress.taken(look.seen)
             self._captured = Captured(handle.step, keep, tree.encode(meta, "meta"), look)
             self._troubles.clear(AGAIN)
+            handle.grant = grant.number
             session.follow(handle)
             self._engine.submit(job)
         finally:

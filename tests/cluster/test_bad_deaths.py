@@ -37,6 +37,22 @@ def test_a_wait_takes_again_what_its_daemon_lost_amid_a_seal(nodes: Cluster) -> 
     assert mark.exists(), "the daemon was killed"
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_two_ranks_that_wait_take_again_what_one_daemon_lost_amid_a_seal(nodes: Cluster, killed: int) -> None:
+    """P15: one of them took the step again first, and the slot that this gave the other one hid that nobody held its first capture.
+    killed: the steward's, or the other one."""
+    pair = [nodes.node(start=False, replicas=0) for _ in range(2)]
+    point, (mark,) = once(nodes, "seal.summed")
+    for at, node in enumerate(pair):
+        node.start(failpoint=point if at == killed else "")
+    world = nodes.world(pair, JOB)
+    together(world, "restore")
+    together(world, "train", steps=1, snapshot=False)
+    together(world, "snapshot", must=True)
+    assert together(world, "wait", level="sealed") == ["sealed", "sealed"]
+    assert mark.exists(), "the daemon was killed"
+
+
 def test_a_trainer_killed_in_mid_capture_and_in_mid_restore(nodes: Cluster) -> None:
     """P6: the previous snapshot is restorable bit by bit, the half-written slot is free again."""
     node = nodes.node(replicas=0)

@@ -42,13 +42,19 @@ def layout(rank: int, world: int = 2, *, plan: str = "") -> Layout:
 
 
 def fact(
-    step: int, rank: int, tier: int = 0, *, epoch: int = EPOCH, world: int = 2, **more: Any
+    step: int, rank: int, tier: int = 0, *, epoch: int = EPOCH, grant: int | None = None, world: int = 2, **more: Any
 ) -> msg.HoldingFact:
-    return msg.HoldingFact(SnapshotId(epoch, step), rank, tier, layout(rank, world).layout_id, **more)
+    return msg.HoldingFact(at(step, epoch, grant), rank, tier, layout(rank, world).layout_id, **more)
 
 
-def at(step: int, epoch: int = EPOCH) -> SnapshotId:
-    return SnapshotId(epoch, step)
+def at(step: int, epoch: int = EPOCH, grant: int | None = None) -> SnapshotId:
+    """grant None: the usual one."""
+    return SnapshotId(epoch, step, usual_grant(step) if grant is None and epoch == EPOCH else grant or 0)
+
+
+def usual_grant(step: int) -> int:
+    """Most tests begin at step 6, and have each step after it granted."""
+    return max(0, step - 6)
 
 
 class Node:
@@ -141,7 +147,7 @@ class Member(Node):
         return self.hear("a", replace(message, **changed))
 
     def grant(self, step: int) -> list[ins.Instruction]:
-        self._grant += 1
+        self._grant = max(self._grant + 1, usual_grant(step))
         return self.order(msg.Grant(self.record.number, self._grant, step))
 
     def seal(self, slot: int, step: int, rank: int, **more: Any) -> list[ins.Instruction]:
@@ -262,9 +268,9 @@ class Other:
     def sealed(self, grant: int, step: int, rank: int, **more: Any) -> list[ins.Instruction]:
         world = self._steward.record.world
         one = layout(rank, world, plan=more.pop("plan", ""))
-        told = replace(fact(step, rank, world=world, **{k: more.pop(k) for k in ("digests", "keep") if k in more}),
-                       layout_id=one.layout_id)  # fmt: skip
-        return self.tell(msg.Sealed(EPOCH, grant, told, one.plan_id, {one.layout_id: one.encoded}, **more))
+        of = {k: more.pop(k) for k in ("digests", "keep") if k in more}
+        told = replace(fact(step, rank, grant=grant, world=world, **of), layout_id=one.layout_id)
+        return self.tell(msg.Sealed(EPOCH, told, one.plan_id, {one.layout_id: one.encoded}, **more))
 
     def missed(
         self, grant: int, rank: int, reason: str, written: dict[str, tuple[str, ...]] | None = None

@@ -142,17 +142,18 @@ def test_holders_that_contradict_each_other_are_not_believed() -> None:
     assert result.passed_over[0].reason == "ranks 0, 1 differ in world or capture plan"
 
 
-def test_a_late_copy_of_a_void_capture_does_not_keep_a_snapshot_from_being_restored() -> None:
-    """P2: it was certified, and passed over as its holders differ (a reader's history)."""
-    world = fsdp(2)
-    holdings, layouts = found(world, ("a", NEW, 0, 0), ("b", NEW, 1, 0), ("c", NEW, 1, 1))
-    (copy,) = holdings["c"]
-    holdings["c"] = [dataclasses.replace(copy, digests=tuple((name, b"x" * 16) for name, _ in copy.digests))]
+def test_two_captures_of_a_step_are_never_put_together() -> None:
+    """P1: neither with each other nor with what storage has of the other one."""
+    world, first = fsdp(2), dataclasses.replace(NEW, grant=1)
+    second = dataclasses.replace(NEW, grant=2)
+    holdings, layouts = found(world, ("a", first, 0, 0), ("b", second, 1, 0))
     result = find_candidates(RECORD, holdings, layouts)
-    assert steps(result) == [NEW]
-    assert sorted((source.node, source.rank) for source in result.restorable[0].sources) == [("a", 0), ("b", 1)]
-    holdings["b"] = [dataclasses.replace(holdings["b"][0], tier=1)]
-    assert "differ in content" in find_candidates(RECORD, holdings, layouts).passed_over[0].reason, "which one is the right one?"
+    assert not result.restorable
+    assert [passed.snapshot for passed in result.passed_over] == [second, first]
+    result = find_candidates(RECORD, holdings, layouts, commits=[first])
+    assert [(found.snapshot, found.durable, {source.node for source in found.sources}) for found in result.restorable] == [
+        (first, True, {"a"})
+    ]
 
 
 def test_ranks_of_different_worlds_are_never_put_together() -> None:

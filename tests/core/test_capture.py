@@ -84,7 +84,7 @@ def test_a_sealed_slot_is_told_with_its_grant_and_layout(node: Member) -> None:
     mark = node.mark
     node.seal(1, 7, 1, keep=True, came_at=5)
     (told,) = node.said(msg.Sealed, "a", mark)
-    assert (told.grant, told.fact, told.came_at) == (1, fact(7, 1, world=3, keep=True), 5)
+    assert (told.fact, told.came_at) == (fact(7, 1, grant=1, world=3, keep=True), 5)
     (state,) = node.said(msg.RankState, "a", mark)
     assert state.free_slots == 1, "before it, so that no slot counts twice"
     assert state.serial < told.serial
@@ -110,7 +110,7 @@ def test_what_was_captured_under_another_grant_than_the_slots_is_dropped_and_the
     """Without this word it would wait for a level for ever."""
     node.grant(7)
     done = node.seal(1, 7, 1, grant=99)
-    assert only(done, ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "its grant was void")]
+    assert only(done, ins.TellLevel) == [ins.TellLevel(at(7, grant=99), -1, 0, False, "its grant was void")]
     assert only(done, ins.FreeSlot) == [ins.FreeSlot(1)]
     assert missed(done) == [(1, "void")]
 
@@ -132,8 +132,8 @@ def test_a_capture_of_an_epoch_that_is_over_is_void_in_its_own_epoch(node: Membe
 
 
 def test_what_is_sealed_of_a_void_snapshot_is_dropped_with_its_reason(node: Member) -> None:
-    node.grant(6)
-    node.order(msg.Void(EPOCH, 0, "copies differ", at(7), newest=9))
+    node.grant(7)
+    node.order(msg.Void(EPOCH, 0, "copies differ", at(7)))
     done = node.seal(1, 7, 1)
     assert only(done, ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "copies differ")]
     assert only(done, ins.FreeSlot) == [ins.FreeSlot(1)]
@@ -201,28 +201,28 @@ def test_a_void_that_overtook_its_grant_is_answered_and_the_grant_not_taken(node
 
 
 def test_a_void_of_a_snapshot_alone_answers_for_no_grant(node: Member) -> None:
-    assert missed(node.order(msg.Void(EPOCH, 0, "copies differ", at(7), newest=9))) == []
+    assert missed(node.order(msg.Void(EPOCH, 0, "copies differ", at(7)))) == []
     node.grant(8)
     assert state_of(node, 1) == ("filling", False)
 
 
 def test_a_void_snapshot_goes_and_everybody_hears_it(node: Member) -> None:
     node.capture(1, 7, rank=1)
-    done = node.order(msg.Void(EPOCH, 0, "copies differ", at(7), newest=9))
+    done = node.order(msg.Void(EPOCH, 0, "copies differ", at(7)))
     assert only(done, ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "copies differ")]
     assert only(done, ins.FreeSlot) == [ins.FreeSlot(1)]
     told = node.said(msg.Held, "a")
     assert [(m.fact.snapshot, m.lost) for m in told] == [(at(7), True)]
     assert [m.free_slots for m in node.said(msg.RankState, "a")][-1] == 2
-    done = node.order(msg.Void(EPOCH, 0, "copies differ", at(7), newest=9))
+    done = node.order(msg.Void(EPOCH, 0, "copies differ", at(7)))
     assert only(done, ins.TellLevel) == [], "said once"
 
 
 def test_a_void_snapshot_that_is_pinned_is_told_as_lost_once(node: Member) -> None:
     node.capture(1, 7, rank=1)
     node.machine.slots.pin("write x", at(7))
-    node.order(msg.Void(EPOCH, 0, "copies differ", at(7), newest=9))
-    done = node.order(msg.Void(EPOCH, 0, "copies differ", at(7), newest=9))
+    node.order(msg.Void(EPOCH, 0, "copies differ", at(7)))
+    done = node.order(msg.Void(EPOCH, 0, "copies differ", at(7)))
     assert only(node.done, ins.FreeSlot) == []
     assert len(node.said(msg.Held, "a")) == 1, done
 
@@ -230,7 +230,7 @@ def test_a_void_snapshot_that_is_pinned_is_told_as_lost_once(node: Member) -> No
 def test_a_step_that_was_void_can_be_captured_under_a_new_grant_for_it(node: Member) -> None:
     """A step that had been void once could never complete."""
     node.capture(1, 7, rank=1)
-    node.order(msg.Void(EPOCH, 0, "rank 0 missed it", at(7), newest=9))
+    node.order(msg.Void(EPOCH, 0, "rank 0 missed it", at(7)))
     node.feed(ev.RankProgress(1, 7, asks=True))
     node.grant(7)
     node.seal(1, 7, 1)
@@ -320,7 +320,7 @@ def test_a_replica_of_what_is_being_released_is_taken_in_anew(node: Member) -> N
 
 
 def test_a_replica_of_a_void_snapshot_is_dropped(node: Member) -> None:
-    node.order(msg.Void(EPOCH, 0, "copies differ", at(7), newest=9))
+    node.order(msg.Void(EPOCH, 0, "copies differ", at(7)))
     assert node.machine.admits_replica(at(7), 0) == "void"
     assert only(arrive(node, 50, 7), ins.FreeSlot) == [ins.FreeSlot(50)]
     assert node.said(msg.Held) == []
@@ -397,12 +397,12 @@ def test_a_late_word_that_a_step_is_void_does_not_concern_its_second_capture(nod
     node.order(msg.Void(EPOCH, 1, "late"))
     node.feed(ev.RankMissed(1, 1, "taken back"))
     node.grant(7)
-    late = msg.Void(EPOCH, 0, "late", at(7), newest=1)
+    late = msg.Void(EPOCH, 0, "late", at(7, grant=1))
     node.order(late)
     node.seal(1, 7, 1)
-    node.order(msg.Certificate(EPOCH, 1, at(7), 0, 0, False))
+    node.order(msg.Certificate(EPOCH, 1, at(7, grant=2), 0, 0, False))
     mark = node.mark
     node.order(late)
     assert (state_of(node, 1), only(node.done[mark:], ins.TellLevel)) == (("sealed", False), [])
-    node.order(msg.Void(EPOCH, 0, "differs", at(7), newest=2))
+    node.order(msg.Void(EPOCH, 0, "differs", at(7, grant=2)))
     assert state_of(node, 1)[0] == "free"

@@ -14,7 +14,6 @@ from ckptd.core.box import Box
 from ckptd.core.layout import REPLICA
 from ckptd.core.layout_build import LayoutItem, build_layout
 from ckptd.core.machine.steward.certify import REPEAT_S
-from ckptd.core.machine.steward.grants import Granted
 from tests.core.certificates import BOTH, BOTH_HELD, OLD, OLD_ONES, released, released_since, steward
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 
@@ -193,21 +192,9 @@ def test_a_copy_is_void_when_no_grant_can_bring_the_rest() -> None:
     node.copy(6, 1, to="c")
     assert {void.snapshot for void in node.said(msg.Void, "c")} == {at(6)}, "of a step before all that are granted"
     node.copy(7, 1, to="c")
-    assert {void.snapshot for void in node.said(msg.Void, "c")} == {at(6), at(7)}, "step 8 was captured since"
-
-
-def test_which_steps_a_copy_may_bring_before_its_ranks_own_word() -> None:
-    node = steward(record_of("abc")).train().capture(8)
-    grants = node.machine.steward.grants
-    grants.open[99] = Granted(99, 12, 0.0)
-    for number in [number for number in grants.open if number != 99]:
-        del grants.open[number]
-    assert [grants.may_become(step) for step in (7, 11, 12)] == [False, False, True]
-    grants.open[99].from_step = 5
-    assert [grants.may_become(step) for step in (8, 9)] == [False, True], "step 8 is named, and none before it can be"
-    grants.clear()
-    grants.open[99] = Granted(99, 5, 0.0)
-    assert [grants.may_become(step) for step in (4, 5)] == [False, True], "a new stewardship knows of no step"
+    assert {void.snapshot for void in node.said(msg.Void, "c")} == {at(6)}, "ranks may still seal it under its grant"
+    node.others["c"].held(fact(7, 1, 1, grant=99, world=3))
+    assert {void.snapshot for void in node.said(msg.Void, "c")} == {at(6), at(7, grant=99)}
 
 
 def test_a_part_whose_node_is_away_is_waited_for() -> None:
@@ -249,7 +236,7 @@ def test_a_durable_one_that_lost_a_part_goes_although_nothing_certified_can_name
     mark = node.mark
     node.tick(2 * REPEAT_S)
     naming = {c.snapshot for c in node.certificates("b", mark) if c.releases}
-    assert naming == {at(11)}, "now there is one that names them"
+    assert naming == {at(11, grant=node.granted(11))}, "now there is one that names them"
     assert released_since(node, mark) == {6, 7}
 
 

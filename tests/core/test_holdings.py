@@ -50,20 +50,12 @@ def test_memory_of_an_epoch_refutes_that_its_ranks_never_loaded() -> None:
     assert [(one.done, one.never) for one in told] == [(False, True), (True, False)]
 
 
-def test_a_copy_of_another_capture_takes_the_place_of_the_one_before() -> None:
+def test_copies_of_two_captures_of_a_step_lie_beside_each_other() -> None:
     """A step was captured anew where it had been void, and a copy of the first capture had come late: as long as it lay here no
     other one was taken in (a reader's history)."""
     node = Member(record_of("abc"))
-    for slot, value in ((77, b"1"), (78, b"2"), (79, b"2")):
-        node.feed(ev.ReplicaArrived(at(7), 0, 1, slot, layout(0, 3), (("o:loader", value),)))
-    assert [do.slot for do in only(node.done, ins.FreeSlot)] == [77, 79]
+    node.feed(ev.ReplicaArrived(at(7, grant=1), 0, 1, 77, layout(0, 3), (("o:loader", b"1"),)))
+    node.feed(ev.ReplicaArrived(at(7, grant=2), 0, 1, 78, layout(0, 3), (("o:loader", b"2"),)))
+    node.order(msg.Void(EPOCH, 0, "late", at(7, grant=1)))
+    assert [do.slot for do in only(node.done, ins.FreeSlot)] == [77]
     assert [fact.digests for fact in node.machine.slots.facts()] == [(("o:loader", b"2"),)]
-
-
-def test_a_copy_of_another_layout_takes_the_place_of_the_one_before() -> None:
-    """The same, where the two captures differ in what room they need; a slot's digests may say nothing."""
-    node = Member(record_of("ab"))
-    for slot, room in ((77, 128), (78, 64), (79, 64)):
-        node.feed(ev.ReplicaArrived(at(7), 0, 1, slot, build_layout(0, 2, [], room), ()))
-    assert [do.slot for do in only(node.done, ins.FreeSlot)] == [77, 79]
-    assert [fact.layout_id for fact in node.machine.slots.facts()] == [build_layout(0, 2, [], 64).layout_id]

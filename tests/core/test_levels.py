@@ -44,7 +44,7 @@ def test_a_new_session_counts_anew(node: Member) -> None:
 
 def test_a_void_snapshot_is_not_reported_as_sealed(node: Member) -> None:
     """The certificate was on its way when the snapshot became void (P2)."""
-    node.order(msg.Void(EPOCH, 0, "copies differ", at(7), newest=9))
+    node.order(msg.Void(EPOCH, 0, "copies differ", at(7)))
     assert told(node.certify(1, 7, 0)) == []
     assert told(node.certify(2, 7, -1)) == [(7, -1, False)]
 
@@ -56,7 +56,7 @@ def test_what_is_void_is_not_listed_with_a_level_whatever_word_was_lost(node: Me
     node.certify(1, 6, 1)
     node.capture(2, 7, rank=1)
     node.certify(2, 7, 0)
-    node.order(msg.Void(EPOCH, 0, "nowhere", at(7), newest=9))
+    node.order(msg.Void(EPOCH, 0, "nowhere", at(7)))
     assert node.machine.levels.certified() == ((at(6), 1, False), (at(7), -1, False))
     assert node.machine.lifetime.complete() == at(6)
 

@@ -146,6 +146,9 @@ def test_what_each_order_spares() -> None:
     assert goes(Order.RELEASED, 5, 5) == set()
     assert goes(Order.ORPHANED_DURABLE, 5, 5) == {3, 4, 5}
     assert goes(Order.ORPHANED_DURABLE, 5, 4) == {3, 4}, "the newest is not durable"
+    held.add(at(4, grant=99))
+    assert goes(Order.ORPHANED_DURABLE, 5, 3) == {3} and goes(Order.ORPHANED_DURABLE, 5, 4) == {3, 4}, "whichever capture"
+    held.discard(at(4, grant=99))
     assert goes(Order.FINISHED_DURABLE, 5) == set() == goes(Order.FINISHED_DURABLE, 5, 9), "nor by what was left behind"
     assert goes(Order.FINISHED_UNSTORED, 5) == {s.step for s in everything}
     assert goes(Order.ORPHANED_LAST, 4) == {3, 5}

@@ -134,7 +134,7 @@ def test_a_part_that_failed_is_tried_again_later_and_later_from_the_newest_sourc
 def test_nothing_is_made_of_what_is_void_or_released(node: Member) -> None:
     order(node, 7)
     order(node, 8)
-    node.order(msg.Void(EPOCH, 0, "copies differ", at(7), newest=9))
+    node.order(msg.Void(EPOCH, 0, "copies differ", at(7)))
     assert begun(node.tick(0.25)) == [(8, 1, False)]
     assert only(made(node, step=7), ins.FreeSlot) == [ins.FreeSlot(50)], "it was under way"
     node.certify(1, 9, 0, releases=(at(8),))

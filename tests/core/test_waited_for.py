@@ -7,10 +7,11 @@ import pytest
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.machine.flush_asks import REPEAT_S
+from ckptd.core.ids import SnapshotId
+from ckptd.core.machine.asks import ASKS_MAX, REPEAT_S
 from ckptd.core.policy import Policy
 from tests.core.certificates import steward
-from tests.core.machines import EPOCH, Member, Steward, at, fact, only, record_of
+from tests.core.machines import EPOCH, Member, Steward, at, fact, only, record_of, usual_grant
 
 
 @pytest.fixture
@@ -21,15 +22,20 @@ def node() -> Member:
     return member
 
 
-def asked(node: Member, since: int) -> list[tuple[int | None, bool]]:
-    return [(ask.step, ask.durable) for ask in node.said(msg.FlushAsk, "a", since)]
+def waits(step: int, grant: int = 0) -> ev.LevelAsked:
+    """A rank says so, of what it captured."""
+    return ev.LevelAsked(step, grant or usual_grant(step))
+
+
+def asked(node: Member, since: int) -> list[SnapshotId]:
+    return [ask.snapshot for ask in node.said(msg.LevelAsk, "a", since)]
 
 
 def test_the_steward_is_asked_for_what_is_not_here_until_it_has_answered(node: Member) -> None:
     mark = node.mark
-    node.feed(ev.FlushAsked(7, durable=False))
+    node.feed(waits(7))
     node.tick(REPEAT_S)
-    assert asked(node, mark) == [(7, False), (7, False)]
+    assert asked(node, mark) == [at(7), at(7)]
     node.order(msg.Void(EPOCH, 0, "nowhere", at(7)))
     assert only(node.done[mark:], ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "nowhere")]
     mark = node.mark
@@ -37,58 +43,99 @@ def test_the_steward_is_asked_for_what_is_not_here_until_it_has_answered(node: M
     assert asked(node, mark) == []
 
 
+def test_a_word_that_says_no_level_is_no_answer(node: Member) -> None:
+    """That it lacks a part now: only a void says that it will never have one, and who holds nothing of it may have missed that."""
+    node.feed(waits(7))
+    node.order(msg.Certificate(EPOCH, 1, at(7), -1, 1, False))
+    mark = node.mark
+    node.tick(REPEAT_S)
+    assert asked(node, mark) == [at(7)]
+    node.order(msg.Certificate(EPOCH, 2, at(7), -1, 1, True))
+    mark = node.mark
+    node.tick(REPEAT_S)
+    assert asked(node, mark) == [], "storage has it"
+
+
 def test_nobody_is_asked_while_it_is_captured_or_held(node: Member) -> None:
     node.grant(7)
     mark = node.mark
-    node.feed(ev.FlushAsked(7, durable=False))
+    node.feed(waits(7))
     node.seal(1, 7, 1)
     node.tick(2 * REPEAT_S)
     assert asked(node, mark) == []
+
+
+def test_another_capture_of_the_step_that_is_held_is_no_answer(node: Member) -> None:
+    """Two ranks waited, one took the void step again first: that gave this one a slot, and nobody asked for it any more (P15)."""
+    node.grant(7)
+    mark = node.mark
+    node.feed(waits(7, grant=9))
+    node.seal(1, 7, 1)
+    node.tick(REPEAT_S)
+    assert asked(node, mark) == [at(7, grant=9)] * 2
 
 
 def test_what_was_told_while_the_rank_was_away_is_told_again(node: Member) -> None:
     node.capture(1, 7, rank=1)
     node.order(msg.Certificate(EPOCH, 1, at(7), 1, 1, False))
     mark = node.mark
-    node.feed(ev.FlushAsked(7, durable=False))
+    node.feed(waits(7))
     assert only(node.done[mark:], ins.TellLevel) == [ins.TellLevel(at(7), 1, 1, False)]
-    node.order(msg.Void(EPOCH, 0, "differs", at(8), newest=1))
+    node.order(msg.Void(EPOCH, 0, "differs", at(8)))
     mark = node.mark
-    node.feed(ev.FlushAsked(8, durable=True))
+    node.feed(waits(8))
     assert only(node.done[mark:], ins.TellLevel) == [ins.TellLevel(at(8), -1, 0, False, "differs")]
     node.tick(2 * REPEAT_S)
-    assert asked(node, mark) == [], "what is void does not become durable"
+    assert asked(node, mark) == []
 
 
-def answer(node: Steward, step: int) -> list[msg.Void]:
+def test_of_many_the_newest_are_asked_for(node: Member) -> None:
+    for step in range(7, 7 + ASKS_MAX + 3):
+        node.feed(waits(step), ev.FlushAsked(step))
     mark = node.mark
-    node.hear("b", msg.FlushAsk(EPOCH, step, durable=False))
-    return [void for void in node.said(msg.Void, "b", mark) if void.snapshot == at(step)]
+    node.tick(REPEAT_S)
+    newest = list(range(10, 7 + ASKS_MAX + 3))
+    assert [snapshot.step for snapshot in asked(node, mark)] == newest
+    assert [ask.step for ask in node.said(msg.FlushAsk, "a", mark)] == newest
+
+
+def answer(node: Steward, snapshot: SnapshotId) -> list[str]:
+    mark = node.mark
+    node.hear("b", msg.LevelAsk(EPOCH, snapshot))
+    return [void.reason for void in node.said(msg.Void, "b", mark) if void.snapshot == snapshot]
 
 
 def test_what_nobody_holds_is_void_for_whoever_waits_for_it() -> None:
     node = steward().train(6)
-    assert answer(node, 7)
+    lost = at(7, grant=99)
+    (why,) = answer(node, lost)
+    assert why.startswith("no memory holds any of it")
     node.others["b"].held(fact(7, 1))
-    assert not answer(node, 7), "in parts; the rest may be on its way"
-    assert not answer(node, 6), "a newer one may have taken its place"
+    assert answer(node, lost), "the same step under another grant"
+    node.capture(8)
+    assert not answer(node, lost), "a newer one may have taken its place"
+
+
+def test_what_is_void_and_held_by_others_is_void_for_whoever_waits_for_it() -> None:
+    """They alone heard: it is said to nodes that hold a part of it."""
+    node = steward(record_of("abc")).train(6)
+    node.others["b"].sealed(node.granted(7), 7, 1)
+    node.feed(ev.RankMissed(0, node.granted(7), "its daemon was killed"))
+    mark = node.mark
+    node.hear("c", msg.LevelAsk(EPOCH, at(7)))
+    assert [void.snapshot for void in node.said(msg.Void, "c", mark) if void.snapshot] == [at(7)]
 
 
 def test_what_a_grant_may_bring_yet_is_not_meant() -> None:
     """P2: a daemon that was restarted asked; the grant for the second capture was on its way (simulator, seed 62147)."""
     node = steward().train(6)
-    (void,) = answer(node, 7)
-    assert void.newest == node.granted(7) - 1
-    (void,) = answer(node, 100)
-    assert void.newest == node.granted(7) - 1, "any may be for that"
+    assert not answer(node, at(7)) and answer(node, at(7, grant=99))
 
 
-def test_nothing_is_void_for_that_while_a_member_is_away_or_a_grant_stands() -> None:
-    node = steward().train(6)
-    grant = node.granted(7)
-    node.others["b"].sealed(grant, 7, 1)
-    node.others["b"].held(fact(7, 1), lost=True)
-    assert not answer(node, 7), "rank 0 may still seal it, and rank 1 has"
-    node = steward().train(6)
+def test_nothing_is_void_for_that_while_a_member_is_away_or_somebody_was_told_a_level() -> None:
+    node = steward()
+    node.others["b"].tell_inventory(certified=((at(7, grant=8), 0, False), (at(7, grant=9), -1, False)))
+    node.train(6)
+    assert not answer(node, at(7, grant=8)) and answer(node, at(7, grant=9))
     node.feed(ev.NodeDown("b"))
-    assert not answer(node, 7)
+    assert not answer(node, at(7, grant=9))

@@ -16,7 +16,7 @@ TARGETS = (
     ),
     *(
         f"core/machine/{name}.py"
-        for name in ("slots", "holdings", "levels", "replicate", "capture", "uplink")
+        for name in ("slots", "holdings", "levels", "replicate", "capture", "uplink", "asks")
     ),
     *(f"core/machine/{name}.py" for name in ("opening", "joining", "writing")),
     *(f"core/machine/steward/{name}.py" for name in ("certify", "guards", "snapshot", "grants", "table", "gather", "restore")),

@@ -39,6 +39,7 @@ class Rank:
         self.link = RankSocket.connect(daemon.config.socket)
         self.seen: list[tuple[Any, list[int]]] = []
         self.views: dict[int, memoryview] = {}
+        self.captured: dict[int, int] = {}  # step -> grant
         self._segments: dict[str, mmap.mmap] = {}
         self.link.send(wire.Hello(wire.PROTOCOL_VERSION, job, os.getpid()))
 
@@ -121,6 +122,7 @@ class Rank:
         return grant
 
     def seal(self, grant: wire.GrantSlot, step: int, layout: Layout, objects: int) -> None:
+        self.captured[step] = grant.grant
         fd = memfd_object(layout.encoded)
         self.say(wire.SealedSlot(grant.slot, grant.grant, step, layout.layout_id, objects), (fd,))
         os.close(fd)
@@ -131,9 +133,12 @@ class Rank:
             self.say(wire.Called(step, True))  # must=True
             await self.capture(step, seed, layout=layout)
 
+    def waits(self, step: int, level: str) -> None:
+        self.say(wire.WaitFor(step, self.captured[step], level))
+
     async def durable(self, step: int) -> None:
         """It asks for that, and is told so."""
-        self.say(wire.WaitFor(step, "durable"))
+        self.waits(step, "durable")
         await self.heard(wire.Level, step=step, durable=True)
 
     async def opened(self) -> tuple[wire.Opened, dict[str, Any]]:

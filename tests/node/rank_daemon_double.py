@@ -416,7 +416,7 @@ class RankDaemonDouble:
         self.voided[number] = reason
         for rank, step in self._sealed.pop(number, {}).items():
             self.held[self.epoch, step].pop(rank, None)
-            self._tell(wire.Level(self.epoch, step, -1, 1, False, reason))
+            self._tell(wire.Level(self.epoch, step, number, -1, 1, False, reason))
         self.held = {snapshot: ranks for snapshot, ranks in self.held.items() if ranks}
         for other in self._members():
             if other is not gave_up and number in other.granted:
@@ -439,7 +439,7 @@ class RankDaemonDouble:
             payload += os.pread(peer.frozen[message.frozen][0], layout.frozen_bytes, 4096)
         peer.free.append(slot)
         if message.grant in self.voided:  # another rank had given it up before
-            _send(peer, wire.Level(self.epoch, message.step, -1, 1, False, self.voided[message.grant]))
+            _send(peer, wire.Level(self.epoch, message.step, message.grant, -1, 1, False, self.voided[message.grant]))
             self._grant_free()
             return
         snapshot = (self.epoch, message.step)
@@ -452,7 +452,7 @@ class RankDaemonDouble:
             if self._asked is not None and message.step >= self._asked:
                 self._asked = None
             self.corruptions += self.per_rank(snapshot)[1]
-            self._tell(wire.Level(self.epoch, message.step, self.level, 1, self.durable))
+            self._tell(wire.Level(self.epoch, message.step, message.grant, self.level, 1, self.durable))
         self._grant_free()
 
     def _on_liststeps(self, peer: Peer, message: wire.ListSteps, fds: list[int]) -> None:

@@ -220,16 +220,30 @@ def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(
         assert client.wait("durable", timeout=0.3) == "sealed"
         assert handle.wait("durable", timeout=0.0) == "sealed"
         assert 0.2 < time.monotonic() - began < 3
-        daemon._tell(wire.Level(1, 1, 1, 1, False))
+        daemon._tell(wire.Level(1, 1, handle.grant, 1, 1, False))
         until(lambda: handle.status == "protected")
-        daemon._tell(wire.Level(1, 1, 0, 1, False))
+        daemon._tell(wire.Level(1, 1, handle.grant, 0, 1, False))
         until(lambda: handle.status == "protected 0/1, degraded")
-        daemon._tell(wire.Level(1, 1, 0, 1, True))
+        daemon._tell(wire.Level(1, 1, handle.grant, 0, 1, True))
         assert handle.wait("durable", 30) == "durable"
         with pytest.raises(ValueError, match="level"):
             client.wait("forever")
         said = [text for text in caplog.messages if "ended otherwise" in text]
         assert said == ["ckptd job job: wait('durable') ended otherwise: step 1 is sealed"]
+
+
+def test_a_word_about_another_capture_of_the_step_is_not_about_this_one(daemon: RankDaemonDouble) -> None:
+    """P2: ranks of one node hear what is said of a step that one of them took twice."""
+    daemon.durable, daemon.level = False, 0
+    daemon.policy["replicas"] = 1
+    with stepped(daemon) as (client, _):
+        handle = client.snapshot(1, must=True)
+        assert handle.wait("sealed") == "sealed"
+        for other in (handle.grant - 1, handle.grant + 1):
+            daemon._tell(wire.Level(1, 1, other, -1, 0, False, "rank 1 missed it"))
+        daemon._tell(wire.Level(1, 1, handle.grant, 1, 1, False))
+        until(lambda: handle.status == "protected")
+        assert client._session.grants.took(1)
 
 
 def test_leaving_with_an_exception_does_not_wait(daemon: RankDaemonDouble) -> None:

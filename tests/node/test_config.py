@@ -175,6 +175,13 @@ def test_two_forms_that_differ_are_refused(text: str, tmp_path: Path) -> None:
         settings(toml(tmp_path, f'replicas = 2\nredundancy = "{text}"\n'))
 
 
+@pytest.mark.parametrize("number", ["inf", "1e400", "nan"])
+def test_a_number_that_is_none_is_refused_by_name(number: str, tmp_path: Path) -> None:
+    """Infinity ended the daemon's start with an OverflowError (fuzzer)."""
+    with pytest.raises(CkptdError, match="replicas"):
+        settings(toml(tmp_path, f"replicas = {number}\n"))
+
+
 def test_beside_parity_the_short_form_is_the_losses_it_survives(tmp_path: Path) -> None:
     """`ckptd config` prints both, and what it prints can be given again: xor survives one loss, so this is no contradiction."""
     found = settings(toml(tmp_path, 'replicas = 1\nredundancy = "xor(3)"\n'))

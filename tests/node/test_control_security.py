@@ -153,11 +153,11 @@ async def test_a_flood_of_strangers_is_bounded_and_peers_go_on(a: Link) -> None:
 
 # --- versions ---------------------------------------------------------------------------------------------------
 async def test_another_version_is_refused_by_name(a: Link, raw: RawPeer) -> None:
-    answer = await raw.ask(b"H\0\7" + b"whatever version 7 puts here")
+    answer = await raw.ask(b"H\0\x63" + b"whatever version 99 puts here")
     code, text = lf.unpack(answer, 2)  # type: ignore[misc]
     assert code == lf.VERSION_CODE
-    assert "version 7" in text
-    assert a.said("protocol version 7")
+    assert "version 99" in text
+    assert a.said("protocol version 99")
     assert (await raw.greet("x", "i1", "a"))[0] == lf.WELCOME  # it may be upgraded
 
 
@@ -167,10 +167,10 @@ async def test_a_peer_of_another_version_is_named_and_not_up(a: Link) -> None:
     newer.curve_server, newer.curve_secretkey = True, KEY.curve_server.secret
     port = newer.bind_to_random_port("tcp://127.0.0.1")
     a.connect(NodeInfo("new", f"tcp://127.0.0.1:{port}", "", ""))
-    for answer in (b"W\0\7future", b"R\0\7future"):
+    for answer in (b"W\0\x63future", b"R\0\x63future"):
         identity, _ = await eventually(lambda: _received(newer))
         newer.send_multipart([identity, answer])
-    await eventually(lambda: a.said("speaks version 7"))
+    await eventually(lambda: a.said("speaks version 99"))
     await eventually(lambda: a.up("new") is False, 6)
     assert ("new", True) not in a.peers, "not for a moment"
     context.destroy(0)

@@ -77,7 +77,7 @@ async def test_a_fault_of_our_own_in_a_write_is_an_answer_too(
         rank = house.rank()
         await rank.begin("a")
         await rank.sealed(3)
-        rank.say(wire.WaitFor(3, "durable"))
+        rank.waits(3, "durable")
         await eventually(lambda: "nobody expected" in house.problems().get("internal", ""))
         monkeypatch.undo()
         await rank.heard(wire.Level, step=3, durable=True)
@@ -127,7 +127,7 @@ async def test_hanging_commits_of_one_job_leave_threads_for_the_others(
         for rank in (stuck, other):
             await rank.begin("a")
             await rank.sealed(3)
-        stuck.say(wire.WaitFor(3, "durable"))
+        stuck.waits(3, "durable")
         await eventually(lambda: "earlier tries" in house.problems().get("flush", ""))
         assert len(tries) == durable.HUNG_MAX
         await other.durable(3)
@@ -289,7 +289,7 @@ async def test_who_waited_already_when_storage_failed_waits_a_short_pause(
     with monkeypatch.context() as broken:
         async with rig(storage_root=tmp_path) as house:
             rank, tries = await failing(house, broken)
-            rank.say(wire.WaitFor(3, "durable"))
+            rank.waits(3, "durable")
             await eventually(lambda: len(tries) >= 3)
             broken.undo()
             await rank.heard(wire.Level, step=3, durable=True)

@@ -291,7 +291,7 @@ async def test_a_finished_job_keeps_its_memory_until_it_is_durable(monkeypatch: 
         await stays(lambda: house.daemon.arena.used_bytes > 0)
         monkeypatch.undo()
         monkeypatch.setattr(reclaim, "ASK_AGAIN_S", 0.02)
-        rank.say(wire.WaitFor(3, "durable"))
+        rank.waits(3, "durable")
         await eventually(lambda: house.daemon.arena.used_bytes == 0)
         await eventually(lambda: shell.job not in house.daemon.jobs)
         assert [row["step"] for row in await shell.durable.steps()] == [3], "nothing but storage has it now"
@@ -446,7 +446,7 @@ async def test_the_newest_durable_step_is_shown_however_many_come_after_it(
         rank = house.rank()
         await rank.begin("a")
         await rank.sealed(1)
-        rank.say(wire.WaitFor(1, "durable"))
+        rank.waits(1, "durable")
         await eventually(lambda: house.shell().summary()["newest"]["durable"] == 1)
         for step in range(2, 8):
             await rank.sealed(step)

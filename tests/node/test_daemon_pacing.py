@@ -78,7 +78,7 @@ async def test_a_rank_that_waits_or_goes_is_not_paced_for() -> None:
         await rank.sealed(3)
         rank.say(wire.Called(4, False, rows(30)))
         await eventually(lambda: house.daemon.services.pacer.state in (MEASURING, WITHIN))
-        rank.say(wire.WaitFor(3, "protected"))
+        rank.waits(3, "protected")
         await eventually(lambda: house.daemon.services.pacer.state == NO_STEPS)
         rank.say(wire.Called(5))
         await eventually(lambda: house.daemon.services.pacer.state != NO_STEPS)

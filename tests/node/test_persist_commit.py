@@ -81,6 +81,17 @@ def test_the_first_commit_wins_and_the_loser_cleans_up(storage: PosixStorage) ->
     assert list_commits(storage, JOB) == [CommitInfo(SNAPSHOT, keep=True)], "the loser may know more"
 
 
+def test_a_list_says_which_capture_of_a_step_storage_has(storage: PosixStorage) -> None:
+    """P1: what memory has of another one does not fill its gaps. There is one of each step, the first that was committed."""
+    world, first = small_world(), replace(SNAPSHOT, grant=7)
+    save(storage, world, first, "a1")
+    save(storage, world, replace(SNAPSHOT, grant=12), "a2")
+    (info,) = list_commits(storage, JOB)
+    assert (info.snapshot, info.captured, attempt_of(storage)) == (SNAPSHOT, first, "a1")
+    with Checkpoint.open(storage, JOB, SNAPSHOT) as checkpoint:
+        assert checkpoint.manifest.snapshot == first
+
+
 def test_two_committers_at_the_same_instant(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have finished their directories; only the exclusive rename decides. Fails when move_dir is not exclusive."""
     world = small_world()

@@ -313,7 +313,7 @@ async def test_a_slow_rank_gets_everything_in_order(house: House) -> None:
     rank, session = await house.rank()
     rank.process.send_signal(signal.SIGSTOP)
     for step in range(180):
-        assert session.send(wire.Level(1, step, 0, 1, False, "x" * 60_000))
+        assert session.send(wire.Level(1, step, 1, 0, 1, False, "x" * 60_000))
     assert session._queue
     rank.process.send_signal(signal.SIGCONT)
     for _ in range(180):

@@ -46,7 +46,7 @@ def open_fds() -> int:
         wire.Join("x", 0, 1 << 40, None),
         wire.Join("x", 0, 1, {"step": None}),
         wire.SealedSlot(1, 2, 3, "id", 4, True, 0.5, 1),
-        wire.WaitFor(None, "durable"),
+        wire.WaitFor(3, 1, "durable"),
     ],
 )
 def test_messages_arrive_as_they_were(pair: Pair, message: object) -> None:

@@ -432,7 +432,7 @@ class Host:
         self.procs[proc.rank] = self.seats[proc.rank] = proc
         run = proc.run
         ranks, ask = run.joining(proc.rank)
-        joined = ev.RankJoined(proc.rank, run.attempt, ranks, run.nodes, ask, running, trains=running)
+        joined = ev.RankJoined(proc.rank, run.attempt, ranks, run.nodes, ask, running, trains=running, grant=proc.newest)
         self.feed(joined)
         if self.machine.ctx.done and self.record is not None and self.record.nonce == run.attempt:
             proc.may_train()  # it comes back to a daemon that has heard already: the shell says so at once

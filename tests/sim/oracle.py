@@ -50,6 +50,7 @@ class Oracle:
         self.durable_at: dict[SnapshotId, float] = {}  # when it was committed
         self.ordered = 0  # the newest epoch that the operator has had forgotten
         self.certified_ever: dict[SnapshotId, int] = {}  # best level
+        self.certified_steps: set[tuple[int, int]] = set()  # (epoch, step)
         self.known_at: dict[
             SnapshotId, float
         ] = {}  # when it was certified, or acknowledged as durable, for the first time
@@ -60,7 +61,7 @@ class Oracle:
         self.graves: list[tuple[float, Host, list[Mem]]] = []
         self.given_up: deque[tuple[float, Host, Mem]] = deque(maxlen=GIVEN_UP_KEPT)
         self.told_at: dict[tuple[str, str], float] = {}  # (attempt, node) -> when it first told what it holds
-        self.told_void: dict[SnapshotId, set[str]] = {}  # until it is captured anew; who was, and in which life
+        self.told_void: dict[SnapshotId, set[str]] = {}  # who was, and in which life
         self._held: dict[SnapshotId, dict[int, tuple[Host, Mem]]] = {}  # by id() of the slot
         self._went: set[SnapshotId] = set()  # durable when a node asked what a job that is over could spare
         self._trails: dict[str, Trail] = {}  # by attempt
@@ -259,6 +260,7 @@ class Oracle:
             self._count_new(snapshot)
             best = self.certified_ever.get(snapshot, -1)
             self.certified_ever[snapshot] = max(best, message.level)
+            self.certified_steps.add(snapshot.at)
             self.complete_uncertified.discard(snapshot)
         lost = {dead.domain for died, dead, _ in self.graves if died > host.saw_at - BLIND_S}
         lost |= {h.domain for h, mem in self._held.get(snapshot, {}).values() if not mem.intact}
@@ -282,10 +284,6 @@ class Oracle:
             self.told_void.setdefault(snapshot, set()).add(who)
         elif level >= 0 and who in self.told_void.get(snapshot, ()):
             raise Broken(f"P2 {host.name} reports {snapshot} at {level} after it was void")
-
-    def begins(self, snapshot: SnapshotId) -> None:
-        """A capture, of a step that may have been captured before: what was said until now was not of this one."""
-        self.told_void.pop(snapshot, None)
 
     # --- epochs -------------------------------------------------------------------------------------------------
     def persisted(self, host: Host, record: EpochRecord) -> None:
@@ -372,7 +370,7 @@ class Oracle:
         last = max((n for n in self.done if n < number), default=None)
         # What another start of the job, which this one supersedes, certified after it had been asked is lost with it.
         asked = min(at for (attempt, _), at in self.told_at.items() if attempt == run.attempt)
-        stored = [s for s in self.world.store.commits if self.durable_at[s] < asked]
+        stored = [s for s in self.world.store.commits if self.durable_at.get(s, ENDLESS) < asked]
         left = [s for s, at in self.known_at.items() if at < asked and (s in stored or not self.forgotten(s))]
         known = list(filter(self._claimed, left))
         if any(last is None or self.in_line(self.done[last], snapshot) for snapshot in known):

@@ -67,7 +67,7 @@ class Store(MemoryStorage):
         self._changes: dict[int, dict[str, Stored]] = {}  # of what is not durable yet
         self._unsynced = Unsynced()
         self._failed: set[int] = set()  # changes that a power cut took before somebody else could sync them
-        self._acknowledged: set[SnapshotId] = set()  # and not deleted by retention
+        self._acknowledged: set[tuple[int, int]] = set()  # (epoch, step), and not deleted by retention
 
     def close(self) -> None:
         end_all(self)
@@ -159,10 +159,10 @@ class Store(MemoryStorage):
     def power_cut(self) -> int:
         """Raises Broken when something acknowledged is lost (P4)."""
         lost = self._unsynced.power_cut(self.rng)
-        there = {snapshot for snapshot, _ in self._pointers()}
+        there = {snapshot.at for snapshot, _ in self._pointers()}
         gone = sorted(self._acknowledged - there)
         if gone:
-            raise Broken(f"P4 {gone[0]} was acknowledged as durable, and a power cut took it")
+            raise Broken(f"P4 step {gone[0][1]} of epoch {gone[0][0]} was acknowledged as durable, and a power cut took it")
         return lost
 
     # --- the contract, step by step -----------------------------------------------------------------------------
@@ -231,9 +231,10 @@ class Store(MemoryStorage):
             return False
         after = [snapshot for snapshot, _ in self._pointers()]
         (gone,) = set(before) - set(after)
-        self._acknowledged.discard(gone)
+        self._acknowledged.discard(gone.at)
         epoch = self.running_epoch
-        needed = epoch is not None and self.read_here and epoch.parent == gone and self._claimed(epoch)
+        parent = epoch.parent if epoch is not None and self.read_here and self._claimed(epoch) else None
+        needed = parent is not None and parent.at == gone.at
         if epoch is not None and needed and not any(map(epoch.is_candidate, after)):
             raise Broken(f"P12 retention deleted {gone}, the last that epoch {epoch.number} can go back to")
         return True
@@ -246,11 +247,16 @@ class Store(MemoryStorage):
     @property
     def commits(self) -> dict[SnapshotId, Committed]:
         """What readers see."""
-        return {s: self.contents[stored.attempt] for s, stored in self._pointers() if stored.sight is Sight.SHOWN}
+        shown = (self.contents[stored.attempt] for _, stored in self._pointers() if stored.sight is Sight.SHOWN)
+        return {content.snapshot: content for content in shown}
+
+    def shows(self, snapshot: SnapshotId) -> bool:
+        """Its step, whichever capture that is: there is one of each."""
+        return any(shown.at == snapshot.at for shown in self.commits)
 
     def holds(self, snapshot: SnapshotId) -> bool:
-        """Also hidden."""
-        return any(found == snapshot for found, _ in self._pointers())
+        """The same, also hidden."""
+        return any(found.at == snapshot.at for found, _ in self._pointers())
 
     def _pointers(self) -> Sequence[tuple[SnapshotId, Stored]]:
         found = []
@@ -281,7 +287,7 @@ class Store(MemoryStorage):
     def acknowledge(self, snapshot: SnapshotId) -> None:
         self.ever.add(snapshot)
         if self.holds(snapshot):  # retention may have been there since
-            self._acknowledged.add(snapshot)
+            self._acknowledged.add(snapshot.at)
 
     def went_on(self, record: EpochRecord, *, read_here: bool) -> None:
         """Its ranks have loaded."""

@@ -35,10 +35,11 @@ class Proc:
         self.conn = 0  # the life of the daemon it is connected to
         self.step = -1
         self.passed = -1  # newest step called that no grant took and whose state is gone
+        self.newest = 0  # grant that ever came
         self.taken = -1  # newest grant that was taken
         self.took = True  # a grant took the step called last
         self.void = False  # ... and what was captured of it is void
-        self.waits_for = -1, -1  # (connection, step): the daemon was told that we wait
+        self.waits_for = -1, -1  # (connection, grant): the daemon was told that we wait
         self.asks: int | None = None
         self.grants: dict[int, GiveSlot] = {}
         self.came_at: dict[int, int] = {}  # grant -> newest step called when it came
@@ -128,17 +129,22 @@ class Proc:
         """wait() of a rank that was told that this step is void, or was not granted it: the state is still there."""
         if self.asks is not None or self.filling is not None or not self.alive or self.conn != self.host.life:
             return
-        if self.took and not self.void:
-            if self.waits_for != (self.conn, step):
-                self.waits_for = self.conn, step
-                self.tell(ev.FlushAsked(step, durable=False))
+        if self.believes:
+            if self.waits_for != (self.conn, self.taken):
+                self.waits_for = self.conn, self.taken
+                self.tell(ev.LevelAsked(step, self.taken))
             return
         self.took = self.void = False
         self.world.oracle.count("a step captured anew")
         self._take_or_ask(step, must=True)
 
+    @property
+    def believes(self) -> bool:
+        """That the step called last is captured, and will have a level."""
+        return self.took and not self.void
+
     def told(self, snapshot: SnapshotId, void: str) -> None:
-        if void and snapshot == SnapshotId(self.epoch, self.step):
+        if void and snapshot == SnapshotId(self.epoch, self.step, self.taken):
             self.void = True
 
     def _stop_asking(self, step: int) -> None:
@@ -149,6 +155,7 @@ class Proc:
     def granted(self, life: int, give: GiveSlot) -> None:
         if life != self.conn or not self.alive:
             return
+        self.newest = max(self.newest, give.grant)
         self.came_at[give.grant] = self.step
         passed = self.passed if give.grant > self.taken else self.step
         if self.asks is not None and passed < give.from_step <= self.asks:
@@ -173,7 +180,6 @@ class Proc:
         """False: there is no room for it."""
         self.grants.pop(give.grant, None)
         self.taken, self.took, self.void = give.grant, True, False
-        self.world.oracle.begins(SnapshotId(self.epoch, step))
         if self._layout(step).payload_bytes > self.host.memory[give.slot].capacity:
             self.world.oracle.count("a slot too small")
             self.tell(ev.RankMissed(self.rank, give.grant, ev.NO_MEMORY))
@@ -183,7 +189,7 @@ class Proc:
             return False
         mem = self.filling = self.host.memory[give.slot]
         assert mem.state == "filling", f"a capture into a slot that is {mem.state}"
-        payload = self._state(step)
+        payload = captured(self.world.model, Origin(self.run.trail, step, give.grant), self._layout(step))
         mem.payload = payload[: len(payload) // 2]
         slow = 10 if self.world.rng.random() < 0.01 and not self.world.calm else 1
         seconds = slow * self.world.capture_s * (0.5 + self.world.rng.random()) * self.world.load(len(payload))
@@ -196,10 +202,6 @@ class Proc:
 
     def _layout(self, step: int) -> Layout:
         return layout_of(self.world.model.tensors(step), self.rank, self.run.domains, self.world.policy.tolerates)
-
-    def _state(self, step: int) -> bytes:
-        """What the optimizer leaves alone until it is copied."""
-        return captured(self.world.model, Origin(self.run.trail, step), self._layout(step))
 
     def _corrupted(self, step: int, payload: bytes) -> bytes:
         """Each rank in its own way: what is wrong everywhere alike nobody can find."""
@@ -243,8 +245,8 @@ class Proc:
         mem.state, mem.layout, mem.sums = "sealed", layout, mem.payload
         keep = self.run.keeps(step)
         digests = digests_of(layout, mem.sums)
-        mem.fact = HoldingFact(SnapshotId(record.number, step), self.rank, 0, layout.layout_id, digests, keep)
-        self.world.oracle.sealed(host, mem, Origin(self.run.trail, step))
+        mem.fact = HoldingFact(SnapshotId(record.number, step, give.grant), self.rank, 0, layout.layout_id, digests, keep)
+        self.world.oracle.sealed(host, mem, Origin(self.run.trail, step, give.grant))
         came_at = self.came_at.pop(give.grant, None)
         host.feed_if(conn, ev.SlotSealed(self.rank, mem.id, give.grant, step, layout, digests, keep, came_at))
 
@@ -339,25 +341,30 @@ class Run:
         if proc.rank in self._waiting:
             self._waiting.discard(proc.rank)
             if not self._waiting and self._patient and self._musts(self.step):
-                self._wait(SnapshotId(self.procs[0].epoch, self.step), self.world.clock.now)
+                self._wait(self.world.clock.now)
             elif not self._waiting:
                 self.world.clock.after(self.world.step_s, self._advance)
 
-    def _wait(self, snapshot: SnapshotId, since: float) -> None:
-        """The loop stands still until it hears what became of this step, as before an evaluation or at its end (P14)."""
+    def _wait(self, since: float, captured: tuple[int, ...] = (), captured_at: float = 0.0) -> None:
+        """The loop stands still until it hears what became of this step, as before an evaluation or at its end (P14). captured: the
+        grants under which the ranks believe that they have it, since when; (): one of them does not."""
         if self.broken or self.stopped:
             return
-        world, waited_s = self.world, self.world.clock.now - since
-        if snapshot not in world.oracle.certified_ever and waited_s < WAITS_S:
+        world, now, epoch = self.world, self.world.clock.now, self.procs[0].epoch
+        certified = (epoch, self.step) in world.oracle.certified_steps
+        believed = tuple(proc.taken for proc in self.procs) if all(proc.believes for proc in self.procs) else ()
+        if believed != captured:
+            captured, captured_at = believed, now
+        waits = now - since < WAITS_S or (captured and now - captured_at < WAITS_S)
+        if not certified and waits:
             for proc in self.procs:
-                proc.takes_again(snapshot.step)
-            world.clock.after(LOOKS_S, self._wait, snapshot, since)
+                proc.takes_again(self.step)
+            world.clock.after(LOOKS_S, self._wait, since, captured, captured_at)
             return
         world.oracle.count("a loop that waited for a level")
-        captured = world.oracle.truth(snapshot) >= 0  # else there was no slot for it
-        entered = all(host.record is not None and host.record.number == snapshot.epoch for host in self.hosts)
-        if snapshot not in world.oracle.certified_ever and captured and entered and not world.trouble_since(WAITS_S):
-            raise Broken(f"P14 a loop stood still at {snapshot}, and no level of it was told for {WAITS_S} s")
+        entered = all(host.record is not None and host.record.number == epoch for host in self.hosts)
+        if not certified and captured and entered and not world.trouble_since(WAITS_S):
+            raise Broken(f"P14 a loop stood still at step {self.step} of epoch {epoch} for {WAITS_S} s, and no level was told")
         world.clock.after(world.step_s, self._advance)
 
     def keeps(self, step: int) -> bool:

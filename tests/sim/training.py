@@ -33,23 +33,25 @@ class Trail:
 
 
 class Origin(NamedTuple):
-    """One trained state."""
+    """One captured state: by all ranks under one grant. What a step's second capture has differs from the first one's, as whoever
+    takes a step again may have changed something since; a mixture of the two was never there."""
 
     trail: Trail
     step: int
+    grant: int = 0
 
     def continues(self, other: Origin) -> bool:
-        """Was ``other`` trained on the way here? So does a state continue itself."""
+        """Was ``other`` captured on the way here? So does a state continue itself."""
         at: Origin | None = self
         while at is not None:
             if at.trail is other.trail:
-                return other.step <= at.step
+                return (other.step, other.grant) <= (at.step, at.grant)
             at = at.trail.parent
         return False
 
 
 def begin(job: str, attempt: str, world: int, parent: Origin | None) -> Trail:
-    before = parent.trail.name + parent.step.to_bytes(8, "big") if parent is not None else b""
+    before = parent.trail.name + _moment(parent) if parent is not None else b""
     named = hashlib.blake2b(f"{job} {attempt}".encode(), key=before, digest_size=NAME_BYTES)
     return Trail(named.digest(), world, parent)
 
@@ -109,14 +111,18 @@ class Model:
 
     def state(self, origin: Origin) -> bytes:
         """The whole row; what a step has no tensor for is never looked at."""
-        return _row(origin.trail.name, origin.step, self.nbytes)
+        return _row(origin.trail.name + _moment(origin), self.nbytes)
 
 
 @lru_cache(maxsize=CACHED_MAX)
-def _row(name: bytes, step: int, nbytes: int) -> bytes:
-    return hashlib.shake_128(name + step.to_bytes(8, "big")).digest(nbytes)
+def _row(name: bytes, nbytes: int) -> bytes:
+    return hashlib.shake_128(name).digest(nbytes)
+
+
+def _moment(origin: Origin) -> bytes:
+    return origin.step.to_bytes(8, "big") + origin.grant.to_bytes(8, "big")
 
 
 def objects(origin: Origin, rank: int) -> bytes:
     """A rank's own objects: they say what they are of."""
-    return b"".join((origin.trail.name, origin.step.to_bytes(8, "big"), rank.to_bytes(4, "big")))
+    return b"".join((origin.trail.name, _moment(origin), rank.to_bytes(4, "big")))

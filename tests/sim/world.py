@@ -251,7 +251,7 @@ class World:
     def _newest(self) -> SnapshotId | None:
         """That there still is: a bit may have flipped in the last one before anybody had a copy. None: so it went with all of
         this run, and no more was lost than a level said (P3)."""
-        return max((s for s in self._of_this_run() if self.oracle.truth(s) >= 0 or s in self.store.commits), default=None)
+        return max((s for s in self._of_this_run() if self.oracle.truth(s) >= 0 or self.store.shows(s)), default=None)
 
     def _of_this_run(self) -> set[SnapshotId]:
         run, records = self.launcher.run, self.oracle.records
@@ -262,7 +262,7 @@ class World:
     def _protected(self) -> bool:
         """What storage alone has was given up for that, or lacks a part in memory: it is safe there."""
         newest = self._newest()
-        if newest is None or (newest in self.store.commits and self.oracle.truth(newest) < 0):
+        if newest is None or (self.store.shows(newest) and self.oracle.truth(newest) < 0):
             return True
         promise = self.oracle.promises.get(newest)
         return promise is not None and promise.level >= self.wanted_now()
@@ -282,7 +282,7 @@ class World:
             self._asked_for = newest
             for host in self.hosts.values():
                 host.feed(FlushAsked(newest.step))
-        return newest in self.store.commits
+        return self.store.shows(newest)
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
         if not self.clock.run(self.clock.now + CALM_S, condition):

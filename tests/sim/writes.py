@@ -55,7 +55,7 @@ class Writes:
     def _look(self) -> tuple[EpochRecord | None, int, tuple[SnapshotId, ...]]:
         store = self.host.world.store
         record, forgotten = newest_record(store, JOB), forgotten_epoch(store, JOB)
-        return record, forgotten, tuple(info.snapshot for info in list_durable(store, JOB, self.host.world.policy))
+        return record, forgotten, tuple(info.captured for info in list_durable(store, JOB, self.host.world.policy))
 
     def _has_read(self, do: ins.ReadDurable, found: Any, error: Exception | None) -> None:
         if error is not None:

@@ -46,14 +46,11 @@ class Capture:
             self._uplink.tell_missed(message.grant, rank, NO_SLOT)
         else:
             slot.state, slot.epoch, slot.grant, slot.doomed = FILLING, message.epoch, message.grant, False
-            slot.from_step = message.from_step
-            # must=True after a void: the steward asks for that very step anew, when nobody holds the void one any more.
-            self._slots.void.pop(SnapshotId(self._ctx.number, message.from_step), None)
             self._ctx.emit(GiveSlot(rank, slot.id, message.grant, message.from_step))
 
     def on_void(self, message: Void) -> None:
         """A void grant takes back what is not sealed yet, also when it has not come yet; a void snapshot goes for good."""
-        if message.snapshot is not None and not self._captures_anew(message.snapshot, message.newest):
+        if message.snapshot is not None:
             self._drop_snapshot(message.snapshot, message.reason)
         if not message.grant:
             return
@@ -66,11 +63,6 @@ class Capture:
             self._ctx.emit(TellWritten(message.grant, message.written))
         for slot in self._slots.filling(grant=message.grant):
             self._doom(slot, message.reason)
-
-    def _captures_anew(self, snapshot: SnapshotId, newest: int) -> bool:
-        """What a later grant brings here is not meant by this word; if something else is, it comes again."""
-        slots = self._slots.by_id.values()
-        return any(slot.own and slot.grant > newest and slot.concerns(snapshot) for slot in slots)
 
     def _doom(self, slot: Slot, reason: str) -> None:
         if slot.doomed:
@@ -107,7 +99,7 @@ class Capture:
         filling = self._slots.filling(event.rank, event.grant)
         if event.step is not None:  # without this word the rank would wait for a level for ever
             epoch = filling[0].epoch if filling else self._ctx.number
-            self._ctx.emit(TellLevel(SnapshotId(epoch, event.step), -1, 0, False, event.reason))
+            self._ctx.emit(TellLevel(SnapshotId(epoch, event.step, event.grant), -1, 0, False, event.reason))
         for slot in filling:
             self._settle_missed(slot, event.reason, event.written)
 
@@ -119,7 +111,7 @@ class Capture:
         if slot.state == FREE:  # captured under a grant from before this daemon's restart
             self._ctx.emit(FreeSlot(slot.id))
             return None
-        snapshot = SnapshotId(slot.epoch, event.step)  # the rank may be of an epoch that is over
+        snapshot = SnapshotId(slot.epoch, event.step, event.grant)  # the rank may be of an epoch that is over
         if slot.doomed or slot.grant != event.grant or snapshot in self._slots.void:
             # The rank believes that it was captured: without this word it would wait for a level for ever.
             why = self._slots.void.get(snapshot) or slot.void or "its grant was void"
@@ -133,7 +125,7 @@ class Capture:
         if rank is not None and rank.asks is not None and rank.asks <= event.step:
             rank.asks = None
         self._tell_rank(event.rank)
-        self._uplink.tell_sealed(event.grant, fact, layout, event.came_at)
+        self._uplink.tell_sealed(fact, layout, event.came_at)
         return slot
 
     def on_left(self, rank: int) -> None:
@@ -169,5 +161,3 @@ class Capture:
             if slot.state == FILLING and not slot.doomed:
                 slot.doomed, slot.void = True, reason
                 self._ctx.emit(TakeBack(slot.rank, slot.grant, reason))
-            elif slot.state == SEALED:
-                slot.grant = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ckptd.core.agreement import contradict
 from ckptd.core.events import HoldingFound, ParityMade, ReplicaArrived, SlotDamaged
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import FreeSlot
@@ -41,14 +40,14 @@ class Holdings:
     def on_arrived(self, event: ReplicaArrived) -> None:
         known = [s for s in self._slots.sealed.get(event.snapshot, ()) if s.rank == event.rank and not s.released]
         unwanted = self._unwanted(event.snapshot) or self._beyond_fork(event.snapshot)
-        if unwanted or any(_outdoes(slot, event) for slot in known):
+        if unwanted or any(slot.own or (slot.fact is not None and slot.fact.tier <= event.tier) for slot in known):
             self._ctx.emit(FreeSlot(event.slot))
             return
         layout_id = event.layout.layout_id
         fact = HoldingFact(event.snapshot, event.rank, event.tier, layout_id, event.digests, event.keep)
         self._slots.hold(Slot(event.slot, event.rank, own=False), fact, event.layout)
         self._uplink.tell_held(fact)
-        for slot in known:  # the fuller one takes its place, or the newer capture
+        for slot in known:  # the fuller one takes its place
             self._slots.retire(slot)
 
     def on_made(self, event: ParityMade) -> None:
@@ -104,10 +103,3 @@ class Holdings:
         if record is None or not self._ctx.done or snapshot.epoch >= record.number or not record.ancestry:
             return False
         return not record.is_candidate(snapshot)
-
-
-def _outdoes(slot: Slot, event: ReplicaArrived) -> bool:
-    """Where two copies are of different captures the one that was sent last counts: the step of the other was void."""
-    assert slot.fact is not None, "a sealed slot has its fact"
-    same = slot.fact.layout_id == event.layout.layout_id and not contradict(slot.fact.digests, event.digests)
-    return slot.own or (slot.fact.tier <= event.tier and same)

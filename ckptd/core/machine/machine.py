@@ -10,10 +10,10 @@ from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.instructions import Instruction, Supersede
 from ckptd.core.machine import view
+from ckptd.core.machine.asks import Asks
 from ckptd.core.machine.capture import Capture
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.encoding import Encoding
-from ckptd.core.machine.flush_asks import FlushAsks
 from ckptd.core.machine.holdings import Holdings
 from ckptd.core.machine.joining import Joining
 from ckptd.core.machine.leaving import Leaving
@@ -56,7 +56,7 @@ class JobMachine:
         self.shortages = Shortages(ctx, self.uplink)
         self.leaving = Leaving(ctx, self.uplink)
         self.writing = Writing(ctx, self.slots)
-        self.asks = FlushAsks(ctx, self.uplink, self.levels, self.slots)
+        self.asks = Asks(ctx, self.uplink, self.levels, self.slots)
         self.steward = Steward(ctx, self.joining)
         self.lifetime = Lifetime(ctx, self.ranks, self.slots, self.levels, self.uplink, self.joining, self.opening,
                                  self.steward.holds)  # fmt: skip
@@ -88,7 +88,8 @@ class JobMachine:
             ev.CommitDone: self.steward.on_committed,
             ev.RankFetched: self.opening.on_fetched,
             ev.RankLoaded: self.opening.on_loaded,
-            ev.FlushAsked: self.asks.on_asked,
+            ev.FlushAsked: self.asks.on_flush,
+            ev.LevelAsked: self.asks.on_level,
             ev.DrainAsked: self.leaving.on_asked,
             ev.SpareAsked: self.lifetime.on_spare,
             ev.ForgetOrdered: self.lifetime.on_forget,
@@ -128,6 +129,7 @@ class JobMachine:
             msg.Wrote: self.steward.on_wrote,
             msg.WriteCancel: lambda s, m: self.writing.on_cancel(m),
             msg.FlushAsk: self.steward.on_ask,
+            msg.LevelAsk: self.steward.on_level_ask,
             msg.StewardHello: self._hello,
             msg.Heard: self._heard,
             msg.Stale: lambda s, m: self._stale(m),
@@ -231,6 +233,7 @@ class JobMachine:
     # --- local ranks --------------------------------------------------------------------------------------------
     def _rank_joined(self, event: ev.RankJoined) -> None:
         record = self.ctx.record
+        self.uplink.grant_seen = max(self.uplink.grant_seen, event.grant)
         of_this_epoch = self.ctx.trained_in(event.attempt) and self.opening.open is None
         of_this_epoch = of_this_epoch and record is not None and event.ranks == record.ranks
         if of_this_epoch and (event.running or self.ctx.done) and event.rank in self.ctx.local_ranks():
@@ -359,7 +362,6 @@ class JobMachine:
         self.ctx.in_force = None
         self.writing.cancel_all()
         self.uplink.close()
-        self.uplink.grant_seen = 0
         self.asks.clear()
         self.steward.leave_epoch()
         self.lifetime.new_epoch()

@@ -99,8 +99,6 @@ class Replication:
             return
         copies = self._copies.setdefault(slot.id, Copies(slot, False))
         copies.waits = False
-        # It is not void: who refused it for that had not heard yet that its step is captured anew.
-        copies.refused = {node: told for node, told in copies.refused.items() if told[1] != NEVER}
         if message.tier >= 0:
             self._add_extra(copies, message)
             return

@@ -28,8 +28,7 @@ class Slot:
     own: bool
     state: str = FREE
     epoch: int = 0  # of the grant that it was given under last
-    from_step: int = 0  # of that grant
-    grant: int = 0  # of a FILLING slot, or what a SEALED one was captured under (0: nobody's business any more)
+    grant: int = 0  # of a FILLING slot
     doomed: bool = False
     void: str = ""  # why the grant of a doomed one is void
     fact: HoldingFact | None = None
@@ -39,10 +38,10 @@ class Slot:
     damaged: bool = False  # not used any more
 
     def concerns(self, snapshot: SnapshotId) -> bool:
-        """It holds a part of this, or is being filled, perhaps with one."""
+        """It holds a part of this, or is being filled with one."""
         if self.state == FILLING:
-            return self.epoch == snapshot.epoch and self.from_step <= snapshot.step
-        return self.state == SEALED and self.fact is not None and self.fact.snapshot == snapshot
+            return (self.epoch, self.grant) == (snapshot.epoch, snapshot.grant)
+        return self.fact is not None and self.fact.snapshot == snapshot
 
 
 class Slots:
@@ -92,7 +91,7 @@ class Slots:
     # --- holdings -----------------------------------------------------------------------------------------------
     def hold(self, slot: Slot, fact: HoldingFact, layout: Layout, layouts: tuple[Layout, ...] = ()) -> None:
         slot.state, slot.fact, slot.layout, slot.released, slot.damaged = SEALED, fact, layout, False, False
-        slot.layouts = layouts
+        slot.layouts, slot.grant = layouts, 0
         self.by_id[slot.id] = slot
         self.sealed.setdefault(fact.snapshot, []).append(slot)
         if slot.own:

@@ -51,7 +51,7 @@ class Uplink:
         self.steward = ""
         self.session = ""
         self.certified: Callable[[], Certified] = tuple
-        self.grant_seen = 0
+        self.grant_seen = 0  # the newest; ranks remember it for a daemon that was restarted
         self._serial = 0
         self._turn = 0  # of the steward's newest question
         self._outbox: deque[Fact] = deque()
@@ -174,7 +174,7 @@ class Uplink:
         ctx = self._ctx
         self._say(
             Inventory("", ctx.record, self._slots.facts(), {}, self.certified(), done=ctx.done,
-                      incarnation=ctx.me.incarnation, grant=self.grant_seen, turn=self._turn)
+                      incarnation=ctx.me.incarnation, turn=self._turn)
         )  # fmt: skip
 
     def tell_ranks(self) -> None:
@@ -193,12 +193,12 @@ class Uplink:
         state = self._ctx.number, rank.rank, rank.step, capacity, rank.asks, rank.left, short
         if (self._ctx.done or rank.left) and self._told.get(rank.rank) != state:
             self._told[rank.rank] = state
-            self._say(RankState(*state))
+            self._say(RankState(*state, self.grant_seen))
 
-    def tell_sealed(self, grant: int, fact: HoldingFact, layout: Layout, came_at: int | None) -> None:
+    def tell_sealed(self, fact: HoldingFact, layout: Layout, came_at: int | None) -> None:
         layouts = {} if fact.layout_id in self._known_layouts else {fact.layout_id: layout.encoded}
         self._known_layouts.add(fact.layout_id)
-        self._say(Sealed(self._ctx.number, grant, fact, layout.plan_id, layouts, came_at))
+        self._say(Sealed(self._ctx.number, fact, layout.plan_id, layouts, came_at))
 
     def tell_missed(self, grant: int, rank: int, reason: str, written: Written | None = None) -> None:
         self._say(Missed(self._ctx.number, grant, rank, reason, written or {}))

@@ -91,8 +91,6 @@ class Certify:
             assert state.agreement is not None, "it was looked at"
             state.become_void("differs", grouped(state.agreement.errors))
             self._ctx.emit(Alarm("silent_corruption", f"step {state.snapshot.step}: {state.void}"))
-        elif state.mixed and self._grants.grant_void(state):
-            state.become_void("grant_void", "a copy of it is of an earlier capture of its step, which was void")
         elif guards.nowhere(state):
             state.become_void("nowhere", "a rank's part of it is nowhere any more")
         elif guards.not_whole(state):
@@ -284,8 +282,7 @@ class Certify:
     def _say_void(self, state: SnapshotState) -> None:
         for node in sorted(state.nodes()):
             if self._sessions.live(node):
-                session, newest = self._sessions.session(node), self._grants.newest
-                self._ctx.send(node, Void(self._ctx.number, 0, state.void, state.snapshot, session, newest=newest))
+                self._ctx.send(node, Void(self._ctx.number, 0, state.void, state.snapshot, self._sessions.session(node)))
 
     def _ask_for_copies(self, state: SnapshotState) -> None:
         """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""

@@ -55,7 +55,6 @@ class Grants:
         self.margin = Margin(ctx.policy.grant_margin_max_steps)
         self.newest = 0  # grant
         self._newest_step = -1  # that a grant of this stewardship became
-        self._complete = -1  # newest step that all ranks sealed, and that none has asked for again
         self._refused_at = -1e9
         self.refused: Missed | None = None  # the newest grant that a rank could not even take; None once all took one
         self._exact, self._exact_at = -1, 0.0  # newest grant for a rank that waits, and when
@@ -65,13 +64,14 @@ class Grants:
         self.open.clear()
         self.ranks.clear()
         self.margin.clear()
-        self._newest_step = self._complete = -1
+        self._newest_step = -1
         self._full_since = None
         self.refused = None
 
     # --- what the nodes say -------------------------------------------------------------------------------------
     def on_state(self, state: RankState) -> None:
         self.ranks[state.rank] = state
+        self.newest = max(self.newest, state.grant)
         for grant in self.open.values():
             if grant.progress == -1 and state.step > FIRST_STEP:
                 grant.progress = state.step - 1  # No rank had told how far it is, and it was not at the beginning.
@@ -79,21 +79,21 @@ class Grants:
     def on_sealed(self, sender: str, message: Sealed) -> None:
         self._table.learn_layouts(message.layouts)
         self._table.add(sender, message.fact)
-        grant = self.open.get(message.grant)
+        snapshot, rank = message.fact.snapshot, message.fact.rank
+        grant, step = self.open.get(snapshot.grant), snapshot.step
         if grant is None:
             return
-        step, rank = message.fact.snapshot.step, message.fact.rank
         self._newest_step = max(step, self._newest_step)
         grant.sealed.add(rank)
         self._took(grant, message.came_at)
         if grant.step is None:
             grant.step = step
         if grant.void:
-            self._void_step(step, grant.void)
+            self._void_capture(snapshot, grant.void)
             self._drop_settled(grant)
         elif grant.step != step:
             self.void(grant, f"captured at step {grant.step} and, on rank {rank}, at {step}")
-            self._void_step(step, grant.void)
+            self._void_capture(snapshot, grant.void)
         elif any(grant.plans.setdefault(who, plan) != plan for who, plan in plans_in(message.plan_id)):
             self.void(grant, f"rank {rank} captured by another plan")
         elif len(grant.sealed) == self._world():
@@ -141,11 +141,11 @@ class Grants:
         grant.void = reason
         self._say_void(grant)
         if grant.step is not None:
-            self._void_step(grant.step, reason)
+            self._void_capture(SnapshotId(self._ctx.number, grant.step, grant.number), reason)
         self._drop_settled(grant)
 
-    def _void_step(self, step: int, reason: str) -> None:
-        state = self._table.states.get(SnapshotId(self._ctx.number, step))
+    def _void_capture(self, snapshot: SnapshotId, reason: str) -> None:
+        state = self._table.states.get(snapshot)
         if state is None or state.void:
             return
         if self.grant_void(state):
@@ -178,9 +178,6 @@ class Grants:
     def _completed(self, grant: Granted) -> None:
         self.open.pop(grant.number, None)
         self.refused = None
-        if grant.step is not None:
-            self._complete = max(grant.step, self._complete)
-            self._table.dirty.add(SnapshotId(self._ctx.number, grant.step))
         if grant.progress is not None:
             self.margin.saw(grant.need)
 
@@ -251,23 +248,10 @@ class Grants:
                     self._say(grant)
             self._look_for_stuck(grant)
 
-    def serves(self, step: int) -> bool:
-        """Could a grant that stands still complete this step?"""
-        return any(grant.step == step and not grant.void for grant in self.open.values())
-
-    def may_become(self, step: int) -> bool:
-        """A copy of this step was faster than its rank's own word: is there a grant whose step that word may name?"""
-        waiting = [grant for grant in self.open.values() if grant.step is None and not grant.void]
-        if step > self._newest_step:
-            return any(grant.from_step <= step for grant in waiting)
-        # It is captured anew: a first capture of it, or of a later one, was void.
-        anew = step > self._complete
-        return anew and any(grant.from_step == step and grant.progress is None for grant in waiting)
-
-    def newest_before(self, step: int) -> int:
-        """Up to this grant none is open that could yet become that step."""
-        numbers = (grant.number for grant in self.open.values() if grant.step is None and grant.from_step <= step)
-        return min(numbers, default=self.newest + 1) - 1
+    def stands(self, number: int) -> bool:
+        """May ranks still complete what they capture under this grant?"""
+        grant = self.open.get(number)
+        return grant is not None and not grant.void
 
     def _look_for_stuck(self, grant: Granted) -> None:
         lacking = set(range(self._world())) - grant.sealed - grant.missed
@@ -285,12 +269,8 @@ class Grants:
             return
         if self._exact == step and self._ctx.now - self._exact_at < REPEAT_S:
             return  # somebody could not take it: at once again would only spin
-        gone = self._table.states.get(SnapshotId(self._ctx.number, step))
-        if gone is not None and gone.void:
-            return  # captured once and void: not again while somebody still holds a part of that
         if self._room() > 0:
             self._exact, self._exact_at = step, self._ctx.now
-            self._complete = min(step - 1, self._complete)
             self._grant(step)
             return
         for grant in list(self.open.values()):

@@ -125,8 +125,7 @@ class Guards:
 
     def _under_way(self, state: SnapshotState) -> bool:
         """A grant that stands could still complete it."""
-        step = state.snapshot.step
-        return state.snapshot.epoch == self._ctx.number and (self._grants.serves(step) or self._grants.may_become(step))
+        return state.snapshot.epoch == self._ctx.number and self._grants.stands(state.snapshot.grant)
 
     def _kept(self, state: SnapshotState) -> bool:
         """keep=True: it waits for its flush, also while a member that holds a part of it is away for a moment. Where that has often

@@ -77,7 +77,6 @@ class SnapshotState:
     seats: dict[Lane, tuple[str, ...]] = field(default_factory=dict)  # lane -> nodes that are to hold it, by position
     tolerated: dict[Lane, int] = field(default_factory=dict)  # lane -> losses it survives now, where that was looked at
     moved: dict[tuple[Lane, int], str] = field(default_factory=dict)  # (lane, position) -> where it was asked for last
-    mixed: bool = False  # GATHERING, VOID: two holdings of a rank are of different captures, of which the first was void
     keep: bool = False
     durable: bool = False
     failures: int = 0  # of flushes

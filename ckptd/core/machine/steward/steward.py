@@ -32,6 +32,7 @@ from ckptd.core.messages import (
     JoinReport,
     LayoutReply,
     Leaving,
+    LevelAsk,
     Missed,
     RankState,
     Sealed,
@@ -230,7 +231,6 @@ class Steward:
             for fact in message.holdings:
                 self.table.weigh_anew(fact.snapshot)
         self.table.tell_anew(sender, message.holdings)
-        self.grants.newest = max(self.grants.newest, message.grant)
         if message.done and not self._done and self._ctx.record is not None:
             self._done = True
             self.restoring.already_done(self._ctx.record)
@@ -277,20 +277,25 @@ class Steward:
         self._act()
 
     def on_ask(self, sender: str, message: FlushAsk) -> None:
-        if self.active and message.durable:
+        if self.active:
             self.flushing.on_ask(message)
             self.certify.repeat_soon()
-        elif self.active and message.step is not None and self._is_nowhere(message.step):
-            session, newest = self.sessions.session(sender), self.grants.newest_before(message.step)
-            snapshot = SnapshotId(self._ctx.number, message.step)
-            self._ctx.send(sender, Void(snapshot.epoch, 0, NOWHERE, snapshot, session, newest=newest))
 
-    def _is_nowhere(self, step: int) -> bool:
-        """Nothing newer could have taken its place, and nobody has told a level of it."""
-        snapshot = SnapshotId(self._ctx.number, step)
-        if snapshot in self.table.heard or any(known >= snapshot for known in self.table.states):
+    def on_level_ask(self, sender: str, message: LevelAsk) -> None:
+        """Who holds nothing of it does not hear by itself that it is void."""
+        if self.active:
+            state = self.table.states.get(message.snapshot)
+            why = state.void if state is not None else NOWHERE if self._is_nowhere(message.snapshot) else ""
+            if why:
+                self._ctx.send(sender, Void(self._ctx.number, 0, why, message.snapshot, self.sessions.session(sender)))
+
+    def _is_nowhere(self, snapshot: SnapshotId) -> bool:
+        """Of one that nobody has told of: nor a level, nothing newer has taken its place, and no grant that stands brings it."""
+        table = self.table
+        if table.heard.get(snapshot, -1) >= 0 or snapshot in table.released or snapshot.step <= self.flushing.durable_step():
             return False
-        return self.sessions.members_live() and not self.grants.serves(step) and step > self.flushing.durable_step()
+        newer = any(known.step > snapshot.step for known in table.states)
+        return not newer and self.sessions.members_live() and not self.grants.stands(snapshot.grant)
 
     def on_link(self, node: str) -> None:
         """A node came or went: whatever it holds counts anew."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ckptd.core.agreement import agree, contradict
+from ckptd.core.agreement import agree
 from ckptd.core.ids import SnapshotId
 from ckptd.core.lanes import NOBODY, Part, member_digests, tolerance
 from ckptd.core.layout import Layout
@@ -55,14 +55,7 @@ class SnapshotTable:
             self._add_part(node, state, fact, fact.part)
             return
         if state.layout_ids.setdefault(fact.rank, fact.layout_id) != fact.layout_id:
-            if fact.rank in state.holders or not self._may_be_void(state):
-                return  # two captures of one rank: the first one counts, the other never completes anything
-            state.mixed = True  # parity of the other one came before any slot
-        if contradict(state.digests.get(fact.rank, ()), fact.digests):
-            if fact.tier and not self._may_be_void(state):
-                self.remove(node, fact)  # what was certified counts, and a copy that comes late does not (P2)
-                return
-            state.mixed = self._may_be_void(state)
+            return  # a rank captures a snapshot once: whoever says so is no daemon of ours
         state.tolerated.clear()
         nodes = state.holders.setdefault(fact.rank, {})
         nodes[node] = min(fact.tier, nodes.get(node, fact.tier))
@@ -71,25 +64,12 @@ class SnapshotTable:
         state.keep |= fact.keep
         self.dirty.add(fact.snapshot)
 
-    def _may_be_void(self, state: SnapshotState) -> bool:
-        """It is of this epoch, and nobody was told a level of it, by us or by an earlier steward."""
-        told = state.certificate is not None or self.heard.get(state.snapshot, -1) >= 0
-        return state.phase is Phase.VOID or (state.snapshot.epoch == self._ctx.number and not told)
-
     def _add_part(self, node: str, state: SnapshotState, fact: HoldingFact, part: Part) -> None:
-        """It also vouches for the layouts and digests of its lane's members, whose own slots may be gone. It is of another capture
-        where it contradicts what is known of one."""
+        """It also vouches for the layouts and digests of its lane's members, whose own slots may be gone."""
         sums = member_digests(fact.digests)
         members = [member for member in part.lane.members if member.rank != NOBODY]
-        if any(
-            state.layout_ids.get(member.rank, member.layout_id) != member.layout_id
-            or contradict(state.digests.get(member.rank, ()), sums.get(member.rank, ()))
-            for member in members
-        ):
-            if not self._may_be_void(state):
-                self.remove(node, fact)
-                return
-            state.mixed = True
+        if any(state.layout_ids.get(member.rank, member.layout_id) != member.layout_id for member in members):
+            return
         state.parts.setdefault(part.lane, {}).setdefault(part.position, set()).add(node)
         state.tolerated.pop(part.lane, None)
         for member in members:
@@ -193,7 +173,7 @@ class SnapshotTable:
         """Bring level, classes and agreement of this snapshot up to date."""
         if state.classes is None:
             state.classes = self._classes(state)
-        if state.classes is None or state.mixed:
+        if state.classes is None:
             state.level = -1
             return
         state.level = self.level_with(state, self._live)
