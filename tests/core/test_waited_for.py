@@ -126,6 +126,14 @@ def test_what_is_void_and_held_by_others_is_void_for_whoever_waits_for_it() -> N
     assert [void.snapshot for void in node.said(msg.Void, "c", mark) if void.snapshot] == [at(7)]
 
 
+def test_a_level_that_was_missed_is_told_to_whoever_waits_for_it() -> None:
+    """Certificates are said again at most every two seconds, and after a while every thirty."""
+    node = steward().train(6).capture(7)
+    mark = node.mark
+    assert not answer(node, at(7))
+    assert [(told.snapshot, told.level) for told in node.certificates("b", mark)] == [(at(7), 0)]
+
+
 def test_what_a_grant_may_bring_yet_is_not_meant() -> None:
     """P2: a daemon that was restarted asked; the grant for the second capture was on its way (simulator, seed 62147)."""
     node = steward().train(6)

@@ -282,7 +282,10 @@ class Certify:
     def _say_void(self, state: SnapshotState) -> None:
         for node in sorted(state.nodes()):
             if self._sessions.live(node):
-                self._ctx.send(node, Void(self._ctx.number, 0, state.void, state.snapshot, self._sessions.session(node)))
+                self.say_void(node, state.snapshot, state.void)
+
+    def say_void(self, node: str, snapshot: SnapshotId, why: str) -> None:
+        self._ctx.send(node, Void(self._ctx.number, 0, why, snapshot, self._sessions.session(node)))
 
     def _ask_for_copies(self, state: SnapshotState) -> None:
         """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""

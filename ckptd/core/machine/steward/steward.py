@@ -37,7 +37,6 @@ from ckptd.core.messages import (
     RankState,
     Sealed,
     Shortage,
-    Void,
     Wrote,
 )
 
@@ -282,12 +281,14 @@ class Steward:
             self.certify.repeat_soon()
 
     def on_level_ask(self, sender: str, message: LevelAsk) -> None:
-        """Who holds nothing of it does not hear by itself that it is void."""
-        if self.active:
-            state = self.table.states.get(message.snapshot)
-            why = state.void if state is not None else NOWHERE if self._is_nowhere(message.snapshot) else ""
-            if why:
-                self._ctx.send(sender, Void(self._ctx.number, 0, why, message.snapshot, self.sessions.session(sender)))
+        """Who holds nothing of it does not hear by itself that it is void, and may have missed its level."""
+        if not self.active:
+            return
+        state = self.table.states.get(message.snapshot)
+        if state is not None and not state.void:
+            self.certify.tell(sender, state)
+        elif state is not None or self._is_nowhere(message.snapshot):
+            self.certify.say_void(sender, message.snapshot, state.void if state is not None else NOWHERE)
 
     def _is_nowhere(self, snapshot: SnapshotId) -> bool:
         """Of one that nobody has told of: nor a level, nothing newer has taken its place, and no grant that stands brings it."""
