@@ -454,8 +454,7 @@ class Host:
         self.world.clock.after(SIZING_S + self.world.slot_s, self.at_leisure, self._size, self.life, proc)
 
     def _size(self, life: int, proc: Proc) -> None:
-        asked = life == self.life and self.procs.get(proc.rank) is proc and proc.rank in self._room  # not since it was forgotten
-        if asked and not self.squeezed:
+        if life == self.life and self.procs.get(proc.rank) is proc and proc.rank in self._room and not self.squeezed:
             self._shrink(proc.rank, self._room[proc.rank])
             self.grow(proc.rank)
 
