@@ -259,9 +259,9 @@ class RankLoaded:
 
 @dataclass(frozen=True, slots=True)
 class FlushAsked:
-    """A rank, or somebody outside, wants this step (None: the newest complete one) to be durable."""
+    """A rank wants this step to be durable."""
 
-    step: int | None
+    step: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,10 +360,10 @@ class WriteCancel:
 
 @dataclass(frozen=True, slots=True)
 class FlushAsk:
-    """Node -> steward: make this step (None: the newest complete one) durable."""
+    """Node -> steward: make this step durable."""
 
     epoch: int
-    step: int | None
+    step: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,37 @@ def test_a_flush_mixes_no_two_captures_of_a_step() -> None:
     assert [do for do in only(node.done[mark:], ins.Commit) if do.attempt == flush.attempt] == []
 
 
+def second_beside_the_first_on_storage() -> tuple[Steward, int]:
+    """A commit of the first capture was under way when that became void, and comes to its end. Steward, grant of the second one."""
+    node = flushes.steward(flush_every_s=0).train(6, free=4).capture(7)
+    flushes.ask(node, 7)
+    (commit,) = flushes.written(node)
+    node.others["b"].held(fact(7, 1), lost=True)
+    assert node.said(msg.Void, "a")[-1].snapshot == at(7)
+    again = anew(node)
+    node.feed(ev.CommitDone(commit.snapshot, commit.attempt, True, ""))
+    return node, again
+
+
+def test_a_second_capture_is_durable_when_storage_has_the_first_one() -> None:
+    """P14: a step is stored once, so nothing would ever be written for the second one, and whoever waited did so for ten minutes
+    (a reader's history)."""
+    node, again = second_beside_the_first_on_storage()
+    seal(node, again)
+    node.others["b"].sealed(again, 7, 1)
+    said = node.certificates("b")[-1]
+    assert (said.snapshot, said.level, said.durable) == (at(7, grant=again), 0, True)
+
+
+def test_so_it_is_when_that_was_lost_amid_its_seal() -> None:
+    node, again = second_beside_the_first_on_storage()
+    node.feed(ev.RankMissed(0, again, "its daemon was killed"))
+    node.others["b"].missed(again, 1, "seal failed")
+    node.hear("b", msg.LevelAsk(EPOCH, at(7, grant=again)))
+    said = node.certificates("b")[-1]
+    assert (said.snapshot, said.level, said.durable) == (at(7, grant=again), -1, True)
+
+
 def test_parity_of_a_void_capture_protects_no_other_one() -> None:
     """P3: a slot that was lost could not have been made of it (a reader's history)."""
     node = parity_rig.steward().capture(7)

@@ -214,6 +214,22 @@ def test_the_last_copy_of_all_may_be_lost_at_once() -> None:
     assert node.machine.steward.table.states == {}
 
 
+def test_nothing_that_was_certified_is_void_before_storage_has_said_whether_it_has_it() -> None:
+    """P2: the steward's daemon was killed behind its commit; ranks heard that the checkpoint they waited for is void."""
+    node = steward(durable=True)
+    node.others["b"].tell_inventory(fact(7, 1), fact(8, 1), layouts=BOTH, certified=((at(7), 0, False),))
+    node.tick(3.0)
+    assert {void.snapshot for void in node.said(msg.Void, "b")} == {at(8)}, "nobody certified it, so nobody wrote it"
+    node.feed(ev.DurableRead("", True, node.record, ()))
+    node.tick(1.0)
+    assert {void.snapshot for void in node.said(msg.Void, "b")} == {at(7), at(8)}
+    node = steward(durable=True)
+    node.others["b"].tell_inventory(fact(7, 1), layouts=BOTH, certified=((at(7), 0, False),))
+    node.feed(ev.DurableRead("", True, node.record, (at(7),)))
+    node.tick(3.0)
+    assert node.said(msg.Void, "b") == []
+
+
 def test_a_durable_one_is_not_void_because_memory_lost_a_part() -> None:
     node = steward().greet()
     node.machine.steward.table.mark_durable([at(7)])

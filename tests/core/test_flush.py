@@ -441,7 +441,7 @@ def test_what_storage_did_not_say_to_a_steward_that_begins_is_asked_again() -> N
     assert asked() == 2
     node.feed(ev.DurableRead("", True, node.record, (at(4),)))
     node.tick(3 * READ_AGAIN_S)
-    assert (asked(), at(4) in node.machine.steward.table.durable) == (2, True)
+    assert (asked(), at(4).at in node.machine.steward.table.durable) == (2, True)
 
 
 @pytest.mark.parametrize("named", [None, EPOCH - 1])

@@ -354,3 +354,50 @@ def test_a_state_directory_that_did_not_work_proves_nothing() -> None:
     assert decide(gather, 5, (), {}).record is None
     gather.answers = {"a": Inventory("z", ran, (), incarnation="a#1")}
     assert decide(gather, 5, (), {}).record is not None, "it lives since before epoch 3, and never entered the next one"
+
+
+@pytest.mark.parametrize(("done", "known"), [(True, True), (False, True), (False, False)])
+def test_a_start_that_never_opened_is_no_proof_while_the_one_before_it_was_still_loading(done: bool, known: bool) -> None:
+    """P1: "not yet" was taken for "never": the start before trained on and sealed, and its node was lost (a reader's history)."""
+    node = Elect(durable=True).start()
+    node.feed(DurableRead("now", True, FIRST))
+    node.answer("b", incarnation="b#1")
+    node.answer("c", known=FIRST if known else None, done=done, never=known and not done, incarnation="c#1")
+    claimed = node.claim
+    assert (claimed.number, claimed.ancestry) == (2, ())
+    node.feed(RankLeft(0, False))
+    node.join("again")
+    node.report("again")
+    node.feed(DurableRead("again", True, claimed))
+    node.answer("b", attempt="again", incarnation="b#1")
+    node.answer("c", attempt="again", incarnation="c#2")
+    assert node.refusals()[1:] == [("again", "unrecoverable")], claimed.before
+
+
+def test_a_start_without_restore_says_that_not_everybody_was_heard() -> None:
+    """P15: what it left behind went with its checkpoints, and nobody had said that there might be something."""
+    node = Elect(ask=None, durable=True).start()
+    node.answer("b", incarnation="b#1")
+    node.feed(DurableRead("now", False, reason="EIO"))
+    node.tick(3.0)
+    node.claimed(reason="EIO")
+    (said,) = node.opens()[-1].errors
+    assert said.startswith("this start begins anew without restore(), and nobody can say") and said.endswith("EIO")
+    known = replace(BEFORE, nodes=(*BEFORE.nodes, NodeInfo("c", "tcp://c", "c", "c")), ranks=("a", "b", "c"))
+    node = Elect(known, ask=None)
+    node.feed(NodeDown("c"))
+    node.start().answer("b", known=known, done=True, incarnation="b#2")
+    node.tick(3.0)
+    node.claimed()
+    (said,) = node.opens()[-1].errors
+    assert said.endswith("no answer from c")
+
+
+def test_nothing_is_said_of_what_storage_has_when_it_did_not_answer() -> None:
+    node = Elect(ask=RestoreAsk(allow_fresh=True), durable=True).start(ask=RestoreAsk(allow_fresh=True))
+    node.feed(DurableRead("now", False, reason="EIO"))
+    node.answer("b", known=BEFORE, done=True, sealed=OLD, incarnation="b#2")
+    node.tick(3.0)
+    node.claimed(reason="EIO")
+    said = " ".join(node.opens()[-1].errors)
+    assert "storage did not answer: EIO" in said and "storage has none" not in said

@@ -69,6 +69,19 @@ def test_a_marked_one_waits_for_its_flush() -> None:
     assert released(node) == {7, 8}
 
 
+def test_what_lacks_a_part_while_members_are_away_is_not_taken_for_what_came_back() -> None:
+    """P3: nodes remember its level, as this steward said it; with two of them away it was let go as one that was released before,
+    for a newer one that is less safe (simulator, seed 7467380722)."""
+    node = steward(record_of("abcd")).train().capture(7).protect(7).capture(8)
+    node.copy(8, 2, to="a")
+    node.copy(8, 3, to="b")
+    assert (node.level(7), node.level(8)) == (1, 0)
+    node.feed(ev.NodeDown("c"), ev.NodeDown("d"), ev.NodeDown("b"), ev.NodeUp("b"))
+    held = fact(7, 1, world=4), fact(7, 0, 1, world=4), fact(8, 1, world=4), fact(8, 3, 1, world=4)
+    node.others["b"].tell_inventory(*held, certified=((at(7), 1, False), (at(8), 0, False)))
+    assert (node.level(7), node.level(8), released(node)) == (-1, 0, set())
+
+
 def test_without_storage_a_mark_keeps_nothing() -> None:
     node = steward(replicas=0, durable=False).train().capture(7, keep=True).capture(8)
     assert released(node) == {7}

@@ -193,3 +193,17 @@ async def test_dead_jobs_cost_nothing_once_they_are_forgotten(tmp_path: Path, mo
         lines = len(house.daemon.status.routes().metrics(ALL).splitlines())
         assert lines <= before + 20, f"{lines} lines of /metrics"
         assert list((tmp_path / "state" / "epochs").iterdir()) == []
+
+
+@pytest.mark.parametrize("starts", [1, 2])
+async def test_a_job_that_crashed_before_its_first_snapshot_and_was_let_go_starts_again(tmp_path: Path, starts: int) -> None:
+    """D11: a second crash within job_linger_s, and the next start was refused (a reader's history)."""
+    async with rig(storage_root=tmp_path / "ckpt", job_linger_s=0.3) as house:
+        for number in range(starts):
+            rank = house.rank("job")
+            await rank.begin(f"try-{number}")
+            rank.say(wire.Goodbye(False))  # an exception before its first snapshot
+            rank.close()
+            house.ranks.remove(rank)
+        await eventually(lambda: phase(house, "job") == "forgotten", what="it is let go")
+        await house.rank("job").begin("at-last")

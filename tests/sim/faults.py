@@ -431,5 +431,6 @@ class Faults:
     # --- wishes -------------------------------------------------------------------------------------------------
     def _flush_asked(self) -> None:
         host = self._some()
-        if host is not None:
-            host.feed(FlushAsked(None))
+        steps = [proc.step for proc in host.procs.values() if proc.step >= 0] if host is not None else []
+        if host is not None and steps:
+            host.feed(FlushAsked(min(steps)))

@@ -247,8 +247,10 @@ class Oracle:
         self.decisions.heard(host.name, host.life, sender, message, host.record)
 
     def _certificate(self, host: Host, message: msg.Certificate) -> None:
-        """P2: what is said holds, but for what nobody could have noticed yet."""
+        """P2: what is said holds, but for what nobody could have noticed yet, and for what the operator had forgotten."""
         snapshot = message.snapshot
+        if self.forgotten(snapshot):
+            return
         before = self.promises.get(snapshot)
         if before is not None and before.level == message.level:
             return

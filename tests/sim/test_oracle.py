@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.life import Tombstone
-from ckptd.core.messages import EpochOpen, Inventory, JoinReport, RestoreAsk, RestoreDone
+from ckptd.core.messages import Certificate, EpochOpen, Inventory, JoinReport, RestoreAsk, RestoreDone
 from ckptd.core.redundancy import Parity, Replicas
 from tests.sim import field
 from tests.sim.broken import Broken
@@ -355,6 +355,9 @@ def test_no_memory_of_what_was_forgotten_by_order_is_promised_but_for_what_a_lat
     """Ranks that lived where the order was not heard went on to take snapshots in that epoch (seed 7200005878)."""
     oracle, old = World(1).oracle, SnapshotId(3, 7)
     oracle.forgets(3)
+    said = Certificate(3, 1, old, 1, 1, False)
+    oracle.sent(oracle.world.hosts["n0"], said)
+    assert old not in oracle.promises, "by a node that has not heard (seed 7467377560)"
     assert oracle.forgotten(old) and not oracle.forgotten(SnapshotId(4, 1))
     oracle.records[4] = EpochRecord(4, "later", ("n0",), (), ancestry=(old,))
     assert oracle.forgotten(old), "it was decided, and never began (seed 7120828744)"

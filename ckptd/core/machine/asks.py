@@ -20,14 +20,10 @@ class Asks:
         self._ctx, self._uplink, self._levels, self._slots = ctx, uplink, levels, slots
         self._steps: set[int] = set()  # to become durable
         self._waited: set[SnapshotId] = set()  # for, and no level of them was told yet
-        self._newest = False  # "the newest complete one", before there was any
         self._said_at = -1e9
 
     def on_flush(self, event: FlushAsked) -> None:
-        if event.step is None:
-            self._newest = True
-        else:
-            self._steps = set(sorted({*self._steps, event.step})[-ASKS_MAX:])
+        self._steps = set(sorted({*self._steps, event.step})[-ASKS_MAX:])
         self._say_now()
 
     def on_level(self, event: LevelAsked) -> None:
@@ -47,16 +43,14 @@ class Asks:
     def clear(self) -> None:
         self._steps.clear()
         self._waited.clear()
-        self._newest = False
 
     def _say_now(self) -> None:
         self._said_at = -1e9
         self.on_tick()
 
     def on_tick(self) -> None:
-        if not self._steps and not self._waited and not self._newest:
+        if not self._steps and not self._waited:
             return
-        self._name_newest()
         durable = self._levels.newest_durable_step()
         self._steps = {step for step in self._steps if step > durable}
         self._waited = {snapshot for snapshot in self._waited if not self._is_answered(snapshot)}
@@ -72,11 +66,3 @@ class Asks:
     def _is_answered(self, snapshot: SnapshotId) -> bool:
         told = self._levels.told.get(snapshot)
         return snapshot in self._slots.void or (told is not None and (told.level >= 0 or told.durable))
-
-    def _name_newest(self) -> None:
-        """As soon as there is a complete snapshot, the wish is for that step."""
-        number = self._ctx.number
-        complete = [s.step for s, told in self._levels.told.items() if told.level >= 0 and s.epoch == number]
-        if self._newest and complete:
-            self._newest = False
-            self._steps.add(max(complete))

@@ -61,7 +61,7 @@ class Certify:
             for snapshot in sorted(self._table.states):
                 self.tell(node, self._table.states[snapshot])
             if listed is not None and (newest is None or listed > newest):
-                self._say_gone(node, listed)
+                self.say_fallen(node, listed)
         self._owed.clear()
 
     def _look_at(self, state: SnapshotState) -> None:
@@ -139,11 +139,12 @@ class Certify:
                 self._durable_told[node] = max(state.snapshot, self._durable_told.get(node, state.snapshot))
             self._ctx.send(node, replace(state.certificate, session=self._sessions.session(node)))
 
-    def _say_gone(self, node: str, snapshot: SnapshotId) -> None:
-        """It lists as the newest what nobody holds any more: who was to tell it so went as well (P2)."""
+    def say_fallen(self, node: str, snapshot: SnapshotId, releases: tuple[SnapshotId, ...] = ()) -> None:
+        """No memory holds it any more, as far as is known: who was to tell that to the node may have gone as well (P2)."""
         self._serial += 1
-        durable, session = snapshot in self._table.durable, self._sessions.session(node)
-        said = Certificate(self._ctx.number, self._serial, snapshot, -1, self.guards.wanted(), durable, session=session)
+        durable, session = snapshot.at in self._table.durable, self._sessions.session(node)
+        wanted = self.guards.wanted()
+        said = Certificate(self._ctx.number, self._serial, snapshot, -1, wanted, durable, releases, session=session)
         self._ctx.send(node, said)
 
     def tell_all(self, node: str, listed: SnapshotId | None) -> None:
@@ -159,15 +160,13 @@ class Certify:
 
     def tell_durable(self) -> None:
         """The newest that is durable, to nodes that do not know it: when no memory holds it any more, nothing else names it."""
-        newest = max(filter(self._ctx.is_candidate, self._table.durable), default=None)
+        newest = max(filter(self._ctx.is_candidate, self._table.durable.values()), default=None)
         if newest is None or newest in self._table.states:
             return
         for node in self._sessions.live_nodes():
             known = self._durable_told.get(node)
             if known is None or known < newest:
-                session = self._sessions.session(node)
-                said = Certificate(self._ctx.number, 0, newest, -1, self.guards.wanted(), True, session=session)
-                self._ctx.send(node, said)
+                self.say_fallen(node, newest)
 
     # --- releases -----------------------------------------------------------------------------------------------
     def _release(self) -> None:
@@ -199,12 +198,8 @@ class Certify:
 
     def _give_up(self, state: SnapshotState) -> None:
         """Storage alone has it from now on, which is said before any of its memory goes (P2)."""
-        self._serial += 1
-        fallen = Certificate(
-            self._ctx.number, self._serial, state.snapshot, -1, self.guards.wanted(), True, (state.snapshot,)
-        )
         for node in self._sessions.live_nodes():
-            self._ctx.send(node, replace(fallen, session=self._sessions.session(node)))
+            self.say_fallen(node, state.snapshot, (state.snapshot,))
         self._let_go(state, "written_out")
         self._grants.gets_room()
 
@@ -235,13 +230,11 @@ class Certify:
     def tell_released(self) -> None:
         """Durable ones, when nothing is certified that could name them: what was spent may have been all there was, and whoever
         holds a part of it would keep its slots for ever (P14). Of the others a node that missed it may have the last copy."""
-        gone = tuple(snapshot for snapshot in self._gone() if snapshot in self._table.durable)
+        gone = tuple(snapshot for snapshot in self._gone() if snapshot.at in self._table.durable)
         if not gone or self._newest_certified() is not None:
             return
-        self._serial += 1
-        said = Certificate(self._ctx.number, self._serial, gone[-1], -1, self.guards.wanted(), True, gone)
         for node in self._sessions.live_nodes():
-            self._ctx.send(node, replace(said, session=self._sessions.session(node)))
+            self.say_fallen(node, gone[-1], gone)
 
     def _newest_certified(self) -> SnapshotState | None:
         certified = (state for state in self._table.states.values() if state.certified)

@@ -76,7 +76,8 @@ def decide(
     damaged: what was found when a snapshot was tried (some are worth another try, without the damaged copies)."""
     ask = next(iter(gather.joined.values()), None)
     if ask is None:  # restore() was never called: a new lineage
-        said = _left_by_it(gather, "without restore()") + _buried(gather, f"{BEGINS_ANEW}: ")
+        said = _left_by_it(gather, "without restore()") or _unheard(gather)
+        said += _buried(gather, f"{BEGINS_ANEW}: ")
         return Decision(_record(gather, None, floor, redundancy), errors=said)
     found = _find(gather, ask)
     errors = _errors(gather, found, excluded, damaged)
@@ -104,6 +105,12 @@ def _left_by_it(gather: Gather, how: str) -> tuple[str, ...]:
     return tuple(f"{BEGINS_ANEW} {how}, and step {s.step} of epoch {s.epoch} is left behind; {then}" for s in left)
 
 
+def _unheard(gather: Gather) -> tuple[str, ...]:
+    """Nothing is known that it would leave behind, and not everybody was heard."""
+    missed = "; ".join(_errors(gather, Candidates((), ()), (), {}))
+    return (f"{BEGINS_ANEW} without restore(), and nobody can say what is left behind: {missed}",) if missed else ()
+
+
 def _nothing(gather: Gather, ask: RestoreAsk) -> str:
     left = _left_behind(gather, ask)
     if left:
@@ -121,10 +128,12 @@ def _what_became(gather: Gather) -> str:
     let_go = sorted(node for node, answer in gather.answers.items() if answer.buried >= max(epoch, 1))
     nodes = record.nodes if record is not None else ()
     anew = sorted(n.node for n in nodes if n.node in gather.answers and gather.answers[n.node].incarnation != n.incarnation)
-    said = [f"its snapshots of epoch {epoch} are held nowhere any more"] if epoch else []
+    stored = gather.durable is not None and gather.durable.ok
+    where = "by nobody who answered" if gather.missing() else "nowhere any more"
+    said = [f"its snapshots of epoch {epoch} are held {where}"] if epoch else []
     said += [f"{', '.join(let_go)} let go of the job when it was over and nothing of it was left"] if let_go else []
     said += [f"{', '.join(anew)} started anew since it ran and may have lost some"] if anew and not let_go else []
-    said += ["there is no storage" if not gather.claims else "storage has none"] if said else []
+    said += ["there is no storage" if not gather.claims else "storage has none"] if said and stored else []
     return "this job has run before, and " + (", ".join(said) or "nobody can say that it has no checkpoint")
 
 
@@ -244,17 +253,18 @@ def _record(gather: Gather, candidate: Candidate | None, floor: int, redundancy:
     if candidate is not None:
         ancestry = _ancestry(lineage, candidate.snapshot)
     before = (lineage.number, lineage.ancestry) if lineage is not None else (0, ())
-    if candidate is None and not _may_go_on(gather, lineage) and _proven_fresh(gather):
-        before = (-1, ())
+    if candidate is None and _proven_fresh(gather):
+        last = gather.newest()
+        before = (last.number, last.ancestry) if last is not None and _may_go_on(gather, last) else (-1, ())
     seated, holders = _seated(gather, redundancy), _holders(gather, redundancy)
     return EpochRecord(number, gather.attempt, gather.ranks, seated, ancestry, holders, before)
 
 
-def _may_go_on(gather: Gather, record: EpochRecord | None) -> bool:
-    """It trains, and has sealed nothing yet: it may until the new one opens, which may be never."""
-    if record is None or record.number <= gather.tombstone.ordered:
-        return False
-    return any((answer.done and answer.known == record) or answer.ran == record for answer in gather.answers.values())
+def _may_go_on(gather: Gather, record: EpochRecord) -> bool:
+    """It trains or is about to, and has sealed nothing yet: it may until the new one opens, which may be never. Not where a rank of
+    ours stands in the place of one of its own."""
+    replaced = any(old == new for old, new in zip(record.ranks, gather.ranks, strict=False))
+    return record.number > gather.tombstone.ordered and record.world > 0 and not replaced
 
 
 def _seated(gather: Gather, redundancy: Redundancy) -> tuple[NodeInfo, ...]:

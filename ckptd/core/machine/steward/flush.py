@@ -87,7 +87,7 @@ class Flushing:
     def on_ask(self, message: FlushAsk) -> None:
         """A new wish is tried at once, whatever failed before: storage may be back."""
         step = message.step
-        if step is None or step in self.asked or step <= self.durable_step() or len(self.asked) >= ASKS_KEPT_MAX:
+        if step in self.asked or step <= self.durable_step() or len(self.asked) >= ASKS_KEPT_MAX:
             return
         self.asked.add(step)
         self._not_before = self._ctx.now
@@ -128,10 +128,10 @@ class Flushing:
 
     def durable_step(self) -> int:
         """The newest of this epoch, -1: none."""
-        return max((s.step for s in self._table.durable if s.epoch == self._ctx.number), default=-1)
+        return max((step for epoch, step in self._table.durable if epoch == self._ctx.number), default=-1)
 
     def _due(self, newest: SnapshotState) -> bool:
-        known = [snapshot for snapshot in self._table.durable if self._ctx.is_candidate(snapshot)]
+        known = [snapshot for snapshot in self._table.durable.values() if self._ctx.is_candidate(snapshot)]
         if newest.snapshot < max(known, default=newest.snapshot):
             return False
         if self._nobody_trains():
@@ -248,7 +248,7 @@ class Flushing:
         )
 
     def _is_gone(self, flush: Flush) -> bool:
-        """Void or let go; what the table has in its place was captured anew, and what was written is of the first capture."""
+        """Void or let go."""
         return self._table.states.get(flush.snapshot) is not flush.state or bool(flush.state.void)
 
     def on_committed(self, event: CommitDone) -> None:

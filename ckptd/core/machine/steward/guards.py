@@ -51,19 +51,25 @@ class Guards:
     def nowhere(self, state: SnapshotState) -> bool:
         """It is of this epoch, and a rank's part is in no memory although all members are live; no grant that stands brings it,
         and it is not durable."""
-        if state.level >= 0 or state.snapshot.epoch != self._ctx.number or state.durable or self._under_way(state):
+        if state.level >= 0 or state.snapshot.epoch != self._ctx.number or self._may_be_durable(state) or self._under_way(state):
             return False
         return self._sessions.members_live() and not self._table.unread(state)
 
     def not_whole(self, state: SnapshotState) -> bool:
         """It is of an earlier epoch and lacks a part that nobody who is away could bring, so that it would only keep slots from
         what is to come, and it is not durable."""
-        return not state.durable and self._lacks_for_good(state)
+        return not self._may_be_durable(state) and self._lacks_for_good(state)
 
     def left_behind(self, state: SnapshotState) -> bool:
         """It is whole and of a lineage that a declared fresh start does not continue, another one of it is the better, and it is
         not durable."""
-        return not state.durable and self._outlived(state)
+        return not self._may_be_durable(state) and self._outlived(state)
+
+    def _may_be_durable(self, state: SnapshotState) -> bool:
+        """It is, or an earlier steward certified it and storage has not said yet what it has; where slots are needed that is too
+        long."""
+        unread = self.remembered(state) and not self._table.storage_read and not self._grants.full()
+        return state.durable or unread
 
     def _lacks_for_good(self, state: SnapshotState) -> bool:
         return state.level < 0 and self._of_no_further_use(state) and not self._awaited(state)
@@ -85,8 +91,9 @@ class Guards:
 
     # --- release ------------------------------------------------------------------------------------------------
     def outdone(self, state: SnapshotState, best: int) -> bool:
-        """A newer one is certified at its level or above, and nothing needs it: no flush, no copies under way, no grant."""
-        return 0 <= best >= self.worth(state) and not self.needed(state)
+        """A newer one is certified at its level or above, and nothing needs it: no flush, no copies under way, no grant. Nothing is
+        granted while a member is away, so what he holds of it may as well be waited for."""
+        return 0 <= best >= self.worth(state) and self._sessions.members_live() and not self.needed(state)
 
     def spent(self, state: SnapshotState) -> bool:
         """It is durable, and memory lacks a part that nobody is going to bring, or it is of a lineage that was left behind. It is
@@ -105,8 +112,10 @@ class Guards:
     def returned_in_part(self, state: SnapshotState) -> bool:
         """It was released once, perhaps by an earlier steward, a node that had missed it has brought a part back, and a newer one
         is certified. It goes again: that it is void would be news to ranks that were told a level until then."""
-        if not (state.again or self.remembered(state)) or state.level >= 0 or state.phase is Phase.VOID:
+        if state.level >= 0 or state.phase is Phase.VOID:
             return False
+        if not state.again and not (self.remembered(state) and self._sessions.members_live()):
+            return False  # one who is away may have the rest
         if self.needed(state) or self._awaited(state):
             return False
         newer = (other for snapshot, other in self._table.states.items() if snapshot > state.snapshot)

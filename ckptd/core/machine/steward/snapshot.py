@@ -29,7 +29,6 @@ class Phase(Enum):
     GONE = "nobody holds anything of it, and nobody was told of it"
 
 
-STANDING = (Phase.GATHERING, Phase.WHOLE, Phase.PROTECTED, Phase.FALLEN)  # neither void nor at its end
 CERTIFIED = (Phase.WHOLE, Phase.PROTECTED)
 NO_USE = ("nowhere", "not_whole", "left_behind")
 VOIDED_BY = ("differs", "grant_void", *NO_USE)

@@ -126,6 +126,7 @@ class Steward:
         self.draining.clear()
         self.sessions.stop()
         self.sessions.start()
+        self.table.storage_read = not self._ctx.policy.durable
         if self._ctx.policy.durable:  # of what no memory holds any more, only storage may know
             self._read()
 
@@ -257,6 +258,9 @@ class Steward:
         self.table.mark_durable(event.commits)
         if event.attempt:
             return
+        if event.ok and not self.table.storage_read:
+            self.table.storage_read = True
+            self.table.all_dirty()
         if not event.ok:
             self._read_at = self._ctx.now + READ_AGAIN_S
         elif self.active and (event.newest is None or event.newest.number < self.record.number):
@@ -285,18 +289,22 @@ class Steward:
         if not self.active:
             return
         state = self.table.states.get(message.snapshot)
-        if state is not None and not state.void:
+        if state is not None and state.void:
+            self.certify.say_void(sender, message.snapshot, state.void)
+        elif state is not None:
             self.certify.tell(sender, state)
-        elif state is not None or self._is_nowhere(message.snapshot):
-            self.certify.say_void(sender, message.snapshot, state.void if state is not None else NOWHERE)
+        elif message.snapshot.at in self.table.durable:
+            self.certify.say_fallen(sender, message.snapshot)
+        elif self._is_nowhere(message.snapshot):
+            self.certify.say_void(sender, message.snapshot, NOWHERE)
 
     def _is_nowhere(self, snapshot: SnapshotId) -> bool:
-        """Of one that nobody has told of: nor a level, nothing newer has taken its place, and no grant that stands brings it."""
-        table = self.table
-        if table.heard.get(snapshot, -1) >= 0 or snapshot in table.released or snapshot.step <= self.flushing.durable_step():
+        """Of one that nobody has told of: nor a level, none newer has taken its place, as far as anybody remembers, and no grant
+        that stands brings it."""
+        released = self.table.released
+        if self.table.heard.get(snapshot, -1) >= 0 or snapshot in released or snapshot < min(released, default=snapshot):
             return False
-        newer = any(known.step > snapshot.step for known in table.states)
-        return not newer and self.sessions.members_live() and not self.grants.stands(snapshot.grant)
+        return self.sessions.members_live() and not self.grants.stands(snapshot.grant)
 
     def on_link(self, node: str) -> None:
         """A node came or went: whatever it holds counts anew."""

@@ -26,7 +26,8 @@ class SnapshotTable:
         self._ctx, self._live = ctx, live
         self.states: dict[SnapshotId, SnapshotState] = {}
         self.layouts: dict[str, Layout] = {}
-        self.durable: set[SnapshotId] = set()
+        self.durable: dict[tuple[int, int], SnapshotId] = {}  # (epoch, step) -> which capture of it storage has
+        self.storage_read = False  # whether storage has said, in this office, what it has
         self.released: dict[SnapshotId, None] = {}
         self._again: set[SnapshotId] = set()  # not released any more, to be weighed
         self.heard: dict[SnapshotId, int] = {}  # levels an earlier steward certified, as the nodes remember
@@ -49,7 +50,7 @@ class SnapshotTable:
         state = self.states.get(fact.snapshot)
         if state is None:
             again = fact.snapshot in self._again
-            state = SnapshotState(fact.snapshot, durable=fact.snapshot in self.durable, again=again)
+            state = SnapshotState(fact.snapshot, durable=fact.snapshot.at in self.durable, again=again)
             self.states[fact.snapshot] = state
         if fact.part is not None:
             self._add_part(node, state, fact, fact.part)
@@ -128,12 +129,13 @@ class SnapshotTable:
                 self.dirty.update(s for s, state in self.states.items() if name in state.layout_ids.values())
 
     def mark_durable(self, snapshots: Iterable[SnapshotId]) -> None:
+        """Whichever capture it is of: another one of that step is not needed any more either."""
         for snapshot in snapshots:
-            self.durable.add(snapshot)
-            state = self.states.get(snapshot)
-            if state is not None and not state.durable:
+            self.durable.setdefault(snapshot.at, snapshot)
+        for state in self.states.values():
+            if not state.durable and state.snapshot.at in self.durable:
                 state.durable = True
-                self.dirty.add(snapshot)
+                self.dirty.add(state.snapshot)
 
     def all_dirty(self) -> None:
         for state in self.states.values():
