@@ -167,7 +167,8 @@ class Skipped:
 
 @dataclass(frozen=True)
 class WaitFor:
-    """The rank waits until what it captured of this step, under this grant, reaches a level; "durable" schedules a flush."""
+    """The rank waits until what it captured of this step, under this grant, reaches a level; "durable" schedules a flush. Said
+    every two seconds while it waits."""
 
     step: int
     grant: int

@@ -382,20 +382,10 @@ class Client:
         session = self._session
         session.clock.waits()
         level = self._attainable(level)
-        while True:
-            asked = session.joined_at
-            session.link.send(wire.WaitFor(handle.step, handle.grant, level))
-            self._wait_on(asked, handle, level, deadline)
-            # A daemon that was restarted has not heard who waits, and may have lost what was captured.
-            if self._has_ended(handle, level) or session.joined_at == asked:
-                return handle.status
-
-    def _wait_on(self, connection: int, handle: Handle, level: str, deadline: float) -> None:
-        session = self._session
-        session.wait(lambda: self._has_ended(handle, level) or session.joined_at != connection, deadline)
-
-    def _has_ended(self, handle: Handle, level: str) -> bool:
-        return not handle.taken or reached(handle.fact, level, self._session.attainable)
+        ask = wire.WaitFor(handle.step, handle.grant, level)
+        session.link.send(ask)
+        session.wait(lambda: not handle.taken or reached(handle.fact, level, session.attainable), deadline, again=ask)
+        return handle.status
 
     def _ended(self, level: str, handle: Handle | None, status: str) -> str:
         """Not everybody looks at what a wait returns (P15). That there is no daemon has been said."""

@@ -57,7 +57,6 @@ class Session:
         self.node: dict[str, Any] | None = None
         self._lost_at = 0.0  # since when no daemon has this rank; 0: one has
         self.connection = 0  # grows with every welcome; 0: never connected
-        self.joined_at = 0  # the newest connection whose daemon has taken this rank in
         self.phase = IDLE
         self.world: World | None = None
         self.epoch = 0
@@ -210,7 +209,7 @@ class Session:
             self.levels.clear()
             self._handles.clear()
             self.clock.forget()
-        self.epoch, self.phase, self.joined_at = message.epoch, READY, self.connection
+        self.epoch, self.phase = message.epoch, READY
         if self.called >= 0:
             self.link.send(wire.Called(self.called))  # a daemon that was restarted does not know
         self.segments.drop_unused()
@@ -391,9 +390,11 @@ class Session:
         self._asking = False
         return taken[0] if taken else None
 
-    def wait(self, true: Callable[[], bool], deadline: float, silent_after_s: float | None = None) -> None:
+    def wait(
+        self, true: Callable[[], bool], deadline: float, silent_after_s: float | None = None, again: object | None = None
+    ) -> None:
         """Until ``true`` (called under the lock), the deadline (monotonic seconds), or a daemon that says nothing any more:
-        nobody waits for a stopped one (P5)."""
+        nobody waits for a stopped one (P5). ``again``: said each ASK_EVERY_S, for a daemon that was restarted, or forgets."""
         quiet_since = time.monotonic()
         patience_s = SILENT_AFTER_S if silent_after_s is None else silent_after_s
         with self.changed:
@@ -404,6 +405,8 @@ class Session:
                     return
                 if not self.changed.wait(min(left, ASK_EVERY_S)):
                     self.link.send_or_drop(wire.AskHealth(0))  # any answer will do
+                    if again is not None:
+                        self.link.send_or_drop(again)
 
     def not_granted(self, step: int) -> tuple[str, float]:
         """Why there is no grant for this step, as far as we were told (nobody is asked), and since how many seconds."""

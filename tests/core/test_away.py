@@ -12,10 +12,11 @@ from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.machine.steward.certify import REPEAT_S
 from ckptd.core.machine.steward.grants import FULL_S
+from ckptd.core.policy import Policy
 from tests.core import elect
 from tests.core.certificates import BOTH, OLD, released, steward
 from tests.core.elect import BEFORE, A, B, C, Elect
-from tests.core.machines import EPOCH, Member, Other, Steward, at, fact, layout, only, record_of
+from tests.core.machines import EPOCH, TICK_S, Member, Node, Other, Steward, at, fact, layout, only, record_of
 
 RECORD = record_of("ab", outside="c", ancestry=(at(5, OLD),))
 
@@ -222,3 +223,51 @@ def test_a_member_of_the_epoch_in_which_it_became_safe_stays_a_holder_when_a_sta
     node.answer("b", *elect.BOTH, known=other, ran=THREE, never=True, certified=((at(5, OLD), 1, False),))
     node.tick(4.0)
     assert holders(node) == ["c"]
+
+
+def heard_by_each_other(*nodes: Node, seconds: float, since: dict[str, int]) -> None:
+    """What they tell each other arrives at once. since: what each had said before they could be heard."""
+    names = {node.name: node for node in nodes}
+    for _ in range(round(seconds / TICK_S)):
+        while any(since[node.name] < node.mark for node in nodes):
+            for node in nodes:
+                done, since[node.name] = node.done[since[node.name] :], node.mark
+                for do in done:
+                    if isinstance(do, ins.Send) and do.to != node.name and do.to in names:
+                        names[do.to].hear(node.name, do.message)
+        for node in nodes:
+            node.tick()
+
+
+def test_what_the_job_continued_is_not_released_for_what_it_left_behind() -> None:
+    """P3: node c was cut off with a newer snapshot, and the job went back without it. Its inventory came before it heard of that:
+    the newer one was certified, the continued one released for it, and then the newer one dropped (a reader's history)."""
+    policy = Policy(replicas=1, durable=False)
+    a = Steward(record_of("aa", outside="c", ancestry=(at(50, OLD),)), policy)
+    a.feed(*(ev.HoldingFound(1 + rank, at(50, OLD), rank, rank, not rank, layout(rank), ()) for rank in (0, 1)))
+    a.feed(ev.NodeDown("c"))
+    a.tick(5.0)
+    c = Node("c", record_of("ac", number=OLD, nonce="before"), policy, running=False)
+    c.feed(*(ev.HoldingFound(11 + rank, at(60, OLD), rank, 1 - rank, bool(rank), layout(rank), ()) for rank in (0, 1)))
+    c.feed(ev.NodeDown("a"))
+    c.tick(5.0)
+    since = {"a": a.mark, "c": c.mark}
+    a.feed(ev.NodeUp("c"))
+    c.feed(ev.NodeUp("a"))
+    heard_by_each_other(a, c, seconds=10.0, since=since)
+    assert {slot.fact.snapshot for slot in a.machine.slots.holdings() if slot.fact} == {at(50, OLD)}
+    assert not list(c.machine.slots.holdings()), "it belongs to no branch any more"
+
+
+def test_nor_where_both_are_protected() -> None:
+    node = steward(record_of("ab", outside="cd", ancestry=(at(50, OLD),)), replicas=1)
+    node.feed(*(ev.HoldingFound(1 + rank, at(50, OLD), rank, rank, not rank, layout(rank), ()) for rank in (0, 1)))
+    node.feed(ev.NodeDown("c"), ev.NodeDown("d"))
+    node.others["b"].tell_inventory(fact(50, 1, epoch=OLD), fact(50, 0, 1, epoch=OLD), layouts=BOTH)
+    node.tick(2 * REPEAT_S)
+    assert node.level(50, epoch=OLD) == 1
+    node.feed(ev.NodeUp("c"), ev.NodeUp("d"))
+    for name in "cd":
+        node.others[name].tell_inventory(fact(60, 0, epoch=OLD), fact(60, 1, epoch=OLD), done=False)
+    node.tick(30.0)
+    assert (released(node), voided(node)) == (set(), set())

@@ -247,6 +247,19 @@ def test_what_a_rank_was_filling_when_it_died_is_free(node: Member) -> None:
     assert (state_of(node, 1), state_of(node, 2)) == (("sealed", False), ("free", False))
 
 
+def test_what_a_rank_was_given_by_a_connection_that_broke_is_taken_back(node: Member) -> None:
+    """P14: it had never heard of the grant, and nobody gave that up: a rank that waits for just this step waited on (a reader's
+    history). Seen where a stopped trainer's daemon closed its connection."""
+    node.capture(1, 7, rank=1)
+    node.feed(ev.RankProgress(1, 8, asks=True))
+    node.grant(8)
+    done = node.join(1, grant=1)
+    assert only(done, ins.TakeBack) == [ins.TakeBack(1, 2, "the connection broke")]
+    assert (state_of(node, 1), state_of(node, 2)) == (("sealed", False), ("filling", True))
+    assert only(node.join(1, grant=1), ins.TakeBack) == [ins.TakeBack(1, 2, "the connection broke")], "it broke once more"
+    assert missed(node.feed(ev.RankMissed(1, 2, "not its"))) == [(2, "not its")]
+
+
 def test_a_rank_answers_for_its_own_grant_only(node: Member) -> None:
     node.grant(7)
     node.grant(8)

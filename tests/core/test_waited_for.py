@@ -8,7 +8,7 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import SnapshotId
-from ckptd.core.machine.asks import ASKS_MAX, REPEAT_S
+from ckptd.core.machine.asks import ASKS_MAX, OUTDONE, REPEAT_S, WAITED_FOR_S
 from ckptd.core.policy import Policy
 from tests.core.certificates import steward
 from tests.core.machines import EPOCH, Member, Steward, at, fact, only, record_of, usual_grant
@@ -114,8 +114,6 @@ def test_what_nobody_holds_is_void_for_whoever_waits_for_it() -> None:
     assert answer(node, lost), "the same step under another grant"
     node.capture(8)
     assert answer(node, lost), "training went on, and a rank asks only now"
-    node.machine.steward.table.released[at(8)] = None
-    assert not answer(node, lost) and not answer(node, at(8)), "a newer one may have taken its place"
 
 
 def test_what_is_void_and_held_by_others_is_void_for_whoever_waits_for_it() -> None:
@@ -142,10 +140,61 @@ def test_what_a_grant_may_bring_yet_is_not_meant() -> None:
     assert not answer(node, at(7)) and answer(node, at(7, grant=99))
 
 
-def test_nothing_is_void_for_that_while_a_member_is_away_or_somebody_was_told_a_level() -> None:
-    node = steward()
-    node.others["b"].tell_inventory(certified=((at(7, grant=8), 0, False), (at(7, grant=9), -1, False)))
-    node.train(6)
-    assert not answer(node, at(7, grant=8)) and answer(node, at(7, grant=9))
+def test_what_was_outdone_is_void_for_whoever_missed_its_level() -> None:
+    """P15: the link of a third node blinked meanwhile (a reader's history)."""
+    node = steward().train(6).capture(7).protect(7).capture(8).protect(8)
+    assert at(7) in node.machine.steward.table.released
+    mark = node.mark
+    assert not answer(node, at(7)), "it was no mistake, and others may have been told a level"
+    assert [told.releases for told in node.certificates("b", mark) if told.snapshot == at(7)] == [(at(7),)]
+
+
+def test_a_rank_that_waits_for_what_was_outdone_hears_so(node: Member) -> None:
+    """P15: step 8 became durable in its place, and step 7 never will be (a reader's history)."""
+    node.capture(1, 7, rank=1)
+    node.certify(1, 7, 1)
+    node.certify(2, 8, 1, releases=(at(7),))
+    mark = node.mark
+    node.feed(waits(7))
+    assert [(told.snapshot, told.void) for told in only(node.done[mark:], ins.TellLevel)] == [(at(7), OUTDONE)]
+    node.certify(3, 8, 1, durable=True)
+    node.order(msg.Certificate(EPOCH, 4, at(7), -1, 1, True))
+    mark = node.mark
+    node.feed(waits(7))
+    assert only(node.done[mark:], ins.TellLevel) == [ins.TellLevel(at(7), -1, 1, True)]
+
+
+def test_a_rank_that_was_told_a_level_and_waits_on_is_asked_for_when_that_fell(node: Member) -> None:
+    """P15: its own slot was damaged, and the void goes to who holds something of it (a reader's history)."""
+    node.capture(1, 7, rank=1)
+    node.feed(waits(7))
+    node.certify(1, 7, 0)
+    node.feed(ev.SlotDamaged(1, "bit flip"))
+    node.certify(2, 7, -1)
+    mark = node.mark
+    node.tick(2 * REPEAT_S)
+    assert asked(node, mark) == [at(7)] * 2
+
+
+def test_whoever_says_no_more_that_he_waits_is_asked_for_no_more(node: Member) -> None:
+    node.feed(waits(7))
+    node.tick(WAITED_FOR_S / 2)
+    node.feed(waits(7))
+    node.tick(WAITED_FOR_S - REPEAT_S)
+    mark = node.mark
+    node.tick(WAITED_FOR_S)
+    assert len(asked(node, mark)) <= 1
+
+
+def test_nothing_is_void_for_that_while_a_member_is_away() -> None:
+    node = steward().train(6)
     node.feed(ev.NodeDown("b"))
     assert not answer(node, at(7, grant=9))
+
+
+def test_nor_while_storage_may_have_what_somebody_was_told_a_level_of() -> None:
+    node = steward(durable=True)
+    node.others["b"].tell_inventory(certified=((at(7, grant=8), 0, False), (at(7, grant=9), -1, False)))
+    assert not answer(node, at(7, grant=8)) and answer(node, at(7, grant=9))
+    node.feed(ev.DurableRead("", True, node.record, ()))
+    assert answer(node, at(7, grant=8))

@@ -452,3 +452,20 @@ async def test_the_newest_durable_step_is_shown_however_many_come_after_it(
             await rank.sealed(step)
         found = house.shell().summary()
         assert (found["newest"]["sealed"], found["newest"]["durable"], found["lag"]["durable"]) == (7, 1, 6)
+
+
+async def test_a_rank_whose_connection_broke_gets_what_it_waits_for() -> None:
+    """P14: the grant that was in it stood, and no other one was made for this step: it waited until its own patience was over (a
+    reader's history)."""
+    async with rig(own_slots=2) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(1)
+        rank.say(wire.Called(2, True))
+        await eventually(lambda: any(slot.state == "filling" for slot in house.shell().machine.slots.by_id.values()))
+        rank.close()  # and lives on
+        again = house.rank()
+        again.join("a")
+        await again.heard(wire.Ready)
+        again.say(wire.Called(2, True))
+        await again.sealed(2)

@@ -64,6 +64,7 @@ class Faults:
         self.world.clock.after(3.0, self._next)
         self._plan_drains()
         self._plan_stills()
+        self._plan_hang_ups()
 
     def _plan_drains(self) -> None:
         """In every second world nodes are asked to go; some go, some stay after all, some are asked until the end. Drawn
@@ -82,6 +83,18 @@ class Faults:
         if rng.random() < 1 / 3:
             host, at = self.world.hosts[rng.choice(sorted(self.world.hosts))], rng.uniform(4.0, 25.0)
             self.world.clock.after(at, self._stand_still, host, rng.uniform(*STILL_S))
+
+    def _plan_hang_ups(self) -> None:
+        """In every third world some connections between a rank and its daemon break, and both live on. Drawn apart, too."""
+        rng = Random(f"hang-ups {self.world.seed}")
+        for _ in range(rng.choice([0, 0, rng.randint(1, 4)])):
+            self.world.clock.after(rng.uniform(4.0, 29.0), self._hang_up, rng)
+
+    def _hang_up(self, rng: Random) -> None:
+        run = rng.choice(self.world.everyone).launcher.run
+        if self.active and run is not None:
+            self.count("a connection that broke")
+            rng.choice(run.procs).hang_up()
 
     def _stand_still(self, host: Host, seconds: float) -> None:
         if self.active and host.alive and not host.paused:

@@ -342,12 +342,13 @@ class Host:
             self.later(0.0, ev.RankMissed(do.rank, do.grant, reason or ev.NO_SLOT))
             return
         assert mem.state == "free", f"slot {mem.id} was given while {mem.state}"
-        mem.state, mem.grant = "filling", do.grant
+        mem.state, mem.grant, mem.line = "filling", do.grant, proc.line
         self.world.clock.after(UNIX_S, proc.granted, self.life, do)
 
     def _TakeBack(self, do: ins.TakeBack) -> None:  # noqa: N802
         proc = self.procs.get(do.rank)
-        if proc is None:
+        given = [mem for mem in self.memory.values() if (mem.state, mem.rank, mem.grant) == ("filling", do.rank, do.grant)]
+        if proc is None or any(mem.line != proc.line for mem in given):  # another connection was given it
             self.later(0.0, ev.RankMissed(do.rank, do.grant, ev.NOT_HERE))
         else:
             self.world.clock.after(UNIX_S, proc.taken_back, self.life, do.grant)
@@ -492,9 +493,5 @@ class Host:
             self.feed(ev.SlotsGone(rank, tuple(free)))
 
     def best(self, snapshot: SnapshotId, rank: int) -> Mem | None:
-        held = [
-            m
-            for m in self.memory.values()
-            if m.state == "sealed" and m.snapshot == snapshot and m.rank == rank
-        ]
+        held = [m for m in self.memory.values() if m.state == "sealed" and (m.snapshot, m.rank) == (snapshot, rank)]
         return min(held, key=lambda m: m.fact.tier if m.fact else 0, default=None)

@@ -111,6 +111,7 @@ class Mem:
     own: bool
     state: str = "free"  # free | filling | sealed
     grant: int = 0
+    line: int = 0  # the number of the connection that it was given by
     capacity: int = 0  # bytes, of an own one
     payload: bytes | None = None  # what lies there now
     sums: bytes = b""  # what the sums were made of: the payload at its seal

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TORN = "a tensor was written past the fence"
 FENCE = 4.0  # the optimizer waits this many usual captures for one
 MUST_S = 3.0  # snapshot(must=True) waits this long for its grant
+ASKS_S = 2.0  # it says again that it waits
 WAITS_S = 12.0  # wait("sealed") after it
 LOOKS_S = 0.2
 
@@ -33,13 +34,14 @@ class Proc:
         self.alive = True
         self.ready = False  # restore() returned
         self.conn = 0  # the life of the daemon it is connected to
+        self.line = 0  # the number of its connection
         self.step = -1
         self.passed = -1  # newest step called that no grant took and whose state is gone
         self.newest = 0  # grant that ever came
         self.taken = -1  # newest grant that was taken
         self.took = True  # a grant took the step called last
         self.void = False  # ... and what was captured of it is void
-        self.waits_for = -1, -1  # (connection, grant): the daemon was told that we wait
+        self.told_at = -1e9  # when the daemon was told that we wait
         self.asks: int | None = None
         self.grants: dict[int, GiveSlot] = {}
         self.came_at: dict[int, int] = {}  # grant -> newest step called when it came
@@ -56,7 +58,7 @@ class Proc:
         if not self.host.alive or self.host.paused:
             self.world.clock.after(0.3, self.connect)
             return
-        self.conn = self.host.life
+        self.conn, self.line = self.host.life, self.line + 1
         self.host.attach(self, running=self.ready)
 
     def disconnected(self) -> None:
@@ -69,6 +71,12 @@ class Proc:
             if self.asks is not None:
                 self._stop_asking(self.asks)
             self.world.clock.after(0.2 + 0.2 * self.world.rng.random(), self.connect)
+
+    def hang_up(self) -> None:
+        """Its connection breaks while it and its daemon live on, as that of a process which was stopped for long."""
+        if self.alive and self.host.procs.get(self.rank) is self:
+            del self.host.procs[self.rank]
+            self.disconnected()
 
     def tell(self, event: ev.Event) -> None:
         if self.conn == self.host.life and self.host.alive:
@@ -130,8 +138,8 @@ class Proc:
         if self.asks is not None or self.filling is not None or not self.alive or self.conn != self.host.life:
             return
         if self.believes:
-            if self.waits_for != (self.conn, self.taken):
-                self.waits_for = self.conn, self.taken
+            if self.world.clock.now - self.told_at >= ASKS_S:
+                self.told_at = self.world.clock.now
                 self.tell(ev.LevelAsked(step, self.taken))
             return
         self.took = self.void = False

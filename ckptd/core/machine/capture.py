@@ -128,6 +128,13 @@ class Capture:
         self._uplink.tell_sealed(fact, layout, event.came_at)
         return slot
 
+    def on_rejoined(self, rank: int) -> None:
+        """Its connection broke while it and this daemon lived on: what it was given there it takes no more; where it was told so
+        already, its answer may be lost."""
+        for slot in self._slots.filling(rank):
+            slot.doomed = False
+            self._doom(slot, slot.void or "the connection broke")
+
     def on_left(self, rank: int) -> None:
         """What it was filling is free: its mappings are gone."""
         for slot in self._slots.filling(rank):

@@ -238,6 +238,7 @@ class JobMachine:
         of_this_epoch = of_this_epoch and record is not None and event.ranks == record.ranks
         if of_this_epoch and (event.running or self.ctx.done) and event.rank in self.ctx.local_ranks():
             self._learn_done(msg.RestoreDone(self.ctx.number, self.ctx.number))
+            self.capture.on_rejoined(event.rank)
             self.ranks.attach(event.rank)
             return
         if record is not None and self.joining.is_past(event.attempt):

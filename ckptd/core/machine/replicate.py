@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from ckptd.core import placement
 from ckptd.core.events import ReplicaSent
-from ckptd.core.ids import EpochRecord, NodeInfo, parallel_groups
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId, parallel_groups
 from ckptd.core.instructions import Replicate
 from ckptd.core.lanes import replicated_ranks
 from ckptd.core.machine.context import Context
@@ -260,10 +260,10 @@ class Replication:
         return None, waiting
 
 
-def _age(copies: Copies) -> tuple[int, int, int]:
+def _age(copies: Copies) -> tuple[SnapshotId, int]:
     fact = copies.slot.fact
     assert fact is not None, "slots without content were dropped"
-    return fact.snapshot.epoch, fact.snapshot.step, fact.rank
+    return fact.snapshot, fact.rank
 
 
 @lru_cache(maxsize=64)

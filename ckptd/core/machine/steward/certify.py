@@ -38,7 +38,7 @@ class Certify:
         self.guards = Guards(ctx, sessions, table, grants)
         self.protecting = Protecting(ctx)
         self._durable_told: dict[str, SnapshotId] = {}  # node -> newest that it knows to be durable
-        self._owed: dict[str, SnapshotId | None] = {}  # nodes that hear everything as soon as it is weighed -> the newest they list
+        self._owed: dict[str, list[SnapshotId]] = {}  # nodes that hear everything as soon as it is weighed -> what they list
         self._serial = 0
         self._repeated_at = -1e9
         self._rounds = 0
@@ -60,8 +60,9 @@ class Certify:
         for node, listed in sorted(self._owed.items()):
             for snapshot in sorted(self._table.states):
                 self.tell(node, self._table.states[snapshot])
-            if listed is not None and (newest is None or listed > newest):
-                self.say_fallen(node, listed)
+            for snapshot in listed:
+                if newest is None or snapshot > newest:
+                    self.say_fallen(node, snapshot)
         self._owed.clear()
 
     def _look_at(self, state: SnapshotState) -> None:
@@ -147,8 +148,8 @@ class Certify:
         said = Certificate(self._ctx.number, self._serial, snapshot, -1, wanted, durable, releases, session=session)
         self._ctx.send(node, said)
 
-    def tell_all(self, node: str, listed: SnapshotId | None) -> None:
-        """A node that has just told what it holds hears what holds. listed: the newest of which it was told a level."""
+    def tell_all(self, node: str, listed: list[SnapshotId]) -> None:
+        """A node that has just told what it holds hears what holds. listed: of these it was told a level."""
         self._owed[node] = listed
 
     def heard_durable(self, node: str, snapshots: Iterable[SnapshotId]) -> None:
@@ -183,7 +184,7 @@ class Certify:
                 self._let_go(state, "outdone")
             elif guards.spent(state):
                 self._let_go(state, "spent")
-            elif state.certified and not guards.follows(state):
+            elif state.certified and self._ctx.is_candidate(snapshot) and not guards.follows(state):
                 best = max(best, guards.worth(state))
         if self.blocked() and self._grants.presses():
             written = (state for state in certified if state.certified and guards.written_out(state))

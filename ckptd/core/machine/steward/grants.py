@@ -156,8 +156,8 @@ class Grants:
         """The grant that it was captured under is void, and it was certified by nobody. Another steward may have done so while
         we were cut off: before everyone has told, nobody can say that it was not (P3). What is then not whole is void for
         that."""
-        heard = self._table.heard.get(state.snapshot, -1) >= 0
-        return not state.certified and not heard and self._sessions.members_live()
+        told = state.certified or self._table.remembers(state.snapshot)
+        return not told and self._sessions.members_live()
 
     def _say_void(self, grant: Granted) -> None:
         grant.said_at = self._ctx.now

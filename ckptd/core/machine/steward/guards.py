@@ -33,7 +33,7 @@ class Guards:
     # --- certificates -------------------------------------------------------------------------------------------
     def remembered(self, state: SnapshotState) -> bool:
         """Nodes know of a level that an earlier steward certified."""
-        return self._table.heard.get(state.snapshot, -1) >= 0
+        return self._table.remembers(state.snapshot)
 
     def nothing_to_say(self, state: SnapshotState) -> bool:
         """Not known is not fallen (P2): its layouts are on their way to a steward that has just begun. And copies may be faster
@@ -118,7 +118,8 @@ class Guards:
             return False  # one who is away may have the rest
         if self.needed(state) or self._awaited(state):
             return False
-        newer = (other for snapshot, other in self._table.states.items() if snapshot > state.snapshot)
+        states = self._table.states.items()
+        newer = (other for snapshot, other in states if snapshot > state.snapshot and self._ctx.is_candidate(snapshot))
         return any(other.certified and other.level >= 0 and not self.follows(other) for other in newer)
 
     def worth(self, state: SnapshotState) -> int:

@@ -43,11 +43,11 @@ class Protecting:
             took = self._ctx.now - self._since
             self._patience_s = min(max(PATIENCE_S, SLACK * took), PATIENCE_MAX_S)
             self._level, self._since = before.level, self._ctx.now
-        safe = max((s for s, state in known.items() if state.level >= goal), default=None)
+        usable = {snapshot: state for snapshot, state in known.items() if self._ctx.is_candidate(snapshot)}
+        safe = max((s for s, state in usable.items() if state.level >= goal), default=None)
         waiting = sorted(
-            s for s, state in known.items()
-            if state.level < goal and (safe is None or s > safe) and self._ctx.is_candidate(s) and s not in self._given_up
-        )  # fmt: skip
+            s for s, state in usable.items() if state.level < goal and (safe is None or s > safe) and s not in self._given_up
+        )
         first = waiting[0] if waiting else None
         if first is not None and self._hangs(known[first]):
             self._given_up.add(first)

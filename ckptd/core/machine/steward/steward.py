@@ -41,7 +41,7 @@ from ckptd.core.messages import (
 )
 
 RANKS_AT_ONCE_MAX = 256  # of a job whose books are looked through after every message
-NOWHERE = "no memory holds any of it: a daemon was lost before it had sealed what it was given"
+NOWHERE = "no memory holds any of it: a daemon was lost before it had sealed what it was given, or memory was lost since"
 READ_AGAIN_S = 5.0  # storage that did not answer a steward that began
 PAUSE_PER_RANK_S = 5e-5  # between two looks through the books of a larger one
 
@@ -236,7 +236,7 @@ class Steward:
             self.restoring.already_done(self._ctx.record)
             self._say_done()
         self.table.all_dirty()
-        self.certify.tell_all(sender, max((s for s, level, _ in message.certified if level >= 0), default=None))
+        self.certify.tell_all(sender, [snapshot for snapshot, level, _ in message.certified if level >= 0])
         self.rung.tell(sender)
 
     def _on_held(self, sender: str, message: Held) -> None:
@@ -285,7 +285,7 @@ class Steward:
             self.certify.repeat_soon()
 
     def on_level_ask(self, sender: str, message: LevelAsk) -> None:
-        """Who holds nothing of it does not hear by itself that it is void, and may have missed its level."""
+        """Who holds nothing of it does not hear by itself that it is void, or was released, and may have missed its level."""
         if not self.active:
             return
         state = self.table.states.get(message.snapshot)
@@ -295,16 +295,15 @@ class Steward:
             self.certify.tell(sender, state)
         elif message.snapshot.at in self.table.durable:
             self.certify.say_fallen(sender, message.snapshot)
+        elif message.snapshot in self.table.released:
+            self.certify.say_fallen(sender, message.snapshot, (message.snapshot,))
         elif self._is_nowhere(message.snapshot):
             self.certify.say_void(sender, message.snapshot, NOWHERE)
 
     def _is_nowhere(self, snapshot: SnapshotId) -> bool:
-        """Of one that nobody has told of: nor a level, none newer has taken its place, as far as anybody remembers, and no grant
-        that stands brings it."""
-        released = self.table.released
-        if self.table.heard.get(snapshot, -1) >= 0 or snapshot in released or snapshot < min(released, default=snapshot):
-            return False
-        return self.sessions.members_live() and not self.grants.stands(snapshot.grant)
+        """Of one that nobody in session holds: no grant that stands brings it. Storage may have it, where a level was told."""
+        unread = self.table.remembers(snapshot) and not self.table.storage_read
+        return not unread and self.sessions.members_live() and not self.grants.stands(snapshot.grant)
 
     def on_link(self, node: str) -> None:
         """A node came or went: whatever it holds counts anew."""

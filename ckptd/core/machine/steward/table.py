@@ -170,6 +170,10 @@ class SnapshotTable:
         while len(self.released) > RELEASED_KEPT_MAX:
             del self.released[next(iter(self.released))]
 
+    def remembers(self, snapshot: SnapshotId) -> bool:
+        """Nodes know of a level that was certified, by us or by an earlier steward."""
+        return self.heard.get(snapshot, -1) >= 0
+
     # --- reading ------------------------------------------------------------------------------------------------
     def weigh(self, state: SnapshotState) -> None:
         """Bring level, classes and agreement of this snapshot up to date."""
