@@ -77,7 +77,7 @@ def test_missing_fields_and_unknown_classes_are_refused() -> None:
         with pytest.raises(DecodeError, match="unknown message"):
             decode(packed(name))
     with pytest.raises(DecodeError, match="unknown message"):
-        decode(encode(m.FlushAsk(1, None)), {"Grant": m.Grant})
+        decode(encode(m.FlushAsk(1, 8)), {"Grant": m.Grant})
 
 
 @pytest.mark.parametrize(

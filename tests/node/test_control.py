@@ -32,10 +32,10 @@ async def test_messages_arrive_typed_with_job_and_sender(pair: tuple[Link, Link]
     await a.met(b)
     await b.met(a)
     assert a.send("b", JOB, m.Grant(1, 2, 3))
-    assert b.send("a", "0/other", m.FlushAsk(1, None))
+    assert b.send("a", "0/other", m.FlushAsk(1, 8))
     await eventually(lambda: a.messages and b.messages)
     assert b.messages == [("a", JOB, m.Grant(1, 2, 3))]
-    assert a.messages == [("b", "0/other", m.FlushAsk(1, None))]
+    assert a.messages == [("b", "0/other", m.FlushAsk(1, 8))]
     assert (a.peers, b.peers) == ([("b", True)], [("a", True)])
     assert not a.problems + b.problems
 
@@ -50,13 +50,13 @@ async def test_who_was_not_connected_to_can_still_answer(pair: tuple[Link, Link]
 
 async def test_nobody_is_sent_to_where_nobody_is(pair: tuple[Link, Link]) -> None:
     a, b = pair
-    assert not a.send("b", JOB, m.FlushAsk(1, None))
-    assert not a.send("a", JOB, m.FlushAsk(1, None))
+    assert not a.send("b", JOB, m.FlushAsk(1, 8))
+    assert not a.send("a", JOB, m.FlushAsk(1, 8))
     a.connect(a.info)
     assert a.up("a") is None
     await a.met(b)
     a.disconnect("b")
-    assert not a.send("b", JOB, m.FlushAsk(1, None))
+    assert not a.send("b", JOB, m.FlushAsk(1, 8))
 
 
 async def test_connect_is_idempotent(pair: tuple[Link, Link]) -> None:
