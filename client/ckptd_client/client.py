@@ -343,7 +343,7 @@ class Client:
             if handle.status.startswith(("skipped", "failed")):
                 return self._ended(level, handle, handle.status if self._session.link.up else "unreachable")
             status = self._reach(handle, level, deadline)
-            again = status.startswith("void") and self._session.step_is_open and self._session.link.up
+            again = status.startswith("void") and self._session.step_is_open  # also where its daemon was lost: it may be back soon
             if not again or time.monotonic() >= deadline:
                 return self._ended(level, handle, status)
 

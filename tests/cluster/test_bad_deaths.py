@@ -53,6 +53,19 @@ def test_two_ranks_that_wait_take_again_what_one_daemon_lost_amid_a_seal(nodes: 
     assert mark.exists(), "the daemon was killed"
 
 
+def test_a_wait_takes_again_what_was_void_as_its_daemon_was_lost(nodes: Cluster) -> None:
+    """P14: it said so at once, and went on to where its rank met the others, which waited for it to take the step again with them
+    for ten minutes."""
+    pair = nodes.several(2, replicas=0)
+    world = nodes.world(pair, JOB)
+    together(world, "restore")
+    together(world, "train", steps=1, snapshot=False)
+    world[1].do("arm", failpoints="capture.sealing:sleep=1")
+    together(world, "snapshot", must=True)
+    pair[1].signal_daemon(signal.SIGKILL)
+    assert together(world, "wait", level="sealed") == ["sealed", "sealed"]
+
+
 def test_a_trainer_killed_in_mid_capture_and_in_mid_restore(nodes: Cluster) -> None:
     """P6: the previous snapshot is restorable bit by bit, the half-written slot is free again."""
     node = nodes.node(replicas=0)
