@@ -216,8 +216,12 @@ class Proc:
         at = next(f.offset for f in self._layout(step).fragments if f.sharing == REPLICA)
         return payload[:at] + bytes([payload[at] ^ (1 + self.rank)]) + payload[at + 1 :]
 
+    def _fills(self, conn: int, mem: Mem, give: GiveSlot) -> bool:
+        """Still, and not for another grant, which a broken connection and a new one may have brought meanwhile."""
+        return conn == self.conn and self.filling is mem and mem.grant == give.grant
+
     def _give_up(self, conn: int, mem: Mem, give: GiveSlot) -> None:
-        if self.alive and conn == self.conn and self.filling is mem:
+        if self.alive and self._fills(conn, mem, give):
             self.filling, self.void = None, True
             self.tell(ev.RankMissed(self.rank, give.grant, "fence timeout"))
         if self.alive:
@@ -226,7 +230,7 @@ class Proc:
     def _captured(self, conn: int, mem: Mem, give: GiveSlot, step: int, payload: bytes) -> None:
         if not self.alive:
             return
-        if conn == self.conn and self.filling is mem and self.host.alive:
+        if self._fills(conn, mem, give) and self.host.alive:
             self.filling = None
             if self.world.faults.torn():
                 self.void = True
