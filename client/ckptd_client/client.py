@@ -383,7 +383,8 @@ class Client:
         session.clock.waits()
         level = self._attainable(level)
         ask = wire.WaitFor(handle.step, handle.grant, level)
-        session.link.send(ask)
+        if handle.taken:
+            session.link.send(ask)
         session.wait(lambda: not handle.taken or reached(handle.fact, level, session.attainable), deadline, again=ask)
         return handle.status
 

@@ -245,6 +245,8 @@ class Session:
         handle = self._handles.get(message.step)
         if message.epoch != self.epoch or (handle is not None and handle.grant != message.grant):
             return  # another rank here has taken that step under another grant, or we had
+        if handle is not None and not handle.taken:
+            return  # why not has been said; who is asked later knows only that nobody holds it
         self.levels[message.step] = message
         while len(self.levels) > LEVELS_KEPT_MAX:
             del self.levels[min(self.levels)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from ckptd.core.machine.steward.grants import FULL_S
 from ckptd.core.redundancy import parse
 from ckptd.wire.keys import ClusterKey
 from tests.chaos.oracle import Broken, Oracle, Verdict
@@ -23,7 +24,7 @@ from tests.waiting import until
 
 JOB = "chaos"
 RESTORE_BOUND_S = 60.0  # of a restore, above all timeouts of its daemons
-PROTECT_BOUND_S = 60.0  # until a snapshot is protected again when all is well (P14)
+PROTECT_BOUND_S = FULL_S + 30.0  # until a snapshot is protected again when all is well (P14), after what keeps all slots went
 END_BOUND_S = 30.0
 FENCE_BOUND_S = 5
 STALL_BOUND_S = FENCE_BOUND_S + 3.0  # P5; the rest is for a machine that does other things, too

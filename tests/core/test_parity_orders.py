@@ -372,19 +372,30 @@ def test_without_slots_for_long_copies_take_the_place_of_parity_that_cannot_be_m
     assert [asked.rank for asked in node.said(msg.Holders, "b", mark)][:1] == [1]
 
 
+@pytest.mark.parametrize("goes", ["c", "a"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_lost_position_is_made_before_what_a_drain_moves_takes_its_place(goes: str, copied: bool) -> None:
+    """P14: while its data was waited for, what a leaving node holds went to the only node that could have taken it. So did a copy
+    that an earlier drain had made there (simulator, seeds 3806116441, 3806117333)."""
+    node = of_the_epoch_before(3, c=2)
+    if copied:
+        node.others["b"].held(fact(7, 0 if goes == "a" else 2, 1, epoch=EPOCH - 1, world=3))
+    node.feed(ev.DrainAsked(True)) if goes == "a" else leaves(node, goes)
+    node.tick(1.0)
+    assert {order.part.position for order in node.said(msg.ParityOrder, "b")} == {1}
+
+
 @pytest.mark.parametrize(("goes", "position", "beside"), [("c", 2, "a"), ("a", 0, "b")])
 def test_without_slots_for_long_data_that_no_slot_holds_is_made_beside_another_position_and_copied(
     goes: str, position: int, beside: str
 ) -> None:
-    """P14: a node was to go, and what it holds was moved to node b, the only one that could have taken a lost position; there was
-    no slot of that to make copies of (simulator, seed 77 of its day)."""
+    """P14: a node was to go, and what it holds was moved to node b, the only one that could have taken a position that was lost
+    then; there was no slot of that to make copies of (simulator, seed 77 of its day)."""
     node, before, step = of_the_epoch_before(3, c=2), EPOCH - 1, at(7, EPOCH - 1)
-    node.feed(ev.DrainAsked(True)) if goes == "a" else leaves(node, goes)
-    node.tick(1.0)
-    moved = {order.part for order in node.said(msg.ParityOrder, "b")}
-    assert {part.position for part in moved} == {position}
+    moved = Part(next(iter(node.machine.steward.table.states[step].parts)), position)
     node.others["b"].held(fact(7, position, 1, epoch=before, world=3))
-    node.others["b"].held(replace(part_fact(*moved), snapshot=step))
+    node.others["b"].held(replace(part_fact(moved), snapshot=step))
+    node.feed(ev.DrainAsked(True)) if goes == "a" else leaves(node, goes)
     mark = node.mark
     node.tick(FULL_S)
     assert node.said(msg.ParityOrder, since=mark) == [], "it has no place"

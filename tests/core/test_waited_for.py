@@ -65,6 +65,15 @@ def test_nobody_is_asked_while_it_is_captured_or_held(node: Member) -> None:
     assert asked(node, mark) == []
 
 
+def test_nobody_is_asked_about_what_the_rank_itself_gave_up(node: Member) -> None:
+    """Its reason was told; the steward's answer, that no memory holds it, took that one's place (a framework's author)."""
+    node.grant(7)
+    node.feed(waits(7), ev.RankMissed(1, usual_grant(7), "written before the fence: w", step=7))
+    mark = node.mark
+    node.tick(2 * REPEAT_S)
+    assert asked(node, mark) == []
+
+
 def test_another_capture_of_the_step_that_is_held_is_no_answer(node: Member) -> None:
     """Two ranks waited, one took the void step again first: that gave this one a slot, and nobody asked for it any more (P15)."""
     node.grant(7)

@@ -10,7 +10,7 @@ from ckptd.core import events as ev
 from ckptd.core import messages as msg
 from ckptd.core.machine import view
 from ckptd.core.policy import Policy
-from tests.core.machines import EPOCH, Member, Steward, record_of
+from tests.core.machines import EPOCH, Member, Steward, fact, layout, record_of
 
 POLICY = Policy(replicas=1, durable=False)
 
@@ -68,6 +68,18 @@ def test_a_rank_that_does_not_deliver(node: Steward) -> None:
 def test_copies_that_are_under_way() -> None:
     node = full(Steward(record_of(), POLICY).train(free=1).capture(7))
     assert waits(node) == "waiting for a peer: copies of step 7 are under way"
+
+
+def test_what_an_earlier_start_left_behind_and_nobody_here_can_complete() -> None:
+    """A declared fresh start after the loss of a node: "copies are under way" was told for a minute, and none was (kill trials)."""
+    node = Steward(record_of("ab", outside="c"), POLICY)
+    node.feed(ev.NodeDown("c"))
+    node.others["b"].tell_inventory(fact(5, 1, epoch=EPOCH - 1), layouts=[layout(1)])
+    node.train(free=0).slots(0, 1)
+    assert waits(node) == (
+        "waiting for a peer: the rest of step 5, which an earlier start left behind, may be on c; "
+        "the oldest goes when that has kept every slot for 60 s"
+    )
 
 
 def test_what_is_void_and_not_given_back(node: Steward) -> None:

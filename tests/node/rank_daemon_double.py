@@ -455,6 +455,13 @@ class RankDaemonDouble:
             self._tell(wire.Level(self.epoch, message.step, message.grant, self.level, 1, self.durable))
         self._grant_free()
 
+    def _on_waitfor(self, peer: Peer, message: wire.WaitFor, fds: list[int]) -> None:
+        """As the steward answers who waits for what nobody holds: it does not know why."""
+        here = peer.rank in self.held.get((self.epoch, message.step), {})
+        if not here and message.grant not in self._grant_steps:
+            why = "no memory holds any of it"
+            _send(peer, wire.Level(self.epoch, message.step, message.grant, -1, 1, False, why))
+
     def _on_liststeps(self, peer: Peer, message: wire.ListSteps, fds: list[int]) -> None:
         rows = [
             {"epoch": e, "step": s, "level": 1, "durable": True, "where": ["memory"]} for e, s in self.held

@@ -341,6 +341,7 @@ def test_an_audit_finds_a_write_that_escapes_the_fence(daemon: RankDaemonDouble)
         training.model[0].weight.data.add_(1)
         training.step()
         assert handle.wait("sealed", 30) == "void: hidden write: model.0.weight"
+        assert handle.wait("sealed", 1) == "void: hidden write: model.0.weight", "whoever asks once more is told the same"
         assert any("hidden write" in text for text in client.health().problems)
         expected = training.tensors()  # from now on this owner is copied before snapshot() returns
         failpoint.arm("capture.tensor:sleep=0.2")
@@ -349,6 +350,18 @@ def test_an_audit_finds_a_write_that_escapes_the_fence(daemon: RankDaemonDouble)
         assert handle.wait("sealed", 30) == "durable"
         found = stored(daemon.held[1, 2][0])
         assert torch.equal(found["model.0.weight"], expected["model.0.weight"])
+
+
+def test_what_failed_stays_that_for_whoever_waits_for_it(daemon: RankDaemonDouble) -> None:
+    """P15: the daemon answers that no memory holds any of it; "a daemon was lost" was told then, and none was."""
+    training = Training()
+    with restored(daemon, training) as client:
+        training.model.register_buffer("table", torch.zeros(4, dtype=torch.complex128))
+        training.step()
+        handle = client.snapshot(1, must=True)
+        said = [handle.wait("sealed", 1), client.wait("sealed", 1), handle.wait("sealed", 1)]
+        assert all(text.startswith("failed") and "complex128" in text for text in said), said
+        assert not any("no memory holds" in text for text in client.health().problems)
 
 
 def test_an_audit_of_the_last_step_does_not_wait_for_an_optimizer(daemon: RankDaemonDouble) -> None:

@@ -436,6 +436,8 @@ class Host:
         joined = ev.RankJoined(proc.rank, run.attempt, ranks, run.nodes, ask, running, trains=running, grant=proc.newest)
         self.feed(joined)
         if self.machine.ctx.done and self.record is not None and self.record.nonce == run.attempt:
+            if proc.loaded is None and ask is None:
+                proc.opened(self.record.number, None, ())  # it was opened while its connection was broken
             proc.may_train()  # it comes back to a daemon that has heard already: the shell says so at once
         self.asks_for_room(proc, proc.room())
 

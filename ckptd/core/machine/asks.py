@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.core.events import FlushAsked, LevelAsked
+from ckptd.core.events import FlushAsked, LevelAsked, RankMissed
 from ckptd.core.ids import SnapshotId
 from ckptd.core.instructions import TellLevel
 from ckptd.core.machine.context import Context
@@ -38,6 +38,11 @@ class Asks:
             del self._waited[min(self._waited)]
         if news:
             self._say_now()
+
+    def on_missed(self, event: RankMissed) -> None:
+        """The rank knows why it is void; the steward knows only that nobody holds it."""
+        for snapshot in [s for s in self._waited if (s.step, s.grant) == (event.step, event.grant)]:
+            del self._waited[snapshot]
 
     def _tell_again(self, snapshot: SnapshotId) -> None:
         """The rank may have been away when this was told."""

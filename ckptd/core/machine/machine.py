@@ -71,7 +71,7 @@ class JobMachine:
             ev.SlotsGone: lambda e: self.capture.on_slots_gone(self.slots.remove(e.slots)),
             ev.SlotsShort: self.capture.on_short,
             ev.RankProgress: self.capture.on_progress,
-            ev.RankMissed: self.capture.on_missed,
+            ev.RankMissed: self._rank_missed,
             ev.SlotSealed: self._slot_sealed,
             ev.SlotDamaged: self.holdings.on_damaged,
             ev.HoldingFound: self._holding_found,
@@ -254,6 +254,10 @@ class JobMachine:
         self.opening.on_left(event.rank)
         self.joining.on_left(event.rank)
         self.capture.on_left(event.rank)
+
+    def _rank_missed(self, event: ev.RankMissed) -> None:
+        self.capture.on_missed(event)
+        self.asks.on_missed(event)
 
     def _replica_sent(self, event: ev.ReplicaSent) -> None:
         if self.replication.on_sent(event):

@@ -76,7 +76,8 @@ class Parities:
         if state.level < 0 or state.void or not wanted:
             return  # what has parity is moved, and made whole from it for a flush, whatever rung is in force now
         lanes = [self._held(state, lane) for lane in self._lanes(state)]
-        patient = not at_once and not self._long_short(state, any(map(_lost, lanes)))
+        long_short = self._long_short(state, any(map(_lost, lanes)))
+        patient = not (at_once or long_short or self._sessions.leaving)  # what moves would take the place of what is waited for
         for held in sorted(lanes, key=lambda held: (self._tolerates(held), held.lane.number)):
             self._order_lane(state, held, mend=not patient, anywhere=anywhere or at_once)
 
@@ -192,8 +193,9 @@ class Parities:
         a one. anywhere: failing that any, of those that stay if there are."""
         domain, record, lane = self._ctx.domain, self._ctx.record, held.lane
         assert record is not None, "a steward has an epoch"
-        others = {domain(node) for other in range(len(lane.members)) if other != at for node in self._places(state, held, other)}
-        taken = {node for other in range(len(lane.members)) if other != at for node in self._taken(state, held, other)}
+        rest = [other for other in range(len(lane.members)) if other != at]
+        others = {domain(node) for other in rest for node in self._places(state, held, other, moves)}
+        taken = {node for other in rest for node in self._taken(state, held, other, moves)}
         seats = state.seats.get(lane)
         chosen = state.moved.get((lane, at))
         first = [*held.data.get(at, ()), *held.parts.get(at, ())]
@@ -210,20 +212,23 @@ class Parities:
         beside = sorted(live, key=self._sessions.stays, reverse=True) if anywhere else ()
         return next(iter(apart or beside), None)
 
-    def _taken(self, state: SnapshotState, held: Held, at: int) -> list[str]:
-        """By this position: who holds its parity, or is about to make it where its data is."""
+    def _taken(self, state: SnapshotState, held: Held, at: int, moves: bool) -> list[str]:
+        """By this position: who holds its parity, or is about to make it where its data is; for one that moves also who is about
+        to make its data."""
         chosen = state.moved.get((held.lane, at))
-        return held.all_parts.get(at) or ([chosen] if chosen is not None and chosen in held.all_data.get(at, ()) else [])
+        soon = chosen is not None and (moves or chosen in held.all_data.get(at, ()))
+        return held.all_parts.get(at) or ([chosen] if chosen is not None and soon else [])
 
-    def _places(self, state: SnapshotState, held: Held, at: int) -> list[str]:
+    def _places(self, state: SnapshotState, held: Held, at: int, moves: bool) -> list[str]:
         """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
-        cannot take this one any more. What is where it was meant to be is there alone: a copy beside it, which a drain asked for,
-        takes no other position's place."""
+        cannot take this one any more. What is where it was meant to be is there alone, and what is whole, for one that does not
+        move: a copy beside it, which a drain asked for, takes no missing position's place."""
         chosen, seats = state.moved.get((held.lane, at)), state.seats.get(held.lane)
         found = [*held.data.get(at, ()), *held.parts.get(at, ())]
         if seats and seats[at] in found:
             return [seats[at]]
-        whole = [node for node in held.data.get(at, ()) if node in held.parts.get(at, ())]
+        data, parts = (held.data, held.parts) if moves else (held.all_data, held.all_parts)
+        whole = [node for node in data.get(at, ()) if node in parts.get(at, ())]
         if whole:
             return whole
         found += [chosen] if chosen and self._sessions.live(chosen) else []

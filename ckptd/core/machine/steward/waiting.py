@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.events import NO_MEMORY
+from ckptd.core.machine.steward.grants import FULL_S
 from ckptd.core.machine.waiting import BUSY, FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, shown
 
 if TYPE_CHECKING:
@@ -78,6 +79,11 @@ def _held_up(steward: Steward, rank: int) -> str:
     if flush is not None and flush.snapshot in held:
         trouble = f"; the last try failed: {steward.flushing.trouble}" if steward.flushing.trouble else ""
         return f"{FOR_STORAGE}: step {flush.snapshot.step} is being written{trouble}"
+    away = sorted(node for node in steward.sessions.seats if not steward.sessions.live(node))
+    parts = [s for s in held if s.epoch < steward.record.number and steward.table.states[s].level < 0]
+    if away and parts:
+        rest = f"the rest of step {shown(s.step for s in parts)}, which an earlier start left behind, may be on {shown(away)}"
+        return f"{FOR_A_PEER}: {rest}; the oldest goes when that has kept every slot for {FULL_S:g} s"
     wanted = steward.certify.guards.wanted()
     behind = [s for s in held if steward.table.states[s].level < wanted]
     if behind:
