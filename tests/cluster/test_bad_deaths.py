@@ -66,6 +66,18 @@ def test_a_wait_takes_again_what_was_void_as_its_daemon_was_lost(nodes: Cluster)
     assert together(world, "wait", level="sealed") == ["sealed", "sealed"]
 
 
+def test_a_trainer_goes_on_with_a_daemon_that_lost_its_memory(nodes: Cluster) -> None:
+    """P7, P14: it gives its own back; for the rest of its life nothing was granted to it any more (a trainer's author)."""
+    node = nodes.node(replicas=0)
+    (trainer,) = nodes.world([node], JOB)
+    trainer.do("restore")
+    sealed(trainer, 2)
+    node.kill()
+    node.start()
+    until(lambda: node.newest(JOB, "sealed") == 2, 30, "the trainer to give it back")
+    sealed(trainer, 1)
+
+
 def test_a_trainer_killed_in_mid_capture_and_in_mid_restore(nodes: Cluster) -> None:
     """P6: the previous snapshot is restorable bit by bit, the half-written slot is free again."""
     node = nodes.node(replicas=0)

@@ -347,6 +347,15 @@ def test_an_ancestor_that_is_whole_is_kept() -> None:
     assert (node.level(5, epoch=OLD), node.said(msg.Void, "b")) == (0, [])
 
 
+def test_what_a_trainer_gives_back_says_that_its_epoch_runs() -> None:
+    """P14: a daemon without a keeper was started again; that ranks train was said before the trainer's memory came, or never: nobody
+    granted anything any more (a trainer's author)."""
+    node = steward(running=False)
+    mark = node.mark
+    node.feed(ev.HoldingFound(8, at(7), 0, 0, True, layout(0), ()))
+    assert node.said(msg.Inventory, "a", mark)[-1].done
+
+
 def test_of_a_lineage_left_behind_only_the_best_one_is_kept() -> None:
     """A declared fresh start: until the new lineage has something of its own the old one is not thrown away."""
     node = steward()

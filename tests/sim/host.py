@@ -95,11 +95,11 @@ class Host:
         age = self.world.clock.now - known.since if known.life else 0.0
         self.feed(ev.Restarted(known.record, known.ran, known.life, age, known.tombstone, known.sealed))
         for mem in list(self.memory.values()):
-            self._adopt(mem)
+            self.adopt(mem)
         self.world.clock.after(TICK_S * self.world.rng.random(), self._tick, self.life)
         self.world.net.changed()
 
-    def _adopt(self, mem: Mem) -> None:
+    def adopt(self, mem: Mem) -> None:
         if mem.state == "sealed" and mem.fact is not None and mem.layout is not None:
             fact, of = mem.fact, (mem.layout, mem.fact.digests, mem.fact.keep, mem.fact.part, mem.layouts)
             self.feed(ev.HoldingFound(mem.id, fact.snapshot, fact.rank, fact.tier, mem.own, *of))
@@ -432,12 +432,11 @@ class Host:
             self.feed(ev.RankLeft(old.rank, False))
         self.procs[proc.rank] = self.seats[proc.rank] = proc
         run = proc.run
+        proc.gives_back()
         ranks, ask = run.joining(proc.rank)
         joined = ev.RankJoined(proc.rank, run.attempt, ranks, run.nodes, ask, running, trains=running, grant=proc.newest)
         self.feed(joined)
         if self.machine.ctx.done and self.record is not None and self.record.nonce == run.attempt:
-            if proc.loaded is None and ask is None:
-                proc.opened(self.record.number, None, ())  # it was opened while its connection was broken
             proc.may_train()  # it comes back to a daemon that has heard already: the shell says so at once
         self.asks_for_room(proc, proc.room())
 

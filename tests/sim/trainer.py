@@ -50,6 +50,7 @@ class Proc:
         self.restored: SnapshotId | None = None
         self.epoch = 0  # that it loaded for
         self.most = 0  # bytes of a snapshot so far
+        self.maps: list[Mem] = []  # slots of a daemon that lost its memory
 
     # --- connection ---------------------------------------------------------------------------------------------
     def connect(self) -> None:
@@ -71,6 +72,21 @@ class Proc:
             if self.asks is not None:
                 self._stop_asking(self.asks)
             self.world.clock.after(0.2 + 0.2 * self.world.rng.random(), self.connect)
+
+    def keeps_mapped(self) -> None:
+        """The daemon and its keeper are gone; what was this rank's own is still mapped here."""
+        self.maps = [mem for mem in self.host.memory.values() if mem.own and mem.rank == self.rank and self.alive]
+
+    def gives_back(self) -> None:
+        """To the daemon that lost it, as the client offers what it maps before it joins (D1, P7)."""
+        maps, self.maps = self.maps, []
+        for mem in maps:
+            if mem.id not in self.host.memory:
+                self.world.oracle.count("memory that a trainer gave back")
+                self.host.memory[mem.id] = mem
+                if mem.state == "sealed":
+                    self.world.oracle.held(self.host, mem)
+                self.host.adopt(mem)
 
     def hang_up(self) -> None:
         """Its connection breaks while it and its daemon live on, as that of a process which was stopped for long."""
@@ -107,6 +123,8 @@ class Proc:
         self.world.oracle.loaded(self.run)
 
     def may_train(self) -> None:
+        if self.loaded is None and self.run.ask is None and self.host.record is not None:
+            self.opened(self.host.record.number, None, ())  # its connection was broken when it was opened
         if not self.ready and self.loaded is not None:
             self.ready = True
             self.world.oracle.let_go(self)

@@ -286,8 +286,11 @@ class JobMachine:
         self.replication.act()
 
     def _holding_found(self, event: ev.HoldingFound) -> None:
+        knew = self.ctx.done
         self.holdings.on_found(event)
         self.lifetime.on_found(event)
+        if self.ctx.done and not knew and self.uplink.session:
+            self.uplink.tell_inventory()  # the steward has heard that the epoch does not run yet, and grants nothing
 
     def _replica_arrived(self, event: ev.ReplicaArrived) -> None:
         self.holdings.on_arrived(event)
