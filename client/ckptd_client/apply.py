@@ -184,7 +184,11 @@ class Objects:
 
     def _set_value(self, owner: Owner, value: Any, result: Restored) -> None:
         if owner.kind == "stateful":
-            owner.value.load_state_dict(value)
+            try:
+                owner.value.load_state_dict(value)
+            except Exception as error:
+                text = f"its load_state_dict() raised {type(error).__name__}: {error}"
+                raise CkptdError(text, where=owner.name) from error
             return
         result.values[owner.name] = value
         values.give_back(owner, value)

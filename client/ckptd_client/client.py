@@ -34,6 +34,7 @@ JOIN_TIMEOUT_S, RESTORE_TIMEOUT_S = 300.0, 600.0  # when the daemon names no oth
 RESTORE_GRACE_S = 30.0  # beyond the daemons' own timeout: it is they who shall say what failed
 FENCE_TIMEOUT_S = 60.0  # when the daemon names no other
 MUST_TIMEOUT_S = 60.0
+STEP_MAX = 1 << 53  # what JSON holds exactly
 WAIT_TIMEOUT_S = 600.0
 EXIT_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 5.0
@@ -179,9 +180,9 @@ class Client:
         """Load the newest recoverable snapshot (or ``step``) into the registered objects; all ranks call it alike.
 
         Returns its step, None only when it is proven that the job has none and no ``step`` was asked for. source: None,
-        "memory" or "durable". only: shell patterns of keys to load. After ``step=`` the job goes on from there: what lies
-        beyond it is not restored any more, and goes with the next retention unless kept. strict=False: load what fits; what
-        is left out is in the log and in ``last_restore["notes"]``.
+        "memory" or "durable". only: shell patterns of whole keys to load (``model.*``), each of which must fit one. After
+        ``step=`` the job goes on from there: what lies beyond it is not restored any more, and goes with the next retention
+        unless kept. strict=False: load what fits; what is left out is in the log and in ``last_restore["notes"]``.
         allow_fresh=True: None instead of an error when nothing can be reached or recovered. Raises CkptdError on all ranks;
         nothing is written unless every rank can load, and the error says so when a rank's objects are dirty all the same.
         ``last_restore["mode"]``: "verified", "direct" where the daemon had no room for all bytes at once, or "fresh".
@@ -241,9 +242,12 @@ class Client:
         captured it here, until all ranks have. A daemon that is away is waited for in its first 15 seconds only.
         A second call for a step that is captured returns the same handle. When registered state has changed since, or it asks
         for a keep or meta that the first had not, its handle is "failed: captured before under this step, ..." with the remedy.
-        meta: given back by a restore in ``last_restore``. Raises TypeError when ``step`` is no integer (numpy's and torch's are).
+        meta: given back by a restore in ``last_restore``. Raises TypeError when ``step`` is no integer (numpy's and torch's are),
+        and ValueError when it is none of 0 to 2^53.
         """
         step = operator.index(step)
+        if not 0 <= step <= STEP_MAX:
+            raise ValueError(f"a step is 0 to 2^53, not {step}")
         handle = Handle(step, "capturing", self._wait_for_handle)
         self._stale, self._asked = None, (step, meta or {}, keep)
         last, began = self._last, time.monotonic()
@@ -272,6 +276,8 @@ class Client:
         self._snapshots.take(handle, meta, **how)
         if handle.taken:
             self._last = handle
+        elif handle.step < self._session.called:
+            self._stale = handle  # it went backwards: what wait() says of the newest step would be taken for this one's
 
     def communication(self) -> AbstractContextManager[None]:
         """Mark what a step spends on the network: with the daemon's ``pacing = "windows"`` copies are sent between the marks

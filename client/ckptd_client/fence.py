@@ -59,7 +59,7 @@ def join(client: Fenced) -> None:
         if _clients.installed:
             return
         _clients.installed = True
-        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))  # type: ignore[attr-defined]
         _wrap_averaged_model()
         _wrap_swap()
 

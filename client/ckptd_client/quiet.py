@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptd.core.errors import CkptdError
@@ -21,6 +22,8 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._what = what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **(kwargs or {}))  # DTensor asks for shapes only; a fake tensor reaches no other rank
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # the subclass takes the operator apart first, DTensor into collectives
         if func.namespace in _COLLECTIVES:

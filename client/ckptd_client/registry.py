@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.machine.waiting import shown
 from ckptd_client import naming, nested, optim, supported, tree, values, watch
-from ckptd_client.entries import KeyMap, Owner
+from ckptd_client.entries import KeyMap, Owner, matches
 from ckptd_client.modules import SavedState
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.scaler import ScalerState
@@ -20,6 +21,7 @@ from ckptd_client.scaler import ScalerState
 EXTRA = "extra"  # register(extra={...}): always a dict of objects, each under its own name
 FILLED = ("tensor", "value")  # kinds that a restore can make
 HELD = ("module", "optimizer", "tensor")  # kinds of which a known structure holds tensors (Recall)
+KEYS = (str, int)  # types of a registered dict's keys, which become parts of names
 Patterns = str | Sequence[str]
 
 
@@ -91,6 +93,8 @@ class Registry:
             found += map(own, _looked_into(name, value, root.inside))
             if root.inside:
                 opened.append(root)
+        _check_names(item.name for item in found)
+        _check_included(found, _tuple(include))
         self.without += _tuple(without)
         self.owners.update({owner.name: owner for owner in found})
         self._opened = [old for old in self._opened if not any(map(old.replaced_by, opened))] + opened
@@ -159,9 +163,21 @@ def _belongs(owner: Owner, root: _Opened) -> bool:
 
 def _looked_into(name: str, value: Any, inside: list[_Box]) -> list[_Found]:
     try:
-        return list(_objects(name, value, inside))
+        found = list(_objects(name, value, inside))
     except RecursionError:
         raise tree.ForeignType(f"{name}: contains itself, or is nested too deep; {tree.REMEDY}") from None
+    _check_names(item.name for item in found)
+    return found
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raises CkptdError: of two objects of one name only one would be saved."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            hint = "keys of dicts are joined by dots, and 1 is written as '1' is"
+            raise CkptdError("two of what is registered have this name", where=name, hint=hint)
+        seen.add(name)
 
 
 def _objects(
@@ -177,6 +193,9 @@ def _objects(
         inside.append(_Box(name, value, _contents(value)))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
+            if type(key) not in KEYS:
+                text = f"{name}: a key of type {type(key).__name__} is no name that a restore finds again; key it by strings"
+                raise tree.ForeignType(text)
             yield from _objects(f"{name}.{key}", item, inside, (value, key))
     elif kind == "scaler":
         yield _Found(name, ScalerState(value), "stateful", place)
@@ -240,6 +259,21 @@ def _check_module(owner: Owner) -> None:
     for name, extra in naming.named(owner, extras).items():
         if isinstance(extra, SavedState):
             tree.encode(extra.get(), name, _any_tensor)
+
+
+def _check_included(owners: list[Owner], patterns: tuple[str, ...]) -> None:
+    """Raises CkptdError for a pattern that fits nothing: what it was to name would be missing from every snapshot. What an
+    optimizer will hold has no names yet."""
+    modules = [owner for owner in owners if owner.kind == "module"]
+    optimizers = [owner.name for owner in owners if owner.kind == "optimizer"]
+    keys = {owner.rename(f"{owner.name}.{spot.name}") for owner in modules for spot in naming.walk(owner.value)[0]}
+    for pattern in patterns if modules or optimizers else ():
+        later = any(pattern.startswith((name, "*", "?", "[")) for name in optimizers)
+        if not later and not any(matches(key, [pattern]) for key in keys):
+            raise CkptdError(
+                f"include={pattern!r} fits none of {len(keys)} keys: {shown(sorted(keys))}",
+                hint="a pattern is of a whole key: model.* for all of model",
+            )
 
 
 def _any_tensor(path: str, _: Tensor) -> str:

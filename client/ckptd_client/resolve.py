@@ -76,11 +76,20 @@ def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
         if owner.name in state.beside:
             yield f"{owner.name}.{BESIDE}", beside.collect(owner.name, owner.value)
     elif owner.kind == "stateful":
-        with NoCollectives(owner.name):
-            saved = owner.value.state_dict()
-        yield owner.name, saved
+        yield owner.name, _saved(owner)
     elif owner.kind == "value":
         yield owner.name, owner.value
+
+
+def _saved(owner: Owner) -> Any:
+    """Raises CkptdError that names it."""
+    try:
+        with NoCollectives(owner.name):
+            return owner.value.state_dict()
+    except CkptdError:
+        raise
+    except Exception as error:
+        raise CkptdError(f"its state_dict() raised {type(error).__name__}: {error}", where=owner.name) from error
 
 
 def _encode(name: str, value: Any, owner: Owner, state: State) -> bytes:

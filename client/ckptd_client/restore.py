@@ -14,6 +14,7 @@ import msgpack
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import FailpointError, failpoint
+from ckptd.core.machine.waiting import shown
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
 from ckptd_client import resolve
@@ -45,6 +46,10 @@ class Outcome:
         default_factory=lambda: {"epoch": None, "step": None, "mode": "fresh", "bytes": {}, "seconds": {}}
     )
     restored: Restored = field(default_factory=Restored)
+
+
+def _fits(key: str, patterns: Sequence[str]) -> bool:
+    return matches(key, patterns) or matches(key.rstrip("."), patterns)
 
 
 class Restore:
@@ -113,10 +118,23 @@ class Restore:
         self._send_object(wire.Wants(message.round), self._wanted.encode())
 
     def _selector(self) -> Callable[[str], bool] | None:
+        """Raises CkptdError naming a pattern that fits nothing: what was asked for would not be loaded, and nobody told."""
         if self._only is None:
             return None
-        patterns = list(self._only)
-        return lambda key: matches(key, patterns) or matches(key.rstrip("."), patterns)
+        assert self._catalogue is not None, "it has been read"
+        patterns, catalogue = list(self._only), self._catalogue
+        known = {*catalogue.tensors, *catalogue.objects, *catalogue.aliases}
+        known |= {entry.key for entry in self._state.entries}
+        for owner in self._registry.owners.values():
+            known.update(resolve.object_names(owner, self._state))
+        idle = [pattern for pattern in patterns if not any(_fits(key, [pattern]) for key in known)]
+        if idle or not patterns:
+            keys = sorted(key for key in known if not key.startswith("$"))
+            raise CkptdError(
+                f"only={idle or patterns!r} fits none of {len(keys)} keys: {shown(keys)}",
+                hint="a pattern is of a whole key: model.* for all of model",
+            )
+        return lambda key: _fits(key, patterns)
 
     def _refuse(self, round_: int, problems: list[str]) -> None:
         told = self._session.troubles.all_of("restore", problems)

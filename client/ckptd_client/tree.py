@@ -176,6 +176,8 @@ _FORMS: dict[type, tuple[int, Callable[[Any], Any]]] = {
 
 def _numpy_form(value: Any) -> tuple[int, Any]:
     numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ma.MaskedArray):
+        raise _Unfit("a masked array: save its data and its mask")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         if value.dtype.hasobject or value.dtype.fields is not None:
             raise TypeError("numpy objects and records")

@@ -29,7 +29,7 @@ def install() -> None:
     with _lock:
         if not _installed:
             _installed = True
-            register_optimizer_step_post_hook(_after_step)
+            register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))  # type: ignore[attr-defined]
             _wrap(Optimizer, "zero_grad")
             _wrap(torch.amp.GradScaler, "update")  # it may have left a step out
 

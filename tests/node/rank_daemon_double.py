@@ -25,13 +25,7 @@ from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import FrameError, RankSocket, memfd_object, read_memfd_object
 from ckptd.wire.world import WORLD_BYTES_MAX, unpack_world
 
-NODE = {
-    "node": "double",
-    "control": "tcp://127.0.0.1:1",
-    "bulk": "127.0.0.1:2",
-    "domain": "d0",
-    "incarnation": "1",
-}
+NODE = {"node": "double", "control": "tcp://127.0.0.1:1", "bulk": "127.0.0.1:2", "domain": "d0", "incarnation": "1"}
 GRAIN_BYTES = 1 << 20
 
 
@@ -463,9 +457,7 @@ class RankDaemonDouble:
             _send(peer, wire.Level(self.epoch, message.step, message.grant, -1, 1, False, why))
 
     def _on_liststeps(self, peer: Peer, message: wire.ListSteps, fds: list[int]) -> None:
-        rows = [
-            {"epoch": e, "step": s, "level": 1, "durable": True, "where": ["memory"]} for e, s in self.held
-        ]
+        rows = [{"epoch": e, "step": s, "level": 1, "durable": True, "where": ["memory"]} for e, s in self.held]
         _send(peer, wire.Steps(message.request, rows))
 
     def _on_askhealth(self, peer: Peer, message: wire.AskHealth, fds: list[int]) -> None:

@@ -113,6 +113,26 @@ def test_what_runs_a_collective_to_be_saved_is_refused(daemon: RankDaemonDouble,
     assert counted.begun == []
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_gloo")
+def test_a_dtensor_may_be_computed_with_for_it(daemon: RankDaemonDouble) -> None:
+    """A sharding that was never asked for is found by a run on fake tensors, which reach no rank: it was refused with torch's own
+    words, once, and worked the next time (a framework's author: the AppState of DCP's tutorial)."""
+
+    class Norms:
+        def state_dict(self) -> dict[str, Any]:
+            return {"w": torch.hypot(model.weight.detach(), model.weight.detach()).to_local()}  # type: ignore[operator, union-attr]
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    model = nn.Linear(37, 41)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, norms=Norms())
+        client.restore()
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+
+
 @pytest.mark.usefixtures("_gloo")
 def test_an_optimizer_that_runs_one_fails_and_a_container_is_looked_into_without_it(
     daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
