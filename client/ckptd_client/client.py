@@ -334,8 +334,9 @@ class Client:
     def wait(self, level: str = "durable", timeout: float | None = None) -> str:
         """Wait until the current step has reached ``level`` ("sealed", "protected", "durable"), at most ``timeout`` seconds;
         captures it first, as with must, if its snapshot was skipped, and again if it became void. Returns the status then, never
-        that of an older step; "unreachable" without a daemon. Where the daemon has no storage "protected" is waited for, with a
-        warning. When training has moved on from a skipped step, it is the newest snapshot that is waited for."""
+        that of an older step; "unreachable" without a daemon, "nothing to wait for" before a first
+        snapshot(). Where the daemon has no storage "protected" is waited for, with a warning. When training has moved on from a
+        skipped step, it is the newest snapshot that is waited for."""
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
         if self._gone:
@@ -396,8 +397,9 @@ class Client:
 
     def _ended(self, level: str, handle: Handle | None, status: str) -> str:
         """Not everybody looks at what a wait returns (P15). That there is no daemon has been said."""
+        over = handle is None and self._session.called < 0  # a run that had ended when it was started again makes no step
         found = handle.fact if handle is not None else None
-        if self._session.link.up and not reached(found, self._attainable(level), self._session.attainable):
+        if self._session.link.up and not over and not reached(found, self._attainable(level), self._session.attainable):
             step = f"step {handle.step} is " if handle is not None else ""
             self._troubles.pass_on(f"wait({level!r}) ended otherwise: {step}{status}", "")
         return status

@@ -76,6 +76,13 @@ def test_what_went_backwards_is_what_wait_answers_for(daemon: RankDaemonDouble) 
         assert client.wait("durable", 30) == "durable"
 
 
+def test_a_run_that_was_over_is_started_again_without_a_warning(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
+    """README's own lines: the loop makes no step, and wait() has nothing to wait for."""
+    with restored(daemon, Training()) as client:
+        assert client.wait("durable", 5) == "nothing to wait for"
+    assert "ended otherwise" not in caplog.text
+
+
 @pytest.mark.parametrize("step", [-1, 2**53 + 1, 2**70])
 def test_a_step_that_none_can_be_changes_nothing(daemon: RankDaemonDouble, step: int) -> None:
     """Every later one "went backwards"."""
