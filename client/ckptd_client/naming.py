@@ -133,6 +133,13 @@ def _wrapped_attribute(kind: Any, _imports: int) -> str:
 
 
 def _wrapping(ddp: nn.parallel.DistributedDataParallel) -> _Wrapping:
+    """Raises CkptdError for replicas that are not equal between two averagings: each tensor is captured by one rank alone."""
+    for _, state in getattr(ddp, "_comm_hooks", ()):
+        if any(kind.__name__ == "PostLocalSGDState" for kind in type(state).__mro__):
+            raise CkptdError(
+                "the replicas of this DistributedDataParallel differ: it averages now and then (post_localSGD_hook)",
+                hint="register its .module: each rank's own is kept, and comes back to as many ranks",
+            )
     ranks = tuple(dist.get_process_group_ranks(ddp.process_group))
     names: set[str] = set(getattr(ddp, "parameters_to_ignore", ()))
     ignored: frozenset[int] = frozenset()

@@ -10,6 +10,7 @@ from ckptd_client.entries import Copies, Mode
 from ckptd_client.registry import Registry
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,6 +59,17 @@ def test_wrappers_leave_no_trace_in_any_nesting() -> None:
         "0.weight",
         "0.bias",
     ]
+
+
+@pytest.mark.usefixtures("_group")
+def test_replicas_that_differ_between_two_averagings_are_refused() -> None:
+    """P1: a restore gave every rank a mixture of them (a framework's author)."""
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    ddp.register_comm_hook(PostLocalSGDState(None, None, start_localSGD_iter=1), post_localSGD_hook)
+    with pytest.raises(CkptdError, match="it averages now and then") as caught:
+        naming.walk(ddp)
+    assert ".module" in str(caught.value)
+    assert names(ddp.module) == ["weight", "bias"]
 
 
 @pytest.mark.usefixtures("_group")
