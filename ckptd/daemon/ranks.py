@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 
 NODE_ID = "node_id"  # what health calls a rank that trains as one of another node
+OF_A_START = "begins_anew"  # the alarm that is about one start of the job alone
 CAPTURES_KEPT_MAX = 256
 GRANTS_PER_SEAT_MAX = 256  # remembered with the session they went to
 HEALTH_PROBLEMS_MAX = 64  # of one answer, so that it fits a frame
@@ -159,6 +160,7 @@ class Ranks:
         self._job.seats.attach(message.rank, session, *sizes)
         if running is None:
             self._job.restore.joining(message.rank, message.attempt)
+            self._services.health.clear(OF_A_START, job=self._job.job)  # it was another one's
         self._job.feed(joined)
         if running is not None:
             session.send(wire.Ready(running.number))

@@ -82,3 +82,6 @@ def test_a_start_that_does_not_restore_says_so_and_takes_nothing_away_at_once(no
     assert any(text in problem for problem in again.do("health")["problems"])
     assert text in node.problems().get("begins_anew", "")
     until(lambda: {row["step"]: row["abandoned"] for row in again.do("steps")} == {1: False, 3: True}, 10, "step 3 to be listed")
+    third = nodes.again([again])[0]
+    assert third.do("restore") == 1
+    assert "begins_anew" not in node.problems(), "this one does not"
