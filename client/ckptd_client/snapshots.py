@@ -121,7 +121,7 @@ class Snapshots:
         except Skip:
             raise
         except ForeignType as error:
-            self._lost(handle, "failed: type")
+            self._lost(handle, f"failed: type: {error}")
             self._troubles.report("type", f"snapshot {handle.step} failed: {error}")
         except CkptdError as error:
             self._lost(handle, f"failed: {error.what}")

@@ -142,7 +142,7 @@ def test_what_the_first_call_did_not_ask_for_is_refused(daemon: RankDaemonDouble
 def test_a_meta_that_cannot_be_saved_is_refused_too(daemon: RankDaemonDouble) -> None:
     with stepped(daemon) as (client, _):
         assert client.snapshot(5, must=True).wait("sealed", 30) == "durable"
-        assert client.snapshot(5, {"what": object()}).status == "failed: type"
+        assert client.snapshot(5, {"what": object()}).status.startswith("failed: type: ")
 
 
 def test_what_was_skipped_is_captured_by_the_second_call(daemon: RankDaemonDouble) -> None:

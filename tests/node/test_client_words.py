@@ -149,5 +149,5 @@ def test_strings_with_lone_surrogates_are_refused_by_name(daemon: RankDaemonDoub
             text.encode()  # so that a log can hold it
         client.register(w=torch.ones(3))
         client.restore()
-        assert client.snapshot(1, {"path": broken}, must=True).status == "failed: type"
+        assert client.snapshot(1, {"path": broken}, must=True).status.startswith("failed: type: ")
         assert any("$meta.meta.path" in text and "surrogate" in text for text in client.health().problems)
