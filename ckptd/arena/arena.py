@@ -73,6 +73,10 @@ class Arena:
         """What one user may have while another one lacks memory."""
         return self._stock.share_bytes
 
+    def spare_bytes(self, uid: int) -> int:
+        """What may still be allocated for this user as things are. Reads the kernel's files."""
+        return self._stock.spare_bytes(uid)
+
     def on_short(self, told: Callable[[int, int], None]) -> None:
         """``told(uid, bytes)`` of each request that is refused, from any thread."""
         self._stock.on_short = told

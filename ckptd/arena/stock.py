@@ -135,6 +135,14 @@ class Stock:
                 raise
             self._lacking.pop(uid, None)
 
+    def spare_bytes(self, uid: int) -> int:
+        """What this user could still have without being refused, and without asking anybody to let go of memory."""
+        with self.lock:
+            spare = self._budget_bytes - self.committed() + sum(s.size for s in self._idle(None))
+            if self._others_lack(uid):
+                spare = min(spare, self.share_bytes - self.committed(uid) + sum(s.size for s in self._idle(uid)))
+        return max(0, min(spare, self._room(0)))
+
     def _others_lack(self, uid: int) -> bool:
         """Was a request within another user's share refused a moment ago?"""
         since = time.monotonic() - LACK_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from ckptd.wire.rank_link import RankSession
 
 SLOT_GRAIN_BYTES = 2 << 20  # slots grow in these, so that small changes of a layout need no new memory
 RECORD_BYTES_MIN = 1 << 20  # of the room for a slot's record; what its layout needs beyond that the rank says
+SMALL_BYTES = 64 << 20  # a state that grows may double at the cost of so much
+STATE_SHARE = 8  # a larger one gets this part of itself as headroom
 OVERSIZE = 2  # a slot of more than this many times what is needed was made for something else
 
 
@@ -28,6 +31,8 @@ class Seat:
     session: RankSession | None = None
     process: Process | None = None  # who sits here, or lost its connection; its end has not been told
     state_bytes: int = 0
+    headroom_bytes: int = 0  # that new slots have beyond the state, since it has grown
+    outgrown_bytes: int = 0  # by so much the state was larger than its room when it last outgrew that
     slots: dict[int, Slot] = field(default_factory=dict)
     free: set[int] = field(default_factory=set)
     layouts: dict[str, asyncio.Future[Layout]] = field(default_factory=dict)
@@ -77,6 +82,7 @@ class Seats:
         seat, frozen_bytes = self.by_rank.setdefault(rank, Seat(rank)), max(frozen_bytes, 0)
         if seat.session is not session:
             seat.layouts.clear()
+            seat.headroom_bytes = seat.outgrown_bytes = 0
             kept = self._frozen.kept_for(rank) if frozen_bytes else None
             if kept is not None and self._services.arena.foreign_mapper(kept, session.process):
                 kept = None
@@ -125,7 +131,8 @@ class Seats:
     def resize(self, seat: Seat, state_bytes: int, frozen_bytes: int = 0, record_bytes: int = 0) -> None:
         """``frozen_bytes``: a new slot of this size for its frozen part is wanted, unless one waits to be filled; below 0: the
         rank has no frozen part any more."""
-        seat.state_bytes, seat.record_bytes = max(state_bytes, 1), record_bytes or seat.record_bytes
+        _grow(seat, max(state_bytes, 1))
+        seat.record_bytes = record_bytes or seat.record_bytes
         if frozen_bytes < 0:
             seat.frozen, seat.frozen_wanted, seat.frozen_bytes = None, 0, 0
             asyncio.get_running_loop().call_soon(self.tidy)
@@ -192,7 +199,7 @@ class Seats:
         return (
             self._fits(seat, seat.slots[slot_id])
             and not self._foreign_mapper(slot_id, seat.session)
-            and len(seat.slots) <= self._services.policy.own_slots
+            and self._fitting(seat) <= self._services.policy.own_slots  # what is too small goes once it is FREE
         )
 
     def usable(self, slot_id: int, session: RankSession) -> bool:
@@ -250,7 +257,7 @@ class Seats:
         if seat.frozen_wanted and not await self._give_frozen(seat):
             return
         while seat.session is not None and self._fitting(seat) < self._services.policy.own_slots:
-            slot = await self._allocate(seat, seat.state_bytes)
+            slot = await self._allocate(seat, seat.state_bytes, seat.headroom_bytes)
             if slot is None:
                 return
             if seat.session is None or not self._fits(seat, slot):
@@ -294,15 +301,15 @@ class Seats:
             asyncio.get_running_loop().call_soon(self.grow)
         return True
 
-    async def _allocate(self, seat: Seat, nbytes: int) -> Slot | None:
-        payload = -(-nbytes // SLOT_GRAIN_BYTES) * SLOT_GRAIN_BYTES
+    async def _allocate(self, seat: Seat, nbytes: int, headroom_bytes: int = 0) -> Slot | None:
+        """``headroom_bytes`` more where that takes the memory of nothing else: of no slot that is missing, and of no copy."""
         tenant = Tenant(self._job, self._uid, "own", seat.rank)
-        arena: Arena = self._services.arena
+        process = seat.session.process if seat.session else None
+        policy, record = self._services.policy, _record_room(seat)
+        missing = max(1, policy.own_slots - self._fitting(seat)) + policy.replicas * policy.peer_sets
+        make = partial(_make, self._services.arena, tenant, record, process)
         try:
-            process = seat.session.process if seat.session else None
-            slot = await self._services.in_work(
-                partial(arena.allocate, tenant, payload, _record_room(seat), mapper=process)
-            )
+            slot = await self._services.in_work(make, nbytes, headroom_bytes, missing * len(self.by_rank))
         except NoMemory as error:
             have = self._fitting(seat)
             slots = f"{have} of {self._services.policy.own_slots} slots"
@@ -343,6 +350,34 @@ class Seats:
     def _tell_retired(self, slot: Slot) -> None:
         for session in self._told.pop(slot.id, set()):
             session.send(Retire(slot.id))
+
+
+def _grow(seat: Seat, state_bytes: int) -> None:
+    """A state that has outgrown its room gets headroom, or one that grows with each step would outgrow its slots with each step:
+    by the time they are made they are too small again (P14). One that never grows costs no byte more."""
+    over = state_bytes - _grained(seat.state_bytes + seat.headroom_bytes)
+    if over > 0:
+        steadily = min(over, seat.outgrown_bytes)  # one leap alone says nothing of the next one
+        small = min(state_bytes, SMALL_BYTES)
+        seat.headroom_bytes, seat.outgrown_bytes = max(state_bytes // STATE_SHARE, 2 * steadily, small), over
+    else:
+        seat.headroom_bytes = min(seat.headroom_bytes, -over)
+    seat.state_bytes = state_bytes
+
+
+def _grained(nbytes: int) -> int:
+    return -(-nbytes // SLOT_GRAIN_BYTES) * SLOT_GRAIN_BYTES
+
+
+def _make(
+    arena: Arena, tenant: Tenant, record: int, process: Process | None, nbytes: int, headroom_bytes: int, missing: int
+) -> Slot:
+    """With headroom, where ``missing`` such slots would fit. Blocks. Raises NoMemory: not even ``nbytes`` fit."""
+    large, exact = _grained(nbytes + headroom_bytes), _grained(nbytes)
+    if headroom_bytes and missing * (large + record) <= arena.spare_bytes(tenant.uid):
+        with contextlib.suppress(NoMemory):  # somebody else was faster
+            return arena.allocate(tenant, large, record, mapper=process)
+    return arena.allocate(tenant, exact, record, mapper=process)
 
 
 def _record_room(seat: Seat) -> int:

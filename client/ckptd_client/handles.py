@@ -38,6 +38,10 @@ class Skip(Exception):
     """This snapshot will not be taken; the reason."""
 
 
+class Outgrown(Skip):
+    """The slot that was granted is too small for the state; a larger one has been asked for."""
+
+
 @dataclass(eq=False)
 class Handle:
     """``status``: capturing, captured, sealed, protected, durable, or "skipped: ...", "void: ...", "failed: ..."."""

@@ -36,6 +36,7 @@ LOST_HINT = "start the job again: a daemon that is started again finds its memor
 
 
 GRANTED_AHEAD, TAKEN_BACK = "granted ahead", "taken back"
+LARGER = "slots are being made larger"
 NO_GRANT_YET, SILENT = "no grant yet: none has arrived", "the daemon is silent"
 
 IDLE, JOINING, READY, SUPERSEDED = "idle", "joining", "ready", "superseded"
@@ -50,6 +51,7 @@ class Session:
         self.job, self.troubles = job, troubles
         self.segments = Segments()
         self.frozen_slot = -1  # where the frozen part may be captured, or was; -1: nowhere yet
+        self.wants_bytes = 0  # of a slot, where the state has outgrown those that there were
         self.frozen_holds = ""  # layout id of what was in it when it was mapped
         self.grants = Grants()
         self.clock = StepClock()
@@ -129,6 +131,7 @@ class Session:
             self.waits = ""
             self._layouts.clear()
             self.segments.forget_connection()
+            self.wants_bytes = 0  # the next daemon may have what this one had not
             self.frozen_slot = -1  # the next daemon may give that number to another slot
             if self.restoring:
                 self._inbox.append((wire.Failed("lost", f"the daemon was lost: {reason}", LOST_HINT), b"", []))
@@ -417,9 +420,30 @@ class Session:
             if later is not None:
                 return f"{GRANTED_AHEAD}: the next snapshot is the first from step {later} on", 0.0
             quiet_s = time.monotonic() - self.link.heard_at
+            if self.outgrown and quiet_s <= SILENT_AFTER_S:
+                return self.larger(self.wants_bytes), 0.0
             if not self.waits and quiet_s > SILENT_AFTER_S:
                 return f"{SILENT}: nothing was heard of it for {quiet_s:.0f} s", quiet_s
             return self.waits or NO_GRANT_YET, time.monotonic() - self._waits_at
+
+    @property
+    def outgrown(self) -> bool:
+        """Are there only slots yet that the state has outgrown? Under the lock."""
+        live = (slot for number, slot in self.segments.slots.items() if number != self.frozen_slot)
+        return self.wants_bytes > 0 and all(slot.capacity < self.wants_bytes for slot in live)
+
+    def larger(self, nbytes: int) -> str:
+        """Why a state that needs so many bytes waits: they are being made, or there is no memory for them, which the daemon has
+        said then."""
+        if self.waits.partition(":")[0] == NO_MEMORY:
+            return self.waits
+        return f"{LARGER}: a snapshot needs {nbytes} bytes"
+
+    def give_up(self, number: int, step: int, reason: str) -> None:
+        """A grant that was taken, of a step that is to be taken under another one."""
+        with self.changed:
+            self.grants.void(number)
+        self.link.send(wire.GaveUp(number, step, reason[:200]))
 
     def follow(self, handle: Handle) -> None:
         with self.changed:

@@ -27,7 +27,7 @@ from ckptd_client.frozen import FrozenCapture, FrozenSlot
 from ckptd_client.gather import gather
 from ckptd_client.gradients import Accumulation
 from ckptd_client.grants import Grant
-from ckptd_client.handles import Handle, Skip
+from ckptd_client.handles import Handle, Outgrown, Skip
 from ckptd_client.job import NAMED_MAX, Job
 from ckptd_client.joining import Joiner
 from ckptd_client.plan import Plan, make_plan
@@ -99,15 +99,23 @@ class Snapshots:
         grant: Grant | None = None
         try:
             with self._failing(handle):
-                grant, slot = self._grant(handle.step, must or keep, must, deadline)
-                try:
-                    failpoint("capture.granted")
-                    self._capture(handle, grant, slot, meta, keep, deadline)
-                finally:
-                    slot.segment.unpin()
-                return
+                while True:
+                    grant = None
+                    grant, slot = self._grant(handle.step, must or keep, must, deadline)
+                    try:
+                        failpoint("capture.granted")
+                        self._capture(handle, grant, slot, meta, keep, deadline)
+                        return
+                    except Outgrown as reason:
+                        if not must or time.monotonic() >= deadline:
+                            raise
+                        self._session.give_up(grant.number, handle.step, str(reason))  # and wait for one in a larger slot
+                    finally:
+                        slot.segment.unpin()
         except Skip as reason:
             self._lost(handle, f"skipped: {reason}")
+            if isinstance(reason, Outgrown):
+                self._troubles.report("memory", f"snapshot {handle.step} is skipped: {reason}")
             if grant is None:
                 self._session.link.send_or_drop(wire.Skipped(handle.step, str(reason)))
         if grant is not None:
@@ -317,11 +325,11 @@ class Snapshots:
         return Found(tensors, packed, plan, hanging, hashes(state.objects, state.entries[hanging:]))
 
     def _ask_for_more(self, plan: Plan, have: int) -> NoReturn:
-        needed = plan.layout.frozen_at
-        self._session.link.send(wire.Resize(needed, record_bytes=plan.record_bytes))
-        text = f"a snapshot needs {needed} bytes, the slot has {have}; asked for more"
-        self._troubles.report("memory", text)
-        raise Skip("no memory")
+        needed, session = plan.layout.frozen_at, self._session
+        with session.changed:
+            session.wants_bytes = needed
+        session.link.send(wire.Resize(needed, record_bytes=plan.record_bytes))
+        raise Outgrown(f"{session.larger(needed)}, the slot has {have}")
 
     def _job(
         self, handle: Handle, grant: Grant, slot: SlotView, frozen: FrozenSlot | None, plan: Plan, tensors: Sequence[Tensor],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from ckptd_client import CkptdError, Client, tree
-from ckptd_client.session import NO_GRANT_YET
+from ckptd_client.session import LARGER, NO_GRANT_YET
 from torch import nn
 
 from ckptd.core import failpoint
@@ -129,17 +129,48 @@ def test_the_join_predicts_the_state_that_the_first_step_gives_birth_to(daemon: 
 def test_a_layout_that_outgrows_its_slots_is_skipped_once_and_the_slots_grow(
     daemon: RankDaemonDouble,
 ) -> None:
-    with stepped(daemon, state_bytes=1000) as (client, _):
-        extra = nn.Linear(600, 600)
-        client.register(more=extra)
-        assert client.snapshot(1, must=True).status == "skipped: no memory"
-        assert any("asked for more" in text for text in client.health().problems)
+    with stepped(daemon, state_bytes=1000) as (client, training):
+        until(lambda: len(client._session.grants) == 3, what="all grants")
+        client.register(more=nn.Linear(600, 600))
+        assert client.snapshot(1).status.startswith(f"skipped: {LARGER}: a snapshot needs ")
+        assert any("the slot has" in text for text in client.health().problems)
+        training.step()
         until(
             lambda: client.snapshot(client._session.called + 1, must=True).taken, what="slots of the new size"
         )
         assert client.wait("sealed", 30) == "durable"
         assert client.health().ok
     assert daemon.messages(wire.Resize)
+
+
+def test_must_waits_for_the_larger_slots(tmp_path: Path) -> None:
+    """It was "skipped: no memory" at once, with each growth, whatever memory there was."""
+    with (
+        RankDaemonDouble(tmp_path / "d.sock", granting="asked") as daemon,
+        stepped(daemon, state_bytes=1000) as (client, training),
+    ):
+        for step, width in enumerate((600, 900), start=1):
+            client.register(**{f"more{step}": nn.Linear(width, width)})
+            handle = client.snapshot(step, must=True)
+            assert handle.wait("sealed", 30) == "durable"
+            assert_same(daemon.held[1, step][0], stored(daemon.held[1, step][0]) | training.tensors())
+            training.step()
+        assert client.health().ok
+        assert not client.health().facts["lost"]
+
+
+@pytest.mark.parametrize("told", ["", "no memory: rank 0 on double: 0 of 3 slots"])
+def test_must_waits_for_larger_slots_within_its_bound_and_says_what_is_so(told: str, tmp_path: Path) -> None:
+    """P5, P15."""
+    with RankDaemonDouble(tmp_path / "d.sock") as daemon, stepped(daemon, state_bytes=1000, must_timeout_s=1.0) as (client, _):
+        daemon._on_resize = lambda *_: None  # type: ignore[method-assign]
+        daemon.waits = told
+        client.health()
+        client.register(more=nn.Linear(600, 600))
+        began = time.monotonic()
+        status = client.snapshot(1, must=True).status
+        assert 0.5 < time.monotonic() - began < 5.0
+        assert status.startswith(f"skipped: {told or LARGER}")
 
 
 def test_a_daemon_without_memory_is_named_with_one_warning(
