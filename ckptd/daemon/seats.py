@@ -31,7 +31,7 @@ class Seat:
     session: RankSession | None = None
     process: Process | None = None  # who sits here, or lost its connection; its end has not been told
     state_bytes: int = 0
-    headroom_bytes: int = 0  # that new slots have beyond the state, since it has grown
+    headroom_bytes: int = 0  # that new slots have beyond the state, since it has grown more than once
     outgrown_bytes: int = 0  # by so much the state was larger than its room when it last outgrew that
     slots: dict[int, Slot] = field(default_factory=dict)
     free: set[int] = field(default_factory=set)
@@ -353,13 +353,14 @@ class Seats:
 
 
 def _grow(seat: Seat, state_bytes: int) -> None:
-    """A state that has outgrown its room gets headroom, or one that grows with each step would outgrow its slots with each step:
-    by the time they are made they are too small again (P14). One that never grows costs no byte more."""
+    """A state that has outgrown its room twice gets headroom, or one that grows with each step would outgrow its slots with each
+    step: by the time they are made they are too small again (P14). Once is what any does whose optimizer's state is born."""
     over = state_bytes - _grained(seat.state_bytes + seat.headroom_bytes)
     if over > 0:
-        steadily = min(over, seat.outgrown_bytes)  # one leap alone says nothing of the next one
-        small = min(state_bytes, SMALL_BYTES)
-        seat.headroom_bytes, seat.outgrown_bytes = max(state_bytes // STATE_SHARE, 2 * steadily, small), over
+        if seat.outgrown_bytes:
+            steadily, small = min(over, seat.outgrown_bytes), min(state_bytes, SMALL_BYTES)
+            seat.headroom_bytes = max(state_bytes // STATE_SHARE, 2 * steadily, small)
+        seat.outgrown_bytes = over
     else:
         seat.headroom_bytes = min(seat.headroom_bytes, -over)
     seat.state_bytes = state_bytes

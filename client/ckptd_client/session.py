@@ -416,12 +416,12 @@ class Session:
     def not_granted(self, step: int) -> tuple[str, float]:
         """Why there is no grant for this step, as far as we were told (nobody is asked), and since how many seconds."""
         with self.changed:
+            quiet_s = time.monotonic() - self.link.heard_at
+            if self.outgrown and quiet_s <= SILENT_AFTER_S:
+                return self.larger(self.wants_bytes), 0.0  # also where a later step is granted, in a slot that is too small
             later = self.grants.later_than(step)
             if later is not None:
                 return f"{GRANTED_AHEAD}: the next snapshot is the first from step {later} on", 0.0
-            quiet_s = time.monotonic() - self.link.heard_at
-            if self.outgrown and quiet_s <= SILENT_AFTER_S:
-                return self.larger(self.wants_bytes), 0.0
             if not self.waits and quiet_s > SILENT_AFTER_S:
                 return f"{SILENT}: nothing was heard of it for {quiet_s:.0f} s", quiet_s
             return self.waits or NO_GRANT_YET, time.monotonic() - self._waits_at
