@@ -99,13 +99,16 @@ class Objects:
 
     def _check_groups(self) -> list[str]:
         problems: list[str] = []
+        others: list[str] = []
         for owner in self._registry.of_kind("optimizer"):
             groups = self.trees.get(f"{owner.name}.{resolve.GROUPS}")
             if groups is not None:
                 problems += optim.check_groups(owner, self._state.params, groups)
+                others += optim.other_kinds(owner, self._state.params, groups)
         if self._wanted.strict:
-            return problems
+            return problems + [f"{text}; strict=False takes state and options as they are" for text in others]
         self._wanted.left_out += problems  # these groups keep what they have
+        self._wanted.warnings += [f"{text}; state and options were taken as they are" for text in others]
         return []
 
     def _check_values(self) -> list[str]:

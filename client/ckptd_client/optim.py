@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -150,9 +151,30 @@ def group_of_each(owner: Owner, known: NameOf) -> dict[str, int]:
 
 
 def groups_tree(owner: Owner, of: Mapping[str, int]) -> dict[str, Any]:
-    """{"groups": [hyperparameters], "of": {parameter key: index into groups}}: per key, said once per group."""
-    groups = [hyperparameters(group) for _, group in nested.groups(owner.value)]
-    return {"groups": groups, "of": of}
+    """{"groups": [hyperparameters], "of": {parameter key: index into groups}}: per key, said once per group. {"kinds": [names of
+    an optimizer's classes], "kind": [index into kinds, of each group]}."""
+    found = nested.groups(owner.value)
+    names = [_kind(type(optimizer)) for optimizer, _ in found]
+    kinds = list(dict.fromkeys(names))
+    at = {kind: index for index, kind in enumerate(kinds)}
+    groups = [hyperparameters(group) for _, group in found]
+    return {"groups": groups, "of": of, "kinds": [list(kind) for kind in kinds], "kind": [at[kind] for kind in names]}
+
+
+@lru_cache(maxsize=1024)
+def _kind(of: type) -> tuple[str, ...]:
+    """The class and those that it is made from, torch's Optimizer left out."""
+    above = (kind for kind in of.__mro__ if issubclass(kind, Optimizer) and kind is not Optimizer)
+    return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in above)
+
+
+def kinds_of(tree: Mapping[str, Any], key: str) -> list[str]:
+    """The classes of the optimizer that this parameter's state and group were saved from, its own first; none where the snapshot
+    does not name them."""
+    if key not in tree["of"] or "kind" not in tree:
+        return []
+    at = tree["kind"][tree["of"][key]]
+    return list(tree["kinds"][at]) if at >= 0 else []
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,16 +186,20 @@ def merge_groups(trees: Iterable[Mapping[str, Any]], *, own_first: bool = False)
     first is this rank's own, which counts then."""
     groups: list[Any] = []
     of: dict[str, int] = {}
+    kinds: list[Any] = []
+    kind: list[int] = []
     for tree in trees:
         first = len(groups)
         groups += tree["groups"]
+        kind += [at + len(kinds) for at in tree["kind"]] if "kind" in tree else [-1] * len(tree["groups"])
+        kinds += tree.get("kinds", [])
         for key, index in tree["of"].items():
             if not own_first and key in of and not same(groups[of[key]], groups[first + index]):
                 raise CkptdError(
                     "ranks saved different hyperparameters", where=key, hint="restore in the same world"
                 )
             of.setdefault(key, first + index)
-    return {"groups": groups, "of": of}
+    return {"groups": groups, "of": of, "kinds": kinds, "kind": kind}
 
 
 def merge_odd(trees: Iterable[Mapping[str, Any]], *, own_first: bool = False) -> dict[str, Any]:
@@ -221,6 +247,24 @@ def check_groups(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[s
     return problems
 
 
+def other_kinds(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[str]:
+    """What was saved from an optimizer of another class than is registered for the same parameter. Classes of one name, or of which
+    one is made from the other, keep the same state (torch's AdamW is an Adam)."""
+    found: dict[str, None] = {}
+    for optimizer, _, keys in _optimizers_and_keys(owner, known):
+        here = _kind(type(optimizer))
+        for saved in (kinds_of(tree, key) for key in keys):
+            if here and saved and not _related(here, saved):
+                text = f"{owner.name}: saved by {saved[0]}, {here[0]} is registered, which may keep other state under other names"
+                found.setdefault(text)
+    return list(found)
+
+
+def _related(here: Sequence[str], saved: Sequence[str]) -> bool:
+    mine, its = ([name.rpartition(".")[2] for name in names] for names in (here, saved))
+    return mine[0] in its or its[0] in mine
+
+
 def _mixed(keys: list[str], tree: Mapping[str, Any]) -> str:
     """Says so when parameters of one group were saved with different hyperparameters; "": they were not."""
     some: dict[int, str] = {}  # of each group that they were saved in
@@ -246,10 +290,14 @@ def _wanted_groups(
 
 
 def _keys_of_groups(owner: Owner, known: NameOf) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    yield from ((group, keys) for _, group, keys in _optimizers_and_keys(owner, known))
+
+
+def _optimizers_and_keys(owner: Owner, known: NameOf) -> Iterator[tuple[Optimizer, dict[str, Any], list[str]]]:
     held = nested.holders(owner.value)
     for optimizer, group in nested.groups(owner.value):
         labels = ((nested.label_of(optimizer, parameter, held), parameter) for parameter in group["params"])
-        yield group, [odd_key(label, key_of(owner, parameter, known)) for label, parameter in labels]
+        yield optimizer, group, [odd_key(label, key_of(owner, parameter, known)) for label, parameter in labels]
 
 
 def empty_state(

@@ -210,7 +210,9 @@ class Restore:
         if left_out:
             told = self._session.troubles.all_of("left out of the restore", left_out)
             log.warning("ckptd job %s: step %d was restored without %d: %s", self._session.job, step, len(left_out), told)
-        restored.notes += left_out
+        for text in self._wanted.warnings:
+            log.warning("ckptd job %s: %s", self._session.job, text)
+        restored.notes += left_out + self._wanted.warnings
         self._outcome.restored = restored
 
     def _failed(self, what: str, where: str, hint: str) -> CkptdError:

@@ -73,6 +73,7 @@ class Wanted:
     partial: bool = False  # nobody asked for all of the snapshot
     strict: bool = True
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # of what was restored, and may not be what the program takes it for
     first: int = 0  # so many targets are no registered tensors: compared with others, or inside of objects
 
     def encode(self) -> bytes:

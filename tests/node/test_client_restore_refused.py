@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ckptd_client import CkptdError, Client
+from ckptd_client import CkptdError, Client, optim
 from torch import nn
 
 from ckptd.core import failpoint
@@ -24,6 +25,19 @@ from tests.node.client_training import (
     stepped,
 )
 from tests.node.rank_daemon_double import RankDaemonDouble
+
+
+class Both(torch.optim.Optimizer):
+    """A wrapper without state of its own, which shows its inner one's groups."""
+
+    def __init__(self, kind: Callable[..., torch.optim.Optimizer], params: Any, **options: Any) -> None:
+        self.inner = kind(params, **options)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
 
 
 @pytest.fixture(autouse=True)
@@ -283,3 +297,105 @@ def test_many_mismatches_are_grouped_and_the_rest_is_in_the_log(
     assert "model.new: not in the snapshot" in text
     assert len(text) < 1500
     assert all(f"model.a{i}: F32[{i}] here" in caplog.text for i in range(10, 30))
+
+
+def optimized(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> dict[str, Any]:
+    """A net that has made one step, unless ``options`` say fresh, and its optimizer."""
+    fresh, model = options.pop("fresh", False), net()
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    if not fresh:
+        model(torch.ones(2, 20)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+class MyAdamW(torch.optim.AdamW):
+    pass
+
+
+class Elsewhere:
+    """As a library that has a class of its own under a name of torch's."""
+
+    class Adam(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, {"lr": lr})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adamax, partial(torch.optim.SGD, momentum=0.9), partial(Both, torch.optim.SGD)])
+def test_an_optimizer_of_another_class_is_refused_or_told(
+    daemon: RankDaemonDouble, kind: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """AdamW's state went into Adamax without a word: KeyError('exp_inf') in its first step."""
+    save(daemon, **optimized(torch.optim.AdamW))
+    there = optimized(kind, fresh=True)
+    before = copy.deepcopy(there["model"].state_dict())
+    inner = there["optimizer"].inner if isinstance(there["optimizer"], Both) else there["optimizer"]
+    name = f"torch.optim.{type(inner).__name__.lower()}.{type(inner).__name__}"
+    with pytest.raises(CkptdError) as caught:
+        load(daemon, **there)
+    for part in ("optimizer: saved by torch.optim.adamw.AdamW", f"{name} is registered", "strict=False"):
+        assert part in str(caught.value)
+    assert_equal(there["model"].state_dict(), before)
+    assert not inner.state
+    client = load(daemon, {"strict": False}, **there)
+    told = f"optimizer: saved by torch.optim.adamw.AdamW, {name} is registered"
+    assert any(told in note for note in client.last_restore["notes"])
+    assert any(told in record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert all("exp_avg" in inner.state[parameter] for parameter in there["model"].parameters())
+
+
+@pytest.mark.parametrize(
+    ("saved", "kind"),
+    [
+        (torch.optim.AdamW, torch.optim.Adam), (torch.optim.Adam, torch.optim.AdamW), (MyAdamW, torch.optim.Adam),
+        (torch.optim.Adam, MyAdamW), (torch.optim.Adam, Elsewhere.Adam), (torch.optim.AdamW, partial(Both, torch.optim.AdamW)),
+        (partial(Both, torch.optim.AdamW), torch.optim.AdamW),
+    ],
+)  # fmt: skip
+def test_an_optimizer_of_a_class_with_the_same_names_is_taken(
+    daemon: RankDaemonDouble, saved: Callable[..., Any], kind: Callable[..., Any]
+) -> None:
+    save(daemon, **optimized(saved))
+    client = load(daemon, **optimized(kind, fresh=True))
+    assert not client.last_restore["notes"]
+
+
+def test_a_snapshot_that_does_not_name_the_class_is_taken_as_before(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = optim.groups_tree
+    monkeypatch.setattr(optim, "groups_tree", lambda *args: {k: v for k, v in made(*args).items() if k in ("groups", "of")})
+    save(daemon, **optimized(torch.optim.AdamW))
+    assert not load(daemon, **optimized(torch.optim.Adamax, fresh=True)).last_restore["notes"]
+
+
+def test_each_optimizer_of_a_list_has_its_own_class(daemon: RankDaemonDouble) -> None:
+    """By parameter, not by place: another split of the same parameters finds its classes."""
+
+    def split(first: Any, second: Any) -> dict[str, Any]:
+        model: Any = net()
+        return {"model": model, "optimizer": [first(model[0].parameters(), lr=0.01), second(model[2].parameters(), lr=0.01)]}
+
+    here = split(torch.optim.AdamW, torch.optim.RMSprop)
+    here["model"](torch.ones(2, 20)).sum().backward()
+    for optimizer in here["optimizer"]:
+        optimizer.step()
+    save(daemon, **here)
+    there = split(torch.optim.AdamW, torch.optim.RMSprop)
+    there["optimizer"].reverse()
+    load(daemon, **there)
+    with pytest.raises(CkptdError) as caught:
+        load(daemon, **split(torch.optim.AdamW, torch.optim.AdamW))
+    text = str(caught.value)
+    assert "saved by torch.optim.rmsprop.RMSprop, torch.optim.adamw.AdamW is registered" in text
+    assert "saved by torch.optim.adamw.AdamW" not in text
+
+
+def test_classes_of_several_ranks_are_kept_apart_when_their_groups_are_merged() -> None:
+    trees = [
+        {"groups": [{"lr": 1}], "of": {"a": 0}, "kinds": [["x.Adam"]], "kind": [0]},
+        {"groups": [{"lr": 2}], "of": {"b": 0}},
+        {"groups": [{"lr": 3}, {"lr": 3}], "of": {"c": 1}, "kinds": [["x.SGD"], ["x.Adam"]], "kind": [0, 1]},
+    ]
+    merged = optim.merge_groups(trees)
+    assert [optim.kinds_of(merged, key) for key in "abc"] == [["x.Adam"], [], ["x.Adam"]]
