@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,14 +11,18 @@ from ckptd_client import device, libc
 from ckptd_client.copying import Copy
 from ckptd_client.entries import Mode
 from ckptd_client.job import Job
-from ckptd_client.plan import Source
+from ckptd_client.plan import AT_ONCE, Source
+from ckptd_client.races import LARGE_BYTES, Races
 from ckptd_client.statics import Statics, mark_of
 
 
-def gather(tensors: Sequence[Tensor], job: Job, statics: Statics) -> None:
-    """Fill the job. ``tensors``: what each entry of the plan is now, plain or DTensor."""
+def gather(tensors: Sequence[Tensor], job: Job, statics: Statics, races: Races) -> None:
+    """Fill the job. ``tensors``: what each entry of the plan is now, plain or DTensor. Raises CkptdError naming what another
+    thread goes on writing."""
+    noted = races.begin(job.plan, tensors)
     early: list[Copy] = []
     late: list[Copy] = []
+    large: list[tuple[int, Copy]] = []
     address = job.slot.address
     frozen = 0 if job.frozen is None else job.frozen.address - job.plan.layout.frozen_at
     proven = job.frozen is not None and statics.trusts(job.frozen)
@@ -34,7 +38,22 @@ def gather(tensors: Sequence[Tensor], job: Job, statics: Statics) -> None:
             _sort(copy, tensors[source.entry], source.mode, job, proven, job.copies, [])
         else:
             copy.run_at_once()
+            if copy.nbytes >= LARGE_BYTES:
+                large.append((source.entry, copy))
+    races.end(noted, tensors, large, lambda entries: _again(entries, tensors, job))
     job.device = device.Batch.of(early, late, [copy for copy in job.held if not copy.source.is_cpu], job.slots)
+
+
+def _again(entries: Collection[int], tensors: Sequence[Tensor], job: Job) -> list[tuple[int, Copy]]:
+    """What is copied at once of these, once more."""
+    copied = [
+        (source.entry, _copy_of(source, local_tensor(source, tensors), job.slot.address))
+        for source in job.plan.sources
+        if source.entry in entries and source.mode in AT_ONCE
+    ]
+    for _, copy in copied:
+        copy.run_at_once()
+    return copied
 
 
 def local_tensor(source: Source, tensors: Sequence[Tensor]) -> Tensor:

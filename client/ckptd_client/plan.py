@@ -28,6 +28,8 @@ _COUNTER = torch.zeros(())  # stands for a step counter that is not born yet
 OBJECTS_BYTES_MIN = 64 * 1024
 # CPU tensors up to this are copied at once: a loop over tiny copies in the background slows Python down.
 SMALL_BYTES_MAX = 16 * 1024
+AT_ONCE = (Mode.SMALL, Mode.SYNC)
+WORD_BYTES = 8  # copied in one move
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,18 @@ class Plan:
     def copies_behind(self) -> bool:
         """Is anything copied in the background whose counters are watched?"""
         return bool(self.watched_state) or any(one.behind for one in self.watched)
+
+    @cached_property
+    def at_once(self) -> tuple[Watched, ...]:
+        """What this rank copies on the CPU before snapshot() returns; not a single number, which no other thread can tear."""
+        rows = self.signature[1:]
+        found = {
+            source.entry: Watched(source.entry, source.key, source.owner, source.sharded, False, False)
+            for source in self.sources
+            if source.mode in AT_ONCE and rows[source.entry][4].type == "cpu"
+            if source.nbytes > min(rows[source.entry][2].itemsize, WORD_BYTES)
+        }
+        return tuple(found.values())
 
     @cached_property
     def keys(self) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from ckptd_client.job import NAMED_MAX, Job
 from ckptd_client.joining import Joiner
 from ckptd_client.plan import Plan, make_plan
 from ckptd_client.progress import Progress
+from ckptd_client.races import Races
 from ckptd_client.recall import Recall
 from ckptd_client.registry import Registry
 from ckptd_client.segments import SlotView
@@ -75,6 +76,7 @@ class Snapshots:
         self._recall: Recall | None = None
         self._accumulation = Accumulation(session.job)
         self._attributes = beside.Attributes(session.job)
+        self._races = Races()
         self._captured: Captured | None = None  # the newest one
         self._taken = 0  # snapshots captured so far
         self._doubt = False  # the newest void was for writes past the fence: there may be others
@@ -283,7 +285,7 @@ class Snapshots:
             look = found.look()
             job = self._job(handle, grant, slot, frozen, plan, tensors, len(packed), keep)
             self._write_objects(slot, packed, plan)
-            gather(tensors, job, self._engine.statics)
+            gather(tensors, job, self._engine.statics, self._races)
             job.blocked_s = time.monotonic() - began
             self._taken += 1
             self.progress.taken(look.seen)

@@ -38,20 +38,17 @@ class Versions:
         """``tensors``: of the plan's entries. A write to a DTensor does not count as one to its local part, nor the other way
         round, so both are watched."""
         sharded = [one for one in watched if one.sharded]
-        self._watched = [*watched, *sharded]
+        self.watched = [*watched, *sharded]
         self._tensors: list[Tensor] = [tensors[one.entry] for one in watched]
         self._tensors += [tensors[one.entry]._local_tensor for one in sharded]  # type: ignore[attr-defined]
-        self._noted = list(map(_version, self._tensors))
+        self._noted = _counters(self._tensors)
 
     def moved(self) -> list[Watched]:
         """What was written since."""
-        try:
-            now = list(map(_version, self._tensors))
-        except RuntimeError:
-            return list(self._watched)  # one has become an inference tensor: nothing is known
+        now = _counters(self._tensors)
         if now == self._noted:
             return []
-        changed = (one for one, then, at in zip(self._watched, self._noted, now, strict=True) if then != at)
+        changed = (one for one, then, at in zip(self.watched, self._noted, now, strict=True) if then != at)
         return list(dict.fromkeys(changed))
 
 
