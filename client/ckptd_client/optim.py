@@ -154,16 +154,21 @@ def groups_tree(owner: Owner, of: Mapping[str, int]) -> dict[str, Any]:
     """{"groups": [hyperparameters], "of": {parameter key: index into groups}}: per key, said once per group. {"kinds": [names of
     an optimizer's classes], "kind": [index into kinds, of each group]}."""
     found = nested.groups(owner.value)
-    names = [_kind(type(optimizer)) for optimizer, _ in found]
+    names = [_kind(optimizer) for optimizer, _ in found]
     kinds = list(dict.fromkeys(names))
     at = {kind: index for index, kind in enumerate(kinds)}
     groups = [hyperparameters(group) for _, group in found]
     return {"groups": groups, "of": of, "kinds": [list(kind) for kind in kinds], "kind": [at[kind] for kind in names]}
 
 
+def _kind(optimizer: Optimizer) -> tuple[str, ...]:
+    """Its class and those that this is made from, torch's Optimizer left out."""
+    of: Any = type(optimizer)
+    return _kind_named(of)
+
+
 @lru_cache(maxsize=1024)
-def _kind(of: type) -> tuple[str, ...]:
-    """The class and those that it is made from, torch's Optimizer left out."""
+def _kind_named(of: Any) -> tuple[str, ...]:
     above = (kind for kind in of.__mro__ if issubclass(kind, Optimizer) and kind is not Optimizer)
     return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in above)
 
@@ -252,7 +257,7 @@ def other_kinds(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[st
     one is made from the other, keep the same state (torch's AdamW is an Adam)."""
     found: dict[str, None] = {}
     for optimizer, _, keys in _optimizers_and_keys(owner, known):
-        here = _kind(type(optimizer))
+        here = _kind(optimizer)
         for saved in (kinds_of(tree, key) for key in keys):
             if here and saved and not _related(here, saved):
                 text = f"{owner.name}: saved by {saved[0]}, {here[0]} is registered, which may keep other state under other names"

@@ -348,8 +348,8 @@ def test_an_ancestor_that_is_whole_is_kept() -> None:
 
 
 def test_what_a_trainer_gives_back_says_that_its_epoch_runs() -> None:
-    """P14: a daemon without a keeper was started again; that ranks train was said before the trainer's memory came, or never: nobody
-    granted anything any more (a trainer's author)."""
+    """P14: a daemon without a keeper was started again; the steward had heard that its epoch does not run, and granted nothing any
+    more (a trainer's author)."""
     node = steward(running=False)
     mark = node.mark
     node.feed(ev.HoldingFound(8, at(7), 0, 0, True, layout(0), ()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from ckptd.daemon.seats import SLOT_GRAIN_BYTES
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import Rank, Rig, rig
 from tests.node.links import eventually
+from tests.waiting import until
 
 MIB = 1 << 20
 STEPS = 40
@@ -48,7 +48,8 @@ def train(house: Rig, *, must: bool) -> list[str]:
             optimizer.step()
             buffer.grow()
             handles.append(client.snapshot(step, must=must))
-            time.sleep(0.2)
+            handles[-1].wait("sealed", 20)
+            until(lambda: not house.shell().seats.sizing(), what="slots to be made: a step takes as long")
         handles[-1].wait("sealed", 20)
         return [handle.status for handle in handles]
 
