@@ -1,13 +1,12 @@
 """What an optimizer's own ``state_dict()`` has beside state and groups (P15): the counter of a Lookahead, a scale.
 
 Only asked where a class overrides it or a hook adds to it, and not before a first step: some are made to take one (torchtitan's
-container). What the others keep in plain attributes is in no checkpoint; that is told.
+container). What they keep in attributes only: ``attributes.py``.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -17,17 +16,10 @@ from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
 from ckptd_client import nested, optim, watch
-from ckptd_client.hyper import marks
 from ckptd_client.quiet import NoCollectives
-from ckptd_client.registry import Registry
 from ckptd_client.same import differing
 
 log = logging.getLogger("ckptd")
-KEPT = (
-    "ckptd job %s: %s (%s) changes its attributes %s, which its state_dict() has not: after a restore they are what the program "
-    "makes them. If its steps depend on them, keep them in its state or a parameter group, or give it a state_dict() and a "
-    "load_state_dict() that have them"
-)
 Tree = dict[str, dict[str, Any]]  # name of the optimizer -> {key: value}
 _USUAL = ("state", "param_groups")
 
@@ -35,7 +27,7 @@ _USUAL = ("state", "param_groups")
 def collect(name: str, value: Any) -> Tree:
     """``value``: the registered optimizer or list. Raises CkptdError when one runs a collective."""
     inside = nested.optimizers(value)
-    if not any(map(_overrides, inside)) or not any(o.state or watch.has_stepped(o) for o in inside):
+    if not any(map(overrides, inside)) or not any(o.state or watch.has_stepped(o) for o in inside):
         return {}
     known = {id(leaf) for optimizer in inside for state in optimizer.state.values() for leaf in _tensors(state)}
     known |= {id(parameter) for _, group in nested.groups(value) for parameter in group["params"]}
@@ -43,14 +35,19 @@ def collect(name: str, value: Any) -> Tree:
     return {label: extra for label, extra in found.items() if extra}
 
 
-def _overrides(optimizer: Optimizer) -> bool:
+def overrides(optimizer: Optimizer) -> bool:
     """Has it a word in what is saved of it?"""
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)  # none where Optimizer.__init__ was not called
     return type(optimizer).state_dict is not Optimizer.state_dict or bool(hooks)
 
 
+def usual(key: Any) -> bool:
+    """Is it state or groups, which are saved by parameter? torchtitan writes "state.layer.weight.exp_avg"."""
+    return str(key).split(".")[0] in _USUAL
+
+
 def _beside(name: str, optimizer: Optimizer, known: set[int]) -> dict[str, Any]:
-    if not _overrides(optimizer):
+    if not overrides(optimizer):
         return {}
     try:
         with NoCollectives(name), torch.no_grad():
@@ -63,7 +60,7 @@ def _beside(name: str, optimizer: Optimizer, known: set[int]) -> dict[str, Any]:
     return {
         key: value
         for key, value in saved.items()
-        if str(key).split(".")[0] not in _USUAL and not any(id(leaf) in known for leaf in _tensors(value))
+        if not usual(key) and not any(id(leaf) in known for leaf in _tensors(value))
     }
 
 
@@ -93,29 +90,3 @@ def give_back(name: str, value: Any, saved: Tree) -> None:
 
 def _differing(name: str, optimizer: Optimizer, extra: dict[str, Any]) -> list[str]:
     return differing(_beside(name, optimizer, set()), extra) if extra else []
-
-
-# --- what it keeps to itself --------------------------------------------------------------------------------
-class Attributes:
-    """Warns of those that change from one snapshot to the next, each once. Whoever saves more than state and groups has said what
-    matters, and is not asked."""
-
-    def __init__(self, job: str) -> None:
-        self._job = job
-        self._seen: weakref.WeakKeyDictionary[Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
-        self._told: set[tuple[str, str]] = set()
-
-    def look(self, registry: Registry) -> None:
-        """At a snapshot."""
-        for owner in registry.of_kind("optimizer"):
-            for optimizer in nested.optimizers(owner.value):
-                if not _overrides(optimizer):
-                    self._compare(owner.name, optimizer)
-
-    def _compare(self, name: str, optimizer: Optimizer) -> None:
-        before, now = self._seen.get(optimizer, {}), marks(vars(optimizer))
-        self._seen[optimizer] = now
-        new = sorted(k for k in differing(now, before) if k in now and (name, k) not in self._told)
-        self._told.update((name, key) for key in new)
-        if new:
-            log.warning(KEPT, self._job, name, type(optimizer).__name__, ", ".join(new))

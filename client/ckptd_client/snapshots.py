@@ -19,8 +19,9 @@ from ckptd.core.machine.waiting import FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, NO_S
 from ckptd.core.written import bounded
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
-from ckptd_client import beside, complete, fence, gradients, libc, resolve, tree
+from ckptd_client import complete, fence, gradients, libc, resolve, tree
 from ckptd_client.again import Captured, Look, hashes, look_at
+from ckptd_client.attributes import Attributes
 from ckptd_client.capture import Engine
 from ckptd_client.entries import State
 from ckptd_client.frozen import FrozenCapture, FrozenSlot
@@ -75,7 +76,7 @@ class Snapshots:
         self._plan: Plan | None = None
         self._recall: Recall | None = None
         self._accumulation = Accumulation(session.job)
-        self._attributes = beside.Attributes(session.job)
+        self._attributes = Attributes(session.job)
         self._races = Races()
         self._captured: Captured | None = None  # the newest one
         self._taken = 0  # snapshots captured so far
@@ -274,7 +275,7 @@ class Snapshots:
         found = self._lookup(handle.step, meta)
         tensors, packed, plan = found.tensors, found.packed, found.plan
         self._accumulation.look(handle.step)
-        self._attributes.look(self._registry)
+        self._attributes.look(self._registry, tensors)
         if not plan.layout.frozen_bytes:
             self._frozen.not_needed(plan)
         if plan.layout.frozen_at > slot.capacity:
