@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+STANDS_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Grants:
         self._overdue: set[int] = set()
         self.newest = 0  # that ever came
         self._taken, self._taken_at = -1, -1  # the newest grant that was taken, and for which step
+        self._again, self._known = -1, 0  # the step whose grant was given up for another one, and the newest grant then
+        self._later_since = math.inf  # there is one that came since, for a later step
 
     def __len__(self) -> int:
         return len(self._untaken)
@@ -70,6 +75,18 @@ class Grants:
         """What was captured under this grant is void."""
         if number == self._taken:
             self._taken_at = -1
+
+    def give_up(self, number: int, step: int) -> None:
+        """The grant that was taken, as this step is to be taken under another one."""
+        self.void(number)
+        self._again, self._known, self._later_since = step, self.newest, math.inf
+
+    def passed_over(self, step: int, now: float) -> bool:
+        """Was this step's grant given up, and what came since is for later ones? Then the other ranks had taken it and went on, and
+        wait for this one, or soon will. A grant that was on its way when that one was given up is taken back within STANDS_S."""
+        later = step == self._again and any(g.number > self._known and g.from_step > step for g in self._untaken)
+        self._later_since = min(self._later_since, now) if later else math.inf
+        return now - self._later_since >= STANDS_S
 
     def take_back(self, number: int) -> bool:
         """True: it was here, untaken."""

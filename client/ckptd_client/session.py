@@ -386,7 +386,7 @@ class Session:
         def look() -> bool:
             grant = self.grants.take(step)
             taken.extend([grant] if grant else [])
-            return bool(taken) or self.phase != READY or not self.link.up
+            return bool(taken) or self.phase != READY or not self.link.up or self.grants.passed_over(step, time.monotonic())
 
         self._asking = wait_s > 0
         if self._asking:
@@ -417,6 +417,8 @@ class Session:
         """Why there is no grant for this step, as far as we were told (nobody is asked), and since how many seconds."""
         with self.changed:
             quiet_s = time.monotonic() - self.link.heard_at
+            if self.grants.passed_over(step, time.monotonic()):
+                return f"{LARGER}: the other ranks went on meanwhile", 0.0
             if self.outgrown and quiet_s <= SILENT_AFTER_S:
                 return self.larger(self.wants_bytes), 0.0  # also where a later step is granted, in a slot that is too small
             later = self.grants.later_than(step)
@@ -442,7 +444,7 @@ class Session:
     def give_up(self, number: int, step: int, reason: str) -> None:
         """A grant that was taken, of a step that is to be taken under another one."""
         with self.changed:
-            self.grants.void(number)
+            self.grants.give_up(number, step)
         self.link.send(wire.GaveUp(number, step, reason[:200]))
 
     def follow(self, handle: Handle) -> None:

@@ -44,6 +44,7 @@ from ckptd_client.versions import Seen, Versions
 
 log = logging.getLogger("ckptd")
 AUDIT_TIMEOUT_S = 30.0
+LARGER_EVERY_S = 0.1  # a slot that is too small may be granted a few times until it is gone
 LASTING_S = 5.0  # what keeps snapshots from being granted for less is no trouble
 OBSTACLES = (NO_STEWARD, FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, SILENT)
 RECOVERED = ("fence", "type", "memory", "waiting", "fresh", "capture")  # troubles that a good snapshot ends
@@ -112,7 +113,8 @@ class Snapshots:
                     except Outgrown as reason:
                         if not must or time.monotonic() >= deadline:
                             raise
-                        self._session.give_up(grant.number, handle.step, str(reason))  # and wait for one in a larger slot
+                        self._session.give_up(grant.number, handle.step, str(reason))
+                        self._session.wait(lambda: not self._session.outgrown, min(deadline, time.monotonic() + LARGER_EVERY_S))
                     finally:
                         slot.segment.unpin()
         except Skip as reason:

@@ -27,7 +27,7 @@ from tests.node.client_training import (
     stepped,
     stored,
 )
-from tests.node.rank_daemon_double import RankDaemonDouble, _objects
+from tests.node.rank_daemon_double import Peer, RankDaemonDouble, _objects
 from tests.waiting import until
 
 
@@ -159,10 +159,30 @@ def test_must_waits_for_the_larger_slots(tmp_path: Path) -> None:
         assert not client.health().facts["lost"]
 
 
+def test_must_does_not_wait_for_a_step_that_the_other_ranks_have_left(tmp_path: Path) -> None:
+    """P5: they have captured it, and wait for this rank in their next collective."""
+    with RankDaemonDouble(tmp_path / "d.sock", granting="asked") as daemon, stepped(daemon, state_bytes=1000) as (client, _):
+        gave_up = daemon._on_gaveup
+
+        def go_on(peer: Peer, message: wire.GaveUp, fds: list[int]) -> None:
+            daemon.on_asked = False
+            gave_up(peer, message, fds)
+            daemon.grant(message.step + 1)
+
+        daemon._on_gaveup = go_on  # type: ignore[method-assign]
+        client.register(more=nn.Linear(600, 600))
+        began = time.monotonic()
+        assert client.snapshot(1, must=True).status == f"skipped: {LARGER}: the other ranks went on meanwhile"
+        assert time.monotonic() - began < 20.0
+
+
 @pytest.mark.parametrize("told", ["", "no memory: rank 0 on double: 0 of 3 slots"])
 def test_must_waits_for_larger_slots_within_its_bound_and_says_what_is_so(told: str, tmp_path: Path) -> None:
     """P5, P15."""
-    with RankDaemonDouble(tmp_path / "d.sock") as daemon, stepped(daemon, state_bytes=1000, must_timeout_s=1.0) as (client, _):
+    with (
+        RankDaemonDouble(tmp_path / "d.sock", granting="asked") as daemon,
+        stepped(daemon, state_bytes=1000, must_timeout_s=1.0) as (client, _),
+    ):
         daemon._on_resize = lambda *_: None  # type: ignore[method-assign]
         daemon.waits = told
         client.health()
@@ -171,6 +191,7 @@ def test_must_waits_for_larger_slots_within_its_bound_and_says_what_is_so(told: 
         status = client.snapshot(1, must=True).status
         assert 0.5 < time.monotonic() - began < 5.0
         assert status.startswith(f"skipped: {told or LARGER}")
+        assert 1 < len(daemon.messages(wire.GaveUp)) < 20
 
 
 def test_a_daemon_without_memory_is_named_with_one_warning(
