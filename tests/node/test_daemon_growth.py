@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 import torch
@@ -35,6 +36,10 @@ class Buffer:
         self.samples = state["samples"]
 
 
+def ready(house: Rig, client: Client) -> bool:
+    return not house.shell().seats.sizing() and len(client._session.grants) > 0
+
+
 def train(house: Rig, *, must: bool) -> list[str]:
     """What became of each snapshot."""
     model = nn.Linear(8, 8)
@@ -49,7 +54,7 @@ def train(house: Rig, *, must: bool) -> list[str]:
             buffer.grow()
             handles.append(client.snapshot(step, must=must))
             handles[-1].wait("sealed", 20)
-            until(lambda: not house.shell().seats.sizing(), what="slots to be made: a step takes as long")
+            until(partial(ready, house, client), what="slots, and a grant: a step takes as long")
         handles[-1].wait("sealed", 20)
         return [handle.status for handle in handles]
 
