@@ -17,7 +17,7 @@ from tests.node.links import eventually
 from tests.waiting import until
 
 MIB = 1 << 20
-STEPS = 40
+STEPS = 24
 
 
 class Buffer:
