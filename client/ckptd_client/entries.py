@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ckptd.core.errors import CkptdError
+from ckptd.core.machine.waiting import shown
+
 KeyMap = Mapping[str, str] | Callable[[str], str]
 
 
@@ -96,6 +99,19 @@ class Owner:
 
 def matches(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def check_fits(
+    what: str, patterns: Sequence[str], keys: Collection[str], fits: Callable[[str, Sequence[str]], bool] = matches
+) -> None:
+    """Raises CkptdError naming those that fit none: what they ask for would be missing, and nobody told (P15)."""
+    idle = [pattern for pattern in patterns if not any(fits(key, [pattern]) for key in keys)]
+    if idle:
+        named = sorted(key for key in keys if not key.startswith("$"))
+        raise CkptdError(
+            f"{what}={idle!r} fits none of {len(named)} keys: {shown(named)}",
+            hint="a pattern is of a whole key: model.* for all of model",
+        )
 
 
 @dataclass(frozen=True, slots=True)

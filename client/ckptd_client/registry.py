@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.machine.waiting import shown
 from ckptd_client import naming, nested, optim, supported, tree, values, watch
-from ckptd_client.entries import KeyMap, Owner, matches
+from ckptd_client.entries import KeyMap, Owner, check_fits
 from ckptd_client.modules import SavedState
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.scaler import ScalerState
@@ -267,13 +266,9 @@ def _check_included(owners: list[Owner], patterns: tuple[str, ...]) -> None:
     modules = [owner for owner in owners if owner.kind == "module"]
     optimizers = [owner.name for owner in owners if owner.kind == "optimizer"]
     keys = {owner.rename(f"{owner.name}.{spot.name}") for owner in modules for spot in naming.walk(owner.value)[0]}
-    for pattern in patterns if modules or optimizers else ():
-        later = any(pattern.startswith((name, "*", "?", "[")) for name in optimizers)
-        if not later and not any(matches(key, [pattern]) for key in keys):
-            raise CkptdError(
-                f"include={pattern!r} fits none of {len(keys)} keys: {shown(sorted(keys))}",
-                hint="a pattern is of a whole key: model.* for all of model",
-            )
+    now = [pattern for pattern in patterns if not any(pattern.startswith((name, "*", "?", "[")) for name in optimizers)]
+    if modules or optimizers:
+        check_fits("include", now, keys)
 
 
 def _any_tensor(path: str, _: Tensor) -> str:

@@ -14,13 +14,12 @@ import msgpack
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import FailpointError, failpoint
-from ckptd.core.machine.waiting import shown
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
 from ckptd_client import resolve
 from ckptd_client.apply import Objects, Restored
 from ckptd_client.catalogue import Catalogue
-from ckptd_client.entries import State, matches
+from ckptd_client.entries import State, check_fits, matches
 from ckptd_client.load import Memory
 from ckptd_client.loading import Loading
 from ckptd_client.registry import Registry
@@ -127,13 +126,7 @@ class Restore:
         known |= {entry.key for entry in self._state.entries}
         for owner in self._registry.owners.values():
             known.update(resolve.object_names(owner, self._state))
-        idle = [pattern for pattern in patterns if not any(_fits(key, [pattern]) for key in known)]
-        if idle or not patterns:
-            keys = sorted(key for key in known if not key.startswith("$"))
-            raise CkptdError(
-                f"only={idle or patterns!r} fits none of {len(keys)} keys: {shown(keys)}",
-                hint="a pattern is of a whole key: model.* for all of model",
-            )
+        check_fits("only", patterns or [""], known, _fits)
         return lambda key: _fits(key, patterns)
 
     def _refuse(self, round_: int, problems: list[str]) -> None:

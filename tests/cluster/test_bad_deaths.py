@@ -75,7 +75,10 @@ def test_a_trainer_goes_on_with_a_daemon_that_lost_its_memory(nodes: Cluster) ->
     node.kill()
     node.start()
     until(lambda: node.newest(JOB, "sealed") == 2, 30, "the trainer to give it back")
-    sealed(trainer, 1)
+    digest = sealed(trainer, 1)
+    assert node.newest(JOB, "sealed") == 3
+    (trainer,) = nodes.again([trainer])
+    assert (trainer.do("restore"), trainer.do("digest")) == (3, digest)
 
 
 def test_a_trainer_killed_in_mid_capture_and_in_mid_restore(nodes: Cluster) -> None:

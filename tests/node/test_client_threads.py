@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -56,6 +57,16 @@ class Registered:
         return self.training.model.state_dict(keep_vars=True)[key.removeprefix("model.")]
 
 
+@contextmanager
+def registering(daemon: RankDaemonDouble) -> Iterator[tuple[Client, Registered]]:
+    """After that first snapshot."""
+    registered = Registered()
+    training = registered.training
+    with begun(daemon, model=training.model, optimizer=training.optimizer, average=registered.average) as client:
+        registered.begin(client)
+        yield client, registered
+
+
 KEYS = ["model.0.weight", "model.0.bias", "model.table", "optimizer.model.0.weight.exp_avg", "average.w"]
 
 
@@ -90,10 +101,7 @@ def written_amid(
 def test_what_another_thread_writes_once_is_copied_again(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    registered = Registered()
-    training = registered.training
-    with begun(daemon, model=training.model, optimizer=training.optimizer, average=registered.average) as client:
-        registered.begin(client)
+    with registering(daemon) as (client, registered):
         left = written_amid(monkeypatch, registered.tensor(key), 1)
         handle = client.snapshot(2, must=True)
         expected = registered.tensor(key).clone()
@@ -107,10 +115,7 @@ def test_what_another_thread_writes_once_is_copied_again(
 def test_what_another_thread_goes_on_writing_fails_the_snapshot_by_name(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    registered = Registered()
-    training = registered.training
-    with begun(daemon, model=training.model, optimizer=training.optimizer, average=registered.average) as client:
-        registered.begin(client)
+    with registering(daemon) as (client, registered):
         with monkeypatch.context() as during:
             written_amid(during, registered.tensor(key), ALWAYS)
             handle = client.snapshot(2, must=True)
@@ -118,7 +123,7 @@ def test_what_another_thread_goes_on_writing_fails_the_snapshot_by_name(
         assert (1, 2) not in daemon.held
         told = [text for text in client.health().problems if "another thread" in text]
         assert len(told) == 1 and key in told[0] and "stop that thread around snapshot()" in told[0]
-        training.step()
+        registered.training.step()
         assert client.snapshot(3, must=True).wait("sealed", 30) == "durable", "the thread has stopped"
         assert not any("another thread" in text for text in client.health().problems)
 

@@ -469,3 +469,4 @@ async def test_a_rank_whose_connection_broke_gets_what_it_waits_for() -> None:
         await again.heard(wire.Ready)
         again.say(wire.Called(2, True))
         await again.sealed(2)
+        assert house.shell().summary()["newest"]["sealed"] == 2

@@ -207,3 +207,4 @@ async def test_a_job_that_crashed_before_its_first_snapshot_and_was_let_go_start
             house.ranks.remove(rank)
         await eventually(lambda: phase(house, "job") == "forgotten", what="it is let go")
         await house.rank("job").begin("at-last")
+        assert phase(house, "job") == "running"
