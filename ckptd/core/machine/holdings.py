@@ -71,8 +71,6 @@ class Holdings:
         slot = Slot(event.slot, event.rank, own=event.own)
         self._slots.hold(slot, fact, event.layout, event.layouts)
         self._uplink.tell_held(fact)  # a trainer brings its memory to a daemon that lost its own, and that the steward has heard
-        if self._ctx.record is not None and event.snapshot.epoch == self._ctx.number:
-            self._ctx.done, self._ctx.never = True, False  # it could not have been captured otherwise
         if event.own:
             self._replication.on_held(slot, found=True)
 

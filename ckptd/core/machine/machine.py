@@ -286,11 +286,10 @@ class JobMachine:
         self.replication.act()
 
     def _holding_found(self, event: ev.HoldingFound) -> None:
-        knew = self.ctx.done
         self.holdings.on_found(event)
         self.lifetime.on_found(event)
-        if self.ctx.done and not knew and self.uplink.session:
-            self.uplink.tell_inventory()  # the steward has heard that the epoch does not run yet, and grants nothing
+        if self.ctx.record is not None and event.snapshot.epoch == self.ctx.number:
+            self._learn_done(msg.RestoreDone(self.ctx.number, self.ctx.number))  # it could not have been captured otherwise
 
     def _replica_arrived(self, event: ev.ReplicaArrived) -> None:
         self.holdings.on_arrived(event)
