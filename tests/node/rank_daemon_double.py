@@ -72,6 +72,7 @@ class RankDaemonDouble:
         self.durable = True
         self.fail_restore: str = ""
         self.problems, self.waits = list[str](), ""  # told to whoever asks
+        self.on_asked = True  # are grants made for what is asked?
         self.part_pieces = 0  # pieces of each part of a load plan; 0: one part
         self.spoil_part = -1  # the part whose first piece leaves its segment
         self.changed = threading.Condition(threading.RLock())
@@ -82,11 +83,9 @@ class RankDaemonDouble:
         self._ready = False
         self._round = self._failed_round = 0
         self._offered: tuple[int, int] | None = None
-        self._numbers = 0
+        self._numbers = self._slot_ids = 0
         self._grant_steps: dict[int, int] = {}
-        self._slot_ids = 0
         self._asked: int | None = None
-        self.on_asked = True  # are grants made for what is asked?
         self._sealed: dict[int, dict[int, int]] = {}  # grant -> rank -> step, until all ranks have sealed
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -369,8 +368,10 @@ class RankDaemonDouble:
         """One grant for what is asked, before the others; none while some rank has a void one: it would take that."""
         if len(self._members()) > 1 and any(n in self.voided for peer in self._members() for n in peer.granted):
             return
-        if self._asked is not None and self.on_asked and not any(step <= self._asked for step in self._grant_steps.values()):
-            self.grant(self._asked)
+        asked = self._asked if self.on_asked else None
+        if asked is not None and not any(step <= asked for step in self._grant_steps.values()) and not self.grant(asked):
+            for number in self._grant_steps.keys() - self._sealed.keys():
+                self._void(number, f"its slots are needed for step {asked}", None)
         while self.granting == "always" and self._ready and all(peer.free for peer in self._members()):
             self.grant(max(peer.called for peer in self._members()) + 1)
 
