@@ -392,8 +392,8 @@ class Run:
             world.clock.after(LOOKS_S, self._wait, since, captured, captured_at)
             return
         world.oracle.count("a loop that waited for a level")
-        entered = all(host.record is not None and host.record.number == epoch for host in self.hosts)
-        if not certified and captured and entered and not world.trouble_since(WAITS_S):
+        there = all(host.alive and host.record is not None and host.record.number == epoch for host in self.hosts)
+        if not certified and captured and there and not world.trouble_since(WAITS_S):
             raise Broken(f"P14 a loop stood still at step {self.step} of epoch {epoch} for {WAITS_S} s, and no level was told")
         world.clock.after(world.step_s, self._advance)
 
