@@ -358,6 +358,8 @@ class Run:
             self.world.clock.after(LOOKS_S, self._advance)
             return
         self.step += self.world.stride
+        for proc in self.procs:
+            proc.asks = None  # a wait() that is over: what comes for that step now is late
         self._waiting = {proc.rank for proc in self.procs}
         must = self._musts(self.step)
         for proc in self.procs:
