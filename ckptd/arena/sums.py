@@ -90,13 +90,20 @@ def bad_blocks(
     tier: int = 0,
 ) -> list[int]:
     """Indexes of the blocks that do not match ``sums``. ``spans``: look only at blocks that these (offset,
-    length) payload ranges touch. Raises ValueError when the sums are not of this layout and tier."""
+    length) payload ranges touch. Raises ValueError when the sums are not of this layout and tier, and for spans that such a copy
+    has not: no block would speak against them."""
     _require_length(payload, layout, tier)
     blocks = blocks_of(layout, tier)
     if len(sums) != SUM_BYTES * len(blocks):
         raise ValueError(f"{len(sums)} bytes of sums for {len(blocks)} blocks")
     digest = xxhash.xxh3_128_digest
-    chosen = range(len(blocks)) if spans is None else touched_blocks(blocks, spans)
+    if spans is None:
+        chosen: Sequence[int] = range(len(blocks))
+    else:
+        asked, held = list(spans), layout.spans(tier)
+        if not all(any(start <= at and at + length <= start + n for start, n in held) for at, length in asked):
+            raise ValueError(f"spans outside of a tier-{tier} copy")
+        chosen = touched_blocks(blocks, asked)
     return [
         i
         for i in chosen

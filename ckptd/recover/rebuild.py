@@ -255,8 +255,9 @@ class Rebuild:
         by_index = {want.index: want for want in asked}
         try:
             for piece in plan.pieces:
-                if piece.source == OWN:
-                    self._add_own(assembly, piece)
+                if piece.source == OWN and not self._add_own(assembly, piece):
+                    assembly.release()
+                    return None
             if far and not await self._fetch_far(rank, assembly, far, by_index, room):
                 assembly.release()
                 return None
@@ -265,12 +266,16 @@ class Rebuild:
             raise
         return assembly
 
-    def _add_own(self, assembly: Assembly, piece: Piece) -> None:
+    def _add_own(self, assembly: Assembly, piece: Piece) -> bool:
+        """False: what was verified of it is not what lies here now."""
         slot = self._host.held(self._snapshot, piece.rank)
         if slot is None or slot.record is None:
             raise CkptdError("a slot went away during the restore", where=f"rank {piece.rank}")
+        if piece.fragment not in self._verified.get(slot.id, ()):
+            return False
         fragment = slot.record.layout.fragments[piece.fragment]
         assembly.put(piece, slot, fragment.offset, fragment.box)
+        return True
 
     async def _fetch_far(
         self,
@@ -330,7 +335,8 @@ class Rebuild:
         return True
 
     async def _verify_own(self, own: list[Piece]) -> bool:
-        """Blocks of own memory are checked once per restore (P10)."""
+        """Blocks of own memory are checked once per restore (P10). A copy of another tier may have taken the place of the one
+        that the plan knew, which was damaged meanwhile: what that lacks would be read beyond its end."""
         for rank in sorted({piece.rank for piece in own}):
             slot = self._host.held(self._snapshot, rank)
             if slot is None or slot.record is None:
@@ -339,6 +345,9 @@ class Rebuild:
             known = self._verified.get(slot.id, frozenset())
             fresh = {piece.fragment for piece in own if piece.rank == rank} - known
             fragments = slot.record.layout.fragments
+            if any(fragments[i].tier < slot.record.tier for i in fresh):
+                self._lose(self._host.node, rank)
+                return False
             spans = [(fragments[i].offset, fragments[i].nbytes) for i in sorted(fresh)]
             if not await self._verify_spans(slot, spans):
                 return False

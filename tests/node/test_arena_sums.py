@@ -20,6 +20,7 @@ from ckptd.arena.sums import (
     blocks_of,
     digests,
     hash_shares,
+    lower_tier,
 )
 from ckptd.core.layout import Layout
 from ckptd.core.layout_build import build_layout
@@ -70,13 +71,24 @@ def test_spans_choose_exactly_the_blocks_they_touch(layout: Layout, payload: mem
     noise, blocks = random.Random(9), blocks_of(layout)
     nothing = bytes(SUM_BYTES * len(blocks))  # every block is bad, so the answer is what was looked at
     for _ in range(200):
-        spans = [(noise.randrange(layout.payload_bytes), noise.randrange(0, 1 << 20)) for _ in range(2)]
+        starts = [noise.randrange(layout.payload_bytes) for _ in range(2)]
+        spans = [(at, min(noise.randrange(0, 1 << 20), layout.payload_bytes - at)) for at in starts]
         touched = [
             i
             for i, (at, size) in enumerate(blocks)
             if any(length and at < start + length and start < at + size for start, length in spans)
         ]
         assert bad_blocks(payload, layout, nothing, spans) == touched
+
+
+@pytest.mark.parametrize("tier", [0, 1])
+def test_of_what_a_copy_has_not_nothing_is_said(layout: Layout, payload: memoryview, tier: int) -> None:
+    """No block would speak against it."""
+    sums = lower_tier(layout, block_sums(payload, layout), 0, tier)
+    end = layout.live_bytes(tier)
+    assert bad_blocks(payload, layout, sums, [(0, end)], tier) == []
+    with pytest.raises(ValueError, match="outside"):
+        bad_blocks(payload, layout, sums, [(0, 8), (end - 8, 16)], tier)
 
 
 def test_digests_name_what_other_ranks_may_hold_too(layout: Layout, payload: memoryview) -> None:

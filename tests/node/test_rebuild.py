@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
+from ckptd.arena.sums import lower_tier
 from ckptd.core.box import Box
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.instructions import PrepareRestore
@@ -35,7 +37,10 @@ from tests.node.slots import JOB, MIB, OWN, fill_and_seal, small_arena
 STEP = SnapshotId(3, 7)
 AWAY = Fetched(False, "the stream broke", away=True)
 DAMAGED = Fetched(False, "damage")
-ITEMS = [(key, "F32", shape, Box.whole(shape), "param", UNIQUE, 1) for key, shape in (("w", (600, 512)), ("b", (8,)))]
+ITEMS = [
+    (key, "F32", shape, Box.whole(shape), "param", UNIQUE, tier)
+    for key, shape, tier in (("w", (600, 512), 1), ("b", (8,), 1), ("norm", (300, 512), 0))
+]
 LAYOUT = build_layout(0, 1, ITEMS, objects_capacity=4096)
 NODE = NodeInfo("here", "c", "b", "d", "i", "")
 
@@ -53,6 +58,7 @@ class Host:
         self.storage: OSError | StorageError = OSError("storage is away")
         self.answers: dict[str, list[Fetched]] = {}
         self.asked: list[str] = []
+        self.here: Slot | None = None  # what this node holds of rank 0
 
     async def fetch(
         self, node: str, snapshot: SnapshotId, rank: int, spans: Sequence[tuple[int, int]], into: memoryview
@@ -64,7 +70,16 @@ class Host:
         return Fetched(True)
 
     def held(self, snapshot: SnapshotId, rank: int) -> Slot | None:
-        return None
+        return self.here
+
+    def hold_less(self) -> None:
+        """A copy as others have it, without what is this rank's alone to keep."""
+        assert self.slot.record is not None
+        record = replace(self.slot.record, tier=1, sums=lower_tier(LAYOUT, self.slot.record.sums, 0, 1))
+        self.here = self._arena.allocate(Tenant(JOB, 1000, "replica", 0), LAYOUT.live_bytes(1))
+        self.here.fill(STEP.step)
+        self.here.extent[: LAYOUT.live_bytes(1)] = self.slot.payload[: LAYOUT.live_bytes(1)]
+        self.here.seal(record)
 
     def damaged(self, slot: Slot, record: SlotRecord, reason: str) -> None:
         raise AssertionError("nothing lies here")
@@ -137,6 +152,18 @@ async def test_another_copy_takes_the_place_of_one_that_cannot_be_reached(host: 
     host.answers = {"a": [AWAY] * 9}
     await brought(rebuild(host, "a", "b"), "w")
     assert host.asked == ["a", "b", "b"], "nor is it asked for the slices then"
+
+
+async def test_a_lesser_copy_that_took_the_place_of_a_damaged_one_is_not_read_beyond_its_end(host: Host) -> None:
+    """It came from another node between the plan and the restore; the plan knows of the whole one."""
+    host.hold_less()
+    made = rebuild(host, "here", "a")
+    await made.catalogue()
+    handover = await made.assemble(0, wants("w", "norm"))
+    handover.release()
+    await made.ended()
+    await made.close()
+    assert "a" in host.asked, "here nobody has what only the whole copy has"
 
 
 @pytest.mark.parametrize(("answer", "code"), [(AWAY, "unreachable"), (DAMAGED, "damage")])

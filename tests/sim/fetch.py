@@ -149,6 +149,9 @@ class Fetching:
         mem = peer.best(do.snapshot, piece.rank)
         if mem is None or mem.payload is None:
             return b"", f"{piece.node} holds nothing of rank {piece.rank}"
+        if mem.lacks(piece.fragment):  # it took the place of a whole one that was damaged after it was decided
+            world.oracle.count("a lesser copy than was planned with")
+            return b"", f"{piece.node} holds less of rank {piece.rank}"
         if not mem.intact and not world.mutant("no verify"):
             peer.feed(ev.SlotDamaged(mem.id, "found at restore"))
             return b"", f"{piece.node}: rank {piece.rank} is damaged"

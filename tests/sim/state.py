@@ -129,6 +129,10 @@ class Mem:
     def snapshot(self) -> SnapshotId | None:
         return self.fact.snapshot if self.fact is not None else None
 
+    def lacks(self, index: int) -> bool:
+        """Is this fragment of another tier than the copy?"""
+        return self.fact is not None and self.layout is not None and self.layout.fragments[index].tier < self.fact.tier
+
     def piece(self, index: int) -> bytes:
         """Of a fragment; -1: the objects."""
         assert self.payload is not None and self.layout is not None
