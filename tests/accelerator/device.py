@@ -1,0 +1,76 @@
+"""The simulated accelerator in this process: ``load()`` once, ``fresh()`` before each test."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from tests.accelerator.build import compiler, library
+
+KIND = "sim"
+__all__ = ["compiler", "fresh", "held", "load", "races", "tune"]
+COUNT = 2  # devices
+
+ops: Any = torch.ops.sim
+
+
+@cache
+def load() -> None:
+    """From now on torch knows the device, as it knows one whose driver is installed."""
+    torch.ops.load_library(str(library()))
+    torch._register_device_module(KIND, _module())
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def _module() -> types.ModuleType:
+    """What torch asks of ``torch.sim`` where it has no neutral call."""
+    module: Any = types.ModuleType("torch.sim")
+    module.is_available = module.is_initialized = lambda: True
+    module.device_count = lambda: COUNT
+    module.current_device = torch.accelerator.current_device_index
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: [generator(device).manual_seed(seed) for device in range(COUNT)]
+    module.get_rng_state = lambda device=None: generator(device).get_state()
+    module.set_rng_state = lambda state, device=None: generator(device).set_state(state)
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.Stream, module.Event = torch.Stream, torch.Event
+    return module  # type: ignore[no-any-return]
+
+
+def generator(device: int | str | torch.device | None = None) -> torch.Generator:
+    """A device's own."""
+    index = torch.device(device).index if isinstance(device, str | torch.device) else device
+    return ops.generator(torch.accelerator.current_device_index() if index is None else index)  # type: ignore[no-any-return]
+
+
+def fresh() -> None:
+    """Nothing is under way, nothing fails, no race is known."""
+    ops.reset()
+
+
+def tune(**values: float) -> None:
+    """``kernel_us``, ``copy_us_per_mib``, ``register_us_per_mib``; ``registrations``, ``copies``: how many succeed (-1: all);
+    ``memory``: bytes of each device; ``poison``: is freed memory written at once?"""
+    for what, value in values.items():
+        ops.tune(what, float(value))
+
+
+def races() -> list[str]:
+    """Accesses of which nothing orders one behind the other."""
+    return list(ops.races())
+
+
+@contextmanager
+def held(stream: torch.Stream | None = None) -> Iterator[None]:
+    """The stream (the default one of device 0) begins nothing until this is over."""
+    number = stream.stream_id if stream is not None else 0
+    ops.hold(number, True)
+    try:
+        yield
+    finally:
+        ops.hold(number, False)

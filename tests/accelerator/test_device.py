@@ -1,0 +1,158 @@
+"""The simulated accelerator computes what the CPU does, is as unkind as a real one, and tells what nothing orders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import device
+
+pytestmark = pytest.mark.skipif(device.compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    device.load()
+    device.fresh()
+    yield
+    device.fresh()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(32, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 3))
+
+
+@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}, {"foreach": False, "amsgrad": True}])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_training_is_that_of_the_cpu(kind: Any, settings: dict[str, bool]) -> None:
+    settings = {key: value for key, value in settings.items() if kind is torch.optim.AdamW or key != "amsgrad"}
+    here = network()
+    there = copy.deepcopy(here).to(device.KIND)
+    optimizers = [kind(one.parameters(), lr=1e-2, **settings) for one in (here, there)]
+    for _ in range(4):
+        batch = torch.randn(16, 32)
+        for model, optimizer, given in zip((here, there), optimizers, (batch, batch.to(device.KIND)), strict=True):
+            optimizer.zero_grad()
+            model(given).square().mean().backward()
+            optimizer.step()
+    for name, value in here.state_dict().items():
+        torch.testing.assert_close(there.state_dict()[name].cpu(), value)  # other fused loops round otherwise
+    assert device.races() == []
+
+
+def test_a_stream_that_is_held_computes_nothing_and_the_host_goes_on() -> None:
+    with device.held():
+        value = torch.ones(4, device=device.KIND).add_(1)
+        event = torch.Event(device.KIND)
+        event.record()
+        assert not event.query()
+    event.synchronize()
+    assert value.sum().item() == 8
+
+
+def test_an_event_that_was_never_recorded_is_complete() -> None:
+    assert torch.Event(device.KIND).query()
+
+
+def test_a_write_beside_a_reader_of_another_stream_is_a_race() -> None:
+    source, side = torch.ones(1000, device=device.KIND), torch.Stream(device.KIND)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        source.clone()
+    source.add_(1)
+    assert [race for race in device.races() if "add" in race and "copy_" in race]
+
+
+def test_a_write_behind_an_event_of_the_reader_is_none() -> None:
+    source, side = torch.ones(1000, device=device.KIND), torch.Stream(device.KIND)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        source.clone()
+    torch.accelerator.current_stream().wait_stream(side)
+    source.add_(1)
+    assert device.races() == []
+
+
+def test_memory_that_is_freed_is_written_at_once() -> None:
+    source, side = torch.ones(1000, device=device.KIND), torch.Stream(device.KIND)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        source.clone()
+    del source
+    assert [race for race in device.races() if "freed memory" in race]
+
+
+def test_memory_that_another_stream_was_told_to_use_is_not() -> None:
+    source, side = torch.ones(1000, device=device.KIND), torch.Stream(device.KIND)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        source.clone()
+    source.record_stream(side)
+    del source
+    assert device.races() == []
+
+
+def test_a_copy_into_pageable_memory_waits_for_all_that_is_queued() -> None:
+    source = torch.ones(1000, device=device.KIND)
+    pinned = torch.empty(1000).pin_memory()
+    with device.held():
+        pinned.copy_(source.add_(1), non_blocking=True)  # returns
+    assert torch.empty(1000).copy_(source, non_blocking=True).sum().item() == 2000
+    assert pinned.sum().item() == 2000
+
+
+def test_what_the_host_reads_too_early_is_a_race() -> None:
+    source, pinned = torch.ones(1000, device=device.KIND), torch.empty(1000).pin_memory()
+    event = torch.Event(device.KIND)
+    pinned.copy_(source, non_blocking=True)
+    event.record()
+    device.ops.host_reads(pinned.data_ptr(), pinned.nbytes, "a seal")
+    assert len(device.races()) == 1
+    device.fresh()
+    pinned.copy_(source, non_blocking=True)
+    event.record()
+    event.synchronize()
+    device.ops.host_reads(pinned.data_ptr(), pinned.nbytes, "a seal")
+    assert device.races() == []
+
+
+def test_a_failed_registration_fails_this_threads_next_launch() -> None:
+    value, memory = torch.ones(4, device=device.KIND), torch.empty(4096)
+    device.tune(registrations=0)
+    with pytest.raises(RuntimeError, match="registration"):
+        device.ops.register_host(memory.data_ptr(), memory.nbytes)
+    with pytest.raises(RuntimeError, match="an earlier registration"):
+        value.add_(1)
+    value.add_(1)
+
+
+def test_a_failed_copy_sticks_to_all_later_calls() -> None:
+    value, pinned = torch.ones(4, device=device.KIND), torch.empty(4).pin_memory()
+    device.tune(copies=0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a copy failed"):
+            pinned.copy_(value, non_blocking=True)
+
+
+def test_what_is_not_contiguous_takes_memory_on_its_way() -> None:
+    value = torch.ones(512, 512, device=device.KIND)
+    pinned = torch.empty(512, 512).pin_memory()
+    device.ops.forget_peak(0)
+    before = device.ops.peak(0)
+    pinned.copy_(value, non_blocking=True)
+    assert device.ops.peak(0) == before
+    pinned.copy_(value.t(), non_blocking=True)
+    assert device.ops.peak(0) == before + value.nbytes
+
+
+def test_the_current_device_is_each_threads_own() -> None:
+    assert torch.ones(1, device=device.KIND).device.index == 0
+    with torch.Stream(torch.device(device.KIND, 1)):
+        assert torch.ones(1, device=device.KIND).device.index == 1
+    assert torch.accelerator.current_device_index() == 0
