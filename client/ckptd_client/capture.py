@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from ckptd.core.failpoint import FailpointError, failpoint
-from ckptd_client import _switches, device, libc
+from ckptd_client import _switches, libc
+from ckptd_client.accelerator import aside
 from ckptd_client.copying import Copy
 from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
 from ckptd_client.segments import SlotView
@@ -375,7 +376,7 @@ class Engine:
                 waiting = self._not_enqueued()
             if waiting is not None:
                 self._enqueue(waiting)
-            with device.aside(copy.source.device):
+            with aside(copy.source.device):
                 if copy.differs(begin, length):
                     return True
         return False
@@ -429,7 +430,7 @@ def _differing(copies: list[Copy], deadline: float) -> tuple[list[Copy], bool]:
         for begin, length in copy.chunks():
             if time.monotonic() > deadline:
                 return found, False
-            with device.aside(copy.source.device):
+            with aside(copy.source.device):
                 differs = copy.differs(begin, length)
             if differs:
                 found.append(copy)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckptd.core.failpoint import failpoint
+from ckptd_client.accelerator import Accelerator, of
 from ckptd_client.copying import Copy
 from ckptd_client.dtypes import as_bits
 from ckptd_client.samples import OnDevice
@@ -30,55 +28,49 @@ class Batch:
     """
 
     def __init__(
-        self, device: torch.device, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView]
+        self, accelerator: Accelerator, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView]
     ) -> None:
-        self._device, self._slots = device, slots
-        self._side = _side_stream(device)
+        self._accelerator, self._slots = accelerator, slots
         self._sources: list[tuple[Tensor, Copy]] = [(copy.source, copy) for copy in late]
-        with torch.cuda.device(device):
-            self._sources += _packed(early)
-            self._ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record(torch.cuda.current_stream(device))
-            self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._sources += _packed(early)
+        self._ready, self._done = accelerator.event(), accelerator.event()
+        self._ready.record(accelerator.training())
         self._held, self._samples = held, OnDevice(())
         self._compared: list[tuple[Copy, Tensor]] = []  # and whether they differ, on the device
 
     @classmethod
     def of(cls, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView]) -> Batch | None:
-        """None without copies. Raises RuntimeError for other accelerators than CUDA and for several devices."""
+        """None without copies. Raises RuntimeError for several devices and for one that is not supported."""
         devices = {copy.source.device for copy in (*early, *late, *held)}
         if not devices:
             return None
-        if len(devices) > 1 or next(iter(devices)).type != "cuda":
-            raise RuntimeError(
-                f"tensors on {sorted(map(str, devices))}: one CUDA device per rank is supported"
-            )
-        return cls(devices.pop(), early, late, held, slots)
+        if len(devices) > 1:
+            raise RuntimeError(f"tensors on {' and '.join(sorted(map(str, devices)))}: one device per rank is supported")
+        return cls(of(devices.pop()), early, late, held, slots)
 
     def enqueue(self) -> None:
         for slot in self._slots:
-            _pin(slot.segment)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._side), torch.no_grad():
+            _pin(slot.segment, self._accelerator)
+        with self._accelerator.aside() as side, torch.no_grad():
             samples = OnDevice(self._held)  # what it brings to the device need not wait for training
-            self._side.wait_event(self._ready)
+            side.wait_event(self._ready)
             for source, copy in self._sources:
                 failpoint("capture.tensor")
                 copy.target_tensor().copy_(as_bits(source), non_blocking=True)
             samples.compare()
-            self._done.record(self._side)
+            self._done.record(side)
         self._samples = samples
 
     def hold_back(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._accelerator.training().wait_event(self._done)
 
     def compare(self, copies: Sequence[Copy]) -> None:
-        with torch.cuda.device(self._device):
-            now: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            now.record(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._side), torch.no_grad():
-                self._side.wait_event(now)
-                self._compared = [(copy, copy.difference()) for copy in copies]
-                self._done.record(self._side)
+        now = self._accelerator.event()
+        now.record(self._accelerator.training())
+        with self._accelerator.aside() as side, torch.no_grad():
+            side.wait_event(now)
+            self._compared = [(copy, copy.difference()) for copy in copies]
+            self._done.record(side)
 
     def done(self) -> bool:
         return bool(self._done.query())
@@ -86,7 +78,7 @@ class Batch:
     def finish(self) -> tuple[list[Copy], list[Copy]]:
         self._done.synchronize()
         self._sources.clear()
-        with aside(self._device):
+        with self._accelerator.aside():
             sampled = self._samples.differing()
             compared = [copy for copy, differs in self._compared if bool(differs)]
         self._held, self._samples, self._compared = [], OnDevice(()), []
@@ -121,34 +113,12 @@ def _room(copy: Copy) -> int:
     return -(-copy.nbytes // PACK_ALIGN_BYTES) * PACK_ALIGN_BYTES
 
 
-_streams: dict[int, Any] = {}
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def aside(device: torch.device) -> Iterator[None]:
-    """What is done within waits for our own copies at most, never for the training stream."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
-        yield
-
-
-def _side_stream(device: torch.device) -> Any:
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    with _lock:
-        if index not in _streams:
-            _streams[index] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return _streams[index]
-
-
-def _pin(segment: Segment) -> None:
+def _pin(segment: Segment, accelerator: Accelerator) -> None:
     """Register the mapping, once, so that copies into it run beside the kernels. Without it they are right but slow."""
     if segment.pinned:
         return
     segment.pinned = True
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    registration = accelerator.registration
     for at in range(0, segment.nbytes, PIN_PIECE_BYTES):
-        cudart.cudaHostRegister(segment.address + at, min(PIN_PIECE_BYTES, segment.nbytes - at), 0)
-        segment.before_unmap.append(partial(cudart.cudaHostUnregister, segment.address + at))
+        registration.register(segment.address + at, min(PIN_PIECE_BYTES, segment.nbytes - at))
+        segment.before_unmap.append(partial(registration.unregister, segment.address + at))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +10,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from ckptd_client.accelerator import REGISTRATIONS, Registration
 
 from tests.accelerator.build import compiler, library
 
 KIND = "sim"
 __all__ = ["compiler", "fresh", "held", "load", "races", "tune"]
 COUNT = 2  # devices
+HELD_S = 20.0  # a stream that the host waits for is let go then
 
 ops: Any = torch.ops.sim
 
@@ -67,10 +70,34 @@ def races() -> list[str]:
 
 @contextmanager
 def held(stream: torch.Stream | None = None) -> Iterator[None]:
-    """The stream (the default one of device 0) begins nothing until this is over."""
+    """The stream (the default one of device 0) begins nothing until this is over. Whoever waits for it meanwhile fails."""
     number = stream.stream_id if stream is not None else 0
+    waited = threading.Event()
+
+    def release() -> None:
+        waited.set()
+        ops.hold(number, False)
+
     ops.hold(number, True)
+    timer = threading.Timer(HELD_S, release)
+    timer.start()
     try:
         yield
     finally:
+        timer.cancel()
         ops.hold(number, False)
+    assert not waited.is_set(), f"the host waited for stream {number}"
+
+
+@contextmanager
+def simulated() -> Iterator[str]:
+    """A device's kind, for captures: what nothing orders fails the test."""
+    load()
+    fresh()
+    REGISTRATIONS[KIND] = lambda: Registration(ops.register_host, ops.unregister_host)
+    try:
+        yield KIND
+        found = races()
+    finally:
+        fresh()
+    assert found == []

@@ -2,6 +2,7 @@
 #include "runtime.h"
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -169,6 +170,13 @@ int64_t returned(const c10::FunctionSchema& schema, size_t at) {
   return -1;
 }
 
+// The device's own random numbers, drawn by the CPU's generator in the same state.
+struct Draws {
+  at::Generator of, here;
+  explicit Draws(at::Generator device) : of(std::move(device)), here(at::detail::createCPUGenerator()) { here.set_state(of.get_state()); }
+  ~Draws() { of.set_state(here.get_state()); }
+};
+
 void any_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::AutoDispatchBelowAutograd below;
   const auto& schema = op.schema();
@@ -185,7 +193,8 @@ void any_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(device.has_value(), "sim: ", schema.name(), " has nothing on the device");
   c10::DeviceGuard guard(*device);
   Stream& stream = runtime().current_stream(device->index());
-  bool at_once = op.hasTag(at::Tag::nondeterministic_seeded) || AT_ONCE.count(schema.name());
+  bool random = op.hasTag(at::Tag::nondeterministic_seeded);
+  bool at_once = random || AT_ONCE.count(schema.name());
   bool all_returned = true;
   for (size_t at = 0; at < schema.returns().size(); ++at) {
     const auto* info = schema.returns()[at].alias_info();
@@ -211,11 +220,22 @@ void any_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::vector<Span> spans;
   for (size_t at = 0; at < count; ++at)
     tensors_of(args[at], [&](const Tensor& tensor) { spans.push_back(span_of(tensor, written(schema, at))); });
+  std::optional<Draws> draws;
   torch::jit::Stack here;
-  for (const IValue& arg : args) {
-    if (arg.isDevice()) here.push_back(c10::Device(at::kCPU));
-    else if (arg.isGenerator() && arg.toGenerator().device().type() == KIND) here.push_back(IValue());
-    else here.push_back(each(arg, on_cpu));
+  for (size_t at = 0; at < count; ++at) {
+    if (args[at].isDevice()) here.push_back(c10::Device(at::kCPU));
+    else if (random && schema.arguments()[at].name() == "generator") {
+      draws.emplace(args[at].isGenerator() ? args[at].toGenerator() : at::globalContext().defaultGenerator(*device));
+      here.push_back(draws->here);
+    } else here.push_back(each(args[at], on_cpu));
+  }
+  if (random && spans.size() == 1 && spans[0].writes && args[0].isTensor()) {  // it is drawn now, as on real devices, and written later
+    Tensor to = here[0].toTensor(), drawn = at::empty_strided(to.sizes(), to.strides(), to.options());
+    here[0] = drawn;
+    op.callBoxed(&here);
+    enqueue(stream, schema.name(), [to, drawn]() mutable { to.copy_(drawn); }, spans);
+    stack->push_back(args[0]);
+    return;
   }
   if (at_once) {
     enqueue(stream, schema.name(), [] {}, spans);
@@ -330,6 +350,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 // --- for tests -------------------------------------------------------------------------------------------------------------
 void hold(int64_t stream, bool held) { runtime().stream(static_cast<int>(stream)).hold(held); }
 void reset() { runtime().reset(); }
+void sleep(double us) {
+  enqueue(runtime().current_stream(runtime().current_device()), "sleep",
+          [us] { std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(us)); }, {});
+}
 void tune(std::string what, double value) {
   auto& one = runtime();
   if (what == "kernel_us") one.kernel_us = value;
@@ -355,6 +379,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("generator", &generator);
   m.def("hold", &hold);
   m.def("reset", &reset);
+  m.def("sleep", &sleep);
   m.def("tune", &tune);
   m.def("races", &races);
   m.def("host_reads", &host_reads);

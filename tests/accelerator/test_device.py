@@ -151,6 +151,20 @@ def test_what_is_not_contiguous_takes_memory_on_its_way() -> None:
     assert device.ops.peak(0) == before + value.nbytes
 
 
+def test_a_device_has_random_numbers_of_its_own_and_draws_them_without_waiting() -> None:
+    generator, here = device.generator(0), torch.get_rng_state()
+    torch.manual_seed(3)
+    first = torch.randn(8, device=device.KIND).cpu()
+    state = generator.get_state()
+    with device.held():
+        second = torch.randn(8, device=device.KIND)
+    generator.set_state(state)
+    assert torch.equal(torch.randn(8, device=device.KIND).cpu(), second.cpu())
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(8, device=device.KIND).cpu(), first)
+    torch.set_rng_state(here)
+
+
 def test_the_current_device_is_each_threads_own() -> None:
     assert torch.ones(1, device=device.KIND).device.index == 0
     with torch.Stream(torch.device(device.KIND, 1)):
