@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ckptd.core.errors import CkptdError
+from ckptd_client.bounce import Ring
+
 
 @dataclass(frozen=True)
 class Registration:
-    """``register(address, bytes)`` and ``unregister(address)`` raise RuntimeError."""
+    """``register(address, bytes)`` and ``unregister(address)`` raise RuntimeError. One copy lies within one registered range."""
 
     register: Callable[[int, int], None]
     unregister: Callable[[int], None]
@@ -23,28 +26,31 @@ class Registration:
 def _cuda() -> Registration:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
-    def checked(result: Any) -> None:
+    def checked(call: str, result: Any) -> None:
         if int(result) != 0:
-            raise RuntimeError(f"cudaHostRegister: {result}")
+            raise RuntimeError(f"{call}: {result}")
 
     return Registration(
-        lambda address, nbytes: checked(runtime.cudaHostRegister(address, nbytes, 0)),
-        lambda address: checked(runtime.cudaHostUnregister(address)),
+        lambda address, nbytes: checked("cudaHostRegister", runtime.cudaHostRegister(address, nbytes, 0)),
+        lambda address: checked("cudaHostUnregister", runtime.cudaHostUnregister(address)),
     )
 
 
-REGISTRATIONS: dict[str, Callable[[], Registration]] = {"cuda": _cuda}  # ROCm calls itself cuda
+REGISTRATIONS: dict[str, Callable[[], Registration]] = {"cuda": _cuda}  # ROCm calls itself cuda, too
+OURS = "ckptd-"  # how the names of our own threads begin
+WITHOUT_MEMORY = frozenset({"cpu", "meta"})  # kinds of tensors that are no accelerator's
 
 
 class Accelerator:
-    """One device of this process. Every thread of ours sets it current before it asks anything of it: device 0 would get a
-    context of each rank otherwise."""
+    """One device of this process. Each thread of ours makes it current before it asks anything of it (``aside``): else device 0
+    would hold a context of every rank."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises RuntimeError for a kind whose host memory nobody knows how to register."""
         self.device = device
         self.registration = REGISTRATIONS[device.type]()
-        self._side: torch.Stream = torch.Stream(device)
+        self._side = torch.Stream(device)
+        self._ring: Ring | None = None
+        self._no_ring = False
 
     def training(self) -> torch.Stream:
         """The stream that is current in the caller's thread."""
@@ -57,8 +63,40 @@ class Accelerator:
     @contextlib.contextmanager
     def aside(self) -> Iterator[torch.Stream]:
         """Device and side stream are current within: what is done waits for our own copies at most, never for training."""
+        if threading.current_thread().name.startswith(OURS) and torch.accelerator.current_device_index() != self.device.index:
+            torch.accelerator.set_device_index(self.device)  # for good: to make the one before current again makes a context there
         with self._side:
             yield self._side
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Host memory, for copies that nobody waits for. Why it cannot be; "" when it is."""
+        with self.aside():
+            try:
+                self.registration.register(address, nbytes)
+            except RuntimeError as error:
+                self._forgets()
+                return str(error)
+        return ""
+
+    def _forgets(self) -> None:
+        """A registration that fails leaves an error which this thread's next launch raises: let that be none of the trainer's."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+
+    def ring(self) -> Ring | None:
+        """For slots that could not be registered; None where no memory can: copies are right, and slow."""
+        with _lock:
+            if self._ring is None and not self._no_ring:
+                try:
+                    self._ring = Ring(self.device.type)
+                except RuntimeError:
+                    self._no_ring = True
+                    self._forgets()
+            return self._ring
+
+    def unregister(self, address: int) -> None:
+        with self.aside():
+            self.registration.unregister(address)
 
 
 _known: dict[torch.device, Accelerator] = {}
@@ -66,10 +104,7 @@ _lock = threading.Lock()
 
 
 def of(device: torch.device) -> Accelerator:
-    """The one for this device. Raises RuntimeError for a kind that is not supported."""
-    if device.type not in REGISTRATIONS:
-        kinds = " and ".join(sorted(REGISTRATIONS))
-        raise RuntimeError(f"tensors on {device}: captures from {kinds} (ROCm too) and the CPU are supported")
+    """The one for this device, which ``check`` has let pass."""
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     with _lock:
@@ -78,6 +113,22 @@ def of(device: torch.device) -> Accelerator:
         return _known[device]
 
 
+def check(key: str, device: torch.device) -> None:
+    """Raises CkptdError for a kind of which nobody has told how host memory is registered."""
+    if device.type not in WITHOUT_MEMORY and device.type not in REGISTRATIONS:
+        kinds = ", ".join(sorted({"cpu", *REGISTRATIONS}))
+        raise CkptdError(f"tensors on {device.type} cannot be captured", where=key, hint=f"supported: {kinds} (ROCm is cuda)")
+
+
+def of_all(devices: Iterable[torch.device]) -> Accelerator | None:
+    """The one that these tensors lie on; None where all are the host's. Raises CkptdError for several."""
+    found = sorted({device for device in devices if device.type not in WITHOUT_MEMORY}, key=str)
+    if len(found) > 1:
+        names = " and ".join(map(str, found))
+        raise CkptdError(f"tensors on {names}: one device per rank is supported", hint="start one rank per device")
+    return of(found[0]) if found else None
+
+
 def aside(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The same for a tensor's device, the CPU among them."""
-    return contextlib.nullcontext() if device.type == "cpu" else of(device).aside()
+    """The same for a tensor's device, the host among them."""
+    return contextlib.nullcontext() if device.type in WITHOUT_MEMORY else of(device).aside()

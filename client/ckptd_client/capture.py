@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from ckptd.core.failpoint import FailpointError, failpoint
-from ckptd_client import _switches, libc
-from ckptd_client.accelerator import aside
+from ckptd_client import _switches, device, libc
+from ckptd_client.accelerator import Accelerator, aside
 from ckptd_client.copying import Copy
 from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
 from ckptd_client.segments import SlotView
@@ -37,7 +37,7 @@ class Engine:
     def __init__(self, on_sealed: OnSealed, on_void: OnVoid) -> None:
         self._on_sealed, self._on_void = on_sealed, on_void
         self._jobs: deque[Job] = deque()
-        self._warming: deque[tuple[SlotView, Iterator[tuple[int, int]]]] = deque()
+        self._warming: deque[tuple[SlotView, Iterator[Callable[[], object]], Callable[[], None]]] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -131,11 +131,11 @@ class Engine:
                     job.stop = job.stop or reason
             self._changed.notify_all()
 
-    def warm(self, slot: SlotView) -> None:
-        """Fill the page tables of a new slot, off the critical path."""
+    def warm(self, slot: SlotView, accelerator: Accelerator | None, ready: Callable[[], None]) -> None:
+        """Fill the page tables of a new slot and register it, off the critical path. ``ready`` is called on the capture thread."""
         slot.segment.pin()
         with self._changed:
-            self._warming.append((slot, iter(slot.pieces())))
+            self._warming.append((slot, _warming(slot, accelerator), ready))
             self._start()
             self._changed.notify_all()
 
@@ -401,14 +401,22 @@ class Engine:
             job.stop = f"{job.stop}; doubtful: the steps {since[0]} to {since[1]}"
 
     def _warm_one(self) -> None:
-        slot, pieces = self._warming[0]
-        piece = next(pieces, None)
-        if piece is not None:
-            libc.advise(piece[0], piece[1], libc.MADV_POPULATE_WRITE)
+        slot, steps, ready = self._warming[0]
+        step = next(steps, None)
+        if step is not None:
+            step()
             return
+        ready()
         with self._changed:
             self._warming.popleft()
         slot.segment.unpin()
+
+
+def _warming(slot: SlotView, accelerator: Accelerator | None) -> Iterator[Callable[[], object]]:
+    for address, nbytes in slot.pieces():
+        yield partial(libc.advise, address, nbytes, libc.MADV_POPULATE_WRITE)
+    while accelerator is not None and slot.segment.next_piece() is not None:
+        yield partial(device.register_next, slot.segment, accelerator)
 
 
 def _compared(job: Job) -> tuple[list[Copy], list[Copy]]:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,7 @@ from ckptd_client.joining import Joiner
 from ckptd_client.registry import Patterns, Registry
 from ckptd_client.rendezvous import NoDaemon
 from ckptd_client.restore import Outcome, Restore, current_state
-from ckptd_client.session import Session, ask_dict
+from ckptd_client.session import Session
 from ckptd_client.snapshots import Snapshots
 from ckptd_client.stepclock import CALLS
 from ckptd_client.troubles import HealthReport, Troubles
@@ -197,8 +198,10 @@ class Client:
         self._engine.fence(self._fence_timeout_s)
         self._engine.drain(self._fence_timeout_s)
         deadline = time.monotonic() + self._restore_limit_s()
+        from ckptd.core import messages  # only who restores needs it
+
         try:
-            ask = ask_dict(step, source, allow_fresh)
+            ask = asdict(messages.RestoreAsk(step, source, allow_fresh))
             world = self._joiner.now(
                 resolve.whole(self._registry, state), ask, session.link.trouble, deadline
             )

@@ -2,64 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ckptd.core.failpoint import failpoint
-from ckptd_client.accelerator import Accelerator, of
+from ckptd_client.accelerator import Accelerator, of_all
 from ckptd_client.copying import Copy
+from ckptd_client.digests import differing, digest
 from ckptd_client.dtypes import as_bits
 from ckptd_client.samples import OnDevice
-from ckptd_client.segments import Segment, SlotView
+from ckptd_client.segments import Segment, SlotView, bytes_tensor
 
-PIN_PIECE_BYTES = 64 * 1024**3  # cudaHostRegister of one range of 512 GiB or more fails
+CLONE_BYTES_MAX = 64 * 1024**2  # what is larger is not cloned on the device: the training stream waits for its copy
+CHUNK_BYTES = 64 * 1024**2  # of one copy: what a stop cannot call back, and room that what is not contiguous takes on its way
 PACK_ALIGN_BYTES = 64
 
 
 class Batch:
     """All copies of one snapshot from one device.
 
-    ``early``: cloned on the training stream now, as they may be written before the side stream gets to them; ``late``: the
-    fence protects them; ``held``: frozen, in their slot already. Sources are referenced until the copies are done, so that
-    their memory goes to nobody else.
+    ``early``: cloned on the training stream now, or copied before it goes on, as they may be written before the side stream gets
+    to them; ``late``: the fence protects them; ``held``: frozen, in their slot already; ``audited``: digested as they are copied.
+    Sources are referenced until the copies are done, so that their memory goes to nobody else.
     """
 
     def __init__(
-        self, accelerator: Accelerator, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView]
-    ) -> None:
+        self, accelerator: Accelerator, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView],
+        audited: Sequence[Copy] = (),
+    ) -> None:  # fmt: skip
+        """Raises RuntimeError when the device does; nothing is on its way into a slot then."""
         self._accelerator, self._slots = accelerator, slots
-        self._sources: list[tuple[Tensor, Copy]] = [(copy.source, copy) for copy in late]
-        self._sources += _packed(early)
         self._ready, self._done = accelerator.event(), accelerator.event()
+        self._digests: dict[int, Tensor] = {id(copy): torch.empty(0) for copy in audited}
+        self._ring = None if all(slot.segment.registered for slot in slots) else accelerator.ring()
+        small = [copy for copy in early if copy.nbytes <= CLONE_BYTES_MAX]
+        large = [copy for copy in early if copy.nbytes > CLONE_BYTES_MAX]
+        self._sources: list[tuple[Tensor, Copy]] = [(copy.source, copy) for copy in late]
+        self._sources += _packed(small)
         self._ready.record(accelerator.training())
         self._held, self._samples = held, OnDevice(())
         self._compared: list[tuple[Copy, Tensor]] = []  # and whether they differ, on the device
+        self._large = [(copy.source, copy) for copy in large]
+        if large:
+            self._copy(self._large)
+            self.hold_back()
 
     @classmethod
-    def of(cls, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView]) -> Batch | None:
-        """None without copies. Raises RuntimeError for several devices and for one that is not supported."""
-        devices = {copy.source.device for copy in (*early, *late, *held)}
-        if not devices:
-            return None
-        if len(devices) > 1:
-            raise RuntimeError(f"tensors on {' and '.join(sorted(map(str, devices)))}: one device per rank is supported")
-        return cls(of(devices.pop()), early, late, held, slots)
+    def of(
+        cls, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView], audited: Sequence[Copy] = ()
+    ) -> Batch | None:
+        """None without copies. Raises CkptdError for several devices."""
+        accelerator = of_all({copy.source.device for copy in (*early, *late, *held)})
+        return None if accelerator is None else cls(accelerator, early, late, held, slots, audited)
 
     def enqueue(self) -> None:
-        for slot in self._slots:
-            _pin(slot.segment, self._accelerator)
+        self._copy(self._sources, sampled=True)
+
+    def _copy(self, sources: list[tuple[Tensor, Copy]], sampled: bool = False) -> None:
         with self._accelerator.aside() as side, torch.no_grad():
-            samples = OnDevice(self._held)  # what it brings to the device need not wait for training
-            side.wait_event(self._ready)
-            for source, copy in self._sources:
-                failpoint("capture.tensor")
-                copy.target_tensor().copy_(as_bits(source), non_blocking=True)
-            samples.compare()
-            self._done.record(side)
-        self._samples = samples
+            try:
+                samples = OnDevice(self._held if sampled else ())  # what it brings to the device need not wait for training
+                side.wait_event(self._ready)
+                for source, copy in sources:
+                    failpoint("capture.tensor")
+                    self._copy_one(source, copy)
+                samples.compare()
+                self._samples = samples
+            finally:
+                self._done.record(side)  # also of what was enqueued before something failed: its slot is not free before that
+
+    def _copy_one(self, source: Tensor, copy: Copy) -> None:
+        for part, at in _parts(as_bits(source), copy.target, self._slots):
+            if self._ring is not None:
+                self._ring.out(part, at)
+            else:
+                bytes_tensor(at, part.nbytes).view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
+        if id(copy) in self._digests:
+            self._digests[id(copy)] = digest(source)
 
     def hold_back(self) -> None:
         self._accelerator.training().wait_event(self._done)
@@ -68,21 +90,63 @@ class Batch:
         now = self._accelerator.event()
         now.record(self._accelerator.training())
         with self._accelerator.aside() as side, torch.no_grad():
-            side.wait_event(now)
-            self._compared = [(copy, copy.difference()) for copy in copies]
-            self._done.record(side)
+            try:
+                side.wait_event(now)
+                self._compared = [(copy, self._differs(copy)) for copy in copies]
+            finally:
+                self._done.record(side)
+
+    def _differs(self, copy: Copy) -> Tensor:
+        then = self._digests.get(id(copy))
+        return copy.difference() if then is None or not then.numel() else differing(then, digest(copy.source))
 
     def done(self) -> bool:
-        return bool(self._done.query())
+        """A device that fails is done: nothing of it arrives any more, and ``finish`` says why."""
+        with contextlib.suppress(RuntimeError), self._accelerator.aside():
+            if not self._done.query():
+                return False
+            self._land()
+        return True
+
+    def _land(self) -> None:
+        if self._ring is not None:
+            self._ring.land()
 
     def finish(self) -> tuple[list[Copy], list[Copy]]:
-        self._done.synchronize()
-        self._sources.clear()
-        with self._accelerator.aside():
-            sampled = self._samples.differing()
-            compared = [copy for copy, differs in self._compared if bool(differs)]
-        self._held, self._samples, self._compared = [], OnDevice(()), []
+        try:
+            with self._accelerator.aside():
+                self._done.synchronize()
+                self._land()
+                sampled = self._samples.differing()
+                compared = [copy for copy, differs in self._compared if bool(differs)]
+        finally:
+            self._sources.clear()
+            self._large.clear()
+            self._digests.clear()
+            self._held, self._samples, self._compared = [], OnDevice(()), []
         return sampled, compared
+
+
+def _parts(source: Tensor, target: int, slots: Sequence[SlotView]) -> Iterator[tuple[Tensor, int]]:
+    """Slices of at most CHUNK_BYTES and where each goes, none of them across two ranges that were registered apart."""
+    if not source.nbytes:
+        return
+    segment = next(slot.segment for slot in slots if slot.segment.holds(target, source.nbytes))
+    left = segment.uncut(target)
+    if source.nbytes <= min(CHUNK_BYTES, left):
+        yield source, target
+    elif source.is_contiguous():
+        flat, at = source.view(-1), 0
+        while at < flat.numel():
+            items = min(CHUNK_BYTES, segment.uncut(target + at * flat.itemsize)) // flat.itemsize
+            items = min(items, flat.numel() - at)
+            yield flat[at : at + items], target + at * flat.itemsize
+            at += items
+    else:
+        half = source.shape[0] // 2
+        for part in (source[:half], source[half:]) if half else (source[0],):
+            yield from _parts(part, target, slots)
+            target += part.nbytes
 
 
 def _packed(copies: Sequence[Copy]) -> list[tuple[Tensor, Copy]]:
@@ -113,12 +177,10 @@ def _room(copy: Copy) -> int:
     return -(-copy.nbytes // PACK_ALIGN_BYTES) * PACK_ALIGN_BYTES
 
 
-def _pin(segment: Segment, accelerator: Accelerator) -> None:
-    """Register the mapping, once, so that copies into it run beside the kernels. Without it they are right but slow."""
-    if segment.pinned:
-        return
-    segment.pinned = True
-    registration = accelerator.registration
-    for at in range(0, segment.nbytes, PIN_PIECE_BYTES):
-        registration.register(segment.address + at, min(PIN_PIECE_BYTES, segment.nbytes - at))
-        segment.before_unmap.append(partial(registration.unregister, segment.address + at))
+def register_next(segment: Segment, accelerator: Accelerator) -> bool:
+    """One piece of it, off the critical path. False: nothing is left to be registered, or it cannot be."""
+    piece = segment.next_piece()
+    if piece is None:
+        return False
+    segment.piece_registered(accelerator.register(*piece), lambda: accelerator.unregister(piece[0]))
+    return segment.next_piece() is not None

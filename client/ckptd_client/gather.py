@@ -41,7 +41,8 @@ def gather(tensors: Sequence[Tensor], job: Job, statics: Statics, races: Races) 
             if copy.nbytes >= LARGE_BYTES:
                 large.append((source.entry, copy))
     races.end(noted, tensors, large, lambda entries: _again(entries, tensors, job))
-    job.device = device.Batch.of(early, late, [copy for copy in job.held if not copy.source.is_cpu], job.slots)
+    held = [copy for copy in job.held if not copy.source.is_cpu]
+    job.device = device.Batch.of(early, late, held, job.slots, late if job.audit else ())
 
 
 def _again(entries: Collection[int], tensors: Sequence[Tensor], job: Job) -> list[tuple[int, Copy]]:

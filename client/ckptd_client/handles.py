@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ckptd.wire.rank import Level
@@ -86,3 +86,14 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<snapshot {self.step}: {self.status}>"
+
+
+def newest_of(levels: Mapping[int, Level]) -> dict[str, int]:
+    """The newest step that is sealed, protected, durable; -1: none is."""
+    newest = dict.fromkeys(("sealed", "protected", "durable"), -1)
+    for step, told in sorted(levels.items()):
+        if not told.void:
+            newest["sealed"] = step if told.level >= 0 else newest["sealed"]
+            newest["protected"] = step if told.level >= max(1, told.wanted) else newest["protected"]
+            newest["durable"] = step if told.durable else newest["durable"]
+    return newest

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptd.core.errors import CkptdError
 from ckptd_client import rendezvous
+from ckptd_client.accelerator import of_all
 from ckptd_client.claims import claims_of
 from ckptd_client.entries import State
 from ckptd_client.plan import predicted_bytes
@@ -101,6 +102,7 @@ class Joiner:
     def _bytes(self, state: State, world: World) -> tuple[int, int, int]:
         """(live part, frozen part, record) of one snapshot."""
         replicas = int(self._session.policy.get("replicas", 0))
+        self._session.accelerator = of_all({entry.tensor.device for entry in state.entries})
         live, frozen, record = predicted_bytes(self._registry, state, world, replicas)
         if self._state_bytes is not None:
             return max(1, self._state_bytes - frozen), frozen, int(record * RECORD_SLACK)

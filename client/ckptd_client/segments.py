@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ckptd_client import forks, libc
 
+REGISTERED_BYTES = 1024**3  # of one piece that an accelerator registers: it takes a third of a second, and locks the mappings
 WARM_PIECE_BYTES = 64 * 1024 * 1024  # page tables are filled in pieces, so that a capture need not wait long
 
 
@@ -34,8 +36,9 @@ class Segment:
         self.fd = forks.guard(fd)
         libc.advise(self.address, nbytes, libc.MADV_DONTFORK)
         libc.advise(self.address, nbytes, libc.MADV_DONTDUMP)
-        self.pinned = False  # for an accelerator (device.py)
-        self.before_unmap: list[Callable[[], object]] = []
+        self.refused = ""  # why an accelerator cannot register it
+        self._registered = 0  # bytes from its beginning on
+        self._before_unmap: list[Callable[[], object]] = []
         self._pins = 1
         self._lock = threading.Lock()
 
@@ -48,10 +51,40 @@ class Segment:
             self._pins -= 1
             last = self._pins == 0
         if last:
-            for undo in self.before_unmap:
+            for undo in self._before_unmap:
                 undo()
             libc.unmap(self.address, self.nbytes)
             forks.close(self.fd)
+
+
+    # --- for an accelerator (device.py) -------------------------------------------------------------------------
+    @property
+    def registered(self) -> bool:
+        """All of it."""
+        return self._registered >= self.nbytes
+
+    def next_piece(self) -> tuple[int, int] | None:
+        """(address, bytes) that are to be registered next."""
+        if self.refused or self.registered:
+            return None
+        return self.address + self._registered, min(REGISTERED_BYTES, self.nbytes - self._registered)
+
+    def piece_registered(self, trouble: str, undo: Callable[[], object]) -> None:
+        """The next piece is, or the trouble with it."""
+        piece = self.next_piece()
+        assert piece is not None, "there is a next piece"
+        if trouble:
+            self.refused = trouble
+            return
+        self._registered += piece[1]
+        self._before_unmap.append(undo)
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        return self.address <= address and address + nbytes <= self.address + self.nbytes
+
+    def uncut(self, address: int) -> int:
+        """Bytes from there on that were registered as one."""
+        return REGISTERED_BYTES - (address - self.address) % REGISTERED_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +121,7 @@ class Segments:
         self.slots: dict[int, SlotView] = {}
         self._known: dict[tuple[int, int], Segment] = {}
         self._named: dict[str, Segment] = {}  # of this connection
+        self._dropped: deque[Segment] = deque()
 
     def map_slot(
         self, number: int, name: str, nbytes: int, offset: int, capacity: int, fd: int | None
@@ -103,7 +137,7 @@ class Segments:
         old = self.slots.get(number)
         self.slots[number] = view
         if old is not None:
-            old.segment.unpin()
+            self._dropped.append(old.segment)
         return view
 
     def _map(self, name: str, fd: int, nbytes: int) -> Segment:
@@ -131,13 +165,13 @@ class Segments:
         view = self.slots.pop(number, None)
         if view is None:
             return
-        view.segment.unpin()
+        self._dropped.append(view.segment)
         self.drop_unused()
 
     def forget_connection(self) -> None:
         """Slots and names were the old connection's; the mappings stay, to be offered to the next daemon."""
         for number in list(self.slots):
-            self.slots.pop(number).segment.unpin()
+            self._dropped.append(self.slots.pop(number).segment)
         self._named.clear()
 
     def offers(self) -> list[tuple[str, int]]:
@@ -146,6 +180,12 @@ class Segments:
     def close(self) -> None:
         self.forget_connection()
         self.drop_unused()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Unmap what was dropped: a device may take long over it, so nobody's lock is held."""
+        while self._dropped:
+            self._dropped.popleft().unpin()
 
     def drop_unused(self) -> None:
         """Unmap what no slot lies in (after a reconnect: once the daemon has told all its slots)."""
@@ -153,4 +193,4 @@ class Segments:
         for identity in [i for i in self._known if i not in used]:
             segment = self._known.pop(identity)
             self._named = {name: s for name, s in self._named.items() if s is not segment}
-            segment.unpin()
+            self._dropped.append(segment)

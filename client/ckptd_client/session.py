@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptd.core.errors import CkptdError
@@ -19,8 +19,10 @@ from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object, read_memfd_object
 from ckptd.wire.world import pack_world
 from ckptd_client import fence
+from ckptd_client.accelerator import Accelerator
+from ckptd_client.cold import Cold
 from ckptd_client.grants import Grant, Grants
-from ckptd_client.handles import Handle
+from ckptd_client.handles import Handle, newest_of
 from ckptd_client.link import Link, close_all
 from ckptd_client.segments import Segments, SlotView
 from ckptd_client.stepclock import StepClock
@@ -72,7 +74,9 @@ class Session:
         self.stop_capture: Callable[[int, str], bool] = lambda grant, reason: False
         self.connection_lost: Callable[[int], None] = lambda connection: None
         self.written_there: Callable[[dict[str, list[str]], int], None] = lambda written, grant: None
-        self.slot_mapped: Callable[[SlotView], None] = lambda slot: None
+        self.slot_mapped: Callable[[SlotView, Accelerator | None, Callable[[], None]], None] = lambda slot, on, ready: ready()
+        self.accelerator: Accelerator | None = None  # that the rank's tensors lie on
+        self._cold = Cold()
         self._handles: dict[int, Handle] = {}
         self._inbox: deque[tuple[Any, bytes, list[int]]] = deque()
         self._replies: dict[int, Any] = {}
@@ -128,6 +132,7 @@ class Session:
             lost = self.connection
             self._lost_at = self._lost_at or time.monotonic()
             self.grants.clear()
+            self._cold.clear()
             self.waits = ""
             self._layouts.clear()
             self.segments.forget_connection()
@@ -136,6 +141,7 @@ class Session:
             if self.restoring:
                 self._inbox.append((wire.Failed("lost", f"the daemon was lost: {reason}", LOST_HINT), b"", []))
             self.changed.notify_all()
+        self.segments.let_go()
         self.troubles.report("daemon", f"not protected: connection to the daemon lost ({reason})")
         self.connection_lost(lost)
 
@@ -164,6 +170,7 @@ class Session:
             with self.changed:
                 self._on[type(message)](message, fds)
                 self.changed.notify_all()
+            self.segments.let_go()  # not under the lock: a device takes its time
         finally:
             close_all(fds)  # handlers take out what they keep
 
@@ -178,7 +185,15 @@ class Session:
             return
         if message.frozen:
             self.frozen_slot, self.frozen_holds = message.slot, message.holds
-        self.slot_mapped(slot)
+        if self.accelerator is not None:
+            self._cold.begin(message.slot)
+        self.slot_mapped(slot, self.accelerator, lambda: self._slot_ready(message.slot))
+
+    def _slot_ready(self, slot: int) -> None:
+        with self.changed:
+            for grant in self._cold.ready(slot):
+                self._granted(grant, [])
+            self.changed.notify_all()
 
     def _opened(self, message: wire.Opened, fds: list[int]) -> None:
         if self.restoring:
@@ -226,6 +241,8 @@ class Session:
         self.troubles.clear("join")
 
     def _granted(self, message: wire.GrantSlot, fds: list[int]) -> None:
+        if self._cold.keeps(message):
+            return
         grant = Grant(message.slot, message.grant, message.from_step, self.called)
         if self.phase != READY or message.slot not in self.segments.slots:
             self.link.send(wire.GaveUp(message.grant, self.called, NO_MEMORY if self.phase == READY else NOT_HERE))
@@ -238,7 +255,7 @@ class Session:
                 self.link.send(wire.Called(self.called, True))
 
     def _taken_back(self, message: wire.TakeBack, fds: list[int]) -> None:
-        if self.grants.take_back(message.grant):
+        if self._cold.take_back(message.grant) or self.grants.take_back(message.grant):
             self.link.send(wire.GaveUp(message.grant, self.called, TAKEN_BACK))
         else:
             self.stop_capture(message.grant, f"{TAKEN_BACK}: {message.reason}" if message.reason else TAKEN_BACK)
@@ -311,9 +328,8 @@ class Session:
             sent = self._send_join(message, body)
         except OSError as error:
             self.left(error)
-            raise CkptdError(
-                f"the world of {world.size} ranks cannot be told to the daemon: {error}", where=self.job
-            ) from error
+            text = f"the world of {world.size} ranks cannot be told to the daemon: {error}"
+            raise CkptdError(text, where=self.job) from error
         if not sent:
             lost = CkptdError("the daemon was lost before the join", where=self.link.path)
             self.left(lost)
@@ -478,22 +494,5 @@ class Session:
         return min(int(self.policy.get("replicas", 0)), domains - 1)
 
     def facts(self) -> dict[str, Any]:
-        newest = dict.fromkeys(("sealed", "protected", "durable"), -1)
-        for step, told in sorted(self.levels.items()):
-            if not told.void:
-                newest["sealed"] = step if told.level >= 0 else newest["sealed"]
-                newest["protected"] = step if told.level >= max(1, told.wanted) else newest["protected"]
-                newest["durable"] = step if told.durable else newest["durable"]
-        return {
-            "connected": self.link.up,
-            "phase": self.phase,
-            "epoch": self.epoch,
-            "step": self.called,
-            "newest": newest,
-        }
-
-
-def ask_dict(step: int | None, source: str | None, allow_fresh: bool) -> dict[str, Any]:
-    from ckptd.core.messages import RestoreAsk
-
-    return asdict(RestoreAsk(step, source, allow_fresh))
+        facts = {"connected": self.link.up, "phase": self.phase, "epoch": self.epoch, "step": self.called}
+        return facts | {"newest": newest_of(self.levels)}

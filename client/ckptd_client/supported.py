@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import apart, dtypes
+from ckptd_client import accelerator, apart, dtypes
 from ckptd_client.naming import loaded, local_of
 from ckptd_client.tree import UNBIND
 
@@ -69,6 +69,7 @@ def check_made(key: str, tensor: Tensor) -> None:
 def check_memory(key: str, tensor: Tensor) -> None:
     """Raises CkptdError for what cannot be copied as bytes."""
     local = local_of(tensor)
+    accelerator.check(key, local.device)
     if local.is_nested:
         raise CkptdError("a nested tensor cannot be copied as memory", where=key, hint=f"register a list of its {UNBIND}")
     if local.layout != torch.strided:

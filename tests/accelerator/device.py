@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from ckptd_client.accelerator import REGISTRATIONS, Registration
 
 from tests.accelerator.build import compiler, library
 
 KIND = "sim"
-__all__ = ["compiler", "fresh", "held", "load", "races", "tune"]
 COUNT = 2  # devices
 HELD_S = 20.0  # a stream that the host waits for is let go then
 
+NEEDED = pytest.mark.skipif(compiler() is None, reason="the simulated accelerator needs a C++ compiler")
 ops: Any = torch.ops.sim
 
 
@@ -28,6 +29,12 @@ def load() -> None:
     torch.ops.load_library(str(library()))
     torch._register_device_module(KIND, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def load_first() -> None:
+    """At import of a test file: autograd makes its queues, one of each kind of device, at the first backward of the process."""
+    if compiler() is not None:
+        load()
 
 
 def _module() -> types.ModuleType:

@@ -31,7 +31,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return {KIND, static_cast<c10::DeviceIndex>(Runtime::get().exchange_device(device.index()))};
   }
   c10::Device getDevice() const override { return {KIND, static_cast<c10::DeviceIndex>(Runtime::get().current_device())}; }
-  void setDevice(c10::Device device) const override { Runtime::get().exchange_device(device.index()); }
+  void setDevice(c10::Device device) const override {  // as CUDA 12 does: whoever makes a device current makes a context there
+    Runtime::get().exchange_device(device.index());
+    Runtime::get().context();
+  }
   void uncheckedSetDevice(c10::Device device) const noexcept override { Runtime::get().exchange_device(device.index()); }
   c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
   c10::Stream getStream(c10::Device device) const override { return as_torch(Runtime::get().current_stream(index(device))); }
@@ -136,7 +139,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   void init() const override {}
   c10::DeviceIndex deviceCount() const override { return DEVICES; }
-  void setCurrentDevice(c10::DeviceIndex device) const override { Runtime::get().exchange_device(device); }
+  void setCurrentDevice(c10::DeviceIndex device) const override { Runtime::get().exchange_device(device), Runtime::get().context(); }
   c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(Runtime::get().current_device()); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
     return static_cast<c10::DeviceIndex>(Runtime::get().exchange_device(device));

@@ -254,17 +254,18 @@ void any_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     return;
   }
-  std::vector<Tensor> fresh;  // aliases of what is returned anew, in order
+  std::vector<Tensor> fresh;  // aliases of what is returned anew, in order; undefined ones among them
   for (size_t at = 0; at < schema.returns().size(); ++at) {
     int64_t same = returned(schema, at);
     if (same >= 0) {
       stack->push_back(args[same]);
       continue;
     }
-    stack->push_back(each(outs[at], [&](const Tensor& meta) {
+    stack->push_back(each(outs[at].isNone() ? IValue(Tensor()) : outs[at], [&](const Tensor& meta) {
+      fresh.emplace_back();
       if (!meta.defined()) return meta;
       Tensor there = at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(*device));
-      fresh.push_back(on_cpu(there));
+      fresh.back() = on_cpu(there);
       spans.push_back(span_of(there, true));
       return there;
     }));
@@ -278,9 +279,9 @@ void any_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const auto& returns = handle.schema().returns();
     for (size_t at = 0; at < returns.size(); ++at) {
       if (returned(handle.schema(), at) >= 0) continue;
-      each(here[at], [&](const Tensor& tensor) {
-        if (!tensor.defined()) return tensor;
+      each(here[at].isNone() ? IValue(Tensor()) : here[at], [&](const Tensor& tensor) {
         Tensor& to = fresh.at(next++);
+        if (!tensor.defined() || !to.defined()) return tensor;
         if (tensor.numel() == to.numel()) to.copy_(tensor.reshape(to.sizes()));
         else TORCH_CHECK(tensor.numel() == 0 || to.numel() == 0, name, " made ", tensor.sizes(), " where ", to.sizes(), " were told");
         return tensor;
@@ -349,6 +350,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // --- for tests -------------------------------------------------------------------------------------------------------------
 void hold(int64_t stream, bool held) { runtime().stream(static_cast<int>(stream)).hold(held); }
+void fail(std::string why) { runtime().failed(why); }
 void reset() { runtime().reset(); }
 void sleep(double us) {
   enqueue(runtime().current_stream(runtime().current_device()), "sleep",
@@ -365,6 +367,7 @@ void tune(std::string what, double value) {
   else if (what == "poison") one.poison = value != 0;
   else TORCH_CHECK(false, "sim: nothing is called ", what);
 }
+std::vector<int64_t> contexts() { return {runtime().contexts.begin(), runtime().contexts.end()}; }
 std::vector<std::string> races() { return runtime().races(); }
 void host_reads(int64_t address, int64_t nbytes, std::string what) { runtime().host_reads(address, nbytes, what); }
 void register_host(int64_t address, int64_t nbytes) { runtime().register_host(address, nbytes); }
@@ -379,9 +382,11 @@ TORCH_LIBRARY(sim, m) {
   m.def("generator", &generator);
   m.def("hold", &hold);
   m.def("reset", &reset);
+  m.def("fail", &fail);
   m.def("sleep", &sleep);
   m.def("tune", &tune);
   m.def("races", &races);
+  m.def("contexts", &contexts);
   m.def("host_reads", &host_reads);
   m.def("register_host", &register_host);
   m.def("unregister_host", &unregister_host);

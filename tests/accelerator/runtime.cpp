@@ -96,6 +96,11 @@ int Runtime::exchange_device(int device) {
   return before;
 }
 
+void Runtime::context() {
+  std::lock_guard<std::mutex> guard(lock);
+  contexts.insert(t_device);
+}
+
 Stream& Runtime::stream(int number) {
   std::lock_guard<std::mutex> guard(lock);
   return *streams_.at(number);
@@ -114,6 +119,7 @@ Stream& Runtime::new_stream(int device) {
 }
 
 void Runtime::synchronize(Stream& stream) {
+  context();
   uint64_t seq;
   Clock known;
   {
@@ -139,6 +145,7 @@ void Runtime::synchronize_device(int device) {
 }
 
 bool Runtime::query(Stream& stream) {
+  context();
   check();
   std::lock_guard<std::mutex> guard(lock);
   if (!stream.done(stream.queued)) return false;
@@ -167,6 +174,7 @@ void Runtime::block(const Event& event, Stream& stream) {
 }
 
 bool Runtime::query(const Event& event) {
+  context();
   check();
   if (event.stream == nullptr) return true;
   if (!event.stream->done(event.seq)) return false;
@@ -176,6 +184,7 @@ bool Runtime::query(const Event& event) {
 }
 
 void Runtime::synchronize(const Event& event) {
+  context();
   if (event.stream != nullptr) {
     event.stream->wait_done(event.seq);
     std::lock_guard<std::mutex> guard(lock);
@@ -186,6 +195,7 @@ void Runtime::synchronize(const Event& event) {
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 Block* Runtime::allocate(size_t nbytes, int device) {
+  context();
   check();
   size_t room = (std::max<size_t>(nbytes, 1) + GRAIN - 1) / GRAIN * GRAIN;
   int number = t_streams[device];
@@ -235,7 +245,7 @@ void Runtime::used_on(void* data, Stream& stream) {
 }
 
 void Runtime::register_host(uintptr_t address, size_t nbytes) {
-  check();
+  context();
   pause(register_us_per_mib * nbytes / (1 << 20));
   std::lock_guard<std::mutex> guard(lock);
   if (registrations_left == 0) {
@@ -249,20 +259,22 @@ void Runtime::register_host(uintptr_t address, size_t nbytes) {
 }
 
 void Runtime::unregister_host(uintptr_t address) {
+  context();
   std::lock_guard<std::mutex> guard(lock);
   TORCH_CHECK(host_ranges.erase(address) == 1, "sim: host memory was not registered");
 }
 
 bool Runtime::registered(uintptr_t address, size_t nbytes) {
-  std::lock_guard<std::mutex> guard(lock);
-  uintptr_t at = address, end = address + nbytes;  // neighbouring ranges count as one
-  while (at < end) {
-    auto next = host_ranges.upper_bound(at);
+  std::string why;
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    auto next = host_ranges.upper_bound(address);
     if (next == host_ranges.begin()) return false;
     --next;
-    if (next->first + next->second <= at) return false;
-    at = next->first + next->second;
+    size_t left = next->first + next->second > address ? next->first + next->second - address : 0;
+    if (left == 0 || left >= nbytes) return left > 0;
   }
+  failed("invalid argument: a copy beyond the end of what was registered as one");
   return true;
 }
 
@@ -365,6 +377,7 @@ void Runtime::reset() {
   std::lock_guard<std::mutex> guard(lock);
   for (auto& stream : streams_) join(host, stream->clock);
   races_.clear();
+  contexts.clear();
   stuck_.clear();
   launch_error.clear();
   kernel_us = copy_us_per_mib = register_us_per_mib = 0;

@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -134,7 +135,8 @@ class Runtime {
     std::map<std::pair<int, size_t>, std::vector<Block*>> free;
   } devices[DEVICES];
   std::map<uintptr_t, size_t> host_ranges;
-  std::vector<std::string> contexts;  // threads that made a context on a device
+  std::set<int> contexts;  // devices that something was asked of, or that were made current by name
+  void context();
 
  private:
   Runtime();

@@ -12,7 +12,9 @@ from torch import nn
 
 from tests.accelerator import device
 
-pytestmark = pytest.mark.skipif(device.compiler() is None, reason="needs a C++ compiler")
+pytestmark = device.NEEDED
+device.load_first()
+
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,265 @@
+"""What a real accelerator punishes, on the simulated one (design D16): each rule of captures by itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ckptd_client import accelerator, bounce, segments
+from ckptd_client import device as captures
+from ckptd_client.accelerator import REGISTRATIONS, Registration
+from ckptd_client.copying import Copy
+from torch import nn
+
+from ckptd.core import failpoint
+from ckptd.core.errors import CkptdError
+from tests.accelerator import device
+from tests.accelerator.device import simulated
+from tests.node.client_training import assert_same, begun
+from tests.node.rank_daemon_double import RankDaemonDouble
+from tests.node.test_client_accelerator import Training
+from tests.waiting import until
+
+pytestmark = device.NEEDED
+device.load_first()
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    accelerator._known.clear()
+    with simulated():
+        yield
+    failpoint.arm("")
+
+
+def registrations(register: Any) -> None:
+    REGISTRATIONS[device.KIND] = lambda: Registration(register, device.ops.unregister_host)
+
+
+def test_every_thread_of_ours_is_on_the_ranks_device(daemon: RankDaemonDouble) -> None:
+    torch.accelerator.set_device_index(1)
+    try:
+        device.fresh()
+        training = Training("sim:1", 64)
+        with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+            for step in range(1, 4):
+                training.step()
+                client.snapshot(step, must=True)
+                assert client.wait("sealed", 30) == "durable"
+        assert device.ops.contexts() == [1]
+    finally:
+        torch.accelerator.set_device_index(0)
+
+
+def test_memory_is_registered_by_the_capture_thread_and_no_grant_comes_before_it_is(daemon: RankDaemonDouble) -> None:
+    go, threads = threading.Event(), set[str]()
+
+    def register(address: int, nbytes: int) -> None:
+        threads.add(threading.current_thread().name)
+        assert go.wait(30)
+        device.ops.register_host(address, nbytes)
+
+    registrations(register)
+    training = Training("sim", 64)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        until(lambda: threads, what="a registration")
+        training.step()
+        assert not client.snapshot(1).taken
+        training.step()  # nothing holds the optimizer up
+        go.set()
+        expected = training.tensors()
+        client.snapshot(2, must=True)
+        assert client.wait("sealed", 30) == "durable"
+    assert threads == {"ckptd-capture"}
+    assert_same(daemon.held[1, 2][0], expected)
+
+
+def test_a_segment_is_registered_in_pieces_and_no_copy_lies_across_two(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "REGISTERED_BYTES", 65536)
+    sizes: list[int] = []
+
+    def register(address: int, nbytes: int) -> None:
+        sizes.append(nbytes)
+        device.ops.register_host(address, nbytes)
+
+    registrations(register)
+    training = Training("sim", 256)
+    training.model.add_module("turned", Turned(300))
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.step()
+        expected = training.tensors()
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable"
+    assert len(sizes) > 3 and max(sizes) == 65536
+    assert_same(daemon.held[1, 1][0], expected)
+
+
+class Turned(nn.Module):
+    """A frozen parameter that is not contiguous."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width, device="sim").t(), requires_grad=False)
+
+
+@pytest.mark.parametrize("even_a_ring", [True, False])
+def test_where_memory_cannot_be_registered_copies_go_through_a_ring(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, even_a_ring: bool
+) -> None:
+    monkeypatch.setattr(bounce, "BOUNCE_BYTES", 65536)
+
+    def register(address: int, nbytes: int) -> None:
+        device.tune(registrations=0)
+        try:
+            device.ops.register_host(address, nbytes)
+        finally:
+            device.tune(registrations=-1 if even_a_ring else 0)
+
+    registrations(register)
+    training = Training("sim", 256)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        for step in range(1, 4):
+            training.step()
+            expected = training.tensors()
+            client.snapshot(step, must=True)
+            assert client.wait("sealed", 30) == "durable"
+            assert_same(daemon.held[1, step][0], expected)
+    assert daemon.voided == {}, "the error of the registration is nobody else's"
+
+
+def test_nothing_large_is_cloned_on_the_device(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may be written before the side stream gets to it is copied before training goes on instead."""
+    monkeypatch.setattr(captures, "CLONE_BYTES_MAX", 100_000)
+    table = torch.randn(500, 500, device="sim")  # registered as it is: whoever writes it asks nobody
+    with begun(daemon, table=table) as client:
+        device.ops.forget_peak(0)
+        before = device.ops.peak(0)
+        expected = table.cpu()
+        client.snapshot(1, must=True)
+        table.add_(1)
+        assert device.ops.peak(0) - before < table.nbytes // 10
+        assert client.wait("sealed", 30) == "durable"
+    assert_same(daemon.held[1, 1][0], {"table": expected})
+
+
+def test_a_capture_that_fails_half_way_keeps_its_slot_until_its_copies_are_over(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_one = captures.Batch._copy_one
+
+    def four(batch: captures.Batch, source: torch.Tensor, copy: Copy) -> None:
+        if not left:
+            raise RuntimeError("half way")
+        left.pop()
+        copy_one(batch, source, copy)
+
+    training = Training("sim", 64)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.step()
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable"
+        training.step()
+        with device.held():
+            left = [1, 2, 3]
+            monkeypatch.setattr(captures.Batch, "_copy_one", four)
+            handle = client.snapshot(2)
+            assert handle.taken
+            until(lambda: any(job.stop for job in client._engine._jobs), what="a failed capture")
+            job = client._engine._jobs[0]
+            assert job.on_device and not job.over, "what was enqueued is still to come"
+        assert handle.wait("sealed", 30) == "void: device copies failed: half way"
+
+
+def test_a_device_that_fails_is_told_of_each_snapshot_and_nothing_hangs(daemon: RankDaemonDouble) -> None:
+    training = Training("sim", 64)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.step()
+        with device.held():
+            handle = client.snapshot(1, must=True)
+            until(lambda: client._engine._jobs and client._engine._jobs[0].enqueued, what="copies on their way")
+            device.ops.fail("an unspecified launch failure")
+        until(lambda: not client._engine._jobs, what="its end")
+        assert "an unspecified launch failure" in handle.status
+        assert "an unspecified launch failure" in client.snapshot(2, must=True).status
+        device.fresh()
+
+
+def test_the_device_is_let_go_of_without_the_sessions_lock(daemon: RankDaemonDouble) -> None:
+    free: list[bool] = []
+
+    def look() -> None:
+        free.append(client._session.changed.acquire(timeout=5))
+        if free[-1]:
+            client._session.changed.release()
+
+    def unregister(address: int) -> None:
+        asked = threading.Thread(target=look)
+        asked.start()
+        asked.join()
+        device.ops.unregister_host(address)
+
+    REGISTRATIONS[device.KIND] = lambda: Registration(device.ops.register_host, unregister)
+    training = Training("sim", 64)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.step()
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable"
+        training.model.register_buffer("more", torch.zeros(1 << 20, device="sim"))  # other slots are needed
+        training.step()
+        client.snapshot(2, must=True)
+        assert client.wait("sealed", 30) == "durable"
+    assert free and all(free)
+
+
+def test_kinds_and_numbers_of_devices_are_refused_in_words(daemon: RankDaemonDouble) -> None:
+    from ckptd_client import Client
+
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(here=torch.ones(2, device="sim:0"), there=torch.ones(2, device="sim:1"))
+        with pytest.raises(CkptdError, match="one device per rank"):
+            client.restore()
+    del REGISTRATIONS[device.KIND]
+    with Client.connect("job", socket=daemon.path) as client, pytest.raises(CkptdError, match="tensors on sim cannot be captured"):
+        client.register(here=torch.ones(2, device="sim"))
+
+
+def test_an_audit_digests_on_the_side_stream_and_cries_no_wolf(daemon: RankDaemonDouble) -> None:
+    """Nothing is brought to the device for it, and no write is enqueued behind it before it is done."""
+    daemon.policy["audit_every"] = 1
+    training = Training("sim", 256)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        for step in range(1, 4):
+            training.step()
+            client.snapshot(step, must=True)
+        assert client.wait("sealed", 30) == "durable"
+        training.step()
+        handle = client.snapshot(4, must=True)
+        until(lambda: all(job.copied and not job.on_device for job in client._engine._jobs), what="all copies")
+        training.model[0].weight.data.add_(1)  # moves no counter
+        training.step()
+        assert handle.wait("sealed", 30) == "void: hidden write: model.0.weight"
+        expected = training.tensors()
+        client.snapshot(5, must=True)  # from now on it is copied at once
+        training.model[0].weight.data.add_(1)
+        training.step()
+        assert client.wait("sealed", 30) == "durable"
+    assert_same(daemon.held[1, 5][0], expected)
+
+
+def test_a_write_past_the_counters_of_what_is_frozen_is_found_by_its_samples(daemon: RankDaemonDouble) -> None:
+    training = Training("sim", 256)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        for step in range(1, 3):
+            training.step()
+            client.snapshot(step, must=True)
+            assert client.wait("sealed", 30) == "durable"
+        training.frozen.weight.data.add_(1)
+        training.step()
+        handle = client.snapshot(3, must=True)
+        training.step()
+        assert handle.wait("sealed", 30).startswith("void: hidden write: model.frozen.weight")
