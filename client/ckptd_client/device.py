@@ -47,8 +47,13 @@ class Batch:
         self._compared: list[tuple[Copy, Tensor]] = []  # and whether they differ, on the device
         self._large = [(copy.source, copy) for copy in large]
         if large:
-            self._copy(self._large)
-            self.hold_back()
+            try:
+                self._copy(self._large)
+                self.hold_back()
+            except Exception:
+                with contextlib.suppress(RuntimeError):
+                    self._done.synchronize()  # its slot is given back at once
+                raise
 
     @classmethod
     def of(

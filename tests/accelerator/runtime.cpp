@@ -38,7 +38,7 @@ void Stream::work() {
       tasks_.pop_front();
     }
     try {
-      task.run();
+      if (!Runtime::get().stuck()) task.run();  // a device that failed runs nothing any more: its memory may be others' by now
     } catch (const std::exception& error) {
       Runtime::get().failed(task.what + ": " + error.what());
     }
@@ -350,6 +350,11 @@ std::vector<std::string> Runtime::races() {
 void Runtime::failed(const std::string& why) {
   std::lock_guard<std::mutex> guard(lock);
   if (stuck_.empty()) stuck_ = why;
+}
+
+bool Runtime::stuck() {
+  std::lock_guard<std::mutex> guard(lock);
+  return !stuck_.empty();
 }
 
 void Runtime::check() {

@@ -119,6 +119,7 @@ class Runtime {
   std::vector<std::string> races();
   void failed(const std::string& why);  // sticks to all later calls
   void check();                         // raises what stuck
+  bool stuck();
   void reset();
 
   // --- the world's unkindness

@@ -186,7 +186,6 @@ def test_a_device_that_fails_is_told_of_each_snapshot_and_nothing_hangs(daemon: 
         until(lambda: not client._engine._jobs, what="its end")
         assert "an unspecified launch failure" in handle.status
         assert "an unspecified launch failure" in client.snapshot(2, must=True).status
-        device.fresh()
 
 
 def test_the_device_is_let_go_of_without_the_sessions_lock(daemon: RankDaemonDouble) -> None:
