@@ -267,11 +267,9 @@ class Rebuild:
         return assembly
 
     def _add_own(self, assembly: Assembly, piece: Piece) -> bool:
-        """False: what was verified of it is not what lies here now."""
+        """False: what was verified of it is not what lies here now, or nothing does."""
         slot = self._host.held(self._snapshot, piece.rank)
-        if slot is None or slot.record is None:
-            raise CkptdError("a slot went away during the restore", where=f"rank {piece.rank}")
-        if piece.fragment not in self._verified.get(slot.id, ()):
+        if slot is None or slot.record is None or piece.fragment not in self._verified.get(slot.id, ()):
             return False
         fragment = slot.record.layout.fragments[piece.fragment]
         assembly.put(piece, slot, fragment.offset, fragment.box)

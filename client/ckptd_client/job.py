@@ -122,8 +122,8 @@ class Job:
 
     @property
     def on_device(self) -> bool:
-        """Bytes are still on their way into the slot, which no stop can call back."""
-        return self.device is not None and self.enqueued and not self.device.done()
+        """Bytes are still on their way into the slot, which no stop can call back. What is large is so before it is enqueued."""
+        return self.device is not None and not self.device.done()
 
     @property
     def copied(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckptd_client import accelerator, bounce, segments
+from ckptd_client import Client, accelerator, bounce, segments
 from ckptd_client import device as captures
 from ckptd_client.accelerator import REGISTRATIONS, Registration
 from ckptd_client.copying import Copy
@@ -16,6 +16,7 @@ from torch import nn
 
 from ckptd.core import failpoint
 from ckptd.core.errors import CkptdError
+from ckptd.wire.rank import GaveUp
 from tests.accelerator import device
 from tests.accelerator.device import simulated
 from tests.node.client_training import assert_same, begun
@@ -39,16 +40,21 @@ def registrations(register: Any) -> None:
     REGISTRATIONS[device.KIND] = lambda: Registration(register, device.ops.unregister_host)
 
 
+def train(client: Client, training: Training, steps: int) -> None:
+    """From step 1 on, each with its snapshot."""
+    for step in range(1, steps + 1):
+        training.step()
+        client.snapshot(step, must=True)
+        assert client.wait("sealed", 30) == "durable"
+
+
 def test_every_thread_of_ours_is_on_the_ranks_device(daemon: RankDaemonDouble) -> None:
     torch.accelerator.set_device_index(1)
     try:
         device.fresh()
         training = Training("sim:1", 64)
         with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
-            for step in range(1, 4):
-                training.step()
-                client.snapshot(step, must=True)
-                assert client.wait("sealed", 30) == "durable"
+            train(client, training, 3)
         assert device.ops.contexts() == [1]
     finally:
         torch.accelerator.set_device_index(0)
@@ -147,6 +153,23 @@ def test_nothing_large_is_cloned_on_the_device(daemon: RankDaemonDouble, monkeyp
     assert_same(daemon.held[1, 1][0], {"table": expected})
 
 
+def test_a_large_copy_on_its_way_keeps_its_slot_also_where_the_rest_is_stopped(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its grant is taken back before the capture thread has enqueued anything."""
+    monkeypatch.setattr(captures, "CLONE_BYTES_MAX", 100_000)
+    table = torch.randn(500, 500, device="sim")
+    with begun(daemon, table=table) as client:
+        monkeypatch.setattr(client._engine, "_not_enqueued", lambda: None)
+        with device.held():
+            handle = client.snapshot(1, must=True)
+            daemon.take_back(handle.grant)
+            until(lambda: any(job.stop for job in client._engine._jobs), what="the word that it is void")
+            assert client._engine._jobs[0].on_device
+            assert not any(message.grant == handle.grant for message in daemon.messages(GaveUp))
+        until(lambda: not client._engine._jobs, what="its end")
+
+
 def test_a_capture_that_fails_half_way_keeps_its_slot_until_its_copies_are_over(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,8 +239,6 @@ def test_the_device_is_let_go_of_without_the_sessions_lock(daemon: RankDaemonDou
 
 
 def test_kinds_and_numbers_of_devices_are_refused_in_words(daemon: RankDaemonDouble) -> None:
-    from ckptd_client import Client
-
     with Client.connect("job", socket=daemon.path) as client:
         client.register(here=torch.ones(2, device="sim:0"), there=torch.ones(2, device="sim:1"))
         with pytest.raises(CkptdError, match="one device per rank"):
@@ -232,10 +253,7 @@ def test_an_audit_digests_on_the_side_stream_and_cries_no_wolf(daemon: RankDaemo
     daemon.policy["audit_every"] = 1
     training = Training("sim", 256)
     with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
-        for step in range(1, 4):
-            training.step()
-            client.snapshot(step, must=True)
-        assert client.wait("sealed", 30) == "durable"
+        train(client, training, 3)
         training.step()
         handle = client.snapshot(4, must=True)
         until(lambda: all(job.copied and not job.on_device for job in client._engine._jobs), what="all copies")
@@ -253,10 +271,7 @@ def test_an_audit_digests_on_the_side_stream_and_cries_no_wolf(daemon: RankDaemo
 def test_a_write_past_the_counters_of_what_is_frozen_is_found_by_its_samples(daemon: RankDaemonDouble) -> None:
     training = Training("sim", 256)
     with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
-        for step in range(1, 3):
-            training.step()
-            client.snapshot(step, must=True)
-            assert client.wait("sealed", 30) == "durable"
+        train(client, training, 2)
         training.frozen.weight.data.add_(1)
         training.step()
         handle = client.snapshot(3, must=True)
