@@ -36,7 +36,8 @@ class Batch:
         """Raises RuntimeError when the device does; nothing is on its way into a slot then."""
         self._accelerator, self._slots = accelerator, slots
         self._ready, self._done = accelerator.event(), accelerator.event()
-        self._digests: dict[int, Tensor] = {id(copy): torch.empty(0) for copy in audited}
+        self._audited = frozenset(map(id, audited))
+        self._digests: dict[int, Tensor] = {}  # of these, as they were copied
         self._ring = None if all(slot.segment.registered for slot in slots) else accelerator.ring()
         small = [copy for copy in early if copy.nbytes <= CLONE_BYTES_MAX]
         large = [copy for copy in early if copy.nbytes > CLONE_BYTES_MAX]
@@ -85,7 +86,7 @@ class Batch:
                 self._ring.out(part, at)
             else:
                 bytes_tensor(at, part.nbytes).view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
-        if id(copy) in self._digests:
+        if id(copy) in self._audited:
             self._digests[id(copy)] = digest(source)
 
     def hold_back(self) -> None:
@@ -103,7 +104,7 @@ class Batch:
 
     def _differs(self, copy: Copy) -> Tensor:
         then = self._digests.get(id(copy))
-        return copy.difference() if then is None or not then.numel() else differing(then, digest(copy.source))
+        return copy.difference() if then is None else differing(then, digest(copy.source))
 
     def done(self) -> bool:
         """A device that fails is done: nothing of it arrives any more, and ``finish`` says why."""

@@ -175,8 +175,8 @@ _FORMS: dict[type, tuple[int, Callable[[Any], Any]]] = {
 
 
 def _numpy_form(value: Any) -> tuple[int, Any]:
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ma.MaskedArray):
+    numpy, masked = sys.modules.get("numpy"), sys.modules.get("numpy.ma")  # imported by nobody, there are none
+    if masked is not None and isinstance(value, masked.MaskedArray):
         raise _Unfit("a masked array: save its data and its mask")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         if value.dtype.hasobject or value.dtype.fields is not None:

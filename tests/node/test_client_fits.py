@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ckptd_client import CkptdError, Client
+from ckptd_client import CkptdError, Client, tree
 from ckptd_client.tree import ForeignType
 from torch import nn
 
@@ -116,6 +117,14 @@ def test_the_object_whose_own_method_raised_is_named(daemon: RankDaemonDouble) -
     save(daemon, sched=Raising(saves=True))
     with pytest.raises(CkptdError, match=r"its load_state_dict\(\) raised ValueError: boom \[sched\]"):
         load(daemon, sched=Raising(saves=True))
+
+
+def test_nothing_is_imported_to_tell_a_masked_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that has changed its user, or its root, may not be able to read numpy's files any more."""
+    monkeypatch.delattr(np, "ma")
+    monkeypatch.delitem(sys.modules, "numpy.ma")
+    tree.encode({"seen": np.arange(3)}, "values")
+    assert "numpy.ma" not in sys.modules
 
 
 def test_a_masked_array_is_refused(daemon: RankDaemonDouble) -> None:
