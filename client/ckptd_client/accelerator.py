@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd_client.bounce import Ring
@@ -39,6 +40,21 @@ def _cuda() -> Registration:
 REGISTRATIONS: dict[str, Callable[[], Registration]] = {"cuda": _cuda}  # ROCm calls itself cuda, too
 OURS = "ckptd-"  # how the names of our own threads begin
 WITHOUT_MEMORY = frozenset({"cpu", "meta"})  # kinds of tensors that are no accelerator's
+
+
+def known() -> list[tuple[str, Any]]:
+    """Kinds that could be captured here, with torch's module of each."""
+    return [(kind, getattr(torch, kind)) for kind in REGISTRATIONS if hasattr(torch, kind)]
+
+
+def in_use() -> list[tuple[str, Any]]:
+    """Those of which this process has a context. Never makes one."""
+    return [(kind, module) for kind, module in known() if module.is_initialized()]
+
+
+def capturing() -> bool:
+    """Does the caller's current stream only record into a graph what it is asked for?"""
+    return any(module.is_current_stream_capturing() for _, module in in_use())
 
 
 class Accelerator:
@@ -93,6 +109,15 @@ class Accelerator:
                     self._no_ring = True
                     self._forgets()
             return self._ring
+
+    @contextlib.contextmanager
+    def bringing(self) -> Iterator[Callable[[Tensor, Tensor], object]]:
+        """Copies of host memory to tensors here. Whatever stream used them before is done, and whatever stream uses them next sees
+        them. Takes no memory on the device but what a piece needs whose place is not contiguous."""
+        torch.accelerator.synchronize(self.device)
+        ring = self.ring()
+        yield ring.into if ring is not None else lambda source, dest: dest.copy_(source)
+        torch.accelerator.synchronize(self.device)
 
     def unregister(self, address: int) -> None:
         with self.aside():

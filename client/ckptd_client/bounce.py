@@ -28,6 +28,14 @@ class Ring:
                 self._slots[0].take(piece, address + offset)
                 self._slots.rotate(-1)
 
+    def into(self, source: Tensor, dest: Tensor) -> None:
+        """From host memory of any kind to the device, on its current stream. ``source`` has been read when this returns; dtype
+        and shape are the same."""
+        for piece, place in _pairs(source, dest):
+            with self._lock:
+                self._slots[0].give(piece, place)
+                self._slots.rotate(-1)
+
     def land(self) -> None:
         """What has come from the device goes where it belongs."""
         with self._lock:
@@ -48,6 +56,14 @@ class _Bounce:
         self.full.record()
         self._goes = address, piece.nbytes
 
+    def give(self, piece: Tensor, place: Tensor) -> None:
+        self.land()
+        self.full.synchronize()  # it is read until then
+        memory = self._memory[: piece.nbytes].view(piece.dtype).view(piece.shape)
+        memory.copy_(piece)
+        place.copy_(memory, non_blocking=True)
+        self.full.record(torch.accelerator.current_stream(place.device))
+
     def land(self) -> None:
         if self._goes is not None:
             self.full.synchronize()
@@ -61,3 +77,19 @@ def _pieces(part: Tensor) -> Iterator[tuple[Tensor, int]]:
     items = BOUNCE_BYTES // flat.itemsize
     for at in range(0, flat.numel(), items):
         yield flat[at : at + items], at * flat.itemsize
+
+
+def _pairs(source: Tensor, dest: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same parts of both, each of which fits into one of the ring."""
+    if dest.nbytes <= BOUNCE_BYTES:
+        if dest.nbytes:
+            yield source, dest
+    elif dest.is_contiguous() and source.is_contiguous():
+        items = BOUNCE_BYTES // dest.itemsize
+        for at in range(0, dest.numel(), items):
+            yield source.view(-1)[at : at + items], dest.view(-1)[at : at + items]
+    else:
+        dim = max(range(dest.dim()), key=lambda dim: dest.shape[dim])
+        half = dest.shape[dim] // 2
+        for begin, length in ((0, half), (half, dest.shape[dim] - half)):
+            yield from _pairs(source.narrow(dim, begin, length), dest.narrow(dim, begin, length))

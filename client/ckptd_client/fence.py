@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckptd_client import _switches, hyper
-from ckptd_client.rng import cuda_in_use
+from ckptd_client import _switches, accelerator, hyper
 
 log = logging.getLogger("ckptd")
 
@@ -77,7 +76,7 @@ def _before_step(
     _safely(hyper.begins, optimizer)
     if not _switches.FENCE:
         return None
-    capturing = cuda_in_use() and torch.cuda.is_current_stream_capturing()
+    capturing = accelerator.capturing()
     for client in list(_clients.live):
         _safely(client.not_fenced if capturing else client.before_step, optimizer)
     if capturing:

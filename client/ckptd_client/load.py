@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ckptd.core.box import Box, contains
 from ckptd.core.errors import CkptdError
-from ckptd_client import dtypes, libc
+from ckptd_client import accelerator, dtypes, libc
 from ckptd_client.segments import Segment, bytes_tensor
 from ckptd_client.wants import Target
 
@@ -86,14 +87,19 @@ def copy_pieces(
     targets: Sequence[Target], pieces: Iterable[Sequence[Any]], memory: Memory, which: set[int]
 ) -> None:
     """Write the pieces of the targets in ``which`` into their tensors, bit by bit."""
-    with torch.no_grad():
+    devices: dict[torch.device, Callable[[Tensor, Tensor], object]] = {}
+    with torch.no_grad(), contextlib.ExitStack() as stack:
         for want, offsets, sizes, segment, at, source_offsets, source_sizes in pieces:
             if want in which:
                 target = targets[want]
-                source = _source(target, memory, segment, at, source_sizes)
-                _narrow(_dest(target), offsets, sizes, target.box.offsets).copy_(
-                    _narrow(source, offsets, sizes, source_offsets)
-                )
+                source = _narrow(_source(target, memory, segment, at, source_sizes), offsets, sizes, source_offsets)
+                dest = _narrow(_dest(target), offsets, sizes, target.box.offsets)
+                if dest.device.type in accelerator.WITHOUT_MEMORY:
+                    dest.copy_(source)
+                    continue
+                if dest.device not in devices:
+                    devices[dest.device] = stack.enter_context(accelerator.of(dest.device).bringing())
+                devices[dest.device](source, dest)
 
 
 def _source(target: Target, memory: Memory, segment: int, at: int, sizes: Sequence[int]) -> Tensor:

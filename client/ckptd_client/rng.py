@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ckptd_client import tree
+from ckptd_client import accelerator, tree
 
 NAME = "rng"  # of the object
 
 
 def capture() -> dict[str, Any]:
-    """No device is waited for: CUDA's generator state (seed, offset) lives on the host."""
+    """No device is waited for: the state of a device's generator (seed, offset) lives on the host."""
     state: dict[str, Any] = {
         "seed": torch.initial_seed(),
         "torch": tree.tensor_bytes(torch.get_rng_state()),
@@ -24,16 +24,10 @@ def capture() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
-    if cuda_in_use():
-        devices = range(torch.cuda.device_count())
-        states = {device: tree.tensor_bytes(torch.cuda.get_rng_state(device)) for device in devices}
-        state["cuda"] = {"current": torch.cuda.current_device(), "states": states}
+    for kind, module in accelerator.in_use():
+        states = {device: tree.tensor_bytes(module.get_rng_state(device)) for device in range(module.device_count())}
+        state[kind] = {"current": module.current_device(), "states": states}
     return state
-
-
-def cuda_in_use() -> bool:
-    """Has this process a CUDA context? Never makes one."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def restore(state: dict[str, Any]) -> None:
@@ -42,17 +36,18 @@ def restore(state: dict[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        _restore_cuda(**state["cuda"])
+    for kind, module in accelerator.known():
+        if kind in state and module.is_available():
+            _restore_devices(module, **state[kind])
 
 
-def _restore_cuda(current: int, states: dict[int, bytes]) -> None:
+def _restore_devices(module: Any, current: int, states: dict[int, bytes]) -> None:
     """What the rank's device had goes to the device that the rank has now; the others' only where that is the same one."""
-    here = torch.cuda.current_device()
+    here = module.current_device()
     wanted = states if here == current else {here: states[current]}
     for device, value in wanted.items():
-        if device < torch.cuda.device_count():
-            torch.cuda.set_rng_state(_bytes(value), device)
+        if device < module.device_count():
+            module.set_rng_state(_bytes(value), device)
 
 
 def _bytes(data: bytes) -> torch.Tensor:
@@ -63,7 +58,7 @@ def reseed(seed: int, step: int, rank: int) -> int:
     """All generators, from a seed that every (seed, step, rank) has for itself. Returns it."""
     text = f"ckptd {seed} {step} {rank}".encode()
     fresh = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1  # torch takes 63 bits
-    torch.manual_seed(fresh)  # CUDA's too
+    torch.manual_seed(fresh)  # the devices' too
     random.seed(fresh)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -146,8 +146,9 @@ def test_nothing_large_is_cloned_on_the_device(daemon: RankDaemonDouble, monkeyp
         device.ops.forget_peak(0)
         before = device.ops.peak(0)
         expected = table.cpu()
-        client.snapshot(1, must=True)
-        table.add_(1)
+        with device.held():
+            client.snapshot(1, must=True)
+            table.add_(1)
         assert device.ops.peak(0) - before < table.nbytes // 10
         assert client.wait("sealed", 30) == "durable"
     assert_same(daemon.held[1, 1][0], {"table": expected})
@@ -258,7 +259,7 @@ def test_an_audit_digests_on_the_side_stream_and_cries_no_wolf(daemon: RankDaemo
         handle = client.snapshot(4, must=True)
         until(lambda: all(job.copied and not job.on_device for job in client._engine._jobs), what="all copies")
         training.model[0].weight.data.add_(1)  # moves no counter
-        training.step()
+        training.optimizer.step()  # the host has not waited for that
         assert handle.wait("sealed", 30) == "void: hidden write: model.0.weight"
         expected = training.tensors()
         client.snapshot(5, must=True)  # from now on it is copied at once

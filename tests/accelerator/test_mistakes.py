@@ -1,0 +1,137 @@
+"""One mistake per rule of the accelerator path (design D16), and the test that catches it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import ckptd_client
+import pytest
+
+from tests.accelerator import device
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENT = Path(ckptd_client.__file__).parent
+TEST_S = 120.0
+
+pytestmark = [device.NEEDED, pytest.mark.chaos]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """``old`` is once in the client's file, and ``new`` in its place; ``caught``: by whom, below tests/node/."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    caught: str
+
+
+RULES, RESTORES = "test_client_device_rules.py", "test_client_device_restore.py"
+MISTAKES = (
+    Mistake(
+        "the current device is not set in our threads",
+        "accelerator.py", "if threading.current_thread().name.startswith(OURS) and", "if False and",
+        f"{RULES}::test_every_thread_of_ours_is_on_the_ranks_device",
+    ),
+    Mistake(
+        "a registration's result is not checked",
+        "accelerator.py", "                return str(error)\n", '                return ""\n',
+        f"{RULES}::test_where_memory_cannot_be_registered_copies_go_through_a_ring",
+    ),
+    Mistake(
+        "the error that a failed registration leaves stays",
+        "accelerator.py", "            torch.zeros(1, device=self.device)\n", "            pass\n",
+        f"{RULES}::test_where_memory_cannot_be_registered_copies_go_through_a_ring",
+    ),
+    Mistake(
+        "a grant comes before its slot is registered",
+        "cold.py", "        if grant.slot not in self._waiting:", "        if True:",
+        f"{RULES}::test_memory_is_registered_by_the_capture_thread_and_no_grant_comes_before_it_is",
+    ),
+    Mistake(
+        "a copy lies across two registered pieces",
+        "segments.py", "return REGISTERED_BYTES - (address - self.address) % REGISTERED_BYTES", "return self.nbytes",
+        f"{RULES}::test_a_segment_is_registered_in_pieces_and_no_copy_lies_across_two",
+    ),
+    Mistake(
+        "everything is cloned on the device, however large",
+        "device.py", "if copy.nbytes <= CLONE_BYTES_MAX]", "if True]",
+        f"{RULES}::test_nothing_large_is_cloned_on_the_device",
+    ),
+    Mistake(
+        "training does not wait for a large copy",
+        "device.py", "                self._copy(self._large)\n                self.hold_back()\n",
+        "                self._copy(self._large)\n",
+        f"{RULES}::test_nothing_large_is_cloned_on_the_device",
+    ),
+    Mistake(
+        "what was enqueued before a failure has no event",
+        "device.py", "                self._done.record(side)  # also", "                assert self._samples is samples  # also",
+        f"{RULES}::test_a_capture_that_fails_half_way_keeps_its_slot_until_its_copies_are_over",
+    ),
+    Mistake(
+        "the side stream does not wait for training",
+        "device.py", "                side.wait_event(self._ready)\n", "                pass\n",
+        f"{RULES}::test_an_audit_digests_on_the_side_stream_and_cries_no_wolf",
+    ),
+    Mistake(
+        "training does not wait for the copies",
+        "device.py", "        self._accelerator.training().wait_event(self._done)\n", "        pass\n",
+        "test_client_accelerator.py::test_no_snapshot_is_torn",
+    ),
+    Mistake(
+        "a piece of the ring is used again before it has arrived",
+        "bounce.py", "        self.full.synchronize()  # it is read until then\n", "        pass\n",
+        f"{RESTORES}::test_slow_copies_bring_what_was_saved",
+    ),
+    Mistake(
+        "a piece of the ring has its event on the stream of another device",
+        "bounce.py", "        self.full.record(torch.accelerator.current_stream(place.device))\n", "        pass\n",
+        f"{RESTORES}::test_slow_copies_bring_what_was_saved",
+    ),
+    Mistake(
+        "a restore writes beside what still reads",
+        "accelerator.py",
+        "        torch.accelerator.synchronize(self.device)\n        ring = self.ring()\n", "        ring = self.ring()\n",
+        f"{RESTORES}::test_streams_that_still_use_the_tensors_end_first",
+    ),
+    Mistake(
+        "a restore returns before its bytes are there",
+        "accelerator.py",
+        "dest.copy_(source)\n        torch.accelerator.synchronize(self.device)\n", "dest.copy_(source)\n",
+        f"{RESTORES}::test_whatever_stream_comes_next_sees_what_was_restored",
+    ),
+    Mistake(
+        "segments are let go of under the session's lock",
+        "session.py", "            self.segments.let_go()  # not", "                self.segments.let_go()  # not",
+        f"{RULES}::test_the_device_is_let_go_of_without_the_sessions_lock",
+    ),
+    Mistake(
+        "several devices are taken for one",
+        "accelerator.py", "    if len(found) > 1:", "    if False:",
+        f"{RULES}::test_kinds_and_numbers_of_devices_are_refused_in_words",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_it_is_caught(mistake: Mistake, tmp_path: Path) -> None:
+    shutil.copytree(CLIENT, tmp_path / "ckptd_client", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "ckptd_client" / mistake.path
+    source = file.read_text(encoding="utf-8")
+    assert source.count(mistake.old) == 1, "the source has changed"
+    file.write_text(source.replace(mistake.old, mistake.new), encoding="utf-8")
+    test = f"{ROOT}/tests/node/{mistake.caught}"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", test]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=TEST_S
+    )
+    told = " failed" in ended.stdout or "ERROR at teardown" in ended.stdout  # where the races are told
+    assert ended.returncode == 1 and told, f"{mistake.caught} passes all the same:\n{ended.stdout[-2000:]}"

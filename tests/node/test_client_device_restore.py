@@ -1,0 +1,188 @@
+"""Restores into an accelerator's tensors, on the simulated one (design D16): through a ring of registered memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ckptd_client import Client, accelerator, bounce
+from torch import nn
+
+from ckptd.core.errors import CkptdError
+from tests.accelerator import device
+from tests.accelerator.device import simulated
+from tests.node.client_training import assert_same, begun, bits_equal
+from tests.node.rank_daemon_double import RankDaemonDouble
+from tests.node.test_client_accelerator import Training
+
+pytestmark = device.NEEDED
+device.load_first()
+PIECE_BYTES = 65536
+
+
+@pytest.fixture(autouse=True)
+def _simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(bounce, "BOUNCE_BYTES", PIECE_BYTES)
+    accelerator._known.clear()
+    with simulated():
+        yield
+    accelerator._known.clear()
+
+
+class Turned(nn.Module):
+    """A frozen parameter that is not contiguous, and takes more than one piece."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(200, 300).to("sim").t(), requires_grad=False)
+
+
+def saved(daemon: RankDaemonDouble, place: str = "sim") -> dict[str, torch.Tensor]:
+    training = Training(place, 256)
+    training.model.add_module("turned", Turned(1))
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.step()
+        expected = training.tensors()
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable"
+    return expected
+
+
+def other(place: str = "sim") -> Training:
+    """Of the same structure, with other values, and two steps in."""
+    training = Training(place, 256)
+    training.model.add_module("turned", Turned(2))
+    training.step()
+    training.step()
+    return training
+
+
+def restored(daemon: RankDaemonDouble, training: Training) -> dict[str, torch.Tensor]:
+    with begun(daemon, model=training.model, optimizer=training.optimizer):
+        return training.tensors()
+
+
+def assert_all(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert {key for key in expected if not bits_equal(found[key], expected[key])} == set()
+
+
+def test_four_pieces_are_on_their_way_and_none_is_overwritten_before_it_arrived() -> None:
+    ring = accelerator.of(torch.device("sim")).ring()
+    assert ring is not None
+    source, dest = torch.randn(6 * PIECE_BYTES // 4), torch.zeros(6 * PIECE_BYTES // 4, device="sim")
+    cut = bounce.BOUNCES * PIECE_BYTES // 4
+    with device.held():
+        ring.into(source[:cut], dest[:cut])  # nothing waits
+        rest = threading.Thread(target=lambda: ring.into(source[cut:], dest[cut:]))
+        rest.start()
+        rest.join(0.1)
+        assert rest.is_alive(), "there are no more pieces"
+    rest.join()
+    assert torch.equal(dest.cpu(), source)
+
+
+def test_slow_copies_bring_what_was_saved(daemon: RankDaemonDouble) -> None:
+    expected = saved(daemon)
+    fresh = other()
+    device.tune(copy_us_per_mib=50_000)
+    assert_all(restored(daemon, fresh), expected)
+
+
+def test_a_restore_takes_one_ring_at_most_beyond_the_state(daemon: RankDaemonDouble) -> None:
+    """Also of the device: a tensor that is not contiguous has its pieces laid out there on their way."""
+    expected = saved(daemon)
+    fresh = other()
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=fresh.model, optimizer=fresh.optimizer)
+        device.ops.forget_peak(0)
+        before = device.ops.peak(0)
+        assert client.restore() == 1
+        assert device.ops.peak(0) - before <= bounce.BOUNCES * PIECE_BYTES
+    assert_all(fresh.tensors(), expected)
+
+
+def test_where_memory_cannot_be_registered_it_is_only_slower(daemon: RankDaemonDouble) -> None:
+    expected = saved(daemon)
+    accelerator._known.clear()
+    fresh = other()
+    device.tune(registrations=0)
+    assert_all(restored(daemon, fresh), expected)
+
+
+def test_streams_that_still_use_the_tensors_end_first(daemon: RankDaemonDouble) -> None:
+    expected = saved(daemon)
+    fresh, reader = other(), torch.Stream("sim")
+    reader.wait_stream(torch.accelerator.current_stream())
+    with reader:
+        fresh.frozen(torch.ones(4, 256, device="sim"))  # an evaluation beside training
+    assert_all(restored(daemon, fresh), expected)
+
+
+def test_whatever_stream_comes_next_sees_what_was_restored(daemon: RankDaemonDouble) -> None:
+    weight = torch.randn(10, 10, device="sim")
+    with begun(daemon, weight=weight) as client:
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable"
+    fresh, reader = torch.zeros(10, 10, device="sim"), torch.Stream("sim")
+    with begun(daemon, weight=fresh), reader:
+        found = fresh.cpu()
+    assert torch.equal(found, weight.cpu())
+
+
+def test_a_rank_of_device_1_restores_without_a_context_on_device_0(daemon: RankDaemonDouble) -> None:
+    torch.accelerator.set_device_index(1)
+    try:
+        training = Training("sim:1", 256)
+        with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+            training.step()
+            expected = training.tensors()
+            client.snapshot(1, must=True)
+            assert client.wait("sealed", 30) == "durable"
+        fresh = Training("sim:1", 256)
+        device.fresh()
+        assert_all(restored(daemon, fresh), expected)
+        assert device.ops.contexts() == [1]
+    finally:
+        torch.accelerator.set_device_index(0)
+
+
+def test_a_model_on_the_meta_device_is_refused_and_restored_once_it_has_memory(daemon: RankDaemonDouble) -> None:
+    with torch.device("sim"):
+        model = nn.Linear(40, 30)
+    with begun(daemon, model=model) as client:
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable"
+    with torch.device("meta"):
+        fresh = nn.Linear(40, 30)
+    with pytest.raises(CkptdError, match="to_empty"), begun(daemon, model=fresh):
+        pass
+    fresh = fresh.to_empty(device="sim")
+    with begun(daemon, model=fresh):
+        assert bits_equal(fresh.weight.cpu(), model.weight.cpu())
+
+
+def test_a_device_that_fails_amid_a_restore_leaves_dirty_objects_and_says_so(daemon: RankDaemonDouble) -> None:
+    saved(daemon)
+    fresh = other()
+    device.tune(copies=3)
+    with pytest.raises(CkptdError, match=r"(?s)dirty.*a copy failed"):
+        restored(daemon, fresh)
+
+
+def test_what_was_saved_on_the_host_is_restored_into_a_device_and_back(daemon: RankDaemonDouble) -> None:
+    expected = saved(daemon)
+    host = Training("cpu", 256)
+    host.model.add_module("turned", nn.Linear(1, 1).requires_grad_(False))
+    host.model.turned.weight = nn.Parameter(torch.zeros(300, 200), requires_grad=False)
+    del host.model.turned._parameters["bias"]
+    with begun(daemon, model=host.model, optimizer=host.optimizer) as client:
+        assert_all(host.tensors(), expected)
+        host.step()
+        expected = host.tensors()
+        client.snapshot(2, must=True)
+        assert client.wait("sealed", 30) == "durable"
+    assert_same(daemon.held[2, 2][0], expected)
+    assert_all(restored(daemon, other()), expected)
