@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,8 @@ class Accelerator:
         self.device = device
         self.registration = REGISTRATIONS[device.type]()
         self._side = torch.Stream(device)
+        self._held_back: deque[tuple[torch.Event, torch.Event]] = deque()  # before and behind each wait for copies
+        self._stalled_s = 0.0
         self._ring: Ring | None = None
         self._no_ring = False
 
@@ -75,6 +78,23 @@ class Accelerator:
     def event(self) -> torch.Event:
         """Recorded nowhere yet, and so complete."""
         return torch.Event(self.device)
+
+    def hold_back(self, copies: torch.Event) -> None:
+        """The training stream waits for them, the host does not. How long is known later (``stalled_s``)."""
+        before, behind = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        training = self.training()
+        before.record(training)
+        training.wait_event(copies)
+        behind.record(training)
+        self._held_back.append((before, behind))
+
+    def stalled_s(self) -> float:
+        """Seconds that the training stream has stood still for copies, as far as they are over."""
+        with contextlib.suppress(RuntimeError, IndexError), self.aside():
+            while self._held_back[0][1].query():
+                before, behind = self._held_back.popleft()
+                self._stalled_s += before.elapsed_time(behind) / 1000
+        return self._stalled_s
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[torch.Stream]:
@@ -136,6 +156,13 @@ def of(device: torch.device) -> Accelerator:
         if device not in _known:
             _known[device] = Accelerator(device)
         return _known[device]
+
+
+def stalled_s() -> float:
+    """Seconds that training streams of this process have stood still for copies."""
+    with _lock:
+        found = list(_known.values())
+    return sum(one.stalled_s() for one in found)
 
 
 def check(key: str, device: torch.device) -> None:

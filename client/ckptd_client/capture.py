@@ -204,7 +204,7 @@ class Engine:
 
     def _hold_back_devices(self) -> None:
         for job in list(self._jobs):
-            if job.device is not None and job.enqueued and not job.stop:
+            if job.device is not None and (job.enqueued or job.stop):
                 job.device.hold_back()
 
     def _audit(self, deadline: float) -> None:
@@ -278,7 +278,8 @@ class Engine:
 
     def _not_enqueued(self) -> Job | None:
         """Under the lock."""
-        return next((j for j in self._jobs if j.device is not None and not j.enqueued and not j.stop), None)
+        waiting = (job for job in self._jobs if job.device is not None and not job.enqueued and not job.stop)
+        return next((job for job in waiting if job.device is not None and job.device.has_room()), None)
 
     def _claim(self) -> tuple[Job, Chunk] | None:
         """The next piece of the oldest job that has one. Under the lock."""
@@ -309,11 +310,11 @@ class Engine:
     def _enqueue(self, job: Job) -> None:
         assert job.device is not None
         try:
-            job.device.enqueue()
+            all_of_it = job.device.enqueue()
         except (RuntimeError, FailpointError) as error:
-            job.stop = job.stop or f"device copies failed: {error}"
+            job.stop, all_of_it = job.stop or f"device copies failed: {error}", True
         with self._changed:
-            job.enqueued = True
+            job.enqueued = all_of_it
             self._changed.notify_all()
 
     def _end(self, job: Job) -> None:

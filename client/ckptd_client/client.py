@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ckptd.core.errors import CkptdError
 from ckptd.wire import rank as wire
 from ckptd.wire.names import job_key
-from ckptd_client import autostart, fence, nested, resolve, sockets, watch
+from ckptd_client import accelerator, autostart, fence, nested, resolve, sockets, watch
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
 from ckptd_client.entries import KeyMap
@@ -432,7 +432,9 @@ class Client:
         session = self._session
         reply = session.ask(wire.AskHealth, ANSWER_TIMEOUT_S)
         problems = self._troubles.problems()
-        facts = session.facts() | {"fence_s": self._engine.fenced_s, "lost": self._troubles.losses()}
+        device_s = accelerator.stalled_s()
+        fences = {"fence_s": self._engine.fenced_s + device_s, "device_fence_s": device_s}
+        facts = session.facts() | fences | {"lost": self._troubles.losses()}
         if isinstance(reply, wire.Health):
             problems += [text for text in reply.problems if text not in problems]
             facts["daemon"] = reply.facts

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,7 +19,8 @@ from ckptd_client.samples import OnDevice
 from ckptd_client.segments import Segment, SlotView, bytes_tensor
 
 CLONE_BYTES_MAX = 64 * 1024**2  # what is larger is not cloned on the device: the training stream waits for its copy
-CHUNK_BYTES = 64 * 1024**2  # of one copy: what a stop cannot call back, and room that what is not contiguous takes on its way
+CHUNK_BYTES = 64 * 1024**2  # of one copy: room that what is not contiguous takes on its way
+WINDOW_BYTES = 1024**3  # on their way at once: what no stop can call back, and what holds the training stream up at most
 PACK_ALIGN_BYTES = 64
 
 
@@ -39,6 +42,8 @@ class Batch:
         self._audited = frozenset(map(id, audited))
         self._digests: dict[int, Tensor] = {}  # of these, as they were copied
         self._ring = None if all(slot.segment.registered for slot in slots) else accelerator.ring()
+        self._lock = threading.Lock()  # of what is enqueued
+        self._sent: deque[tuple[torch.Event, int]] = deque()  # on their way: recorded behind so many bytes
         small = [copy for copy in early if copy.nbytes <= CLONE_BYTES_MAX]
         large = [copy for copy in early if copy.nbytes > CLONE_BYTES_MAX]
         self._sources: list[tuple[Tensor, Copy]] = [(copy.source, copy) for copy in late]
@@ -47,10 +52,11 @@ class Batch:
         self._held, self._samples = held, OnDevice(())
         self._compared: list[tuple[Copy, Tensor]] = []  # and whether they differ, on the device
         self._large = [(copy.source, copy) for copy in large]
+        self._rest: Iterator[int] = self._all()
         if large:
             try:
-                self._copy(self._large)
-                self.hold_back()
+                self._copy_large()
+                self._accelerator.hold_back(self._done)
             except Exception:
                 with contextlib.suppress(RuntimeError):
                     self._done.synchronize()  # its slot is given back at once
@@ -64,33 +70,67 @@ class Batch:
         accelerator = of_all({copy.source.device for copy in (*early, *late, *held)})
         return None if accelerator is None else cls(accelerator, early, late, held, slots, audited)
 
-    def enqueue(self) -> None:
-        self._copy(self._sources, sampled=True)
-
-    def _copy(self, sources: list[tuple[Tensor, Copy]], sampled: bool = False) -> None:
-        with self._accelerator.aside() as side, torch.no_grad():
+    def enqueue(self) -> bool:
+        with self._lock, self._accelerator.aside() as side, torch.no_grad():
             try:
-                samples = OnDevice(self._held if sampled else ())  # what it brings to the device need not wait for training
-                side.wait_event(self._ready)
-                for source, copy in sources:
-                    failpoint("capture.tensor")
-                    self._copy_one(source, copy)
-                samples.compare()
-                self._samples = samples
+                while self._has_room():
+                    nbytes = 0
+                    while nbytes < CHUNK_BYTES:
+                        more = next(self._rest, None)
+                        if more is None:
+                            return True
+                        nbytes += more
+                    self._sent.append((self._accelerator.event(), nbytes))
+                    self._sent[-1][0].record(side)
+                return False
             finally:
                 self._done.record(side)  # also of what was enqueued before something failed: its slot is not free before that
 
-    def _copy_one(self, source: Tensor, copy: Copy) -> None:
+    def has_room(self) -> bool:
+        with contextlib.suppress(RuntimeError), self._lock, self._accelerator.aside():
+            return self._has_room()
+        return True  # enqueue() says what is wrong with it
+
+    def _has_room(self) -> bool:
+        while self._sent and self._sent[0][0].query():
+            self._sent.popleft()
+        return sum(nbytes for _, nbytes in self._sent) < WINDOW_BYTES
+
+    def _all(self) -> Iterator[int]:
+        """Enqueue piece by piece, and tell its bytes."""
+        samples = OnDevice(self._held)  # what it brings to the device need not wait for training
+        with self._accelerator.aside() as side:
+            side.wait_event(self._ready)
+        for source, copy in self._sources:
+            failpoint("capture.tensor")
+            yield from self._copy_one(source, copy)
+        samples.compare()
+        self._samples = samples
+
+    def _copy_large(self) -> None:
+        with self._accelerator.aside() as side, torch.no_grad():
+            try:
+                side.wait_event(self._ready)
+                for source, copy in self._large:
+                    failpoint("capture.tensor")
+                    for _ in self._copy_one(source, copy):
+                        pass
+            finally:
+                self._done.record(side)
+
+    def _copy_one(self, source: Tensor, copy: Copy) -> Iterator[int]:
         for part, at in _parts(as_bits(source), copy.target, self._slots):
             if self._ring is not None:
                 self._ring.out(part, at)
             else:
                 bytes_tensor(at, part.nbytes).view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
+            yield part.nbytes
         if id(copy) in self._audited:
             self._digests[id(copy)] = digest(source)
 
     def hold_back(self) -> None:
-        self._accelerator.training().wait_event(self._done)
+        with self._lock:
+            self._accelerator.hold_back(self._done)
 
     def compare(self, copies: Sequence[Copy]) -> None:
         now = self._accelerator.event()

@@ -21,11 +21,15 @@ NAMED_MAX = 3  # tensors in the reason of a void
 class DeviceBatch(Protocol):
     """Copies that an accelerator makes by itself once they are enqueued (device.py)."""
 
-    def enqueue(self) -> None:
-        """Side stream: wait for the training stream's mark, then copy. Called once, by the capture thread."""
+    def enqueue(self) -> bool:
+        """Side stream: wait for the training stream's mark, then copy. False: not all, as much is on its way. By the capture
+        thread, again once there is room."""
+
+    def has_room(self) -> bool:
+        """Would ``enqueue`` find something to do? Does not wait."""
 
     def hold_back(self) -> None:
-        """The training stream waits for the copies; the host does not."""
+        """The training stream waits for what is on its way; the host does not."""
 
     def done(self) -> bool:
         """Are all bytes in the slot? Does not wait."""

@@ -19,7 +19,13 @@ KIND = "sim"
 COUNT = 2  # devices
 HELD_S = 20.0  # a stream that the host waits for is let go then
 
-NEEDED = pytest.mark.skipif(compiler() is None, reason="the simulated accelerator needs a C++ compiler")
+
+
+def available() -> bool:
+    return compiler() is not None
+
+
+NEEDED = pytest.mark.skipif(not available(), reason="the simulated accelerator needs a C++ compiler")
 ops: Any = torch.ops.sim
 
 
@@ -33,7 +39,7 @@ def load() -> None:
 
 def load_first() -> None:
     """At import of a test file: autograd makes its queues, one of each kind of device, at the first backward of the process."""
-    if compiler() is not None:
+    if available():
         load()
 
 

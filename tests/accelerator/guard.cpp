@@ -59,6 +59,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) Runtime::get().synchronize(*static_cast<Event*>(event));
   }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    return *static_cast<Event*>(to)->at - *static_cast<Event*>(from)->at;
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     Runtime::get().used_on(data.get(), ours(stream));
   }

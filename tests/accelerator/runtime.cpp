@@ -156,8 +156,12 @@ bool Runtime::query(Stream& stream) {
 // --- events ----------------------------------------------------------------------------------------------------------
 void Runtime::record(Event& event, Stream& stream) {
   check();
-  stream.enqueue({[] {}, "event"}, {});
+  auto at = std::make_shared<std::atomic<double>>(0);
+  stream.enqueue({[at] { *at = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count(); },
+                  "event"},
+                 {});
   std::lock_guard<std::mutex> guard(lock);
+  event.at = at;
   event.stream = &stream, event.seq = stream.queued, event.clock = stream.clock;
 }
 

@@ -6,6 +6,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -66,6 +67,7 @@ struct Event {
   Stream* stream = nullptr;  // nullptr: never recorded, and so complete
   uint64_t seq = 0;
   Clock clock;
+  std::shared_ptr<std::atomic<double>> at;  // milliseconds, once it has happened
 };
 
 struct Block {

@@ -66,24 +66,29 @@ MISTAKES = (
     ),
     Mistake(
         "training does not wait for a large copy",
-        "device.py", "                self._copy(self._large)\n                self.hold_back()\n",
-        "                self._copy(self._large)\n",
+        "device.py", "                self._copy_large()\n                self._accelerator.hold_back(self._done)\n",
+        "                self._copy_large()\n",
         f"{RULES}::test_nothing_large_is_cloned_on_the_device",
     ),
     Mistake(
         "what was enqueued before a failure has no event",
-        "device.py", "                self._done.record(side)  # also", "                assert self._samples is samples  # also",
+        "device.py", "                self._done.record(side)  # also", "                pass  # also",
         f"{RULES}::test_a_capture_that_fails_half_way_keeps_its_slot_until_its_copies_are_over",
     ),
     Mistake(
+        "all is enqueued at once",
+        "device.py", "for _, nbytes in self._sent) < WINDOW_BYTES", "for _, nbytes in self._sent) < 1 << 60",
+        f"{RULES}::test_little_is_on_its_way_at_once_and_a_fences_timeout_calls_back_the_rest",
+    ),
+    Mistake(
         "the side stream does not wait for training",
-        "device.py", "                side.wait_event(self._ready)\n", "                pass\n",
+        "device.py", "            side.wait_event(self._ready)\n        for", "            pass\n        for",
         f"{RULES}::test_an_audit_digests_on_the_side_stream_and_cries_no_wolf",
     ),
     Mistake(
         "training does not wait for the copies",
-        "device.py", "        self._accelerator.training().wait_event(self._done)\n", "        pass\n",
-        "test_client_accelerator.py::test_no_snapshot_is_torn",
+        "accelerator.py", "        training.wait_event(copies)\n", "        pass\n",
+        "test_client_accelerator.py::test_the_host_never_waits_for_the_device",
     ),
     Mistake(
         "a piece of the ring is used again before it has arrived",

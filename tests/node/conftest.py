@@ -8,10 +8,43 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from ckptd_client import accelerator
 
 from ckptd.cli import main
+from tests.accelerator import device
 from tests.node.commands import Cli, Ran
 from tests.node.rank_daemon_double import RankDaemonDouble
+
+device.load_first()
+# Captures, tears, fences, audits, frozen parameters and restores: on the host, and on the simulated device (design D16).
+ON_BOTH = frozenset(
+    f"tests.node.test_client_{name}"
+    for name in (
+        "snapshot", "tear", "closure", "written", "swapped", "frozen", "samples", "unseen", "histories", "restore", "again",
+        "recall", "threads", "gradients", "modules", "complete",
+    )
+)  # fmt: skip
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__ in ON_BOTH:
+        metafunc.fixturenames.insert(0, "default_device")
+        metafunc.parametrize("default_device", ["cpu", device.KIND], indirect=True)
+
+
+@pytest.fixture
+def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the test's tensors lie unless it says otherwise."""
+    if request.param == "cpu":
+        yield "cpu"
+        return
+    if not device.available():
+        pytest.skip("the simulated accelerator needs a C++ compiler")
+    accelerator._known.clear()
+    with device.simulated(), torch.device(device.KIND):
+        yield device.KIND
+    accelerator._known.clear()
 
 
 @pytest.fixture

@@ -50,8 +50,12 @@ class Slow:
         self.copies, self.asked = copies, False
         self.arrived = threading.Event()
 
-    def enqueue(self) -> None:
+    def enqueue(self) -> bool:
         """The copies are on their way."""
+        return True
+
+    def has_room(self) -> bool:
+        return True
 
     def hold_back(self) -> None:
         """The host goes on."""

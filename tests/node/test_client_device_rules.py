@@ -176,11 +176,11 @@ def test_a_capture_that_fails_half_way_keeps_its_slot_until_its_copies_are_over(
 ) -> None:
     copy_one = captures.Batch._copy_one
 
-    def four(batch: captures.Batch, source: torch.Tensor, copy: Copy) -> None:
+    def four(batch: captures.Batch, source: torch.Tensor, copy: Copy) -> Iterator[int]:
         if not left:
             raise RuntimeError("half way")
         left.pop()
-        copy_one(batch, source, copy)
+        return copy_one(batch, source, copy)
 
     training = Training("sim", 64)
     with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
@@ -278,3 +278,51 @@ def test_a_write_past_the_counters_of_what_is_frozen_is_found_by_its_samples(dae
         handle = client.snapshot(3, must=True)
         training.step()
         assert handle.wait("sealed", 30).startswith("void: hidden write: model.frozen.weight")
+
+
+def test_little_is_on_its_way_at_once_and_a_fences_timeout_calls_back_the_rest(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "CHUNK_BYTES", 65536)
+    monkeypatch.setattr(captures, "WINDOW_BYTES", 131072)
+    daemon.policy["fence_timeout_s"] = 0.3
+    training, copied = Training("sim", 256), list[int]()
+    copy_one = captures.Batch._copy_one
+
+    def counted(batch: captures.Batch, source: torch.Tensor, copy: Copy) -> Iterator[int]:
+        for nbytes in copy_one(batch, source, copy):
+            copied.append(nbytes)
+            yield nbytes
+
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        train(client, training, 2)
+        training.step()
+        monkeypatch.setattr(captures.Batch, "_copy_one", counted)
+        with device.held():
+            handle = client.snapshot(3, must=True)
+            training.optimizer.step()
+        assert 131072 <= sum(copied) < 131072 + 65536 * 2
+        assert handle.wait("sealed", 30) == "void: fence timeout"
+        monkeypatch.setattr(captures.Batch, "_copy_one", copy_one)
+        daemon.policy["fence_timeout_s"] = 30.0
+        training.step()
+        expected = training.tensors()
+        client.snapshot(4, must=True)
+        assert client.wait("sealed", 30) == "durable"
+    assert_same(daemon.held[1, 4][0], expected)
+
+
+def test_what_training_waits_for_copies_on_the_device_is_counted(daemon: RankDaemonDouble) -> None:
+    training = Training("sim", 256)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        train(client, training, 2)
+        training.step()
+        device.tune(copy_us_per_mib=100_000)
+        before = client.health().facts["fence_s"]
+        client.snapshot(3, must=True)
+        training.optimizer.step()
+        assert client.wait("sealed", 30) == "durable"
+        torch.accelerator.synchronize()
+        facts = client.health().facts
+        assert facts["device_fence_s"] > 0.02
+        assert facts["fence_s"] - before >= facts["device_fence_s"]

@@ -328,8 +328,12 @@ def test_a_device_is_told_what_to_copy_while_a_frozen_part_is_compared(monkeypat
     ended = threading.Event()
 
     class Device:
-        def enqueue(self) -> None:
+        def enqueue(self) -> bool:
             said.append("enqueued")
+            return True
+
+        def has_room(self) -> bool:
+            return True
 
         def hold_back(self) -> None:
             """Nothing to hold."""
