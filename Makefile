@@ -16,7 +16,7 @@ RUN_ENV := OMP_NUM_THREADS=1
 PYTEST := $(RUN_ENV) $(BIN)/pytest -n $(TEST_WORKERS) --dist=worksteal
 EVERYDAY := not chaos and not soak and not elastic
 
-.PHONY: help demo test chaos soak mutants bench clean
+.PHONY: help demo test chaos soak mutants gpu bench clean
 
 help:
 	@echo "make demo    four nodes, five failures, every claim checked (under 5 minutes on 2 cores)"
@@ -24,6 +24,7 @@ help:
 	@echo "make chaos   the longer runs under faults"
 	@echo "make soak    for CKPTD_SOAK_S seconds, an hour unless told otherwise; then the fuzzers for FUZZ_SECONDS"
 	@echo "make mutants deliberate mistakes in the core and in commits: which do the tests find? (20 minutes on 2 cores)"
+	@echo "make gpu     the tests of captures and restores, and bench.stall, on this machine's CUDA device"
 	@echo "make bench   speed beside the machine's own limits; results in bench/results/"
 	@echo "make clean   remove what was made here"
 
@@ -58,6 +59,13 @@ soak: $(STAMP)
 # Begins where an interrupted run stopped. MUTANTS_ARGS="--only levels.py" looks at some of them.
 mutants: $(STAMP)
 	@$(RUN_ENV) $(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+
+# With the torch of GPU_PYTHON, which has CUDA: .venv has the build for the CPU. One worker, as they share the device.
+GPU_PYTHON ?= python3
+gpu:
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device, or a torch without CUDA")'
+	$(GPU_PYTHON) -m pytest -n 0 -k cuda tests/node
+	$(GPU_PYTHON) -m bench.stall --device cuda --bytes 4e9
 
 bench: $(STAMP)
 	@mkdir -p bench/results

@@ -3,6 +3,7 @@ bench.peers.)
 
     python -m bench.stall --json out.json
     python -m bench.stall --device cuda --bytes 12e9
+    python -m bench.stall --device sim --bytes 5e7    the simulated device of tests/accelerator: what waits for what, not how fast
 
 The state is a model and its AdamW moments. Training computes on all cores but one (--threads).
 Blocking is the time inside snapshot() plus the time the next optimizer step waits for the fence.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ COMPUTE_RATIO = 3.0  # forward and backward take this many times the memcpy
 STEPS_AFTER = 10
 BLOCKING_FLOOR, ADDED_FLOOR, BARE_FLOOR = 0.10, 0.25, 1.25
 QUEUED_MS, D2H_FLOOR = 200, 0.9
+COPY_US_PER_MIB = 500  # of the simulated device: 2 GB/s
 DAEMON_BEYOND_ARENA_MAX = 200e6
 GRANT_WAIT_S = 30.0
 
@@ -154,65 +158,95 @@ def run(training: Training, client: Client, node: Daemon, args: Any) -> Report:
     return report
 
 
-def run_cuda(training: Training, client: Client, args: Any) -> Report:
-    """Blocking with QUEUED_MS of kernels queued, D2H against pinned copies of the same run, step time over ten steps."""
+def run_device(training: Training, client: Client, queue: Callable[[], None], args: Any) -> Report:
+    """Stall on the host and on the device apart, with QUEUED_MS of kernels queued; D2H against pinned copies of the same run."""
     sources, nbytes = training.tensors(), training.nbytes
     pinned = [torch.empty_like(t, device="cpu", pin_memory=True) for t in sources]
-    report = Report(f"stall on {torch.cuda.get_device_name()}")
+    report = Report(f"stall on {args.device}")
+    stalled: list[float] = []  # seconds that the training stream stood still
 
     def d2h() -> None:
         for source, target in zip(sources, pinned, strict=True):
             target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
-    def take() -> float:
+    def take(behind: Callable[[], None]) -> float:
         while True:
             training.optimize()
-            torch.cuda.synchronize()
-            torch.cuda._sleep(int(QUEUED_MS * 1e-3 * 1.7e9))  # type: ignore[no-untyped-call]
+            torch.accelerator.synchronize()
+            behind()
             started = time.perf_counter()
             handle = client.snapshot(training.step)
             seconds = time.perf_counter() - started
             if not handle.status.startswith("skipped"):
                 return seconds
+            torch.accelerator.synchronize()
             time.sleep(0.01)
 
+    def device_s() -> float:
+        return float(client.health().facts["device_fence_s"])
+
     def blocked() -> float:
-        seconds = take()
+        before = device_s()
+        seconds = take(queue)
+        started = time.perf_counter()
+        client.fence()
+        seconds += time.perf_counter() - started
+        torch.accelerator.synchronize()
         client.wait(level="sealed", timeout=GRANT_WAIT_S)
+        stalled.append(device_s() - before)
         return seconds
 
     def drained() -> float:
-        take()
-        torch.cuda.synchronize()
+        seconds = take(lambda: None)
         started = time.perf_counter()
         client.fence()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        torch.accelerator.synchronize()
+        seconds += time.perf_counter() - started
         client.wait(level="sealed", timeout=GRANT_WAIT_S)
         return seconds
 
     taken = interleave({"d2h": d2h, "blocked": blocked, "drained": drained}, args.repeats, warm=2)
     limit = report.add(Row("D2H into pinned memory", taken["d2h"], nbytes))
     report.add(Row("ckptd D2H into its slots", taken["drained"], nbytes, floor=D2H_FLOOR), limit)
-    report.add(Row(f"snapshot() with {QUEUED_MS} ms of kernels queued", taken["blocked"], kind="time"), limit)
+    behind = f"behind {QUEUED_MS} ms of kernels"
+    report.add(Row(f"host: snapshot() + fence, {behind}", taken["blocked"], kind="time"), limit)
+    report.add(Row(f"device: training stream waits for copies, {behind}", stalled[-args.repeats :], kind="time"), limit)
     return report
+
+
+def cuda_queue() -> None:
+    torch.cuda._sleep(int(QUEUED_MS * 1e-3 * 1.7e9))  # type: ignore[no-untyped-call]
+
+
+def simulated_queue() -> Callable[[], None]:
+    """The simulated device's training stream begins nothing for so long."""
+    from tests.accelerator import device  # built by a compiler; no other benchmark needs it
+
+    def queue() -> None:
+        device.ops.hold(0, True)
+        threading.Timer(QUEUED_MS / 1e3, device.ops.hold, (0, False)).start()
+
+    device.use()
+    device.tune(kernel_us=5, copy_us_per_mib=COPY_US_PER_MIB)
+    return queue
 
 
 def main() -> int:
     args = arguments(
         __doc__ or "",
-        device={"default": "cpu", "choices": ["cpu", "cuda"]},
+        device={"default": "cpu", "choices": ["cpu", "cuda", "sim"]},
         threads={"type": int, "default": max(1, (os.cpu_count() or 2) - 1)},
     )
     torch.set_num_threads(args.threads)
+    queue = {"cpu": lambda: None, "cuda": lambda: cuda_queue, "sim": simulated_queue}[args.device]()
     training = Training(args.bytes, args.device)
     with daemon(memory_budget=room(training.nbytes)) as node:
         client = Client.connect(job="bench", socket=str(node.socket), required=True)
         client.register(model=training.model, optimizer=training.optimizer)
         assert client.restore() is None
-        if args.device == "cuda":
-            report = run_cuda(training, client, args)
+        if queue is not None:
+            report = run_device(training, client, queue, args)
         else:
             report = run(training, client, node, args)
         client.close()

@@ -103,12 +103,17 @@ def held(stream: torch.Stream | None = None) -> Iterator[None]:
     assert not waited.is_set(), f"the host waited for stream {number}"
 
 
-@contextmanager
-def simulated() -> Iterator[str]:
-    """A device's kind, for captures: what nothing orders fails the test."""
+def use() -> None:
+    """For the rest of the process; captures know it."""
     load()
     fresh()
     REGISTRATIONS[KIND] = lambda: Registration(ops.register_host, ops.unregister_host)
+
+
+@contextmanager
+def simulated() -> Iterator[str]:
+    """A device's kind, for captures: what nothing orders fails the test."""
+    use()
     try:
         yield KIND
         found = races()

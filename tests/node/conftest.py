@@ -17,7 +17,9 @@ from tests.node.commands import Cli, Ran
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 device.load_first()
-# Captures, tears, fences, audits, frozen parameters and restores: on the host, and on the simulated device (design D16).
+# Captures, tears, fences, audits, frozen parameters and restores: on the host, on the simulated device (design D16), and on a real one
+# where there is one.
+DEVICES = ("cpu", device.KIND, *(["cuda"] if torch.cuda.is_available() else []))
 ON_BOTH = frozenset(
     f"tests.node.test_client_{name}"
     for name in (
@@ -30,14 +32,15 @@ ON_BOTH = frozenset(
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in ON_BOTH:
         metafunc.fixturenames.insert(0, "default_device")
-        metafunc.parametrize("default_device", ["cpu", device.KIND], indirect=True)
+        metafunc.parametrize("default_device", DEVICES, indirect=True)
 
 
 @pytest.fixture
 def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where the test's tensors lie unless it says otherwise."""
-    if request.param == "cpu":
-        yield "cpu"
+    if request.param != device.KIND:
+        with torch.device(request.param):
+            yield request.param
         return
     if not device.available():
         pytest.skip("the simulated accelerator needs a C++ compiler")

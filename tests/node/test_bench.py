@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.netns import missing
+from tests.accelerator import device
 
 REPO = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("stall", "protect", "erasure", "persist", "restore", "peers")
@@ -34,6 +35,13 @@ def test_it_runs_to_its_end(name: str, tmp_path: Path) -> None:
     told = told_by(name, tmp_path, "--bytes", "1e7", "--repeats", "1")
     assert told["rows"] and all(second >= 0 for row in told["rows"] for second in row["seconds"])
     assert not [row["name"] for row in told["rows"] if not row["seconds"]]
+
+
+@device.NEEDED
+def test_the_stall_on_a_device_is_told_apart_from_the_hosts(tmp_path: Path) -> None:
+    rows = told_by("stall", tmp_path, "--device", device.KIND, "--bytes", "1e7", "--repeats", "1")["rows"]
+    host, there = ([row["seconds"] for row in rows if row["name"].startswith(kind)] for kind in ("host:", "device:"))
+    assert host and there and there[0][0] > 0, "the training stream waited for copies"
 
 
 @pytest.mark.root
