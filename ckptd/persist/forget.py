@@ -43,14 +43,14 @@ def delete_forgotten(storage: Storage, job: str) -> list[str]:
     for pointer in standing:
         storage.drop(pointer)
         failpoint("persist.forget.dropped")
-    for written in list_epochs(storage, job):
-        if written < forgotten:
-            storage.discard(epoch_dir(job, written))
+    written = [epoch for epoch in list_epochs(storage, job) if epoch < forgotten]
+    for epoch in written:
+        storage.discard(epoch_dir(job, epoch))
     claims = [epoch_of_record(entry.name) for entry in storage.list(epochs_dir(job))]
     old = [claimed for claimed in claims if claimed is not None and claimed < forgotten]
     for claimed in old:
         storage.delete(record_path(job, claimed))
-    if old:
+    if old or written:
         storage.secure(epochs_dir(job))
     return shown
 

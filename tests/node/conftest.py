@@ -17,8 +17,8 @@ from tests.node.commands import Cli, Ran
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 device.load_first()
-# Captures, tears, fences, audits, frozen parameters and restores: on the host, on the simulated device (design D16), and on a real one
-# where there is one.
+# Captures, tears, fences, audits, frozen parameters and restores: on the host, on the simulated device (design D16), and on a
+# real one where there is one.
 DEVICES = ("cpu", device.KIND, *(["cuda"] if torch.cuda.is_available() else []))
 ON_BOTH = frozenset(
     f"tests.node.test_client_{name}"

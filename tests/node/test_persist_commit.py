@@ -18,7 +18,7 @@ from ckptd.core.messages import WritePiece
 from ckptd.core.retention import CommitInfo
 from ckptd.persist import report as r
 from ckptd.persist.commit import commit
-from ckptd.persist.commits import list_commits
+from ckptd.persist.commits import list_all, list_commits
 from ckptd.persist.names import KEEP, MANIFEST, PART, attempt_dir, epoch_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import Entry, NotFound, Storage, StorageError
@@ -186,6 +186,17 @@ def test_a_repeated_order_leaves_no_stranger(storage: PosixStorage) -> None:
     assert {entry.name for entry in storage.list(step_dir(JOB, SNAPSHOT))} == known | {MANIFEST}
 
 
+def test_a_committer_that_died_between_link_and_unlink_leaves_no_second_name(storage: PosixStorage) -> None:
+    world = small_world(rows=40)
+    reports = write_all(storage, world, SNAPSHOT, "a1")
+    for path in Path(storage.locate(attempt_dir(JOB, SNAPSHOT, "a1"))).iterdir():
+        os.link(path, path.with_name(path.name.removesuffix(PART)))
+    commit_all(storage, world, SNAPSHOT, reports)
+    assert not [entry.name for entry in storage.list(step_dir(JOB, SNAPSHOT)) if entry.name.endswith(PART)]
+    with Checkpoint.open(storage, JOB, SNAPSHOT) as checkpoint:
+        check_all(checkpoint, world)
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------
 def nothing_committed(storage: Storage) -> None:
     assert list_commits(storage, JOB) == []
@@ -294,6 +305,7 @@ def test_files_are_checked_before_the_commit(storage: PosixStorage, kind: str, w
     with pytest.raises(CkptdError) as caught:
         commit_all(storage, world, SNAPSHOT, reports)
     assert victim.name.removesuffix(PART) in caught.value.where
+    assert kind != "truncate" or "bytes, here are" in str(caught.value), "both sizes are told"
     assert len(os.listdir("/proc/self/fd")) == before, "no file stays open"
     nothing_committed(storage)
 
@@ -321,6 +333,20 @@ def test_what_vanished_under_the_hands_of_a_commit_is_looked_for_once_more(
     monkeypatch.setattr(storage, "move_dir", gone_at_first)
     commit_all(storage, world, SNAPSHOT, reports)
     assert list_commits(storage, JOB) == [CommitInfo(SNAPSHOT)]
+
+
+def test_a_commit_that_retention_hides_at_once_was_made(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something newer is durable, too: nobody shall write this one again."""
+    real = storage.commit_if_absent
+
+    def and_hidden(attempt: str, pointer: str, *rest: Any) -> bool:
+        return real(attempt, pointer, *rest) and storage.hide(pointer)
+
+    monkeypatch.setattr(storage, "commit_if_absent", and_hidden)
+    save(storage, small_world(rows=40))
+    assert list_all(storage, JOB) == [CommitInfo(SNAPSHOT, hidden=True)]
 
 
 def test_a_mark_that_came_with_a_second_attempt_is_durable(

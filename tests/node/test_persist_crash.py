@@ -19,6 +19,7 @@ from ckptd.persist.commits import list_commits, list_durable
 from ckptd.persist.lineage import claim_epoch, newest_record
 from ckptd.persist.names import (
     DATA,
+    KEEP,
     MANIFEST,
     PART,
     attempt_dir,
@@ -27,7 +28,7 @@ from ckptd.persist.names import (
 )
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
-from ckptd.persist.storage.base import Storage
+from ckptd.persist.storage.base import Sight, Storage, read_file
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.storage.tree import DROPPED, HIDDEN
 from ckptd.persist.verify import verify_at
@@ -210,6 +211,75 @@ def test_what_is_listed_as_durable_survives(monkeypatch: pytest.MonkeyPatch) -> 
         assert {info.snapshot for info in list_durable(storage, JOB, Policy())} == {OLD, NEW}
         assert listed(storage.restarted(seed)) == {OLD, NEW}
     assert lost, "the model takes nothing back"
+
+
+def committed_beside_one_that_dies(
+    ours: str, before: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> CrashStorage:
+    """The committer of a1 dies when it has made it visible: before ours looks, or just before ours would do so."""
+    storage, dead = CrashStorage(), False
+    reports = {attempt: write_all(storage, world, NEW, attempt) for attempt in ("a1", "a2")}
+    rename = storage.move_dir
+
+    def other_dies() -> None:
+        nonlocal dead
+        dead = True
+        with monkeypatch.context() as patch:
+            patch.setattr(failpoint, "_armed", {"persist.commit.visible": "error"})
+            with pytest.raises(failpoint.FailpointError):
+                commit_all(storage, world, NEW, reports["a1"], "a1")
+
+    def move_dir(source: str, target: str) -> bool:
+        if not dead:
+            other_dies()
+        return rename(source, target)
+
+    if before:
+        other_dies()
+    monkeypatch.setattr(storage, "move_dir", move_dir)
+    commit_all(storage, world, NEW, reports[ours], ours)
+    assert dead
+    return storage
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("ours", ["a1", "a2"])
+def test_what_another_committer_made_visible_is_durable_when_our_commit_returns(
+    ours: str, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P4: of the same attempt or of another; it died before it synced the directory, and ours tells the ranks."""
+    world = tiny_world(2)
+    for seed in range(8):
+        after = committed_beside_one_that_dies(ours, before, world, monkeypatch).restarted(seed)
+        assert listed(after) == {NEW}, "acknowledged, then lost"
+        expect_whole(after, {NEW}, {NEW: world})
+
+
+def test_what_a_method_of_a_storage_did_survives_a_power_cut_when_it_returns() -> None:
+    """Nobody who relies on it asks in what order others did what to the same directory."""
+    storage, pointer, path = CrashStorage(), step_dir(JOB, NEW), f"{attempt_dir(JOB, OLD, 'a1')}/file{DATA}"
+
+    def cuts() -> list[CrashStorage]:
+        return [storage.restarted(seed) for seed in range(8)]
+
+    storage.begin(attempt_dir(JOB, OLD, "a1"))
+    writer = storage.put(path)
+    writer.write(b"bytes")
+    writer.finish()
+    assert all(read_file(after, path, 100) == b"bytes" for after in cuts())
+    storage.discard(attempt_dir(JOB, OLD, "a1"))
+
+    def seen(storage: CrashStorage) -> list[tuple[Sight, bool, bool]]:
+        return [(p.sight, KEEP in p.marks, p.hidden_s is not None) for p in storage.pointers(epoch_dir(JOB, 1))]
+
+    save(storage, tiny_world(2), NEW)
+    storage.mark(pointer, KEEP, b"")
+    shown, hidden = [(Sight.SHOWN, True, False)], [(Sight.HIDDEN, True, True)]
+    assert all(seen(after) == shown for after in cuts())
+    steps = (storage.hide, hidden), (storage.reveal, shown), (storage.hide, hidden), (storage.drop, [])
+    for step, wanted in steps:
+        assert step(pointer)
+        assert all(seen(after) == wanted for after in cuts()), step.__name__
 
 
 # --- kill -9 of real processes --------------------------------------------------------------------------------------

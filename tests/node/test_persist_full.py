@@ -168,3 +168,20 @@ def test_old_checkpoints_go_from_a_full_disk(small_disk: Path) -> None:
     retain(storage, JOB, Policy(keep_last=1), grace_s=0.0)
     assert [info.snapshot.step for info in list_commits(storage, JOB)] == [20]
     assert storage.free_bytes() > 0
+
+
+def test_nothing_goes_from_a_storage_that_failed_to_take_the_mark_of_what_was_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: a full one would have room afterwards; of any other failure nobody knows what it took along."""
+    storage = PosixStorage(str(tmp_path / "root"))
+    for step in (10, 20):
+        save(storage, small_world(1, rows=40), SnapshotId(1, step))
+
+    def broken(*_: object) -> None:
+        raise StorageError("write: Input/output error", errno=errno.EIO)
+
+    monkeypatch.setattr(storage, "mark", broken)
+    with pytest.raises(StorageError, match="Input/output"):
+        retain(storage, JOB, Policy(keep_last=1), grace_s=0.0)
+    assert [info.snapshot.step for info in list_commits(storage, JOB)] == [10, 20]

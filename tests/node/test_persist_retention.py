@@ -15,6 +15,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.persist import lease as lease_module
+from ckptd.persist import retention
 from ckptd.persist.commits import list_commits, list_durable
 from ckptd.persist.lease import Lease
 from ckptd.persist.lineage import claim_epoch
@@ -22,6 +23,7 @@ from ckptd.persist.names import attempt_dir, epoch_dir, epochs_dir, leases_dir, 
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import Retained, retain
 from ckptd.persist.storage.posix import PosixStorage
+from ckptd.persist.storage.posix_file import PosixReader
 from tests.node.checkpoints import JOB, World, check_all, epoch_record, save, small_world, write_all
 
 STEPS = (10, 20, 30, 40)
@@ -72,24 +74,65 @@ def test_what_died_before_it_had_its_name_goes(storage: PosixStorage, world: Wor
     assert not [name for name in names if name.endswith(".part")]
 
 
-def test_a_pass_that_is_called_off_stops_before_the_next_checkpoint(
-    storage: PosixStorage, world: World
-) -> None:
-    fill(storage, world)
-    cancelled = threading.Event()
-    delete = storage.delete_tree
+def once_one_is_deleted(storage: PosixStorage) -> threading.Event:
+    """Set when the first directory is gone."""
+    cancelled, delete = threading.Event(), storage.delete_tree
 
     def called_off(path: str) -> None:
         delete(path)
         cancelled.set()
 
     storage.delete_tree = called_off  # type: ignore[method-assign]
+    return cancelled
+
+
+def test_a_pass_that_is_called_off_stops_before_the_next_checkpoint(
+    storage: PosixStorage, world: World
+) -> None:
+    fill(storage, world)
     now(storage, Policy(keep_last=1), grace_s=3600)  # hides three
     with pytest.raises(CkptdError, match="called off"):
-        now(storage, Policy(keep_last=1), cancelled=cancelled)
+        now(storage, Policy(keep_last=1), cancelled=once_one_is_deleted(storage))
     left = [entry.name for entry in storage.list(epoch_dir(JOB, 1))]
     assert len([name for name in left if name.startswith("step-")]) == 3  # one of four is deleted
     assert steps_left(storage) == [40]
+
+
+@pytest.mark.parametrize("what", ["dropped", "attempts"])
+def test_a_pass_that_is_called_off_leaves_the_rest_of_what_others_left(
+    storage: PosixStorage, world: World, what: str
+) -> None:
+    """Deleting one takes its time; whoever called it off waits for no more than that."""
+    for step in (10, 20, 30):
+        if what == "attempts":
+            write_all(storage, world, SnapshotId(1, step), "dead")
+        else:
+            save(storage, world, SnapshotId(1, step))
+            directory = Path(storage.locate(step_dir(JOB, SnapshotId(1, step))))
+            (directory / "manifest.json").rename(directory / "manifest.dropped")
+    with pytest.raises(CkptdError, match="called off"):
+        now(storage, Policy(), attempt_stale_s=0, cancelled=once_one_is_deleted(storage))
+    assert len(storage.list(epoch_dir(JOB, 1))) == 2
+
+
+def test_a_pass_that_is_called_off_while_it_reads_back_reveals_nothing(
+    storage: PosixStorage, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it could not read to its end is no reason to take back what an earlier pass hid rightly."""
+    fill(storage, world, (10, 20))
+    now(storage, Policy(keep_last=1), grace_s=3600)
+    Path(storage.locate(f"{step_dir(JOB, SnapshotId(1, 20))}/verified")).unlink()  # as if there had been no room for it
+    cancelled, real = threading.Event(), storage.open_file
+
+    def called_off(path: str) -> PosixReader:
+        if path.endswith(".safetensors"):
+            cancelled.set()
+        return real(path)
+
+    monkeypatch.setattr(storage, "open_file", called_off)
+    with pytest.raises(CkptdError, match="called off"):
+        now(storage, Policy(keep_last=1), cancelled=cancelled)
+    assert steps_left(storage) == [20]
 
 
 def test_keep_last(storage: PosixStorage, world: World) -> None:
@@ -344,6 +387,45 @@ def test_what_somebody_is_about_to_open_comes_back(meanwhile: Meanwhile) -> None
     meanwhile.happens = lambda: leases.append(Lease.take(meanwhile, JOB, SnapshotId(1, 10)))
     assert now(meanwhile, Policy(keep_last=2)).hidden == [SnapshotId(1, 20)]
     assert steps_left(meanwhile) == [10, 30, 40]
+
+
+def test_a_pass_that_is_called_off_once_it_hid_one_takes_that_back(meanwhile: Meanwhile) -> None:
+    """It has not looked yet who needs it."""
+    cancelled = threading.Event()
+    meanwhile.happens = cancelled.set
+    with pytest.raises(CkptdError, match="called off"):
+        now(meanwhile, Policy(keep_last=1), cancelled=cancelled)
+    assert steps_left(meanwhile) == list(STEPS)
+
+
+def test_what_comes_back_while_it_is_hidden_again_never_loses_its_manifest(meanwhile: Meanwhile) -> None:
+    """Of two passes one reveals while the other hides: it finds the manifest there once more, under its first name only."""
+    pointer = step_dir(JOB, SnapshotId(1, 10))
+    meanwhile.happens = lambda: meanwhile.reveal(pointer)
+    assert meanwhile.hide(pointer)
+    assert steps_left(meanwhile) == [20, 30, 40]
+    assert meanwhile.reveal(pointer)
+    assert steps_left(meanwhile) == list(STEPS)
+
+
+def test_what_somebody_is_about_to_open_when_its_grace_is_over_is_not_deleted(
+    storage: PosixStorage, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: the pass had looked before the lease came."""
+    fill(storage, world, (10, 20))
+    now(storage, Policy(keep_last=1), grace_s=3600)
+    real, leases = retention.list_pointers, []
+
+    def leased_before(*args: Any) -> Any:
+        leases.append(Lease.take(storage, JOB, SnapshotId(1, 10)))
+        return real(*args)
+
+    monkeypatch.setattr(retention, "list_pointers", leased_before)
+    assert now(storage, Policy(keep_last=1)).deleted == []
+    monkeypatch.undo()
+    assert now(storage, Policy(keep_last=1)).revealed == [SnapshotId(1, 10)]
+    with Checkpoint.open(storage, JOB, SnapshotId(1, 10)) as checkpoint:
+        check_all(checkpoint, world)
 
 
 def test_a_retention_that_died_before_it_looked_is_made_up_for(meanwhile: Meanwhile) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -98,6 +99,23 @@ def test_aligned_memory_is_written_in_place(root: Path, monkeypatch: pytest.Monk
     out.finish()
     assert sum(copied) == 0
     assert read_file(storage, "file", 1 << 30) == memory[:ALIGN_BYTES] + memory[:]
+
+
+def test_a_small_file_that_could_not_be_written_leaves_neither_a_file_nor_one_that_is_open(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Unmarked(str(root))
+    storage.put_if_absent("before", b"")
+
+    def full(self: PosixWriter, data: bytes) -> None:
+        raise StorageError("write: No space left on device", errno=errno.ENOSPC)
+
+    monkeypatch.setattr(PosixWriter, "write", full)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match="No space"):
+        storage.put_if_absent("file", b"x")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [entry.name for entry in storage.list("")] == ["before"]
 
 
 def test_a_vanished_root_is_an_error_and_its_return_is_noticed(root: Path, tmp_path: Path) -> None:

@@ -434,8 +434,8 @@ class Host:
         run = proc.run
         proc.gives_back()
         ranks, ask = run.joining(proc.rank)
-        joined = ev.RankJoined(proc.rank, run.attempt, ranks, run.nodes, ask, running, trains=running, grant=proc.newest)
-        self.feed(joined)
+        ask = None if running else ask  # as the client says it: nobody who trains is restored
+        self.feed(ev.RankJoined(proc.rank, run.attempt, ranks, run.nodes, ask, running, trains=running, grant=proc.newest))
         if self.machine.ctx.done and self.record is not None and self.record.nonce == run.attempt:
             proc.may_train()  # it comes back to a daemon that has heard already: the shell says so at once
         self.asks_for_room(proc, proc.room())
@@ -461,7 +461,8 @@ class Host:
             self.grow(proc.rank)
 
     def grow(self, rank: int) -> None:
-        """One slot after another, or all at once where touching memory takes no time."""
+        """One slot after another, or all at once where touching memory takes no time. In the event loop: a resize that waited there
+        took one away that had come beside it, and that was told as there after it had been told as gone, for ever."""
         room = self._room.get(rank, 0)
         have = sum(mem.own and mem.rank == rank and mem.capacity >= room for mem in self.memory.values())
         lacking = self.world.policy.own_slots - have
@@ -469,20 +470,21 @@ class Host:
         if count > 0:
             self.feed(ev.SlotsReady(rank, tuple(self.new_mem(rank, own=True, room=room).id for _ in range(count))))
         if lacking > count:
-            self.world.clock.after(self.world.slot_s, self._size, self.life, self.procs[rank])
+            self.world.clock.after(self.world.slot_s, self.at_leisure, self._size, self.life, self.procs[rank])
 
     def squeeze(self, squeezed: bool) -> None:
         """Memory is short: FREE slots go, nothing new is taken in. When it is over, ranks get their slots back."""
-        if not self.alive:
-            return
-        self.squeezed = squeezed
+        if self.alive:
+            self.squeezed = squeezed
+            self.at_leisure(self._squeeze, squeezed)
+
+    def _squeeze(self, squeezed: bool) -> None:
         for rank in list(self.procs):
             if squeezed:
                 self._shrink(rank)
-                self.feed(ev.SlotsShort(rank, f"not {self.world.policy.own_slots} slots: the budget is spent"))
             else:
                 self.grow(rank)
-                self.feed(ev.SlotsShort(rank, ""))
+            self.feed(ev.SlotsShort(rank, f"not {self.world.policy.own_slots} slots: the budget is spent" if squeezed else ""))
 
     def _shrink(self, rank: int, room: int = 1 << 60) -> None:
         """FREE slots with less room go."""

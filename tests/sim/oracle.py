@@ -47,6 +47,7 @@ class Oracle:
         self.judge = Judge(self)
         self.origins: dict[SnapshotId, Origin] = {}  # what was trained and captured under that name
         self.promises: dict[SnapshotId, Promise] = {}
+        self.unpromised: dict[SnapshotId, int] = {}  # the level last said of what was forgotten, where that order was not heard
         self.durable_at: dict[SnapshotId, float] = {}  # when it was committed
         self.ordered = 0  # the newest epoch that the operator has had forgotten
         self.certified_ever: dict[SnapshotId, int] = {}  # best level
@@ -249,7 +250,11 @@ class Oracle:
     def _certificate(self, host: Host, message: msg.Certificate) -> None:
         """P2: what is said holds, but for what nobody could have noticed yet, and for what the operator had forgotten."""
         snapshot = message.snapshot
+        if message.level >= 0:
+            self.certified_steps.add(snapshot.at)
         if self.forgotten(snapshot):
+            if message.level >= 0 or snapshot in self.unpromised:
+                self.unpromised[snapshot] = message.level  # its ranks may live, and wait for it as any others do (P14)
             return
         before = self.promises.get(snapshot)
         if before is not None and before.level == message.level:
@@ -262,12 +267,15 @@ class Oracle:
             self._count_new(snapshot)
             best = self.certified_ever.get(snapshot, -1)
             self.certified_ever[snapshot] = max(best, message.level)
-            self.certified_steps.add(snapshot.at)
             self.complete_uncertified.discard(snapshot)
         lost = {dead.domain for died, dead, _ in self.graves if died > host.saw_at - BLIND_S}
         lost |= {h.domain for h, mem in self._held.get(snapshot, {}).values() if not mem.intact}
         lost |= {h.domain for h, mem in self._given_up_since(host.saw_at) if mem.snapshot == snapshot}
         self.promises[snapshot] = Promise(message.level, lost)
+
+    def certified(self) -> set[SnapshotId]:
+        """All that a level was ever said of, whether or not memory of it is promised still."""
+        return self.certified_ever.keys() | self.unpromised.keys()
 
     def _count_new(self, snapshot: SnapshotId) -> None:
         self.known_at.setdefault(snapshot, self.world.clock.now)

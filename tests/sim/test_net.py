@@ -7,7 +7,7 @@ import pytest
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core.life import Tombstone
-from ckptd.core.messages import FlushAsk
+from ckptd.core.messages import FlushAsk, RestoreAsk
 from tests.sim import forgetting
 from tests.sim.host import Host
 from tests.sim.trainer import Run
@@ -78,6 +78,40 @@ def test_what_comes_of_an_instruction_is_handled_before_what_waits(world: World,
     assert [event for event in order if event in (ready, gone, waited)] == [ready, waited, gone]
 
 
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_a_slot_that_comes_while_a_resize_waits_is_told_before_it_goes(
+    world: World, monkeypatch: pytest.MonkeyPatch, squeezed: bool
+) -> None:
+    """The next of several, or what a squeeze that is over gives back: the machine granted one that was gone (seed 9326725289)."""
+    host = next(iter(world.hosts.values()))
+    proc = host.procs[0] = Run(world, "a1", [host], None).procs[0]
+    there: set[int] = set()
+
+    def handle(event: ev.Event, now: float) -> list[ins.Instruction]:
+        if isinstance(event, ev.SlotsReady):
+            there.update(event.slots)
+        elif isinstance(event, ev.SlotsGone):
+            there.difference_update(event.slots)
+        return []
+
+    monkeypatch.setattr(host.machine, "handle", handle)
+    world.slot_s = 0.3
+    host._room[0] = 100
+    if squeezed:
+        host.squeeze(True)
+    else:
+        host.grow(0)
+    world.clock.run(world.clock.now + 0.2)
+    host._free_at = world.clock.now + 0.2  # its event loop is at work
+    host.at_leisure(host._size, host.life, proc)
+    if squeezed:
+        host.squeeze(False)
+    world.clock.run(world.clock.now + 0.15)
+    host._room[0] = 200
+    world.clock.run(world.clock.now + 3.0)
+    assert there == set(host.memory) and len(there) == world.policy.own_slots
+
+
 def test_a_rank_whose_daemon_dies_before_it_has_read_the_join_connects_again(world: World) -> None:
     host = next(iter(world.hosts.values()))
     run = Run(world, "a1", [host], None)
@@ -142,3 +176,15 @@ def test_a_peer_that_was_told_to_be_up_and_then_down_is_told_to_be_up_again(
     world.clock.run(world.clock.now + 5.0)
     seen = [event for event in told if isinstance(event, ev.NodeUp | ev.NodeDown)]
     assert seen == [ev.NodeUp(other.name), ev.NodeDown(other.name), ev.NodeUp(other.name)]
+
+
+def test_a_rank_that_trains_asks_for_no_restore_when_it_joins_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the client does: it would be restored amid its training where nobody knows its epoch any more (seed 9326758575)."""
+    host = next(iter(world.hosts.values()))
+    run = Run(world, "a1", [host], RestoreAsk())
+    asks: list[RestoreAsk | None] = []
+    monkeypatch.setattr(host, "feed", lambda event: asks.append(event.ask) if isinstance(event, ev.RankJoined) else None)
+    for running in (False, True):
+        host.attach(run.procs[0], running=running)
+        world.clock.run(world.clock.now + 1.0)
+    assert asks == [RestoreAsk(), None]

@@ -209,7 +209,7 @@ class World:
         self.faults.start()
         self.clock.run(FAULTY_S / 3 if self.large else FAULTY_S)
         self._calm_down()
-        before = {world.job: set(world.oracle.certified_ever) for world in self.everyone}
+        before = {world.job: world.oracle.certified() for world in self.everyone}
         for world in self.everyone:
             world._wait("snapshots keep completing", partial(world._keep_completing, before[world.job]))
         for world in self.everyone:
@@ -257,7 +257,7 @@ class World:
         run, records = self.launcher.run, self.oracle.records
         if run is None or not (run.training or self.launcher.ended):
             return set()
-        return {s for s in self.oracle.certified_ever if records[s.epoch].nonce == run.attempt}
+        return {s for s in self.oracle.certified() if records[s.epoch].nonce == run.attempt}
 
     def _protected(self) -> bool:
         """What storage alone has was given up for that, or lacks a part in memory: it is safe there."""
@@ -265,7 +265,11 @@ class World:
         if newest is None or (self.store.shows(newest) and self.oracle.truth(newest) < 0):
             return True
         promise = self.oracle.promises.get(newest)
-        return promise is not None and promise.level >= self.wanted_now()
+        if promise is None:  # nothing but this asks whether that is true which is said of what was forgotten by order
+            level = min(self.oracle.unpromised.get(newest, -1), self.oracle.truth(newest))
+        else:
+            level = promise.level
+        return level >= self.wanted_now()
 
     def _durable(self) -> bool:
         """A last capture may still have been under way: the newest one is asked for again when it changes."""
