@@ -304,6 +304,14 @@ def test_leftovers_of_an_earlier_epoch_are_void_once_the_new_one_runs() -> None:
     assert [v.snapshot for v in node.said(msg.Void, "b")] == [at(4, OLD)]
 
 
+def test_leftovers_that_were_to_be_kept_are_void_when_nobody_has_the_rest() -> None:
+    """P14: there is nothing left to flush, and they would keep their slots for ever."""
+    node = steward(record_of("ab", ancestry=(at(5, OLD),)), durable=True)
+    node.feed(ev.DurableRead("", True, node.record, ()))
+    node.others["b"].tell_inventory(fact(4, 1, epoch=OLD, keep=True), layouts=BOTH)
+    assert [v.snapshot for v in node.said(msg.Void, "b")] == [at(4, OLD)]
+
+
 def test_leftovers_that_are_durable_go_without_being_void() -> None:
     """The next start read it from storage, and its ranks were told of a level after it had been void (simulator, seeds
     2671575901 and 4897527247 of that day)."""

@@ -10,6 +10,7 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord
+from ckptd.core.machine.steward.certify import REPEAT_S
 from ckptd.core.machine.steward.flush import (
     ASKS_KEPT_MAX,
     BACKOFF_MAX_S,
@@ -33,7 +34,7 @@ from tests.core.flushes import (
     written,
     wrote,
 )
-from tests.core.machines import EPOCH, Steward, at, fact, layout, only
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only, sent
 
 
 # --- what and when ----------------------------------------------------------------------------------------------------
@@ -353,6 +354,10 @@ def test_what_fills_the_only_slot_is_flushed_and_gives_it_to_the_next() -> None:
     node.tick(2.0)
     fallen = next(c for c in node.certificates("b", mark) if c.level < 0)
     assert (fallen.snapshot, fallen.durable, fallen.releases) == (at(7), True, (at(7),)), "said before its memory goes (P2)"
+    assert fallen.serial > max(c.serial for c in sent(node.done[:mark], msg.Certificate)), "whichever comes last"
+    again = node.mark
+    node.tick(2 * REPEAT_S)
+    assert any(c.releases for c in node.certificates("b", again)), "it may have been lost, and slots are wanted"
     node.others["b"].held(fact(7, 1), lost=True)
     node.others["b"].held(fact(7, 0, 1), lost=True)
     node.others["b"].state(1, 7, free=1)

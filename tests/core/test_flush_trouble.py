@@ -7,7 +7,14 @@ import pytest
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.machine.steward.flush import BACKOFF_ASKED_MAX_S, BACKOFF_FIRST_S, BACKOFF_MAX_S, Flush
+from ckptd.core.machine.steward.flush import (
+    BACKOFF_ASKED_MAX_S,
+    BACKOFF_FIRST_S,
+    BACKOFF_MAX_S,
+    MEND_S,
+    Flush,
+)
+from tests.core import parity_rig
 from tests.core.flushes import (
     alarms,
     ask,
@@ -75,6 +82,7 @@ def test_a_new_wish_is_tried_at_once_and_a_success_forgives_failures() -> None:
     assert step_of(node) == 7, "storage may be back"
     written(node)
     committed(node)
+    assert node.machine.steward.flushing.trouble == ""
     node.capture(8)
     node.tick()
     assert round(waits(node)) == 1
@@ -198,6 +206,30 @@ def test_a_snapshot_that_went_while_it_was_written_is_not_committed() -> None:
     assert alarms(node, "flush") == ["step 7: the snapshot is gone"]
 
 
+def test_a_snapshot_that_goes_while_it_is_written_holds_up_no_other() -> None:
+    node = steward().train().capture(7).protect(7).capture(8)
+    ask(node, 7)
+    part = fact(7, 1)
+    node.others["b"].held(part, lost=True)
+    node.others["b"].held(fact(7, 0, 1), lost=True)
+    node.feed(*(ev.SlotDamaged(slot.id, "x") for slot in node.machine.slots.sealed[at(7)] if slot.rank == 1))
+    node.tick()
+    assert alarms(node, "flush") == ["step 7: the snapshot is gone"]
+    node.tick(BACKOFF_FIRST_S)
+    assert step_of(node) == 8
+
+
+def test_a_snapshot_that_goes_while_it_is_committed_is_durable_all_the_same() -> None:
+    """All of it is written."""
+    node, before = begun()
+    written(node)
+    node.machine.steward.table.states[at(7)].become_void("nowhere", "why")
+    node.tick()
+    assert (flushing(node), alarms(node, "flush")) == (before, [])
+    committed(node)
+    assert at(7).at in node.machine.steward.table.durable
+
+
 def test_a_flush_pins_its_snapshot_and_its_end_unpins_it() -> None:
     node = steward(replicas=0).train().capture(7)
     ask(node, 7)
@@ -232,7 +264,7 @@ def test_a_new_office_knows_no_wishes_and_no_failures() -> None:
     node.now += 10.0  # its process stood still
     node.tick()
     flushing_ = node.machine.steward.flushing
-    assert (flushing_.asked, flushing_._failures, flushing_._not_before) == (set(), 0, 0.0)
+    assert (flushing_.asked, flushing_._failures, flushing_._not_before, flushing_.trouble) == (set(), 0, 0.0, "")
     node.others["b"].tell_inventory(fact(7, 1))
     node.others["b"].state(1, 7)
     node.tick(0.5)
@@ -245,6 +277,7 @@ def test_a_new_office_begins_no_flush_where_the_one_before_stood() -> None:
     node.now += 10.0  # its process stood still
     node.tick()
     assert (step_of(node), node.machine.steward.certify.guards.pinned) == (None, set())
+    assert alarms(node, "flush") == [], "nothing is wrong with the snapshot"
 
 
 def test_a_new_office_waits_for_the_ranks_anew_and_says_again_that_they_are_gone() -> None:
@@ -260,3 +293,17 @@ def test_a_new_office_waits_for_the_ranks_anew_and_says_again_that_they_are_gone
     assert step_of(node) is None
     node.tick(1.0)
     assert (step_of(node), len(alarms(node, "breakpoint"))) == (7, 2)
+
+
+def test_data_that_is_lost_again_is_waited_for_anew() -> None:
+    """The first wait was over when its flush began, and an alarm told of a timeout that had not passed (P15)."""
+    node = parity_rig.protected(parity_rig.steward(durable=True, write_timeout_s=10.0), keep=True)
+    parity_rig.lose(node, "c")
+    node.tick(5.0)
+    node.others["d"].held(fact(7, 2, 1, world=3))
+    node.tick(MEND_S)
+    assert step_of(node) == 7
+    node.tick(7.0)
+    parity_rig.lose(node, "d")
+    node.tick(2 * MEND_S)
+    assert (step_of(node), node.machine.steward.table.states[at(7)].failures, alarms(node, "flush")) == (None, 0, [])

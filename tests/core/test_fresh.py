@@ -149,6 +149,25 @@ def test_a_start_between_two_that_were_proven_fresh_and_never_ran_is_no_reason_t
     assert fresh == known
 
 
+def test_a_start_below_one_that_never_ran_is_no_proof_when_its_node_has_been_restarted() -> None:
+    """P1: the second may have trained on node a, which forgot what it had taken; the third was claimed alone and never opened."""
+    c = FIRST.nodes[0]
+    second = EpochRecord(2, "second", ("a",), (A,), before=(1, ()))
+    third = EpochRecord(3, "third", ("c",), (c,), before=(-1, ()))
+    for incarnation, fresh in [("a#2", False), ("a#1", True)]:
+        gather = alone(Inventory("z", second, (), done=True, incarnation=incarnation), third, second, FIRST)
+        gather.asked["c"], gather.answers["c"] = c, Inventory("z", None, (), incarnation="c#1")
+        assert (decide(gather, 3, (), {}).record is not None) == fresh
+
+
+def test_a_declared_fresh_start_that_was_still_loading_proves_nothing_of_the_lineage_before_it() -> None:
+    """P1: the start before it went on from step 5, which nobody who answers has any more."""
+    went_on = EpochRecord(2, "on", ("a",), (A,), (at(5, 1),), before=(1, ()))
+    declared = EpochRecord(3, "declared", ("a",), (A,), before=(2, (at(5, 1),)))
+    gather = alone(Inventory("z", declared, (), incarnation="a#1", ran=went_on), declared, went_on)
+    assert decide(gather, 3, (), {}).record is None
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_start_that_does_not_restore_says_what_it_leaves_behind(there: bool) -> None:
     """A script that forgot restore() lost the run that it was to go on with, without a word (a new user; P15)."""
@@ -210,6 +229,34 @@ def test_what_was_sealed_by_all_and_is_held_by_nobody_is_no_fresh_start() -> Non
     assert refused.record is None and refused.code == "unrecoverable"
     assert "its snapshots of epoch 1 are held nowhere any more" in refused.reason
     assert refused.reason.endswith("allow_fresh=True begins anew")
+
+
+HELD_NOWHERE = "its snapshots of epoch 1 are held nowhere any more"
+REPLACED = replace(two_nodes(1, 1).answers["b"], incarnation="b#2")
+LET_GO = Inventory("z", None, (), incarnation="a#2", buried=3, sealed=2)
+
+
+@pytest.mark.parametrize(
+    ("gather", "became"),
+    [
+        (two_nodes(1, 1), f"{HELD_NOWHERE}, storage has none"),
+        (replace(two_nodes(1, 1), claims=False), f"{HELD_NOWHERE}, there is no storage"),
+        (
+            replace(two_nodes(1, 1), answers=two_nodes(1, 1).answers | {"b": REPLACED}),
+            f"{HELD_NOWHERE}, b started anew since it ran and may have lost some, storage has none",
+        ),
+        (
+            alone(LET_GO),
+            "its snapshots of epoch 2 are held nowhere any more, a let go of the job when it was over and nothing of it was left, "
+            "storage has none",
+        ),
+        (gathered((1, ()), done=False), "nobody can say that it has no checkpoint"),
+    ],
+)
+def test_it_is_said_what_became_of_the_snapshots_of_a_job_that_has_run_before(gather: Gather, became: str) -> None:
+    """P15"""
+    told = decide(gather, 3, (), {}).reason
+    assert told == f"this job has run before, and {became}; allow_fresh=True begins anew"
 
 
 def test_who_begins_anew_where_something_was_sealed_is_told_what_became_of_it() -> None:
@@ -276,6 +323,17 @@ def test_what_was_forgotten_and_is_newer_than_what_is_restored_is_named(restores
     assert opened.snapshot == (at(4, OLD) if restores else None)
     text = "step 5 of epoch 4, which b holds, was forgotten by the operator's order"
     assert text in opened.errors if restores else f"this start begins anew: {text}" in opened.errors
+
+
+def test_what_storage_keeps_of_a_forgotten_job_is_told_from_what_that_had_left_behind() -> None:
+    """Only storage names its last epoch, which had gone back to step 3 (P1)."""
+    went_back = replace(BEFORE, ancestry=(at(3, OLD - 1),))
+    node = Elect(durable=True).start()
+    node.answer("a", known=None, buried=OLD, forgotten=OLD)
+    node.answer("b", incarnation="b#2")
+    node.feed(DurableRead("now", True, went_back, (at(3, OLD - 1), at(9, OLD - 1))))
+    node.claimed()
+    assert node.opens()[-1].snapshot == at(3, OLD - 1)
 
 
 def test_a_second_declared_fresh_start_is_not_silent() -> None:

@@ -8,7 +8,8 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord
-from ckptd.core.machine.steward.gather import FRESH_S, NEWCOMER_S
+from ckptd.core.life import Tombstone
+from ckptd.core.machine.steward.gather import FRESH_S, NEWCOMER_S, Gather
 from ckptd.core.machine.steward.restore import (
     REFUSALS_KEPT_MAX,
 )
@@ -352,3 +353,49 @@ def test_answers_to_another_start_do_not_count() -> None:
     node = Elect().start()
     node.answer("b", *BOTH, attempt="another", known=BEFORE)
     assert only(node.done, ins.ClaimEpoch) == []
+
+
+# --- what it adds up to -----------------------------------------------------------------------------------------------
+def gathered(*records: EpochRecord, newest: EpochRecord | None = None, **said: msg.Inventory) -> Gather:
+    """A start of rank 0, on node a, that knows these records; storage names the newest it has."""
+    gather = Gather("now", ("a",), (A,), 0.0)
+    gather.records, gather.durable = list(records), ev.DurableRead("now", True, newest)
+    gather.said, gather.answers = dict(said), dict(said)
+    return gather
+
+
+def test_an_epoch_that_trained_beside_one_that_never_ran_counts_with_its_own_past() -> None:
+    """It was declared fresh: what was left behind then is not restored for what is lost since (P1)."""
+    trained = EpochRecord(OLD + 1, "trained", ("b",), (B,), before=(OLD, ()))
+    never = EpochRecord(OLD + 2, "never", ("c",), (C,), before=(OLD, ()))
+    b = msg.Inventory("now", trained, (msg.HoldingFact(at(2, OLD + 1), 0, 0, "x"),))
+    c = msg.Inventory("now", never, (), never=True)
+    held = msg.Inventory("now", BEFORE, BOTH)
+    assert gathered(BEFORE, trained, never, a=held, b=b, c=c).lineage() == trained
+
+
+def test_of_the_records_up_to_an_order_to_forget_only_the_one_that_storage_names_is_left() -> None:
+    """Epoch 5 had begun anew, and is forgotten; what storage has is of epoch 4, and would be taken for left behind."""
+    anew = EpochRecord(OLD + 1, "anew", ("a", "b"), (A, B), before=(OLD, ()))
+    gather = gathered(BEFORE, anew, newest=BEFORE)
+    gather.bury(Tombstone(OLD + 1, OLD + 1))
+    assert (gather.records, gather.lineage()) == ([BEFORE], BEFORE)
+
+
+def test_of_what_a_node_was_told_only_what_was_not_forgotten_counts() -> None:
+    """Nor does what a later start went on from."""
+    since = EpochRecord(OLD + 1, "since", ("a", "b"), (A, B), (at(5, OLD),), before=(OLD, ()))
+    told = (at(5, OLD), 1, False), (at(6, OLD), 1, False), (at(7, OLD + 1), 1, False)
+    gather = gathered(since, b=msg.Inventory("now", since, BOTH, certified=told))
+    gather.bury(Tombstone(OLD, OLD))
+    assert gather.answers["b"].certified == (told[0], told[2])
+    assert (gather.answers["b"].holdings, gather.buried) == (BOTH, {})
+
+
+def test_what_was_forgotten_is_said_only_of_who_still_holds_it() -> None:
+    gather = gathered(b=msg.Inventory("now", BEFORE, BOTH))
+    gather.bury(Tombstone(OLD, OLD))
+    assert gather.buried == {"b": at(5, OLD)}
+    gather.said["b"] = msg.Inventory("now", BEFORE, ())  # it was asked once more
+    gather.bury(Tombstone(OLD, OLD))
+    assert gather.buried == {}

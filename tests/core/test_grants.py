@@ -9,9 +9,9 @@ import pytest
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.machine.steward.grants import REFUSED_PAUSE_S, REPEAT_S, STUCK_S
+from ckptd.core.machine.steward.grants import REFUSED_PAUSE_S, REPEAT_S, RETURN_S, STUCK_S
 from tests.core.granting import POLICY, granted, steward
-from tests.core.machines import Steward, at, fact, only, record_of
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 
 
 def voids(node: Steward, to: str = "b", since: int = 0) -> list[int]:
@@ -271,6 +271,30 @@ def test_what_was_certified_stays_whatever_a_later_grant_of_that_step_became() -
     assert node.level(7) == 0
 
 
+def test_what_another_steward_certified_stays_although_its_grant_is_void_here() -> None:
+    """P3: we were cut off, and it released an older one for it."""
+    node = steward().train(6, free=1).capture(7, 0)
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    node.others["b"].tell_inventory(fact(7, 1), layouts=[layout(1)], certified=((at(7), 0, False),))
+    node.others["b"].missed(node.granted(7), 1, "its session began anew")
+    assert (node.level(7), [v for v in node.said(msg.Void) if v.snapshot]) == (0, [])
+
+
+def test_what_was_certified_while_a_rank_was_away_stays_when_that_says_that_it_had_sealed_it() -> None:
+    """Its grant was void by then, as one that hung; the rank's copy made it whole."""
+    node = steward("abc").train(6, free=1).capture(7, 0, 1)
+    node.hear("b", msg.LayoutReply(EPOCH, {layout(2, 3).layout_id: layout(2, 3).encoded}))
+    node.copy(7, 2, to="b")
+    node.others["c"].state(2, 9, free=1)
+    node.feed(ev.NodeDown("c"))
+    node.tick(STUCK_S + 1.0)
+    assert (voids(node, "b"), node.level(7)) == ([], 0)
+    node.feed(ev.NodeUp("c"))
+    node.others["c"].tell_inventory()
+    node.others["c"].sealed(node.granted(7), 7, 2)
+    assert (node.level(7), [v for v in node.said(msg.Void) if v.snapshot]) == (0, [])
+
+
 def test_a_rank_that_neither_seals_nor_gives_up_is_given_up() -> None:
     node = steward().train(6, free=1).capture(7, 0)
     node.tick(STUCK_S + 1.0)
@@ -431,6 +455,31 @@ def test_a_new_office_begins_with_empty_books(free: int) -> None:
     node.others["b"].tell_inventory()
     node.others["b"].state(1, 20, free=free)
     assert min(granted(node, "b", mark), default=21) == 21
+
+
+def test_an_office_in_a_smaller_world_that_went_back_knows_nothing_of_the_grants_before() -> None:
+    """P14: none would come for a step that was captured before; and no rank may be named that is not there any more (P15)."""
+    node = steward("abc").train(6, free=3).capture(7, 0, 1).capture(8, 0, 1)
+    node.others["c"].missed(node.granted(9), 2, ev.NO_SLOT)
+    node.record = node.machine.ctx.record = record_of("ab")  # in truth it has another number, too
+    node.now += POLICY.steward_timeout_s
+    mark = node.mark
+    node.tick()
+    node.others["b"].tell_inventory()
+    node.others["b"].state(1, 6, free=1)
+    assert granted(node, "b", mark) == [7]
+    node.tick()
+    assert node.said(msg.Heard, "b")[-1].waits == ""
+
+
+def test_an_office_that_begins_while_the_restore_goes_on_lacks_no_slots_yet() -> None:
+    node = steward().train(6, free=0)
+    node.tick(RETURN_S + 1.0)
+    assert node.machine.steward.grants.held_up()
+    node.machine.ctx.done = False  # as in the next epoch
+    node.now += POLICY.steward_timeout_s
+    node.tick()
+    assert not node.machine.steward.grants.held_up()
 
 
 def test_what_is_void_stays_so_while_the_only_node_that_holds_it_tells_anew() -> None:

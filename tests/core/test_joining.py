@@ -145,6 +145,23 @@ def test_ranks_that_train_are_waited_with_until_somebody_knows_their_epoch() -> 
     assert (machine.machine.view()["phase"], set(machine.machine.ranks.here)) == ("running", {0})
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_ranks_that_train_are_asked_for_again_after_storage_did_not_answer(read: bool) -> None:
+    """P14: storage was away when it was read, or when a number was claimed there. It is asked anew, and its answer counts."""
+    machine = Machine(trains=True)
+    machine.nobody_knows()
+    machine.feed(ev.DurableRead("x", read, reason="" if read else "EIO"))
+    if read:
+        (claim,) = [do.record for do in machine.done if isinstance(do, ins.ClaimEpoch)]
+        machine.feed(ev.EpochClaimed("x", claim.number, False, 0, "EIO"))
+    machine.done.clear()
+    machine.ticks(SLACK_S)
+    machine.nobody_knows()
+    assert [do for do in machine.done if isinstance(do, ins.ReadDurable)]
+    machine.feed(ev.DurableRead("x", True, EpochRecord(7, "x", RANKS, NODES), ()))
+    assert machine.machine.view()["phase"] == "running"
+
+
 def test_ranks_that_train_in_an_epoch_that_nobody_knows_get_another_one() -> None:
     machine = Machine(trains=True)
     machine.nobody_knows()

@@ -199,6 +199,7 @@ def test_data_that_was_lost_beside_its_parity_is_made_anew_there() -> None:
     node.others["c"].held(fact(7, 2, world=3), lost=True)
     node.tick(2 * PATIENCE_S)
     assert ordered(node, mark) == {("c", 2, True)}
+    assert node.said(msg.Holders, since=mark) == [], "no copies beside what parity brings"
 
 
 def test_what_was_asked_of_a_node_is_not_asked_of_another_meanwhile() -> None:
@@ -413,3 +414,23 @@ def test_without_slots_for_long_data_that_no_slot_holds_is_made_beside_another_p
         node.others["b"].held(fact(7, rank, 1, epoch=before, world=3))
         node.others["c"].held(fact(7, rank, 1, epoch=before, world=3))
     assert node.level(7, epoch=before) == 1
+
+
+def test_two_positions_whose_data_lies_on_one_node_have_their_parity_on_two() -> None:
+    """One that holds another one's parity, or is about to make it, takes no second: a loss would take both."""
+    node, step = of_the_epoch_before(3, b=1), at(7, EPOCH - 1)
+    (lane,) = node.machine.steward.table.states[step].parts
+    node.others["b"].held(fact(7, 2, 1, epoch=step.epoch, world=3))
+    node.others["b"].held(replace(part_fact(Part(lane, 1)), snapshot=step), lost=True)
+    mark = node.mark
+    node.tick(2 * REPEAT_S)
+    found = {(to, order.part.position) for to in "abc" for order in node.said(msg.ParityOrder, to, mark)}
+    assert found == {("b", 1), ("c", 2)}
+
+
+def test_parity_does_not_join_another_ones_where_its_data_lies_although_no_other_node_is_left() -> None:
+    node, step = of_the_epoch_before(3, b=1), at(7, EPOCH - 1)
+    mark = lose(node, "c")
+    node.others["b"].held(fact(7, 2, 1, epoch=step.epoch, world=3))
+    node.tick(2 * PATIENCE_S)
+    assert node.said(msg.ParityOrder, since=mark) == []

@@ -158,6 +158,16 @@ def test_that_is_so_too_when_the_newer_one_is_whole_again_with_the_same_word() -
     assert at(7) in node.certificates("c", mark)[-1].releases
 
 
+def test_what_lost_a_part_beside_a_newer_one_that_is_no_better_goes_at_once() -> None:
+    """P2: while its copies were under way it was the one that nothing newer may take the place of, and its level stood."""
+    node = steward().train(free=3).capture(7).capture(8)
+    assert (node.level(7), node.level(8), released(node)) == (0, 0, set())
+    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
+    node.others["b"].tell_inventory(fact(7, 1), fact(8, 1), certified=((at(7), 0, False), (at(8), 0, False)))
+    node.others["b"].held(fact(7, 1), lost=True)
+    assert (node.level(8), released(node)) == (0, {7})
+
+
 def test_of_a_released_one_that_is_needed_again_the_fall_is_told() -> None:
     """P2: it was weighed anew and certified, and a flush reads it now, so no release takes its certificate back."""
     node = steward(record_of("ab", outside="c"), replicas=0).train().capture(7).capture(8)

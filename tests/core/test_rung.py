@@ -129,7 +129,7 @@ def test_a_new_term_begins_on_the_wanted_rung_and_says_so_for_a_while() -> None:
     node = steward()
     short(node)
     node.tick(DOWN_S + 0.5)
-    node.now += POLICY.steward_timeout_s
+    node.now += POLICY.steward_timeout_s + AFTERWARDS_S
     mark = node.mark
     node.feed(ev.Tick())
     node.others["b"].tell_inventory()

@@ -9,7 +9,9 @@ import pytest
 from ckptd.core import events as ev
 from ckptd.core import messages as msg
 from ckptd.core.machine import view
+from ckptd.core.machine.steward.flush import BACKOFF_FIRST_S
 from ckptd.core.policy import Policy
+from tests.core import flushes
 from tests.core.machines import EPOCH, Member, Steward, fact, layout, record_of
 
 POLICY = Policy(replicas=1, durable=False)
@@ -56,6 +58,25 @@ def test_no_memory_in_the_words_of_the_node_that_lacks_it(node: Steward) -> None
     full(node, short="0 of 3 slots: 2 GiB missing, held by job 0/old: 3 GiB")
     node.tick(1.0)
     assert waits(node) == "no memory: rank 1 on b: 0 of 3 slots: 2 GiB missing, held by job 0/old: 3 GiB"
+
+
+def test_a_rank_that_could_not_take_a_grant_until_all_have_taken_one(node: Steward) -> None:
+    for grant in node.said(msg.Grant, "a"):
+        node.others["b"].missed(grant.grant, 1, ev.OTHER_MAPPER)
+        node.feed(ev.RankMissed(0, grant.grant, "taken back"))
+    assert waits(node) == f"waiting for a rank: rank 1 on b could not take a grant ({ev.OTHER_MAPPER})"
+    node.tick(1.0)
+    node.capture(7)
+    assert waits(node) == ""
+
+
+def test_storage_that_keeps_what_fills_the_slots() -> None:
+    node = flushes.steward().train(free=1).capture(7).protect(7)
+    flushes.ask(node, 7)
+    assert waits(full(node)) == "waiting for storage: step 7 is being written"
+    flushes.wrote(node, "b", ok=False, reason="no space")
+    node.tick(BACKOFF_FIRST_S)
+    assert waits(full(node)) == "waiting for storage: step 7 is being written; the last try failed: b: no space"
 
 
 def test_a_rank_that_does_not_deliver(node: Steward) -> None:
