@@ -84,6 +84,20 @@ def test_without_a_steward_a_job_is_orphaned_after_orphan_linger_s() -> None:
     assert member.machine.lifetime.age(member.now) > 20, "since somebody last knew of a rank"
 
 
+def test_who_heard_of_the_job_or_had_a_rank_of_it_calls_it_orphaned_that_much_later() -> None:
+    policy = Policy(replicas=1, durable=False, orphan_linger_s=20.0)
+    told, had = Member(record_of("ab"), policy, running=False), Member(record_of("ab"), policy)
+    told.tick(18)
+    heard(told, Life.RUNNING)
+    had.tick(30)
+    had.feed(ev.RankLeft(1, clean=False))
+    for member in (told, had):
+        member.tick(4)
+        assert of(member) is Life.RUNNING
+        member.tick(18)
+        assert of(member) is Life.ORPHANED
+
+
 def test_the_life_survives_the_daemon() -> None:
     node = Node("b", record_of("ab"), running=False)
     node.feed(ev.Restarted(node.record, None, "finished", 123.0))

@@ -207,3 +207,22 @@ def test_nor_while_storage_may_have_what_somebody_was_told_a_level_of() -> None:
     assert not answer(node, at(7, grant=8)) and answer(node, at(7, grant=9))
     node.feed(ev.DurableRead("", True, node.record, ()))
     assert answer(node, at(7, grant=8))
+
+
+def test_a_step_to_become_durable_is_said_at_once_and_until_one_as_new_is(node: Member) -> None:
+    def flushes(since: int) -> list[int]:
+        return [ask.step for ask in node.said(msg.FlushAsk, "a", since)]
+
+    mark = node.mark
+    node.feed(ev.FlushAsked(7))
+    assert flushes(mark) == [7]
+    node.feed(ev.FlushAsked(8))
+    assert flushes(mark) == [7, 7, 8], "another one waits for no repetition"
+    node.order(msg.Certificate(EPOCH, 1, at(7), 0, 0, True))
+    mark = node.mark
+    node.tick(REPEAT_S)
+    assert flushes(mark) == [8]
+    node.order(msg.Certificate(EPOCH, 2, at(8), 0, 0, True))
+    mark = node.mark
+    node.tick(REPEAT_S)
+    assert flushes(mark) == []
