@@ -7,7 +7,7 @@ import pytest
 from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
-from ckptd.core.machine.capture import GRANTS_KEPT_MAX
+from ckptd.core.machine.capture import GRANTS_KEPT_MAX, TEXT_CHARS_MAX
 from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, Member, at, fact, layout, only, record_of
 
@@ -161,6 +161,16 @@ def test_progress_of_a_rank_that_left_is_nobodys_business(node: Member) -> None:
     assert node.said(msg.RankState, since=mark) == []
 
 
+def test_why_a_rank_has_fewer_slots_than_it_should_is_told_until_it_has_them(node: Member) -> None:
+    """P15: the steward names it where snapshots are waited for."""
+    mark = node.mark
+    for why in ("no memory: 3 of 4 slots", ""):
+        node.feed(ev.SlotsShort(1, why))
+    node.feed(ev.SlotsShort(1, "x" * 2 * TEXT_CHARS_MAX))
+    told = [state.short for state in node.said(msg.RankState, "a", mark)]
+    assert told == ["no memory: 3 of 4 slots", "", "x" * TEXT_CHARS_MAX]
+
+
 # --- voids ------------------------------------------------------------------------------------------------------------
 def test_a_void_grant_takes_its_slot_back_and_waits_for_the_rank(node: Member) -> None:
     """P6: it may be writing into it."""
@@ -186,6 +196,15 @@ def test_a_rank_that_takes_a_failed_seal_for_captured_is_told_why_it_is_void(nod
     ]
     node.grant(8)
     assert only(node.feed(ev.RankMissed(1, 2, "late")), ins.TellLevel) == []
+
+
+def test_a_failed_seal_is_void_in_the_epoch_that_it_was_captured_in(node: Member) -> None:
+    """P15: else the rank waits on, and P2: the step of the new epoch may still be captured."""
+    node.grant(7)
+    node.feed(ev.Received("b", msg.Stale(record_of("abc", number=EPOCH + 1, nonce="newer"))))
+    assert only(node.feed(ev.RankMissed(1, 1, "no space", 7)), ins.TellLevel) == [ins.TellLevel(at(7), -1, 0, False, "no space")]
+    done = node.feed(ev.RankMissed(1, 1, "its slot is gone", 7))
+    assert only(done, ins.TellLevel) == [ins.TellLevel(at(7, EPOCH + 1, grant=1), -1, 0, False, "its slot is gone")]
 
 
 def test_a_seal_that_comes_after_its_grant_was_void_is_told_why(node: Member) -> None:
@@ -258,6 +277,13 @@ def test_what_a_rank_was_given_by_a_connection_that_broke_is_taken_back(node: Me
     assert (state_of(node, 1), state_of(node, 2)) == (("sealed", False), ("filling", True))
     assert only(node.join(1, grant=1), ins.TakeBack) == [ins.TakeBack(1, 2, "the connection broke")], "it broke once more"
     assert missed(node.feed(ev.RankMissed(1, 2, "not its"))) == [(2, "not its")]
+
+
+def test_a_rank_that_comes_back_is_told_again_why_its_grant_was_void(node: Member) -> None:
+    """P15: it may have missed that; another reason would be wrong."""
+    node.grant(7)
+    node.order(msg.Void(EPOCH, 1, "rank 0 missed it"))
+    assert only(node.join(1, grant=1), ins.TakeBack) == [ins.TakeBack(1, 1, "rank 0 missed it")]
 
 
 def test_a_rank_answers_for_its_own_grant_only(node: Member) -> None:

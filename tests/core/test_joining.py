@@ -216,6 +216,21 @@ def test_a_node_leaves_a_restore_whose_attempt_was_refused() -> None:
     assert node.machine.lifetime.refusal()[0] != "ranks of it are here"
 
 
+def test_an_attempt_that_was_refused_before_anybody_loaded_never_ran() -> None:
+    """Its daemon was restarted in mid-restore, and does not know that by itself. If it may have run, what it was opened without, as
+    it could not be reached then, is left behind by the next start (P1)."""
+    record = record_of("ab", nonce="now", ancestry=(at(5, EPOCH - 1),))
+    node = Node("b", record, Policy(replicas=1, durable=False), running=False)
+    node.feed(ev.RankJoined(1, "now", record.ranks, record.nodes, msg.RestoreAsk(), running=False))
+    node.hear("a", msg.EpochOpen("now", record, EPOCH, at(5, EPOCH - 1), False))
+    told = []
+    for _ in range(2):
+        node.hear("a", msg.InventoryRequest("next", ()))
+        told.append(node.said(msg.Inventory, "a")[-1].never)
+        node.hear("a", msg.JoinRefused("now", "unreachable", "c does not answer"))
+    assert told == [False, True]
+
+
 def test_a_rank_of_another_world_that_names_the_attempt_that_trains_is_not_taken_for_one_of_it() -> None:
     """Somebody started rank 0 once more by hand, with another world: it was given slots, and waited in restore() for ever (P14;
     simulator, seed 6958554716)."""

@@ -96,6 +96,14 @@ def test_a_try_has_not_held_while_no_snapshot_came() -> None:
     assert found.redundancy == Replicas(2)
 
 
+def test_what_a_rung_held_proves_nothing_of_the_next_one() -> None:
+    found = Ladder((Replicas(2), Replicas(1), Replicas(0)), 0.0)
+    now = down(found, down(found, 0.0))
+    found.held()
+    assert found.look(False, now + UP_S)
+    assert not found.look(False, now + 10 * UP_S)
+
+
 def test_the_wait_for_the_next_rung_up_begins_when_the_shortage_ends() -> None:
     found = Ladder((Replicas(1), Replicas(0)), 0.0)
     now = down(found, 0.0)

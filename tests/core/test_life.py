@@ -105,6 +105,9 @@ def test_the_life_survives_the_daemon() -> None:
     assert node.machine.lifetime.life.state is Life.FINISHED
     assert node.machine.lifetime.age(node.now) == pytest.approx(123.25)
     assert node.machine.ranks.here[1].left == "finished", "its ranks have not died since"
+    node.feed(ev.Restarted(node.record, sealed=EPOCH))
+    node.hear("a", msg.InventoryRequest("next", ()))
+    assert node.said(msg.Inventory, "a")[-1].sealed == EPOCH, "a start without it would begin anew in silence (P1)"
 
 
 def test_ranks_that_do_not_come_back_to_a_restarted_daemon_are_dead() -> None:
@@ -201,6 +204,24 @@ def test_what_a_restore_reads_stays() -> None:
     assert only(member.feed(ev.SpareAsked(Order.FINISHED_DURABLE, (at(5),))), ins.FreeSlot) == []
 
 
+def test_what_expires_without_pressure_is_asked_for_while_something_is_held() -> None:
+    member = holding(Life.FINISHED)
+    assert member.machine.lifetime.expired() == ()
+    member.tick(LINGER_S)
+    assert member.machine.lifetime.expired() == (Order.FINISHED_DURABLE,)
+    member.feed(ev.SpareAsked(Order.FINISHED_DURABLE, (at(5),)))
+    assert member.machine.lifetime.expired() == (), "storage is not asked for nothing"
+
+
+def test_what_was_spared_is_taken_in_again_by_an_epoch_that_opens_on_it() -> None:
+    """P2: it would lack this node's copies for as long as it counts."""
+    member = holding(Life.FINISHED)
+    member.feed(ev.SpareAsked(Order.FINISHED_DURABLE, (at(5),)))
+    assert member.machine.admits_replica(at(5), 0) == "void"
+    member.hear("a", msg.Stale(record_of("ab", number=EPOCH + 1, nonce="next", ancestry=(at(5),))))
+    assert member.machine.admits_replica(at(5), 0) == ""
+
+
 # --- the end ------------------------------------------------------------------------------------------------------------------
 def test_a_job_of_which_nothing_is_left_here_is_forgotten() -> None:
     member = holding(Life.FINISHED)
@@ -209,6 +230,7 @@ def test_a_job_of_which_nothing_is_left_here_is_forgotten() -> None:
     member.feed(ev.SpareAsked(Order.FINISHED_DURABLE, (at(5),)))
     assert only(member.tick(), ins.Bury) == [ins.Bury(Tombstone(EPOCH, sealed=EPOCH))]
     assert only(member.tick(), ins.Bury) == [], "once"
+    assert only(heard(member, Life.RUNNING), ins.PersistLife) == [], "a word on its way does not write its file again"
 
 
 def test_the_operators_word_forgets_all_but_a_running_job() -> None:
@@ -218,6 +240,35 @@ def test_the_operators_word_forgets_all_but_a_running_job() -> None:
     member = holding(Life.ORPHANED)
     assert only(member.feed(ev.ForgetOrdered(EPOCH - 1)), ins.Bury) == [], "it has begun anew since"
     assert only(member.feed(ev.ForgetOrdered(EPOCH)), ins.Bury) == [ins.Bury(Tombstone(EPOCH, EPOCH, EPOCH))]
+
+
+def test_a_node_without_ranks_refuses_for_as_long_as_a_steward_that_is_up_says_that_it_runs() -> None:
+    member = Member(record_of("ab", outside="c"), name="c", running=False)
+    assert member.machine.lifetime.refusal() == ("it runs, says its steward a", 0.0)
+    assert only(member.feed(ev.ForgetOrdered(EPOCH)), ins.Bury) == []
+    member.feed(ev.NodeDown("a"))
+    assert member.machine.lifetime.refusal() == ("", 0.0)
+    assert len(only(member.feed(ev.ForgetOrdered(EPOCH)), ins.Bury)) == 1
+
+
+def test_who_holds_nothing_of_a_job_forgets_it_when_it_is_over_or_was_never_known() -> None:
+    policy = Policy(durable=False, job_linger_s=5.0)
+    member = Member(record_of("ab", outside="c"), policy, name="c", running=False)
+    asked = Node("c", record_of("ab"), policy, running=False)
+    asked.machine.ctx.record = None
+    assert only(member.tick(10.0), ins.Bury) == [], "it runs elsewhere"
+    assert only(asked.tick(4.0), ins.Bury) == []
+    assert only(asked.tick(2.0), ins.Bury) == [ins.Bury(Tombstone())], "somebody had a question, and did not come again"
+
+
+def test_what_storage_says_is_heard_unless_the_job_is_forgotten_by_it() -> None:
+    """The steward asks once: while ranks may come back it must hear the answer. One that forgets claims no epoch there again."""
+    early, late = (Steward(record_of("ab"), Policy(durable=True), running=False) for _ in range(2))
+    said = ev.DurableRead("", True, record_of("ab", number=EPOCH - 1), (), forgotten=EPOCH)
+    early.feed(said)
+    assert early.machine.steward.table.storage_read
+    late.tick(RETURN_S)
+    assert late.feed(said) == [ins.Bury(Tombstone(EPOCH, EPOCH))]
 
 
 def test_a_node_that_returns_forgets_what_was_forgotten_meanwhile() -> None:
@@ -267,6 +318,19 @@ def test_an_order_to_forget_takes_nothing_of_an_epoch_after_it() -> None:
     assert only(node.feed(ev.ForgetOrdered(node.machine.lifetime.newest())), ins.Bury) == [ins.Bury(Tombstone(7, 7, 7))]
 
 
+def test_what_was_sealed_names_the_newest_epoch_of_this_life_and_none_of_one_that_was_forgotten() -> None:
+    """Its memory is gone since, as a slot was damaged or retired: an order for the epoch before is still not for this one."""
+    node = unwritten(orphan_linger_s=2 * RETURN_S)
+    node.feed(ev.SlotsGone(1, (7,)))
+    node.tick(RETURN_S + 1.0)
+    assert only(node.feed(ev.ForgetOrdered(EPOCH + 1)), ins.Bury) == []
+    assert node.machine.lifetime.newest() == EPOCH + 2
+    anew = Node("b", record_of("ab"), running=False)
+    anew.machine.ctx.record = None
+    anew.feed(ev.Restarted(None, tombstone=Tombstone(EPOCH, EPOCH, EPOCH)))
+    assert anew.machine.lifetime.newest() == 0
+
+
 @pytest.mark.parametrize("back", [True, False])
 def test_a_daemon_whose_ranks_may_come_back_forgets_nothing_by_order(back: bool) -> None:
     """It was restarted, and told of an order that it had not heard before its ranks were back: they could not enter their epoch any
@@ -278,6 +342,9 @@ def test_a_daemon_whose_ranks_may_come_back_forgets_nothing_by_order(back: bool)
     if back:
         node.feed(ev.RankJoined(1, node.record.nonce, node.record.ranks, node.record.nodes, None, running=True))
     assert len(only(node.tick(RETURN_S), ins.Bury)) == (not back)
+    if back:
+        node.feed(ev.RankLeft(1, clean=False))
+        assert only(node.tick(), ins.Bury) == [], "they went on after that order, which is void (P1)"
 
 
 def test_memory_of_an_epoch_that_could_not_be_written_down_is_not_of_the_job_that_was_over_before() -> None:
@@ -291,10 +358,11 @@ def test_no_word_about_the_past_brings_a_forgotten_job_back() -> None:
     stone = Tombstone(EPOCH, EPOCH)
     old, new = record_of("ab"), record_of("ab", number=EPOCH + 1)
     for past in (msg.Heard(EPOCH, "s", 1, "running"), msg.StewardHello(EPOCH, "s"), msg.Stale(old), msg.Inventory("", old, ()),
-                 msg.Held(EPOCH, fact(5, 0))):  # fmt: skip
+                 msg.EpochOpen("x", old, EPOCH, None, False), msg.Held(EPOCH, fact(5, 0))):  # fmt: skip
         assert not revives(past, stone) and revives(past, Tombstone())
     join = msg.JoinReport("x", (), (), (), None, old)
-    for now in (msg.Stale(new), msg.StewardHello(EPOCH + 1, "s"), msg.InventoryRequest("x", ()), join):
+    opened = msg.EpochOpen("x", new, EPOCH + 1, None, False)
+    for now in (msg.Stale(new), msg.StewardHello(EPOCH + 1, "s"), msg.InventoryRequest("x", ()), join, opened):
         assert revives(now, stone)
     node = Node("b", old, running=False)
     node.machine.ctx.record = None
@@ -311,6 +379,17 @@ def test_an_epoch_that_opens_on_a_node_without_ranks_of_it_begins_a_life() -> No
     node.feed(ev.Restarted(node.record, None, "orphaned", 2 * LINGER_S))
     node.hear("a", msg.Stale(record_of("ab", number=EPOCH + 1, nonce="next", outside="c")))
     assert only(node.tick(), ins.Bury) == [] and node.machine.lifetime.life.state is Life.RUNNING
+
+
+def test_and_a_life_is_no_orphan_for_how_long_the_one_before_was_silent() -> None:
+    node = Node("c", record_of("ab", outside="c"), Policy(orphan_linger_s=20.0), running=False)
+    node.tick(30.0)
+    assert node.machine.lifetime.life.state is Life.ORPHANED
+    node.hear("a", msg.Stale(record_of("ab", number=EPOCH + 1, nonce="next", outside="c")))
+    node.tick(15.0)
+    assert node.machine.lifetime.life.state is Life.RUNNING
+    node.tick(10.0)
+    assert node.machine.lifetime.life.state is Life.ORPHANED
 
 
 def test_no_way_back_to_an_epoch_before_the_forgotten_one() -> None:

@@ -141,6 +141,16 @@ def test_nothing_is_made_of_what_is_void_or_released(node: Member) -> None:
     assert begun(failed(node, 8) + node.tick(2.0)) == []
 
 
+def test_a_part_of_what_the_restore_left_behind_is_not_kept(node: Member) -> None:
+    """It was under way when the next epoch opened on an older step, and can never be asked for again."""
+    order(node, 8)
+    newer = record_of("abc", number=EPOCH + 1, nonce="then", ancestry=(at(7),))
+    node.hear("a", msg.Stale(newer))
+    node.hear("a", msg.RestoreDone(newer.number, newer.number))
+    assert only(made(node, step=8), ins.FreeSlot) == [ins.FreeSlot(50)]
+    assert only(made(node, 51, step=7), ins.FreeSlot) == []
+
+
 def test_a_damaged_part_is_not_served_and_its_loss_told(node: Member) -> None:
     order(node)
     made(node)

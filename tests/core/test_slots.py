@@ -8,7 +8,7 @@ from ckptd.core import instructions as ins
 from ckptd.core.machine.context import Context
 from ckptd.core.machine.slots import FILLING, FREE, SEALED, VOIDS_KEPT_MAX, Slot, Slots
 from ckptd.core.policy import Policy
-from tests.core.machines import at, fact, layout, member
+from tests.core.machines import EPOCH, at, fact, layout, member, record_of
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_what_is_held_is_told_until_it_is_released(slots: Slots, ctx: Context) -
 def test_a_freed_slot_has_nothing_of_what_it_was(slots: Slots, ctx: Context) -> None:
     slots.add(0, (1,))
     slot = hold(slots, 1, 5, own=True)
-    slot.grant, slot.doomed, slot.released = 4, True, True
+    slot.grant, slot.doomed, slot.void, slot.released = 4, True, "late", True
     slots.free(slot)
     assert slot == Slot(1, 0, own=True)
     assert (slots.sealed, slots.by_id, freed(ctx)) == ({}, {1: slot}, [1])
@@ -199,7 +199,27 @@ def test_what_the_next_epoch_was_opened_on_is_kept_although_the_one_before_had_i
     assert slots.facts() == (fact(5, 0),)
 
 
-def test_voids_are_remembered_and_bounded(slots: Slots) -> None:
+def test_voids_and_what_was_spared_are_remembered_and_bounded(slots: Slots) -> None:
     for step in range(VOIDS_KEPT_MAX + 2):
         slots.mark_void(at(step), "why")
-    assert list(slots.void) == [at(step) for step in range(2, VOIDS_KEPT_MAX + 2)]
+        slots.mark_spared(at(step))
+    newest = [at(step) for step in range(2, VOIDS_KEPT_MAX + 2)]
+    assert (list(slots.void), list(slots.spared)) == (newest, newest)
+
+
+def test_an_epoch_is_written_down_as_sealed_when_each_rank_here_has_sealed_something_of_it(slots: Slots, ctx: Context) -> None:
+    """P1: a start that finds nothing goes by this. Too early it refuses what lost nothing, too late it begins anew in silence."""
+    ctx.record = record_of("abb")
+
+    def sealed(slot: int, rank: int, epoch: int = EPOCH, *, own: bool = True) -> list[int]:
+        ctx.out = []
+        slots.hold(Slot(slot, rank, own), fact(7, rank, epoch=epoch, world=3), layout(rank, 3))
+        return [do.epoch for do in ctx.out if isinstance(do, ins.PersistSealed)]
+
+    assert sealed(1, 1) == sealed(2, 1) == sealed(3, 2, own=False) == []
+    ctx.record = record_of("abb", number=EPOCH + 1)
+    assert sealed(4, 2, EPOCH + 1) == [], "what rank 1 had sealed was of the epoch before"
+    assert sealed(5, 1, EPOCH + 1) == [EPOCH + 1] == [ctx.sealed]
+    assert sealed(6, 2, EPOCH) == sealed(7, 1, EPOCH + 1) == [], "said once"
+    ctx.record = record_of("abb", number=EPOCH + 3)
+    assert sealed(8, 1, EPOCH + 2) == [EPOCH + 2], "whose ranks lived here then, nobody knows any more"

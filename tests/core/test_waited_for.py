@@ -173,6 +173,27 @@ def test_a_rank_that_waits_for_what_was_outdone_hears_so(node: Member) -> None:
     assert only(node.done[mark:], ins.TellLevel) == [ins.TellLevel(at(7), -1, 1, True)]
 
 
+def test_what_was_outdone_is_void_unless_storage_has_it(node: Member) -> None:
+    """Its memory went for a newer one: whoever waits for it to be durable must not hear that it never will be."""
+    node.certify(1, 7, 1, durable=True)
+    node.certify(2, 9, 1, releases=(at(7), at(8)))
+    mark = node.mark
+    node.feed(waits(7), waits(8))
+    told = [(told.snapshot, told.durable, told.void) for told in only(node.done[mark:], ins.TellLevel)]
+    assert told == [(at(7), True, ""), (at(8), False, OUTDONE)]
+
+
+def test_what_was_waited_for_in_one_epoch_is_not_asked_for_in_the_next(node: Member) -> None:
+    """Step 7 of that one is another one: it would be flushed, or void, for nobody."""
+    node.feed(waits(7), ev.FlushAsked(7))
+    node.record = record_of("abc", number=EPOCH + 1, nonce="then")
+    node.hear("a", msg.Stale(node.record))
+    node.hello("s2")
+    mark = node.mark
+    node.tick(2 * REPEAT_S)
+    assert node.said(msg.LevelAsk, "a", mark) == node.said(msg.FlushAsk, "a", mark) == []
+
+
 def test_a_rank_that_was_told_a_level_and_waits_on_is_asked_for_when_that_fell(node: Member) -> None:
     """P15: its own slot was damaged, and the void goes to who holds something of it (a reader's history)."""
     node.capture(1, 7, rank=1)
