@@ -68,6 +68,7 @@ class Accelerator:
         self._side = torch.Stream(device)
         self._held_back: deque[tuple[torch.Event, torch.Event]] = deque()  # before and behind each wait for copies
         self._stalled_s = 0.0
+        self._stalls = threading.Lock()  # of these two
         self._ring: Ring | None = None
         self._no_ring = False
 
@@ -81,6 +82,7 @@ class Accelerator:
 
     def hold_back(self, copies: torch.Event) -> None:
         """The training stream waits for them, the host does not. How long is known later (``stalled_s``)."""
+        self.stalled_s()  # events of waits that are over are kept for nobody
         before, behind = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         training = self.training()
         before.record(training)
@@ -90,8 +92,8 @@ class Accelerator:
 
     def stalled_s(self) -> float:
         """Seconds that the training stream has stood still for copies, as far as they are over."""
-        with contextlib.suppress(RuntimeError, IndexError), self.aside():
-            while self._held_back[0][1].query():
+        with self._stalls, contextlib.suppress(RuntimeError):
+            while self._held_back and self._held_back[0][1].query():
                 before, behind = self._held_back.popleft()
                 self._stalled_s += before.elapsed_time(behind) / 1000
         return self._stalled_s

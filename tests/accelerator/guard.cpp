@@ -157,8 +157,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex device) const override { return at::make_generator<Random>(device < 0 ? 0 : device); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     c10::DataPtr data = memory.allocate(nbytes);
-    Runtime::get().synchronize_device(storage.device().index());
-    std::memcpy(data.get(), storage.data(), std::min(nbytes, storage.nbytes()));
+    if (storage.nbytes()) {  // what had no memory is waited for by nobody
+      Runtime::get().synchronize_device(storage.device().index());
+      std::memcpy(data.get(), storage.data(), std::min(nbytes, storage.nbytes()));
+    }
     storage.set_data_ptr_noswap(std::move(data));
     storage.set_nbytes(nbytes);
   }

@@ -81,6 +81,11 @@ def test_a_write_behind_an_event_of_the_reader_is_none() -> None:
     assert device.races() == []
 
 
+def test_making_a_sequence_waits_for_nothing() -> None:
+    with device.held():
+        assert torch.arange(4, device=device.KIND).device.type == device.KIND
+
+
 def test_memory_that_is_freed_is_written_at_once() -> None:
     source, side = torch.ones(1000, device=device.KIND), torch.Stream(device.KIND)
     side.wait_stream(torch.accelerator.current_stream())

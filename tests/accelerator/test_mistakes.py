@@ -122,6 +122,11 @@ MISTAKES = (
         "accelerator.py", "    if len(found) > 1:", "    if False:",
         f"{RULES}::test_kinds_and_numbers_of_devices_are_refused_in_words",
     ),
+    Mistake(
+        "an audit compares beside what training still writes",
+        "device.py", "                side.wait_event(now)\n", "                pass\n",
+        f"{RULES}::test_an_audit_digests_on_the_side_stream_and_cries_no_wolf",
+    ),
 )  # fmt: skip
 
 

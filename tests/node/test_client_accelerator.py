@@ -67,6 +67,24 @@ class Training:
         return found
 
 
+class Turned(nn.Module):
+    """A frozen parameter that is not contiguous."""
+
+    def __init__(self, width: int, seed: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(200, width).to("sim").t(), requires_grad=False)
+
+
+def stepped(client: Client, training: Training, step: int = 1) -> dict[str, torch.Tensor]:
+    """A step and its snapshot, waited for: what that must hold."""
+    training.step()
+    expected = training.tensors()
+    client.snapshot(step, must=True)
+    assert client.wait("sealed", 30) == "durable"
+    return expected
+
+
 @contextmanager
 def busy(kind: str) -> Iterator[None]:
     """The training stream, and the host may not wait for it: on a real device it has work for QUEUED_S."""

@@ -15,7 +15,7 @@ from tests.accelerator import device
 from tests.accelerator.device import simulated
 from tests.node.client_training import assert_same, begun, bits_equal
 from tests.node.rank_daemon_double import RankDaemonDouble
-from tests.node.test_client_accelerator import Training
+from tests.node.test_client_accelerator import Training, Turned, stepped
 
 pytestmark = device.NEEDED
 device.load_first()
@@ -31,30 +31,17 @@ def _simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     accelerator._known.clear()
 
 
-class Turned(nn.Module):
-    """A frozen parameter that is not contiguous, and takes more than one piece."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(200, 300).to("sim").t(), requires_grad=False)
-
-
 def saved(daemon: RankDaemonDouble, place: str = "sim") -> dict[str, torch.Tensor]:
     training = Training(place, 256)
-    training.model.add_module("turned", Turned(1))
+    training.model.add_module("turned", Turned(300))
     with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
-        training.step()
-        expected = training.tensors()
-        client.snapshot(1, must=True)
-        assert client.wait("sealed", 30) == "durable"
-    return expected
+        return stepped(client, training)
 
 
 def other(place: str = "sim") -> Training:
     """Of the same structure, with other values, and two steps in."""
     training = Training(place, 256)
-    training.model.add_module("turned", Turned(2))
+    training.model.add_module("turned", Turned(300, seed=2))
     training.step()
     training.step()
     return training
@@ -137,10 +124,7 @@ def test_a_rank_of_device_1_restores_without_a_context_on_device_0(daemon: RankD
     try:
         training = Training("sim:1", 256)
         with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
-            training.step()
-            expected = training.tensors()
-            client.snapshot(1, must=True)
-            assert client.wait("sealed", 30) == "durable"
+            expected = stepped(client, training)
         fresh = Training("sim:1", 256)
         device.fresh()
         assert_all(restored(daemon, fresh), expected)
@@ -180,9 +164,6 @@ def test_what_was_saved_on_the_host_is_restored_into_a_device_and_back(daemon: R
     del host.model.turned._parameters["bias"]
     with begun(daemon, model=host.model, optimizer=host.optimizer) as client:
         assert_all(host.tensors(), expected)
-        host.step()
-        expected = host.tensors()
-        client.snapshot(2, must=True)
-        assert client.wait("sealed", 30) == "durable"
+        expected = stepped(client, host, 2)
     assert_same(daemon.held[2, 2][0], expected)
     assert_all(restored(daemon, other()), expected)

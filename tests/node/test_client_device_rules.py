@@ -12,7 +12,6 @@ from ckptd_client import Client, accelerator, bounce, segments
 from ckptd_client import device as captures
 from ckptd_client.accelerator import REGISTRATIONS, Registration
 from ckptd_client.copying import Copy
-from torch import nn
 
 from ckptd.core import failpoint
 from ckptd.core.errors import CkptdError
@@ -21,7 +20,7 @@ from tests.accelerator import device
 from tests.accelerator.device import simulated
 from tests.node.client_training import assert_same, begun
 from tests.node.rank_daemon_double import RankDaemonDouble
-from tests.node.test_client_accelerator import Training
+from tests.node.test_client_accelerator import Training, Turned, stepped
 from tests.waiting import until
 
 pytestmark = device.NEEDED
@@ -43,9 +42,7 @@ def registrations(register: Any) -> None:
 def train(client: Client, training: Training, steps: int) -> None:
     """From step 1 on, each with its snapshot."""
     for step in range(1, steps + 1):
-        training.step()
-        client.snapshot(step, must=True)
-        assert client.wait("sealed", 30) == "durable"
+        stepped(client, training, step)
 
 
 def test_every_thread_of_ours_is_on_the_ranks_device(daemon: RankDaemonDouble) -> None:
@@ -97,20 +94,9 @@ def test_a_segment_is_registered_in_pieces_and_no_copy_lies_across_two(
     training = Training("sim", 256)
     training.model.add_module("turned", Turned(300))
     with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
-        training.step()
-        expected = training.tensors()
-        client.snapshot(1, must=True)
-        assert client.wait("sealed", 30) == "durable"
+        expected = stepped(client, training)
     assert len(sizes) > 3 and max(sizes) == 65536
     assert_same(daemon.held[1, 1][0], expected)
-
-
-class Turned(nn.Module):
-    """A frozen parameter that is not contiguous."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width, device="sim").t(), requires_grad=False)
 
 
 @pytest.mark.parametrize("even_a_ring", [True, False])
@@ -130,10 +116,7 @@ def test_where_memory_cannot_be_registered_copies_go_through_a_ring(
     training = Training("sim", 256)
     with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
         for step in range(1, 4):
-            training.step()
-            expected = training.tensors()
-            client.snapshot(step, must=True)
-            assert client.wait("sealed", 30) == "durable"
+            expected = stepped(client, training, step)
             assert_same(daemon.held[1, step][0], expected)
     assert daemon.voided == {}, "the error of the registration is nobody else's"
 
@@ -305,10 +288,7 @@ def test_little_is_on_its_way_at_once_and_a_fences_timeout_calls_back_the_rest(
         assert handle.wait("sealed", 30) == "void: fence timeout"
         monkeypatch.setattr(captures.Batch, "_copy_one", copy_one)
         daemon.policy["fence_timeout_s"] = 30.0
-        training.step()
-        expected = training.tensors()
-        client.snapshot(4, must=True)
-        assert client.wait("sealed", 30) == "durable"
+        expected = stepped(client, training, 4)
     assert_same(daemon.held[1, 4][0], expected)
 
 
@@ -326,3 +306,13 @@ def test_what_training_waits_for_copies_on_the_device_is_counted(daemon: RankDae
         facts = client.health().facts
         assert facts["device_fence_s"] > 0.02
         assert facts["fence_s"] - before >= facts["device_fence_s"]
+
+
+def test_events_of_waits_that_are_over_are_kept_for_nobody(daemon: RankDaemonDouble) -> None:
+    """Also where nobody asks how long they took: a process has so many events."""
+    training = Training("sim", 64)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        train(client, training, 12)
+        torch.accelerator.synchronize()
+        training.step()
+    assert len(accelerator.of(torch.device("sim"))._held_back) <= 2
