@@ -194,6 +194,38 @@ def test_what_was_sealed_in_the_newest_epoch_counts_although_its_record_is_lost(
     assert node.claim.ancestry == (at(9, 7), at(5, OLD))
 
 
+def held(snapshot: SnapshotId, *ranks: int) -> tuple[msg.HoldingFact, ...]:
+    return tuple(msg.HoldingFact(snapshot, rank, 0, layout(rank).layout_id) for rank in ranks)
+
+
+def test_what_was_promised_before_an_epoch_whose_record_is_lost_is_not_passed_over_for_a_part_of_its_own() -> None:
+    """Its state directory had failed and storage was gone: the start after it, which never ran, was decided without a word of what
+    had been before, and half of what it was decided upon was damaged (P3; simulator, seed 9326746343 of that day)."""
+    never = EpochRecord(9, "never", ("b", "b"), (B,), (at(9, 7),))
+    node = Elect().start()
+    node.answer("b", *BOTH, *held(at(9, 7), 1), known=never, never=True, sealed=7)
+    assert (node.refusals(), node.claim.ancestry) == ([], (at(5, OLD),))
+    assert node.claim.before == (7, (at(5, OLD),)), "the next one knows it, too"
+
+
+def test_what_is_left_of_epochs_of_which_nobody_has_a_record_is_one_line_as_far_as_anybody_can_tell() -> None:
+    """P3: the newest is not whole, and the ones before it are not nobody's for that."""
+    node = Elect().start()
+    node.answer("b", *held(at(2, 2), 0, 1), *BOTH, *held(at(9, 7), 1), certified=((at(5, OLD), 1, False),), sealed=7)
+    assert (node.refusals(), node.claim.ancestry) == ([], (at(5, OLD), at(2, 2)))
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_line_goes_back_to_the_newest_record_that_is_left_and_no_further_than_that(fresh: bool) -> None:
+    """What a declared fresh start had left behind stays so."""
+    six = EpochRecord(6, "six", ("a", "b"), (A, B), () if fresh else (at(5, OLD),), (), (OLD, ()))
+    never = EpochRecord(9, "never", ("b", "b"), (B,), (at(9, 7),))
+    node = Elect(six).start(known=six)
+    node.answer("b", *BOTH, *held(at(9, 7), 1), known=never, never=True, ran=six)
+    assert [code for _, code in node.refusals()] == (["unrecoverable"] if fresh else [])
+    assert fresh or node.claim.ancestry == (at(5, OLD),)
+
+
 def test_an_epoch_that_certainly_never_ran_left_nothing_behind() -> None:
     """What was decided upon before it counts."""
     never = EpochRecord(6, "never", ("a", "b"), (A, B), (at(5, OLD),), (), (OLD, ()))

@@ -69,7 +69,7 @@ class Gather:
         record = newest = self.newest()
         while record is not None and self.never_ran(record, proven):
             record = self._trained_between(record) or self._before(record)
-        last = self._trained(newest.number) if newest is not None else None
+        last = self._trained(newest.number if newest is not None else 0)
         return record if last is None else self._unrecorded(last, record)
 
     def _trained(self, least: int, below: float = inf) -> int | None:
@@ -78,11 +78,18 @@ class Gather:
         return max((s.epoch for s in self.heard_of() if least < s.epoch < below), default=None)
 
     def _unrecorded(self, number: int, before: EpochRecord | None) -> EpochRecord:
-        """It trained, and its record is lost: it continued what was there before it, as far as anybody can tell."""
-        if before is None:
-            return EpochRecord(number, "", (), ())
-        own = max((s for s in self.heard_of() if s.epoch == before.number), default=None)
-        return EpochRecord(number, "", (), (), (*([own] if own else []), *before.ancestry))
+        """It trained, and its record is lost: it continued what was there before it, as far as anybody can tell. That is the newest
+        epoch below it with a record, and what others have left since whose records are lost as well. Not known is not nothing: what
+        is promised would be nobody's past where the newest one is damaged (P3)."""
+        least = max(before.number if before is not None else 0, self.tombstone.ordered)
+        ran = (r for r in self.records if least < r.number < number and not self.never_ran(r, proven=False))
+        before = max(ran, key=lambda record: record.number, default=before)
+        least = max(before.number if before is not None else 0, least)
+        own = {s.epoch: s for s in sorted(self.heard_of())}  # the last of each
+        forks = [own[epoch] for epoch in sorted(own, reverse=True) if least < epoch < number]
+        if before is not None:
+            forks += [*([own[before.number]] if before.number in own else []), *before.ancestry]
+        return EpochRecord(number, "", (), (), tuple(forks))
 
     def _before(self, record: EpochRecord) -> EpochRecord | None:
         number, ancestry = record.before
