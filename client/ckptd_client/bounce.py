@@ -9,8 +9,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ckptd_client import libc
-
 BOUNCE_BYTES, BOUNCES = 16 * 1024**2, 4
 
 
@@ -21,11 +19,12 @@ class Ring:
         self._slots = deque(_Bounce(kind) for _ in range(BOUNCES))
         self._lock = threading.Lock()
 
-    def out(self, part: Tensor, address: int) -> None:
-        """From the device, on the stream that is current. Waits for what was in the ring before. The last pieces ``land``."""
-        for piece, offset in _pieces(part):
+    def out(self, source: Tensor, place: Tensor) -> None:
+        """From the device, on the stream that is current, to host memory of any kind. Waits for what was in the ring before. The
+        last pieces ``land``. Dtype and shape are the same."""
+        for piece, where in _pairs(source, place):
             with self._lock:
-                self._slots[0].take(piece, address + offset)
+                self._slots[0].take(piece, where)
                 self._slots.rotate(-1)
 
     def into(self, source: Tensor, dest: Tensor) -> None:
@@ -48,18 +47,22 @@ class _Bounce:
     def __init__(self, kind: str) -> None:
         self._memory = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True)
         self.full = torch.Event(kind)
-        self._goes: tuple[int, int] | None = None  # address, bytes
+        self._goes: tuple[Tensor, Tensor] | None = None  # what has come into the memory, and its place
 
-    def take(self, piece: Tensor, address: int) -> None:
+    def _for(self, piece: Tensor) -> Tensor:
+        """Free for this one: what came last has landed, what went last has arrived."""
         self.land()
-        self._memory[: piece.nbytes].view(piece.dtype).copy_(piece, non_blocking=True)
+        self.full.synchronize()
+        return self._memory[: piece.nbytes].view(piece.dtype).view(piece.shape)
+
+    def take(self, piece: Tensor, place: Tensor) -> None:
+        memory = self._for(piece)
+        memory.copy_(piece, non_blocking=True)
         self.full.record()
-        self._goes = address, piece.nbytes
+        self._goes = memory, place
 
     def give(self, piece: Tensor, place: Tensor) -> None:
-        self.land()
-        self.full.synchronize()  # it is read until then
-        memory = self._memory[: piece.nbytes].view(piece.dtype).view(piece.shape)
+        memory = self._for(piece)
         memory.copy_(piece)
         place.copy_(memory, non_blocking=True)
         self.full.record(torch.accelerator.current_stream(place.device))
@@ -67,16 +70,8 @@ class _Bounce:
     def land(self) -> None:
         if self._goes is not None:
             self.full.synchronize()
-            libc.copy(self._goes[0], self._memory.data_ptr(), self._goes[1])
+            self._goes[1].copy_(self._goes[0])
             self._goes = None
-
-
-def _pieces(part: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """What fits into one of the ring, and where it begins, in bytes."""
-    flat = part.reshape(-1)
-    items = BOUNCE_BYTES // flat.itemsize
-    for at in range(0, flat.numel(), items):
-        yield flat[at : at + items], at * flat.itemsize
 
 
 def _pairs(source: Tensor, dest: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

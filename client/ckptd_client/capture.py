@@ -278,8 +278,8 @@ class Engine:
 
     def _not_enqueued(self) -> Job | None:
         """Under the lock."""
-        waiting = (job for job in self._jobs if job.device is not None and not job.enqueued and not job.stop)
-        return next((job for job in waiting if job.device is not None and job.device.has_room()), None)
+        found = (job for job in self._jobs if job.device is not None and not (job.enqueued or job.stop) and job.device.has_room())
+        return next(found, None)
 
     def _claim(self) -> tuple[Job, Chunk] | None:
         """The next piece of the oldest job that has one. Under the lock."""

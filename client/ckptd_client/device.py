@@ -101,9 +101,7 @@ class Batch:
         samples = OnDevice(self._held)  # what it brings to the device need not wait for training
         with self._accelerator.aside() as side:
             side.wait_event(self._ready)
-        for source, copy in self._sources:
-            failpoint("capture.tensor")
-            yield from self._copy_one(source, copy)
+        yield from self._copies(self._sources)
         samples.compare()
         self._samples = samples
 
@@ -111,19 +109,22 @@ class Batch:
         with self._accelerator.aside() as side, torch.no_grad():
             try:
                 side.wait_event(self._ready)
-                for source, copy in self._large:
-                    failpoint("capture.tensor")
-                    for _ in self._copy_one(source, copy):
-                        pass
+                deque(self._copies(self._large), maxlen=0)
             finally:
                 self._done.record(side)
 
+    def _copies(self, sources: list[tuple[Tensor, Copy]]) -> Iterator[int]:
+        for source, copy in sources:
+            failpoint("capture.tensor")
+            yield from self._copy_one(source, copy)
+
     def _copy_one(self, source: Tensor, copy: Copy) -> Iterator[int]:
         for part, at in _parts(as_bits(source), copy.target, self._slots):
+            place = bytes_tensor(at, part.nbytes).view(part.dtype).view(part.shape)
             if self._ring is not None:
-                self._ring.out(part, at)
+                self._ring.out(part, place)
             else:
-                bytes_tensor(at, part.nbytes).view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
+                place.copy_(part, non_blocking=True)
             yield part.nbytes
         if id(copy) in self._audited:
             self._digests[id(copy)] = digest(source)

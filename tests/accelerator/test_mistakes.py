@@ -82,7 +82,7 @@ MISTAKES = (
     ),
     Mistake(
         "the side stream does not wait for training",
-        "device.py", "            side.wait_event(self._ready)\n        for", "            pass\n        for",
+        "device.py", "            side.wait_event(self._ready)\n        yield", "            pass\n        yield",
         f"{RULES}::test_an_audit_digests_on_the_side_stream_and_cries_no_wolf",
     ),
     Mistake(
@@ -92,7 +92,7 @@ MISTAKES = (
     ),
     Mistake(
         "a piece of the ring is used again before it has arrived",
-        "bounce.py", "        self.full.synchronize()  # it is read until then\n", "        pass\n",
+        "bounce.py", "        self.land()\n        self.full.synchronize()\n", "        self.land()\n",
         f"{RESTORES}::test_slow_copies_bring_what_was_saved",
     ),
     Mistake(
