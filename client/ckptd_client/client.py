@@ -11,6 +11,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
@@ -227,7 +228,8 @@ class Client:
 
     def _run_restore(self, restore: Restore, deadline: float) -> Outcome:
         try:
-            outcome = restore.run(deadline)
+            with torch.inference_mode(False):  # what is made anew is trained with later
+                outcome = restore.run(deadline)
         except BaseException as error:
             self._session.left(error)
             raise
@@ -399,12 +401,18 @@ class Client:
         return handle.status
 
     def _ended(self, level: str, handle: Handle | None, status: str) -> str:
-        """Not everybody looks at what a wait returns (P15). That there is no daemon has been said."""
+        """Not everybody looks at what a wait returns (P15). That nothing was taken for want of a daemon has been said."""
         over = handle is None and self._session.called < 0  # a run that had ended when it was started again makes no step
         found = handle.fact if handle is not None else None
-        if self._session.link.up and not over and not reached(found, self._attainable(level), self._session.attainable):
-            step = f"step {handle.step} is " if handle is not None else ""
+        if over or reached(found, self._attainable(level), self._session.attainable):
+            return status
+        step = f"step {handle.step} is " if handle is not None else ""
+        if self._session.link.up:
             self._troubles.pass_on(f"wait({level!r}) ended otherwise: {step}{status}", "")
+        elif handle is not None and handle.taken:  # what it was nobody knows it to be now
+            text = f"{step}{status} as far as the daemon had said, and the daemon is unreachable"
+            self._troubles.pass_on(f"wait({level!r}) ended otherwise: {text}", "")
+            return "unreachable"
         return status
 
     def _attainable(self, level: str) -> str:

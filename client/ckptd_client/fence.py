@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckptd_client import _switches, accelerator, hyper
+from ckptd_client import _switches, accelerator, hyper, watch
 
 log = logging.getLogger("ckptd")
 
@@ -74,6 +74,7 @@ def _before_step(
     """Called by torch; what it returns takes the place of the step's arguments, of which the first is the optimizer."""
     _clients.steps += 1
     _safely(hyper.begins, optimizer)
+    _safely(watch.begins, optimizer)
     if not _switches.FENCE:
         return None
     capturing = accelerator.capturing()

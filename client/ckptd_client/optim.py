@@ -314,7 +314,7 @@ def empty_state(
     if shape == tuple(parameter.shape) and shape:
         return apart.plain_like(parameter, dtype, parameter.device)
     if not shape and not (group.get("fused") or group.get("capturable")):
-        return torch.empty((), dtype=dtype)
+        return torch.empty((), dtype=dtype, device="cpu")
     plain = torch.empty(shape, dtype=dtype, device=parameter.device)
     if not shape or not is_dtensor(parameter):
         return plain

@@ -123,7 +123,7 @@ def tensor_from_bytes(dtype: str, shape: list[int], data: bytes) -> Tensor:
     if type(data) is not bytes or math.prod(shape) * kind.itemsize != len(data):
         raise ValueError(f"a tensor of {dtype} with other bytes than its shape needs")
     if not data:
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).view(shape)
 
 

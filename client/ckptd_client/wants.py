@@ -141,7 +141,7 @@ class _Matcher:
         dtype, shape, _ = self._catalogue.tensors[source]
         if shape == tuple(entry.tensor.shape) or entry.owner.kind != "module":
             return False
-        saved = torch.empty(shape, dtype=dtypes.TORCH[dtype])
+        saved = torch.empty(shape, dtype=dtypes.TORCH[dtype], device="cpu")
         place = reshaping.place(entry.owner.value, entry.tensor, saved)
         if place is None:
             return False
@@ -330,7 +330,7 @@ class _Matcher:
         if self._other_world("t", key):
             self._problem(f"{key}: {self._per_rank_text()}")
             return
-        tensor = self.result.inside[key] = torch.empty(shape, dtype=dtypes.TORCH[dtype])
+        tensor = self.result.inside[key] = torch.empty(shape, dtype=dtypes.TORCH[dtype], device="cpu")
         if tensor.numel():
             self.result.targets.append(Target(key, dtype, shape, Box.whole(shape), tensor))
 

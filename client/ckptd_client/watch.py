@@ -34,6 +34,11 @@ def install() -> None:
             _wrap(torch.amp.GradScaler, "update")  # it may have left a step out
 
 
+def begins(optimizer: Optimizer) -> None:
+    """A step begins: a hook of the user's may take a snapshot before ours has heard that it is over."""
+    _gradients_used(optimizer)
+
+
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     serial = next(_serials)
     _first.setdefault(optimizer, serial)

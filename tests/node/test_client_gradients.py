@@ -221,3 +221,16 @@ def test_an_ordinary_loop_is_not_warned_of(
             loop(model, optimizer, lambda step=step, handles=handles: handles.append(client.snapshot(step, must=True)))
             assert handles[0].wait("sealed", 30) == "durable"
     assert warnings(caplog) == []
+
+
+def test_a_snapshot_in_a_hook_behind_the_step_is_not_amid_an_accumulation(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hook of the optimizer's own comes before the one of all."""
+    with training(daemon) as (client, model, optimizer):
+        steps = iter(range(1, 4))
+        optimizer.register_step_post_hook(lambda *_: client.snapshot(next(steps), must=True).wait("sealed", 30))
+        for step in range(3):
+            accumulating(model, optimizer, range(step * ACCUMULATED, (step + 1) * ACCUMULATED))
+    assert warnings(caplog) == []
+    assert len(daemon.held) == 3

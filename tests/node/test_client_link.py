@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -113,9 +114,10 @@ def test_a_daemon_that_takes_the_connection_and_not_the_rank_is_left_alone(
     daemon = RankDaemonDouble(tmp_path / "d.sock").start()
 
     def turn_away(peer: Peer, message: object, fds: list[int]) -> None:
-        if says:
-            peer.sock.send(wire.Refused("rank 0 trains on node a", "", "restart the trainer"))
-        peer.sock.sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # the rank has just left
+            if says:
+                peer.sock.send(wire.Refused("rank 0 trains on node a", "", "restart the trainer"))
+            peer.sock.sock.shutdown(socket.SHUT_RDWR)
 
     with restored(daemon, training) as client, caplog.at_level(logging.WARNING, "ckptd"):
         daemon.stop()
@@ -379,6 +381,24 @@ def test_a_killed_daemon_process_is_noticed(child: tuple[subprocess.Popen[str], 
         until(lambda: not client._session.link.up)
         assert trains(training, client, 1) == ["skipped: no daemon"] * 3
         assert client.wait("durable", timeout=5) == "unreachable"
+
+
+def test_a_wait_whose_daemon_is_gone_says_so_and_not_what_once_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P15: a script that ends with wait("durable") ended as if all were well."""
+    training = Training()
+    daemon = RankDaemonDouble(tmp_path / "d.sock").start()
+    daemon.durable = False
+    with caplog.at_level(logging.WARNING, "ckptd"), connected(daemon, training) as client:
+        client.restore()
+        training.step()
+        handle = client.snapshot(1, must=True)
+        assert client.wait("protected", 30) == "protected"
+        daemon.stop()
+        until(lambda: not client._session.link.up)
+        for wait in (client.wait, handle.wait):
+            assert wait("durable", timeout=0.3) == "unreachable"
+        assert client.wait("protected", timeout=0.3) == "protected", "it was reached"
+    assert "wait('durable') ended otherwise: step 1 is protected as far as the daemon had said" in caplog.text
 
 
 def test_forked_children_hold_neither_socket_nor_memory(tmp_path: Path) -> None:

@@ -151,3 +151,17 @@ def test_strings_with_lone_surrogates_are_refused_by_name(daemon: RankDaemonDoub
         client.restore()
         assert client.snapshot(1, {"path": broken}, must=True).status.startswith("failed: type: ")
         assert any("$meta.meta.path" in text and "surrogate" in text for text in client.health().problems)
+
+
+# --- what surrounds the call ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("around", [torch.inference_mode(), torch.device("meta")], ids=["inference", "meta"])
+def test_a_restore_makes_what_training_goes_on_with_whatever_it_stands_in(daemon: RankDaemonDouble, around: Any) -> None:
+    model, other = net(), net()
+    save(daemon, model=model, optimizer=trained(model))
+    fresh = torch.optim.AdamW(other.parameters())
+    with around:
+        load(daemon, model=other, optimizer=fresh)
+    assert torch.equal(model[0].weight, other[0].weight)
+    other(torch.ones(2, 20)).sum().backward()
+    fresh.step()
+    assert {state["step"].item() for state in fresh.state.values()} == {2.0}
