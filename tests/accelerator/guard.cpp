@@ -120,8 +120,8 @@ struct Pinned final : c10::Allocator {
     Runtime::get().register_host(reinterpret_cast<uintptr_t>(data), room);
     return {data, data, &give_back, c10::Device(c10::DeviceType::CPU)};
   }
-  static void give_back(void* data) {
-    Runtime::get().unregister_host(reinterpret_cast<uintptr_t>(data));
+  static void give_back(void* data) {  // torch's own keeps it for the next one, and asks nothing of a device
+    Runtime::get().forget_host(reinterpret_cast<uintptr_t>(data));
     std::free(data);
   }
   void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }

@@ -264,6 +264,10 @@ void Runtime::register_host(uintptr_t address, size_t nbytes) {
 
 void Runtime::unregister_host(uintptr_t address) {
   context();
+  forget_host(address);
+}
+
+void Runtime::forget_host(uintptr_t address) {
   std::lock_guard<std::mutex> guard(lock);
   TORCH_CHECK(host_ranges.erase(address) == 1, "sim: host memory was not registered");
 }

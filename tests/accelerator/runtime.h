@@ -113,6 +113,7 @@ class Runtime {
   void used_on(void* data, Stream& stream);
   void register_host(uintptr_t address, size_t nbytes);
   void unregister_host(uintptr_t address);
+  void forget_host(uintptr_t address);
   bool registered(uintptr_t address, size_t nbytes);
 
   // --- what happened

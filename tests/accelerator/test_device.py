@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -177,3 +178,14 @@ def test_the_current_device_is_each_threads_own() -> None:
     with torch.Stream(torch.device(device.KIND, 1)):
         assert torch.ones(1, device=device.KIND).device.index == 1
     assert torch.accelerator.current_device_index() == 0
+
+
+def test_registered_memory_that_is_let_go_on_any_thread_asks_nothing_of_its_device() -> None:
+    """Whoever runs the garbage collection lets it go; torch's own keeps it for the next one."""
+    with torch.Stream(torch.device(device.KIND, 1)):
+        pinned = [torch.empty(1000).pin_memory()]
+        device.fresh()
+        other = threading.Thread(target=pinned.clear)
+        other.start()
+        other.join()
+        assert device.ops.contexts() == []
