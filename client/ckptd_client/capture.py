@@ -236,12 +236,12 @@ class Engine:
     def _work(self) -> None:
         while True:
             with self._changed:
-                task = self._task()
+                pause_s, task = self._pause_s(), self._task()
                 while task is None:
                     if self._closing and not self._jobs:
                         return
-                    self._changed.wait(self._pause_s())
-                    task = self._task()
+                    self._changed.wait(pause_s)
+                    pause_s, task = self._pause_s(), self._task()
             task()
 
     def _task(self) -> Callable[[], None] | None:
@@ -260,7 +260,8 @@ class Engine:
         return None
 
     def _pause_s(self) -> float | None:
-        """Until the thread looks again by itself. Under the lock."""
+        """Until the thread looks again by itself. Under the lock; asked before ``_task``, as copies arrive without a word: those
+        that it still misses are waited for."""
         if any(job.on_device for job in self._jobs):
             return DEVICE_POLL_S
         first = self._jobs[0] if self._jobs else None

@@ -11,6 +11,7 @@ import torch
 from ckptd_client import Client, accelerator, bounce, segments
 from ckptd_client import device as captures
 from ckptd_client.accelerator import REGISTRATIONS, Registration
+from ckptd_client.capture import Engine
 from ckptd_client.copying import Copy
 
 from ckptd.core import failpoint
@@ -316,3 +317,27 @@ def test_events_of_waits_that_are_over_are_kept_for_nobody(daemon: RankDaemonDou
         torch.accelerator.synchronize()
         training.step()
     assert len(accelerator.of(torch.device("sim"))._held_back) <= 2
+
+
+def test_copies_that_arrive_while_the_thread_lies_down_are_sealed(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, stepped_on = Engine._task, threading.Event()
+
+    def arriving(engine: Engine) -> Any:
+        found = task(engine)
+        if found is None and stepped_on.is_set() and engine._jobs:
+            device.ops.hold(0, False)
+            until(lambda: not engine._jobs[0].on_device, what="the copies")
+        return found
+
+    training = Training("sim", 64)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        train(client, training, 1)
+        training.step()
+        monkeypatch.setattr(Engine, "_task", arriving)
+        device.ops.hold(0, True)
+        client.snapshot(2, must=True)
+        training.optimizer.step()
+        stepped_on.set()
+        assert client.wait("sealed", 10) == "durable"
