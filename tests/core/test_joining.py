@@ -145,6 +145,18 @@ def test_ranks_that_train_are_waited_with_until_somebody_knows_their_epoch() -> 
     assert (machine.machine.view()["phase"], set(machine.machine.ranks.here)) == ("running", {0})
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_who_has_trained_in_a_later_epoch_does_not_go_back_to_one_of_which_a_peer_has_heard(own: bool) -> None:
+    """P14: a start was opened twice, the record of the second was lost where it ran, and a peer knew only the first. In that one
+    nothing could ever be released of what was sealed in the other, and no snapshot found a slot any more (seed 6773878523)."""
+    sealed = ev.HoldingFound(1, SnapshotId(7, 2, 1), 0, 0 if own else 1, own, layout(0), ())
+    machine = Machine(sealed, trains=True)
+    machine.feed(ev.Received("b", msg.Stale(EpochRecord(6, "x", RANKS, NODES))))
+    assert (machine.machine.ctx.number == 6) == (not own), "what others trained in later may have been left behind"
+    machine.feed(ev.Received("b", msg.Stale(EpochRecord(7, "x", RANKS, NODES))))
+    assert machine.machine.ctx.number == 7
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_ranks_that_train_are_asked_for_again_after_storage_did_not_answer(read: bool) -> None:
     """P14: storage was away when it was read, or when a number was claimed there. It is asked anew, and its answer counts."""

@@ -329,7 +329,7 @@ class Host:
 
     def _FailJoin(self, do: ins.FailJoin) -> None:  # noqa: N802
         for proc in list(self.procs.values()):
-            if proc.run.attempt == do.attempt and not proc.ready:
+            if proc.run.attempt == do.attempt:  # one that trains is told that nothing protects it any more: its run begins anew
                 proc.failed(do.code, do.reason)
 
     def _FailRestore(self, do: ins.FailRestore) -> None:  # noqa: N802

@@ -188,3 +188,15 @@ def test_a_rank_that_trains_asks_for_no_restore_when_it_joins_anew(world: World,
         host.attach(run.procs[0], running=running)
         world.clock.run(world.clock.now + 1.0)
     assert asks == [RestoreAsk(), None]
+
+
+def test_a_run_that_trains_and_is_told_that_nothing_protects_it_ends(world: World) -> None:
+    """As its user would: it trained on without a snapshot for ever, which was taken for a P14 (seed 6773875539)."""
+    host = next(iter(world.hosts.values()))
+    run = Run(world, "a1", [host], RestoreAsk())
+    proc = host.procs[0] = run.procs[0]
+    proc.ready = True
+    host._FailJoin(ins.FailJoin("another", "superseded", ""))
+    assert proc.alive
+    host._FailJoin(ins.FailJoin("a1", "superseded", ""))
+    assert not proc.alive

@@ -221,13 +221,14 @@ class JobMachine:
             self.uplink.knock(sender)
 
     def _stale(self, message: msg.Stale) -> None:
-        """The job has moved on without us. What the operator had forgotten does not come back by it."""
+        """The job has moved on without us. What the operator had forgotten does not come back by it, and who has trained in a later
+        epoch knows better: its record is lost here, and was never heard there."""
         if self.opening.is_forgotten(message.known):
             return
         if self.steward.restoring.opens(message.known):
             return
         self.steward.restoring.on_higher(message.known)
-        if message.known.number > self.ctx.number:
+        if self.ctx.number < message.known.number and message.known.number >= self.slots.trained_in():
             self._enter(message.known)
 
     # --- local ranks --------------------------------------------------------------------------------------------
