@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
+from ckptd_client import graphs
 from ckptd_client.bounce import Ring
 
 
@@ -100,11 +101,14 @@ class Accelerator:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[torch.Stream]:
-        """Device and side stream are current within: what is done waits for our own copies at most, never for training."""
-        if threading.current_thread().name.startswith(OURS) and torch.accelerator.current_device_index() != self.device.index:
-            torch.accelerator.set_device_index(self.device)  # for good: to make the one before current again makes a context there
-        with self._side:
-            yield self._side
+        """Device and side stream are current within: what is done waits for our own copies at most, never for training. A thread of
+        ours waits for the end of a graph's capture first."""
+        ours = threading.current_thread().name.startswith(OURS)
+        with graphs.away() if ours else contextlib.nullcontext():
+            if ours and torch.accelerator.current_device_index() != self.device.index:
+                torch.accelerator.set_device_index(self.device)  # for good: to make the one before current makes a context there
+            with self._side:
+                yield self._side
 
     def register(self, address: int, nbytes: int) -> str:
         """Host memory, for copies that nobody waits for. Why it cannot be; "" when it is."""

@@ -236,12 +236,12 @@ class Engine:
     def _work(self) -> None:
         while True:
             with self._changed:
-                pause_s, task = self._pause_s(), self._task()
+                on_its_way, task = self._on_its_way(), self._task()
                 while task is None:
                     if self._closing and not self._jobs:
                         return
-                    self._changed.wait(pause_s)
-                    pause_s, task = self._pause_s(), self._task()
+                    self._changed.wait(DEVICE_POLL_S if on_its_way else self._pause_s())
+                    on_its_way, task = self._on_its_way(), self._task()
             task()
 
     def _task(self) -> Callable[[], None] | None:
@@ -259,11 +259,13 @@ class Engine:
             return partial(self._end, first)
         return None
 
+    def _on_its_way(self) -> bool:
+        """Under the lock, and before ``_task``: copies arrive, and a graph's capture ends, without a word. What was missed then is
+        looked for again, also where it has come since."""
+        return any(job.on_device or (job.device is not None and not (job.enqueued or job.stop)) for job in self._jobs)
+
     def _pause_s(self) -> float | None:
-        """Until the thread looks again by itself. Under the lock; asked before ``_task``, as copies arrive without a word: those
-        that it still misses are waited for."""
-        if any(job.on_device for job in self._jobs):
-            return DEVICE_POLL_S
+        """Until the thread looks again by itself where no device is at work. Under the lock, after ``_task``."""
         first = self._jobs[0] if self._jobs else None
         waits = first is not None and first.copied and not first.audit and not first.looked
         return self._unripe_s(first) if first is not None and waits else None

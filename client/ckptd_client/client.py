@@ -442,7 +442,8 @@ class Client:
         problems = self._troubles.problems()
         device_s = accelerator.stalled_s()
         fences = {"fence_s": self._engine.fenced_s + device_s, "device_fence_s": device_s}
-        facts = session.facts() | fences | {"lost": self._troubles.losses()}
+        synchronous = {name: owner.synchronous for name, owner in self._registry.owners.items() if owner.synchronous}
+        facts = session.facts() | fences | {"lost": self._troubles.losses(), "synchronous": synchronous}
         if isinstance(reply, wire.Health):
             problems += [text for text in reply.problems if text not in problems]
             facts["daemon"] = reply.facts

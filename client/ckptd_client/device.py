@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.failpoint import failpoint
+from ckptd_client import graphs
 from ckptd_client.accelerator import Accelerator, of_all
 from ckptd_client.copying import Copy
 from ckptd_client.digests import differing, digest
@@ -71,7 +72,7 @@ class Batch:
         return None if accelerator is None else cls(accelerator, early, late, held, slots, audited)
 
     def enqueue(self) -> bool:
-        with self._lock, self._accelerator.aside() as side, torch.no_grad():
+        with self._accelerator.aside() as side, self._lock, torch.no_grad():
             try:
                 while self._has_room():
                     nbytes = 0
@@ -87,8 +88,11 @@ class Batch:
                 self._done.record(side)  # also of what was enqueued before something failed: its slot is not free before that
 
     def has_room(self) -> bool:
-        with contextlib.suppress(RuntimeError), self._lock, self._accelerator.aside():
-            return self._has_room()
+        with graphs.unless_captured() as may, contextlib.suppress(RuntimeError):
+            if not may:
+                return False
+            with self._accelerator.aside(), self._lock:
+                return self._has_room()
         return True  # enqueue() says what is wrong with it
 
     def _has_room(self) -> bool:
@@ -149,10 +153,13 @@ class Batch:
 
     def done(self) -> bool:
         """A device that fails is done: nothing of it arrives any more, and ``finish`` says why."""
-        with contextlib.suppress(RuntimeError), self._accelerator.aside():
-            if not self._done.query():
+        with graphs.unless_captured() as may, contextlib.suppress(RuntimeError):
+            if not may:
                 return False
-            self._land()
+            with self._accelerator.aside():
+                if not self._done.query():
+                    return False
+                self._land()
         return True
 
     def _land(self) -> None:

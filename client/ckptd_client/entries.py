@@ -70,6 +70,15 @@ class Owner:
         """Is all of it written past the fence?"""
         return self.writes_unfenced or self.captured or self.replayed
 
+    @property
+    def synchronous(self) -> str:
+        """Why it, or a part of it, is copied before snapshot() returns. "": it is not."""
+        if self.captured or self.replayed:
+            return "a graph replays its steps"
+        if self.writes_unfenced:
+            return "it is written past the fence"
+        return f"written past the fence: {shown(sorted(self.written))}" if self.written else ""
+
     def escapes(self, key: str) -> bool:
         """Is this tensor?"""
         return self.unfenced or key in self.written

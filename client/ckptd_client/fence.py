@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckptd_client import _switches, accelerator, hyper, watch
+from ckptd_client import _switches, accelerator, graphs, hyper, watch
 
 log = logging.getLogger("ckptd")
 
@@ -61,6 +61,7 @@ def join(client: Fenced) -> None:
         register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))  # type: ignore[attr-defined]
         _wrap_averaged_model()
         _wrap_swap()
+        graphs.install(_before_replay)
 
 
 def leave(client: Fenced) -> None:
@@ -78,6 +79,8 @@ def _before_step(
     if not _switches.FENCE:
         return None
     capturing = accelerator.capturing()
+    if capturing:
+        graphs.steps()
     for client in list(_clients.live):
         _safely(client.not_fenced if capturing else client.before_step, optimizer)
     if capturing:
@@ -108,6 +111,11 @@ def _fencing(closure: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     return fencing
+
+
+def _before_replay() -> None:
+    if _switches.FENCE:
+        _fence_all()
 
 
 def _fence_all() -> None:

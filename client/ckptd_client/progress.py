@@ -1,8 +1,8 @@
 """Has training moved on since the newest snapshot, and by steps that passed the fence? (design D6)
 
 An optimizer's hook says so, or a counter of a parameter that moved, or a registered gradient that changed, or the user
-(``client.stepped()``). A replayed graph moves no counter: where one is suspected nothing is skipped, and what its optimizer
-writes is copied before snapshot() returns.
+(``client.stepped()``). A replayed graph moves no counter: whose step may be in it is not skipped, and what that optimizer writes
+is copied before snapshot() returns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ckptd_client import fence, gradients, nested, watch
+from ckptd_client import fence, gradients, graphs, nested, watch
 from ckptd_client.entries import Owner
 from ckptd_client.registry import Registry
 from ckptd_client.troubles import Troubles
@@ -30,6 +30,7 @@ class Progress:
         self._gradients: list[Any] = []  # marks of registered ones then
         self._called = -1  # newest step of a snapshot()
         self._serial = self._before = 0  # of watch.py, at that call and at the one before
+        self._replays, self._replayed = graphs.replays(), False  # at that call; and was a graph replayed since the one before?
         self._fenced = False  # by the user, since the newest step that he told of
         self._skipped: set[int] = set()  # steps, since the newest capture
 
@@ -42,6 +43,7 @@ class Progress:
         """snapshot(step) begins."""
         if step > self._called:
             self._called, self._before, self._serial = step, self._serial, watch.now()
+            self._replayed, self._replays = graphs.replays() > self._replays, graphs.replays()
         for owner in self._registry.of_kind("optimizer"):
             owner.replayed = owner.captured or self._may_be_replayed(owner)
 
@@ -88,7 +90,7 @@ class Progress:
         return any(owner.replayed for owner in self._registry.of_kind("optimizer"))
 
     def _may_be_replayed(self, owner: Owner) -> bool:
-        """Made for a graph, and nobody called its step() between the newest two snapshots."""
+        """A graph was replayed, or it is made for one, and nobody called its step() between the newest two snapshots."""
         inner = nested.optimizers(owner.value)
-        made_for = any(group.get("capturable") for one in inner for group in one.param_groups)
+        made_for = self._replayed or any(group.get("capturable") for one in inner for group in one.param_groups)
         return made_for and all(watch.last(one) <= self._before for one in inner)

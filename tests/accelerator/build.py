@@ -16,7 +16,7 @@ from torch.utils import cpp_extension
 HERE = Path(__file__).resolve().parent
 BUILT = HERE.parents[1] / "build" / "accelerator"
 UNITS = ("runtime", "guard", "kernels")
-FLAGS = ("-std=c++20", "-fPIC", "-Wall", "-Wno-unused-function")
+FLAGS = ("-std=c++20", "-fPIC", "-Wall", "-Wno-unused-function", "-Wno-interference-size")
 
 
 def library() -> Path:

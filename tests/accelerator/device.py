@@ -49,7 +49,7 @@ def _module() -> types.ModuleType:
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: COUNT
     module.current_device = torch.accelerator.current_device_index
-    module.is_current_stream_capturing = lambda: False
+    module.is_current_stream_capturing = ops.capturing
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: [generator(device).manual_seed(seed) for device in range(COUNT)]
     module.get_rng_state = lambda device=None: generator(device).get_state()

@@ -2,6 +2,8 @@
 #include "runtime.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/core/GraphImplInterface.h>
 #include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -113,7 +115,7 @@ struct Memory final : c10::DeviceAllocator {
 Memory memory;
 REGISTER_ALLOCATOR(KIND, &memory)
 
-struct Pinned final : c10::Allocator {
+struct Pinned final : at::HostAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
     size_t room = (std::max<size_t>(nbytes, 1) + 4095) / 4096 * 4096;
     void* data = std::aligned_alloc(4096, room);
@@ -125,8 +127,14 @@ struct Pinned final : c10::Allocator {
     std::free(data);
   }
   void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 };
 Pinned pinned;
+at::HostAllocatorRegistry<KIND> pinned_registered(&pinned);
 
 // --- random numbers ----------------------------------------------------------------------------------------------------
 struct Random final : at::CPUGeneratorImpl {
@@ -165,6 +173,41 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     storage.set_nbytes(nbytes);
   }
 };
+
+// --- graphs ------------------------------------------------------------------------------------------------------------
+struct Graph final : at::GraphImplInterface {
+  explicit Graph(const at::GraphImplArgs&) {}
+  void capture_begin(c10::MempoolId_t, at::GraphCaptureMode mode) override {
+    auto& runtime = Runtime::get();
+    bool relaxed = mode == at::GraphCaptureMode::Relaxed, local = mode == at::GraphCaptureMode::ThreadLocal;
+    runtime.capture_begin(runtime.current_stream(runtime.current_device()),
+                          relaxed ? Capture::RELAXED : local ? Capture::THREAD_LOCAL : Capture::GLOBAL);
+  }
+  void capture_end() override { tasks_ = Runtime::get().capture_end(); }
+  void instantiate() override {}
+  void replay() override {
+    Stream& stream = Runtime::get().current_stream(Runtime::get().current_device());
+    Runtime::get().check();
+    for (const auto& [task, spans] : tasks_) stream.enqueue(task, spans);
+  }
+  void reset() override { tasks_.clear(); }
+  c10::MempoolId_t pool() const override { return {0, 0}; }
+  void enable_debug_mode() override {}
+  void debug_dump(const std::string&) override {}
+
+ private:
+  Recorded tasks_;
+};
+
+}  // namespace
+}  // namespace sim
+
+namespace at {
+REGISTER_GRAPH_IMPL(SIM, sim::Graph)
+}
+
+namespace sim {
+namespace {
 
 struct Register {
   Register() {

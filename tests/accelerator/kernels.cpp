@@ -323,6 +323,10 @@ Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntAr
 Tensor& set_storage(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   return at::native::set_storage_cpu_(self, source, offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
+Tensor& set_whole(Tensor& self, at::Storage source) {
+  auto items = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  return at::native::set_storage_cpu_(self, std::move(source), 0, {items}, {});
+}
 Tensor& set_tensor(Tensor& self, const Tensor& source) { return at::native::set_tensor_(self, source); }
 
 void record_stream(Tensor& self, at::Stream stream) {
@@ -342,6 +346,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_complex", &at::native::view_as_complex);
   m.impl("resize_", &resize_);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_whole);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("copy_", &copy_);
   m.impl("record_stream", &record_stream);
@@ -367,6 +372,7 @@ void tune(std::string what, double value) {
   else if (what == "poison") one.poison = value != 0;
   else TORCH_CHECK(false, "sim: nothing is called ", what);
 }
+bool capturing() { return runtime().capturing(runtime().current_stream(runtime().current_device())); }
 std::vector<int64_t> contexts() { return {runtime().contexts.begin(), runtime().contexts.end()}; }
 std::vector<std::string> races() { return runtime().races(); }
 void host_reads(int64_t address, int64_t nbytes, std::string what) { runtime().host_reads(address, nbytes, what); }
@@ -387,6 +393,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("tune", &tune);
   m.def("races", &races);
   m.def("contexts", &contexts);
+  m.def("capturing", &capturing);
   m.def("host_reads", &host_reads);
   m.def("register_host", &register_host);
   m.def("unregister_host", &unregister_host);

@@ -53,6 +53,10 @@ void Stream::enqueue(Task task, const std::vector<Span>& spans) {
   auto& runtime = Runtime::get();
   std::string what = task.what;
   std::lock_guard<std::mutex> order(runtime.lock);
+  if (runtime.capture && runtime.capture->streams.count(number)) {
+    runtime.capture->tasks.emplace_back(std::move(task), spans);
+    return;
+  }
   join(clock, runtime.host);
   clock[number] = ++queued;
   runtime.touch(*this, queued, spans, what);
@@ -119,7 +123,7 @@ Stream& Runtime::new_stream(int device) {
 }
 
 void Runtime::synchronize(Stream& stream) {
-  context();
+  asks();
   uint64_t seq;
   Clock known;
   {
@@ -145,7 +149,7 @@ void Runtime::synchronize_device(int device) {
 }
 
 bool Runtime::query(Stream& stream) {
-  context();
+  asks();
   check();
   std::lock_guard<std::mutex> guard(lock);
   if (!stream.done(stream.queued)) return false;
@@ -162,7 +166,8 @@ void Runtime::record(Event& event, Stream& stream) {
                  {});
   std::lock_guard<std::mutex> guard(lock);
   event.at = at;
-  event.stream = &stream, event.seq = stream.queued, event.clock = stream.clock;
+  bool captured = capture && capture->streams.count(stream.number);
+  event.stream = &stream, event.seq = stream.queued, event.clock = stream.clock, event.capture = captured ? capture->serial : 0;
 }
 
 void Runtime::block(const Event& event, Stream& stream) {
@@ -172,13 +177,21 @@ void Runtime::block(const Event& event, Stream& stream) {
   uint64_t seq = event.seq;
   {
     std::lock_guard<std::mutex> guard(lock);
+    if (capture && event.capture == capture->serial) {
+      capture->streams.insert(stream.number);
+      return;
+    }
+    if (capture && capture->streams.count(stream.number)) {
+      capture->broken = "a graph cannot wait for what is not in it";
+      TORCH_CHECK(false, "sim: ", capture->broken);
+    }
     join(stream.clock, event.clock);
   }
   if (source != &stream) stream.enqueue({[source, seq] { source->wait_done(seq); }, "wait"}, {});
 }
 
 bool Runtime::query(const Event& event) {
-  context();
+  asks();
   check();
   if (event.stream == nullptr) return true;
   if (!event.stream->done(event.seq)) return false;
@@ -188,7 +201,7 @@ bool Runtime::query(const Event& event) {
 }
 
 void Runtime::synchronize(const Event& event) {
-  context();
+  asks();
   if (event.stream != nullptr) {
     event.stream->wait_done(event.seq);
     std::lock_guard<std::mutex> guard(lock);
@@ -199,7 +212,8 @@ void Runtime::synchronize(const Event& event) {
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 Block* Runtime::allocate(size_t nbytes, int device) {
-  context();
+  bool captured = capturing(current_stream(device));
+  captured ? context() : asks();
   check();
   size_t room = (std::max<size_t>(nbytes, 1) + GRAIN - 1) / GRAIN * GRAIN;
   int number = t_streams[device];
@@ -210,7 +224,7 @@ Block* Runtime::allocate(size_t nbytes, int device) {
   }
   auto& free = here.free[{number, room}];
   Block* block = nullptr;
-  for (auto at = free.rbegin(); at != free.rend(); ++at) {
+  for (auto at = free.rbegin(); at != free.rend() && !captured; ++at) {
     bool over = std::all_of((*at)->users.begin(), (*at)->users.end(), [](auto& user) { return user.first->done(user.second); });
     if (over) {
       block = *at;
@@ -223,6 +237,7 @@ Block* Runtime::allocate(size_t nbytes, int device) {
     blocks_[block->data] = block;
   }
   block->users.clear();
+  block->captured = captured;
   here.allocated += room;
   here.peak = std::max(here.peak, here.allocated);
   return block;
@@ -230,7 +245,7 @@ Block* Runtime::allocate(size_t nbytes, int device) {
 
 void Runtime::release(Block* block) {
   Stream& owner = stream(block->stream);
-  if (poison && block->users.empty()) {
+  if (poison && block->users.empty() && block->captured == capturing(owner)) {
     auto begin = reinterpret_cast<uintptr_t>(block->data);
     void* data = block->data;
     size_t nbytes = block->nbytes;
@@ -239,6 +254,7 @@ void Runtime::release(Block* block) {
   std::lock_guard<std::mutex> guard(lock);
   Device& here = devices[block->device];
   here.allocated -= block->nbytes;
+  if (block->captured) return;
   here.free[{block->stream, block->nbytes}].push_back(block);
 }
 
@@ -249,7 +265,7 @@ void Runtime::used_on(void* data, Stream& stream) {
 }
 
 void Runtime::register_host(uintptr_t address, size_t nbytes) {
-  context();
+  asks();
   pause(register_us_per_mib * nbytes / (1 << 20));
   std::lock_guard<std::mutex> guard(lock);
   if (registrations_left == 0) {
@@ -263,7 +279,7 @@ void Runtime::register_host(uintptr_t address, size_t nbytes) {
 }
 
 void Runtime::unregister_host(uintptr_t address) {
-  context();
+  asks();
   forget_host(address);
 }
 
@@ -284,6 +300,37 @@ bool Runtime::registered(uintptr_t address, size_t nbytes) {
   }
   failed("invalid argument: a copy beyond the end of what was registered as one");
   return true;
+}
+
+// --- graphs ------------------------------------------------------------------------------------------------------------
+void Runtime::capture_begin(Stream& stream, Capture::Mode mode) {
+  std::lock_guard<std::mutex> guard(lock);
+  TORCH_CHECK(!capture, "sim: a graph is captured already");
+  TORCH_CHECK(stream.number >= DEVICES, "sim: the default stream cannot be captured");
+  capture = std::make_unique<Capture>(Capture{mode, std::this_thread::get_id(), {stream.number}, ++captures_, {}, ""});
+}
+
+Recorded Runtime::capture_end() {
+  std::lock_guard<std::mutex> guard(lock);
+  TORCH_CHECK(capture, "sim: no graph is captured");
+  auto ended = std::move(capture);
+  TORCH_CHECK(ended->broken.empty(), "sim: the capture was broken: ", ended->broken);
+  return std::move(ended->tasks);
+}
+
+bool Runtime::capturing(const Stream& stream) {
+  std::lock_guard<std::mutex> guard(lock);
+  return capture && capture->streams.count(stream.number);
+}
+
+void Runtime::asks() {
+  context();
+  std::lock_guard<std::mutex> guard(lock);
+  if (!capture || capture->mode == Capture::RELAXED) return;
+  if (capture->mode == Capture::THREAD_LOCAL && capture->thread != std::this_thread::get_id()) return;
+  bool own = capture->thread == std::this_thread::get_id();
+  capture->broken = std::string(own ? "it" : "another thread") + " asked for what is not permitted while a graph is captured";
+  TORCH_CHECK(false, "sim: ", capture->broken);
 }
 
 // --- who touched what --------------------------------------------------------------------------------------------------
@@ -376,6 +423,10 @@ void Runtime::check() {
 }
 
 void Runtime::reset() {
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    capture.reset();
+  }
   for (int device = 0; device < DEVICES; ++device) {
     size_t count;
     {

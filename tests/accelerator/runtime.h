@@ -38,6 +38,17 @@ struct Task {
   std::string what;
 };
 
+using Recorded = std::vector<std::pair<Task, std::vector<Span>>>;
+
+struct Capture {  // of a graph: what its streams are asked for is recorded, and not done
+  enum Mode { GLOBAL, THREAD_LOCAL, RELAXED } mode;
+  std::thread::id thread;
+  std::set<int> streams;
+  uint64_t serial;
+  Recorded tasks;
+  std::string broken;  // why nothing comes of it
+};
+
 class Stream {
  public:
   Stream(int number, int device);
@@ -66,6 +77,7 @@ class Stream {
 struct Event {
   Stream* stream = nullptr;  // nullptr: never recorded, and so complete
   uint64_t seq = 0;
+  uint64_t capture = 0;  // the one that it was recorded in, and not done
   Clock clock;
   std::shared_ptr<std::atomic<double>> at;  // milliseconds, once it has happened
 };
@@ -74,6 +86,7 @@ struct Block {
   void* data = nullptr;
   size_t nbytes = 0;
   int stream = 0, device = 0;
+  bool captured = false;  // a graph's own: nobody else ever gets it
   std::vector<std::pair<Stream*, uint64_t>> users;  // record_stream: reused only after these
 };
 
@@ -116,6 +129,12 @@ class Runtime {
   void forget_host(uintptr_t address);
   bool registered(uintptr_t address, size_t nbytes);
 
+  // --- graphs
+  void capture_begin(Stream& stream, Capture::Mode mode);
+  Recorded capture_end();
+  bool capturing(const Stream& stream);
+  void asks();  // what nobody may while a graph is captured: it breaks that capture
+
   // --- what happened
   void touch(Stream& stream, uint64_t seq, const std::vector<Span>& spans, const std::string& what);
   void host_reads(uintptr_t address, size_t nbytes, const std::string& what);
@@ -134,6 +153,7 @@ class Runtime {
 
   std::mutex lock;
   Clock host;
+  std::unique_ptr<Capture> capture;
   struct Device {
     int64_t allocated = 0, peak = 0;
     std::map<std::pair<int, size_t>, std::vector<Block*>> free;
@@ -148,6 +168,7 @@ class Runtime {
   std::map<uintptr_t, Access> shadow_;  // by their first byte; they do not overlap
   std::vector<std::string> races_;
   std::string stuck_;
+  uint64_t captures_ = 0;
   std::unordered_map<void*, Block*> blocks_;
   void overlapping(const Span& span, std::vector<Access*>& found);
 };

@@ -32,11 +32,11 @@ class Mistake:
     caught: str
 
 
-RULES, RESTORES = "test_client_device_rules.py", "test_client_device_restore.py"
+RULES, RESTORES, GRAPHS = "test_client_device_rules.py", "test_client_device_restore.py", "test_client_graphs.py"
 MISTAKES = (
     Mistake(
         "the current device is not set in our threads",
-        "accelerator.py", "if threading.current_thread().name.startswith(OURS) and", "if False and",
+        "accelerator.py", "            if ours and torch", "            if False and torch",
         f"{RULES}::test_every_thread_of_ours_is_on_the_ranks_device",
     ),
     Mistake(
@@ -126,6 +126,36 @@ MISTAKES = (
         "an audit compares beside what training still writes",
         "device.py", "                side.wait_event(now)\n", "                pass\n",
         f"{RULES}::test_an_audit_digests_on_the_side_stream_and_cries_no_wolf",
+    ),
+    Mistake(
+        "our threads look at events while a graph is captured",
+        "graphs.py", "        if _known.captured:\n", "        if False:\n",
+        f"{GRAPHS}::test_a_graph_is_captured_while_a_snapshot_is_on_its_way",
+    ),
+    Mistake(
+        "a capture begins while a thread of ours is at the device",
+        "graphs.py", "lambda: _known.inside == 0", "lambda: True",
+        f"{GRAPHS}::test_a_capture_waits_for_what_our_threads_have_begun",
+    ),
+    Mistake(
+        "a capture that is over keeps our threads away",
+        "graphs.py", "        _known.captured.discard(graph)\n", "        pass\n",
+        f"{GRAPHS}::test_a_capture_that_is_given_up_keeps_our_threads_away_no_longer",
+    ),
+    Mistake(
+        "a replay does not wait for the copies",
+        "graphs.py", "            before_replay()\n", "            pass\n",
+        f"{GRAPHS}::test_a_replay_right_behind_the_first_snapshot_tears_nothing",
+    ),
+    Mistake(
+        "a replay is no step",
+        "graphs.py", "            _known.replays += 1\n", "            pass\n",
+        f"{GRAPHS}::test_each_replay_of_a_whole_step_is_a_step_and_tears_nothing",
+    ),
+    Mistake(
+        "every replay waits for the copies",
+        "graphs.py", "            _known.harmless.add(self)\n", "            pass\n",
+        f"{GRAPHS}::test_a_graph_of_forward_and_backward_pass_is_held_back_by_no_capture",
     ),
 )  # fmt: skip
 

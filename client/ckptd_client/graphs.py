@@ -1,0 +1,139 @@
+"""Graphs that a device replays (CUDA graphs and their like): our threads stay away from devices while one is captured, and a
+replay is seen, whoever captured it and when (design D16).
+
+In torch's default mode ("global") whatever a thread asks of a device meanwhile, be it whether an event has happened, breaks the
+capture (pytorch#104555 was that in NCCL's watchdog).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+POLL_S = 0.1  # a capture that nobody ends is over when its graph is gone
+AWAY_S_MAX = 30.0  # a capture waits so long at most for what our threads have begun: a device may hang
+
+
+class _Known:
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.captured: weakref.WeakSet[Any] = weakref.WeakSet()  # now
+        self.inside = 0  # threads of ours that ask something of a device
+        self.harmless: weakref.WeakSet[Any] = weakref.WeakSet()  # captured before our eyes, and without an optimizer
+        self.replays = 0
+        self.installed = False
+
+
+_known = _Known()
+_mine = threading.local()
+
+
+def replays() -> int:
+    """How often graphs that may make optimizer steps were replayed in this process."""
+    return _known.replays
+
+
+def install(before_replay: Callable[[], None]) -> None:
+    """Once per process. ``before_replay``: called before a replay that may write what is registered."""
+    if _known.installed:
+        return
+    _known.installed = True
+    kinds = [getattr(torch.accelerator, "Graph", None), torch.cuda.CUDAGraph]
+    for kind in kinds:
+        if kind is not None:
+            _wrap(kind, before_replay)
+
+
+def steps() -> None:
+    """An optimizer's step is being captured."""
+    with _known.changed:
+        for graph in list(_known.captured):
+            _known.harmless.discard(graph)
+
+
+@contextlib.contextmanager
+def away() -> Iterator[None]:
+    """What a thread of ours asks of a device, within. Waits for the end of a capture; never call it under a lock that the trainer
+    takes."""
+    with _known.changed:
+        while not _enter():
+            _known.changed.wait(POLL_S)
+    try:
+        yield
+    finally:
+        _leave()
+
+
+@contextlib.contextmanager
+def unless_captured() -> Iterator[bool]:
+    """The same, and waits for nothing: False while a graph is captured. Ask nothing of a device then."""
+    with _known.changed:
+        entered = _enter()
+    try:
+        yield entered
+    finally:
+        if entered:
+            _leave()
+
+
+def _enter() -> bool:
+    """Under the lock."""
+    depth = getattr(_mine, "depth", 0)
+    if depth == 0:
+        if _known.captured:
+            return False
+        _known.inside += 1
+    _mine.depth = depth + 1
+    return True
+
+
+def _leave() -> None:
+    _mine.depth -= 1
+    if _mine.depth == 0:
+        with _known.changed:
+            _known.inside -= 1
+            _known.changed.notify_all()
+
+
+def _ended(graph: Any) -> None:
+    with _known.changed:
+        _known.captured.discard(graph)
+        _known.changed.notify_all()
+
+
+def _wrap(kind: Any, before_replay: Callable[[], None]) -> None:
+    begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _known.changed:
+            _known.captured.add(self)
+            _known.harmless.add(self)
+            _known.changed.wait_for(lambda: _known.inside == 0, AWAY_S_MAX)
+        try:
+            return begin(self, *args, **kwargs)
+        except BaseException:
+            _ended(self)
+            raise
+
+    @functools.wraps(end)
+    def capture_end(self: Any) -> Any:
+        try:
+            return end(self)
+        finally:
+            _ended(self)
+
+    @functools.wraps(replay)
+    def replayed(self: Any) -> Any:
+        if self not in _known.harmless:
+            _known.replays += 1
+            before_replay()
+        return replay(self)
+
+    kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, replayed

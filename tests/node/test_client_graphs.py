@@ -1,0 +1,218 @@
+"""Training that a graph replays, on the simulated device and by torch's neutral class: nothing of ours breaks its capture, no
+replay is missed, and none tears a snapshot (design D16)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from ckptd_client import Client, accelerator, graphs
+from ckptd_client.device import Batch
+from torch import nn
+
+from tests.accelerator import device
+from tests.accelerator.device import simulated
+from tests.node.client_training import assert_same, begun
+from tests.node.rank_daemon_double import RankDaemonDouble
+from tests.waiting import until
+
+pytestmark = device.NEEDED
+device.load_first()
+STEPS = 6
+LOOKS = 30  # at whether copies have arrived
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    accelerator._known.clear()
+    with simulated():
+        yield
+    accelerator._known.clear()
+
+
+class Graphed:
+    """A training step, whole or without its optimizer, on a stream of its own."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.BatchNorm1d(256), nn.Linear(256, 3)).to("sim")
+        self.optimizer = optimizer(self.model.parameters())
+        self.batch = torch.randn(32, 64, device="sim")
+        self.stream = torch.Stream("sim")
+        self.graph = torch.accelerator.Graph()  # type: ignore[attr-defined]
+        self.stream.wait_stream(torch.accelerator.current_stream())
+        with self.stream:
+            self.forward()
+            self.optimizer.step()
+        torch.accelerator.synchronize()
+
+    def forward(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+        self.model(self.batch).square().mean().backward()
+
+    def captures(self, *, optimizer: bool) -> Graphed:
+        with self.stream, self.graph:
+            self.forward()
+            if optimizer:
+                self.optimizer.step()
+        return self
+
+    def replays(self) -> None:
+        self.graph.replay()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {f"model.{name}": value.cpu() for name, value in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    found[f"optimizer.model.{name}.{key}"] = value.cpu()
+        return found
+
+
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2, capturable=True)
+
+
+def trained(client: Client, daemon: RankDaemonDouble, training: Graphed, step: Callable[[], None]) -> list[str]:
+    """Each step is followed by its snapshot, and the next one by no wait. What became of them; none is torn."""
+    expected, handles = {}, {}
+    for number in range(1, STEPS + 1):
+        step()
+        expected[number] = training.tensors()
+        until(lambda: client._session.grants, what="a grant")
+        handles[number] = client.snapshot(number)
+    said = [handle.wait("sealed", 30) if handle.taken else handle.status for handle in handles.values()]
+    for (_, number), ranks in daemon.held.items():
+        assert_same(ranks[0], expected[number])
+    return said
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("before", [True, False], ids=["captured before connect", "captured after it"])
+def test_each_replay_of_a_whole_step_is_a_step_and_tears_nothing(
+    daemon: RankDaemonDouble, optimizer: Callable[..., torch.optim.Optimizer], before: bool
+) -> None:
+    training = Graphed(optimizer)
+    if before:
+        training.captures(optimizer=True)
+    device.tune(copy_us_per_mib=50_000)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        if not before:
+            training.captures(optimizer=True)
+        assert trained(client, daemon, training, training.replays) == ["durable"] * STEPS
+        report = client.health()
+        assert report.problems == []
+        assert list(report.facts["synchronous"]) == ["optimizer"]
+
+
+def test_a_replay_right_behind_the_first_snapshot_tears_nothing(daemon: RankDaemonDouble) -> None:
+    """Nobody knows yet that this graph makes steps."""
+    training = Graphed(sgd).captures(optimizer=True)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        device.tune(copy_us_per_mib=200_000)
+        expected = training.tensors()
+        handle = client.snapshot(1, must=True)
+        training.replays()
+        assert handle.wait("sealed", 30) == "durable"
+        assert_same(daemon.held[1, 1][0], expected)
+
+
+def test_a_graph_of_forward_and_backward_pass_is_held_back_by_no_capture(daemon: RankDaemonDouble) -> None:
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.captures(optimizer=False)
+
+        def step() -> None:
+            training.replays()
+            training.optimizer.step()
+
+        assert trained(client, daemon, training, step) == ["durable"] * STEPS
+        assert client.health().facts["synchronous"] == {}
+        step()
+        before = client.health().facts["device_fence_s"]
+        device.tune(copy_us_per_mib=200_000)
+        client.snapshot(STEPS + 1, must=True)
+        training.replays()
+        torch.accelerator.synchronize()
+        assert client.health().facts["device_fence_s"] == before
+
+
+def test_a_graph_is_captured_while_a_snapshot_is_on_its_way(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever thread asks a device for its events, or for memory, breaks it."""
+    done, looked = Batch.done, list[Batch]()
+    monkeypatch.setattr(Batch, "done", lambda batch: (looked.append(batch), done(batch))[1])
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.optimizer.step()
+        device.tune(copy_us_per_mib=500_000)
+        handle = client.snapshot(1, must=True)
+        until(lambda: client._engine._jobs and client._engine._jobs[0].enqueued, what="copies on their way")
+        with training.stream:
+            training.graph.capture_begin()
+            training.model(training.batch)
+            looked.clear()
+            until(lambda: len(looked) > LOOKS, what="looks of the capture thread")
+            training.graph.capture_end()
+        assert handle.wait("sealed", 30) == "durable"
+
+
+def test_a_capture_that_is_given_up_keeps_our_threads_away_no_longer(daemon: RankDaemonDouble) -> None:
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.optimizer.step()
+        graph = torch.accelerator.Graph()  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="default stream"):
+            graph.capture_begin()
+        with training.stream:
+            graph.capture_begin()
+            with pytest.raises(RuntimeError, match="not permitted"):
+                torch.accelerator.synchronize()
+            with pytest.raises(RuntimeError, match="broken"):
+                graph.capture_end()
+        client.snapshot(1, must=True)
+        assert client.wait("sealed", 30) == "durable"
+
+
+def registering(nbytes: int) -> tuple[threading.Thread, threading.Event]:
+    """A thread of ours that registers so much."""
+    done = threading.Event()
+
+    def register() -> None:
+        accelerator.of(torch.device("sim", 0)).register(1 << 40, nbytes)
+        done.set()
+
+    thread = threading.Thread(target=register, name=f"{accelerator.OURS}test", daemon=True)
+    thread.start()
+    return thread, done
+
+
+def test_a_capture_waits_for_what_our_threads_have_begun(daemon: RankDaemonDouble) -> None:
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer):
+        device.tune(register_us_per_mib=300_000)
+        thread, done = registering(1 << 20)
+        until(lambda: graphs._known.inside, what="its call")
+        with training.stream:
+            training.graph.capture_begin()
+            assert done.is_set()
+            training.graph.capture_end()
+        thread.join()
+
+
+def test_slots_that_are_registered_while_a_graph_is_captured_wait_for_its_end(daemon: RankDaemonDouble) -> None:
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client, training.stream:
+        training.graph.capture_begin()
+        training.model(training.batch)
+        thread, done = registering(4096)
+        assert not done.wait(0.1)
+        training.graph.capture_end()
+        assert done.wait(30)
+        thread.join()
+        assert client.health().problems == []
