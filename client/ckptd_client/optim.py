@@ -73,6 +73,26 @@ def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, A
     return entries, odd
 
 
+def state_keys(owner: Owner, known: NameOf) -> list[str]:
+    """Of each parameter with state its key, in the order of the optimizers and their states."""
+    held = nested.holders(owner.value)
+    return [
+        odd_key(nested.label_of(optimizer, parameter, held), key_of(owner, parameter, known))
+        for _, optimizer in nested.names(owner.value)
+        for parameter in optimizer.state
+    ]
+
+
+def numbers(owner: Owner, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What of this state is no tensor, {key: {name: value}}. ``keys``: as ``state_keys`` gave them."""
+    states = (state for _, optimizer in nested.names(owner.value) for state in optimizer.state.values())
+    found = {
+        key: {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        for key, state in zip(keys, states, strict=True)
+    }
+    return {key: values for key, values in found.items() if values}
+
+
 def _labelled(label: str, path: str) -> str:
     return f"{label}.{path}" if label else path
 

@@ -15,13 +15,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ckptd_client import _switches, apart, complete, hyper, naming, nested, watch
+from ckptd_client import _switches, apart, complete, hyper, naming, nested, optim, watch
 from ckptd_client.entries import State
 from ckptd_client.plan import Plan, signature_of
 from ckptd_client.registry import Registry
 
 _kind = attrgetter("__class__", "dtype", "shape", "device")  # what a tensor is to a plan
 _trained = attrgetter("requires_grad")  # makes a parameter static or not
+NUMBERS = frozenset({int, float, bool, str, type(None)})  # in optimizer state: another object with each step
 
 
 class Recall:
@@ -39,6 +40,8 @@ class Recall:
         self._version = registry.version
         self._modules = [owner.value for owner in registry.of_kind("module")]
         self._parts = [part for module in self._modules for part in module.modules()]
+        self._numbers = any(state.odd.values())
+        self._keys = {owner.name: optim.state_keys(owner, state.params) for owner in registry.of_kind("optimizer") if self._numbers}
         hanging = self._hanging()
         places = {id(value): at for at, value in enumerate(hanging)}
         tensors = [entry.tensor for entry in state.entries[:found]]
@@ -51,10 +54,18 @@ class Recall:
 
     @staticmethod
     def can_hold(state: State) -> bool:
-        """State that is no tensor is looked up each time; so are the tensors inside of subclasses, which may be replaced behind
-        our back."""
+        """State that is neither a tensor nor a number is looked up each time; so are the tensors inside of subclasses, which may be
+        replaced behind our back."""
         forms = any(isinstance(extra, apart.Forms) for extras in state.extras.values() for extra in extras.values())
-        return not any(state.odd.values()) and not forms
+        odd = ((key, values) for keys in state.odd.values() for key, values in keys.items())
+        return not forms and all(_of_parameter(key) and NUMBERS.issuperset(map(type, values.values())) for key, values in odd)
+
+    def odd(self) -> dict[str, dict[str, Any]]:
+        """As ``State`` has it: the numbers of each optimizer's state."""
+        return {
+            owner.name: optim.numbers(owner, self._keys[owner.name]) if self._numbers else {}
+            for owner in self._registry.of_kind("optimizer")
+        }
 
     def with_inside(self, tensors: list[Tensor], state: State) -> list[Tensor] | None:
         """``tensors`` and, after them, those that were found inside of objects just now; None when these are others than the
@@ -105,7 +116,7 @@ class Recall:
         return [
             *flags,
             int(_switches.SYNC_COPIES),
-            *map(id, hanging),
+            *map(id, map(_still, hanging) if self._numbers else hanging),
             *chain.from_iterable(map(self._has, watch.stepped())),
         ]
 
@@ -134,3 +145,13 @@ class Recall:
             yield from optimizer.state
             yield from chain.from_iterable(state.values() for state in optimizer.state.values())
 
+
+
+def _still(value: Any) -> Any:
+    """What stays the same object as long as nothing but its number changes."""
+    return type(value) if type(value) in NUMBERS else value
+
+
+def _of_parameter(key: str) -> bool:
+    """Else it is what an optimizer keeps under a name of its own."""
+    return bool(key) and not key.startswith(":")

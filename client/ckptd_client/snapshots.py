@@ -308,7 +308,8 @@ class Snapshots:
         self._registry.look_again()
         tensors = recall.tensors() if recall is not None and recall.plan.world is session.world else None
         if recall is not None and tensors is not None:
-            state = State(aliases=recall.aliases, groups=recall.groups, extras=recall.extras, beside=recall.beside)
+            extras, beside = recall.extras, recall.beside
+            state = State(aliases=recall.aliases, odd=recall.odd(), groups=recall.groups, extras=extras, beside=beside)
             resolve.objects(self._registry, state, step, meta)
             packed: bytes = msgpack.packb(state.objects)
             everything = recall.with_inside(tensors, state)

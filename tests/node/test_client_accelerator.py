@@ -198,3 +198,42 @@ def test_a_scaler_does_not_cost_the_known_structure(
             client.snapshot(step, must=True)
             assert client.wait("sealed", 30) == "durable"
         assert looked_up == []
+
+
+class Lion(torch.optim.Optimizer):
+    """As some optimizers do, it keeps numbers and names beside its moments."""
+
+    def __init__(self, params: Iterator[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            state["scale"] = 1.0 / state["step"]
+            state["phase"] = "warm" if state["step"] < 3 else "hot"
+            moment = state.setdefault("moment", torch.zeros_like(parameter))
+            parameter.sub_(moment.mul_(0.9).add_(parameter.grad, alpha=0.1).sign(), alpha=1e-3)
+
+
+def test_numbers_in_optimizer_state_do_not_cost_the_known_structure(
+    kind: str, daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(kind, 512)
+    training.optimizer = Lion(p for p in training.model.parameters() if p.requires_grad)  # type: ignore[assignment]
+    looked_up: list[int] = []
+    tensors = resolve.tensors
+    monkeypatch.setattr(resolve, "tensors", lambda registry: (looked_up.append(1), tensors(registry))[1])
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        for step in range(1, 6):
+            training.step()
+            looked_up.clear()
+            client.snapshot(step, must=True)
+            assert client.wait("sealed", 30) == "durable"
+        assert looked_up == []
+    fresh = Training(kind, 512)
+    fresh.optimizer = Lion(p for p in fresh.model.parameters() if p.requires_grad)  # type: ignore[assignment]
+    with begun(daemon, model=fresh.model, optimizer=fresh.optimizer):
+        found = [(state["step"], state["scale"], state["phase"]) for state in fresh.optimizer.state.values()]
+        assert found == [(5, 0.2, "hot")] * len(found) and found
