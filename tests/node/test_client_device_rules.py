@@ -138,6 +138,30 @@ def test_nothing_large_is_cloned_on_the_device(daemon: RankDaemonDouble, monkeyp
     assert_same(daemon.held[1, 1][0], {"table": expected})
 
 
+def test_a_large_copy_that_cannot_be_enqueued_fails_by_name_and_gives_its_slot_back(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After what was enqueued before has arrived: the slot is the next one's then."""
+    monkeypatch.setattr(captures, "CLONE_BYTES_MAX", 100_000)
+    copy_one = captures.Batch._copy_one
+
+    def half(batch: captures.Batch, source: torch.Tensor, copy: Copy) -> Iterator[int]:
+        if copy.key == "second":
+            raise RuntimeError("half way")
+        return copy_one(batch, source, copy)
+
+    tables = {name: torch.randn(500, 500, device="sim") for name in ("first", "second")}
+    with begun(daemon, **tables) as client:
+        device.tune(copy_us_per_mib=50_000)
+        with monkeypatch.context() as failing:
+            failing.setattr(captures.Batch, "_copy_one", half)
+            assert "half way" in client.snapshot(1, must=True).status
+        expected = {name: table.cpu() for name, table in tables.items()}
+        client.snapshot(2, must=True)
+        assert client.wait("sealed", 30) == "durable"
+    assert_same(daemon.held[1, 2][0], expected)
+
+
 def test_a_large_copy_on_its_way_keeps_its_slot_also_where_the_rest_is_stopped(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
