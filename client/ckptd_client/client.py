@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ckptd.core.errors import CkptdError
 from ckptd.wire import rank as wire
 from ckptd.wire.names import job_key
-from ckptd_client import accelerator, autostart, fence, nested, resolve, sockets, watch
+from ckptd_client import accelerator, autostart, fence, graphs, nested, resolve, sockets, watch
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
 from ckptd_client.entries import KeyMap
@@ -277,6 +277,9 @@ class Client:
         if self._gone:
             handle.became(f"skipped: {self._gone}")
             return
+        if accelerator.capturing():  # the copies would be made at each replay, and none of them now
+            handle.became("skipped: a graph is being captured")
+            return
         self._session.stepped(CALLS, not self._engine.idle)
         self._snapshots.take(handle, meta, **how)
         if handle.taken:
@@ -299,8 +302,10 @@ class Client:
             self.hold()
 
     def hold(self) -> None:
-        """Called by the hook before an optimizer writes."""
-        if not self._gone and not self._engine.idle:
+        """Called by the hook before an optimizer writes. What is being captured into a graph writes at its replays."""
+        if accelerator.capturing():
+            graphs.steps()
+        elif not self._gone and not self._engine.idle:
             self._engine.fence(self._fence_timeout_s)
 
     def stepped(self) -> None:

@@ -216,3 +216,48 @@ def test_slots_that_are_registered_while_a_graph_is_captured_wait_for_its_end(da
         assert done.wait(30)
         thread.join()
         assert client.health().problems == []
+
+
+def test_a_snapshot_within_a_capture_is_skipped_in_words_and_the_next_one_is_right(daemon: RankDaemonDouble) -> None:
+    """What it copies would be recorded, and copied at the replays."""
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        with training.stream:
+            training.graph.capture_begin()
+            training.forward()
+            training.optimizer.step()
+            assert client.snapshot(1, must=True).status == "skipped: a graph is being captured"
+            training.graph.capture_end()
+        training.replays()
+        expected = training.tensors()
+        assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
+        assert_same(daemon.held[1, 2][0], expected)
+
+
+def rescaled(training: Graphed) -> None:
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.mul_(0.9)
+
+
+@pytest.mark.parametrize("told", ["by fence() within the capture", "by stepped() behind each replay"])
+def test_a_graph_that_writes_without_an_optimizer_waits_once_somebody_has_said_so(daemon: RankDaemonDouble, told: str) -> None:
+    training, fencing = Graphed(sgd), told.startswith("by fence")
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.optimizer.step()
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        with training.stream:
+            training.graph.capture_begin()
+            if fencing:
+                client.fence()
+            rescaled(training)
+            training.graph.capture_end()
+        device.tune(copy_us_per_mib=200_000)
+        if not fencing:
+            client.stepped()
+        training.optimizer.step()
+        expected = training.tensors()
+        handle = client.snapshot(2, must=True)
+        training.replays()
+        assert handle.wait("sealed", 30) == "durable"
+        assert_same(daemon.held[1, 2][0], expected)
