@@ -27,6 +27,7 @@ from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.storage.tree import COMMITTERS_MAX
 from ckptd.persist.sums import FileDamage
 from ckptd.persist.writer import write_pieces
+from tests.descriptors import opened, opened_since
 from tests.node.checkpoints import JOB, check_all, commit_all, epoch_record, save, small_world, write_all
 
 SNAPSHOT = SnapshotId(1, 10)
@@ -301,12 +302,12 @@ def test_files_are_checked_before_the_commit(storage: PosixStorage, kind: str, w
         victim.unlink()
     else:
         flip(victim, -1 if kind == "side" else 40)
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened()
     with pytest.raises(CkptdError) as caught:
         commit_all(storage, world, SNAPSHOT, reports)
     assert victim.name.removesuffix(PART) in caught.value.where
     assert kind != "truncate" or "bytes, here are" in str(caught.value), "both sizes are told"
-    assert len(os.listdir("/proc/self/fd")) == before, "no file stays open"
+    assert opened_since(before) == [], "no file stays open"
     nothing_committed(storage)
 
 
@@ -365,9 +366,9 @@ def test_a_mark_that_came_with_a_second_attempt_is_durable(
 
 def test_a_commit_leaves_no_file_open(storage: PosixStorage) -> None:
     save(storage, small_world())
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened()
     save(storage, small_world(), SnapshotId(1, 20))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened_since(before) == []
 
 
 def test_malformed_reports(storage: PosixStorage) -> None:

@@ -17,6 +17,7 @@ from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import MARKER, PosixStorage
 from ckptd.persist.storage.posix_file import ALIGN_BYTES, SCRATCH_BYTES, PosixWriter
+from tests.descriptors import opened, opened_since
 from tests.node.crash_storage import CrashStorage
 from tests.node.storage_conformance import StorageConformance, pattern
 from tests.sim.store import Store
@@ -111,10 +112,10 @@ def test_a_small_file_that_could_not_be_written_leaves_neither_a_file_nor_one_th
         raise StorageError("write: No space left on device", errno=errno.ENOSPC)
 
     monkeypatch.setattr(PosixWriter, "write", full)
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened()
     with pytest.raises(StorageError, match="No space"):
         storage.put_if_absent("file", b"x")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened_since(before) == []
     assert [entry.name for entry in storage.list("")] == ["before"]
 
 

@@ -25,6 +25,7 @@ from ckptd.wire import rank_session
 from ckptd.wire.complaints import Complaints
 from ckptd.wire.rank_link import RankLink, RankSession
 from ckptd.wire.seqpacket import FrameError, RankSocket, read_memfd_object
+from tests.descriptors import opened, opened_since
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -137,12 +138,12 @@ async def test_a_segment_travels_once_per_connection(house: House) -> None:
 async def test_descriptors_are_closed_once_the_message_was_handled(house: House) -> None:
     rank, _ = await house.rank()
     await rank.order("hello")
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened()
     for _ in range(5):
         await rank.order("memfd 1")
     await settled(lambda: len(house.objects) == 5)
     assert house.objects == [b"object"] * 5
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened_since(before) == []
 
 
 async def test_death_is_the_pidfd_even_while_a_forked_worker_holds_the_socket(house: House) -> None:
@@ -210,7 +211,7 @@ async def test_garbage_closes_that_connection_only(house: House, garbage: str) -
     """P13: whatever it sends, others go on and nothing is left open."""
     good, _ = await house.rank()
     await good.order("hello")
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened()
     bad, session = await house.rank()
     await bad.order(garbage)
     await settled(lambda: house.closed)
@@ -220,7 +221,7 @@ async def test_garbage_closes_that_connection_only(house: House, garbage: str) -
     await settled(lambda: not session.alive)
     assert await good.order("hello") is True
     await settled(lambda: len(house.messages) == 2)
-    assert len(os.listdir("/proc/self/fd")) <= before + 1  # the subprocess' own pipes may linger
+    assert {number for number, _ in opened_since(before)} <= {session.process.fileno()}, "alive is asked of its pidfd"
 
 
 async def test_a_flood_of_garbage_is_one_line_and_a_count(house: House, said: list[str]) -> None:
@@ -293,7 +294,7 @@ async def test_a_stopped_rank_costs_a_bounded_queue_and_then_its_connection(
     monkeypatch.setattr(rank_session, "QUEUE_FRAMES_MAX", 10)
     rank, session = await house.rank()
     other, other_session = await house.rank()
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened()
     rank.process.send_signal(signal.SIGSTOP)
     fd = os.memfd_create("segment")
     sent = 0
@@ -304,7 +305,8 @@ async def test_a_stopped_rank_costs_a_bounded_queue_and_then_its_connection(
     await settled(lambda: house.closed)
     assert house.closed == [(session, "closed")]
     assert session.alive
-    assert len(os.listdir("/proc/self/fd")) == before - 1, "queued descriptors are closed with it"
+    assert opened_since(before) == [], "queued descriptors are closed with it"
+    assert any(what.startswith("socket:") for _, what in before - opened()), "the connection itself"
     assert other_session.send(wire.Ready(1))
     assert await other.order("recv") == ["Ready", 0]
 

@@ -20,6 +20,7 @@ from ckptd.wire.seqpacket import (
     memfd_object,
     read_memfd_object,
 )
+from tests.descriptors import opened, opened_since
 
 Pair = tuple[RankSocket, RankSocket]
 
@@ -32,10 +33,6 @@ def pair() -> Iterator[Pair]:
     yield ends
     for end in ends:
         end.close()
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize(
@@ -115,11 +112,11 @@ def test_descriptors_that_do_not_belong_are_refused_and_closed(
 ) -> None:
     trainer, daemon = pair
     fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(count)]
-    before = open_fds()
+    before = opened()
     assert trainer.send(message, fds)
     with pytest.raises(FrameError):
         daemon.recv(1)
-    assert open_fds() == before
+    assert opened_since(before) == []
     for fd in fds:
         os.close(fd)
 
