@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ckptd.core.errors import CkptdError
 from ckptd.wire import rank as wire
 from ckptd.wire.names import job_key
-from ckptd_client import accelerator, autostart, fence, graphs, nested, resolve, sockets, watch
+from ckptd_client import accelerator, autostart, fence, graphs, nested, resolve, sockets, versions, watch
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
 from ckptd_client.entries import KeyMap
@@ -304,7 +304,7 @@ class Client:
     def hold(self) -> None:
         """Called by the hook before an optimizer writes. What is being captured into a graph writes at its replays."""
         if accelerator.capturing():
-            graphs.steps()
+            graphs.writes()
         elif not self._gone and not self._engine.idle:
             self._engine.fence(self._fence_timeout_s)
 
@@ -323,6 +323,10 @@ class Client:
         if not self._gone:
             self._session.stepped(id(optimizer), not self._engine.idle)
             self._session.close_step()
+
+    def counters(self) -> list[tuple[int, int]]:
+        """Asked before and after a graph is captured: does it write what only a fence protects?"""
+        return [] if self._gone else versions.of_what_is_fenced(self._registry)
 
     def not_fenced(self, optimizer: Optimizer) -> None:
         """This optimizer is replayed by a graph: what it writes is copied before snapshot() returns from now on."""

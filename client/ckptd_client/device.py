@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -88,12 +88,22 @@ class Batch:
                 self._done.record(side)  # also of what was enqueued before something failed: its slot is not free before that
 
     def has_room(self) -> bool:
+        """A device that fails has: ``enqueue`` says what is wrong with it."""
+
+        def room() -> bool:
+            with self._lock:
+                return self._has_room()
+
+        return self._asks(room)
+
+    def _asks(self, question: Callable[[], bool]) -> bool:
+        """Without waiting for a graph's capture: False meanwhile. True where the device fails."""
         with graphs.unless_captured() as may, contextlib.suppress(RuntimeError):
             if not may:
                 return False
-            with self._accelerator.aside(), self._lock:
-                return self._has_room()
-        return True  # enqueue() says what is wrong with it
+            with self._accelerator.aside():
+                return question()
+        return True
 
     def _has_room(self) -> bool:
         while self._sent and self._sent[0][0].query():
@@ -153,14 +163,13 @@ class Batch:
 
     def done(self) -> bool:
         """A device that fails is done: nothing of it arrives any more, and ``finish`` says why."""
-        with graphs.unless_captured() as may, contextlib.suppress(RuntimeError):
-            if not may:
-                return False
-            with self._accelerator.aside():
-                if not self._done.query():
-                    return False
-                self._land()
-        return True
+        return self._asks(self._arrived)
+
+    def _arrived(self) -> bool:
+        arrived = self._done.query()
+        if arrived:
+            self._land()
+        return arrived
 
     def _land(self) -> None:
         if self._ring is not None:

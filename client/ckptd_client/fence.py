@@ -26,6 +26,9 @@ class Fenced(Protocol):
     def not_fenced(self, optimizer: Optimizer) -> None:
         """This optimizer's steps escape the hook (a graph replays them)."""
 
+    def counters(self) -> object:
+        """What a write to something fenced moves, to be compared."""
+
     def hold(self) -> None:
         """Wait, bounded, until nothing that training may write is still being read."""
 
@@ -61,7 +64,7 @@ def join(client: Fenced) -> None:
         register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))  # type: ignore[attr-defined]
         _wrap_averaged_model()
         _wrap_swap()
-        graphs.install(_before_replay)
+        graphs.install(_before_replay, _counters)
 
 
 def leave(client: Fenced) -> None:
@@ -80,7 +83,7 @@ def _before_step(
         return None
     capturing = accelerator.capturing()
     if capturing:
-        graphs.steps()
+        graphs.writes()
     for client in list(_clients.live):
         _safely(client.not_fenced if capturing else client.before_step, optimizer)
     if capturing:
@@ -116,6 +119,14 @@ def _fencing(closure: Callable[..., Any]) -> Callable[..., Any]:
 def _before_replay() -> None:
     if _switches.FENCE:
         _fence_all()
+
+
+def _counters() -> object:
+    try:
+        return [client.counters() for client in list(_clients.live)]
+    except Exception:
+        log.exception("ckptd client: counters")
+        return object()  # another one each time: nobody can say what was written
 
 
 def _fence_all() -> None:

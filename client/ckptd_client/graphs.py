@@ -2,7 +2,7 @@
 replay is seen, whoever captured it and when (design D16).
 
 In torch's default mode ("global") whatever a thread asks of a device meanwhile, be it whether an event has happened, breaks the
-capture (pytorch#104555 was that in NCCL's watchdog).
+capture (pytorch#104555 was that in NCCL's watchdog). In the other modes threads are on their own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 POLL_S = 0.1  # a capture that nobody ends is over when its graph is gone
+ALONE = frozenset({"thread_local", "relaxed"})  # modes of a capture which other threads cannot break
 AWAY_S_MAX = 30.0  # a capture waits so long at most for what our threads have begun: a device may hang
 
 
@@ -24,8 +25,9 @@ class _Known:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.captured: weakref.WeakSet[Any] = weakref.WeakSet()  # now
+        self.guarded: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that our threads would break
         self.inside = 0  # threads of ours that ask something of a device
-        self.harmless: weakref.WeakSet[Any] = weakref.WeakSet()  # captured before our eyes, and without an optimizer
+        self.harmless: weakref.WeakSet[Any] = weakref.WeakSet()  # captured before our eyes, and writing nothing that is fenced
         self.replays = 0
         self.installed = False
 
@@ -35,23 +37,24 @@ _mine = threading.local()
 
 
 def replays() -> int:
-    """How often graphs that may make optimizer steps were replayed in this process."""
+    """How often graphs that may write what is fenced were replayed in this process."""
     return _known.replays
 
 
-def install(before_replay: Callable[[], None]) -> None:
-    """Once per process. ``before_replay``: called before a replay that may write what is registered."""
+def install(before_replay: Callable[[], None], counters: Callable[[], object]) -> None:
+    """Once per process. ``before_replay``: called before a replay that may write what is fenced. ``counters``: that which a write
+    moves, also while it is only captured; a replay moves none."""
     if _known.installed:
         return
     _known.installed = True
     kinds = [getattr(torch.accelerator, "Graph", None), torch.cuda.CUDAGraph]
     for kind in kinds:
         if kind is not None:
-            _wrap(kind, before_replay)
+            _wrap(kind, before_replay, counters)
 
 
-def steps() -> None:
-    """An optimizer's step is being captured."""
+def writes() -> None:
+    """What is captured now writes what is fenced: an optimizer's step, which may move no counter, or what the user fences."""
     with _known.changed:
         for graph in list(_known.captured):
             _known.harmless.discard(graph)
@@ -86,7 +89,7 @@ def _enter() -> bool:
     """Under the lock."""
     depth = getattr(_mine, "depth", 0)
     if depth == 0:
-        if _known.captured:
+        if _known.guarded:
             return False
         _known.inside += 1
     _mine.depth = depth + 1
@@ -101,25 +104,43 @@ def _leave() -> None:
             _known.changed.notify_all()
 
 
-def _ended(graph: Any) -> None:
+def _begins(graph: Any, mode: str) -> None:
+    with _known.changed:
+        _known.captured.add(graph)
+        _known.harmless.add(graph)
+        if mode not in ALONE:
+            _known.guarded.add(graph)
+            _known.changed.wait_for(lambda: _known.inside == 0, AWAY_S_MAX)
+
+
+def _ended(graph: Any, *, wrote: bool) -> None:
     with _known.changed:
         _known.captured.discard(graph)
+        _known.guarded.discard(graph)
+        if wrote:
+            _known.harmless.discard(graph)
         _known.changed.notify_all()
 
 
-def _wrap(kind: Any, before_replay: Callable[[], None]) -> None:
+def _mode(graph: Any, pool: object = None, capture_error_mode: str = "", *_: Any, **__: Any) -> str:
+    """``torch.cuda.CUDAGraph`` is told it at the beginning, ``torch.accelerator.Graph`` when it is made."""
+    return capture_error_mode or getattr(graph, "capture_error_mode", "global")
+
+
+def _wrap(kind: Any, before_replay: Callable[[], None], counters: Callable[[], object]) -> None:
     begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
+    before: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
 
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _known.changed:
-            _known.captured.add(self)
-            _known.harmless.add(self)
-            _known.changed.wait_for(lambda: _known.inside == 0, AWAY_S_MAX)
+        if self in _known.captured:
+            return begin(self, *args, **kwargs)  # which raises
+        _begins(self, _mode(self, *args, **kwargs))
+        before[self] = counters()
         try:
             return begin(self, *args, **kwargs)
         except BaseException:
-            _ended(self)
+            _ended(self, wrote=True)
             raise
 
     @functools.wraps(end)
@@ -127,7 +148,7 @@ def _wrap(kind: Any, before_replay: Callable[[], None]) -> None:
         try:
             return end(self)
         finally:
-            _ended(self)
+            _ended(self, wrote=before.pop(self, None) != counters())
 
     @functools.wraps(replay)
     def replayed(self: Any) -> Any:

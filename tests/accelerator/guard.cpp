@@ -179,6 +179,7 @@ struct Graph final : at::GraphImplInterface {
   explicit Graph(const at::GraphImplArgs&) {}
   void capture_begin(c10::MempoolId_t, at::GraphCaptureMode mode) override {
     auto& runtime = Runtime::get();
+    device_ = runtime.current_device();
     bool relaxed = mode == at::GraphCaptureMode::Relaxed, local = mode == at::GraphCaptureMode::ThreadLocal;
     runtime.capture_begin(runtime.current_stream(runtime.current_device()),
                           relaxed ? Capture::RELAXED : local ? Capture::THREAD_LOCAL : Capture::GLOBAL);
@@ -186,7 +187,7 @@ struct Graph final : at::GraphImplInterface {
   void capture_end() override { tasks_ = Runtime::get().capture_end(); }
   void instantiate() override {}
   void replay() override {
-    Stream& stream = Runtime::get().current_stream(Runtime::get().current_device());
+    Stream& stream = Runtime::get().current_stream(device_);
     Runtime::get().check();
     for (const auto& [task, spans] : tasks_) stream.enqueue(task, spans);
   }
@@ -197,6 +198,7 @@ struct Graph final : at::GraphImplInterface {
 
  private:
   Recorded tasks_;
+  int device_ = 0;
 };
 
 }  // namespace

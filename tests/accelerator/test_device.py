@@ -189,3 +189,16 @@ def test_registered_memory_that_is_let_go_on_any_thread_asks_nothing_of_its_devi
         other.start()
         other.join()
         assert device.ops.contexts() == []
+
+
+def test_a_graph_is_replayed_on_the_device_that_it_was_captured_on() -> None:
+    value = torch.ones(4, device=f"{device.KIND}:1")
+    graph, stream = torch.accelerator.Graph(), torch.Stream(value.device)  # type: ignore[attr-defined]
+    torch.accelerator.synchronize(1)
+    with stream, graph:
+        value.add_(1)
+    assert torch.accelerator.current_device_index() == 0
+    graph.replay()
+    value.mul_(2)
+    assert torch.equal(value.cpu(), torch.full((4,), 4.0))
+    assert device.races() == []

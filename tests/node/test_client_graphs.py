@@ -3,8 +3,10 @@ replay is missed, and none tears a snapshot (design D16)."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,6 +32,20 @@ def _simulated() -> Iterator[None]:
     with simulated():
         yield
     accelerator._known.clear()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """As before the first ``connect()`` of the process, after which torch's class is wrapped."""
+    kind, names = torch.accelerator.Graph, ("capture_begin", "capture_end")  # type: ignore[attr-defined]
+    wrapped = {name: getattr(kind, name) for name in names}
+    try:
+        for name, method in wrapped.items():
+            setattr(kind, name, inspect.unwrap(method))
+        yield
+    finally:
+        for name, method in wrapped.items():
+            setattr(kind, name, method)
 
 
 class Graphed:
@@ -100,7 +116,8 @@ def test_each_replay_of_a_whole_step_is_a_step_and_tears_nothing(
 ) -> None:
     training = Graphed(optimizer)
     if before:
-        training.captures(optimizer=True)
+        with unseen():
+            training.captures(optimizer=True)
     device.tune(copy_us_per_mib=50_000)
     with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
         if not before:
@@ -113,7 +130,8 @@ def test_each_replay_of_a_whole_step_is_a_step_and_tears_nothing(
 
 def test_a_replay_right_behind_the_first_snapshot_tears_nothing(daemon: RankDaemonDouble) -> None:
     """Nobody knows yet that this graph makes steps."""
-    training = Graphed(sgd).captures(optimizer=True)
+    with unseen():
+        training = Graphed(sgd).captures(optimizer=True)
     with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
         device.tune(copy_us_per_mib=200_000)
         expected = training.tensors()
@@ -240,20 +258,21 @@ def rescaled(training: Graphed) -> None:
             parameter.mul_(0.9)
 
 
-@pytest.mark.parametrize("told", ["by fence() within the capture", "by stepped() behind each replay"])
-def test_a_graph_that_writes_without_an_optimizer_waits_once_somebody_has_said_so(daemon: RankDaemonDouble, told: str) -> None:
-    training, fencing = Graphed(sgd), told.startswith("by fence")
+@pytest.mark.parametrize("told", ["not at all", "by fence() within the capture", "by stepped() behind each replay"])
+def test_a_graph_that_writes_without_an_optimizer_is_known_by_its_counters(daemon: RankDaemonDouble, told: str) -> None:
+    """A weight that is rescaled, an EMA, a functional optimizer. A replay moves no counter, but its capture did."""
+    training = Graphed(sgd)
     with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
         training.optimizer.step()
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
         with training.stream:
             training.graph.capture_begin()
-            if fencing:
+            if told.startswith("by fence"):
                 client.fence()
             rescaled(training)
             training.graph.capture_end()
         device.tune(copy_us_per_mib=200_000)
-        if not fencing:
+        if told.startswith("by stepped"):
             client.stepped()
         training.optimizer.step()
         expected = training.tensors()
@@ -261,3 +280,44 @@ def test_a_graph_that_writes_without_an_optimizer_waits_once_somebody_has_said_s
         training.replays()
         assert handle.wait("sealed", 30) == "durable"
         assert_same(daemon.held[1, 2][0], expected)
+
+
+def test_a_capture_within_which_the_user_fences_is_not_broken_by_a_snapshot_on_its_way(daemon: RankDaemonDouble) -> None:
+    """The fence would make the graph wait for what is not in it."""
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.optimizer.step()
+        device.tune(copy_us_per_mib=200_000)
+        handle = client.snapshot(1, must=True)
+        with training.stream:
+            training.graph.capture_begin()
+            client.fence()
+            training.model(training.batch)
+            training.graph.capture_end()
+        assert handle.wait("sealed", 30) == "durable"
+
+
+@pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
+def test_snapshots_end_beside_a_capture_that_other_threads_cannot_break(daemon: RankDaemonDouble, mode: str) -> None:
+    training = Graphed(sgd)
+    training.graph = torch.accelerator.Graph(capture_error_mode=mode)  # type: ignore[attr-defined]
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.optimizer.step()
+        device.tune(copy_us_per_mib=200_000)
+        handle = client.snapshot(1, must=True)
+        client.fence()
+        with training.stream:
+            training.graph.capture_begin()
+            training.model(training.batch)
+            until(lambda: handle.status == "durable", timeout=10, what="its end")
+            training.graph.capture_end()
+
+
+def test_a_second_capture_into_a_graph_that_is_being_captured_raises_and_breaks_nothing(daemon: RankDaemonDouble) -> None:
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer), training.stream:
+        training.graph.capture_begin()
+        with pytest.raises(RuntimeError, match="captured already"):
+            training.graph.capture_begin()
+        assert training.graph in graphs._known.guarded
+        training.graph.capture_end()

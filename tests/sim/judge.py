@@ -20,10 +20,12 @@ class Judge:
     def __init__(self, oracle: Oracle) -> None:
         self._oracle, self._world = oracle, oracle.world
         self._refusals: set[str] = set()
+        self.opened: dict[tuple[int, str], EpochRecord] = {}  # (number, attempt): where all was lost a number comes again
 
     def decided(self, host: Host, message: msg.EpochOpen) -> None:
         """P3: what those who answered hold of a promised snapshot is not passed over."""
         number = message.record.number
+        self.opened[number, message.record.nonce] = message.record
         before = self._oracle.records.get(number)
         if before == message.record:
             return

@@ -345,6 +345,9 @@ class Oracle:
     def _goes_on(self, attempt: str, world: int, number: int, parent: Origin | None) -> None:
         trail = self._trails[attempt] = begin(self.world.job, attempt, world, parent)
         self.done[number] = Origin(trail, ENDLESS)
+        opened = self.judge.opened.get((number, attempt))
+        if opened is not None:
+            self.records[number] = opened
 
     def _trained(self, run: Run, snapshot: SnapshotId) -> Origin:
         origin = self.origins[snapshot]

@@ -253,6 +253,8 @@ def test_of_two_records_of_one_number_the_one_that_took_effect_counts() -> None:
     oracle.done[5] = Origin(begin("job", "a6", 1, None), 9)
     oracle.judge.decided(host, EpochOpen("a2", first, 5, None, False))
     assert oracle.records[5] == second
+    oracle._goes_on("a2", 1, 5, None)
+    assert oracle.records[5] == first, "all was lost in between, memory and state directories (seed 8270288603)"
 
 
 def test_what_is_told_after_a_decision_does_not_count_for_it() -> None:

@@ -228,7 +228,7 @@ class JobMachine:
         if self.steward.restoring.opens(message.known):
             return
         self.steward.restoring.on_higher(message.known)
-        if self.ctx.number < message.known.number and message.known.number >= self.slots.trained_in():
+        if self.ctx.number < message.known.number and message.known.number >= self.slots.newest_own_epoch():
             self._enter(message.known)
 
     # --- local ranks --------------------------------------------------------------------------------------------

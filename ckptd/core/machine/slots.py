@@ -73,7 +73,7 @@ class Slots:
     def first_free(self, rank: int) -> Slot | None:
         return next((s for s in self.by_id.values() if s.state == FREE and s.own and s.rank == rank), None)
 
-    def trained_in(self) -> int:
+    def newest_own_epoch(self) -> int:
         """The newest epoch in which a rank of ours has sealed something that is still here. 0: in none."""
         return max((snapshot.epoch for snapshot, held in self.sealed.items() if any(slot.own for slot in held)), default=0)
 
