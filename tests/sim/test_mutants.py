@@ -11,7 +11,7 @@ SEEDS_MAX = 400
 # Where they are rare, in the world as it is: the same promise is kept with fewer seeds. A wrong number here costs time and no more.
 FIRST = {
     "level: copies are domains": 206, "level: parity survives all": 3, "level: prefixes are whole": 47,
-    "level: the best rank counts": 3, "no epoch check": 21, "no file sync": 26, "no manifest sync": 26, "no pins": 5,
+    "level: the best rank counts": 3, "no epoch check": 21, "no file sync": 68, "no manifest sync": 26, "no pins": 5,
     "no second copy": 32, "trust a return": 20,
 }  # fmt: skip
 
