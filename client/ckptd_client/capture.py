@@ -262,7 +262,7 @@ class Engine:
     def _on_its_way(self) -> bool:
         """Under the lock, and before ``_task``: copies arrive, and a graph's capture ends, without a word. What was missed then is
         looked for again, also where it has come since."""
-        return any(job.on_device or (job.device is not None and not (job.enqueued or job.stop)) for job in self._jobs)
+        return any(job.on_device or job.to_enqueue for job in self._jobs)
 
     def _pause_s(self) -> float | None:
         """Until the thread looks again by itself where no device is at work. Under the lock, after ``_task``."""
@@ -281,8 +281,7 @@ class Engine:
 
     def _not_enqueued(self) -> Job | None:
         """Under the lock."""
-        found = (job for job in self._jobs if job.device is not None and not (job.enqueued or job.stop) and job.device.has_room())
-        return next(found, None)
+        return next((job for job in self._jobs if job.to_enqueue and job.device is not None and job.device.has_room()), None)
 
     def _claim(self) -> tuple[Job, Chunk] | None:
         """The next piece of the oldest job that has one. Under the lock."""

@@ -12,6 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,17 @@ ALONE = frozenset({"thread_local", "relaxed"})  # modes of a capture which other
 AWAY_S_MAX = 30.0  # a capture waits so long at most for what our threads have begun: a device may hang
 
 
+@dataclass
+class _Capture:
+    guarded: bool  # would our threads break it?
+    counters: object  # at its beginning
+    writes: bool = False  # what is fenced, as somebody has said
+
+
 class _Known:
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.captured: weakref.WeakSet[Any] = weakref.WeakSet()  # now
-        self.guarded: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that our threads would break
+        self.captures: weakref.WeakKeyDictionary[Any, _Capture] = weakref.WeakKeyDictionary()  # under way, by graph
         self.inside = 0  # threads of ours that ask something of a device
         self.harmless: weakref.WeakSet[Any] = weakref.WeakSet()  # captured before our eyes, and writing nothing that is fenced
         self.replays = 0
@@ -55,9 +62,8 @@ def install(before_replay: Callable[[], None], counters: Callable[[], object]) -
 
 def writes() -> None:
     """What is captured now writes what is fenced: an optimizer's step, which may move no counter, or what the user fences."""
-    with _known.changed:
-        for graph in list(_known.captured):
-            _known.harmless.discard(graph)
+    for capture in list(_known.captures.values()):
+        capture.writes = True
 
 
 @contextlib.contextmanager
@@ -89,7 +95,7 @@ def _enter() -> bool:
     """Under the lock."""
     depth = getattr(_mine, "depth", 0)
     if depth == 0:
-        if _known.guarded:
+        if any(capture.guarded for capture in list(_known.captures.values())):
             return False
         _known.inside += 1
     _mine.depth = depth + 1
@@ -104,20 +110,12 @@ def _leave() -> None:
             _known.changed.notify_all()
 
 
-def _begins(graph: Any, mode: str) -> None:
+def _ended(graph: Any, counters: object) -> None:
     with _known.changed:
-        _known.captured.add(graph)
-        _known.harmless.add(graph)
-        if mode not in ALONE:
-            _known.guarded.add(graph)
-            _known.changed.wait_for(lambda: _known.inside == 0, AWAY_S_MAX)
-
-
-def _ended(graph: Any, *, wrote: bool) -> None:
-    with _known.changed:
-        _known.captured.discard(graph)
-        _known.guarded.discard(graph)
-        if wrote:
+        capture = _known.captures.pop(graph, None)
+        if capture is not None and not capture.writes and capture.counters == counters:
+            _known.harmless.add(graph)
+        else:
             _known.harmless.discard(graph)
         _known.changed.notify_all()
 
@@ -129,18 +127,20 @@ def _mode(graph: Any, pool: object = None, capture_error_mode: str = "", *_: Any
 
 def _wrap(kind: Any, before_replay: Callable[[], None], counters: Callable[[], object]) -> None:
     begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
-    before: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
 
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self in _known.captured:
+        if self in _known.captures:
             return begin(self, *args, **kwargs)  # which raises
-        _begins(self, _mode(self, *args, **kwargs))
-        before[self] = counters()
+        capture = _Capture(_mode(self, *args, **kwargs) not in ALONE, counters())
+        with _known.changed:
+            _known.captures[self] = capture
+            if capture.guarded:
+                _known.changed.wait_for(lambda: _known.inside == 0, AWAY_S_MAX)
         try:
             return begin(self, *args, **kwargs)
         except BaseException:
-            _ended(self, wrote=True)
+            _ended(self, None)
             raise
 
     @functools.wraps(end)
@@ -148,7 +148,7 @@ def _wrap(kind: Any, before_replay: Callable[[], None], counters: Callable[[], o
         try:
             return end(self)
         finally:
-            _ended(self, wrote=before.pop(self, None) != counters())
+            _ended(self, counters())
 
     @functools.wraps(replay)
     def replayed(self: Any) -> Any:

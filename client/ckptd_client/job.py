@@ -130,6 +130,11 @@ class Job:
         return self.device is not None and not self.device.done()
 
     @property
+    def to_enqueue(self) -> bool:
+        """Its device is still to be asked for copies."""
+        return self.device is not None and not (self.enqueued or self.stop)
+
+    @property
     def copied(self) -> bool:
         device_done = self.device is None or self.enqueued
         return self._exhausted and self.in_flight == 0 and (device_done or bool(self.stop))

@@ -146,7 +146,6 @@ class Recall:
             yield from chain.from_iterable(state.values() for state in optimizer.state.values())
 
 
-
 def _still(value: Any) -> Any:
     """What stays the same object as long as nothing but its number changes."""
     return type(value) if type(value) in NUMBERS else value

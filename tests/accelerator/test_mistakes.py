@@ -129,7 +129,7 @@ MISTAKES = (
     ),
     Mistake(
         "our threads look at events while a graph is captured",
-        "graphs.py", "        if _known.guarded:\n", "        if False:\n",
+        "graphs.py", "        if any(capture.guarded for", "        if False and any(capture.guarded for",
         f"{GRAPHS}::test_a_graph_is_captured_while_a_snapshot_is_on_its_way",
     ),
     Mistake(
@@ -139,7 +139,7 @@ MISTAKES = (
     ),
     Mistake(
         "a capture that is over keeps our threads away",
-        "graphs.py", "        _known.guarded.discard(graph)\n", "        pass\n",
+        "graphs.py", "capture = _known.captures.pop(graph, None)\n", "capture = _known.captures.get(graph)\n",
         f"{GRAPHS}::test_a_capture_that_is_given_up_keeps_our_threads_away_no_longer",
     ),
     Mistake(
@@ -154,17 +154,17 @@ MISTAKES = (
     ),
     Mistake(
         "every replay waits for the copies",
-        "graphs.py", "        _known.harmless.add(graph)\n", "        pass\n",
+        "graphs.py", "            _known.harmless.add(graph)\n", "            pass\n",
         f"{GRAPHS}::test_a_graph_of_forward_and_backward_pass_is_held_back_by_no_capture",
     ),
     Mistake(
         "what a graph writes without an optimizer is not seen",
-        "graphs.py", "wrote=before.pop(self, None) != counters()", "wrote=False",
+        "graphs.py", " and capture.counters == counters:", ":",
         f"{GRAPHS}::test_a_graph_that_writes_without_an_optimizer_is_known_by_its_counters",
     ),
     Mistake(
         "our threads stay away from captures that they cannot break",
-        "graphs.py", "if mode not in ALONE:", "if True:",
+        "graphs.py", "_mode(self, *args, **kwargs) not in ALONE", "True",
         f"{GRAPHS}::test_snapshots_end_beside_a_capture_that_other_threads_cannot_break",
     ),
 )  # fmt: skip

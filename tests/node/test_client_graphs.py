@@ -319,5 +319,5 @@ def test_a_second_capture_into_a_graph_that_is_being_captured_raises_and_breaks_
         training.graph.capture_begin()
         with pytest.raises(RuntimeError, match="captured already"):
             training.graph.capture_begin()
-        assert training.graph in graphs._known.guarded
+        assert graphs._known.captures[training.graph].guarded
         training.graph.capture_end()
