@@ -34,6 +34,7 @@ from ckptd.core.messages import (
 from ckptd.core.written import Written
 
 OUTBOX_MAX = 8192  # messages nobody heard; beyond, the session is given up and begun anew
+RESEND_MOST_S = 8.0  # a steward that is behind must not be kept behind by what it is told once more
 RESENT_MAX = 64  # messages repeated at once
 SESSIONS_LEFT_MAX = 256  # remembered, so that a late hello does not open one of them again
 KNOCK_S = 1.0  # between attempts to find the steward
@@ -61,6 +62,7 @@ class Uplink:
         self._waits = ""  # the steward's word
         self._waiting_since = 0.0
         self._sent_at = 0.0
+        self._resend_s = RESEND_S  # without a word of the steward, twice as long each time until it has heard all
         self._knocked_at = -1e9
         self._heard_at = 0.0  # the steward's newest word in the session
 
@@ -79,7 +81,7 @@ class Uplink:
         self._leave()
         self._opened()
         self.steward, self.session, self._serial, self._turn = sender, hello.nonce, 0, hello.turn
-        self._heard_at, self._waits = self._ctx.now, ""
+        self._heard_at, self._waits, self._resend_s = self._ctx.now, "", RESEND_S
         self._outbox.clear()
         self._known_layouts.clear()
         self._told.clear()
@@ -105,11 +107,13 @@ class Uplink:
             self._outbox.popleft()
         if len(self._outbox) != before:
             self._waiting_since = self._ctx.now
+        if not self._outbox:
+            self._resend_s = RESEND_S
 
     def on_tick(self) -> None:
         ctx = self._ctx
-        if self._outbox and ctx.now - self._sent_at >= RESEND_S:
-            self._sent_at = ctx.now
+        if self._outbox and ctx.now - max(self._sent_at, self._waiting_since) >= self._resend_s:
+            self._sent_at, self._resend_s = ctx.now, min(2 * self._resend_s, RESEND_MOST_S)
             for message in list(self._outbox)[:RESENT_MAX]:
                 ctx.send(self.steward, message)
         if self.stalled() and ctx.now - self._knocked_at >= KNOCK_S:
