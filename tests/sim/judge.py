@@ -46,7 +46,10 @@ class Judge:
             return
         best = self._best_restorable(told, message.record.nonce)
         if best is not None and not self._as_new(message.snapshot, best):
-            raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
+            other = self._best_restorable(told, message.record.nonce, self.unwritten(told))
+            if other is None or not self._as_new(message.snapshot, other):
+                raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
+            self._oracle.counts["a start of which only its claim is left"] += 1
         self._everyone_was_asked(host, start)
 
     def _as_new(self, chosen: SnapshotId | None, best: SnapshotId) -> bool:
@@ -63,9 +66,22 @@ class Judge:
             for number in later
         )
 
-    def _best_restorable(self, told: Told, attempt: str) -> SnapshotId | None:
+    def unwritten(self, told: Told) -> set[int]:
+        """Epochs that took effect and in which nothing was sealed yet when each of their members that answered was restarted, with
+        a state directory that had failed them. Their claim is left, and the same would be left had they never opened."""
+        sealed = {snapshot.epoch for snapshot in self._oracle.origins}
+        return {number for number in self._oracle.done.keys() - sealed if self._all_forgot(self._oracle.records[number], told)}
+
+    @staticmethod
+    def _all_forgot(record: EpochRecord, told: Told) -> bool:
+        members = [node for node in record.nodes if node.node in record.ranks and node.node in told.answers]
+        restarted = all(told.answers[node.node].incarnation != node.incarnation for node in members)
+        known = [told.answers[node.node].known for node in members]
+        return bool(members) and restarted and all(last is not None and last.number < record.number for last in known)
+
+    def _best_restorable(self, told: Told, attempt: str, unwritten: Collection[int] = ()) -> SnapshotId | None:
         """The newest snapshot of the lineage that a level was promised for and that can be had from those who answered."""
-        lineage = self.lineage(told.answers, told.commits is not None, told.records())
+        lineage = self.lineage(told.answers, told.commits is not None, told.records(), unwritten)
         owed = [s for s, promise in self._oracle.promises.items() if promise.level >= 0 and not self._oracle.forgotten(s)]
         promised = [s for s in owed if self._oracle.in_line(lineage, s)]
         found = [s for s in promised if self._oracle.truth(s, among=set(told.answers), attempt=attempt) >= 0]
@@ -134,7 +150,9 @@ class Judge:
         procs = (proc for host in self._world.hosts.values() for proc in host.procs.values())
         return any(proc.alive and proc.run.attempt == attempt for proc in procs)
 
-    def lineage(self, asked: Collection[str], storage: bool, named: Collection[EpochRecord] = ()) -> Origin | None:
+    def lineage(
+        self, asked: Collection[str], storage: bool, named: Collection[EpochRecord] = (), unwritten: Collection[int] = ()
+    ) -> Origin | None:
         """The end of what is trained: of the newest start that all ranks have loaded for, and of which those who were asked have a
         record, or one of a start that was decided after it, or hold something, or whom somebody named who joined. Nobody else can
         tell of it. One that sealed nothing, and whose record went with a state directory that did not work, is nobody's past: later
@@ -148,5 +166,5 @@ class Judge:
             records += self._world.store.claims.values()
             found += self._world.store.commits
         known = {number for record in records if record is not None for number in (record.number, record.before[0])}
-        told = (known | {snapshot.epoch for snapshot in found}) & self._oracle.done.keys()
+        told = (known | {snapshot.epoch for snapshot in found}) & self._oracle.done.keys() - set(unwritten)
         return self._oracle.done[max(told)] if told else None

@@ -79,7 +79,7 @@ class Tried(Evidence):
 @pytest.mark.parametrize("kind", [Replicas, Parity])
 def test_counting_finds_what_trying_every_loss_finds(kind: type) -> None:
     compared: dict[int, int] = {}
-    seeds = [s for s in range(1, 60) if s % 50 and isinstance(World(s).policy.redundancy, kind)][:8]
+    seeds = [s for s in range(1, 100) if s % 50 and isinstance(World(s).policy.redundancy, kind)][:16]
     for seed in seeds:
         world = World(seed)
         tried = world.oracle.evidence = Tried(world.model)
@@ -313,6 +313,31 @@ def test_what_a_start_goes_on_from_is_the_newest_one_that_those_who_were_asked_k
     assert world.oracle.judge.lineage(["n0"], True, [last]) is origins[0], "who joined had named it (seed 70918)"
     world.hosts["n0"].record = replace(last, number=12, before=(9, ()))
     assert world.oracle.judge.lineage(["n0"], True) is origins[0]
+
+
+def test_an_epoch_of_which_only_its_claim_is_left_may_never_have_opened() -> None:
+    """It was restored, its only node lost with a state directory that had failed, and nothing sealed in it; what had trained before
+    it on other nodes was chosen (seed 8270274673)."""
+    oracle = World(1).oracle
+    nodes = [NodeInfo(f"n{at}", f"tcp://n{at}", f"n{at}", f"d{at}", f"n{at}#1") for at in range(2)]
+    before, lost = (EpochRecord(number, f"a{number}", ("n0", "n1"), tuple(nodes)) for number in (5, 6))
+    origins = {number: Origin(begin("job", f"a{number}", 2, None), 9) for number in (5, 6)}
+    oracle.records, oracle.done = {5: before, 6: lost}, dict(origins)
+    oracle.origins = {SnapshotId(5, 1, 1): origins[5]}
+
+    def unwritten(*said: tuple[EpochRecord | None, str]) -> set[int]:
+        answers = {f"n{at}": Inventory("a9", known, (), incarnation=who) for at, (known, who) in enumerate(said)}
+        return oracle.judge.unwritten(Told(None, newest=lost, answers=answers))
+
+    assert unwritten((before, "n0#2")) == unwritten((before, "n0#2"), (before, "n1#2")) == {6}
+    assert unwritten() == set(), "nobody has answered"
+    assert unwritten((before, "n0#1")) == set(), "a process that lives has not forgotten it"
+    assert unwritten((before, "n0#2"), (lost, "n1#2")) == set(), "one of them knows it"
+    assert unwritten((None, "n0#2")) == set(), "one that knows nothing says nothing of it"
+    assert oracle.judge.lineage((), True, [before, lost]) is origins[6]
+    assert oracle.judge.lineage((), True, [before, lost], {6}) is origins[5]
+    oracle.origins[SnapshotId(6, 2, 2)] = origins[6]
+    assert unwritten((before, "n0#2")) == set(), "something was sealed in it"
 
 
 def test_a_steward_that_is_cut_off_may_go_on_to_name_what_a_newer_durable_one_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
