@@ -93,8 +93,8 @@ class Accelerator:
 
     def stalled_s(self) -> float:
         """Seconds that the training stream has stood still for copies, as far as they are over."""
-        with self._stalls, contextlib.suppress(RuntimeError):
-            while self._held_back and self._held_back[0][1].query():
+        with graphs.unless_captured() as may, self._stalls, contextlib.suppress(RuntimeError):
+            while may and self._held_back and self._held_back[0][1].query():
                 before, behind = self._held_back.popleft()
                 self._stalled_s += before.elapsed_time(behind) / 1000
         return self._stalled_s

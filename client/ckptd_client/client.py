@@ -40,6 +40,7 @@ STEP_MAX = 1 << 53  # what JSON holds exactly
 WAIT_TIMEOUT_S = 600.0
 EXIT_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 5.0
+CAPTURE_LONG_S = 60.0  # of a graph; while one lasts, no copy is looked for
 FORKED = "this process was forked from the one that connected"
 
 
@@ -452,6 +453,9 @@ class Client:
         device_s = accelerator.stalled_s()
         fences = {"fence_s": self._engine.fenced_s + device_s, "device_fence_s": device_s}
         synchronous = {name: owner.synchronous for name, owner in self._registry.owners.items() if owner.synchronous}
+        captured_s = graphs.captured_s()
+        if captured_s > CAPTURE_LONG_S:
+            problems.append(f"a graph has been captured for {captured_s:.0f} s, and snapshots wait for its capture_end()")
         facts = session.facts() | fences | {"lost": self._troubles.losses(), "synchronous": synchronous}
         if isinstance(reply, wire.Health):
             problems += [text for text in reply.problems if text not in problems]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class _Capture:
     guarded: bool  # would our threads break it?
     counters: object  # at its beginning
     writes: bool = False  # what is fenced, as somebody has said
+    since: float = field(default_factory=time.monotonic)
 
 
 class _Known:
@@ -46,6 +48,12 @@ _mine = threading.local()
 def replays() -> int:
     """How often graphs that may write what is fenced were replayed in this process."""
     return _known.replays
+
+
+def captured_s() -> float:
+    """For how long a graph has been captured that our threads stay away for; 0 without one."""
+    since = [capture.since for capture in list(_known.captures.values()) if capture.guarded]
+    return time.monotonic() - min(since) if since else 0.0
 
 
 def install(before_replay: Callable[[], None], counters: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckptd_client import forks, libc
+from ckptd_client import forks, graphs, libc
 
 REGISTERED_BYTES = 1024**3  # of one piece that an accelerator registers: it takes a third of a second, and locks the mappings
 WARM_PIECE_BYTES = 64 * 1024 * 1024  # page tables are filled in pieces, so that a capture need not wait long
@@ -183,9 +183,11 @@ class Segments:
         self.let_go()
 
     def let_go(self) -> None:
-        """Unmap what was dropped: a device may take long over it, so nobody's lock is held."""
-        while self._dropped:
-            self._dropped.popleft().unpin()
+        """Unmap what was dropped: a device may take long over it, so nobody's lock is held. It would break a graph's capture, so
+        what is dropped within one stays until the next call."""
+        with graphs.unless_captured() as may:
+            while may and self._dropped:
+                self._dropped.popleft().unpin()
 
     def drop_unused(self) -> None:
         """Unmap what no slot lies in (after a reconnect: once the daemon has told all its slots)."""

@@ -297,6 +297,53 @@ def test_a_capture_within_which_the_user_fences_is_not_broken_by_a_snapshot_on_i
         assert handle.wait("sealed", 30) == "durable"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.wait("sealed", 0.1),
+        lambda client: client.snapshot(2, must=True),
+        lambda client: client.register(more=nn.Linear(2, 2)),
+        lambda client: client.close(),
+        lambda client: client.steps(),
+    ],
+    ids=["wait", "must", "register", "close", "steps"],
+)
+def test_no_call_within_a_capture_breaks_it(daemon: RankDaemonDouble, call: Callable[[Client], object]) -> None:
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.optimizer.step()
+        device.tune(copy_us_per_mib=200_000)
+        client.snapshot(1, must=True)
+        client.fence()
+        with training.stream:
+            training.graph.capture_begin()
+            training.model(training.batch)
+            call(client)
+            training.graph.capture_end()
+        training.graph.replay()
+
+
+def test_health_tells_of_a_capture_that_does_not_end_and_breaks_none(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.optimizer.step()
+        device.tune(copy_us_per_mib=200_000)
+        handle = client.snapshot(1, must=True)
+        client.fence()  # the stream waits, and how long it did is asked of the device
+        with training.stream:
+            training.graph.capture_begin()
+            training.model(training.batch)
+            assert client.health().ok
+            monkeypatch.setattr("ckptd_client.client.CAPTURE_LONG_S", 0.0)
+            (problem,) = client.health().problems
+            assert "snapshots wait for its capture_end()" in problem
+            training.graph.capture_end()
+        assert client.health().ok
+        assert handle.wait("sealed", 30) == "durable"
+
+
 @pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
 def test_snapshots_end_beside_a_capture_that_other_threads_cannot_break(daemon: RankDaemonDouble, mode: str) -> None:
     training = Graphed(sgd)
