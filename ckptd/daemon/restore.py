@@ -39,7 +39,7 @@ HINTS = {
     "internal": "the daemon's log has the trace; please report it",
     "damage": "`ckptd status` names the damaged copies; an older step may be asked for with restore(step=...)",
 }
-DIRTY = "rank {rank} had begun to write when the rest of its slices could not be had, its objects are dirty: {what}"
+DIRTY = "it had begun to write when the rest of its slices could not be had, its objects are dirty: {what}"
 
 
 @dataclass
@@ -235,7 +235,7 @@ class Restore:
             log.error("job=%s part %d of rank %d", self._job.job, handover.part, rank, exc_info=error)
             what = error.what if isinstance(error, CkptdError) else str(error) or repr(error)
             if self._round is current:
-                said = wire.Loaded(current.do.round, False, DIRTY.format(rank=rank, what=what))
+                said = wire.Loaded(current.do.round, False, DIRTY.format(what=what))
                 self._loaded(current, rank, said)
             return
         loading.bringing = False

@@ -162,8 +162,8 @@ class Restore:
         except Exception as error:  # whatever it was, the other ranks must hear of it
             if not isinstance(error, CkptdError | FailpointError | ValueError | OSError):
                 log.exception("ckptd client: loading the snapshot")
-            dirty = ", its objects are dirty" if loading.dirty else ""
-            reason = f"rank {self._world.rank}{dirty}: {_told(error)}"[:REASON_CHARS_MAX]
+            dirty = "its objects are dirty: " if loading.dirty else ""
+            reason = f"{dirty}{_told(error)}"[:REASON_CHARS_MAX]
             seconds = loading.load_s + time.monotonic() - began
             self._session.link.send(wire.Loaded(message.round, False, reason, seconds))
             return

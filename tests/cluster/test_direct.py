@@ -56,7 +56,7 @@ def test_from_a_peer_and_a_failure_in_the_middle_of_it(nodes: Cluster) -> None:
     before = world[1].do("bytes_of", name="0.weight")
     for error in together(world, "restore"):
         assert isinstance(error, TrainerError) and str(error).startswith("CkptdError"), error
-        assert "rank 1 had begun to write" in str(error) and "its objects are dirty" in str(error), error
+        assert "rank 1: it had begun to write" in str(error) and "its objects are dirty" in str(error), error
         assert "restore() again" in str(error), error
     assert world[1].do("bytes_of", name="0.weight") != before, "it was written to"
     fresh.kill()

@@ -262,7 +262,7 @@ class RankDaemonDouble:
     def _on_loaded(self, peer: Peer, message: wire.Loaded, fds: list[int]) -> None:
         peer.loaded = message
         if not message.ok:
-            self._tell(wire.Failed("load", message.reason, ""))
+            self._tell(wire.Failed("load", f"rank {peer.rank}: {message.reason}", ""))  # as the steward's node says it
         elif all(other.loaded is not None and other.loaded.ok for other in self._members()):
             self._forget_wants()
             self._all_ready()

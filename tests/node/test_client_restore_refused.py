@@ -208,7 +208,7 @@ def test_a_failure_of_one_rank_is_an_error_of_all_and_writes_nothing(daemon: Ran
     save(daemon, model=model)
     before = copy.deepcopy(other.state_dict())
     failpoint.arm("restore.load:error")
-    with pytest.raises(CkptdError, match=r"rank 0: restore\.load"):
+    with pytest.raises(CkptdError, match=r"^rank 0: restore\.load"):
         load(daemon, model=other)
     assert_equal(other.state_dict(), before)
     failpoint.arm("")
