@@ -194,6 +194,8 @@ class Client:
         if source not in (None, "memory", "durable"):
             raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
         self._check_here()
+        if graphs.captured_s() or accelerator.capturing():
+            raise CkptdError("restore() within a graph's capture", hint="restore before it, or after its end")
         session = self._session
         session.wait_up(self._connect_timeout_s)
         state = current_state(self._registry)

@@ -64,7 +64,7 @@ def join(client: Fenced) -> None:
         register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))  # type: ignore[attr-defined]
         _wrap_averaged_model()
         _wrap_swap()
-        graphs.install(_before_replay, _counters)
+        graphs.install(_fence_for_graph, _counters)
 
 
 def leave(client: Fenced) -> None:
@@ -116,7 +116,7 @@ def _fencing(closure: Callable[..., Any]) -> Callable[..., Any]:
     return fencing
 
 
-def _before_replay() -> None:
+def _fence_for_graph() -> None:
     if _switches.FENCE:
         _fence_all()
 

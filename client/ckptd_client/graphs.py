@@ -56,16 +56,16 @@ def captured_s() -> float:
     return time.monotonic() - min(since) if since else 0.0
 
 
-def install(before_replay: Callable[[], None], counters: Callable[[], object]) -> None:
-    """Once per process. ``before_replay``: called before a replay that may write what is fenced. ``counters``: that which a write
-    moves, also while it is only captured; a replay moves none."""
+def install(fence: Callable[[], None], counters: Callable[[], object]) -> None:
+    """Once per process. ``fence``: called before a replay that may write what is fenced, and before a capture, as what that moves
+    of the counters is no write. ``counters``: that which a write moves, also while it is only captured; a replay moves none."""
     if _known.installed:
         return
     _known.installed = True
     kinds = [getattr(torch.accelerator, "Graph", None), torch.cuda.CUDAGraph]
     for kind in kinds:
         if kind is not None:
-            _wrap(kind, before_replay, counters)
+            _wrap(kind, fence, counters)
 
 
 def writes() -> None:
@@ -133,13 +133,14 @@ def _mode(graph: Any, pool: object = None, capture_error_mode: str = "", *_: Any
     return capture_error_mode or getattr(graph, "capture_error_mode", "global")
 
 
-def _wrap(kind: Any, before_replay: Callable[[], None], counters: Callable[[], object]) -> None:
+def _wrap(kind: Any, fence: Callable[[], None], counters: Callable[[], object]) -> None:
     begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
 
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self in _known.captures:
             return begin(self, *args, **kwargs)  # which raises
+        fence()
         capture = _Capture(_mode(self, *args, **kwargs) not in ALONE, counters())
         with _known.changed:
             _known.captures[self] = capture
@@ -162,7 +163,7 @@ def _wrap(kind: Any, before_replay: Callable[[], None], counters: Callable[[], o
     def replayed(self: Any) -> Any:
         if self not in _known.harmless:
             _known.replays += 1
-            before_replay()
+            fence()
         return replay(self)
 
     kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, replayed

@@ -19,6 +19,7 @@ from ckptd_client.same import same
 # How this program runs its optimizer, not what the optimizer has learned: a restore leaves these alone.
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 TENSOR_AT = "$tensor"
+COUNTERS = frozenset({"step", "mu_product"})  # 0-d state which torch's optimizers read on the host
 NameOf = Mapping[int, Entry]  # id(parameter) -> its entry
 
 
@@ -326,15 +327,17 @@ def _optimizers_and_keys(owner: Owner, known: NameOf) -> Iterator[tuple[Optimize
 
 
 def empty_state(
-    parameter: Tensor, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+    path: str, parameter: Tensor, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """A tensor for state that is not born yet: the parameter's placements and strides where the shapes agree, on the
-    parameter's device; 0-d counters live on the CPU unless fused or capturable says otherwise (as torch's optimizers do)."""
+    """A tensor for state that is not born yet, at ``path`` of the parameter's: the parameter's placements and strides where the
+    shapes agree, on the parameter's device. What torch's optimizers count lives on the CPU unless fused or capturable says
+    otherwise."""
     parameter = parameter.detach()
-    if shape == tuple(parameter.shape) and shape:
+    if path.rpartition(".")[2] in COUNTERS and not shape:
+        on_device = group.get("fused") or group.get("capturable")
+        return torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
+    if shape == tuple(parameter.shape):
         return apart.plain_like(parameter, dtype, parameter.device)
-    if not shape and not (group.get("fused") or group.get("capturable")):
-        return torch.empty((), dtype=dtype, device="cpu")
     plain = torch.empty(shape, dtype=dtype, device=parameter.device)
     if not shape or not is_dtensor(parameter):
         return plain

@@ -284,7 +284,7 @@ class _Matcher:
                 continue
             dtype, shape, _ = self._catalogue.tensors[source]
             if tensor is None:
-                tensor = self._made[made] = optim.empty_state(parameter, holder.group, shape, dtypes.TORCH[dtype])
+                tensor = self._made[made] = optim.empty_state(path, parameter, holder.group, shape, dtypes.TORCH[dtype])
             copies = (
                 None
                 if type(tensor) is not type(parameter) and tensor.ndim

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -167,3 +168,84 @@ def test_what_was_saved_on_the_host_is_restored_into_a_device_and_back(daemon: R
         expected = stepped(client, host, 2)
     assert_same(daemon.held[2, 2][0], expected)
     assert_all(restored(daemon, other()), expected)
+
+
+OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "capturable": lambda parameters: torch.optim.Adam(parameters, capturable=True),
+    "Adafactor": torch.optim.Adafactor,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Rprop": torch.optim.Rprop,
+}
+
+
+class Scaled(nn.Module):
+    """A logit scale (CLIP's), a bias, and a matrix."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.scale, self.bias, self.weight = (nn.Parameter(torch.randn(shape)) for shape in ((), (4,), (4, 4)))
+
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        (self.scale * (self.weight.sum() + self.bias.sum())).square().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_of_a_parameter_without_dimensions_comes_back_where_it_lay(daemon: RankDaemonDouble, kind: str) -> None:
+    models = [Scaled(seed).to("sim") for seed in (1, 2)]
+    optimizers = [OPTIMIZERS[kind](model.parameters()) for model in models]
+    with begun(daemon, model=models[0], optimizer=optimizers[0]) as client:
+        models[0].trained_by(optimizers[0])
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+    with begun(daemon, model=models[1], optimizer=optimizers[1]):
+        pass
+
+    def places(at: int) -> list[dict[str, str]]:
+        return [{name: str(value.device) for name, value in state.items()} for state in optimizers[at].state.values()]
+
+    assert places(1) == places(0)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model.trained_by(optimizer)
+    assert all(bits_equal(mine.cpu(), its.cpu()) for mine, its in zip(*map(nn.Module.parameters, models), strict=True))
+
+
+class Counts(torch.optim.SGD):
+    """With a norm in its state, and one in a dict of its own, as other people's optimizers have them."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            own = self.state[parameter]
+            own.setdefault("norm", torch.zeros((), device=parameter.device)).add_(parameter.grad.norm())
+            own.setdefault("more", {"norm": torch.zeros((), device=parameter.device)})["norm"].add_(own["norm"])
+        return super().step(closure)
+
+
+class Mean:
+    """A running mean on the device, as a metric or a normaliser keeps it, and one on the host."""
+
+    def __init__(self, value: float) -> None:
+        self.mean, self.seen = torch.full((3,), value, device="sim"), torch.full((3,), value)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"mean": self.mean, "seen": self.seen}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.mean, self.seen = saved["mean"], saved["seen"]
+
+
+def test_what_other_peoples_objects_had_on_the_device_comes_back_there(daemon: RankDaemonDouble) -> None:
+    models, means = [Scaled(seed).to("sim") for seed in (1, 2)], [Mean(7), Mean(0)]
+    optimizers = [Counts(model.parameters(), lr=0.1) for model in models]
+    with begun(daemon, model=models[0], optimizer=optimizers[0], mean=means[0]) as client:
+        models[0].trained_by(optimizers[0])
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+    with begun(daemon, model=models[1], optimizer=optimizers[1], mean=means[1]):
+        assert (means[1].mean.device, means[1].seen.device) == (means[0].mean.device, means[0].seen.device)
+        assert means[1].mean.tolist() == means[1].seen.tolist() == [7.0] * 3
+        models[1].trained_by(optimizers[1])

@@ -14,9 +14,10 @@ from ckptd_client import Client, accelerator, graphs
 from ckptd_client.device import Batch
 from torch import nn
 
+from ckptd.core.errors import CkptdError
 from tests.accelerator import device
 from tests.accelerator.device import simulated
-from tests.node.client_training import assert_same, begun
+from tests.node.client_training import assert_same, begun, bits_equal, stored
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -295,6 +296,31 @@ def test_a_capture_within_which_the_user_fences_is_not_broken_by_a_snapshot_on_i
             training.model(training.batch)
             training.graph.capture_end()
         assert handle.wait("sealed", 30) == "durable"
+
+
+@pytest.mark.parametrize("mode", ["global", "relaxed"])
+def test_a_step_that_is_only_captured_makes_no_snapshot_void(daemon: RankDaemonDouble, mode: str) -> None:
+    """It moves the counters of what it will write when it is replayed."""
+    training = Graphed(adam)
+    training.graph = torch.accelerator.Graph(capture_error_mode=mode)  # type: ignore[attr-defined]
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.optimizer.step()
+        expected = {f"model.{name}": value.cpu() for name, value in training.model.state_dict().items()}
+        device.tune(copy_us_per_mib=200_000)
+        handle = client.snapshot(1, must=True)
+        training.captures(optimizer=True)
+        assert handle.wait("sealed", 30) == "durable"
+        found = stored(next(iter(daemon.held.values()))[0])
+        assert {name for name, value in expected.items() if not bits_equal(found[name], value)} == set()
+
+
+def test_a_restore_within_a_capture_is_refused_and_breaks_nothing(daemon: RankDaemonDouble) -> None:
+    training = Graphed(sgd)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client, training.stream:
+        training.graph.capture_begin()
+        with pytest.raises(CkptdError, match="within a graph's capture"):
+            client.restore()
+        training.graph.capture_end()
 
 
 @pytest.mark.parametrize(
