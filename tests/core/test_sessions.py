@@ -10,7 +10,7 @@ from ckptd.core import events as ev
 from ckptd.core import instructions as ins
 from ckptd.core import messages as msg
 from ckptd.core.machine.steward.sessions import BUFFERED_MAX, KEEPALIVE_S
-from ckptd.core.machine.uplink import KNOCK_S, OUTBOX_MAX, RESENT_MAX, SESSIONS_LEFT_MAX, SILENT_LEAST_S
+from ckptd.core.machine.uplink import KNOCK_S, OUTBOX_MAX, SESSIONS_LEFT_MAX, SILENT_LEAST_S
 from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, only, record_of
 
@@ -225,73 +225,12 @@ def test_a_session_begins_with_an_inventory_and_the_ranks(node: Member) -> None:
     assert isinstance(told[0], msg.Inventory) and told[0].done and told[0].incarnation == "b#1"
 
 
-def test_what_nobody_heard_is_said_again(node: Member) -> None:
-    mark = node.mark
-    node.tick(0.25)
-    assert node.said(msg.RankState, "a", mark) == []
-    node.tick(0.25)
-    assert [m.serial for m in node.said(msg.RankState, "a", mark)] == [1]
-    node.order(msg.Heard(EPOCH, "s1", 0))
-    mark = node.mark
-    node.tick(1.0)
-    assert node.said(msg.Inventory, "a", mark) == [], "that one was heard"
-    assert len(node.said(msg.RankState, "a", mark)) == 1
-    node.order(msg.Heard(EPOCH, "s1", 1))
-    mark = node.mark
-    node.tick(1.0)
-    assert node.said(msg.RankState, "a", mark) == []
-
-
-def said_again(node: Member, seconds: float) -> list[float]:
-    """After how long, looking four times a second."""
-    times = []
-    for tick in range(1, int(seconds * 4) + 1):
-        mark = node.mark
-        node.tick(0.25)
-        times += [tick / 4] * bool([m for m in node.said(msg.RankState, "a", mark) if m.session])
-    return times
-
-
-def test_a_steward_that_is_behind_is_told_again_less_and_less_often(node: Member) -> None:
-    """Seed 8953534978: a third of what reached it had been said before, which kept it behind, and each grant came too late."""
-    assert said_again(node, 16.0) == [0.5, 1.5, 3.5, 7.5, 15.5]
-    assert said_again(node, 24.0) == [7.5, 15.5, 23.5]
-    node.feed(ev.RankProgress(1, 3))
-    node.order(msg.Heard(EPOCH, "s1", 1))
-    assert said_again(node, 8.0) == [8.0], "there is more that it has not heard"
-    node.order(msg.Heard(EPOCH, "s1", 2))
-    node.feed(ev.RankProgress(1, 4))
-    assert said_again(node, 2.0) == [0.5, 1.5], "it had heard all: what is lost now was lost on the way"
-    node.hear("a", msg.StewardHello(EPOCH, "s2"))
-    assert said_again(node, 2.0) == [0.5, 1.5], "a new session"
-
-
-def test_a_steward_that_hears_us_by_and_by_is_not_told_again(node: Member) -> None:
-    for step in range(8):
-        node.feed(ev.RankProgress(1, step))
-    for serial in range(8):
-        assert said_again(node, 0.25) == []
-        node.order(msg.Heard(EPOCH, "s1", serial))
-    assert said_again(node, 0.25) == []
-
-
 def test_a_word_of_somebody_else_acknowledges_nothing(node: Member) -> None:
     node.hear("a", msg.Heard(EPOCH, "s0", 1))
     node.hear("c", msg.Heard(EPOCH, "s1", 1))
     mark = node.mark
     node.tick(0.5)
     assert len(node.said(msg.RankState, "a", mark)) == 1
-
-
-def test_only_so_many_are_said_again_at_once(node: Member) -> None:
-    node.slots(1, 1)
-    for step in range(RESENT_MAX + 9):
-        node.feed(ev.RankProgress(1, step))
-    mark = node.mark
-    node.tick(0.5)
-    assert (
-        len(node.said(msg.RankState, "a", mark)) + len(node.said(msg.Inventory, "a", mark)) == RESENT_MAX
-    ), SESSIONS_LEFT_MAX
 
 
 def test_a_rank_is_told_of_when_something_about_it_changed(node: Member) -> None:

@@ -10,9 +10,9 @@ from tests.sim.world import World
 SEEDS_MAX = 400
 # Where they are rare, in the world as it is: the same promise is kept with fewer seeds. A wrong number here costs time and no more.
 FIRST = {
-    "level: copies are domains": 206, "level: parity survives all": 3, "level: prefixes are whole": 47,
-    "level: the best rank counts": 3, "no epoch check": 21, "no file sync": 68, "no manifest sync": 26, "no pins": 5,
-    "no second copy": 32, "trust a return": 20,
+    "level: copies are domains": 1371, "level: parity survives all": 3, "level: prefixes are whole": 48,
+    "level: the best rank counts": 3, "no epoch check": 21, "no file sync": 68, "no manifest sync": 89, "no pins": 17,
+    "no second copy": 61, "trust a return": 21,
 }  # fmt: skip
 
 
