@@ -178,7 +178,6 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]]
     "Adafactor": torch.optim.Adafactor,
     "NAdam": torch.optim.NAdam,
     "RAdam": torch.optim.RAdam,
-    "Rprop": torch.optim.Rprop,
 }
 
 
