@@ -12,7 +12,7 @@ from torch import Tensor
 from ckptd.core.errors import CkptdError
 from ckptd.core.grouped import grouped
 from ckptd_client import beside, nested, optim, reshaping, resolve, rng, tree, values
-from ckptd_client.accelerator import WITHOUT_MEMORY
+from ckptd_client.accelerator import of_all
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner, State
 from ckptd_client.load import Memory
@@ -41,8 +41,7 @@ class Objects:
         self._wanted, self._plan, self._memory = wanted, plan, memory
         self.same_world = catalogue.world == world.size
         self.trees: dict[str, Any] = {}
-        on_devices = (entry.tensor.device for entry in state.entries if entry.tensor.device.type not in WITHOUT_MEMORY)
-        self._device = next(on_devices, None)
+        self._accelerator = of_all({entry.tensor.device for entry in state.entries})
         problems: list[str] = []
         for name, owner in self._named():
             try:
@@ -100,8 +99,8 @@ class Objects:
     def _find(self, key: str, on_device: bool) -> Tensor:
         """What lay on a device is brought to that of this rank's tensors."""
         found = self._wanted.inside[key]
-        if on_device and self._device is not None and found.device != self._device:
-            found = self._wanted.inside[key] = found.to(self._device)
+        if on_device and self._accelerator is not None:
+            found = self._wanted.inside[key] = found.to(self._accelerator.device)
         return found
 
     def _check_groups(self) -> list[str]:

@@ -194,7 +194,7 @@ class Client:
         if source not in (None, "memory", "durable"):
             raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
         self._check_here()
-        if graphs.captured_s() or accelerator.capturing():
+        if graphs.captured_s() is not None or accelerator.capturing():
             raise CkptdError("restore() within a graph's capture", hint="restore before it, or after its end")
         session = self._session
         session.wait_up(self._connect_timeout_s)
@@ -456,7 +456,7 @@ class Client:
         fences = {"fence_s": self._engine.fenced_s + device_s, "device_fence_s": device_s}
         synchronous = {name: owner.synchronous for name, owner in self._registry.owners.items() if owner.synchronous}
         captured_s = graphs.captured_s()
-        if captured_s > CAPTURE_LONG_S:
+        if captured_s is not None and captured_s > CAPTURE_LONG_S:
             problems.append(f"a graph has been captured for {captured_s:.0f} s, and snapshots wait for its capture_end()")
         facts = session.facts() | fences | {"lost": self._troubles.losses(), "synchronous": synchronous}
         if isinstance(reply, wire.Health):

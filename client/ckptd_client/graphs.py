@@ -50,10 +50,10 @@ def replays() -> int:
     return _known.replays
 
 
-def captured_s() -> float:
-    """For how long a graph has been captured that our threads stay away for; 0 without one."""
+def captured_s() -> float | None:
+    """For how long a graph has been captured that our threads stay away for; None without one."""
     since = [capture.since for capture in list(_known.captures.values()) if capture.guarded]
-    return time.monotonic() - min(since) if since else 0.0
+    return time.monotonic() - min(since) if since else None
 
 
 def install(fence: Callable[[], None], counters: Callable[[], object]) -> None:
@@ -103,7 +103,7 @@ def _enter() -> bool:
     """Under the lock."""
     depth = getattr(_mine, "depth", 0)
     if depth == 0:
-        if any(capture.guarded for capture in list(_known.captures.values())):
+        if captured_s() is not None:
             return False
         _known.inside += 1
     _mine.depth = depth + 1

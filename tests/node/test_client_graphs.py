@@ -10,14 +10,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from ckptd_client import Client, accelerator, graphs
+from ckptd_client import Client, Handle, accelerator, graphs
 from ckptd_client.device import Batch
 from torch import nn
 
 from ckptd.core.errors import CkptdError
 from tests.accelerator import device
 from tests.accelerator.device import simulated
-from tests.node.client_training import assert_same, begun, bits_equal, stored
+from tests.node.client_training import assert_same, begun, bits_equal
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -283,19 +283,38 @@ def test_a_graph_that_writes_without_an_optimizer_is_known_by_its_counters(daemo
         assert_same(daemon.held[1, 2][0], expected)
 
 
-def test_a_capture_within_which_the_user_fences_is_not_broken_by_a_snapshot_on_its_way(daemon: RankDaemonDouble) -> None:
-    """The fence would make the graph wait for what is not in it."""
-    training = Graphed(sgd)
+@contextmanager
+def copied_slowly(daemon: RankDaemonDouble, training: Graphed) -> Iterator[tuple[Client, Handle]]:
+    """A client, and its first snapshot, on its way; it is right in the end."""
     with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
         training.optimizer.step()
         device.tune(copy_us_per_mib=200_000)
+        expected = training.tensors()
         handle = client.snapshot(1, must=True)
-        with training.stream:
-            training.graph.capture_begin()
-            client.fence()
-            training.model(training.batch)
-            training.graph.capture_end()
-        assert handle.wait("sealed", 30) == "durable"
+        yield client, handle
+        if not client._closed:
+            assert handle.wait("sealed", 30) == "durable"
+            assert_same(daemon.held[1, 1][0], expected)
+
+
+def assert_captured_beside(training: Graphed, call: Callable[[], object]) -> None:
+    """A forward pass is captured, with ``call`` within, and replayed: it gives what the model gives."""
+    with training.stream:
+        training.graph.capture_begin()
+        found = training.model(training.batch)
+        call()
+        training.graph.capture_end()
+        training.graph.replay()
+        expected = training.model(training.batch)
+    torch.accelerator.synchronize()
+    assert bits_equal(found.cpu(), expected.cpu())
+
+
+def test_a_capture_within_which_the_user_fences_is_not_broken_by_a_snapshot_on_its_way(daemon: RankDaemonDouble) -> None:
+    """The fence would make the graph wait for what is not in it."""
+    training = Graphed(sgd)
+    with copied_slowly(daemon, training) as (client, _):
+        assert_captured_beside(training, client.fence)
 
 
 @pytest.mark.parametrize("mode", ["global", "relaxed"])
@@ -303,24 +322,13 @@ def test_a_step_that_is_only_captured_makes_no_snapshot_void(daemon: RankDaemonD
     """It moves the counters of what it will write when it is replayed."""
     training = Graphed(adam)
     training.graph = torch.accelerator.Graph(capture_error_mode=mode)  # type: ignore[attr-defined]
-    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
-        training.optimizer.step()
-        expected = {f"model.{name}": value.cpu() for name, value in training.model.state_dict().items()}
-        device.tune(copy_us_per_mib=200_000)
-        handle = client.snapshot(1, must=True)
+    with copied_slowly(daemon, training):
         training.captures(optimizer=True)
-        assert handle.wait("sealed", 30) == "durable"
-        found = stored(next(iter(daemon.held.values()))[0])
-        assert {name for name, value in expected.items() if not bits_equal(found[name], value)} == set()
 
 
-def test_a_restore_within_a_capture_is_refused_and_breaks_nothing(daemon: RankDaemonDouble) -> None:
-    training = Graphed(sgd)
-    with begun(daemon, model=training.model, optimizer=training.optimizer) as client, training.stream:
-        training.graph.capture_begin()
-        with pytest.raises(CkptdError, match="within a graph's capture"):
-            client.restore()
-        training.graph.capture_end()
+def refused(client: Client) -> None:
+    with pytest.raises(CkptdError, match="within a graph's capture"):
+        client.restore()
 
 
 @pytest.mark.parametrize(
@@ -331,59 +339,41 @@ def test_a_restore_within_a_capture_is_refused_and_breaks_nothing(daemon: RankDa
         lambda client: client.register(more=nn.Linear(2, 2)),
         lambda client: client.close(),
         lambda client: client.steps(),
+        refused,
     ],
-    ids=["wait", "must", "register", "close", "steps"],
+    ids=["wait", "must", "register", "close", "steps", "restore"],
 )
 def test_no_call_within_a_capture_breaks_it(daemon: RankDaemonDouble, call: Callable[[Client], object]) -> None:
     training = Graphed(sgd)
-    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
-        training.optimizer.step()
-        device.tune(copy_us_per_mib=200_000)
-        client.snapshot(1, must=True)
+    with copied_slowly(daemon, training) as (client, _):
         client.fence()
-        with training.stream:
-            training.graph.capture_begin()
-            training.model(training.batch)
-            call(client)
-            training.graph.capture_end()
-        training.graph.replay()
+        assert_captured_beside(training, lambda: call(client))
 
 
 def test_health_tells_of_a_capture_that_does_not_end_and_breaks_none(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Graphed(sgd)
-    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
-        training.optimizer.step()
-        device.tune(copy_us_per_mib=200_000)
-        handle = client.snapshot(1, must=True)
-        client.fence()  # the stream waits, and how long it did is asked of the device
-        with training.stream:
-            training.graph.capture_begin()
-            training.model(training.batch)
-            assert client.health().ok
-            monkeypatch.setattr("ckptd_client.client.CAPTURE_LONG_S", 0.0)
-            (problem,) = client.health().problems
-            assert "snapshots wait for its capture_end()" in problem
-            training.graph.capture_end()
+
+    def asked() -> None:
         assert client.health().ok
-        assert handle.wait("sealed", 30) == "durable"
+        monkeypatch.setattr("ckptd_client.client.CAPTURE_LONG_S", 0.0)
+        (problem,) = client.health().problems
+        assert "snapshots wait for its capture_end()" in problem
+
+    with copied_slowly(daemon, training) as (client, _):
+        client.fence()  # the stream waits, and how long it did is asked of the device
+        assert_captured_beside(training, asked)
+        assert client.health().ok
 
 
 @pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
 def test_snapshots_end_beside_a_capture_that_other_threads_cannot_break(daemon: RankDaemonDouble, mode: str) -> None:
     training = Graphed(sgd)
     training.graph = torch.accelerator.Graph(capture_error_mode=mode)  # type: ignore[attr-defined]
-    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
-        training.optimizer.step()
-        device.tune(copy_us_per_mib=200_000)
-        handle = client.snapshot(1, must=True)
+    with copied_slowly(daemon, training) as (client, handle):
         client.fence()
-        with training.stream:
-            training.graph.capture_begin()
-            training.model(training.batch)
-            until(lambda: handle.status == "durable", timeout=10, what="its end")
-            training.graph.capture_end()
+        assert_captured_beside(training, lambda: until(lambda: handle.status == "durable", timeout=10, what="its end"))
 
 
 def test_a_second_capture_into_a_graph_that_is_being_captured_raises_and_breaks_nothing(daemon: RankDaemonDouble) -> None:

@@ -81,7 +81,7 @@ class Uplink:
         self._leave()
         self._opened()
         self.steward, self.session, self._serial, self._turn = sender, hello.nonce, 0, hello.turn
-        self._heard_at, self._waits, self._resend_s = self._ctx.now, "", RESEND_S
+        self._heard_at, self._waits = self._ctx.now, ""
         self._outbox.clear()
         self._known_layouts.clear()
         self._told.clear()
@@ -107,8 +107,6 @@ class Uplink:
             self._outbox.popleft()
         if len(self._outbox) != before:
             self._waiting_since = self._ctx.now
-        if not self._outbox:
-            self._resend_s = RESEND_S
 
     def on_tick(self) -> None:
         ctx = self._ctx
@@ -232,6 +230,7 @@ class Uplink:
             return
         if not self._outbox:
             self._waiting_since = self._sent_at = self._ctx.now
+            self._resend_s = RESEND_S
         stamped = replace(fact, session=self.session, serial=self._serial)
         self._serial += 1
         self._outbox.append(stamped)
