@@ -57,11 +57,12 @@ class Objects:
             )
 
     def _named(self) -> Iterator[tuple[str, Owner | None]]:
+        """The one that tells of the others comes first."""
         wanted = set(self._wanted.objects)
+        yield from ((name, None) for name in (resolve.META, rng.NAME) if name in wanted)
         for owner in self._registry.owners.values():
             own = [*resolve.object_names(owner, self._state), *resolve.optional_names(owner)]
             yield from ((name, owner) for name in own if name in wanted)
-        yield from ((name, None) for name in (rng.NAME, resolve.META) if name in wanted)
         yield from ((name, None) for name in self._wanted.born if name in wanted)
 
     def _decode(self, name: str, owner: Owner | None) -> Any:
@@ -96,12 +97,16 @@ class Objects:
         of |= {alias: of[key] for alias, key in self._catalogue.aliases.items() if key in of and alias not in of}
         return tree_
 
-    def _find(self, key: str, on_device: bool) -> Tensor:
+    def _find(self, key: str) -> Tensor:
         """What lay on a device is brought to that of this rank's tensors."""
         found = self._wanted.inside[key]
-        if on_device and self._accelerator is not None:
+        if self._accelerator is not None and key in self._told().get("on_device", ()):
             found = self._wanted.inside[key] = found.to(self._accelerator.device)
         return found
+
+    def _told(self) -> dict[str, Any]:
+        found = self.trees.get(resolve.META)
+        return found if isinstance(found, dict) else {}
 
     def _check_groups(self) -> list[str]:
         problems: list[str] = []
@@ -127,7 +132,7 @@ class Objects:
 
     def _find_born(self, problems: list[str]) -> list[tuple[str, Any, Any]]:
         """(name, container, key) of what the snapshot says that a restore can make. Objects with a state_dict() it cannot."""
-        known = self.trees.get(resolve.META, {}).get("contents", {}) if self._wanted.born else {}
+        known = self._told().get("contents", {})
         containers = self._registry.containers()
         found: list[tuple[str, Any, Any]] = []
         for name, within in self._wanted.born.items():
@@ -152,14 +157,13 @@ class Objects:
         for owner in self._registry.owners.values():
             self._set_owner(owner, result)
         for name, container, key in self._born:
-            made = self._wanted.inside[name] if name in self._wanted.inside else self.trees[name]
+            made = self._find(name) if name in self._wanted.inside else self.trees[name]
             if isinstance(container, list):
                 container.append(made)
             else:
                 container[key] = made
             result.notes.append(f"{name}: was not there yet, put into the registered {type(container).__name__}")
-        meta = self.trees.get(resolve.META)
-        result.meta = meta.get("meta", {}) if isinstance(meta, dict) else {}
+        result.meta = self._told().get("meta", {})
         self._set_rng(step, result)
         return result
 

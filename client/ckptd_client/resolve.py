@@ -15,7 +15,8 @@ from ckptd_client.entries import Entry, Extra, Mode, Owner, State
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
 
-META = "$meta"  # object: {"step", "meta", "contents": {name of a registered dict or list: keys of what a restore can make}}
+META = "$meta"  # object: {"step", "meta", "contents": {name of a registered dict or list: keys of what a restore can make},
+# "on_device": keys of tensors in objects, and registered as such, that lay on one}
 GROUPS = "groups"  # object "<optimizer>.groups"
 BESIDE = "more"  # object "<optimizer>.more": what its own state_dict() has beside state and groups
 ODD = "state"  # object "<optimizer>.state": optimizer state that is not a tensor
@@ -34,11 +35,16 @@ def objects(registry: Registry, state: State, step: int, meta: dict[str, Any]) -
 
     Raises tree.ForeignType naming the path of a value that cannot be encoded.
     """
+    first = len(state.entries)
     for owner in registry.owners.values():
         for name, value in _trees(owner, state):
             state.objects[name] = _encode(name, value, owner, state)
     state.objects[rng.NAME] = tree.encode(rng.capture(), rng.NAME)
-    state.objects[META] = tree.encode({"step": step, "meta": meta, "contents": registry.contents()}, META)
+    tensors = [(entry.key, entry.tensor) for entry in state.entries[first:]]
+    tensors += [(owner.rename(owner.name), owner.value) for owner in registry.of_kind("tensor")]
+    on_device = [key for key, tensor in tensors if tensor.device.type != "cpu"]
+    told = {"step": step, "meta": meta, "contents": registry.contents(), "on_device": on_device}
+    state.objects[META] = tree.encode(told, META)
 
 
 def whole(registry: Registry, state: State) -> State:

@@ -41,8 +41,7 @@ NO_TEXT = "is no text: it holds half of a surrogate pair, as file names do that 
 TakeTensor = Callable[
     [str, Tensor], str
 ]  # (path inside the tree, tensor) -> key of the fragment that will hold it
-FindTensor = Callable[[str, bool], Tensor]  # key, did it lie on a device? -> the tensor
-ON_DEVICE = "device"
+FindTensor = Callable[[str], Tensor]  # key -> the tensor
 
 
 class ForeignType(TypeError):
@@ -109,7 +108,7 @@ class _Encoder:
             )
         key = self._take(f"{self._path}{REF_MARK}{self._tensors}", value)
         self._tensors += 1
-        return msgpack.ExtType(REF, self.pack([key, ON_DEVICE] if value.device.type != "cpu" else key))
+        return msgpack.ExtType(REF, self.pack(key))
 
 
 def tensor_bytes(value: Tensor) -> bytes:
@@ -196,8 +195,7 @@ def _decode_ext(code: int, body: bytes, unpack: Callable[[bytes], Any], find: Fi
     if code == REF:
         if find is None:
             raise ValueError("a tensor by reference outside of a snapshot")
-        key, where = value if isinstance(value, list) else (value, "")
-        return find(key, where == ON_DEVICE)
+        return find(value)
     builder = _BUILDERS.get(code)
     if builder is None:
         raise ValueError(f"unknown extension {code}: written by a newer version?")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from ckptd_client import Client, accelerator, bounce
@@ -15,12 +16,13 @@ from ckptd.core.errors import CkptdError
 from tests.accelerator import device
 from tests.accelerator.device import simulated
 from tests.node.client_training import assert_same, begun, bits_equal
-from tests.node.rank_daemon_double import RankDaemonDouble
+from tests.node.rank_daemon_double import RankDaemonDouble, _objects
 from tests.node.test_client_accelerator import Training, Turned, stepped
 
 pytestmark = device.NEEDED
 device.load_first()
 PIECE_BYTES = 65536
+TENSOR_BY_KEY = 16  # docs/FORMAT.md, section 5
 
 
 @pytest.fixture(autouse=True)
@@ -241,10 +243,14 @@ class Mean:
 def test_what_other_peoples_objects_had_on_the_device_comes_back_there(daemon: RankDaemonDouble) -> None:
     models, means = [Scaled(seed).to("sim") for seed in (1, 2)], [Mean(7), Mean(0)]
     optimizers = [Counts(model.parameters(), lr=0.1) for model in models]
-    with begun(daemon, model=models[0], optimizer=optimizers[0], mean=means[0]) as client:
+    kept = [{"scale": torch.ones(3, device="sim"), "host": torch.ones(3)}, dict[str, torch.Tensor]()]
+    with begun(daemon, model=models[0], optimizer=optimizers[0], mean=means[0], kept=kept[0]) as client:
         models[0].trained_by(optimizers[0])
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
-    with begun(daemon, model=models[1], optimizer=optimizers[1], mean=means[1]):
+    found = msgpack.unpackb(_objects(daemon.held[1, 1][0])["mean"], ext_hook=lambda code, body: (code, msgpack.unpackb(body)))
+    assert found["mean"] == (TENSOR_BY_KEY, "mean#0"), "as docs/FORMAT.md says, section 5"
+    with begun(daemon, model=models[1], optimizer=optimizers[1], mean=means[1], kept=kept[1]):
+        assert {key: value.device for key, value in kept[1].items()} == {key: value.device for key, value in kept[0].items()}
         assert (means[1].mean.device, means[1].seen.device) == (means[0].mean.device, means[0].seen.device)
         assert means[1].mean.tolist() == means[1].seen.tolist() == [7.0] * 3
         models[1].trained_by(optimizers[1])
