@@ -45,6 +45,13 @@ Tensor on_cpu(const Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU).requires_grad(false));
 }
 
+// What a kernel is given: of the host's tensors the values of now, since it is the caller's who may write or drop them before it
+// runs (the last one to drop a tensor of Python's wants the interpreter's lock, which somebody who waits for the kernel may hold).
+Tensor given(const Tensor& tensor) {
+  if (!tensor.defined() || tensor.device().type() == KIND) return on_cpu(tensor);
+  return tensor.detach().clone();
+}
+
 Tensor on_meta(const Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != KIND) return tensor;
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
@@ -76,11 +83,13 @@ void tensors_of(const IValue& value, const std::function<void(const Tensor&)>& v
 // --- copies --------------------------------------------------------------------------------------------------------------
 void enqueue(Stream& stream, const std::string& what, std::function<void()> run, const std::vector<Span>& spans, size_t nbytes = 0) {
   runtime().check();
+  bool inference = c10::InferenceMode::is_enabled();  // as the caller is
   double us = nbytes ? runtime().copy_us_per_mib * nbytes / (1 << 20) : runtime().kernel_us;
   stream.enqueue(
-      {[run = std::move(run), us] {
+      {[run = std::move(run), us, inference] {
          if (us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(us));
          at::AutoDispatchBelowAutograd guard;
+         c10::InferenceMode mode(inference);
          run();
        },
        what},
@@ -227,7 +236,7 @@ void any_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     else if (random && schema.arguments()[at].name() == "generator") {
       draws.emplace(args[at].isGenerator() ? args[at].toGenerator() : at::globalContext().defaultGenerator(*device));
       here.push_back(draws->here);
-    } else here.push_back(each(args[at], on_cpu));
+    } else here.push_back(each(args[at], at_once || written(schema, at) ? on_cpu : given));
   }
   if (random && spans.size() == 1 && spans[0].writes && args[0].isTensor()) {  // it is drawn now, as on real devices, and written later
     Tensor to = here[0].toTensor(), drawn = at::empty_strided(to.sizes(), to.strides(), to.options());

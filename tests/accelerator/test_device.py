@@ -202,3 +202,36 @@ def test_a_graph_is_replayed_on_the_device_that_it_was_captured_on() -> None:
     value.mul_(2)
     assert torch.equal(value.cpu(), torch.full((4,), 4.0))
     assert device.races() == []
+
+
+def test_a_kernel_is_given_the_hosts_values_and_keeps_none_of_pythons_tensors() -> None:
+    """The last one to drop a tensor of Python's wants the interpreter's lock. Who looks at a mask without dimensions waits for the
+    kernel with that lock held, so it hung (Rprop, and torch's own average of weights)."""
+    device.tune(kernel_us=100_000)
+    value, by = torch.ones((), device=device.KIND), torch.tensor(2.0)
+    value.mul_(by)
+    by.fill_(9)
+    del by
+    value[value.gt(5)] = 1.0
+    assert value.item() == 2.0
+
+
+def test_what_torch_averages_of_weights_is_what_the_cpu_averages() -> None:
+    means = []
+    for place in ("cpu", device.KIND):
+        model = network().to(place)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for _ in range(3):
+            average.update_parameters(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        means.append([parameter.cpu() for parameter in average.parameters()])
+    assert all(map(torch.allclose, *means)), "other kernels than on the CPU, of other rounding"
+
+
+def test_kernels_run_in_their_callers_inference_mode() -> None:
+    with torch.inference_mode():
+        value = torch.ones(3, device=device.KIND)
+        value.add_(1)
+        assert value.cpu().tolist() == [2.0] * 3

@@ -237,3 +237,14 @@ def test_numbers_in_optimizer_state_do_not_cost_the_known_structure(
     with begun(daemon, model=fresh.model, optimizer=fresh.optimizer):
         found = [(state["step"], state["scale"], state["phase"]) for state in fresh.optimizer.state.values()]
         assert found == [(5, 0.2, "hot")] * len(found) and found
+
+
+def test_a_snapshot_at_the_end_of_an_evaluation_in_inference_mode(kind: str, daemon: RankDaemonDouble) -> None:
+    training = Training(kind, 256)
+    with begun(daemon, model=training.model, optimizer=training.optimizer) as client:
+        training.step()
+        expected = training.tensors()
+        with torch.inference_mode():
+            assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        training.step()
+    assert_same(daemon.held[1, 1][0], expected)

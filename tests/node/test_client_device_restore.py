@@ -180,6 +180,7 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]]
     "Adafactor": torch.optim.Adafactor,
     "NAdam": torch.optim.NAdam,
     "RAdam": torch.optim.RAdam,
+    "Rprop": torch.optim.Rprop,
 }
 
 
