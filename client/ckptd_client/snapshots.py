@@ -37,7 +37,7 @@ from ckptd_client.races import Races
 from ckptd_client.recall import Recall
 from ckptd_client.registry import Registry
 from ckptd_client.segments import SlotView
-from ckptd_client.session import IDLE, JOINING, READY, SILENT, TAKEN_BACK, Session
+from ckptd_client.session import IDLE, READY, SILENT, SUPERSEDED, TAKEN_BACK, Session
 from ckptd_client.tree import ForeignType
 from ckptd_client.troubles import Troubles
 from ckptd_client.versions import Seen, Versions
@@ -222,7 +222,7 @@ class Snapshots:
         if not session.link.up:
             self._troubles.report("daemon", f"not protected: {session.link.trouble}")
             raise Skip("no daemon")
-        raise Skip("joining" if session.phase in (IDLE, JOINING) else session.phase)
+        raise Skip(SUPERSEDED if session.phase == SUPERSEDED else "joining")  # also where it joined during these lines
 
     def wait_joined(self, deadline: float) -> bool:
         """While the ranks meet and join in the background; nobody waits without a daemon, or for one that is silent (P5)."""
