@@ -15,8 +15,8 @@ import numpy as np
 from bench.common import GB, Report, Row, arguments, interleave
 from bench.state import JOB, make_arena
 from ckptd.arena.arena import Tenant
-from ckptd.core.galois import parity_matrix, recovery_row
-from ckptd.core.redundancy import Parity
+from ckptd.core.redundancy.galois import parity_matrix, recovery_row
+from ckptd.core.redundancy.policies import Parity
 from ckptd.protect import erasure, isal
 from ckptd.protect.erasure import Bytes, Kernel, NumpyKernel
 from ckptd.wire.bulk import CHUNK_BYTES

@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.common import machine
 from bench.netns import Place, missing, places, processes, start
-from ckptd.core.pacing import UNSEEN
+from ckptd.core.pacing.slowdown import UNSEEN
 
 NODES = 2
 WARM_STEPS = 3  # of each block

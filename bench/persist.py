@@ -19,9 +19,9 @@ import xxhash
 from bench.common import Report, Row, arguments, interleave
 from bench.state import JOB, make_arena, sealed_slot
 from ckptd.arena.arena import Slot
-from ckptd.core.box import Box
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
-from ckptd.core.messages import WritePiece
+from ckptd.core.protocol.messages import WritePiece
+from ckptd.core.state_map.box import Box
 from ckptd.persist.commit import commit
 from ckptd.persist.names import step_dir
 from ckptd.persist.pieces import HeldPiece

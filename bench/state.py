@@ -7,9 +7,9 @@ import numpy as np
 from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
 from ckptd.arena.fdstore import NullKeeper
 from ckptd.arena.sums import block_sums, digests
-from ckptd.core.box import Box
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 
 JOB = "0/bench"
 TENSOR_BYTES_MAX = 64 << 20  # of one tensor: about what a layer of a billion-parameter model has

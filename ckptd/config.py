@@ -15,9 +15,9 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.pacing import FLOOR_BYTES_S, OVERHEAD_MAX
+from ckptd.core.pacing.slowdown import FLOOR_BYTES_S, OVERHEAD_MAX
 from ckptd.core.policy import Policy
-from ckptd.core.redundancy import AUTO, FORMS, REPLICAS_MAX, Replicas, parse
+from ckptd.core.redundancy.policies import AUTO, FORMS, REPLICAS_MAX, Replicas, parse
 from ckptd.core.storage_root import local_root
 from ckptd.identity import NODE_ID_PATTERN, address_of, kept_node_id, uid_of
 from ckptd.units import machine_memory_bytes, parse_budget

@@ -6,10 +6,10 @@ import inspect
 import sys
 from pathlib import Path
 
-from ckptd.core.machine.steward.grants import Grants
-from ckptd.core.machine.steward.guards import Guards
-from ckptd.core.machine.steward.snapshot import TRANSITIONS, Phase, SnapshotState
-from ckptd.core.machine.steward.table import SnapshotTable
+from ckptd.core.protocol.machine.steward.grants import Grants
+from ckptd.core.protocol.machine.steward.guards import Guards
+from ckptd.core.protocol.machine.steward.snapshot import TRANSITIONS, Phase, SnapshotState
+from ckptd.core.protocol.machine.steward.table import SnapshotTable
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "ARCHITECTURE.md"
 BEGIN = "<!-- made by `python -m tests.states --write`: a test compares -->\n"

@@ -69,7 +69,7 @@ CLIENT_LAZY = frozenset({"numpy"})  # only where the user's own state holds nump
 # The simulator's oracle shares no decision with what it judges: of ckptd it and all that it imports of the tests import names and
 # messages. What is imported for annotations only is never executed.
 ORACLE = "tests.sim.oracle"
-ORACLE_IMPORTS = frozenset({"ckptd", "ckptd.core", "ckptd.core.ids", "ckptd.core.messages"})
+ORACLE_IMPORTS = frozenset({"ckptd", "ckptd.core", "ckptd.core.ids", "ckptd.core.protocol", "ckptd.core.protocol.messages"})
 
 EXECUTES_INPUT = frozenset(  # P13
     {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
@@ -95,7 +95,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def module_of(path: Path) -> str:
-    """Dotted name: ckptd/core/box.py -> ckptd.core.box; client/ is a source root of its own."""
+    """Dotted name: ckptd/core/state_map/box.py -> ckptd.core.state_map.box; client/ is a source root of its own."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     if parts[0] == "client":
         parts = parts[1:]
@@ -123,7 +123,7 @@ def is_module(dotted: str) -> bool:
 
 
 def room_of(dotted: str) -> str:
-    """ckptd.core.box -> core; "" outside of ckptd and for the bare package."""
+    """ckptd.core.state_map.box -> core; "" outside of ckptd and for the bare package."""
     parts = dotted.split(".")
     return parts[1] if parts[0] == "ckptd" and len(parts) > 1 else ""
 
@@ -307,7 +307,7 @@ def test_files_and_functions_are_short() -> None:
     ("source", "expected"),
     [
         ("from ckptd.daemon import server", {"ckptd.daemon", "ckptd.daemon.server"}),
-        ("from . import box", {"ckptd.core", "ckptd.core.box"}),
+        ("from . import ids", {"ckptd.core", "ckptd.core.ids"}),
         ("from ..wire.rank import Hello", {"ckptd.wire.rank"}),
         ("def f():\n    import time", {"time"}),
     ],

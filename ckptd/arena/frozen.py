@@ -13,8 +13,8 @@ from bisect import bisect_left
 from ckptd.arena.record import SlotRecord
 from ckptd.arena.sums import blocks_of
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import Layout
-from ckptd.core.record_size import SUM_BYTES
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.record_size import SUM_BYTES
 
 NO_SNAPSHOT = SnapshotId(0, 0)  # a frozen slot is of no one snapshot
 

@@ -9,9 +9,9 @@ import msgpack
 
 from ckptd.arena.sums import block_count
 from ckptd.core.ids import SnapshotId
-from ckptd.core.lanes import Part, packed_part, unpacked_part
-from ckptd.core.layout import Layout
-from ckptd.core.record_size import SUM_BYTES
+from ckptd.core.redundancy.lanes import Part, packed_part, unpacked_part
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.record_size import SUM_BYTES
 
 RECORD_VERSION = 3
 WITHOUT_GRANT = (1, 2)  # of earlier releases, still read: neither names a grant, and only 2 has a part of a lane

@@ -12,7 +12,7 @@ from ckptd.arena.payload import Joined, Payload
 from ckptd.arena.record import SlotRecord, check_record, encode_record
 from ckptd.arena.tenant import Tenant
 from ckptd.core.errors import CkptdError
-from ckptd.core.layout import Layout
+from ckptd.core.state_map.layout import Layout
 
 if TYPE_CHECKING:
     from ckptd.arena.segment import Segment

@@ -15,9 +15,9 @@ import msgpack
 import xxhash
 
 from ckptd.arena.payload import Payload
-from ckptd.core.agreement import object_name, tensor_name
-from ckptd.core.layout import BLOCK_BYTES, MAYBE, REPLICA, Layout
-from ckptd.core.record_size import SUM_BYTES
+from ckptd.core.state_map.agreement import object_name, tensor_name
+from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, REPLICA, Layout
+from ckptd.core.state_map.record_size import SUM_BYTES
 
 HASH_THREADS = 2  # one alone would take a third of the time on fast links, and half of it from own memory
 SPLIT_BYTES_MIN = 32 << 20  # below this a second thread costs more than it saves

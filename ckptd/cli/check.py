@@ -14,7 +14,7 @@ from ckptd.cli.sizing import formula, sizing
 from ckptd.cli.state_flags import Ddp, FrozenBytes, StateBytes
 from ckptd.config import Config
 from ckptd.core.errors import CkptdError
-from ckptd.core.sizing import Sizing
+from ckptd.core.redundancy.sizing import Sizing
 from ckptd.units import format_bytes, parse_bytes
 
 

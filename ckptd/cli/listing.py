@@ -50,7 +50,7 @@ def of_storage(path: Path) -> ListReport:
 
 def _table(report: ListReport) -> object:
     from ckptd.cli.show import table
-    from ckptd.core.machine.waiting import shown
+    from ckptd.core.protocol.machine.waiting import shown
 
     rows = [
         [row.get("job", ""), row.get("epoch", ""), row.get("step", ""), _level(row), " + ".join(row.get("where", [])),

@@ -9,12 +9,12 @@ from typing import Any
 from ckptd.cli.flags import Loaded
 from ckptd.cli.plan_nodes import Nodes
 from ckptd.config_sources import DEFAULT
-from ckptd.core.choice import Choice, choose
 from ckptd.core.errors import CkptdError
-from ckptd.core.probability import Chance, recovery
-from ckptd.core.redundancy import parse
-from ckptd.core.scheme import Scheme, scheme
-from ckptd.core.sizing import Sizing
+from ckptd.core.redundancy.choice import Choice, choose
+from ckptd.core.redundancy.policies import parse
+from ckptd.core.redundancy.probability import Chance, recovery
+from ckptd.core.redundancy.scheme import Scheme, scheme
+from ckptd.core.redundancy.sizing import Sizing
 
 SEED = 1  # the same question has the same answer
 

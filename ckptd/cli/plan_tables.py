@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ckptd.cli.plan_report import Plan
 from ckptd.cli.show import good, table
 from ckptd.cli.sizing import formula
-from ckptd.core.probability import Chance
-from ckptd.core.scheme import Scheme
+from ckptd.core.redundancy.probability import Chance
+from ckptd.core.redundancy.scheme import Scheme
 from ckptd.units import format_bytes
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ckptd.core.ids import NodeInfo
-from ckptd.core.probability import recovery
-from ckptd.core.redundancy import Replicas
-from ckptd.core.scheme import ring, scheme
+from ckptd.core.redundancy.policies import Replicas
+from ckptd.core.redundancy.probability import recovery
+from ckptd.core.redundancy.scheme import ring, scheme
 
 TOLERANCE = 5e-5  # four decimals are published
 EXACT, BOUND = "exact", "bound"

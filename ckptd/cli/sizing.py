@@ -1,10 +1,10 @@
-"""The memory that a job needs (`core/sizing.py`), as people read it."""
+"""The memory that a job needs (`core/redundancy/sizing.py`), as people read it."""
 
 from __future__ import annotations
 
 from ckptd.core.policy import Policy
-from ckptd.core.redundancy import Parity
-from ckptd.core.sizing import Sizing
+from ckptd.core.redundancy.policies import Parity
+from ckptd.core.redundancy.sizing import Sizing
 from ckptd.units import format_bytes
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptd.core.pacing import DEADLINE_S
-from ckptd.core.redundancy import Redundancy, Replicas
+from ckptd.core.pacing.slowdown import DEADLINE_S
+from ckptd.core.redundancy.policies import Redundancy, Replicas
 
 ONE_COPY = Replicas(1)
 

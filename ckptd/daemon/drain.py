@@ -1,4 +1,4 @@
-"""`ckptd drain`: this node is to go, and hands away what only it holds (core/machine/leaving.py decides nothing else).
+"""`ckptd drain`: this node is to go, and hands away what only it holds (core/protocol/machine/leaving.py decides nothing else).
 
 Asked through the rank socket, where the kernel says who asks (SO_PEERCRED). The status page could not know as well: it is TCP, the
 caller's uid is read from /proc, and any web page may send a POST to it.
@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from ckptd.core import events as ev
+from ckptd.core.protocol import events as ev
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 from ckptd.observe.report import DrainJob, DrainReport

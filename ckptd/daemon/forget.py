@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.events import ForgetOrdered
-from ckptd.core.life import Tombstone
-from ckptd.core.machine.context import audience
+from ckptd.core.protocol.events import ForgetOrdered
+from ckptd.core.protocol.life import Tombstone
+from ckptd.core.protocol.machine.context import audience
 from ckptd.daemon.graveyard import Graveyard
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ckptd.arena.arena import Slot, SlotRecord
 from ckptd.arena.frozen import NO_SNAPSHOT, content_of, frozen_record
 from ckptd.arena.sums import block_sums
-from ckptd.core.layout import Layout
+from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.services import Services
 
 

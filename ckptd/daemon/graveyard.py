@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord
-from ckptd.core.life import NO_TOMBSTONE, Tombstone, revives
-from ckptd.core.machine.context import audience
-from ckptd.core.messages import Inventory, Message
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone, revives
+from ckptd.core.protocol.machine.context import audience
+from ckptd.core.protocol.messages import Inventory, Message
 from ckptd.daemon.services import log
 from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health

@@ -15,14 +15,14 @@ from typing import Any
 from ckptd.arena.arena import Slot, SlotRecord
 from ckptd.arena.frozen import leans
 from ckptd.arena.ledger import FILLING
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.life import NO_TOMBSTONE, Tombstone
-from ckptd.core.machine.levels import forget_oldest
-from ckptd.core.machine.machine import JobMachine
-from ckptd.core.machine.view import progress, waits
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone
+from ckptd.core.protocol.machine.levels import forget_oldest
+from ckptd.core.protocol.machine.machine import JobMachine
+from ckptd.core.protocol.machine.view import progress, waits
 from ckptd.daemon.behind import Behind
 from ckptd.daemon.durable import Durable
 from ckptd.daemon.frozen import Frozen

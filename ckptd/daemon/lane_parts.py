@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from ckptd.arena.arena import NoMemory, Slot, SlotRecord
 from ckptd.arena.sums import bad_blocks
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
-from ckptd.core.lanes import NOBODY
-from ckptd.core.layout import Layout
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.redundancy.lanes import NOBODY
+from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.services import Services, log
 from ckptd.protect.cards import unpacked
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.core.events import NO_MEMORY
-from ckptd.core.machine.waiting import BUSY
+from ckptd.core.protocol.events import NO_MEMORY
+from ckptd.core.protocol.machine.waiting import BUSY
 from ckptd.daemon.services import Services, log
 from ckptd.wire.complaints import Complaints
 from ckptd.wire.rank import Health
@@ -33,7 +33,7 @@ class Losses:
         self._cause, self._since, self._clock = "", 0.0, ""
 
     def look(self, text: str) -> None:
-        """``text``: the machine's view of it (core/machine/waiting.py)."""
+        """``text``: the machine's view of it (core/protocol/machine/waiting.py)."""
         cause = text.partition(":")[0]
         if cause != self._cause:
             self._cause, self._since = cause, self._services.now()

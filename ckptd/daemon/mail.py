@@ -1,6 +1,6 @@
 """Messages of other nodes on their way to the machine: large layouts are decoded in a thread before, not on the event loop.
 
-The machine decodes what it gets (core/machine/context.py remembers it); 10 000 fragments take some 50 ms, times the ranks.
+The machine decodes what it gets (core/protocol/machine/context.py remembers it); 10 000 fragments take some 50 ms, times the ranks.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from ckptd.core.events import Received
-from ckptd.core.machine.context import LAYOUTS_CACHED_MAX, decode_layout
-from ckptd.core.messages import Message
+from ckptd.core.protocol.events import Received
+from ckptd.core.protocol.machine.context import LAYOUTS_CACHED_MAX, decode_layout
+from ckptd.core.protocol.messages import Message
 from ckptd.daemon.services import Services
 
 LARGE_BYTES = 32 * 1024  # of an encoded layout; smaller ones cost less than the detour

@@ -1,4 +1,4 @@
-"""What this node measures of a job, and the answer to "if it failed now": steps lost, seconds to restore (core.outlook)."""
+"""What this node measures of a job, and the answer to "if it failed now": steps lost, seconds to restore (outlook.py)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ckptd.core import instructions as ins
-from ckptd.core.exposure import Exposure
 from ckptd.core.ids import SnapshotId
-from ckptd.core.machine.situation import by_levels, situation, trained
-from ckptd.core.outlook import FAILURES, Outlook, left, outlooks
-from ckptd.core.rates import CAPTURE, ENCODING, REPLICA, SEAL, Pace, Rates
+from ckptd.core.pacing.rates import CAPTURE, ENCODING, REPLICA, SEAL, Pace, Rates
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.machine.situation import by_levels, situation, trained
+from ckptd.core.redundancy.exposure import Exposure
+from ckptd.core.redundancy.outlook import FAILURES, Outlook, left, outlooks
 from ckptd.daemon.services import Services
 from ckptd.observe.report import OutlookReport
 

@@ -11,15 +11,15 @@ import msgspec
 from ckptd.arena.arena import MetaTooLarge, Slot, SlotRecord
 from ckptd.arena.slot import frozen_first
 from ckptd.arena.sums import digests, live_sums
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
-from ckptd.core.layout import Layout
-from ckptd.core.messages import RestoreAsk
-from ckptd.core.steptimes import Cadence
-from ckptd.core.written import checked
+from ckptd.core.pacing.steptimes import Cadence
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.messages import RestoreAsk
+from ckptd.core.protocol.written import checked
+from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.losses import UNUSED
 from ckptd.daemon.seats import Seat
 from ckptd.daemon.services import Services, log

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ckptd.arena.arena import NoMemory, Slot, SlotRecord, Tenant
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.instructions import MakeParity
-from ckptd.core.layout import Layout
+from ckptd.core.protocol.instructions import MakeParity
+from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.seats import settle
 from ckptd.daemon.services import Services
 from ckptd.persist.lineage import claim_epoch

@@ -1,4 +1,5 @@
-"""Memory of jobs that are over, for whoever lacks it (D19, P8): in the order of core/life.py, at once, one line of log each.
+"""Memory of jobs that are over, for whoever lacks it (D19, P8): in the order of core/protocol/life.py,
+at once, one line of log each.
 
 What storage holds of a job is asked at that moment: without an answer nothing of it goes. Other users' need takes no snapshot
 within the owner's share (``user_budget``). Without any need, what has expired goes as well.
@@ -9,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from ckptd.core.events import SpareAsked
 from ckptd.core.ids import SnapshotId
-from ckptd.core.life import Order
+from ckptd.core.protocol.events import SpareAsked
+from ckptd.core.protocol.life import Order
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
 

@@ -8,10 +8,10 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
 from ckptd.daemon.rebuild_host import RebuildHost
 from ckptd.daemon.seats import Seat
 from ckptd.daemon.services import Services, log

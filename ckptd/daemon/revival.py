@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core.machine.machine import JobMachine
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.daemon.services import Services
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckptd.arena.arena import Arena, NoMemory, Slot, Tenant
-from ckptd.core.events import Event, SlotsGone, SlotsReady, SlotsShort
-from ckptd.core.layout import Layout
+from ckptd.core.protocol.events import Event, SlotsGone, SlotsReady, SlotsShort
+from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.frozen import Frozen
 from ckptd.daemon.services import Services
 from ckptd.process import Process

@@ -15,13 +15,13 @@ from ckptd.arena.arena import Arena
 from ckptd.arena.fdstore import Keeper
 from ckptd.arena.slot import frozen_first
 from ckptd.config import Config
-from ckptd.core import events as ev
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo, SnapshotId
-from ckptd.core.life import NO_TOMBSTONE, Tombstone
-from ckptd.core.machine.holdings import STALE
-from ckptd.core.messages import Message
-from ckptd.core.pacing import Pacing
+from ckptd.core.pacing.slowdown import Pacing
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone
+from ckptd.core.protocol.machine.holdings import STALE
+from ckptd.core.protocol.messages import Message
 from ckptd.crew import Crew
 from ckptd.daemon import ports
 from ckptd.daemon.door import Door

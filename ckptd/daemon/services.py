@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptd.arena.arena import Arena
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo
-from ckptd.core.layout import Layout
-from ckptd.core.life import Tombstone
-from ckptd.core.machine.context import decode_layout
 from ckptd.core.policy import Policy
+from ckptd.core.protocol.life import Tombstone
+from ckptd.core.protocol.machine.context import decode_layout
+from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
 from ckptd.observe.metrics import Metrics

@@ -17,7 +17,7 @@ import msgspec
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord
-from ckptd.core.life import Life, Tombstone
+from ckptd.core.protocol.life import Life, Tombstone
 from ckptd.directory import make_directories, sync_path
 from ckptd.persist.storage.base import FULL
 from ckptd.wire.path_lock import PathLock

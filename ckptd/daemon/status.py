@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any, cast
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.life import Life
+from ckptd.core.protocol.life import Life
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services
 from ckptd.observe.http import Routes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.machine.ranks import FINISHED
+from ckptd.core.protocol.machine.ranks import FINISHED
 from ckptd.observe.report import JobReport, PeerReport, RankReport
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ckptd.core.pacing import STATES
+from ckptd.core.pacing.slowdown import STATES
 from ckptd.observe.report import OutlookReport, PacingReport
 from ckptd.observe.sight import ALL, Sight
 
@@ -284,7 +284,7 @@ class Metrics:
         self._peers.set(known)
 
     def jobs(self, lives: Mapping[str, int]) -> None:
-        """``lives``: of core.life.Life, how many jobs are in each."""
+        """``lives``: of core.protocol.life.Life, how many jobs are in each."""
         for life, count in lives.items():
             self._jobs.labels(life).set(count)
 
@@ -314,7 +314,7 @@ class Metrics:
             gauge.labels(job, failure).set(value)
 
     def protected_after(self, job: str, cause: str, seconds: float) -> None:
-        """``cause``: one of core.exposure.CAUSES."""
+        """``cause``: one of core.redundancy.exposure.CAUSES."""
         self._protection_s.labels(job, cause).observe(seconds)
 
     def forget(self, job: str) -> None:

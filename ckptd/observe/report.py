@@ -91,7 +91,7 @@ class DrainReport(TypedDict, total=False):
 
 
 class OutlookReport(TypedDict, total=False):
-    """If a failure of this class happened now (core.outlook)."""
+    """If a failure of this class happened now (core.redundancy.outlook)."""
 
     failure: str  # "process", "node", "domain", "all"
     victim: str  # the node or domain whose loss costs most; empty: they are alike
@@ -113,7 +113,7 @@ class JobReport(TypedDict, total=False):
     job: str  # "{uid}/{name}"
     epoch: int
     phase: str  # "idle", "joining", "restoring", "running"; when it is over, its life
-    life: str  # core.life.Life: "running", "orphaned" (no rank lives), "finished" (all said goodbye)
+    life: str  # core.protocol.life.Life: "running", "orphaned" (no rank lives), "finished" (all said goodbye)
     life_s: float  # for how long it has been over, by this node; 0.0: it is not
     steward: str
     world: int
@@ -133,7 +133,7 @@ class JobReport(TypedDict, total=False):
 
 class PacingReport(TypedDict, total=False):
     mode: str
-    state: str  # core.pacing.STATES
+    state: str  # core.pacing.slowdown.STATES
     rate_bytes_s: float | None  # None: no limit
     line_bytes_s: float  # the fastest that bytes went lately; 0: not known
     slowdown: float | None  # of the worst rank, by traffic and captures; None: not known

@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 from collections.abc import Collection, Mapping, Sequence
 
-from ckptd.core.box import Box, disjoint, uncovered
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.layout import BLOCK_BYTES, MAYBE, Fragment, Layout
+from ckptd.core.state_map.box import Box, disjoint, uncovered
+from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Fragment, Layout
 from ckptd.persist import manifest as m
 from ckptd.persist.names import header_name
 from ckptd.persist.report import Report, WrittenFile, WrittenObject

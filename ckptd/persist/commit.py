@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.layout import Layout
+from ckptd.core.state_map.layout import Layout
 from ckptd.persist import manifest as m
 from ckptd.persist import report as r
 from ckptd.persist.assemble import assemble

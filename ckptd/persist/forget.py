@@ -11,7 +11,7 @@ import secrets
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
-from ckptd.core.life import grave
+from ckptd.core.protocol.life import grave
 from ckptd.persist.commits import list_epochs, list_pointers
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, highest_epoch
 from ckptd.persist.names import epoch_dir, epoch_of_record, epochs_dir, record_path, step_dir

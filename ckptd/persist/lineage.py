@@ -9,7 +9,7 @@ import msgspec
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord
-from ckptd.core.life import is_grave
+from ckptd.core.protocol.life import is_grave
 from ckptd.persist import manifest as m
 from ckptd.persist.names import (
     MANIFEST,

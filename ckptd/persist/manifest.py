@@ -6,12 +6,12 @@ import re
 
 import msgspec
 
-from ckptd.core.box import Box
-from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.layout import BLOCK_BYTES
-from ckptd.core.layout_check import WORLD_MAX
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import BLOCK_BYTES
+from ckptd.core.state_map.layout_check import WORLD_MAX
 from ckptd.persist.names import DATA, SIDE
 from ckptd.persist.sums import FileDamage, block_count, digest
 

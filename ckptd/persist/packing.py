@@ -7,9 +7,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptd.core.box import Box
-from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.persist.pieces import OutChunk
 
 FILE_BYTES_MAX = 4 << 30  # payload of one data file; a larger tensor is cut into boxes

@@ -9,11 +9,11 @@ from typing import Protocol
 import msgpack
 import numpy as np
 
-from ckptd.core.box import Box, contains, disjoint, merge
-from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
-from ckptd.core.layout import BLOCK_BYTES, MAYBE, Fragment, Layout
-from ckptd.core.messages import WritePiece
+from ckptd.core.protocol.messages import WritePiece
+from ckptd.core.state_map.box import Box, contains, disjoint, merge
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Fragment, Layout
 from ckptd.persist.names import header_name
 from ckptd.persist.strided import Bytes
 from ckptd.persist.sums import SUM_BYTES, SlotDamage, block_count, digest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptd.core.layout import BLOCK_BYTES
+from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist.storage.base import FileReader
 from ckptd.persist.sums import SUM_BYTES, FileDamage, digest
 

@@ -10,12 +10,12 @@ from types import TracebackType
 
 import numpy as np
 
-from ckptd.core.box import Box, contains, intersect, uncovered
-from ckptd.core.catalogue import Catalogue, TensorEntry
-from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import BLOCK_BYTES
+from ckptd.core.state_map.box import Box, contains, intersect, uncovered
+from ckptd.core.state_map.catalogue import Catalogue, TensorEntry
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.crew import Crew, together
 from ckptd.persist import manifest as m
 from ckptd.persist.files import OpenFiles

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ckptd.core.box import Box
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.box import Box
 
 REPORT_VERSION = 1
 REPORT_BYTES_MAX = 1 << 30

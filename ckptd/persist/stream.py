@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ckptd.core.box import Box, flat_range_boxes, intersect
+from ckptd.core.state_map.box import Box, flat_range_boxes, intersect
 from ckptd.persist.pieces import OutChunk, Source
 from ckptd.persist.storage.base import FileWriter
 from ckptd.persist.strided import Elements, elements, extent, window

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptd.core.box import Box
+from ckptd.core.state_map.box import Box
 
 _UNIT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

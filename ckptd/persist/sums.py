@@ -5,7 +5,7 @@ from __future__ import annotations
 import xxhash
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.layout import BLOCK_BYTES
+from ckptd.core.state_map.layout import BLOCK_BYTES
 
 SUM_BYTES = 16
 

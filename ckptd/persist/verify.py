@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptd.core.box import Box, uncovered
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.box import Box, uncovered
 from ckptd.core.storage_root import local_root
 from ckptd.persist import manifest as m
 from ckptd.persist.names import DATA, GONE, MANIFEST, PART

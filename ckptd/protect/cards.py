@@ -20,8 +20,8 @@ from ckptd.arena.record import check_record
 from ckptd.arena.sums import lower_tier
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.core.lanes import LANE_PLAN
-from ckptd.core.layout import Layout
+from ckptd.core.redundancy.lanes import LANE_PLAN
+from ckptd.core.state_map.layout import Layout
 from ckptd.protect.fetched import Away
 from ckptd.protect.settle import Answers, Tasks, ask
 from ckptd.wire.peer import Card, CardAsk

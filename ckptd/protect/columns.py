@@ -12,12 +12,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.galois import recovery_row
-from ckptd.core.lanes import NOBODY, Lane
-from ckptd.core.layout import BLOCK_BYTES, Layout
-from ckptd.core.linear import payload_spans
-from ckptd.core.messages import Source
-from ckptd.core.parity_groups import data_index, data_stripes, parity_positions, stripes_held
+from ckptd.core.protocol.messages import Source
+from ckptd.core.redundancy.galois import recovery_row
+from ckptd.core.redundancy.lanes import NOBODY, Lane
+from ckptd.core.redundancy.linear import payload_spans
+from ckptd.core.redundancy.parity_groups import data_index, data_stripes, parity_positions, stripes_held
+from ckptd.core.state_map.layout import BLOCK_BYTES, Layout
 from ckptd.protect.erasure import Buffer, kernel
 from ckptd.protect.fetched import Fetched
 from ckptd.protect.settle import all_done, in_thread
@@ -80,7 +80,7 @@ class Columns:
 
     # --- what to make -------------------------------------------------------------------------------------------
     async def data(self, position: int, start: int, into: memoryview) -> None:
-        """Bytes ``start`` onward of the member's row (core.linear). Raises Undecodable."""
+        """Bytes ``start`` onward of the member's row (core.redundancy.linear). Raises Undecodable."""
         chunk, done = self.lane.chunk, 0
         stripes = data_stripes(self._size, self.lane.parity, position)
         while done < len(into):

@@ -2,7 +2,7 @@
 
 ``kernel()`` is the best there is: ISA-L (any coefficient at the speed of memory), else numpy (XOR at the same speed, other
 coefficients from tables, many times slower, so that what was encoded can be recovered wherever it is needed). Which
-coefficients: ckptd.core.galois.
+coefficients: ckptd.core.redundancy.galois.
 
 Buffers: anything that exports contiguous bytes (memoryview, bytearray, mmap, numpy), any alignment, any length; they are not
 copied, and the GIL is released during the work. Kernels keep no state: threads may share one.
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptd.core.galois import COLUMNS_MAX, products
-from ckptd.core.redundancy import Parity, Redundancy
+from ckptd.core.redundancy.galois import COLUMNS_MAX, products
+from ckptd.core.redundancy.policies import Parity, Redundancy
 from ckptd.protect.isal import Isal, candidates
 
 if TYPE_CHECKING:

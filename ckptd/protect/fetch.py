@@ -20,7 +20,7 @@ from ckptd.arena.sums import bad_blocks
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
-from ckptd.core.pacing import DEADLINE_S
+from ckptd.core.pacing.slowdown import DEADLINE_S
 from ckptd.crew import Crew
 from ckptd.protect.fetched import Fetched, Unanswered
 from ckptd.protect.landing_sums import LandingSums

@@ -10,7 +10,7 @@ from ckptd.arena.arena import Arena, Slot, SlotRecord
 from ckptd.arena.frozen import content_of, frozen_record, own_bytes
 from ckptd.arena.sums import bad_blocks
 from ckptd.core.errors import CkptdError
-from ckptd.core.record_size import record_bytes
+from ckptd.core.state_map.record_size import record_bytes
 from ckptd.protect.fetch import Fetcher
 from ckptd.protect.peer_slot import DAMAGE, allocate
 from ckptd.wire.bulk import Changed

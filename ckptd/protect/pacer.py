@@ -1,4 +1,4 @@
-"""One token bucket for everything that this node sends or writes beside training: the shell around core/pacing.py.
+"""One token bucket for everything that this node sends or writes beside training: the shell around core/pacing/slowdown.py.
 
 Threads wait here without the interpreter's lock, in bounded slices, and can be called off. Restores are never paced. While a
 replica waits a flush gets what is left, but never nothing.
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from ckptd.core.bucket import BURST_S, SLICE_BYTES_MAX, Bucket
-from ckptd.core.pacing import (
+from ckptd.core.pacing.bucket import BURST_S, SLICE_BYTES_MAX, Bucket
+from ckptd.core.pacing.slowdown import (
     AT_DEADLINE,
     NO_STEPS,
     OFF,
@@ -25,8 +25,8 @@ from ckptd.core.pacing import (
     Pacing,
     needed_bytes_s,
 )
-from ckptd.core.traffic import CAPTURED, KEPT_S, WAITED, Traffic
-from ckptd.core.windows import Schedule, Span
+from ckptd.core.pacing.traffic import CAPTURED, KEPT_S, WAITED, Traffic
+from ckptd.core.pacing.windows import Schedule, Span
 from ckptd.protect.steprows import Row, check
 
 Mode = Literal["off", "aimd", "windows"]

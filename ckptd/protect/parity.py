@@ -14,12 +14,12 @@ from ckptd.arena.frozen import content_of, frozen_record, leans
 from ckptd.arena.sums import bad_blocks, block_count, block_sums
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
-from ckptd.core.instructions import MakeParity
-from ckptd.core.lanes import joined_digests, part_layout
-from ckptd.core.layout import Layout
-from ckptd.core.messages import Source
-from ckptd.core.parity_groups import stripes_held
-from ckptd.core.record_size import SUM_BYTES, record_bytes
+from ckptd.core.protocol.instructions import MakeParity
+from ckptd.core.protocol.messages import Source
+from ckptd.core.redundancy.lanes import joined_digests, part_layout
+from ckptd.core.redundancy.parity_groups import stripes_held
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.record_size import SUM_BYTES, record_bytes
 from ckptd.protect import cards as slot_cards
 from ckptd.protect.cards import Cards
 from ckptd.protect.columns import Columns, Read, Spans

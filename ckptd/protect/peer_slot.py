@@ -9,6 +9,6 @@ PACED_STREAMS = 1  # of a push that has a rate to keep
 
 
 def allocate(arena: Arena, job: str, rank: int, nbytes: int, record_bytes: int) -> Slot:
-    """In a thread: memory is touched for the first time. ``record_bytes``: core.record_size. Raises NoMemory."""
+    """In a thread: memory is touched for the first time. ``record_bytes``: core.state_map.record_size. Raises NoMemory."""
     uid = int(job.split("/", 1)[0])
     return arena.allocate(Tenant(job, uid, "peer", rank), nbytes, record_bytes)

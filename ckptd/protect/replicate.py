@@ -19,12 +19,12 @@ from ckptd.arena.arena import Arena, NoMemory, Slot, SlotRecord
 from ckptd.arena.frozen import leans
 from ckptd.arena.sums import block_count, live_blocks, lower_tier
 from ckptd.core.errors import CkptdError
-from ckptd.core.events import NO_MEMORY
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import Layout
-from ckptd.core.pacing import DEADLINE_S
-from ckptd.core.record_size import SUM_BYTES, record_bytes
+from ckptd.core.pacing.slowdown import DEADLINE_S
+from ckptd.core.protocol.events import NO_MEMORY
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.record_size import SUM_BYTES, record_bytes
 from ckptd.crew import Crew
 from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.landing_sums import LandingSums

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ckptd.core.windows import SPANS_MAX
+from ckptd.core.pacing.windows import SPANS_MAX
 from ckptd.wire.rank import TIMES_MAX
 
 Row = Sequence[float]  # begin and end on the machine's monotonic clock, steps between them, CAPTURED or WAITED (traffic.py)

@@ -11,8 +11,8 @@ import xxhash
 from ckptd.arena.arena import Slot, SlotRecord
 from ckptd.arena.payload import Payload
 from ckptd.arena.sums import bad_blocks, blocks_of, hash_shares
-from ckptd.core.layout import BLOCK_BYTES, Layout
-from ckptd.core.record_size import SUM_BYTES
+from ckptd.core.state_map.layout import BLOCK_BYTES, Layout
+from ckptd.core.state_map.record_size import SUM_BYTES
 
 Span = tuple[int, int]  # (offset, length)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ckptd.arena.arena import Slot
 from ckptd.arena.segment import Segment
-from ckptd.core.box import Box
-from ckptd.core.recovery import Piece
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.recovery import Piece
 
 
 @dataclass

@@ -12,17 +12,17 @@ import xxhash
 
 from ckptd.arena.arena import SlotRecord
 from ckptd.arena.sums import blocks_of
-from ckptd.core.box import runs
-from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.core.instructions import MakeParity
-from ckptd.core.lanes import Lane, Part, decodable
-from ckptd.core.layout import BLOCK_BYTES, Fragment, Layout
-from ckptd.core.linear import linear_offset
-from ckptd.core.messages import Source
-from ckptd.core.record_size import SUM_BYTES
-from ckptd.core.recovery import BY_PARITY, Held, Piece
+from ckptd.core.protocol.instructions import MakeParity
+from ckptd.core.protocol.messages import Source
+from ckptd.core.redundancy.lanes import Lane, Part, decodable
+from ckptd.core.redundancy.linear import linear_offset
+from ckptd.core.state_map.box import runs
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import BLOCK_BYTES, Fragment, Layout
+from ckptd.core.state_map.record_size import SUM_BYTES
+from ckptd.core.state_map.recovery import BY_PARITY, Held, Piece
 from ckptd.protect.columns import Columns, Undecodable
 from ckptd.protect.fetched import Away
 from ckptd.protect.settle import in_thread

@@ -9,8 +9,8 @@ from typing import Protocol
 from ckptd.arena.arena import Slot, SlotRecord
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.core.instructions import MakeParity
-from ckptd.core.layout import Layout
+from ckptd.core.protocol.instructions import MakeParity
+from ckptd.core.state_map.layout import Layout
 from ckptd.persist.reader import Checkpoint
 from ckptd.protect.columns import Columns
 from ckptd.protect.fetched import Fetched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckptd.core.lanes import Lane
+from ckptd.core.redundancy.lanes import Lane
 from ckptd.protect.fetched import Fetched
 
 Copy = tuple[str, int]  # (node, rank)

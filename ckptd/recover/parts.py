@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptd.core.box import split
-from ckptd.core.dtypes import ITEMSIZE
-from ckptd.core.recovery import OWN, Plan, Want
+from ckptd.core.state_map.box import split
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.recovery import OWN, Plan, Want
 
 SCRATCH_BYTES_MAX = 64 << 20  # for one rank: larger parts save no time worth its memory
 SCRATCH_BYTES_MIN = 1 << 20  # taken even beyond the budget: a full arena is no reason to lose a run

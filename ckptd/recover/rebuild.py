@@ -14,15 +14,25 @@ from functools import partial
 
 from ckptd.arena.arena import Slot
 from ckptd.arena.sums import bad_blocks, hash_shares
-from ckptd.core.box import Box, runs
-from ckptd.core.catalogue import Catalogue
-from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
-from ckptd.core.instructions import PrepareRestore
-from ckptd.core.layout import Layout
-from ckptd.core.protection import level, slice_classes
-from ckptd.core.recovery import DURABLE, OWN, PARITY, Held, Piece, Plan, SourceIndex, Want, plan_recovery
+from ckptd.core.protocol.instructions import PrepareRestore
+from ckptd.core.redundancy.protection import level, slice_classes
+from ckptd.core.state_map.box import Box, runs
+from ckptd.core.state_map.catalogue import Catalogue
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.recovery import (
+    DURABLE,
+    OWN,
+    PARITY,
+    Held,
+    Piece,
+    Plan,
+    SourceIndex,
+    Want,
+    plan_recovery,
+)
 from ckptd.persist.reader import Checkpoint
 from ckptd.recover.assembly import Assembly
 from ckptd.recover.by_parity import ByParity

@@ -7,9 +7,9 @@ import errno
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from ckptd.core.box import Box
 from ckptd.core.errors import CkptdError
-from ckptd.core.recovery import Piece
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.recovery import Piece
 from ckptd.crew import Crew
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import StorageError

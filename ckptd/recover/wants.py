@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgpack
 
-from ckptd.core.box import Box
-from ckptd.core.dtypes import ITEMSIZE
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import ITEMSIZE
 
 WANTS_MAX = 4_000_000  # slices of one rank
 NDIM_MAX = 64

@@ -14,7 +14,7 @@ import msgpack
 import msgspec
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.messages import Message
+from ckptd.core.protocol.messages import Message
 from ckptd.wire.peer import PEER_MESSAGES
 from ckptd.wire.strict import Unexpected, checker
 

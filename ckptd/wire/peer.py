@@ -1,4 +1,4 @@
-"""Messages between the shells of two daemons, beside core.messages, on the same control link (design D3, D4).
+"""Messages between the shells of two daemons, beside core.protocol.messages, on the same control link (design D3, D4).
 
 Bytes always flow by *push*: whoever receives issues the single-use ticket (wire.bulk), whoever sends connects with it.
 """

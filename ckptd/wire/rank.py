@@ -46,7 +46,7 @@ class Join:
     """At restore() or the first snapshot(): the world is fixed now. fds: [world], see wire/world.py.
 
     ``attempt`` is one random string for all ranks. ``ask`` is None or a RestoreAsk dict.
-    state_bytes: predicted live part of one snapshot; frozen_bytes: of its frozen part; record_bytes: of core.record_size.
+    state_bytes: predicted live part of one snapshot; frozen_bytes: of its frozen part; record_bytes: of core.state_map.record_size.
     After a reconnect (the daemon restarted, training went on) the client sends Hello, Offer and the *same* Join again:
     the attempt is the nonce of the running epoch, so the daemon answers Mapped* and Ready, and opens nothing.
     ``trains``: it had been told Ready. A daemon that lost what it knew asks the others of this world for that epoch.
@@ -105,7 +105,7 @@ class Called:
     this step.
 
     times: at most TIMES_MAX rows [begin, end, steps between them, what we did beside them: UNDISTURBED, CAPTURED or WAITED of
-    core/traffic.py], seconds of CLOCK_MONOTONIC.
+    core/pacing/traffic.py], seconds of CLOCK_MONOTONIC.
     spans: [begin, end] of each communication in the newest row, in seconds from its begin. Both only to a daemon whose Welcome
     asks for them (policy "pacing"), so older ones never see them."""
 
@@ -141,7 +141,7 @@ class GaveUp:
     grant: int
     step: int
     reason: str
-    written: dict[str, list[str]] = field(default_factory=dict)  # past the fence, as ckptd.core.written bounds it
+    written: dict[str, list[str]] = field(default_factory=dict)  # past the fence, as ckptd.core.protocol.written bounds it
 
 
 NOTHING_FROZEN = -1

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgpack
 
-from ckptd.core.catalogue import ALL
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.catalogue import ALL
 
 
 @dataclass(frozen=True)

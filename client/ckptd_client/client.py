@@ -202,7 +202,7 @@ class Client:
         self._engine.fence(self._fence_timeout_s)
         self._engine.drain(self._fence_timeout_s)
         deadline = time.monotonic() + self._restore_limit_s()
-        from ckptd.core import messages  # only who restores needs it
+        from ckptd.core.protocol import messages  # only who restores needs it
 
         try:
             ask = asdict(messages.RestoreAsk(step, source, allow_fresh))

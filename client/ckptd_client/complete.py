@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.machine.waiting import shown
+from ckptd.core.protocol.machine.waiting import shown
 from ckptd_client import hyper, nested, optim, watch
 from ckptd_client.entries import Entry, Owner, State, matches
 from ckptd_client.registry import Registry

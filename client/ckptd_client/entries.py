@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.machine.waiting import shown
+from ckptd.core.protocol.machine.waiting import shown
 
 KeyMap = Mapping[str, str] | Callable[[str], str]
 

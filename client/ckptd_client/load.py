@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptd.core.box import Box, contains
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.box import Box, contains
 from ckptd_client import accelerator, dtypes, libc
 from ckptd_client.segments import Segment, bytes_tensor
 from ckptd_client.wants import Target

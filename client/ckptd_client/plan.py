@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ckptd.core.balance import balanced_plan, plan_id, plan_id_apart
 from ckptd.core.errors import CkptdError
-from ckptd.core.layout import REPLICA, Fragment, Layout
-from ckptd.core.layout_build import LayoutItem, build_layout, place
-from ckptd.core.record_size import predicted_record
+from ckptd.core.state_map.balance import balanced_plan, plan_id, plan_id_apart
+from ckptd.core.state_map.layout import REPLICA, Fragment, Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout, place
+from ckptd.core.state_map.record_size import predicted_record
 from ckptd_client import _switches, apart, gradients, nested, optim
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import is_dtensor, local_of

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.machine.waiting import shown
+from ckptd.core.protocol.machine.waiting import shown
 from ckptd_client import _switches
 from ckptd_client.copying import Copy
 from ckptd_client.plan import Plan

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.events import NO_MEMORY, NOT_HERE
+from ckptd.core.protocol.events import NO_MEMORY, NOT_HERE
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object, read_memfd_object
 from ckptd.wire.world import pack_world

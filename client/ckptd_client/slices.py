@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ckptd.core.box import Box
 from ckptd.core.errors import CkptdError
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE
 from ckptd_client import dtypes
 from ckptd_client.entries import Entry, State, matches
 from ckptd_client.naming import is_dtensor, local_of, root_mesh

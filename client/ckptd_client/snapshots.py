@@ -13,10 +13,10 @@ import msgpack
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.events import NO_MEMORY
 from ckptd.core.failpoint import failpoint
-from ckptd.core.machine.waiting import FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, NO_STEWARD, shown
-from ckptd.core.written import bounded
+from ckptd.core.protocol.events import NO_MEMORY
+from ckptd.core.protocol.machine.waiting import FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, NO_STEWARD, shown
+from ckptd.core.protocol.written import bounded
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
 from ckptd_client import complete, fence, gradients, libc, resolve, tree

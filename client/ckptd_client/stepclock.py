@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckptd.core.pacing import ROW_S_MIN
-from ckptd.core.traffic import CAPTURED, UNDISTURBED, WAITED
-from ckptd.core.windows import SPANS_MAX
+from ckptd.core.pacing.slowdown import ROW_S_MIN
+from ckptd.core.pacing.traffic import CAPTURED, UNDISTURBED, WAITED
+from ckptd.core.pacing.windows import SPANS_MAX
 from ckptd.wire.rank import TIMES_MAX
 
 REPORT_S = 1.0  # a job that calls snapshot() rarely reports so often all the same

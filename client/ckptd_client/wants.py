@@ -14,8 +14,8 @@ import msgpack
 import torch
 from torch import Tensor
 
-from ckptd.core.box import Box
-from ckptd.core.machine.waiting import shown
+from ckptd.core.protocol.machine.waiting import shown
+from ckptd.core.state_map.box import Box
 from ckptd_client import apart, dtypes, gradients, modules, nested, optim, reshaping, resolve, rng, tree
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.claims import family_of

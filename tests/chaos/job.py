@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from ckptd.core.machine.steward.grants import FULL_S
-from ckptd.core.redundancy import parse
+from ckptd.core.protocol.machine.steward.grants import FULL_S
+from ckptd.core.redundancy.policies import parse
 from ckptd.wire.keys import ClusterKey
 from tests.chaos.oracle import Broken, Oracle, Verdict
 from tests.chaos.records import Records

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from ckptd.core.layout import REPLICA
+from ckptd.core.state_map.layout import REPLICA
 from ckptd.demo.job import free_port
 from tests.cluster.nodes import REPO
 from tests.node.rank_daemon_double import RankDaemonDouble

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
 from tests.core.machines import EPOCH, Member, at, only, record_of
 
 FOUR = record_of("abcd")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.machine.steward.flush import (
+from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.flush import (
     Flush,
 )
-from ckptd.core.policy import Policy
 from tests.core.machines import EPOCH, Steward, only, record_of, sent
 
 OLD = EPOCH - 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptd.core import messages as msg
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import messages as msg
 from tests.core.machines import Steward, record_of
 
 POLICY = Policy(replicas=1, durable=False)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
-from ckptd.core.layout import Layout
-from ckptd.core.layout_build import build_layout
-from ckptd.core.machine.machine import JobMachine
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.machine import JobMachine
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.layout_build import build_layout
 
 TICK_S = 0.25
 EPOCH = 5

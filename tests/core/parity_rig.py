@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptd.core import events as ev
-from ckptd.core import messages as msg
-from ckptd.core.lanes import Part, part_layout
 from ckptd.core.policy import Policy
-from ckptd.core.redundancy import Parity
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import messages as msg
+from ckptd.core.redundancy.lanes import Part, part_layout
+from ckptd.core.redundancy.policies import Parity
 from tests.core.machines import EPOCH, Steward, at, layout, member, record_of
 
 PATIENCE_S = 4.0

@@ -10,9 +10,9 @@ import random
 import statistics
 from dataclasses import dataclass, field
 
-from ckptd.core.bucket import BURST_S, Bucket
-from ckptd.core.pacing import ROW_S_MIN, Pacing
-from ckptd.core.traffic import Traffic
+from ckptd.core.pacing.bucket import BURST_S, Bucket
+from ckptd.core.pacing.slowdown import ROW_S_MIN, Pacing
+from ckptd.core.pacing.traffic import Traffic
 
 CHUNK = 4 << 20  # unpaced, one send
 QUEUE_BYTES = 1 << 20  # of the socket

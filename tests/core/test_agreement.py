@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from ckptd.core.agreement import Agreement, agree, object_name, tensor_name
-from ckptd.core.box import Box
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Layout
-from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.state_map.agreement import Agreement, agree, object_name, tensor_name
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.core.worlds import World, digest, quick, worlds
 
 WHOLE = Box((0,), (4,))

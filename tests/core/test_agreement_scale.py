@@ -9,11 +9,11 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core import agreement
-from ckptd.core.agreement import Agreement, _different_plans, agree, object_name, tensor_name
-from ckptd.core.box import Box, disjoint, intersect
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
-from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.state_map import agreement
+from ckptd.core.state_map.agreement import Agreement, _different_plans, agree, object_name, tensor_name
+from ckptd.core.state_map.box import Box, disjoint, intersect
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.core.worlds import boxes_in, cells, digest, tilings
 
 SHAPES = ((4,), (4, 6), (6, 4, 2), (), (0, 3))

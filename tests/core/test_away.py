@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.machine.steward.certify import REPEAT_S
-from ckptd.core.machine.steward.grants import FULL_S
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.certify import REPEAT_S
+from ckptd.core.protocol.machine.steward.grants import FULL_S
 from tests.core import elect
 from tests.core.certificates import BOTH, OLD, released, steward
 from tests.core.elect import BEFORE, A, B, C, Elect

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.balance import balanced_plan, plan_id
+from ckptd.core.state_map.balance import balanced_plan, plan_id
 from tests.core.worlds import quick
 
 items = st.dictionaries(st.text("abc", min_size=1, max_size=4), st.integers(0, 1000), max_size=30).map(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.box import (
+from ckptd.core.state_map.box import (
     Box,
     contains,
     covers,
@@ -187,7 +187,7 @@ def test_split_gives_bounded_contiguous_pieces_in_order(data: st.DataObject, sha
 
 def test_boxes_that_cross_in_many_dimensions_are_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Box i is cut in dimension i alone: a sweep needs 2**n steps. What was not proven to be covered is not."""
-    monkeypatch.setattr("ckptd.core.box.SWEEP_STEPS_MAX", 10_000)
+    monkeypatch.setattr("ckptd.core.state_map.box.SWEEP_STEPS_MAX", 10_000)
     dims = 40
     boxes = [Box((0,) * dims, tuple(1 if dim == cut else 2 for dim in range(dims))) for cut in range(dims)]
     whole = Box.whole((2,) * dims)

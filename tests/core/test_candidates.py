@@ -7,14 +7,14 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.box import Box
-from ckptd.core.candidates import Candidates, find_candidates
 from ckptd.core.ids import SnapshotId
-from ckptd.core.lanes import Lane, Member, Part, joined_digests, part_layout
-from ckptd.core.layout import MAYBE, REPLICA, Layout
-from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.linear import linear_bytes
-from ckptd.core.messages import HoldingFact, RestoreAsk
+from ckptd.core.protocol.candidates import Candidates, find_candidates
+from ckptd.core.protocol.messages import HoldingFact, RestoreAsk
+from ckptd.core.redundancy.lanes import Lane, Member, Part, joined_digests, part_layout
+from ckptd.core.redundancy.linear import linear_bytes
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, REPLICA, Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.core.test_protection import complete
 from tests.core.worlds import World, epoch, fsdp, quick, worlds
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.machine.capture import GRANTS_KEPT_MAX, TEXT_CHARS_MAX
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.capture import GRANTS_KEPT_MAX, TEXT_CHARS_MAX
 from tests.core.machines import EPOCH, Member, at, fact, layout, only, record_of
 
 POLICY = Policy(replicas=1, durable=False)

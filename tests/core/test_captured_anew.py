@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.machine.steward.certify import REPEAT_S
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.certify import REPEAT_S
 from tests.core import flushes, parity_rig
 from tests.core.certificates import steward
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only

@@ -8,10 +8,10 @@ import msgpack
 import pytest
 from hypothesis import given
 
-from ckptd.core.box import Box
-from ckptd.core.catalogue import Catalogue, TensorEntry, object_names
-from ckptd.core.layout import MAYBE
-from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.catalogue import Catalogue, TensorEntry, object_names
+from ckptd.core.state_map.layout import MAYBE
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.core.worlds import World, quick, worlds
 
 
@@ -47,9 +47,9 @@ def test_the_format_that_ranks_read() -> None:
 
 def test_a_catalogue_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     data = Catalogue.from_layouts({}, {}, []).to_bytes()
-    monkeypatch.setattr("ckptd.core.catalogue.CATALOGUE_BYTES_MAX", len(data))
+    monkeypatch.setattr("ckptd.core.state_map.catalogue.CATALOGUE_BYTES_MAX", len(data))
     assert Catalogue.from_bytes(data).world == 0
-    monkeypatch.setattr("ckptd.core.catalogue.CATALOGUE_BYTES_MAX", len(data) - 1)
+    monkeypatch.setattr("ckptd.core.state_map.catalogue.CATALOGUE_BYTES_MAX", len(data) - 1)
     with pytest.raises(ValueError, match="at most"):
         Catalogue.from_bytes(data)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import SnapshotId
-from ckptd.core.machine.steward.certify import IDLE_S, REPEAT_S, REPEATS_LIVELY
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.certify import IDLE_S, REPEAT_S, REPEATS_LIVELY
 from tests.core.certificates import BOTH, OLD, OLD_ONES, released, steward
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.agreement import tensor_name
-from ckptd.core.box import Box
-from ckptd.core.layout import REPLICA
-from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.machine.steward.certify import REPEAT_S
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.certify import REPEAT_S
+from ckptd.core.state_map.agreement import tensor_name
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import REPLICA
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.core.certificates import BOTH, BOTH_HELD, OLD, OLD_ONES, released, released_since, steward
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 

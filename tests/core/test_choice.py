@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.choice import choose
-from ckptd.core.redundancy import Parity, Redundancy, Replicas
-from ckptd.core.sizing import Sizing
+from ckptd.core.redundancy.choice import choose
+from ckptd.core.redundancy.policies import Parity, Redundancy, Replicas
+from ckptd.core.redundancy.sizing import Sizing
 from tests.core.worlds import quick
 
 GIB = 1 << 30

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import messages as msg
-from ckptd.core.machine.steward.decide import CLAIM_GAP, spread
-from ckptd.core.machine.steward.restore import DECISIONS_MAX, NO_NUMBER
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.decide import CLAIM_GAP, spread
+from ckptd.core.protocol.machine.steward.restore import DECISIONS_MAX, NO_NUMBER
 from tests.core.elect import BEFORE, BOTH, OLD, Elect
 from tests.core.machines import sent
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.machine.steward.decide import CLAIM_SPREAD, spread
-from ckptd.core.machine.steward.gather import FRESH_S
-from ckptd.core.machine.steward.restore import (
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.decide import CLAIM_SPREAD, spread
+from ckptd.core.protocol.machine.steward.gather import FRESH_S
+from ckptd.core.protocol.machine.steward.restore import (
     CLAIM_TIMEOUT_S,
 )
-from ckptd.core.redundancy import Parity, Redundancy, Replicas
+from ckptd.core.redundancy.policies import Parity, Redundancy, Replicas
 from tests.core.elect import ASK, BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
 from tests.core.machines import at, layout, member, only, sent
 

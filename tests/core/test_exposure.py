@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptd.core.exposure import REPAIR, SNAPSHOT, TRACKED_MAX, Exposure
 from ckptd.core.ids import SnapshotId
+from ckptd.core.redundancy.exposure import REPAIR, SNAPSHOT, TRACKED_MAX, Exposure
 
 
 def sid(step: int) -> SnapshotId:

@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord
-from ckptd.core.machine.steward.certify import REPEAT_S
-from ckptd.core.machine.steward.flush import (
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.certify import REPEAT_S
+from ckptd.core.protocol.machine.steward.flush import (
     ASKS_KEPT_MAX,
     BACKOFF_MAX_S,
     MEND_S,
 )
-from ckptd.core.machine.steward.grants import FULL_S, RETURN_S
-from ckptd.core.machine.steward.guards import KEEP_FAILURES_MAX
-from ckptd.core.machine.steward.protecting import PATIENCE_S
-from ckptd.core.machine.steward.steward import READ_AGAIN_S
-from ckptd.core.machine.uplink import KNOCK_S
+from ckptd.core.protocol.machine.steward.grants import FULL_S, RETURN_S
+from ckptd.core.protocol.machine.steward.guards import KEEP_FAILURES_MAX
+from ckptd.core.protocol.machine.steward.protecting import PATIENCE_S
+from ckptd.core.protocol.machine.steward.steward import READ_AGAIN_S
+from ckptd.core.protocol.machine.uplink import KNOCK_S
 from tests.core import parity_rig
 from tests.core.flushes import (
     OLD,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.machine.steward.flush import (
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.flush import (
     BACKOFF_ASKED_MAX_S,
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core.events import DurableRead, NodeDown, RankLeft
 from ckptd.core.ids import EpochRecord, NodeInfo
-from ckptd.core.instructions import Alarm, Bury
-from ckptd.core.life import Tombstone, grave
-from ckptd.core.machine.lifetime import RETURN_S
-from ckptd.core.machine.steward.decide import decide
-from ckptd.core.machine.steward.gather import Gather
-from ckptd.core.messages import Inventory, RestoreAsk
 from ckptd.core.policy import Policy
+from ckptd.core.protocol.events import DurableRead, NodeDown, RankLeft
+from ckptd.core.protocol.instructions import Alarm, Bury
+from ckptd.core.protocol.life import Tombstone, grave
+from ckptd.core.protocol.machine.lifetime import RETURN_S
+from ckptd.core.protocol.machine.steward.decide import decide
+from ckptd.core.protocol.machine.steward.gather import Gather
+from ckptd.core.protocol.messages import Inventory, RestoreAsk
 from tests.core.elect import BEFORE, BOTH, OLD, Elect
 from tests.core.machines import EPOCH, Node, at, only, record_of
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ckptd.core.galois import (
+from ckptd.core.redundancy.galois import (
     COLUMNS_MAX,
     POLYNOMIAL,
     Matrix,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord
-from ckptd.core.life import Tombstone
-from ckptd.core.machine.steward.gather import FRESH_S, NEWCOMER_S, Gather
-from ckptd.core.machine.steward.restore import (
+from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.life import Tombstone
+from ckptd.core.protocol.machine.steward.gather import FRESH_S, NEWCOMER_S, Gather
+from ckptd.core.protocol.machine.steward.restore import (
     REFUSALS_KEPT_MAX,
 )
-from ckptd.core.machine.uplink import KNOCK_S
-from ckptd.core.policy import Policy
+from ckptd.core.protocol.machine.uplink import KNOCK_S
 from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
 from tests.core.machines import at, member, only, sent
 

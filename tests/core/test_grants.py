@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.machine.steward.grants import REFUSED_PAUSE_S, REPEAT_S, RETURN_S, STUCK_S
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.grants import REFUSED_PAUSE_S, REPEAT_S, RETURN_S, STUCK_S
 from tests.core.granting import POLICY, granted, steward
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import NodeInfo, SnapshotId
-from ckptd.core.layout_build import build_layout
-from ckptd.core.machine.machine import JobMachine
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.machine import JobMachine
+from ckptd.core.state_map.layout_build import build_layout
 from tests.core.machines import EPOCH, Member, at, layout, only, record_of
 
 HERE = NodeInfo("b", "tcp://b", "b", "b", "b#1")

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
-from ckptd.core.life import Tombstone
-from ckptd.core.machine.machine import JobMachine
-from ckptd.core.machine.steward.restore import LEFT_PATIENCE_S
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.life import Tombstone
+from ckptd.core.protocol.machine.machine import JobMachine
+from ckptd.core.protocol.machine.steward.restore import LEFT_PATIENCE_S
 from tests.core.machines import EPOCH, Node, at, layout, record_of, sent
 
 A, B = (NodeInfo(name, f"tcp://{name}", name, name, f"{name}#1") for name in "ab")

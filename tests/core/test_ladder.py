@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptd.core.ids import NodeInfo
-from ckptd.core.ladder import DOWN_S, UP_MAX_S, UP_S, Ladder, rungs
-from ckptd.core.redundancy import Parity, Redundancy, Replicas
+from ckptd.core.redundancy.ladder import DOWN_S, UP_MAX_S, UP_S, Ladder, rungs
+from ckptd.core.redundancy.policies import Parity, Redundancy, Replicas
 
 
 def nodes(count: int, domains: int | None = None) -> list[NodeInfo]:

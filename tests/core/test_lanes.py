@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from ckptd.core.ids import EpochRecord, NodeInfo
-from ckptd.core.lanes import (
+from ckptd.core.redundancy.lanes import (
     NOBODY,
     Lane,
     Member,
@@ -23,8 +23,8 @@ from ckptd.core.lanes import (
     tolerance,
     unpacked_part,
 )
-from ckptd.core.layout import Layout
-from ckptd.core.redundancy import GROUP_MAX, Parity, Replicas
+from ckptd.core.redundancy.policies import GROUP_MAX, Parity, Replicas
+from ckptd.core.state_map.layout import Layout
 
 
 def record(ranks_per_node: list[int], domains: list[str] | None = None) -> EpochRecord:

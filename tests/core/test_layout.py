@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.box import Box
-from ckptd.core.dtypes import ITEMSIZE
-from ckptd.core.layout import ALIGN_BYTES, UNIQUE, Layout
-from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.layout_check import decode_layout
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import ALIGN_BYTES, UNIQUE, Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
+from ckptd.core.state_map.layout_check import decode_layout
 from tests.core.worlds import World, quick, worlds
 
 HEAD = ("version", "rank", "world", "objects_capacity", "payload_bytes", "plan_id", "aliases", "rows")

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.life import TRANSITIONS, JobLife, Life, Order, Tombstone, expired, orders, revives, spare
-from ckptd.core.machine.lifetime import RETURN_S, told_life
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import life as lives
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.life import JobLife, Life, Order, Tombstone, expired, orders, revives, spare
+from ckptd.core.protocol.machine.lifetime import RETURN_S, told_life
 from tests.core.certificates import steward
 from tests.core.elect import BEFORE, BOTH, OLD, A, B, C, Elect
 from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, only, record_of, sent
@@ -45,7 +46,7 @@ def test_no_transition_but_those_of_the_table() -> None:
     for state in Life:
         for other in Life:
             life = JobLife(state)
-            assert life.may_become(other) == ((state, other) in TRANSITIONS)
+            assert life.may_become(other) == ((state, other) in lives.TRANSITIONS)
             if not life.may_become(other):
                 with pytest.raises(AssertionError):
                     life.become(other, 0.0)

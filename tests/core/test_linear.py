@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckptd.core.box import Box
-from ckptd.core.layout import BLOCK_BYTES, Layout
-from ckptd.core.layout_build import build_layout
-from ckptd.core.linear import linear_bytes, linear_offset, payload_spans
+from ckptd.core.redundancy.linear import linear_bytes, linear_offset, payload_spans
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import BLOCK_BYTES, Layout
+from ckptd.core.state_map.layout_build import build_layout
 from tests.node.slots import frozen_layout
 
 SIZES = (3, 0, BLOCK_BYTES + 5, 64, 2 * BLOCK_BYTES, 1)

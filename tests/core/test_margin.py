@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.core import events as ev
+from ckptd.core.protocol import events as ev
 from tests.core.granting import POLICY, granted, steward
 from tests.core.machines import Steward
 

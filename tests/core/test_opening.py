@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.machine.joining import ATTEMPTS_KEPT_MAX, PATIENCE_S, RESTORE_PATIENCE
-from ckptd.core.machine.opening import REJOIN_S
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.joining import ATTEMPTS_KEPT_MAX, PATIENCE_S, RESTORE_PATIENCE
+from ckptd.core.protocol.machine.opening import REJOIN_S
 from tests.core.machines import EPOCH, Node, at, layout, only, record_of, sent
 
 POLICY = Policy(replicas=1, durable=False, restore_timeout_s=10.0, join_timeout_s=20.0, inventory_timeout_s=2.0)
@@ -354,7 +354,7 @@ def test_an_epoch_that_left_snapshots_here_has_trained() -> None:
 
 
 def held(record: EpochRecord) -> tuple[Any, Any, Any]:
-    from ckptd.core.machine.slots import Slot
+    from ckptd.core.protocol.machine.slots import Slot
 
     one = layout(1, 3)
     return Slot(9, 1, own=True), msg.HoldingFact(at(5, record.number), 1, 0, one.layout_id), one

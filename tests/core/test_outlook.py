@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.lanes import Lane, Member, tolerance
-from ckptd.core.outlook import (
+from ckptd.core.pacing.rates import CAPTURE, ENCODING, REPLICA, SEAL, Pace, Rates
+from ckptd.core.redundancy.lanes import Lane, Member, tolerance
+from ckptd.core.redundancy.outlook import (
     ALL,
     DOMAIN,
     FAILURES,
@@ -23,8 +24,7 @@ from ckptd.core.outlook import (
     fatal_places,
     outlooks,
 )
-from ckptd.core.protection import level, slice_classes
-from ckptd.core.rates import CAPTURE, ENCODING, REPLICA, SEAL, Pace, Rates
+from ckptd.core.redundancy.protection import level, slice_classes
 from tests.core.worlds import World, fsdp, quick, worlds
 
 DOMAINS = {"a": "rack1", "b": "rack1", "c": "rack2"}

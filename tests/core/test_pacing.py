@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from ckptd.core.pacing import (
+from ckptd.core.pacing.slowdown import (
     AT_DEADLINE,
     AT_FLOOR,
     HELD,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.ids import NodeInfo
-from ckptd.core.parity_groups import (
+from ckptd.core.redundancy.parity_groups import (
     CHUNK_ALIGN_BYTES,
     chunk_bytes,
     data_index,
@@ -22,7 +22,7 @@ from ckptd.core.parity_groups import (
     parity_seats,
     stripes_held,
 )
-from ckptd.core.redundancy import Parity
+from ckptd.core.redundancy.policies import Parity
 from tests.core.worlds import node, quick
 
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import SnapshotId
-from ckptd.core.ladder import DOWN_S, UP_S
-from ckptd.core.lanes import Lane, Member, Part
-from ckptd.core.linear import linear_bytes
-from ckptd.core.machine.steward.certify import REPEAT_S
-from ckptd.core.machine.steward.draining import AGAIN_S, FOLLOWS_S
 from ckptd.core.policy import Policy
-from ckptd.core.redundancy import Parity
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.certify import REPEAT_S
+from ckptd.core.protocol.machine.steward.draining import AGAIN_S, FOLLOWS_S
+from ckptd.core.redundancy.ladder import DOWN_S, UP_S
+from ckptd.core.redundancy.lanes import Lane, Member, Part
+from ckptd.core.redundancy.linear import linear_bytes
+from ckptd.core.redundancy.policies import Parity
 from tests.core.certificates import OLD, released
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 from tests.core.parity_rig import (

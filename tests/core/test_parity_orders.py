@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.lanes import Lane, Part, part_layout
-from ckptd.core.lanes import Member as Position
-from ckptd.core.machine.steward.certify import IDLE_S, REPEAT_S
-from ckptd.core.machine.steward.flush import MEND_S
-from ckptd.core.machine.steward.grants import FULL_S
 from ckptd.core.policy import Policy
-from ckptd.core.redundancy import Parity
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.certify import IDLE_S, REPEAT_S
+from ckptd.core.protocol.machine.steward.flush import MEND_S
+from ckptd.core.protocol.machine.steward.grants import FULL_S
+from ckptd.core.redundancy.lanes import Lane, Part, part_layout
+from ckptd.core.redundancy.lanes import Member as Position
+from ckptd.core.redundancy.policies import Parity
 from tests.core.flushes import ask, step_of
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 from tests.core.parity_rig import (

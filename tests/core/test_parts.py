@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.lanes import Lane, Part
-from ckptd.core.lanes import Member as Position
-from ckptd.core.machine.encoding import FAILURES_MAX
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.encoding import FAILURES_MAX
+from ckptd.core.redundancy.lanes import Lane, Part
+from ckptd.core.redundancy.lanes import Member as Position
 from tests.core.machines import EPOCH, Member, at, layout, only, record_of
 
 LANE = Lane(3, 0, 1, tuple(Position(rank, 64, layout(rank, 3).layout_id) for rank in range(3)))

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from ckptd.core.machine.steward.snapshot import TRANSITIONS, Phase, SnapshotState
-from ckptd.core.messages import Certificate
+from ckptd.core.protocol.machine.steward.snapshot import TRANSITIONS, Phase, SnapshotState
+from ckptd.core.protocol.messages import Certificate
 from tests.core.certificates import steward
 from tests.core.machines import EPOCH, at, fact
 from tests.states import table, written

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.ids import NodeInfo
-from ckptd.core.placement import alternatives, peers, preference, seats
+from ckptd.core.redundancy.placement import alternatives, peers, preference, seats
 from tests.core.worlds import node, quick
 
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core import probability
 from ckptd.core.ids import NodeInfo
-from ckptd.core.probability import Chance, Fatal, recovery, wilson
-from ckptd.core.redundancy import Parity, Redundancy, Replicas
-from ckptd.core.scheme import Scheme, ring, scheme
+from ckptd.core.redundancy import probability
+from ckptd.core.redundancy.policies import Parity, Redundancy, Replicas
+from ckptd.core.redundancy.probability import Chance, Fatal, recovery, wilson
+from ckptd.core.redundancy.scheme import Scheme, ring, scheme
 from tests.core.worlds import node, quick
 
 

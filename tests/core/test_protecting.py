@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckptd.core.machine.context import Context
-from ckptd.core.machine.steward.protecting import PATIENCE_MAX_S, PATIENCE_S, SLACK, Protecting
-from ckptd.core.machine.steward.snapshot import SnapshotState
 from ckptd.core.policy import Policy
-from ckptd.core.redundancy import Replicas
+from ckptd.core.protocol.machine.context import Context
+from ckptd.core.protocol.machine.steward.protecting import PATIENCE_MAX_S, PATIENCE_S, SLACK, Protecting
+from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
+from ckptd.core.redundancy.policies import Replicas
 from tests.core.machines import EPOCH, at, member, record_of
 
 WANTED = 2

@@ -7,10 +7,10 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.box import Box
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE
-from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.protection import level, slice_classes
+from ckptd.core.redundancy.protection import level, slice_classes
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.core.worlds import World, fsdp, quick, worlds
 
 Holders = dict[int, list[tuple[str, int]]]

@@ -9,11 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.box import Box, contains, covers, runs
-from ckptd.core.dtypes import ITEMSIZE
-from ckptd.core.layout import MAYBE, REPLICA
-from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.recovery import DURABLE, OWN, PARITY, PEER, Held, Plan, SourceIndex, Want, plan_recovery
+from ckptd.core.state_map.box import Box, contains, covers, runs
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import MAYBE, REPLICA
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
+from ckptd.core.state_map.recovery import (
+    DURABLE,
+    OWN,
+    PARITY,
+    PEER,
+    Held,
+    Plan,
+    SourceIndex,
+    Want,
+    plan_recovery,
+)
 from tests.core.worlds import World, boxes_in, cells, elements, fsdp, quick, rows_of, value, worlds
 
 Damage = set[tuple[str, int] | tuple[str, int, int]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.redundancy import FORMS, GROUP_MAX, Parity, Redundancy, Replicas, attainable, parse
+from ckptd.core.redundancy.policies import FORMS, GROUP_MAX, Parity, Redundancy, Replicas, attainable, parse
 from tests.core.worlds import quick
 
 

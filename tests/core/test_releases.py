@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.machine.steward.certify import REPEAT_S
-from ckptd.core.machine.steward.protecting import PATIENCE_S
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.certify import REPEAT_S
+from ckptd.core.protocol.machine.steward.protecting import PATIENCE_S
 from tests.core.certificates import BOTH, released, steward
 from tests.core.flushes import step_of
 from tests.core.machines import Steward, at, fact, layout, only, record_of

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord
-from ckptd.core.machine.replicate import EXTRAS_MAX, FIRST_RETRY_S, RECHECK_S, REFUSALS_MAX
 from ckptd.core.policy import Policy
-from ckptd.core.redundancy import parse
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.replicate import EXTRAS_MAX, FIRST_RETRY_S, RECHECK_S, REFUSALS_MAX
+from ckptd.core.redundancy.policies import parse
 from tests.core.copying import FOUR, copies, holders, member, sent
 from tests.core.machines import EPOCH, Member, at, fact, layout, only, record_of
 

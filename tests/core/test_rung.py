@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.ladder import DOWN_S, UP_S
-from ckptd.core.lanes import Lane, Part
-from ckptd.core.lanes import Member as LaneMember
-from ckptd.core.machine.shortage import CALM_S
-from ckptd.core.machine.steward.certify import REPEAT_S
-from ckptd.core.machine.steward.rung import AFTERWARDS_S
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.shortage import CALM_S
+from ckptd.core.protocol.machine.steward.certify import REPEAT_S
+from ckptd.core.protocol.machine.steward.rung import AFTERWARDS_S
+from ckptd.core.redundancy.ladder import DOWN_S, UP_S
+from ckptd.core.redundancy.lanes import Lane, Part
+from ckptd.core.redundancy.lanes import Member as LaneMember
 from tests.core.machines import EPOCH, Member, Steward, at, only, record_of
 from tests.core.parity_rig import make, orders
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import messages as msg
-from ckptd.core.machine.uplink import RESENT_MAX
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.uplink import RESENT_MAX
 from tests.core.machines import EPOCH, Member, record_of
 from tests.core.test_sessions import POLICY
 

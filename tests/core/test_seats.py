@@ -7,12 +7,12 @@ from dataclasses import asdict
 import msgspec
 
 from ckptd.core.ids import EpochRecord, NodeInfo, parallel_groups
-from ckptd.core.lanes import seatings
-from ckptd.core.machine.context import place_in_order, succession
-from ckptd.core.machine.replicate import preference
-from ckptd.core.machine.steward.decide import decide
-from ckptd.core.machine.steward.gather import Gather
-from ckptd.core.redundancy import Parity, Redundancy, Replicas
+from ckptd.core.protocol.machine.context import place_in_order, succession
+from ckptd.core.protocol.machine.replicate import preference
+from ckptd.core.protocol.machine.steward.decide import decide
+from ckptd.core.protocol.machine.steward.gather import Gather
+from ckptd.core.redundancy.lanes import seatings
+from ckptd.core.redundancy.policies import Parity, Redundancy, Replicas
 
 
 def node(number: int, group: str = "") -> NodeInfo:

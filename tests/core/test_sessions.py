@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.machine.steward.sessions import BUFFERED_MAX, KEEPALIVE_S
-from ckptd.core.machine.uplink import KNOCK_S, OUTBOX_MAX, SESSIONS_LEFT_MAX, SILENT_LEAST_S
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.sessions import BUFFERED_MAX, KEEPALIVE_S
+from ckptd.core.protocol.machine.uplink import KNOCK_S, OUTBOX_MAX, SESSIONS_LEFT_MAX, SILENT_LEAST_S
 from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, only, record_of
 
 POLICY = Policy(replicas=1, durable=False, steward_timeout_s=4.0)

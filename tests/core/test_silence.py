@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckptd.core import events as ev
-from ckptd.core import messages as msg
 from ckptd.core.ids import NodeInfo
-from ckptd.core.machine.machine import SPOKE_S, JobMachine
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.machine import SPOKE_S, JobMachine
 
 A = NodeInfo("a", "tcp://a", "a", "a", "a#1")
 TICK_S = 0.25

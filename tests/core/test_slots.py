@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import instructions as ins
-from ckptd.core.machine.context import Context
-from ckptd.core.machine.slots import FILLING, FREE, SEALED, VOIDS_KEPT_MAX, Slot, Slots
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.machine.context import Context
+from ckptd.core.protocol.machine.slots import FILLING, FREE, SEALED, VOIDS_KEPT_MAX, Slot, Slots
 from tests.core.machines import EPOCH, at, fact, layout, member, record_of
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptd.core.instructions import Send
-from ckptd.core.lanes import Lane, Member, Part, joined_digests, part_layout
-from ckptd.core.machine.context import Context
-from ckptd.core.machine.steward.snapshot import SnapshotState
-from ckptd.core.machine.steward.table import RELEASED_KEPT_MAX, SnapshotTable
-from ckptd.core.messages import Certificate, HoldingFact, LayoutRequest
 from ckptd.core.policy import Policy
+from ckptd.core.protocol.instructions import Send
+from ckptd.core.protocol.machine.context import Context
+from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
+from ckptd.core.protocol.machine.steward.table import RELEASED_KEPT_MAX, SnapshotTable
+from ckptd.core.protocol.messages import Certificate, HoldingFact, LayoutRequest
+from ckptd.core.redundancy.lanes import Lane, Member, Part, joined_digests, part_layout
 from tests.core.machines import EPOCH, at, fact, layout, member
 
 WORLD = 3

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import messages as msg
 from ckptd.core.ids import SnapshotId
-from ckptd.core.machine.steward.restore import STRAGGLERS_S
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.restore import STRAGGLERS_S
 from tests.core.elect import BEFORE, LAYOUTS, OLD, A, B, C, Elect
 from tests.core.machines import at, layout, sent
 

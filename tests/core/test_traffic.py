@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.bucket import BURST_S, SLICE_BYTES_MAX, SLICE_BYTES_MIN, Bucket
-from ckptd.core.steptimes import BASELINE_ROWS_MIN, CHANGE_ROWS, WARMUP_ROWS, Cadence, StepTimes
-from ckptd.core.traffic import GUARD_S, INTERVALS_MAX, Intervals, Traffic
+from ckptd.core.pacing.bucket import BURST_S, SLICE_BYTES_MAX, SLICE_BYTES_MIN, Bucket
+from ckptd.core.pacing.steptimes import BASELINE_ROWS_MIN, CHANGE_ROWS, WARMUP_ROWS, Cadence, StepTimes
+from ckptd.core.pacing.traffic import GUARD_S, INTERVALS_MAX, Intervals, Traffic
 
 RATE = 1e6
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.machine.steward.gather import FRESH_S
-from ckptd.core.machine.steward.restore import (
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.gather import FRESH_S
+from ckptd.core.protocol.machine.steward.restore import (
     AWAY_PAUSE_S_MAX,
     DECISIONS_MAX,
     LEFT_PATIENCE_S,

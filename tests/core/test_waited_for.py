@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import SnapshotId
-from ckptd.core.machine.asks import ASKS_MAX, OUTDONE, REPEAT_S, WAITED_FOR_S
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.asks import ASKS_MAX, OUTDONE, REPEAT_S, WAITED_FOR_S
 from tests.core.certificates import steward
 from tests.core.machines import EPOCH, Member, Steward, at, fact, only, record_of, usual_grant
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import messages as msg
-from ckptd.core.machine import view
-from ckptd.core.machine.steward.flush import BACKOFF_FIRST_S
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine import view
+from ckptd.core.protocol.machine.steward.flush import BACKOFF_FIRST_S
 from tests.core import flushes
 from tests.core.machines import EPOCH, Member, Steward, fact, layout, record_of
 

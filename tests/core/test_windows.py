@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.windows import (
+from ckptd.core.pacing.windows import (
     ALPHA_S,
     GAMMA,
     PHASE_STEPS_MAX,

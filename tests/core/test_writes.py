@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.box import Box
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE
-from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.messages import WritePiece
-from ckptd.core.writes import assign_writes
+from ckptd.core.protocol.messages import WritePiece
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
+from ckptd.core.state_map.writes import assign_writes
 from tests.core.test_protection import complete
 from tests.core.worlds import World, fsdp, quick, worlds
 

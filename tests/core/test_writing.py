@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.machine.writing import WRITES_KEPT_MAX
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.writing import WRITES_KEPT_MAX
 from tests.core.machines import EPOCH, Member, at, layout, only, record_of, sent
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
-from ckptd.core.machine.steward.grants import REPEAT_S
-from ckptd.core.written import KEYS_MAX, NAME_BYTES_MAX, OWNERS_MAX, bounded, checked, merged
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.grants import REPEAT_S
+from ckptd.core.protocol.written import KEYS_MAX, NAME_BYTES_MAX, OWNERS_MAX, bounded, checked, merged
 from tests.core.granting import POLICY, steward
 from tests.core.machines import EPOCH, Member, only, record_of, sent
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from ckptd.core.agreement import object_name, tensor_name
-from ckptd.core.box import Box
-from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
-from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.messages import HoldingFact
+from ckptd.core.protocol.messages import HoldingFact
+from ckptd.core.state_map.agreement import object_name, tensor_name
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 
 quick = settings(max_examples=100, deadline=None)
 

@@ -7,7 +7,7 @@ import random
 import types
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ckptd.core.lanes import Lane, Member, Part
+from ckptd.core.redundancy.lanes import Lane, Member, Part
 
 WORDS = ("", "a", "n0", "n1", "protected", "durable", "1000/gpt", "tcp://10.0.0.1:7000", "é", "x" * 40)
 

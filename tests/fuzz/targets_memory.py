@@ -16,10 +16,10 @@ from ckptd.arena.ledger import HEADER_BYTES, Header, LedgerCorrupt
 from ckptd.arena.record import decode_record, encode_record
 from ckptd.arena.segment import Segment
 from ckptd.arena.sums import digests
-from ckptd.core.box import Box
-from ckptd.core.catalogue import Catalogue
-from ckptd.core.layout import UNIQUE, Layout
-from ckptd.core.layout_build import build_layout
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.catalogue import Catalogue
+from ckptd.core.state_map.layout import UNIQUE, Layout
+from ckptd.core.state_map.layout_build import build_layout
 from ckptd.recover.objects import split_objects
 from ckptd.recover.wants import Wants
 from tests.fuzz.target import Target

@@ -11,10 +11,10 @@ import msgpack
 
 from ckptd.cli.page import _address as announced_address
 from ckptd.config_sources import load
-from ckptd.core.box import Box
 from ckptd.core.errors import CkptdError
-from ckptd.core.layout import MAYBE, UNIQUE
-from ckptd.core.layout_build import LayoutItem
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, UNIQUE
+from ckptd.core.state_map.layout_build import LayoutItem
 from ckptd.daemon import ports
 from ckptd.daemon.state import StateDir
 from ckptd.identity import NODE_ID_FILE, kept_node_id

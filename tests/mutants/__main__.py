@@ -51,7 +51,7 @@ def main() -> int:
     stale = gone(why, mutants)
     mutants = chosen(mutants, options.only, options.every)
     if not mutants:
-        parser.error(f"no mutant has {options.only!r} in its id or title, such as core/machine/joining.py")
+        parser.error(f"no mutant has {options.only!r} in its id or title, such as core/protocol/machine/joining.py")
     results = Results(fresh=options.fresh, keep_killed=options.keep_killed)
     workers = [Worker() for _ in range(options.workers)]
     try:

@@ -8,28 +8,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ckptd"
 
-# States, release, placement, commit, recovery.
-TARGETS = (
-    *(
-        f"core/{name}.py"
-        for name in ("placement", "protection", "recovery", "candidates", "retention", "writes", "catalogue")
+_MACHINE, _STEWARD = "core/protocol/machine", "core/protocol/machine/steward"
+_NAMES = {
+    "core": ("retention",),
+    "core/state_map": ("recovery", "writes", "catalogue"),
+    "core/redundancy": ("placement", "protection", "lanes", "linear", "ladder"),
+    "core/protocol": ("candidates", "life", "written"),
+    _MACHINE: (
+        "slots", "holdings", "levels", "replicate", "capture", "uplink", "asks", "opening", "joining", "writing", "lifetime",
+        "encoding", "shortage",
     ),
-    *(
-        f"core/machine/{name}.py"
-        for name in ("slots", "holdings", "levels", "replicate", "capture", "uplink", "asks")
+    _STEWARD: (
+        "certify", "guards", "snapshot", "grants", "table", "gather", "restore", "flush", "decide", "sessions", "waiting",
+        "parity", "rung", "protecting",
     ),
-    *(f"core/machine/{name}.py" for name in ("opening", "joining", "writing")),
-    *(f"core/machine/steward/{name}.py" for name in ("certify", "guards", "snapshot", "grants", "table", "gather", "restore")),
-    *(f"core/machine/steward/{name}.py" for name in ("flush", "decide", "sessions")),
-    *(f"persist/{name}.py" for name in ("commit", "retention", "lineage", "forget", "storage/tree")),
-    # A job's life, reasons, what was written too early.
-    *(f"core/{name}.py" for name in ("life", "written")),
-    *(f"core/machine/{name}.py" for name in ("lifetime", "steward/waiting")),
-    # Parity and the ladder.
-    *(f"core/{name}.py" for name in ("lanes", "linear", "ladder")),
-    *(f"core/machine/{name}.py" for name in ("encoding", "shortage")),
-    *(f"core/machine/steward/{name}.py" for name in ("parity", "rung", "protecting")),
-)
+    "persist": ("commit", "retention", "lineage", "forget", "storage/tree"),
+}  # fmt: skip
+TARGETS = tuple(f"{folder}/{name}.py" for folder, names in _NAMES.items() for name in names)
 
 # Reached lines are noted in these: somebody may have put a mistake into the others by hand.
 TRACED = (*TARGETS, *(f"persist/{name}.py" for name in ("commits",)))

@@ -109,7 +109,7 @@ def test_what_is_written_by_hand_fits_the_source() -> None:
 def test_a_planted_mutant_is_what_everybody_runs() -> None:
     """Also who imported the function by name. In a process of its own, which does not survive it."""
     script = """
-from ckptd.core.machine.slots import Slots
+from ckptd.core.protocol.machine.slots import Slots
 from ckptd.core.retention import keep, CommitInfo
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy

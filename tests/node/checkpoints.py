@@ -12,13 +12,13 @@ import numpy as np
 import xxhash
 from hypothesis import strategies as st
 
-from ckptd.core.box import Box
-from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Layout
-from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.messages import WritePiece
-from ckptd.core.writes import assign_writes
+from ckptd.core.protocol.messages import WritePiece
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
+from ckptd.core.state_map.writes import assign_writes
 from ckptd.persist.commit import commit
 from ckptd.persist.pieces import HeldPiece
 from ckptd.persist.reader import Checkpoint

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import msgpack
 
 from ckptd.config import Config
-from ckptd.core.box import Box
-from ckptd.core.layout import Layout
-from ckptd.core.layout_build import build_layout
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.layout_build import build_layout
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.server import Daemon
 from ckptd.wire import rank as wire

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.core.pacing import HOLD_PARTS, Pacing, hold_s
+from ckptd.core.pacing.slowdown import HOLD_PARTS, Pacing, hold_s
 from ckptd.protect.pacer import Pacer
 
 LOADED_S = 9.0  # seconds of a step beside traffic: far too many, so the rate falls to the floor

@@ -18,9 +18,9 @@ from typing import Any
 
 import msgpack
 
-from ckptd.core.agreement import agree, object_name, tensor_name
-from ckptd.core.box import Box, intersect, uncovered
-from ckptd.core.layout import REPLICA, UNIQUE, Layout
+from ckptd.core.state_map.agreement import agree, object_name, tensor_name
+from ckptd.core.state_map.box import Box, intersect, uncovered
+from ckptd.core.state_map.layout import REPLICA, UNIQUE, Layout
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import FrameError, RankSocket, memfd_object, read_memfd_object
 from ckptd.wire.world import WORLD_BYTES_MAX, unpack_world

@@ -11,10 +11,10 @@ from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
 from ckptd.arena.fdstore import NullKeeper
 from ckptd.arena.frozen import NO_SNAPSHOT
 from ckptd.arena.sums import block_sums, digests, live_sums
-from ckptd.core.box import Box
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Layout
-from ckptd.core.layout_build import LayoutItem, build_layout
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 
 JOB = "1000/gpt"
 OWN = Tenant(JOB, 1000, "own", 0)

@@ -16,9 +16,9 @@ import pytest
 
 from ckptd.arena.arena import Arena, MetaTooLarge, NoMemory, Slot, SlotMisuse, Tenant
 from ckptd.arena.ledger import EXTENTS_AT
-from ckptd.core.box import Box
-from ckptd.core.layout import Layout
-from ckptd.core.layout_build import build_layout
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.layout_build import build_layout
 from ckptd.process import Process
 from tests.node.slots import JOB, MIB, OWN, PEER, fill_and_seal, small_arena, small_layout
 from tests.waiting import until

@@ -12,7 +12,7 @@ from ckptd.arena.frozen import content_of, frozen_record
 from ckptd.arena.payload import Joined
 from ckptd.arena.slot import frozen_first
 from ckptd.arena.sums import bad_blocks, block_sums, lower_tier
-from ckptd.core.layout import Layout
+from ckptd.core.state_map.layout import Layout
 from tests.node.slots import MIB, OWN, fill_and_seal_frozen, frozen_layout, small_arena
 
 

@@ -22,8 +22,8 @@ from ckptd.arena.sums import (
     hash_shares,
     lower_tier,
 )
-from ckptd.core.layout import Layout
-from ckptd.core.layout_build import build_layout
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.layout_build import build_layout
 from tests.node.slots import frozen_layout, small_layout, write_payload
 
 

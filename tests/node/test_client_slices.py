@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptd.core.agreement import Agreement, agree, tensor_name
-from ckptd.core.box import Box, covers, disjoint
-from ckptd.core.dtypes import ITEMSIZE
 from ckptd.core.errors import CkptdError
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Layout
+from ckptd.core.state_map.agreement import Agreement, agree, tensor_name
+from ckptd.core.state_map.box import Box, covers, disjoint
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 
 OWNER = Owner("model", "module", None)
 

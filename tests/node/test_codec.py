@@ -7,9 +7,9 @@ from typing import Any, get_args
 import msgpack
 import pytest
 
-from ckptd.core import messages as m
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.protocol import messages as m
 from ckptd.wire.codec import ARRAY_ITEMS_MAX, CONTROL_MESSAGE_BYTES_MAX, MESSAGES, DecodeError, decode, encode
 from ckptd.wire.peer import PEER_MESSAGES, FetchAsk, StatusReply
 from ckptd.wire.strict import UNTYPED_DEPTH_MAX

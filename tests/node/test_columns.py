@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.box import Box
-from ckptd.core.lanes import NOBODY, Lane, Member, Part, part_layout
-from ckptd.core.layout import Layout
-from ckptd.core.layout_build import build_layout
-from ckptd.core.linear import linear_bytes, payload_spans
-from ckptd.core.messages import Source
-from ckptd.core.parity_groups import stripes_held
+from ckptd.core.protocol.messages import Source
+from ckptd.core.redundancy.lanes import NOBODY, Lane, Member, Part, part_layout
+from ckptd.core.redundancy.linear import linear_bytes, payload_spans
+from ckptd.core.redundancy.parity_groups import stripes_held
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.layout_build import build_layout
 from ckptd.protect import columns
 from ckptd.protect.columns import Columns, Spans, Undecodable, spread
 from ckptd.protect.fetched import Fetched

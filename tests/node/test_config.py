@@ -14,7 +14,7 @@ from ckptd.config import FLUSH_EVERY_S, Config
 from ckptd.config_sources import load
 from ckptd.core.errors import CkptdError
 from ckptd.core.policy import Policy
-from ckptd.core.redundancy import Parity, Redundancy, Replicas
+from ckptd.core.redundancy.policies import Parity, Redundancy, Replicas
 
 NO_FILE = Path("/nonexistent/ckptd.toml")
 

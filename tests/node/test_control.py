@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from ckptd.core import messages as m
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo
+from ckptd.core.protocol import messages as m
 from ckptd.wire import control, outbox
 from ckptd.wire import link_frames as lf
 from tests.node.links import JOB, Link, LinkProcess, eventually, stays

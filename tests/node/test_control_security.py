@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from ckptd.core import messages as m
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo
+from ckptd.core.protocol import messages as m
 from ckptd.wire import link_frames as lf
 from ckptd.wire.doorkeeper import STRANGERS_MAX
 from ckptd.wire.keys import ClusterKey

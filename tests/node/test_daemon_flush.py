@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.machine.steward import flush, grants
+from ckptd.core.protocol.machine.steward import flush, grants
 from ckptd.daemon import durable, retention, services
 from ckptd.daemon.server import FLUSH_THREADS_MAX
 from ckptd.persist.commits import list_commits

@@ -11,11 +11,11 @@ import pytest
 
 from ckptd.arena.arena import Slot
 from ckptd.arena.tenant import Tenant
-from ckptd.core.box import Box
-from ckptd.core.layout import MAYBE, UNIQUE, Layout
-from ckptd.core.layout_build import LayoutItem, build_layout
-from ckptd.core.life import NO_TOMBSTONE
-from ckptd.core.record_size import predicted_record
+from ckptd.core.protocol.life import NO_TOMBSTONE
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, UNIQUE, Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
+from ckptd.core.state_map.record_size import predicted_record
 from ckptd.daemon import job, seats
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object

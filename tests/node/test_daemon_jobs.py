@@ -14,10 +14,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
 from ckptd.core.ids import NodeInfo
-from ckptd.core.machine import levels
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.machine import levels
 from ckptd.daemon import behind, durable, job, ranks, reclaim, revival
 from ckptd.daemon.job import JobShell
 from ckptd.wire import rank as wire

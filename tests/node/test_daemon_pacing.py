@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.pacing import MEASURING, NO_STEPS, OFF, WITHIN
+from ckptd.core.pacing.slowdown import MEASURING, NO_STEPS, OFF, WITHIN
 from ckptd.observe.sight import ALL
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import Rank, Rig, rig

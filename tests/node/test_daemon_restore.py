@@ -11,8 +11,8 @@ import msgpack
 import pytest
 
 from ckptd.arena.arena import NoMemory
-from ckptd.core import instructions as ins
-from ckptd.core.box import Box, runs
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.state_map.box import Box, runs
 from ckptd.daemon.restore import Round
 from ckptd.daemon.seats import Seats
 from ckptd.persist.reader import Checkpoint

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.galois import parity_matrix, products, recovery_row
-from ckptd.core.redundancy import Parity, Replicas
+from ckptd.core.redundancy.galois import parity_matrix, products, recovery_row
+from ckptd.core.redundancy.policies import Parity, Replicas
 from ckptd.protect import erasure, isal
 from ckptd.protect.erasure import IsalKernel, Kernel, NumpyKernel
 from ckptd.protect.isal import Isal

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.life import Tombstone, is_grave
+from ckptd.core.protocol.life import Tombstone, is_grave
 from ckptd.daemon.state import StateDir
 from ckptd.persist.commits import list_commits
 from ckptd.persist.lineage import claim_epoch, newest_record

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core import instructions as ins
 from ckptd.core.ids import EpochRecord, NodeInfo
-from ckptd.core.machine.ranks import DIED
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.machine.ranks import DIED
 from ckptd.daemon import losses
 from ckptd.wire import rank as wire
 from ckptd.wire.world import pack_world

@@ -14,8 +14,8 @@ import pytest
 
 from ckptd.arena.arena import Slot
 from ckptd.core.ids import SnapshotId
-from ckptd.core.pacing import AT_DEADLINE, AT_FLOOR, HELD, NO_STEPS, OFF
-from ckptd.core.traffic import CAPTURED, WAITED
+from ckptd.core.pacing.slowdown import AT_DEADLINE, AT_FLOOR, HELD, NO_STEPS, OFF
+from ckptd.core.pacing.traffic import CAPTURED, WAITED
 from ckptd.persist import writer
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.protect import pacer as shell

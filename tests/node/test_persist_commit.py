@@ -14,7 +14,7 @@ import pytest
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.core.messages import WritePiece
+from ckptd.core.protocol.messages import WritePiece
 from ckptd.core.retention import CommitInfo
 from ckptd.persist import report as r
 from ckptd.persist.commit import commit

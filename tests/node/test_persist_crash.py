@@ -50,9 +50,9 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def tiny_world(seed: int) -> World:
-    from ckptd.core.box import Box
-    from ckptd.core.layout import MAYBE, UNIQUE
-    from ckptd.core.layout_build import LayoutItem
+    from ckptd.core.state_map.box import Box
+    from ckptd.core.state_map.layout import MAYBE, UNIQUE
+    from ckptd.core.state_map.layout_build import LayoutItem
 
     items = {
         rank: [

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.core.box import Box
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import BLOCK_BYTES
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist import manifest as m
 from ckptd.persist.names import MANIFEST, step_dir
 from ckptd.persist.reader import Checkpoint

@@ -11,8 +11,8 @@ import pytest
 from ckptd.cli.listing import of_storage
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.core.life import grave, is_grave
 from ckptd.core.policy import Policy
+from ckptd.core.protocol.life import grave, is_grave
 from ckptd.persist import forget
 from ckptd.persist.commits import list_all, list_durable
 from ckptd.persist.forget import forget_on_storage

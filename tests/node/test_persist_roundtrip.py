@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.box import Box
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import arm
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import BLOCK_BYTES, UNIQUE
-from ckptd.core.layout_build import LayoutItem
-from ckptd.core.messages import WritePiece
+from ckptd.core.protocol.messages import WritePiece
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import BLOCK_BYTES, UNIQUE
+from ckptd.core.state_map.layout_build import LayoutItem
 from ckptd.persist.names import attempt_dir, step_dir
 from ckptd.persist.packing import split_box
 from ckptd.persist.reader import Checkpoint

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from ckptd.core.box import Box
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import MAYBE, UNIQUE
-from ckptd.core.layout_build import LayoutItem
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, UNIQUE
+from ckptd.core.state_map.layout_build import LayoutItem
 from ckptd.demo.job import free_port
 from ckptd.persist.names import step_dir
 from ckptd.persist.storage.posix import PosixStorage

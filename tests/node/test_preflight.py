@@ -13,8 +13,8 @@ import pytest
 from ckptd.cli.sizing import formula, sizing
 from ckptd.core.errors import CkptdError
 from ckptd.core.policy import Policy
-from ckptd.core.redundancy import Parity, Redundancy, Replicas
-from ckptd.core.sizing import Sizing
+from ckptd.core.redundancy.policies import Parity, Redundancy, Replicas
+from ckptd.core.redundancy.sizing import Sizing
 from ckptd.daemon.state import StateDir
 from ckptd.daemon.storage import open_storage
 from ckptd.observe.health import Health

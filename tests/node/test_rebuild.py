@@ -13,13 +13,13 @@ import pytest
 
 from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
 from ckptd.arena.sums import lower_tier
-from ckptd.core.box import Box
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
-from ckptd.core.instructions import PrepareRestore
-from ckptd.core.lanes import Lane, Member
-from ckptd.core.layout import UNIQUE
-from ckptd.core.layout_build import build_layout
-from ckptd.core.messages import Source
+from ckptd.core.protocol.instructions import PrepareRestore
+from ckptd.core.protocol.messages import Source
+from ckptd.core.redundancy.lanes import Lane, Member
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import UNIQUE
+from ckptd.core.state_map.layout_build import build_layout
 from ckptd.crew import NoThread
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import StorageError

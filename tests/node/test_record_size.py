@@ -6,11 +6,11 @@ import pytest
 
 from ckptd.arena.record import SlotRecord, encode_record
 from ckptd.arena.sums import digests
-from ckptd.core.box import Box
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import MAYBE, UNIQUE, Layout
-from ckptd.core.layout_build import build_layout
-from ckptd.core.record_size import SUM_BYTES, predicted_record, record_bytes
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, UNIQUE, Layout
+from ckptd.core.state_map.layout_build import build_layout
+from ckptd.core.state_map.record_size import SUM_BYTES, predicted_record, record_bytes
 from ckptd.daemon import seats
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import rig

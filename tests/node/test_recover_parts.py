@@ -6,8 +6,8 @@ import os
 
 import msgpack
 
-from ckptd.core.box import Box
-from ckptd.core.recovery import DURABLE, OWN, Piece, Plan, Want
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.recovery import DURABLE, OWN, Piece, Plan, Want
 from ckptd.recover.assembly import Assembly
 from ckptd.recover.handover import Blobs, Handover
 from ckptd.recover.parts import parts_of

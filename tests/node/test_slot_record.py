@@ -9,8 +9,8 @@ import pytest
 
 from ckptd.arena.record import RECORD_VERSION, SlotRecord, decode_record, encode_record
 from ckptd.core.ids import SnapshotId
-from ckptd.core.lanes import Lane, Member, Part, packed_part
-from ckptd.core.layout_build import build_layout
+from ckptd.core.redundancy.lanes import Lane, Member, Part, packed_part
+from ckptd.core.state_map.layout_build import build_layout
 
 LAYOUT = build_layout(0, 2, [], objects_capacity=64)
 RECORD = SlotRecord("1/gpt", SnapshotId(3, 40, 7), 0, 0, LAYOUT, 9, bytes(16), (("o:rng", b"x" * 16),), True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from ckptd_client.stepclock import CALLS, OTHERS_MAX, REPORT_S, StepClock
 
-from ckptd.core.pacing import ROW_S_MIN
-from ckptd.core.traffic import CAPTURED, WAITED
-from ckptd.core.windows import SPANS_MAX
+from ckptd.core.pacing.slowdown import ROW_S_MIN
+from ckptd.core.pacing.traffic import CAPTURED, WAITED
+from ckptd.core.pacing.windows import SPANS_MAX
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import decode_frame, encode_frame
 from tests.node.client_training import Training, connected

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("ckptd", "client", "tests")
 INTERPRETED = (
     "box", "errors", "events", "failpoint", "ids", "instructions", "lanes", "layout", "messages", "policy", "recovery",
-    "redundancy", "retention",
+    "policies", "retention",
 )  # fmt: skip
 SIMULATOR = (
     "clock", "copies", "decisions", "disk", "evidence", "faults", "fetch", "field", "forgetting", "host", "judge", "links",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core.layout import Layout
-from ckptd.core.messages import HoldingFact
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.messages import HoldingFact
+from ckptd.core.state_map.layout import Layout
 from tests.sim.state import Mem, prefix
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.messages import Inventory, InventoryRequest, JoinReport, RestoreAsk, Vote
+from ckptd.core.protocol.messages import Inventory, InventoryRequest, JoinReport, RestoreAsk, Vote
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from ckptd.core.ids import EpochRecord
-from ckptd.core.life import NO_TOMBSTONE, Tombstone
+from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone
 
 LOST_OF = 0.7  # of un-synced writes; the others happened to reach the medium
 RETRY_S = 5.0  # as the shell does it: an epoch that could not be written down is tried again

@@ -14,8 +14,8 @@ from tests.sim import field
 from tests.sim.training import Model, Origin, objects
 
 if TYPE_CHECKING:
-    from ckptd.core.lanes import Lane
-    from ckptd.core.layout import Layout
+    from ckptd.core.redundancy.lanes import Lane
+    from ckptd.core.state_map.layout import Layout
     from tests.sim.state import Mem
 
 MADE_MAX = 4096  # results of decoding that are kept

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core.messages import RestoreAsk
 from ckptd.core.policy import Policy
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.messages import RestoreAsk
 from tests.sim.clock import Clock
 from tests.sim.host import Host
 from tests.sim.trainer import Proc, Run

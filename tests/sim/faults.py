@@ -6,8 +6,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from ckptd.core import instructions as ins
-from ckptd.core.events import OTHER_MAPPER, STILL_READ, DrainAsked, FlushAsked
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.events import OTHER_MAPPER, STILL_READ, DrainAsked, FlushAsked
 from tests.sim import forgetting
 from tests.sim.disk import Written
 from tests.sim.moments import CUT_S, DAEMON, KEEPER, NODE, REBOOT, STORAGE_S, Moments

@@ -5,11 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core.layout import Layout
-from ckptd.core.machine.context import decode_layout
-from ckptd.core.recovery import BY_PARITY, PARITY, Held, Piece, Plan, SourceIndex, Want, plan_recovery
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.machine.context import decode_layout
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.recovery import (
+    BY_PARITY,
+    PARITY,
+    Held,
+    Piece,
+    Plan,
+    SourceIndex,
+    Want,
+    plan_recovery,
+)
 from tests.sim import parity
 from tests.sim.broken import Broken
 from tests.sim.state import Mem, cut

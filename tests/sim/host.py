@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
-from ckptd.core.layout import Layout
-from ckptd.core.life import NO_TOMBSTONE
-from ckptd.core.machine.machine import JobMachine
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.life import NO_TOMBSTONE
+from ckptd.core.protocol.machine.machine import JobMachine
+from ckptd.core.state_map.layout import Layout
 from tests.sim import forgetting, parity
 from tests.sim.copies import Copies
 from tests.sim.disk import RETRY_S, StateFile, Written

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.protocol import messages as msg
 from tests.sim.broken import Broken
 from tests.sim.decisions import Told
 from tests.sim.training import Origin

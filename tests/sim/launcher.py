@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from ckptd.core.messages import RestoreAsk
+from ckptd.core.protocol.messages import RestoreAsk
 from tests.sim.host import Host
 from tests.sim.trainer import Run
 

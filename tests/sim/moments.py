@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from ckptd.core import instructions as ins
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.machine.context import succession
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.machine.context import succession
 
 if TYPE_CHECKING:
     from tests.sim.faults import Faults

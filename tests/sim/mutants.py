@@ -7,7 +7,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from ckptd.core.machine.machine import JobMachine
+from ckptd.core.protocol.machine.machine import JobMachine
 
 Mutant = Callable[[JobMachine], None]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from ckptd.core.events import NodeDown, NodeUp, Received
-from ckptd.core.messages import Message
+from ckptd.core.protocol.events import NodeDown, NodeUp, Received
+from ckptd.core.protocol.messages import Message
 from tests.sim.links import Links
 from tests.sim.wire import Wire
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd.core import messages as msg
 from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.protocol import messages as msg
 from tests.sim.broken import Broken
 from tests.sim.decisions import Decisions
 from tests.sim.evidence import OBJECTS_BYTES, Evidence, Piece

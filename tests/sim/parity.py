@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
 from ckptd.core.ids import SnapshotId
-from ckptd.core.lanes import Lane, Part, joined_digests, member_digests, part_layout
-from ckptd.core.layout import Layout
-from ckptd.core.machine.context import decode_layout
-from ckptd.core.messages import HoldingFact, Source
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.machine.context import decode_layout
+from ckptd.core.protocol.messages import HoldingFact, Source
+from ckptd.core.redundancy.lanes import Lane, Part, joined_digests, member_digests, part_layout
+from ckptd.core.state_map.layout import Layout
 from tests.sim import field
 from tests.sim.state import OBJECTS_BYTES, Mem, piece
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from ckptd.core.policy import Policy
-from ckptd.core.redundancy import Parity, Replicas
+from ckptd.core.redundancy.policies import Parity, Replicas
 
 LARGE_EVERY = 50  # seeds
 MEDIUM_OF = 0.04  # of the others

@@ -9,11 +9,11 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckptd.core.box import Box
 from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
-from ckptd.core.layout_build import build_layout
-from ckptd.core.messages import HoldingFact
+from ckptd.core.protocol.messages import HoldingFact
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
+from ckptd.core.state_map.layout_build import build_layout
 from tests.sim.training import COPIED, CUT, PLAIN, STAGE, Model, Origin, Tensor, objects
 
 OBJECTS_BYTES = 64

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TypeVar
 
-from ckptd.core.box import Box
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
+from ckptd.core.state_map.box import Box
 from ckptd.persist import lineage
 from ckptd.persist.names import SIDE, epoch_of_dir, epochs_dir, step_of_dir
 from ckptd.persist.storage.base import Entry, Pointer, Sight, StorageError, SyncFailed

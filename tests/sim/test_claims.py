@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd.core.ids import EpochRecord
-from ckptd.core.messages import RestoreAsk
+from ckptd.core.protocol.messages import RestoreAsk
 from tests.sim.trainer import Run
 from tests.sim.world import World
 from tests.sim.writes import Writes

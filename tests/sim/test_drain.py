@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core.redundancy import Parity, Redundancy, Replicas
+from ckptd.core.protocol import events as ev
+from ckptd.core.redundancy.policies import Parity, Redundancy, Replicas
 from tests.sim.host import Host
 from tests.sim.moments import DAEMON, NODE
 from tests.sim.world import World

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core.machine.steward.margin import GRANTS_SEEN, Margin
+from ckptd.core.protocol.machine.steward.margin import GRANTS_SEEN, Margin
 from tests.sim.fast import FastWorld, Speed
 
 STEPS = 200

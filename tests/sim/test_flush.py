@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.core import instructions as ins
+from ckptd.core.protocol import instructions as ins
 from tests.sim.host import Host
 from tests.sim.world import World
 from tests.sim.writes import Writes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
-from ckptd.core.ladder import DOWN_S, UP_S
-from ckptd.core.redundancy import Replicas
+from ckptd.core.redundancy.ladder import DOWN_S, UP_S
+from ckptd.core.redundancy.policies import Replicas
 from tests.sim.world import World
 
 NODES = 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core.life import Tombstone
-from ckptd.core.messages import FlushAsk, RestoreAsk
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.life import Tombstone
+from ckptd.core.protocol.messages import FlushAsk, RestoreAsk
 from tests.sim import forgetting
 from tests.sim.host import Host
 from tests.sim.trainer import Run

@@ -10,9 +10,16 @@ from random import Random
 import pytest
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
-from ckptd.core.life import Tombstone
-from ckptd.core.messages import Certificate, EpochOpen, Inventory, JoinReport, RestoreAsk, RestoreDone
-from ckptd.core.redundancy import Parity, Replicas
+from ckptd.core.protocol.life import Tombstone
+from ckptd.core.protocol.messages import (
+    Certificate,
+    EpochOpen,
+    Inventory,
+    JoinReport,
+    RestoreAsk,
+    RestoreDone,
+)
+from ckptd.core.redundancy.policies import Parity, Replicas
 from tests.sim import field
 from tests.sim.broken import Broken
 from tests.sim.decisions import Told

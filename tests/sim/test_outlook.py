@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core.machine.situation import by_levels, situation
-from ckptd.core.outlook import DOMAIN, NODE, PROCESS, left
+from ckptd.core.protocol.machine.situation import by_levels, situation
+from ckptd.core.redundancy.outlook import DOMAIN, NODE, PROCESS, left
 from tests.sim.host import Host
 from tests.sim.world import World
 

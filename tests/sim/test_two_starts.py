@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptd.core.machine.steward.decide import spread
-from ckptd.core.messages import RestoreAsk
-from ckptd.core.redundancy import Replicas
+from ckptd.core.protocol.machine.steward.decide import spread
+from ckptd.core.protocol.messages import RestoreAsk
+from ckptd.core.redundancy.policies import Replicas
 from tests.sim.trainer import Run
 from tests.sim.world import World
 

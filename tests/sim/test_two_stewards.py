@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.redundancy import Replicas
+from ckptd.core.redundancy.policies import Replicas
 from tests.sim.state import Mem
 from tests.sim.world import World
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.messages import Certificate, LayoutReply
+from ckptd.core.protocol.messages import Certificate, LayoutReply
 from ckptd.wire.codec import CONTROL_MESSAGE_BYTES_MAX
 from ckptd.wire.outbox import OUTBOX_BYTES_MAX
 from tests.sim.wire import SMALL_BYTES, Wire

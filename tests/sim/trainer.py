@@ -5,11 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from ckptd.core import events as ev
 from ckptd.core.ids import NodeInfo, SnapshotId
-from ckptd.core.instructions import GiveSlot
-from ckptd.core.layout import REPLICA, Layout
-from ckptd.core.messages import HoldingFact, RestoreAsk
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol.instructions import GiveSlot
+from ckptd.core.protocol.messages import HoldingFact, RestoreAsk
+from ckptd.core.state_map.layout import REPLICA, Layout
 from tests.sim.broken import Broken
 from tests.sim.host import SIZING_S, UNIX_S, Host
 from tests.sim.state import Mem, captured, digests_of, layout_of

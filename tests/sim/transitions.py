@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import get_args
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
 
 OFTEN = 100
 SELDOM = {  # 29, 20 and 99 times in 4,000 seeds (2026-11)

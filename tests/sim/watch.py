@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
-from ckptd.core import messages as msg
 from ckptd.core.ids import SnapshotId
-from ckptd.core.machine.context import succession
-from ckptd.core.machine.machine import JobMachine
-from ckptd.core.machine.slots import FILLING, SEALED, Slot
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.context import succession
+from ckptd.core.protocol.machine.machine import JobMachine
+from ckptd.core.protocol.machine.slots import FILLING, SEALED, Slot
 
 if TYPE_CHECKING:
     from tests.sim.host import Host

@@ -6,7 +6,7 @@ The encoding and the limits are the real ones (ckptd/wire); only the sockets are
 from __future__ import annotations
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.messages import Message
+from ckptd.core.protocol.messages import Message
 from ckptd.wire.codec import encode
 from ckptd.wire.outbox import OUTBOX_BYTES_MAX
 

@@ -10,7 +10,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from ckptd.core.events import (
+from ckptd.core.ids import SnapshotId
+from ckptd.core.policy import Policy
+from ckptd.core.protocol.events import (
     Event,
     FlushAsked,
     HoldingFound,
@@ -19,10 +21,8 @@ from ckptd.core.events import (
     ReplicaArrived,
     SlotSealed,
 )
-from ckptd.core.ids import SnapshotId
-from ckptd.core.layout import REPLICA, Layout
-from ckptd.core.machine.machine import JobMachine
-from ckptd.core.policy import Policy
+from ckptd.core.protocol.machine.machine import JobMachine
+from ckptd.core.state_map.layout import REPLICA, Layout
 from tests.sim.broken import Broken
 from tests.sim.clock import Clock
 from tests.sim.faults import Faults

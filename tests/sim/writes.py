@@ -11,11 +11,11 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptd.core import events as ev
-from ckptd.core import instructions as ins
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.machine.machine import JobMachine
+from ckptd.core.protocol import events as ev
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.persist import manifest as m
 from ckptd.persist.commit import commit_made
 from ckptd.persist.commits import list_durable

@@ -1,0 +1,132 @@
+"""What all parts of one job's machine share on a node: who we are, which epoch it is, who is up, what is to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.policy import Policy
+from ckptd.core.protocol.instructions import Connect, Instruction, Send
+from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone
+from ckptd.core.protocol.messages import Message
+from ckptd.core.redundancy.policies import Redundancy
+from ckptd.core.state_map.layout import Layout
+
+RESEND_S = 0.5  # what was not answered is said again after this
+LAYOUTS_CACHED_MAX = 512
+
+
+@lru_cache(maxsize=LAYOUTS_CACHED_MAX)
+def decode_layout(data: bytes) -> Layout:
+    """Raises ValueError: not a well-formed layout."""
+    return Layout.decode(data)
+
+
+@dataclass
+class Context:
+    job: str
+    me: NodeInfo
+    policy: Policy
+    now: float = 0.0
+    out: list[Instruction] = field(default_factory=list)
+    in_force: Redundancy | None = None  # what the steward says of this epoch; None: what the policy wants
+    record: EpochRecord | None = None
+    ran: EpochRecord | None = None  # the newest one before ``record`` that trained here
+    done: bool = False  # all ranks of ``record`` have restored: its steps count
+    never: bool = False  # they certainly have not
+    sealed: int = 0  # newest epoch in which all ranks here had sealed a snapshot, as it is written down
+    tombstone: Tombstone = NO_TOMBSTONE  # of an earlier life of the job, forgotten here
+    ordered: int = 0  # newest epoch that was forgotten by order elsewhere, while ranks of ours may still come back to it
+    leaving: frozenset[str] = frozenset()  # nodes that are about to go, as the steward says
+    down: dict[str, float] = field(default_factory=dict)  # node -> since
+    spoke_at: dict[str, float] = field(
+        default_factory=dict
+    )  # node whose link is down, as we were told last -> when it spoke
+    nodes: dict[str, NodeInfo] = field(default_factory=dict)
+
+    @property
+    def forgotten(self) -> Tombstone:
+        """What a start is told: of what this node waits to forget, too."""
+        return Tombstone(self.ordered, self.ordered).over(self.tombstone)
+
+    def emit(self, *instructions: Instruction) -> None:
+        self.out += instructions
+
+    def send(self, to: str, message: Message) -> None:
+        self.out.append(Send(to, message))
+
+    def learn(self, nodes: Iterable[NodeInfo]) -> None:
+        """Keep links to these nodes; their domains count."""
+        new = tuple(node for node in nodes if self.nodes.get(node.node) != node)
+        if new:
+            self.nodes.update((node.node, node) for node in new)
+            self.emit(Connect(new))
+
+    def trained_in(self, attempt: str) -> bool:
+        """The epoch we know is the one that ranks of this attempt train in. It is an older one of the same attempt, whose restore
+        was tried again, if they have sealed something since: the newer one could not be written down."""
+        return self.record is not None and self.record.nonce == attempt and self.sealed <= self.record.number
+
+    def is_up(self, node: str) -> bool:
+        """Nobody has told us that it is gone. Our own daemon is always up."""
+        return node not in self.down or node == self.me.node
+
+    def lost(self, node: str) -> bool:
+        """Gone for so long that others take its place."""
+        since = self.down.get(node)
+        return since is not None and self.now - since >= self.policy.steward_timeout_s
+
+    def domain(self, node: str) -> str:
+        known = self.nodes.get(node)
+        return known.domain if known is not None else node
+
+    def local_ranks(self) -> tuple[int, ...]:
+        """Ranks of the newest epoch that live here."""
+        return local_ranks(self.record, self.me.node)
+
+    @property
+    def redundancy(self) -> Redundancy:
+        """How new snapshots are protected now."""
+        return self.in_force or self.policy.redundancy
+
+    @property
+    def number(self) -> int:
+        return self.record.number if self.record is not None else 0
+
+    def is_candidate(self, snapshot: SnapshotId) -> bool:
+        return self.record is not None and self.record.is_candidate(snapshot)
+
+
+def local_ranks(record: EpochRecord | None, node: str) -> tuple[int, ...]:
+    return ranks_by_node(record).get(node, ()) if record is not None else ()
+
+
+@lru_cache(maxsize=64)
+def ranks_by_node(record: EpochRecord) -> dict[str, tuple[int, ...]]:
+    found: dict[str, list[int]] = {}
+    for rank, node in enumerate(record.ranks):
+        found.setdefault(node, []).append(rank)
+    return {node: tuple(ranks) for node, ranks in found.items()}
+
+
+@lru_cache(maxsize=64)
+def audience(record: EpochRecord) -> tuple[str, ...]:
+    """Whom an epoch concerns: its members and daemons outside that hold memory of an ancestor."""
+    return tuple(
+        dict.fromkeys([*(node.node for node in record.nodes), *(node.node for node in record.holders)])
+    )
+
+
+@lru_cache(maxsize=64)
+def place_in_order(record: EpochRecord, node: str) -> int:
+    """Place in the succession of the steward; outsiders come last."""
+    names = succession(record)
+    return names.index(node) if node in names else len(names)
+
+
+@lru_cache(maxsize=64)
+def succession(record: EpochRecord) -> tuple[str, ...]:
+    """Members in the order in which they become steward: the node of rank 0, then the others as they sit."""
+    return tuple(dict.fromkeys([*record.ranks[:1], *(member.node for member in record.nodes)]))

@@ -1,0 +1,325 @@
+"""Certificates: what holds now of each snapshot, and which older memory may go (design D9, P2, P3).
+
+An older snapshot is released only by a newer one whose current level is not below its own, both bounded by what the policy
+can ask of this epoch's nodes. Nothing is certified before everyone has told what it holds, or is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ckptd.core.grouped import grouped
+from ckptd.core.ids import SnapshotId
+from ckptd.core.protocol.instructions import Alarm
+from ckptd.core.protocol.machine.context import Context
+from ckptd.core.protocol.machine.steward.grants import Grants
+from ckptd.core.protocol.machine.steward.guards import Guards
+from ckptd.core.protocol.machine.steward.parity import Parities
+from ckptd.core.protocol.machine.steward.protecting import Protecting
+from ckptd.core.protocol.machine.steward.sessions import Sessions
+from ckptd.core.protocol.machine.steward.snapshot import Phase, SnapshotState
+from ckptd.core.protocol.machine.steward.table import SnapshotTable
+from ckptd.core.protocol.messages import Certificate, Holders, Void
+from ckptd.core.redundancy.policies import Parity
+
+REPEAT_S = 2.0
+REPEATS_LIVELY = 10  # rounds after the last change; then every IDLE_S
+IDLE_S = 30.0
+RELEASES_NAMED_MAX = 32  # in one certificate
+
+
+class Certify:
+    def __init__(
+        self, ctx: Context, sessions: Sessions, table: SnapshotTable, grants: Grants, parities: Parities
+    ) -> None:
+        self._ctx, self._sessions, self._table, self._grants = ctx, sessions, table, grants
+        self._parities = parities
+        self.guards = Guards(ctx, sessions, table, grants)
+        self.protecting = Protecting(ctx)
+        self._durable_told: dict[str, SnapshotId] = {}  # node -> newest that it knows to be durable
+        self._owed: dict[str, list[SnapshotId]] = {}  # nodes that hear everything as soon as it is weighed -> what they list
+        self._serial = 0
+        self._repeated_at = -1e9
+        self._rounds = 0
+        self._degraded = False
+
+    # --- after every change -------------------------------------------------------------------------------------
+    def review(self) -> None:
+        if not (self._table.dirty or self._owed) or not self._sessions.settled():
+            return
+        dirty, self._table.dirty = sorted(self._table.dirty, reverse=True), set()
+        for snapshot in dirty:  # newest first: whether an older one is replaced depends on what the newer ones are now
+            state = self._table.states.get(snapshot)
+            if state is not None:
+                self._look_at(state)
+        for state in self.guards.of_a_left_lineage():  # of which of them is the better one, now that all are weighed
+            self._look_at(state)
+        self._release()
+        newest = max(self._table.states, default=None)
+        for node, listed in sorted(self._owed.items()):
+            for snapshot in sorted(self._table.states):
+                self.tell(node, self._table.states[snapshot])
+            for snapshot in listed:
+                if newest is None or snapshot > newest:
+                    self.say_fallen(node, snapshot)
+        self._owed.clear()
+
+    def _look_at(self, state: SnapshotState) -> None:
+        guards = self.guards
+        self._table.weigh(state)
+        if guards.returned_in_part(state):
+            self._let_go(state, "returned_in_part")
+            return
+        if state.phase is not Phase.VOID:
+            self._look_for_void(state)
+        if guards.nothing_to_say(state):
+            return
+        void, said = state.phase is Phase.VOID, state.certificate
+        level = -1 if void else min(state.level, guards.wanted())
+        now = (level, guards.wanted(), state.durable)
+        news = level >= 0 or guards.remembered(state)
+        if news if said is None else (said.level, said.wanted, said.durable) != now:
+            self._issue(state, level)
+        if void:
+            self._say_void(state)
+            if not state.nodes():
+                self._table.drop(state)
+
+    def _look_for_void(self, state: SnapshotState) -> None:
+        guards = self.guards
+        if guards.differs(state):
+            assert state.agreement is not None, "it was looked at"
+            state.become_void("differs", grouped(state.agreement.errors))
+            self._ctx.emit(Alarm("silent_corruption", f"step {state.snapshot.step}: {state.void}"))
+        elif guards.nowhere(state):
+            state.become_void("nowhere", "a rank's part of it is nowhere any more")
+        elif guards.not_whole(state):
+            state.become_void("not_whole", "of an earlier epoch, and not whole any more")
+        elif guards.left_behind(state):
+            state.become_void("left_behind", "of an earlier epoch that was left behind")
+
+    # --- certificates -------------------------------------------------------------------------------------------
+    def _issue(self, state: SnapshotState, level: int) -> None:
+        self._serial += 1
+        wanted = self.guards.wanted()
+        state.certify(Certificate(self._ctx.number, self._serial, state.snapshot, level, wanted, state.durable))
+        self._rounds = 0
+        self._broadcast(state)
+        if 0 <= level < wanted:
+            self._parities.order(state)
+        elif level >= 0:
+            self._parities.made_good(state.snapshot)
+        self._watch_degradation(state)
+
+    def _watch_degradation(self, state: SnapshotState) -> None:
+        """An alarm when the newest snapshot's level falls below what the policy wants, not while it is still rising."""
+        certificate, record = state.certificate, self._ctx.record
+        newest = max((f.snapshot for f in self._table.states.values() if f.certificate), default=None)
+        if certificate is None or record is None or state.snapshot != newest:
+            return
+        # Members of earlier epochs that are gone say nothing about this one.
+        gone = sorted(node.node for node in record.nodes if not self._ctx.is_up(node.node))
+        if certificate.level < certificate.wanted and gone and not self._degraded:
+            self._degraded = True
+            level = certificate.level
+            survives = f"survives the loss of {level} domains" if level >= 0 else "is not whole in memory"
+            where = f"step {state.snapshot.step} {survives}"
+            self._ctx.emit(Alarm("degraded", f"{where}, {certificate.wanted} are wanted; gone: {', '.join(gone)}"))
+        elif certificate.level >= certificate.wanted:
+            self._degraded = False
+
+    def _broadcast(self, state: SnapshotState) -> None:
+        for node in self._sessions.seats:
+            self.tell(node, state)
+
+    def tell(self, node: str, state: SnapshotState) -> None:
+        """What was said before something changed may not hold any more: it waits until that is weighed (P2)."""
+        if state.certificate is not None and state.snapshot not in self._table.dirty and self._sessions.live(node):
+            if state.certificate.durable:
+                self._durable_told[node] = max(state.snapshot, self._durable_told.get(node, state.snapshot))
+            self._ctx.send(node, replace(state.certificate, session=self._sessions.session(node)))
+
+    def say_fallen(self, node: str, snapshot: SnapshotId, releases: tuple[SnapshotId, ...] = ()) -> None:
+        """No memory holds it any more, as far as is known: who was to tell that to the node may have gone as well (P2)."""
+        self._serial += 1
+        durable, session = snapshot.at in self._table.durable, self._sessions.session(node)
+        wanted = self.guards.wanted()
+        said = Certificate(self._ctx.number, self._serial, snapshot, -1, wanted, durable, releases, session=session)
+        self._ctx.send(node, said)
+
+    def tell_all(self, node: str, listed: list[SnapshotId]) -> None:
+        """A node that has just told what it holds hears what holds. listed: of these it was told a level."""
+        self._owed[node] = listed
+
+    def heard_durable(self, node: str, snapshots: Iterable[SnapshotId]) -> None:
+        """A session begins: these are what the node knows to be durable."""
+        self._durable_told.pop(node, None)
+        known = max(snapshots, default=None)
+        if known is not None:
+            self._durable_told[node] = known
+
+    def tell_durable(self) -> None:
+        """The newest that is durable, to nodes that do not know it: when no memory holds it any more, nothing else names it."""
+        newest = max(filter(self._ctx.is_candidate, self._table.durable.values()), default=None)
+        if newest is None or newest in self._table.states:
+            return
+        for node in self._sessions.live_nodes():
+            known = self._durable_told.get(node)
+            if known is None or known < newest:
+                self.say_fallen(node, newest)
+
+    # --- releases -----------------------------------------------------------------------------------------------
+    def _release(self) -> None:
+        """Find what the newest certificates make unneeded, and name it in them."""
+        guards = self.guards
+        certified = [state for state in self._table.states.values() if state.certified]
+        protecting = self.protecting.choose(certified, guards.wanted())
+        best = -1
+        for snapshot in sorted(self._table.states, reverse=True):
+            state = self._table.states[snapshot]
+            if state.phase is Phase.VOID:
+                continue
+            if snapshot != protecting and guards.outdone(state, best):
+                self._let_go(state, "outdone")
+            elif guards.spent(state):
+                self._let_go(state, "spent")
+            elif state.certified and self._ctx.is_candidate(snapshot) and not guards.follows(state):
+                best = max(best, guards.worth(state))
+        if self.blocked() and self._grants.presses():
+            written = (state for state in certified if state.certified and guards.written_out(state))
+            oldest = min(written, key=lambda state: state.snapshot, default=None)
+            if oldest is not None:
+                self._give_up(oldest)
+        self.name_releases()
+
+    def blocked(self) -> bool:
+        """No newer snapshot is going to outdo any: there is no slot for one, and no copies are under way that would free one."""
+        return self._grants.held_up() and self.protecting.now is None
+
+    def _give_up(self, state: SnapshotState) -> None:
+        """Storage alone has it from now on, which is said before any of its memory goes (P2)."""
+        for node in self._sessions.live_nodes():
+            self.say_fallen(node, state.snapshot, (state.snapshot,))
+        self._let_go(state, "written_out")
+        self._grants.gets_room()
+
+    def _let_go(self, state: SnapshotState, by: str) -> None:
+        if by == "outdone" and state.failures and state.keep and not state.durable:
+            text = f"step {state.snapshot.step} was to be kept: {state.failures} tries to store it failed, and its memory is needed"
+            self._ctx.emit(Alarm("kept", f"{text}: it is gone"))
+        state.become_released(by)
+        self._table.release(state.snapshot)
+        self._rounds = 0
+
+    def name_releases(self) -> None:
+        """In the newest certificate, for a node that missed it; in no other, which would name what is released no more."""
+        newest, gone = self._newest_certified(), self._gone()
+        for state in self._table.states.values():
+            if state is not newest and state.certificate is not None and state.certificate.releases:
+                state.certificate = replace(state.certificate, releases=())
+        if newest is None or newest.certificate is None:
+            return
+        if gone != newest.certificate.releases:
+            self._serial += 1
+            newest.certificate = replace(newest.certificate, serial=self._serial, releases=gone)
+            self._broadcast(newest)
+
+    def _gone(self) -> tuple[SnapshotId, ...]:
+        return tuple(sorted(list(self._table.released)[-RELEASES_NAMED_MAX:]))  # it is in order of release
+
+    def tell_released(self) -> None:
+        """Durable ones, when nothing is certified that could name them: what was spent may have been all there was, and whoever
+        holds a part of it would keep its slots for ever (P14). Of the others a node that missed it may have the last copy."""
+        gone = tuple(snapshot for snapshot in self._gone() if snapshot.at in self._table.durable)
+        if not gone or self._newest_certified() is not None:
+            return
+        for node in self._sessions.live_nodes():
+            self.say_fallen(node, gone[-1], gone)
+
+    def _newest_certified(self) -> SnapshotState | None:
+        certified = (state for state in self._table.states.values() if state.certified)
+        return max(certified, key=lambda state: state.snapshot, default=None)
+
+    def repeat_now(self) -> None:
+        """What is to be done about what is held has changed."""
+        self._rounds, self._repeated_at = 0, -1e9
+
+    def repeat_soon(self) -> None:
+        """Somebody asks for what may have been certified already."""
+        self._rounds = 0
+
+    # --- again and again ----------------------------------------------------------------------------------------
+    def on_tick(self) -> None:
+        pause = REPEAT_S if self._rounds < REPEATS_LIVELY else IDLE_S
+        if not self._sessions.settled():
+            return
+        if self._grants.full():  # what was kept for somebody who is away may have to go
+            self._table.dirty.update(s for s, state in self._table.states.items() if state.level < 0)
+        if self.protecting.overdue() or self._grants.held_up():
+            self._release()
+        if self._ctx.now - self._repeated_at < pause:
+            return
+        self._repeated_at = self._ctx.now
+        self._rounds += 1
+        self.tell_durable()
+        self.tell_released()
+        self._parities.forget(set(self._table.states))
+        for snapshot in sorted(self._table.states):
+            state = self._table.states[snapshot]
+            if state.void:
+                self._say_void(state)
+            else:
+                self._broadcast(state)
+                self._ask_for_copies(state)
+
+    def _say_void(self, state: SnapshotState) -> None:
+        for node in sorted(state.nodes()):
+            if self._sessions.live(node):
+                self.say_void(node, state.snapshot, state.void)
+
+    def say_void(self, node: str, snapshot: SnapshotId, why: str) -> None:
+        self._ctx.send(node, Void(self._ctx.number, 0, why, snapshot, self._sessions.session(node)))
+
+    def _ask_for_copies(self, state: SnapshotState) -> None:
+        """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""
+        if state.level < 0 or state.level >= self.guards.wanted() or not self._ctx.is_candidate(state.snapshot):
+            return
+        # On a rung of copies no parity is made, also not where there was some: copies take its place. So they do where parity has
+        # not brought what a newer snapshot needs to take an older one's slots, and none is left. Data that no slot holds any more
+        # is then made of parity wherever it can be: a copy is made of a slot.
+        full = self._grants.full()
+        self._parities.order(state, anywhere=full)
+        parity = isinstance(self._ctx.redundancy, Parity) and not full
+        by_parity = self._parities.ranks_by_parity_alone(state) if parity else set()
+        asked = False
+        for rank, nodes in state.holders.items():
+            if rank in by_parity:
+                continue
+            live = sorted((tier, node) for node, tier in nodes.items() if self._sessions.live(node))
+            if live and len({self._ctx.domain(node) for _, node in live}) <= self.guards.wanted():
+                known = tuple((node, tier) for tier, node in live)
+                to = live[0][1]
+                message = Holders(self._ctx.number, self._sessions.session(to), state.snapshot, rank, known)
+                self._ctx.send(to, message)
+                asked = True
+        if not asked:
+            self._ask_for_shared(state, by_parity)
+
+    def _ask_for_shared(self, state: SnapshotState, by_parity: set[int]) -> None:
+        """Every rank has its copies, but a slice that several ranks captured has lost one of these captures."""
+        assert state.classes is not None, "a complete snapshot has classes"
+        for copies in state.classes.shared:
+            holders = [
+                (tier, node, rank, needed)
+                for rank, needed in copies
+                for node, tier in state.holders.get(rank, {}).items()
+                if tier <= needed and self._sessions.live(node)
+            ]
+            if any(needed >= 1 and rank in by_parity for rank, needed in copies):
+                continue
+            if holders and len({self._ctx.domain(node) for _, node, _, _ in holders}) <= self.guards.wanted():
+                _, to, rank, needed = min(holders)
+                known = tuple(sorted({(node, tier) for tier, node, _, _ in holders}))
+                session = self._sessions.session(to)
+                self._ctx.send(to, Holders(self._ctx.number, session, state.snapshot, rank, known, needed))

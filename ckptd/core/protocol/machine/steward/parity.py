@@ -1,0 +1,259 @@
+"""Which parity of which snapshot is still missing, and who is to make it (design D8; REFT, section 4).
+
+Encoding begins when a snapshot is complete: nothing is sent for one that a rank misses. What a loss took is made anew on the node
+that takes its place: first parity where its position's data is, and data that no slot holds any more when it has been
+gone for a while, or at once when a flush needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from ckptd.core.ids import SnapshotId
+from ckptd.core.protocol.machine.context import Context
+from ckptd.core.protocol.machine.steward.sessions import Sessions
+from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
+from ckptd.core.protocol.machine.steward.table import SnapshotTable
+from ckptd.core.protocol.messages import ParityOrder, Source
+from ckptd.core.redundancy.lanes import NOBODY, Lane, Member, Part, decodable, seatings, tolerance
+from ckptd.core.redundancy.linear import linear_bytes
+from ckptd.core.redundancy.policies import Parity
+
+
+@dataclass(frozen=True)
+class Held:
+    """Who holds a lane: position -> live nodes with its member's slot (the fullest first), with its parity. data, parts: without
+    the nodes that are about to go, and data without that where another position's parity is: its own can never join it there."""
+
+    lane: Lane
+    data: dict[int, list[str]]
+    parts: dict[int, list[str]]
+    all_data: dict[int, list[str]]
+    all_parts: dict[int, list[str]]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A position of which ``slots`` of so many bytes lie on these leaving nodes alone. places: somebody can take it."""
+
+    lane: int
+    position: int
+    slots: int
+    nbytes: int
+    nodes: frozenset[str]
+    places: bool
+
+
+class Parities:
+    def __init__(self, ctx: Context, sessions: Sessions, table: SnapshotTable) -> None:
+        self._ctx, self._sessions, self._table = ctx, sessions, table
+        self._short_since: dict[
+            SnapshotId, float
+        ] = {}  # below what is wanted, with data that only parity can bring
+
+    def ranks_in_lanes(self, state: SnapshotState) -> set[int]:
+        """They are protected by parity, and not by copies."""
+        return {rank for lane in self._lanes(state) for rank in lane.ranks()}
+
+    def ranks_by_parity_alone(self, state: SnapshotState) -> set[int]:
+        """Without those of lanes that are whole and yet survive less than they could, as two positions came to live in one domain
+        when something was lost: nothing is left to be made of them, so copies take their place."""
+        lanes = [lane for lane in self._lanes(state) if not self._ill_placed(self._held(state, lane))]
+        return {rank for lane in lanes for rank in lane.ranks()}
+
+    def _ill_placed(self, held: Held) -> bool:
+        whole = all(map(held.all_data.get, held.lane.ranks().values())) and all(
+            map(held.all_parts.get, range(len(held.lane.members)))
+        )
+        return whole and self._survives(held.lane, held.all_data, held.all_parts) < held.lane.parity
+
+    def order(self, state: SnapshotState, *, at_once: bool = False, anywhere: bool = False) -> None:
+        """Ask for what is missing, of the most exposed lanes first. at_once: also for data, however recently it was lost.
+        anywhere: data that has no place of its own is made beside another position's, for a flush or copies to read it there."""
+        wanted = at_once or self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)
+        if state.level < 0 or state.void or not wanted:
+            return  # what has parity is moved, and made whole from it for a flush, whatever rung is in force now
+        lanes = [self._held(state, lane) for lane in self._lanes(state)]
+        long_short = self._long_short(state, any(map(_lost, lanes)))
+        patient = not (at_once or long_short or self._sessions.leaving)  # what moves would take the place of what is waited for
+        for held in sorted(lanes, key=lambda held: (self._tolerates(held), held.lane.number)):
+            self._order_lane(state, held, mend=not patient, anywhere=anywhere or at_once)
+
+    def moves(self, state: SnapshotState) -> list[Move]:
+        """What lies on leaving nodes alone, the most exposed lanes first."""
+        lanes = sorted(map(partial(self._held, state), self._lanes(state)), key=lambda h: (self._tolerates(h), h.lane.number))
+        return [move for held in lanes for move in self._moves_of(state, held)]
+
+    def _moves_of(self, state: SnapshotState, held: Held) -> Iterator[Move]:
+        lane = held.lane
+        for at, member in enumerate(lane.members):
+            data = member.rank != NOBODY and not held.data.get(at)
+            lacks = (data, member.nbytes, held.all_data), (not held.parts.get(at), lane.parity * lane.chunk, held.all_parts)
+            found = [(nbytes, where[at]) for lacking, nbytes, where in lacks if lacking and where.get(at)]
+            if found:
+                nodes = frozenset(node for _, nodes in found for node in nodes)
+                places = self._seat_of(state, held, at, anywhere=False, moves=True) is not None
+                yield Move(lane.number, at, len(found), sum(nbytes for nbytes, _ in found), nodes, places)
+
+    def forget(self, kept: set[SnapshotId]) -> None:
+        self._short_since = {
+            snapshot: since for snapshot, since in self._short_since.items() if snapshot in kept
+        }
+
+    def made_good(self, snapshot: SnapshotId) -> None:
+        """It is protected as wanted again: the next loss is waited for anew."""
+        self._short_since.pop(snapshot, None)
+
+    # --- what there is ------------------------------------------------------------------------------------------
+    def _lanes(self, state: SnapshotState) -> list[Lane]:
+        """Those that somebody holds parts of, and, while parity is made, those that this epoch's snapshots are to have."""
+        if state.snapshot.epoch == self._ctx.number and not state.seats and self._table.knows_layouts(state):
+            self._seat(state)
+        seats = state.seats if isinstance(self._ctx.redundancy, Parity) else ()
+        return sorted({*state.parts, *seats}, key=lambda lane: lane.number)
+
+    def _seat(self, state: SnapshotState) -> None:
+        record = self._ctx.record
+        assert record is not None, "a steward has an epoch"
+        layouts = self._table.layouts_of(state)
+        policy = self._ctx.redundancy
+        if not isinstance(policy, Parity) or len(layouts) != record.world:
+            return
+        for seating in seatings(record, policy):
+            members = tuple(
+                Member(rank, linear_bytes(layouts[rank]), layouts[rank].layout_id)
+                if rank != NOBODY
+                else Member(rank)
+                for rank in seating.ranks
+            )
+            state.seats[Lane(record.world, seating.number, policy.parity, members)] = seating.nodes
+        if not state.seats.keys() >= state.parts.keys():
+            state.seats.clear()  # it was encoded under another rung: a lane's number must mean one lane
+
+    def _held(self, state: SnapshotState, lane: Lane) -> Held:
+        data: dict[int, list[str]] = {}
+        for rank, at in lane.ranks().items():
+            found = sorted((tier, node) for node, tier in state.holders.get(rank, {}).items() if tier <= 1)
+            data[at] = [node for _, node in found if self._sessions.live(node)]
+        parts = {at: sorted(filter(self._sessions.live, nodes)) for at, nodes in state.parts.get(lane, {}).items()}
+        stays = self._sessions.stays
+        taken = {node: at for at, nodes in parts.items() for node in nodes}
+        return Held(
+            lane,
+            {at: [node for node in nodes if stays(node) and taken.get(node, at) == at] for at, nodes in data.items()},
+            {at: list(filter(stays, nodes)) for at, nodes in parts.items()},
+            data,
+            parts,
+        )
+
+    def _tolerates(self, held: Held) -> int:
+        return self._survives(held.lane, held.data, held.parts)
+
+    def _survives(self, lane: Lane, *found: dict[int, list[str]]) -> int:
+        data, parts = ({at: set(map(self._ctx.domain, nodes)) for at, nodes in where.items()} for where in found)
+        return tolerance(lane, data, parts)
+
+    def _long_short(self, state: SnapshotState, lost: bool) -> bool:
+        if not lost:
+            self._short_since.pop(state.snapshot, None)
+            return False
+        since = self._short_since.setdefault(state.snapshot, self._ctx.now)
+        return self._ctx.now - since >= self._ctx.policy.steward_timeout_s
+
+    # --- what is to be made -------------------------------------------------------------------------------------
+    def _order_lane(self, state: SnapshotState, held: Held, *, mend: bool, anywhere: bool) -> None:
+        """What is missing comes first: what only moves would take its place."""
+        lane, data, parts = held.lane, held.data, held.parts
+        here = [at for at, nodes in held.all_data.items() if nodes], [at for at, nodes in held.all_parts.items() if nodes]
+        for at in sorted(range(len(lane.members)), key=lambda at: bool(held.all_parts.get(at))):
+            member = lane.members[at]
+            lacks_data, lacks_part = member.rank != NOBODY and not data.get(at), not parts.get(at)
+            lost, unmade = lacks_data and not held.all_data.get(at), not held.all_parts.get(at)
+            if (lost and (not mend or not decodable(lane, *here))) or not (lacks_data or lacks_part):
+                continue
+            leans = (lacks_data and not lost) or (lacks_part and not unmade)
+            to = self._seat_of(state, held, at, anywhere=lost and anywhere, moves=leans)
+            sources = self._sources(state, held)
+            if to is None and leans and (lost or unmade):  # nowhere to move: it protects as long as it is there
+                to = self._seat_of(state, held, at, anywhere=False, moves=False)
+                lacks_data, lacks_part = lost, unmade
+            if to is None:
+                continue
+            state.moved[lane, at] = to
+            if lacks_data and (lost or any(held.all_parts.values())):  # without parity there is nothing to make it of
+                self._send(state, Part(lane, at), to, sources, True)
+            if not lost and lacks_part:
+                self._send(state, Part(lane, at), to, sources, False)
+
+    def _seat_of(self, state: SnapshotState, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
+        """The node that is to hold this position: where the rest of it is, where it was meant to be, or one whose domain no
+        other position lives in or is to live in; one that is about to go when there is no other, unless it moves away from such
+        a one. anywhere: failing that any, of those that stay if there are."""
+        domain, record, lane = self._ctx.domain, self._ctx.record, held.lane
+        assert record is not None, "a steward has an epoch"
+        rest = [other for other in range(len(lane.members)) if other != at]
+        others = {domain(node) for other in rest for node in self._places(state, held, other, moves)}
+        taken = {node for other in rest for node in self._taken(state, held, other, moves)}
+        seats = state.seats.get(lane)
+        chosen = state.moved.get((lane, at))
+        first = [*held.data.get(at, ()), *held.parts.get(at, ())]
+        first += [chosen] if chosen and domain(chosen) not in others else []
+        first += [seats[at]] if seats and domain(seats[at]) not in others else []
+        first += [] if moves else [*held.all_data.get(at, ()), *held.all_parts.get(at, ())]
+        spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(state, node), node))
+        live = [node for node in (*first, *spare) if self._sessions.live(node)]
+        own = {seats[at]} & {*first} if seats else {*first}
+        apart = [node for node in live if node not in taken and (node in own or domain(node) not in others)]
+        staying = next(filter(self._sessions.stays, apart), None)
+        if staying is not None or moves:
+            return staying
+        beside = sorted(live, key=self._sessions.stays, reverse=True) if anywhere else ()
+        return next(iter(apart or beside), None)
+
+    def _taken(self, state: SnapshotState, held: Held, at: int, moves: bool) -> list[str]:
+        """By this position: who holds its parity, or is about to make it where its data is; for one that moves also who is about
+        to make its data."""
+        chosen = state.moved.get((held.lane, at))
+        soon = chosen is not None and (moves or chosen in held.all_data.get(at, ()))
+        return held.all_parts.get(at) or ([chosen] if chosen is not None and soon else [])
+
+    def _places(self, state: SnapshotState, held: Held, at: int, moves: bool) -> list[str]:
+        """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
+        cannot take this one any more. What is where it was meant to be is there alone, and what is whole, for one that does not
+        move: a copy beside it, which a drain asked for, takes no missing position's place."""
+        chosen, seats = state.moved.get((held.lane, at)), state.seats.get(held.lane)
+        found = [*held.data.get(at, ()), *held.parts.get(at, ())]
+        if seats and seats[at] in found:
+            return [seats[at]]
+        data, parts = (held.data, held.parts) if moves else (held.all_data, held.all_parts)
+        whole = [node for node in data.get(at, ()) if node in parts.get(at, ())]
+        if whole:
+            return whole
+        found += [chosen] if chosen and self._sessions.live(chosen) else []
+        return found or ([seats[at]] if seats and self._sessions.live(seats[at]) else [])
+
+    def _load(self, state: SnapshotState, node: str) -> int:
+        return sum(node in nodes for held in state.parts.values() for nodes in held.values())
+
+    def _sources(self, state: SnapshotState, held: Held) -> tuple[Source, ...]:
+        """Also on leaving nodes."""
+        lane, found = held.lane, []
+        for at, nodes in sorted(held.all_data.items()):
+            member = lane.members[at]
+            found += [
+                Source(node, member.rank, state.holders[member.rank][node], member.layout_id)
+                for node in nodes
+            ]
+        for at, nodes in sorted(held.all_parts.items()):
+            found += [Source(node, lane.holding_rank, 0, "", Part(lane, at)) for node in nodes]
+        return tuple(found)
+
+    def _send(self, state: SnapshotState, part: Part, to: str, sources: tuple[Source, ...], data: bool) -> None:
+        session = self._sessions.session(to)
+        self._ctx.send(to, ParityOrder(self._ctx.number, session, state.snapshot, part, sources, data))
+
+
+def _lost(held: Held) -> bool:
+    return any(not held.all_data.get(at) for at in held.lane.ranks().values())

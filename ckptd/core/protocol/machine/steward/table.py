@@ -1,0 +1,270 @@
+"""The steward's table of snapshots: who holds what of each, rebuilt from what the nodes say (design D9).
+
+Only what a node said in its current session is in the table, so it can be thrown away and written anew at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ckptd.core.ids import SnapshotId
+from ckptd.core.protocol.machine.context import RESEND_S, Context, decode_layout
+from ckptd.core.protocol.machine.steward.snapshot import Phase, SnapshotState
+from ckptd.core.protocol.messages import HoldingFact, LayoutRequest
+from ckptd.core.redundancy.lanes import NOBODY, Part, member_digests, tolerance
+from ckptd.core.redundancy.protection import Classes, level, slice_classes
+from ckptd.core.state_map.agreement import agree
+from ckptd.core.state_map.layout import Layout
+
+RELEASED_KEPT_MAX = 64  # released snapshots named again in certificates, for a node that missed it
+
+
+class SnapshotTable:
+    """``live``: does this node's part of the books hold now (in session and up)?"""
+
+    def __init__(self, ctx: Context, live: Callable[[str], bool]) -> None:
+        self._ctx, self._live = ctx, live
+        self.states: dict[SnapshotId, SnapshotState] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.durable: dict[tuple[int, int], SnapshotId] = {}  # (epoch, step) -> which capture of it storage has
+        self.storage_read = False  # whether storage has said, in this office, what it has
+        self.released: dict[SnapshotId, None] = {}
+        self._again: set[SnapshotId] = set()  # not released any more, to be weighed
+        self.heard: dict[SnapshotId, int] = {}  # levels an earlier steward certified, as the nodes remember
+        self.dirty: set[SnapshotId] = set()
+        self._asked_at = -1e9
+
+    def clear(self) -> None:
+        """What is durable stays so; layouts are named by their content."""
+        self.states.clear()
+        self.released.clear()
+        self._again.clear()
+        self.heard.clear()
+        self.dirty.clear()
+
+    # --- writing ------------------------------------------------------------------------------------------------
+    def add(self, node: str, fact: HoldingFact) -> None:
+        if fact.snapshot in self.released:
+            self._keep_released(fact.snapshot)
+            return
+        state = self.states.get(fact.snapshot)
+        if state is None:
+            again = fact.snapshot in self._again
+            state = SnapshotState(fact.snapshot, durable=fact.snapshot.at in self.durable, again=again)
+            self.states[fact.snapshot] = state
+        if fact.part is not None:
+            self._add_part(node, state, fact, fact.part)
+            return
+        if state.layout_ids.setdefault(fact.rank, fact.layout_id) != fact.layout_id:
+            return  # a rank captures a snapshot once: whoever says so is no daemon of ours
+        state.tolerated.clear()
+        nodes = state.holders.setdefault(fact.rank, {})
+        nodes[node] = min(fact.tier, nodes.get(node, fact.tier))
+        if fact.tier == 0 or fact.rank not in state.digests:  # a prefix may lack some
+            state.digests[fact.rank] = fact.digests
+        state.keep |= fact.keep
+        self.dirty.add(fact.snapshot)
+
+    def _add_part(self, node: str, state: SnapshotState, fact: HoldingFact, part: Part) -> None:
+        """It also vouches for the layouts and digests of its lane's members, whose own slots may be gone."""
+        sums = member_digests(fact.digests)
+        members = [member for member in part.lane.members if member.rank != NOBODY]
+        if any(state.layout_ids.get(member.rank, member.layout_id) != member.layout_id for member in members):
+            return
+        state.parts.setdefault(part.lane, {}).setdefault(part.position, set()).add(node)
+        state.tolerated.pop(part.lane, None)
+        for member in members:
+            state.layout_ids.setdefault(member.rank, member.layout_id)
+        for rank, digests in sums.items():
+            state.digests.setdefault(rank, digests)
+        state.keep |= fact.keep
+        self.dirty.add(fact.snapshot)
+
+    def remove(self, node: str, fact: HoldingFact) -> None:
+        state = self.states.get(fact.snapshot)
+        if state is None:
+            return
+        if fact.part is not None:
+            state.parts.get(fact.part.lane, {}).get(fact.part.position, set()).discard(node)
+        else:
+            nodes = state.holders.get(fact.rank, {})
+            nodes.pop(node, None)
+            if not nodes:
+                state.holders.pop(fact.rank, None)
+        self._changed(state)
+
+    def forget_node(self, node: str) -> None:
+        self.tell_anew(node, ())
+
+    def tell_anew(self, node: str, facts: Iterable[HoldingFact]) -> None:
+        """All that it holds. What is void stays so meanwhile, also when it alone holds a part of it: it has been told (P3)."""
+        had = [state for state in self.states.values() if node in state.nodes()]
+        for state in had:
+            for nodes in state.holders.values():
+                nodes.pop(node, None)
+            for held in state.parts.values():
+                for holders in held.values():
+                    holders.discard(node)
+            state.holders = {rank: nodes for rank, nodes in state.holders.items() if nodes}
+        for fact in facts:
+            self.add(node, fact)
+        for state in had:
+            self._changed(state)
+
+    def _changed(self, state: SnapshotState) -> None:
+        state.tolerated.clear()
+        held = {lane: {at: nodes for at, nodes in parts.items() if nodes} for lane, parts in state.parts.items()}
+        state.parts = {lane: parts for lane, parts in held.items() if parts}
+        if self.held_nowhere(state):
+            self.drop(state)
+        self.dirty.add(state.snapshot)
+
+    def learn_layouts(self, layouts: dict[str, bytes]) -> None:
+        for name, data in layouts.items():
+            if name not in self.layouts:
+                try:
+                    self.layouts[name] = decode_layout(data)
+                except ValueError:
+                    continue  # not a layout: whoever sent it holds something nobody can use
+                self.dirty.update(s for s, state in self.states.items() if name in state.layout_ids.values())
+
+    def mark_durable(self, snapshots: Iterable[SnapshotId]) -> None:
+        """Whichever capture it is of: another one of that step is not needed any more either."""
+        for snapshot in snapshots:
+            self.durable.setdefault(snapshot.at, snapshot)
+        for state in self.states.values():
+            if not state.durable and state.snapshot.at in self.durable:
+                state.durable = True
+                self.dirty.add(state.snapshot)
+
+    def all_dirty(self) -> None:
+        for state in self.states.values():
+            state.tolerated.clear()
+        self.dirty.update(self.states)
+
+    def release(self, snapshot: SnapshotId) -> None:
+        self.states.pop(snapshot, None)
+        self._keep_released(snapshot)
+
+    def held_nowhere(self, state: SnapshotState) -> bool:
+        """Nobody holds anything of it any more, as far as is known; what was certified stays as fallen."""
+        return not state.nodes() and (state.phase is Phase.VOID or state.certificate is None)
+
+    def drop(self, state: SnapshotState) -> None:
+        state.become_gone("held_nowhere")
+        del self.states[state.snapshot]
+        if state.again:
+            self._keep_released(state.snapshot)
+
+    def weigh_anew(self, snapshot: SnapshotId) -> None:
+        """A node tells what it holds, perhaps after a long absence: the snapshot was released without its copies, and may be
+        better off with them than the newest is now (P3)."""
+        if snapshot in self.released:
+            del self.released[snapshot]
+            self._again.add(snapshot)
+
+    def _keep_released(self, snapshot: SnapshotId) -> None:
+        self.released.pop(snapshot, None)
+        self._again.discard(snapshot)
+        self.released[snapshot] = None
+        while len(self.released) > RELEASED_KEPT_MAX:
+            del self.released[next(iter(self.released))]
+
+    def remembers(self, snapshot: SnapshotId) -> bool:
+        """Nodes know of a level that was certified, by us or by an earlier steward."""
+        return self.heard.get(snapshot, -1) >= 0
+
+    # --- reading ------------------------------------------------------------------------------------------------
+    def weigh(self, state: SnapshotState) -> None:
+        """Bring level, classes and agreement of this snapshot up to date."""
+        if state.classes is None:
+            state.classes = self._classes(state)
+        if state.classes is None:
+            state.level = -1
+            return
+        state.level = self.level_with(state, self._live)
+        if state.agreement is None and state.level >= 0:
+            state.agreement = agree(self.layouts_of(state), state.digests)
+
+    def level_with(self, state: SnapshotState, counts: Callable[[str], bool]) -> int:
+        """Its level if only the nodes that ``counts`` says held something."""
+        if state.classes is None:
+            return -1
+        holders = self._domains(state, counts)
+        return level(state.classes, holders, self._spared(state, holders, counts))
+
+    def level_of_copies(self, state: SnapshotState) -> int:
+        """Its level if there were no parity."""
+        return -1 if state.classes is None else level(state.classes, self._domains(state, self._live))
+
+    def _domains(self, state: SnapshotState, counts: Callable[[str], bool]) -> dict[int, list[tuple[str, int]]]:
+        """rank -> (failure domain, tier) of each holding of its slot."""
+        domain = self._ctx.domain
+        return {
+            rank: [(domain(node), tier) for node, tier in nodes.items() if counts(node)]
+            for rank, nodes in state.holders.items()
+        }
+
+    def _spared(
+        self, state: SnapshotState, holders: dict[int, list[tuple[str, int]]], counts: Callable[[str], bool]
+    ) -> dict[int, int]:
+        """rank -> losses after which parity still brings it."""
+        found: dict[int, int] = {}
+        for lane, parts in state.parts.items():
+            count = state.tolerated.get(lane) if counts is self._live else None
+            if count is None:  # each part that arrives changes one lane of many
+                data = {at: {d for d, tier in holders.get(rank, ()) if tier <= 1} for rank, at in lane.ranks().items()}
+                live = {at: {self._ctx.domain(n) for n in nodes if counts(n)} for at, nodes in parts.items()}
+                count = tolerance(lane, data, live)
+                if counts is self._live:
+                    state.tolerated[lane] = count
+            for rank in lane.ranks():
+                found[rank] = max(count, found.get(rank, -1))
+        return {rank: count for rank, count in found.items() if count >= 0}
+
+    def unread(self, state: SnapshotState) -> bool:
+        """A layout is on its way from a live holder: until then nothing can be said about this snapshot."""
+        return any(
+            name not in self.layouts and any(map(self._live, state.vouching(rank)))
+            for rank, name in state.layout_ids.items()
+        )
+
+    def knows_layouts(self, state: SnapshotState) -> bool:
+        return all(name in self.layouts for name in state.layout_ids.values())
+
+    def layouts_of(self, state: SnapshotState) -> dict[int, Layout]:
+        return {rank: self.layouts[name] for rank, name in state.layout_ids.items()}
+
+    def live_holdings(self, state: SnapshotState) -> dict[str, list[tuple[int, int]]]:
+        """node -> (rank, tier), as core.state_map.writes wants it."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for rank, nodes in state.holders.items():
+            for node, tier in nodes.items():
+                if self._live(node):
+                    found.setdefault(node, []).append((rank, tier))
+        return found
+
+    def _classes(self, state: SnapshotState) -> Classes | None:
+        """None until every rank of the snapshot's world is known with its layout."""
+        if not state.layout_ids or not self.knows_layouts(state):
+            return None
+        layouts = self.layouts_of(state)
+        classes = slice_classes(layouts)
+        return classes if classes.complete else None
+
+    # --- layouts that nobody sent -------------------------------------------------------------------------------
+    def ask_layouts(self, number: int) -> None:
+        """Ask a holder for each layout that a fact names and nobody has sent."""
+        if self._ctx.now - self._asked_at < RESEND_S:
+            return
+        asked: set[str] = set()
+        for state in self.states.values():
+            for rank, name in state.layout_ids.items():
+                if name in self.layouts or name in asked:
+                    continue
+                node = next(filter(self._live, state.vouching(rank)), None)
+                if node is not None:
+                    asked.add(name)
+                    self._ctx.send(node, LayoutRequest(number, name))
+        if asked:
+            self._asked_at = self._ctx.now

@@ -1,0 +1,105 @@
+"""How many losses a snapshot survives now: the fewest failure domains that hold any one slice, less one (D8, P2, P3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ckptd.core.state_map.layout import REPLICA, Layout
+
+CACHED_MAX = 32  # sets of layouts; a job has one or two alive
+OBJECTS_TIER = 1 << 30  # every replica holds the objects, whatever its tier
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The slices of a snapshot, reduced to what can differ in who holds it.
+
+    complete: there is a layout of every rank of one world. alone: (rank, tier) of the slice fewest replicas of that rank
+    hold, among those that no other rank has. shared: for each set of copies by contract, the (rank, tier) of each copy.
+    """
+
+    complete: bool
+    alone: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def slice_classes(layouts: Mapping[int, Layout]) -> Classes:
+    """layouts: of every rank. Remembered by layout id, so it costs nothing while layouts stay the same."""
+    ranks = tuple(sorted(layouts))
+    ids = tuple((rank, layouts[rank].layout_id) for rank in ranks)
+    return _classes(_Keyed(ids, tuple(layouts[rank] for rank in ranks)))
+
+
+def level(
+    classes: Classes,
+    holders: Mapping[int, Iterable[tuple[str, int]]],
+    spared: Mapping[int, int] | None = None,
+) -> int:
+    """The number of failure domains that may be lost now without losing any slice; -1: something is held nowhere.
+
+    holders: rank -> (failure domain, tier) of each verified holding of that rank's slot. A tier-t holding has the objects
+    and the fragments of tier >= t; tier 0 is all of it. spared: rank -> how many domains may be lost before parity cannot
+    bring its tier-1 prefix any more (lanes.tolerance); whoever has both is counted by the better one.
+    """
+    if not classes.complete:
+        return -1
+    bits: dict[str, int] = {}
+    held = {
+        rank: [(tier, bits.setdefault(domain, 1 << len(bits))) for domain, tier in found]
+        for rank, found in holders.items()
+    }
+    masks: dict[tuple[int, int], int] = {}
+
+    def domains(rank: int, tier: int) -> int:
+        mask = masks.get((rank, tier))
+        if mask is None:
+            mask = 0
+            for held_tier, bit in held.get(rank, ()):
+                if held_tier <= tier:
+                    mask |= bit
+            masks[rank, tier] = mask
+        return mask
+
+    by_parity = {rank: count + 1 for rank, count in (spared or {}).items()}
+    fewest = max(len(bits), *by_parity.values()) if by_parity else len(bits)
+    for rank, tier in classes.alone:
+        fewest = min(fewest, max(domains(rank, tier).bit_count(), by_parity.get(rank, 0) if tier >= 1 else 0))
+    for copies in classes.shared:
+        union = 0
+        for rank, tier in copies:
+            union |= domains(rank, tier)
+        parity = max((by_parity.get(rank, 0) for rank, tier in copies if tier >= 1), default=0)
+        fewest = min(fewest, max(union.bit_count(), parity))
+    return fewest - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Keyed:
+    """Layouts that compare and hash by their ids."""
+
+    ids: tuple[tuple[int, str], ...]
+    layouts: tuple[Layout, ...] = field(compare=False)
+
+
+@lru_cache(maxsize=CACHED_MAX)
+def _classes(keyed: _Keyed) -> Classes:
+    alone: dict[int, int] = {}
+    copies: dict[tuple[str, object], dict[int, int]] = {}
+    for (rank, _), layout in zip(keyed.ids, keyed.layouts, strict=True):
+        lowest = OBJECTS_TIER
+        for fragment in layout.fragments:
+            if fragment.nbytes == 0:
+                continue
+            if fragment.sharing == REPLICA:
+                copies.setdefault((fragment.key, fragment.box), {})[rank] = fragment.tier
+            elif fragment.tier < lowest:
+                lowest = fragment.tier
+        alone[rank] = lowest
+    shared = {tuple(sorted(where.items())) for where in copies.values()}
+    # Whoever holds the rank's rarest slice holds this one as well: it cannot be the minimum.
+    needed = sorted(where for where in shared if all(tier < alone[rank] for rank, tier in where))
+    worlds = {layout.world for layout in keyed.layouts}
+    complete = len(worlds) == 1 and sorted(alone) == list(range(max(worlds)))
+    return Classes(complete, tuple(sorted(alone.items())), tuple(needed))

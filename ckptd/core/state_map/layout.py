@@ -1,0 +1,130 @@
+"""What one rank's slot holds: fragments of logical tensors at byte offsets (design D6, D7, D8).
+
+A payload is ``[objects region][fragments by descending tier]`` and then, where the rank has frozen parameters,
+``[frozen fragments by descending tier]``. The objects region (non-tensor state, msgpack) lies at offset 0 with a fixed
+capacity; its real length travels with each seal. Everything before ``frozen_at`` is the *live part* and lies in the slot
+itself; the *frozen part* lies in a slot of its own, once for all snapshots that hold the same bytes, under the offsets that it
+has here less ``frozen_at``. A *tier-t* replica is a prefix of each part: the objects plus every fragment whose ``tier`` is
+>= t. ``tier`` of a fragment is how many copies in other failure domains the network must still make: ``replicas`` for what
+this rank alone holds, less for what the balanced plan captures on other ranks as well (0: no network at all).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import msgpack
+
+from ckptd.core.state_map.box import Box
+
+ALIGN_BYTES = 64  # every fragment starts on this
+BLOCK_BYTES = 1 << 20  # integrity block (D14); a fragment's blocks start at its own first byte
+LAYOUT_VERSION = 1
+FROZEN_VERSION = 2  # has a frozen part; what has none is written as before, so that its id stays what it was
+WITHOUT_VERSION = 3  # says what it leaves out
+
+UNIQUE = "unique"  # this box lives on this rank only (DTensor shards)
+REPLICA = "replica"  # structural or declared copy: equal by contract, unequal sums void the snapshot
+MAYBE = "maybe"  # plain value of equal name elsewhere: each snapshot decides by its sums
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """One box of one logical tensor, stored contiguous (C order) in the payload at ``offset``."""
+
+    key: str
+    dtype: str  # safetensors name: F32, BF16, F8_E4M3, I64, BOOL, ...
+    shape: tuple[int, ...]  # global
+    box: Box
+    offset: int  # bytes from the payload's start, multiple of ALIGN_BYTES
+    nbytes: int
+    role: str  # param | buffer | optim | extra | rng
+    sharing: str = UNIQUE
+    tier: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    rank: int
+    world: int
+    fragments: tuple[Fragment, ...]  # ordered by offset, tiers descending
+    objects_capacity: int  # bytes of the objects region at offset 0, multiple of ALIGN_BYTES
+    payload_bytes: int  # objects region and all fragments, from the live part's first byte to the frozen part's last
+    plan_id: str = ""  # the balanced plan all ranks must agree on
+    aliases: tuple[tuple[str, str], ...] = field(default=())  # (alias key, canonical key)
+    frozen_bytes: int = 0  # at the payload's end
+    without: tuple[str, ...] = ()  # patterns of parameters whose optimizer state is meant to be absent, and is
+
+    @cached_property
+    def encoded(self) -> bytes:
+        rows = [
+            [f.key, f.dtype, f.shape, f.box.offsets, f.box.sizes, f.offset, f.nbytes, f.role, f.sharing, f.tier]
+            for f in self.fragments
+        ]
+        head = [self.rank, self.world, self.objects_capacity, self.payload_bytes, self.plan_id, self.aliases, rows]
+        body = [FROZEN_VERSION, *head, self.frozen_bytes] if self.frozen_bytes else [LAYOUT_VERSION, *head]
+        if self.without:
+            body = [WITHOUT_VERSION, *head, self.frozen_bytes, self.without]
+        packed: bytes = msgpack.packb(body)
+        return packed
+
+    @cached_property
+    def layout_id(self) -> str:
+        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
+
+    @staticmethod
+    def decode(data: bytes) -> Layout:
+        """Raises ValueError on anything that is not a well-formed layout (bounds and overlaps are checked)."""
+        from ckptd.core.state_map.layout_check import decode_layout
+
+        return decode_layout(data)
+
+    @property
+    def frozen_at(self) -> int:
+        """Where the live part ends."""
+        return self.payload_bytes - self.frozen_bytes
+
+    @property
+    def is_frozen(self) -> bool:
+        """Is it the layout of a frozen part alone?"""
+        return self.frozen_bytes == self.payload_bytes > 0
+
+    @cached_property
+    def frozen(self) -> Layout:
+        """The frozen part as a layout of its own. The same for every snapshot that may share its bytes."""
+        assert 0 < self.frozen_bytes < self.payload_bytes, "it has a live and a frozen part"
+        moved = tuple(
+            replace(f, offset=f.offset - self.frozen_at) for f in self.fragments if f.offset >= self.frozen_at
+        )
+        return Layout(self.rank, self.world, moved, 0, self.frozen_bytes, frozen_bytes=self.frozen_bytes)
+
+    def live_bytes(self, tier: int) -> int:
+        """Length of the live part's prefix in a tier-``tier`` replica. Tier 0 has all of it."""
+        if tier <= 0:
+            return self.frozen_at
+        ends = [f.offset + f.nbytes for f in self.fragments if f.tier >= tier and f.offset < self.frozen_at]
+        return max(ends, default=self.objects_capacity)
+
+    def spans(self, tier: int) -> tuple[tuple[int, int], ...]:
+        """(offset, length) of what a tier-``tier`` replica holds of the payload: one prefix per part, none of them empty."""
+        frozen_end = self.payload_bytes
+        if tier > 0:
+            ends = [f.offset + f.nbytes for f in self.fragments if f.tier >= tier and f.offset >= self.frozen_at]
+            frozen_end = max(ends, default=self.frozen_at)
+        parts = (0, self.live_bytes(tier)), (self.frozen_at, frozen_end - self.frozen_at)
+        return tuple((at, length) for at, length in parts if length)
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """(offset, length) of every integrity block in order: the objects region's, then each fragment's.
+
+        The sums of a slot are one xxh3_128 (16 bytes, big-endian digest) per entry. The objects region counts with its full
+        capacity; bytes past the objects' real length are zero.
+        """
+        spans = [(0, self.objects_capacity)] + [(f.offset, f.nbytes) for f in self.fragments]
+        return [
+            (at, min(BLOCK_BYTES, start + length - at))
+            for start, length in spans
+            for at in range(start, start + length, BLOCK_BYTES)
+        ]

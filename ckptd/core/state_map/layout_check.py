@@ -1,0 +1,151 @@
+"""Reading a layout that came from elsewhere: every number is checked before anything is addressed with it (P13)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgpack
+
+from ckptd.core.state_map.box import Box, disjoint_spans
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.layout import (
+    ALIGN_BYTES,
+    FROZEN_VERSION,
+    LAYOUT_VERSION,
+    MAYBE,
+    REPLICA,
+    UNIQUE,
+    WITHOUT_VERSION,
+    Fragment,
+    Layout,
+)
+
+LAYOUT_BYTES_MAX = 256 << 20  # encoded
+FRAGMENTS_MAX = 4_000_000
+DIMENSIONS_MAX = 64
+KEY_CHARACTERS_MAX = 4096
+RAGGED_BOXES_MAX = 2000  # of one key on one rank that lie in no grid; a flat range is at most 2 * ndim - 1
+PAYLOAD_BYTES_MAX = 1 << 50
+ELEMENTS_MAX = 1 << 62  # along one dimension
+WORLD_MAX = 1 << 20
+TIER_MAX = 255
+ROLES = frozenset(("param", "buffer", "optim", "extra", "rng"))
+SHARINGS = frozenset((UNIQUE, REPLICA, MAYBE))
+HEAD_FIELDS = {LAYOUT_VERSION: 8, FROZEN_VERSION: 9, WITHOUT_VERSION: 10}
+ROW_FIELDS = 10
+
+
+def decode_layout(data: bytes) -> Layout:
+    """The inverse of ``Layout.encoded``. ValueError: anything else (bounds, alignment, overlap, order of tiers)."""
+    if len(data) > LAYOUT_BYTES_MAX:
+        raise ValueError(f"layout of {len(data)} bytes, at most {LAYOUT_BYTES_MAX} are read")
+    try:
+        head = msgpack.unpackb(data, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ValueError(f"not a layout: {error}") from error
+    _require(isinstance(head, list) and len(head) > 0, "not a layout")
+    version = head[0]
+    known = type(version) is int and version in HEAD_FIELDS
+    _require(known, f"layout of another version, this reads {sorted(HEAD_FIELDS)}")
+    _require(len(head) == HEAD_FIELDS[version], "not a layout")
+    rank, world, objects_capacity, payload_bytes, plan_id, aliases, rows = head[1:8]
+    frozen_bytes = head[8] if version != LAYOUT_VERSION else 0
+    without = head[9] if version == WITHOUT_VERSION else []
+    _require(isinstance(without, list) and all(map(_key, without)), "what is left out is not a list of texts")
+    _require(bool(without) == (version == WITHOUT_VERSION), "nothing is left out")
+    _require(_whole(world, 1, WORLD_MAX) and _whole(rank, 0, world - 1), "rank outside the world")
+    _require(_whole(payload_bytes, 0, PAYLOAD_BYTES_MAX), "payload_bytes out of bounds")
+    _require(_whole(objects_capacity, 0, payload_bytes), "objects_capacity out of bounds")
+    _require(objects_capacity % ALIGN_BYTES == 0, "objects_capacity not aligned")
+    _require(_whole(frozen_bytes, 0, payload_bytes - objects_capacity), "frozen_bytes out of bounds")
+    frozen_at = payload_bytes - frozen_bytes
+    _require(version != FROZEN_VERSION or frozen_bytes > 0, "a frozen part of no bytes")
+    _require(not frozen_bytes or frozen_at % ALIGN_BYTES == 0, "the frozen part is not aligned")
+    _require(isinstance(plan_id, str) and len(plan_id) <= KEY_CHARACTERS_MAX, "plan_id is not a short text")
+    _require(isinstance(rows, list) and len(rows) <= FRAGMENTS_MAX, "fragments are not a list within bounds")
+    fragments = tuple(map(_fragment, rows))
+    live = tuple(fragment for fragment in fragments if fragment.offset < frozen_at)
+    _check_order(live, objects_capacity, frozen_at)
+    _check_order(fragments[len(live) :], frozen_at, payload_bytes)
+    _check_keys(fragments)
+    named = _aliases(aliases, fragments)
+    return Layout(rank, world, fragments, objects_capacity, payload_bytes, plan_id, named, frozen_bytes, tuple(without))
+
+
+def _fragment(row: Any) -> Fragment:
+    _require(isinstance(row, list) and len(row) == ROW_FIELDS, "a fragment has ten fields")
+    key, dtype, shape, offsets, sizes, offset, nbytes, role, sharing, tier = row
+    _require(_key(key), "a fragment's key is not a text within bounds")
+    named = isinstance(dtype, str) and isinstance(role, str) and isinstance(sharing, str)
+    if not (named and dtype in ITEMSIZE and role in ROLES and sharing in SHARINGS):
+        raise ValueError(f"{key}: unknown dtype, role or sharing")
+    if not (_numbers(shape) and _numbers(offsets) and _numbers(sizes)):
+        raise ValueError(f"{key}: shape or box is not made of numbers within bounds")
+    if not len(shape) == len(offsets) == len(sizes):
+        raise ValueError(f"{key}: box and shape differ in dimensions")
+    for size, start, length in zip(shape, offsets, sizes):  # noqa: B905 - lengths are equal, and this loop is hot
+        if start + length > size:
+            raise ValueError(f"{key}: box {offsets}+{sizes} outside shape {shape}")
+    if not (_whole(tier, 0, TIER_MAX) and _whole(offset, 0, PAYLOAD_BYTES_MAX) and offset % ALIGN_BYTES == 0):
+        raise ValueError(f"{key}: tier or offset out of bounds, or offset not aligned")
+    if type(nbytes) is not int or nbytes != math.prod(sizes) * ITEMSIZE[dtype]:
+        raise ValueError(f"{key}: nbytes is not volume times item size")
+    box = Box(tuple(offsets), tuple(sizes))
+    return Fragment(key, dtype, tuple(shape), box, offset, nbytes, role, sharing, tier)
+
+
+def _check_order(fragments: tuple[Fragment, ...], start: int, stop: int) -> None:
+    """One part: in the order of offsets without overlap, tiers descending, so that every tier is a prefix."""
+    end, tier = start, TIER_MAX
+    for fragment in fragments:
+        if fragment.offset < end or fragment.tier > tier:
+            raise ValueError(f"{fragment.key}: overlaps what lies before it, or tiers do not descend")
+        end, tier = fragment.offset + fragment.nbytes, fragment.tier
+    _require(end <= stop, "fragments reach past their part of the payload")
+
+
+def _check_keys(fragments: tuple[Fragment, ...]) -> None:
+    """A key is one tensor: one dtype, shape and role, and no element twice."""
+    by_key: dict[str, list[Fragment]] = {}
+    for fragment in fragments:
+        by_key.setdefault(fragment.key, []).append(fragment)
+    for key, parts in by_key.items():
+        if len(parts) == 1:
+            continue
+        kinds = {(part.dtype, part.shape, part.role) for part in parts}
+        _require(len(kinds) == 1, f"{key}: fragments of different dtype, shape or role")
+        spans = [(part.box.offsets, part.box.sizes) for part in parts]
+        apart = len(set(spans)) == len(spans) and disjoint_spans(spans, RAGGED_BOXES_MAX)
+        _require(apart, f"{key}: boxes overlap")
+
+
+def _aliases(pairs: Any, fragments: tuple[Fragment, ...]) -> tuple[tuple[str, str], ...]:
+    _require(isinstance(pairs, list) and len(pairs) <= FRAGMENTS_MAX, "aliases are not a list within bounds")
+    keys = {fragment.key for fragment in fragments}
+    result: dict[str, str] = {}
+    for pair in pairs:
+        _require(isinstance(pair, list) and len(pair) == 2 and all(map(_key, pair)), "an alias is two keys")
+        alias, key = pair
+        _require(alias not in result and alias not in keys and alias != key, f"{alias}: alias is taken")
+        result[alias] = key
+    return tuple(result.items())
+
+
+def _whole(value: Any, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high  # not bool
+
+
+def _numbers(values: Any) -> bool:
+    if not isinstance(values, list) or len(values) > DIMENSIONS_MAX:
+        return False
+    return all(type(value) is int and 0 <= value <= ELEMENTS_MAX for value in values)
+
+
+def _key(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= KEY_CHARACTERS_MAX
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise ValueError(text)
