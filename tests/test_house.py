@@ -15,28 +15,31 @@ FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 
 # What a room of ckptd/ may import of ckptd/, beside itself, the core and the error type. recover reads what persist wrote;
-# process, units, directory, identity and crew are leaves: facts about a process, sizes as people write them, directories that
-# outlive a power cut, who this node is, threads that nobody waits for without bound.
+# process, units, directory, identity and thread_pool are leaves: facts about a process, sizes as people write them, directories
+# that outlive a power cut, who this node is, threads that nobody waits for without bound.
 ROOMS: dict[str, frozenset[str]] = {
     "core": frozenset(),
-    "wire": frozenset({"process", "directory", "crew"}),
+    "wire": frozenset({"process", "directory", "thread_pool"}),
     "process": frozenset(),
     "units": frozenset(),
-    "crew": frozenset(),
-    "arena": frozenset({"process", "units", "crew"}),
-    "observe": frozenset({"crew"}),
-    "protect": frozenset({"arena", "wire", "crew"}),
-    "persist": frozenset({"arena", "wire", "directory", "units", "crew"}),
-    "recover": frozenset({"arena", "wire", "persist", "protect", "crew"}),  # from parity and from storage
+    "thread_pool": frozenset(),
+    "arena": frozenset({"process", "units", "thread_pool"}),
+    "observe": frozenset({"thread_pool"}),
+    "protect": frozenset({"arena", "wire", "thread_pool"}),
+    "persist": frozenset({"arena", "wire", "directory", "units", "thread_pool"}),
+    "recover": frozenset({"arena", "wire", "persist", "protect", "thread_pool"}),  # from parity and from storage
     "directory": frozenset(),
     "identity": frozenset({"directory"}),
     "config": frozenset({"units", "identity"}),
     "config_sources": frozenset({"config", "units"}),
     "errors": frozenset(),
     "daemon": frozenset(
-        {"arena", "wire", "observe", "protect", "persist", "recover", "config", "process", "directory", "identity", "units", "crew"}
+        {
+            "arena", "wire", "observe", "protect", "persist", "recover", "config", "process", "directory", "identity", "units",
+            "thread_pool",
+        }
     ),
-}
+}  # fmt: skip
 ALWAYS_ALLOWED = frozenset({"core", "errors"})
 
 # The standard library the core may use: values and arithmetic, neither clock nor I/O nor threads nor chance.

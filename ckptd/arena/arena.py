@@ -10,8 +10,8 @@ from ckptd.arena.budget import NoMemory
 from ckptd.arena.ledger import EXTENTS_AT, LedgerCorrupt, is_segment_name
 from ckptd.arena.record import SlotRecord
 from ckptd.arena.segment import Segment, pages
+from ckptd.arena.segment_pool import SEGMENTS_MAX, FdKeeper, SegmentPool
 from ckptd.arena.slot import MetaTooLarge, Slot, SlotMisuse
-from ckptd.arena.stock import SEGMENTS_MAX, FdKeeper, Stock
 from ckptd.arena.tenant import Tenant
 from ckptd.process import Process
 
@@ -46,10 +46,10 @@ class Arena:
         self.budget_bytes = budget_bytes
         self.segment_bytes = pages(segment_bytes or _shared_size(budget_bytes))
         self.refused: list[tuple[str, str]] = []  # segments that were not trusted: (name, reason)
-        self._stock = Stock(
+        self._pool = SegmentPool(
             keeper, budget_bytes, uid_budget_bytes, reserve_bytes, incarnation, touch=prefault
         )
-        self._lock = self._stock.lock
+        self._lock = self._pool.lock
         self._slots: dict[int, Slot] = {}
 
     # --- what there is ------------------------------------------------------------------------------
@@ -62,24 +62,24 @@ class Arena:
     def used_bytes(self) -> int:
         """Memory taken from the machine, whether slots lie in it or not."""
         with self._lock:
-            return self._stock.committed() + self._stock.dying_bytes()
+            return self._pool.committed() + self._pool.dying_bytes()
 
     def used_by(self, uid: int) -> int:
         with self._lock:
-            return self._stock.committed(uid)
+            return self._pool.committed(uid)
 
     @property
     def share_bytes(self) -> int:
         """What one user may have while another one lacks memory."""
-        return self._stock.share_bytes
+        return self._pool.share_bytes
 
     def spare_bytes(self, uid: int) -> int:
         """What may still be allocated for this user as things are. Reads the kernel's files."""
-        return self._stock.spare_bytes(uid)
+        return self._pool.spare_bytes(uid)
 
     def on_short(self, told: Callable[[int, int], None]) -> None:
         """``told(uid, bytes)`` of each request that is refused, from any thread."""
-        self._stock.on_short = told
+        self._pool.on_short = told
 
     # --- allocate -----------------------------------------------------------------------------------
     def allocate(
@@ -101,7 +101,7 @@ class Arena:
 
     def _place(self, tenant: Tenant, capacity: int, meta: int, mapper: Process | None) -> Slot | None:
         need, group = capacity + meta, tenant.group
-        for segment in self._stock.segments.values():
+        for segment in self._pool.segments.values():
             if segment.tenant != group or segment.retired or self._foreign(segment, mapper):
                 continue
             dedicated = segment.size > self.segment_bytes
@@ -113,7 +113,7 @@ class Arena:
         return None
 
     def _add(self, segment: Segment, offset: int, capacity: int, meta: int) -> Slot:
-        number = self._stock.number()
+        number = self._pool.number()
         slot = self._slots[number] = segment.place(number, offset, capacity, meta)
         return slot
 
@@ -124,10 +124,10 @@ class Arena:
         exact = EXTENTS_AT + capacity + meta
         if tenant.kind != "own" and exact < self.segment_bytes:
             try:
-                return self._stock.make(tenant, self.segment_bytes, use)
+                return self._pool.make(tenant, self.segment_bytes, use)
             except NoMemory:
                 log.info("no room for a shared segment, trying %d bytes", exact)
-        return self._stock.make(tenant, exact, use, beyond_budget=beyond_budget)
+        return self._pool.make(tenant, exact, use, beyond_budget=beyond_budget)
 
     # --- let go -------------------------------------------------------------------------------------
     def release(self, slot: Slot) -> None:
@@ -138,7 +138,7 @@ class Arena:
                 return
             slot.segment.remove(slot)
             if slot.segment.retired and not slot.segment.slots:
-                self._stock.drop(slot.segment)
+                self._pool.drop(slot.segment)
 
     def retire(self, slot: Slot) -> None:
         """Nobody gets this memory again: whoever maps it cannot be made to let go. Its pages return to the machine once
@@ -149,7 +149,7 @@ class Arena:
 
     def trim(self) -> int:
         """Give wholly unused segments back. Returns their bytes."""
-        return self._stock.trim()
+        return self._pool.trim()
 
     # --- who maps what ------------------------------------------------------------------------------
     def lend(self, slot: Slot, process: Process) -> bool:
@@ -178,10 +178,10 @@ class Arena:
                 os.close(fd)
                 continue
             try:
-                found += self._take(Segment.adopt(name, fd, self._stock.incarnation))
+                found += self._take(Segment.adopt(name, fd, self._pool.incarnation))
             except (LedgerCorrupt, OSError) as error:
                 self._refuse(name, fd, error)
-                self._stock.keeper.remove(name)
+                self._pool.keeper.remove(name)
         return found
 
     def take_offer(self, fds: Mapping[str, int], *, job: str, uid: int, process: Process) -> list[Slot]:
@@ -189,7 +189,7 @@ class Arena:
         budget; the descriptors stay the caller's. What we have already is returned as it is."""
         found: list[Slot] = []
         for name, fd in fds.items():
-            known = self._stock.segments.get(name)
+            known = self._pool.segments.get(name)
             if known is not None:
                 same = os.path.sameopenfile(known.fd, fd) and (known.tenant.job, known.tenant.uid) == (
                     job,
@@ -199,7 +199,7 @@ class Arena:
                 continue
             copy = os.dup(fd)
             try:
-                segment = Segment.adopt(name, copy, self._stock.incarnation)
+                segment = Segment.adopt(name, copy, self._pool.incarnation)
                 found += self._take_offered(segment, job, uid, process)
             except (LedgerCorrupt, NoMemory, OSError) as error:
                 self._refuse(name, copy, error)
@@ -210,17 +210,17 @@ class Arena:
         if (tenant.kind, tenant.job, tenant.uid) != ("own", job, uid):
             raise LedgerCorrupt("offered by a process that it does not belong to", segment.name)
         with self._lock:
-            self._stock.make_room(segment.size, uid)
+            self._pool.make_room(segment.size, uid)
             slots = self._take(segment)
         segment.lend(process)
-        self._stock.keep(segment)
+        self._pool.keep(segment)
         return slots
 
     def _take(self, segment: Segment) -> list[Slot]:
         with self._lock:
-            if segment.name in self._stock.segments or segment.slots.keys() & self._slots.keys():
+            if segment.name in self._pool.segments or segment.slots.keys() & self._slots.keys():
                 raise LedgerCorrupt("its name or a slot of it exists already", segment.name)
-            self._stock.add(segment)
+            self._pool.add(segment)
             self._slots.update(segment.slots)
             segment.write_ledger()
             return list(segment.slots.values())
@@ -232,11 +232,11 @@ class Arena:
 
     def ready(self) -> None:
         """Start the helper thread ahead of need. Raises OSError: it cannot be started."""
-        self._stock.ready()
+        self._pool.ready()
 
     def close(self) -> None:
         """Stop the helper thread. The memory stays with the keeper; without one it goes with this process."""
-        self._stock.close()
+        self._pool.close()
 
 
 def _shared_size(budget_bytes: int) -> int:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from ckptd import crew
+from ckptd import thread_pool
 from ckptd.config import Config
 
 THREADS_END_S = 2.0  # from the end of the event loop until threads that still hang are left behind
@@ -29,12 +29,12 @@ def main(config: Config) -> int:
 
 
 def _leave_stuck_threads(status: int) -> None:
-    """A thread that hangs on storage would keep the process: the interpreter waits for each at its end. Threads of a crew count
+    """A thread that hangs on storage would keep the process: the interpreter waits for each at its end. Threads of a pool count
     while they are in the midst of a task; idle ones end with the process."""
     deadline = time.monotonic() + THREADS_END_S
     for thread in _waited_for():
         thread.join(max(0.0, deadline - time.monotonic()))
-    stuck = [t.name for t in _waited_for()] + crew.at_work(deadline - time.monotonic())
+    stuck = [t.name for t in _waited_for()] + thread_pool.at_work(deadline - time.monotonic())
     if stuck:
         logging.getLogger("ckptd.daemon").warning("left behind, they hang: %s", " ".join(stuck))
         logging.shutdown()

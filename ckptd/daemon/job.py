@@ -23,20 +23,20 @@ from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone
 from ckptd.core.protocol.machine.levels import forget_oldest
 from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.core.protocol.machine.view import progress, waits
-from ckptd.daemon.behind import Behind
 from ckptd.daemon.durable import Durable
 from ckptd.daemon.frozen import Frozen
+from ckptd.daemon.inbound_queue import InboundQueue
 from ckptd.daemon.lane_parts import LaneParts
 from ckptd.daemon.losses import Losses
-from ckptd.daemon.mail import Mail
 from ckptd.daemon.meter import Meter
 from ckptd.daemon.ranks import Ranks
 from ckptd.daemon.restore import Restore
-from ckptd.daemon.revival import Revival
 from ckptd.daemon.seats import Seats
 from ckptd.daemon.services import Services, log
 from ckptd.daemon.state import Kept
+from ckptd.daemon.stragglers import Stragglers
 from ckptd.daemon.summary import summary
+from ckptd.daemon.supervisor import Supervisor
 from ckptd.observe.report import JobReport
 from ckptd.protect.peer_slot import DAMAGE
 
@@ -71,11 +71,11 @@ class JobShell:
         self.restore = Restore(services, self)
         self.durable = Durable(services, self)
         self.parity = LaneParts(services, self)
-        self.mail = Mail(services, job, self.feed)
+        self.inbound = InboundQueue(services, job, self.feed)
         self.meter = Meter(services, self)
-        self._behind = Behind(services, job)
+        self._stragglers = Stragglers(services, job)
         self.losses = Losses(services, job, self.seats)
-        self._revival = Revival(services, self)
+        self._supervisor = Supervisor(services, self)
         self._queue: deque[ev.Event] = deque()
         self._grown_at = services.now()
         self._running = self.dropped = False
@@ -122,7 +122,7 @@ class JobShell:
         try:
             while self._queue:
                 event = self._queue.popleft()
-                instructions = self._revival.handle(event)
+                instructions = self._supervisor.handle(event)
                 if log.isEnabledFor(logging.DEBUG):
                     self._trace(event, instructions)
                 for instruction in instructions:
@@ -132,7 +132,7 @@ class JobShell:
 
     def tick(self) -> None:
         self.feed(ev.Tick())
-        self._behind.look(progress(self.machine))
+        self._stragglers.look(progress(self.machine))
         self.losses.look(waits(self.machine))
         if self.services.now() - self._grown_at >= GROW_RETRY_S:  # memory may have come free elsewhere
             self._grown_at = self.services.now()

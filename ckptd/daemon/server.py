@@ -22,13 +22,12 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone
 from ckptd.core.protocol.machine.holdings import STALE
 from ckptd.core.protocol.messages import Message
-from ckptd.crew import Crew
 from ckptd.daemon import ports
-from ckptd.daemon.door import Door
 from ckptd.daemon.drain import Drain
 from ckptd.daemon.forget import Forget
 from ckptd.daemon.graveyard import Graveyard
 from ckptd.daemon.job import JobShell
+from ckptd.daemon.rank_listener import RankListener
 from ckptd.daemon.reclaim import Reclaim
 from ckptd.daemon.services import Services, log
 from ckptd.daemon.state import StateDir
@@ -44,6 +43,7 @@ from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.parity import ParityMaker
 from ckptd.protect.replicate import Replicator
+from ckptd.thread_pool import ThreadPool
 from ckptd.units import format_bytes
 from ckptd.wire.control import ControlLink
 from ckptd.wire.keys import ClusterKey
@@ -127,9 +127,9 @@ class Daemon:
         )  # fmt: skip
         root = str(config.storage_root or "")
         storage, token = open_storage(root, config.node_id, self.health, self.state, fresh=not adopted)
-        work = Crew(WORK_THREADS_MAX, "work", ready=WORK_THREADS_MAX)
-        disk = Crew(DISK_THREADS_MAX, "disk", ready=DISK_THREADS_MAX)
-        flush = Crew(FLUSH_THREADS_MAX, "flush", ready=FLUSH_THREADS_MAX)
+        work = ThreadPool(WORK_THREADS_MAX, "work", ready=WORK_THREADS_MAX)
+        disk = ThreadPool(DISK_THREADS_MAX, "disk", ready=DISK_THREADS_MAX)
+        flush = ThreadPool(FLUSH_THREADS_MAX, "flush", ready=FLUSH_THREADS_MAX)
         pacer = self._make_pacer()
         fetcher = Fetcher(self.transport, self._send, work, config.bulk_streams, pacer)
         fetcher.within_s = config.pacing_deadline_s
@@ -169,8 +169,8 @@ class Daemon:
         self.reclaim = Reclaim(self.services, self.jobs)
         self.arena.on_short(self.reclaim.short)
         self.forget = Forget(self.services, self.jobs, self.graveyard)
-        self.door = Door(self.services, self.job, self.drain, self.forget)
-        self.door.start(Path(config.socket))
+        self.rank_listener = RankListener(self.services, self.job, self.drain, self.forget)
+        self.rank_listener.start(Path(config.socket))
         self.status = Status(self.services, self.jobs, lambda: self.peers_up)
         self.http = HttpServer(
             config.http_address, config.http_port, self.status.routes(), announce=config.http_file(),
@@ -342,7 +342,7 @@ class Daemon:
 
     def _to_job(self, node: str, job: str, message: Message) -> None:
         if job in self.jobs or not self.graveyard.keeps_out(job, message):
-            self.job(job).mail.deliver(node, message)
+            self.job(job).inbound.deliver(node, message)
         elif (answer := self.graveyard.answer(job, message)) is not None:
             self._send(node, job, answer)
 
@@ -359,7 +359,7 @@ class Daemon:
     async def _stop(self) -> None:
         log.info("stopping")
         self.keeper.stopping()
-        self.door.stop()
+        self.rank_listener.stop()
         for shell in self.jobs.values():
             shell.durable.cancel_all()
         for task in list(self.services.tasks):

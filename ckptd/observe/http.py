@@ -22,8 +22,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ckptd.core.errors import CkptdError
-from ckptd.crew import Crew
 from ckptd.observe.sight import NOBODY, Sight, sight_of
+from ckptd.thread_pool import ThreadPool
 
 CONNECTIONS_MAX = 64  # at once; more are answered 503
 KEEP_ALIVE_S = 5
@@ -80,7 +80,7 @@ class HttpServer:
         self._wanted = (host, port)
         self._routes, self._announce, self._trusted = routes, announce, tuple(trusted)
         self._server: _Server | None = None
-        self._looks = Crew(LOOKS_MAX, "sight", ready=LOOKS_MAX)
+        self._looks = ThreadPool(LOOKS_MAX, "sight", ready=LOOKS_MAX)
         self._task: asyncio.Task[None] | None = None
         self.address: tuple[str, int] = self._wanted
 

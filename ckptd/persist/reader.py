@@ -16,7 +16,6 @@ from ckptd.core.state_map.box import Box, contains, intersect, uncovered
 from ckptd.core.state_map.catalogue import Catalogue, TensorEntry
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import BLOCK_BYTES
-from ckptd.crew import Crew, together
 from ckptd.persist import manifest as m
 from ckptd.persist.files import OpenFiles
 from ckptd.persist.lease import Lease
@@ -24,6 +23,7 @@ from ckptd.persist.names import MANIFEST, step_dir
 from ckptd.persist.ranges import StoredChunk
 from ckptd.persist.storage.base import NotFound, Storage, read_file
 from ckptd.persist.strided import elements, extent, inside, slabs, window
+from ckptd.thread_pool import ThreadPool, together
 
 SEGMENT_BYTES = 8 << 20  # of a big contiguous read per thread and turn; also the scratch of a strided one
 READER_THREADS = min(4, os.cpu_count() or 1)
@@ -43,7 +43,7 @@ class Checkpoint:
         self._lease = lease
         self._tensors = {(tensor.key, tensor.rank): tensor for tensor in manifest.tensors}
         self._lock = threading.Lock()
-        self._pool: Crew | None = None
+        self._pool: ThreadPool | None = None
 
     @staticmethod
     def open(storage: Storage, job: str, snapshot: SnapshotId) -> Checkpoint:
@@ -185,8 +185,8 @@ class Checkpoint:
         for future in together(self._workers(), reads):
             future.result()
 
-    def _workers(self) -> Crew:
+    def _workers(self) -> ThreadPool:
         with self._lock:
             if self._pool is None:
-                self._pool = Crew(READER_THREADS - 1, "ckptd-read")  # and whoever reads
+                self._pool = ThreadPool(READER_THREADS - 1, "ckptd-read")  # and whoever reads
             return self._pool

@@ -13,7 +13,6 @@ from typing import TypeVar
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
-from ckptd.crew import Crew, here
 from ckptd.persist.names import DATA, SIDE, attempt_dir, file_stem
 from ckptd.persist.packing import FILE_BYTES_MAX, Package, header, pack
 from ckptd.persist.pieces import HeldPiece, ObjectBlob, OutChunk, chunks_of, objects_of
@@ -30,6 +29,7 @@ from ckptd.persist.side import SideWriter
 from ckptd.persist.storage.base import Storage, StorageError, SyncFailed, storage_error
 from ckptd.persist.stream import write_chunk
 from ckptd.persist.sums import SUM_BYTES, block_count, digest
+from ckptd.thread_pool import ThreadPool, here
 from ckptd.units import format_bytes
 from ckptd.wire.bulk import Pace, wait_turn
 
@@ -144,13 +144,13 @@ class _Run:
 
     def _data_files(self, packages: list[Package], threads: int) -> list[_Finished]:
         calls = [partial(self._data_file, package) for package in packages]
-        with Crew(threads, "ckptd-write") as crew:
+        with ThreadPool(threads, "ckptd-write") as pool:
             try:
-                crew.ready(1)
+                pool.ready(1)
             except OSError:  # no thread can be started: by this one, one after the other
                 futures = [here(call) for call in calls]
             else:
-                futures = [crew.submit(call) for call in calls]
+                futures = [pool.submit(call) for call in calls]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, Cancelled))  # the cause, not its echo

@@ -21,13 +21,13 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.pacing.slowdown import DEADLINE_S
-from ckptd.crew import Crew
 from ckptd.protect.fetched import Fetched, Unanswered
 from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.peer_slot import DAMAGE, PACED_STREAMS
 from ckptd.protect.settle import Answers, Tasks, ask, settle
 from ckptd.protect.verify import count_bad, fresh_sums, stored_sums, units
+from ckptd.thread_pool import ThreadPool
 from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
 from ckptd.wire.peer import FetchAsk, FetchBad, FetchDone
 
@@ -64,8 +64,8 @@ class Fetcher:
         self._transport, self._send, self._work, self._streams = transport, send, work, streams
         self._pacer = pacer or Pacer()
         self.within_s = DEADLINE_S  # of what is fetched for protection
-        self._pushes: Executor = Crew(PUSHES_MAX, "serve", ready=PUSHES_MAX)
-        self._paced: Executor = Crew(PACED_MAX, "lend", ready=PACED_MAX)
+        self._pushes: Executor = ThreadPool(PUSHES_MAX, "serve", ready=PUSHES_MAX)
+        self._paced: Executor = ThreadPool(PACED_MAX, "lend", ready=PACED_MAX)
         self._answers: Answers[FetchDone] = Answers()
         self._serving: set[tuple[str, str]] = set()
         self._served: dict[tuple[str, str], FetchDone] = {}

@@ -25,7 +25,6 @@ from ckptd.core.pacing.slowdown import DEADLINE_S
 from ckptd.core.protocol.events import NO_MEMORY
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.record_size import SUM_BYTES, record_bytes
-from ckptd.crew import Crew
 from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.pacer import Pacer, Transfer
@@ -33,6 +32,7 @@ from ckptd.protect.peer_slot import DAMAGE, PACED_STREAMS, allocate
 from ckptd.protect.settle import Tasks, ask, settle
 from ckptd.protect.turns import Turns
 from ckptd.protect.verify import count_bad
+from ckptd.thread_pool import ThreadPool
 from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
 from ckptd.wire.peer import ReplicaDone, ReplicaOffer, ReplicaTicket
 
@@ -74,7 +74,7 @@ class Replicator:
         self._transport, self._arena, self._send, self._frozen = transport, arena, send, frozen
         self._work, self._streams, self._pacer = work, streams, pacer or Pacer()
         self._turns = Turns(lambda: PACED_PUSHES_MAX if self._pacer.paced else PUSHES_MAX)
-        self._pushes = Crew(PUSHES_MAX, "push", ready=PUSHES_MAX)
+        self._pushes = ThreadPool(PUSHES_MAX, "push", ready=PUSHES_MAX)
         self._sending: dict[str, _Sending] = {}
         self._receiving: dict[tuple[str, str], _Receiving] = {}
         self._outcomes: dict[tuple[str, str], ReplicaDone] = {}

@@ -10,10 +10,10 @@ from typing import TypeVar
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.recovery import Piece
-from ckptd.crew import Crew
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import StorageError
 from ckptd.recover.threads import Threads, all_ended
+from ckptd.thread_pool import ThreadPool
 
 OUR_LACKS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # a thread, memory, a descriptor
 READERS_MAX = 4  # threads reading storage for one restore on this node; the reader splits long runs again
@@ -30,7 +30,7 @@ class Stored:
     ) -> None:
         self.ok, self.why, self.our_lack = ok, "", False
         self._opens, self._failed = opens, failed
-        self._pool = Crew(READERS_MAX, "restore")
+        self._pool = ThreadPool(READERS_MAX, "restore")
         self._threads = Threads(self._pool)
         self._checkpoint: Checkpoint | None = None
         self._opening = asyncio.Lock()

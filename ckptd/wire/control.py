@@ -20,9 +20,9 @@ from ckptd.core.ids import NodeInfo
 from ckptd.wire import codec
 from ckptd.wire import link_frames as lf
 from ckptd.wire.claims import Claims
+from ckptd.wire.control_listener import ControlListener
 from ckptd.wire.keys import ClusterKey
 from ckptd.wire.peer_link import PeerLink, Verdict
-from ckptd.wire.reception import Reception
 from ckptd.wire.tcp_io import require_key
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ControlLink:
         self._problems: dict[str, float] = {}
         self._last_letter: tuple[str, object, lf.Letter] | None = None
         self._context: Context | None = None
-        self._reception: Reception | None = None
+        self._listener: ControlListener | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._more: set[object] = set()  # sockets that have a turn coming
         self._ticked = self._looked = 0.0
@@ -81,34 +81,34 @@ class ControlLink:
         self._loop = asyncio.get_running_loop()
         self._context = context = zmq.Context()
         try:
-            reception = self._reception = Reception(self, context, self._bind)
+            listener = self._listener = ControlListener(self, context, self._bind)
         except BaseException:
             context.destroy(0)
             raise
-        for fd in reception.descriptors():
-            self._loop.add_reader(fd, self._turn, reception)
+        for fd in listener.descriptors():
+            self._loop.add_reader(fd, self._turn, listener)
         self._ticked = self.now()
         self._tick()
 
     async def stop(self) -> None:
         """Close everything; peers notice at once. Idempotent."""
-        if self._context is None or self._reception is None:
+        if self._context is None or self._listener is None:
             return
         if self._timer is not None:
             self._timer.cancel()
         for node in list(self._links):
             self.disconnect(node)
-        reception, self._reception = self._reception, None
-        for fd in reception.descriptors():
+        listener, self._listener = self._listener, None
+        for fd in listener.descriptors():
             self._loop.remove_reader(fd)
-        reception.close()
+        listener.close()
         self._context.destroy(0)
 
     @property
     def address(self) -> str:
         """"tcp://ip:port" as peers reach it."""
-        assert self._reception is not None, "after start()"
-        endpoint = self._reception.endpoint
+        assert self._listener is not None, "after start()"
+        endpoint = self._listener.endpoint
         return f"tcp://{self._advertise}:{endpoint.rpartition(':')[2]}" if self._advertise else endpoint
 
     # --- what the daemon asks for -------------------------------------------------------------------------------
@@ -153,10 +153,10 @@ class ControlLink:
             link.outbox.flush()
             self._again(link)
             return sent
-        reception = self._reception
-        if reception is None or not reception.send(node, letter):
+        listener = self._listener
+        if listener is None or not listener.send(node, letter):
             return False
-        self._again(reception)
+        self._again(listener)
         return True
 
     def up(self, node: str) -> bool | None:
@@ -172,13 +172,13 @@ class ControlLink:
         return last[2]
 
     # --- in the event loop --------------------------------------------------------------------------------------
-    def _turn(self, part: PeerLink | Reception) -> None:
+    def _turn(self, part: PeerLink | ControlListener) -> None:
         """zmq's descriptors are edge-triggered: read until there is nothing, and come back if there was too much."""
         self._more.discard(part)
         if not part.closed and part.serve():
             self._again(part)
 
-    def _again(self, part: PeerLink | Reception) -> None:
+    def _again(self, part: PeerLink | ControlListener) -> None:
         """Sending may have eaten the wake-up of something that came in."""
         if part not in self._more:
             self._more.add(part)
@@ -193,9 +193,9 @@ class ControlLink:
         self._looked = now if look else self._looked
         for link in [link for link in self._links.values() if link.spent(now)]:
             self._open(link.info, link.verdict)
-        parts: list[PeerLink | Reception] = [*self._links.values()]
-        if self._reception is not None:
-            parts.append(self._reception)
+        parts: list[PeerLink | ControlListener] = [*self._links.values()]
+        if self._listener is not None:
+            parts.append(self._listener)
         for part in parts:
             if stalled:
                 part.excuse(late)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ckptd.crew import Crew
+from ckptd.thread_pool import ThreadPool
 from ckptd.wire.bulk import (
     CONNECTIONS_MAX,
     HANDSHAKE_TIMEOUT_S,
@@ -21,8 +21,8 @@ from ckptd.wire.bulk import (
 from ckptd.wire.keys import ClusterKey
 from ckptd.wire.landing import Landing, Landings
 from ckptd.wire.scratch import ScratchPool
-from ckptd.wire.tcp_gate import Gate
 from ckptd.wire.tcp_io import is_loopback, join_address, require_key
+from ckptd.wire.tcp_listener import BulkListener
 from ckptd.wire.tcp_push import Push
 
 HELPERS_MAX = 256  # threads that send, beside those that called push
@@ -54,21 +54,21 @@ class TcpTransport:
         self._idle_timeout_s, self._handshake_timeout_s = idle_timeout_s, handshake_timeout_s
         self._landings, self._pool = Landings(), ScratchPool()
         self._closing = threading.Event()
-        self._helpers = Crew(HELPERS_MAX, "bulk-push", ready=HELPERS_READY, daemon=True)
-        self._gate = Gate(
+        self._helpers = ThreadPool(HELPERS_MAX, "bulk-push", ready=HELPERS_READY, daemon=True)
+        self._listener = BulkListener(
             bind, port, self._landings, self._bulk_key,
             connections_max=connections_max, idle_timeout_s=idle_timeout_s, handshake_timeout_s=handshake_timeout_s,
         )  # fmt: skip
-        self.address = join_address(advertise or bind, self._gate.port)
+        self.address = join_address(advertise or bind, self._listener.port)
 
     @property
     def connections(self) -> int:
         """Streams that are being received right now, for metrics."""
-        return self._gate.streams
+        return self._listener.streams
 
     def on_bytes(self, call: Callable[[], None]) -> None:
         """``call``, from the streams' threads, whenever bytes of a transfer have come."""
-        self._gate.on_bytes = call
+        self._listener.on_bytes = call
 
     def expect(
         self,
@@ -100,5 +100,5 @@ class TcpTransport:
         """Stop listening and fail what is under way, pushes too; returns when no thread writes into a buffer any more."""
         self._closing.set()
         self._landings.close()
-        self._gate.close()
+        self._listener.close()
         self._helpers.shutdown(wait=False)  # each push waits for its own

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ckptd.core.failpoint import failpoint
-from ckptd.crew import Crew, together
+from ckptd.thread_pool import ThreadPool, together
 from ckptd.wire import bulk_frames as frames
 from ckptd.wire.bulk import (
     CHUNK_BYTES,
@@ -42,7 +42,7 @@ class Push:
         handshake_timeout_s: float,
     ) -> None:
         self._ticket, self._spans, self._bulk_key = ticket, Spans(spans), bulk_key
-        self._pool, self._pace = pool, pace
+        self._scratch, self._pace = pool, pace
         self._cancelled, self._closing = cancelled or threading.Event(), closing
         self._idle_timeout_s, self._handshake_timeout_s = idle_timeout_s, handshake_timeout_s
         self._id = secrets.token_bytes(TICKET_ID_BYTES)
@@ -50,14 +50,14 @@ class Push:
         self._error: TransferError | None = None
         self._lock = threading.Lock()
 
-    def run(self, streams: int, crew: Crew) -> None:
+    def run(self, streams: int, pool: ThreadPool) -> None:
         """Blocks until every stream has heard DONE. Raises the first TransferError of any stream. The first is this thread's, the
-        others are the crew's; those that it has not begun when the first has ended are this thread's too, for the receiver waits
+        others are the pool's; those that it has not begun when the first has ended are this thread's too, for the receiver waits
         for each. Neither returns nor raises while one still sends."""
         if self._spans.nbytes != self._ticket.nbytes:
             raise TransferError(f"{self._spans.nbytes} bytes for a ticket of {self._ticket.nbytes}")
         count = max(1, min(streams, STREAMS_MAX, chunk_count(self._ticket.nbytes)))
-        for stream in together(crew, [partial(self._stream, number, count) for number in range(count)]):
+        for stream in together(pool, [partial(self._stream, number, count) for number in range(count)]):
             stream.result()
         if self._error is not None:
             raise TransferError(self._error.what, where=self._ticket.address, hint=self._error.hint)
@@ -115,7 +115,7 @@ class Push:
             self._write(wire, [memoryview(head), *pieces])
         else:
             plain = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            with self._pool.take(self._stopped) as scratch:
+            with self._scratch.take(self._stopped) as scratch:
                 self._write(wire, [memoryview(head), memoryview(cipher.seal(head, plain, scratch))])
 
     def _write(self, wire: Wire, views: list[memoryview]) -> None:

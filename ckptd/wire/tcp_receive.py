@@ -33,7 +33,7 @@ class Stream:
     ) -> None:
         self._sock, self._landing, self._number, self._secret = sock, landing, number, secret
         self._idle_timeout_s, self._straggler_timeout_s = idle_timeout_s, straggler_timeout_s
-        self._chunks, self._pool, self._moved = 0, pool, moved
+        self._chunks, self._scratch, self._moved = 0, pool, moved
 
     def interrupt(self) -> None:
         shut(self._sock)
@@ -76,7 +76,7 @@ class Stream:
         if cipher is None:
             wire.read_into(into)
         else:
-            with self._pool.take(lambda: self._landing.failed) as scratch:
+            with self._scratch.take(lambda: self._landing.failed) as scratch:
                 sealed = scratch[: len(into) + TAG_BYTES]
                 wire.read_into(sealed)
                 failpoint("bulk.open")

@@ -11,7 +11,7 @@ ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
 
 
-class ZapDoor:
+class ZapHandler:
     """libzmq asks here before a CURVE handshake completes, one context, one door. ``serve()`` when ``fd`` is readable."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: bytes, on_denied: Callable[[str], None]) -> None:

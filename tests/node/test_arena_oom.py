@@ -22,7 +22,7 @@ pytestmark = needs_root
 # A daemon's arena inside the cgroup: asks for more than there is, says what happened and that it lives.
 PROGRAM = """
 import json, sys
-from ckptd.arena import stock as module
+from ckptd.arena import segment_pool as module
 from ckptd.arena.arena import Arena, NoMemory, Tenant
 from ckptd.arena.budget import Headroom, headroom
 from ckptd.arena.fdstore import NullKeeper

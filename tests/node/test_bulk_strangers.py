@@ -91,7 +91,7 @@ def test_a_flood_of_strangers_leaves_transfers_working(sender: TcpTransport, rec
     for _ in range(5):
         incoming = expect(receiver, 1000)
         sender.push(incoming.ticket, [memoryview(bytes(1000))], streams=2)
-    assert len(receiver._gate._shaking) <= HANDSHAKES_MAX
+    assert len(receiver._listener._shaking) <= HANDSHAKES_MAX
     if raw is not None:
         raw.chunk(0, bytes(CHUNK_BYTES))
         raw.end(1)

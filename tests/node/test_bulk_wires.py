@@ -109,7 +109,7 @@ def test_a_cut_stream_fails_on_both_sides(
 
 def test_a_window_smaller_than_what_a_reader_waits_for(sender: TcpTransport, receiver: TcpTransport) -> None:
     """A reader asks for a whole chunk at once; the receive buffer holds a hundredth of it."""
-    receiver._gate._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # accepted sockets inherit it
+    receiver._listener._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # accepted sockets inherit it
     source, into = random.Random(3).randbytes(CHUNK_BYTES // 8), bytearray(CHUNK_BYTES // 8)
     incoming = receiver.expect(memoryview(into))
     sender.push(incoming.ticket, [memoryview(source)], streams=1)

@@ -243,5 +243,5 @@ async def test_a_frame_limit_is_below_the_message_limit() -> None:
     """P13: what libzmq holds for a stranger is one frame."""
     assert lf.FRAME_BYTES_MAX <= 256 * 1024
     async with Link("a") as link:
-        assert link._reception is not None
-        assert 0 < link._reception.socket.maxmsgsize <= lf.FRAME_BYTES_MAX + 64
+        assert link._listener is not None
+        assert 0 < link._listener.socket.maxmsgsize <= lf.FRAME_BYTES_MAX + 64

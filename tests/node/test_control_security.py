@@ -18,8 +18,8 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo
 from ckptd.core.protocol import messages as m
 from ckptd.wire import link_frames as lf
-from ckptd.wire.doorkeeper import STRANGERS_MAX
 from ckptd.wire.keys import ClusterKey
+from ckptd.wire.rate_limiter import STRANGERS_MAX
 from tests.node.links import JOB, KEY, Link, LinkProcess, RawPeer, eventually, stays
 
 OTHER = ClusterKey(b"\x55" * 32)
@@ -91,8 +91,8 @@ async def test_the_right_server_key_with_the_wrong_client_key_is_stopped_by_the_
     stranger = RawPeer(a.address, KEY, client=OTHER)
     stranger.socket.send(lf.pack(lf.HELLO, "x", "i1", "a"))
     await eventually(lambda: a.said("were refused"))
-    assert a._reception is not None
-    assert not a._reception._visitors
+    assert a._listener is not None
+    assert not a._listener._connections
     stranger.close()
 
 
@@ -282,9 +282,9 @@ async def test_a_frame_beyond_the_limit_ends_the_connection_and_only_that(a: Lin
         await b.met(a)
         assert (await raw.greet("x", "i1", "a"))[0] == lf.WELCOME
         raw.socket.send(b"M" + bytes(lf.FRAME_BYTES_MAX + 100))
-        assert a._reception is not None
-        reception = a._reception
-        await eventually(lambda: "x" not in reception._latest, 5, "the connection is gone")
+        assert a._listener is not None
+        listener = a._listener
+        await eventually(lambda: "x" not in listener._latest, 5, "the connection is gone")
         assert b.send("a", JOB, m.FlushAsk(1, 1))
         await eventually(lambda: a.messages)
         assert b.peers == [("a", True)]

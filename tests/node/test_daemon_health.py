@@ -53,10 +53,10 @@ async def test_connections_that_were_refused_are_no_problem_any_more_when_none_c
     ahead = [0.0]
     async with rig() as house:
         monkeypatch.setattr(house.daemon.health, "_clock", lambda: time.time() + ahead[0])
-        reception = house.daemon.control._reception
-        assert reception is not None
+        listener = house.daemon.control._listener
+        assert listener is not None
         for _ in range(3):
-            reception._on_denied("10.0.0.9")
+            listener._on_denied("10.0.0.9")
             ahead[0] += 25.0
             assert any("were refused, the last: 10.0.0.9" in text for text in said(house))
         ahead[0] += 6.0

@@ -18,7 +18,7 @@ from ckptd.core.ids import NodeInfo
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol.machine import levels
-from ckptd.daemon import behind, durable, job, ranks, reclaim, revival
+from ckptd.daemon import durable, job, ranks, reclaim, stragglers, supervisor
 from ckptd.daemon.job import JobShell
 from ckptd.wire import rank as wire
 from ckptd.wire.world import NODE_FIELDS_MAX, RANKS_MAX, WORLD_BYTES_MAX, pack_world
@@ -53,7 +53,7 @@ async def test_a_machine_that_breaks_is_made_anew_and_finds_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """P7, of one job: the others and the daemon do not notice, nothing that was sealed is lost."""
-    monkeypatch.setattr(revival, "PAUSE_FIRST_S", 0.05)
+    monkeypatch.setattr(supervisor, "PAUSE_FIRST_S", 0.05)
     async with rig() as house:
         rank, other = house.rank(), house.rank("other")
         await rank.begin("a")
@@ -81,7 +81,7 @@ async def test_a_machine_that_breaks_is_made_anew_and_finds_its_memory(
 
 async def test_a_rank_is_not_told_that_it_trains_in_an_earlier_try_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """P3: the number under which its restore was tried again had not been written down when the daemon came back."""
-    monkeypatch.setattr(revival, "PAUSE_FIRST_S", 0.05)
+    monkeypatch.setattr(supervisor, "PAUSE_FIRST_S", 0.05)
     async with rig() as house:
         await house.rank().begin("a")
         rank = house.rank()
@@ -105,7 +105,7 @@ async def test_a_rank_is_not_told_that_it_trains_in_an_earlier_try_of_its_start(
 async def test_a_rank_behind_the_others_is_named_until_it_has_caught_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(behind, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(stragglers, "LOOK_EVERY_S", 0.0)
     async with rig() as house:
         rank = house.rank()
         await rank.begin("a")
@@ -185,7 +185,7 @@ async def test_garbage_in_a_join_closes_that_connection_only(world: bytes) -> No
     """P13."""
     async with rig() as house:
         rank, good = house.rank(), house.rank()
-        sessions = house.daemon.door._link.sessions
+        sessions = house.daemon.rank_listener._link.sessions
         await eventually(lambda: len(sessions) == 2)
         rank.say_join(wire.Join("a", 0, 1, None), world)
         await eventually(lambda: len(sessions) == 1)
@@ -197,7 +197,7 @@ async def test_a_join_without_a_sealed_world_closes_that_connection_only() -> No
     """P13: nothing is read from what can still change, or is no memory at all."""
     async with rig() as house:
         ranks = [house.rank() for _ in range(3)]
-        sessions = house.daemon.door._link.sessions
+        sessions = house.daemon.rank_listener._link.sessions
         await eventually(lambda: len(sessions) == 3)
         ranks[0].say(wire.Join("a", 0, 1, None))
         await eventually(lambda: len(sessions) == 2)
@@ -263,7 +263,7 @@ async def test_a_forgotten_job_begins_anew_for_who_was_connected_before() -> Non
         await rank.begin("a")
         late = house.rank()
         await asyncio.sleep(0)
-        await eventually(lambda: len(house.daemon.door._jobs) == 2)
+        await eventually(lambda: len(house.daemon.rank_listener._jobs) == 2)
         before = house.shell()
         rank.say(wire.Goodbye(True))
         await eventually(lambda: before is not house.daemon.jobs.get(before.job))
@@ -305,7 +305,7 @@ async def test_names_that_were_only_asked_about_are_forgotten() -> None:
             await rank.heard(wire.Steps)
             rank.close()
         await eventually(lambda: not house.daemon.jobs)
-        assert house.daemon.door._jobs == {}, "nor does the door know them"
+        assert house.daemon.rank_listener._jobs == {}, "nor does the door know them"
 
 
 async def test_a_grant_that_comes_back_unused_is_no_lost_snapshot(caplog: pytest.LogCaptureFixture) -> None:

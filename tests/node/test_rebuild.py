@@ -20,7 +20,6 @@ from ckptd.core.redundancy.lanes import Lane, Member
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import UNIQUE
 from ckptd.core.state_map.layout_build import build_layout
-from ckptd.crew import NoThread
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import StorageError
 from ckptd.protect.columns import Undecodable
@@ -32,6 +31,7 @@ from ckptd.recover.left_out import LeftOut
 from ckptd.recover.rebuild import Rebuild
 from ckptd.recover.stored import Stored
 from ckptd.recover.wants import Slice, Wants
+from ckptd.thread_pool import NoThread
 from tests.node.slots import JOB, MIB, OWN, fill_and_seal, small_arena
 
 STEP = SnapshotId(3, 7)

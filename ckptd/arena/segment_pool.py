@@ -15,7 +15,7 @@ from ckptd.arena.segment import Segment
 from ckptd.arena.slot import Slot
 from ckptd.arena.tenant import Tenant
 from ckptd.core.failpoint import failpoint
-from ckptd.crew import Crew, here
+from ckptd.thread_pool import ThreadPool, here
 from ckptd.units import format_bytes
 
 log = logging.getLogger("ckptd.arena")
@@ -31,7 +31,7 @@ class FdKeeper(Protocol):
     def remove(self, name: str) -> bool: ...
 
 
-class Stock:
+class SegmentPool:
     """``lock`` is the arena's too. ``reserve_bytes`` stay free on the machine and in each cgroup.
     ``uid_budget_bytes``: what one user may take while another one lacks memory. ``on_short``: (uid, bytes) of each request
     that is refused, from any thread."""
@@ -56,7 +56,7 @@ class Stock:
         self._reserve_bytes, self._touch = reserve_bytes, touch
         self._pending: dict[int, tuple[int, int]] = {}  # allocation -> (uid, bytes) not there yet
         self._dying: dict[Future[None], int] = {}  # bytes whose pages are being given back
-        self._reaper = Crew(1, "arena-reaper")
+        self._reaper = ThreadPool(1, "arena-reaper")
         self._number = int(time.time()) << 16  # above all of an earlier life, should its ledger come late
 
     def number(self) -> int:

@@ -9,23 +9,23 @@ import zmq
 
 from ckptd.core.errors import CkptdError
 from ckptd.wire import link_frames as lf
-from ckptd.wire.doorkeeper import Doorkeeper
 from ckptd.wire.outbox import Outbox
 from ckptd.wire.peer_link import FRAMES_PER_TURN, Host, descriptor, tune
-from ckptd.wire.zap import ZapDoor
+from ckptd.wire.rate_limiter import RateLimiter
+from ckptd.wire.zap import ZapHandler
 
 if TYPE_CHECKING:
     Socket = zmq.Socket[bytes]
     Context = zmq.Context[Socket]
 
-VISITORS_MAX = 4096  # peers that have greeted
-SILENCES_KEPT = 2  # a visitor is forgotten after so many times the silence that means down
+CONNECTIONS_MAX = 4096  # peers that have greeted
+SILENCES_KEPT = 2  # a connection is forgotten after so many times the silence that means down
 BACKLOG = 512  # connections the kernel holds for libzmq
 ZAP_DOMAIN = b"ckptd"
 
 
 @dataclass
-class Visitor:
+class Connection:
     """A connection that has said a valid hello."""
 
     node: str
@@ -36,23 +36,23 @@ class Visitor:
     assembler: lf.Assembler = field(default_factory=lf.Assembler)
 
 
-class Reception:
+class ControlListener:
     """``endpoint`` is what was bound. Everything happens in the event loop's thread, in ``serve`` and ``tick``."""
 
     def __init__(self, host: Host, context: Context, bind: str) -> None:
         self._host = host
-        self._visitors: dict[bytes, Visitor] = {}  # by zmq's routing id, one per connection
+        self._connections: dict[bytes, Connection] = {}  # by zmq's routing id, one per connection
         self._latest: dict[str, bytes] = {}  # node -> its newest connection
         self._waiting: set[bytes] = set()  # connections that zmq had no room for
         self._denied, self._denial = 0, ""
         self.closed = False
-        self.zap = ZapDoor(context, host.secret.curve_client.public, self._on_denied) if host.secret else None
+        self.zap = ZapHandler(context, host.secret.curve_client.public, self._on_denied) if host.secret else None
         self.socket: Socket = context.socket(zmq.ROUTER)
         tune(self.socket, host.down_after_s)
         self._secure()
         self.endpoint = self._bind(bind)
         port = int(self.endpoint.rpartition(":")[2])
-        self.doorkeeper = Doorkeeper(self.socket, port, self._on_gone, self._on_denied)
+        self.rate_limiter = RateLimiter(self.socket, port, self._on_gone, self._on_denied)
 
     def _secure(self) -> None:
         self.socket.router_mandatory = True
@@ -76,7 +76,7 @@ class Reception:
         """Do what there is to do. True: come back soon, for sending may have eaten the wake-up of what came meanwhile."""
         if self.zap is not None:
             self.zap.serve()
-        self.doorkeeper.serve()
+        self.rate_limiter.serve()
         for _ in range(FRAMES_PER_TURN):
             try:
                 parts = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -90,32 +90,32 @@ class Reception:
         return sum(self._flush(identity) for identity in waiting) > 0
 
     def tick(self, now: float) -> bool:
-        for identity, visitor in list(self._visitors.items()):
-            if now - visitor.heard > SILENCES_KEPT * self._host.down_after_s:
+        for identity, connection in list(self._connections.items()):
+            if now - connection.heard > SILENCES_KEPT * self._host.down_after_s:
                 self._forget(identity)
         return False
 
     def excuse(self, seconds: float) -> None:
-        for visitor in self._visitors.values():
-            visitor.heard += seconds
+        for connection in self._connections.values():
+            connection.heard += seconds
 
     def send(self, node: str, letter: lf.Letter) -> bool:
         """To a peer that is connected to us, whoever opened the connection."""
         identity = self._latest.get(node)
-        visitor = self._visitors.get(identity) if identity is not None else None
-        if identity is None or visitor is None or not visitor.outbox.post(letter):
+        connection = self._connections.get(identity) if identity is not None else None
+        if identity is None or connection is None or not connection.outbox.post(letter):
             return False
         self._flush(identity)
-        return identity in self._visitors
+        return identity in self._connections
 
     def descriptors(self) -> list[int]:
-        sockets = [self.socket, self.doorkeeper.monitor] + ([self.zap.socket] if self.zap else [])
+        sockets = [self.socket, self.rate_limiter.monitor] + ([self.zap.socket] if self.zap else [])
         return [descriptor(sock) for sock in sockets]
 
     def close(self) -> None:
         self.closed = True
         self.socket.disable_monitor()
-        self.doorkeeper.monitor.close(0)
+        self.rate_limiter.monitor.close(0)
         self.socket.close(0)
         if self.zap is not None:
             self.zap.socket.close(0)
@@ -124,32 +124,32 @@ class Reception:
     def _take(self, identity: bytes, frame: zmq.Frame) -> None:
         data = frame.bytes
         kind = data[0] if data else 0
-        visitor = self._visitors.get(identity)
+        connection = self._connections.get(identity)
         try:
             if kind == lf.HELLO:
                 self._greeted(identity, data, _descriptor(frame))
-            elif visitor is None or not self._alive(visitor):
+            elif connection is None or not self._alive(connection):
                 self._forget(identity)
                 self._reply(identity, lf.pack(lf.REFUSED, lf.GREET_FIRST, "say hello first"))
             elif kind == lf.PING:
                 self._reply(identity, lf.PONG_FRAME)
             elif kind == lf.MESSAGE:
-                whole = visitor.assembler.add(data)
+                whole = connection.assembler.add(data)
                 if whole is not None:
-                    self._host.received(visitor.node, *whole)
+                    self._host.received(connection.node, *whole)
             else:
                 raise lf.BadFrame(f"a frame of unknown kind {kind}")
         except lf.BadFrame as error:
-            who = repr(visitor.node) if visitor else "(not greeted)"
-            self._host.problem(f"node {who} sent {error.what}", visitor.node if visitor else "")
+            who = repr(connection.node) if connection else "(not greeted)"
+            self._host.problem(f"node {who} sent {error.what}", connection.node if connection else "")
 
-    def _alive(self, visitor: Visitor) -> bool:
-        visitor.heard = self._host.now()
-        return self._host.claims.heard(visitor.node, visitor.incarnation, visitor.heard)
+    def _alive(self, connection: Connection) -> bool:
+        connection.heard = self._host.now()
+        return self._host.claims.heard(connection.node, connection.incarnation, connection.heard)
 
     def _greeted(self, identity: bytes, data: bytes, fd: int) -> None:
-        self.doorkeeper.serve()  # what ended before this hello must be known before it is judged
-        self.doorkeeper.known(fd)
+        self.rate_limiter.serve()  # what ended before this hello must be known before it is judged
+        self.rate_limiter.known(fd)
         fields = lf.unpack(data, 3)
         if isinstance(fields, lf.Skew):
             text = f"protocol version {fields.version}, this daemon speaks {lf.PROTOCOL_VERSION}"
@@ -168,8 +168,8 @@ class Reception:
         if meant != self._host.node:
             return lf.MISDIRECTED, f"this is node {self._host.node!r}, not {meant!r}"
         text = self._host.claims.refusal(node, incarnation, self._host.now())
-        if not text and len(self._visitors) >= VISITORS_MAX:
-            text = f"{VISITORS_MAX} peers are connected"
+        if not text and len(self._connections) >= CONNECTIONS_MAX:
+            text = f"{CONNECTIONS_MAX} peers are connected"
         if not text:
             return None
         self._host.problem(f"a peer was refused: {text}")
@@ -180,7 +180,7 @@ class Reception:
         now = self._host.now()
         self._host.claims.open(node, incarnation, now)
         outbox = Outbox(lambda frame: self._send(identity, frame))
-        self._visitors[identity] = Visitor(node, incarnation, fd, now, outbox)
+        self._connections[identity] = Connection(node, incarnation, fd, now, outbox)
         self._latest[node] = identity
         self._reply(identity, lf.pack(lf.WELCOME, self._host.node, self._host.incarnation))
 
@@ -190,35 +190,35 @@ class Reception:
 
     def _reply(self, identity: bytes, frame: bytes) -> None:
         """Ahead of letters. A peer that is gone, or does not read, gets none: it asks again."""
-        visitor = self._visitors.get(identity)
+        connection = self._connections.get(identity)
         try:
-            if visitor is None:
+            if connection is None:
                 self._send(identity, frame)
             else:
-                visitor.outbox.urgent(frame)
-                visitor.outbox.flush()
+                connection.outbox.urgent(frame)
+                connection.outbox.flush()
         except zmq.Again:
             return
         except zmq.ZMQError:
             self._forget(identity)
 
     def _flush(self, identity: bytes) -> int:
-        visitor = self._visitors.get(identity)
-        if visitor is None:
+        connection = self._connections.get(identity)
+        if connection is None:
             return 0
         try:
-            sent = visitor.outbox.flush()
+            sent = connection.outbox.flush()
         except zmq.ZMQError:
             self._forget(identity)
             return 0
-        if visitor.outbox.nbytes:
+        if connection.outbox.nbytes:
             self._waiting.add(identity)
         return sent
 
     # --- who is gone --------------------------------------------------------------------------------------------
     def _on_gone(self, fd: int) -> None:
-        for identity, visitor in list(self._visitors.items()):
-            if visitor.fd == fd:
+        for identity, connection in list(self._connections.items()):
+            if connection.fd == fd:
                 self._forget(identity)
 
     def _on_denied(self, what: str) -> None:
@@ -228,12 +228,12 @@ class Reception:
         self._host.problem(self._denial)
 
     def _forget(self, identity: bytes) -> None:
-        visitor = self._visitors.pop(identity, None)
-        if visitor is None:
+        connection = self._connections.pop(identity, None)
+        if connection is None:
             return
-        self._host.claims.close(visitor.node, visitor.incarnation)
-        if self._latest.get(visitor.node) == identity:
-            del self._latest[visitor.node]
+        self._host.claims.close(connection.node, connection.incarnation)
+        if self._latest.get(connection.node) == identity:
+            del self._latest[connection.node]
 
 
 def _descriptor(frame: zmq.Frame) -> int:

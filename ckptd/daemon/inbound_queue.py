@@ -16,7 +16,7 @@ from ckptd.daemon.services import Services
 LARGE_BYTES = 32 * 1024  # of an encoded layout; smaller ones cost less than the detour
 
 
-class Mail:
+class InboundQueue:
     """What one sender says stays in its order."""
 
     def __init__(self, services: Services, job: str, feed: Callable[[Received], None]) -> None:

@@ -1,4 +1,4 @@
-"""The receiver's door: accepts, lets peers prove their ticket, and only then gives a connection a thread.
+"""The receiver's side: accepts, lets peers prove their ticket, and only then gives a connection a thread.
 
 Peers that have proven nothing share one thread and at most HANDSHAKES_MAX connections of HANDSHAKE_BYTES_MAX each; when
 more knock, the one that has waited longest makes room, so that a flood does not shut out those that do prove (P13).
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from ckptd.core.errors import CkptdError
-from ckptd.crew import Crew
+from ckptd.thread_pool import ThreadPool
 from ckptd.wire import bulk_frames as frames
 from ckptd.wire.bulk import HANDSHAKES_MAX
 from ckptd.wire.landing import Landing, Landings
@@ -61,7 +61,7 @@ class Handshake:
         self.sock.send(frames.pack_reply(status, body))
 
 
-class Gate:
+class BulkListener:
     def __init__(
         self,
         bind: str,
@@ -76,21 +76,21 @@ class Gate:
         self._landings, self._bulk_key = landings, bulk_key
         self._connections_max = connections_max
         self._idle_timeout_s, self._handshake_timeout_s = idle_timeout_s, handshake_timeout_s
-        self._pool = ScratchPool()
+        self._scratch = ScratchPool()
         self.on_bytes: Callable[[], None] = lambda: None
         self._shaking: dict[socket.socket, Handshake] = {}  # in order of arrival
         self._streams: set[Stream] = set()  # admitted and not ended
         self._lock = threading.Lock()
         self._closing = False
-        self._crew = Crew(connections_max, "bulk-stream", ready=min(STREAMS_READY, connections_max), daemon=True)
-        self._door = Crew(1, "bulk-gate", ready=1, daemon=True)
+        self._threads = ThreadPool(connections_max, "bulk-stream", ready=min(STREAMS_READY, connections_max), daemon=True)
+        self._acceptor = ThreadPool(1, "bulk-listener", ready=1, daemon=True)
         self._listener = _listen(bind, port)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._door.submit(self._run)
+        self._acceptor.submit(self._run)
 
     @property
     def streams(self) -> int:
@@ -103,8 +103,8 @@ class Gate:
         self._closing = True
         with contextlib.suppress(OSError):  # the thread saw it by itself and is gone
             self._wake.send(b"\0")
-        self._door.shutdown()
-        self._crew.shutdown()  # their landings have failed, so they are on their way out, also those that have not begun
+        self._acceptor.shutdown()
+        self._threads.shutdown()  # their landings have failed, so they are on their way out, also those that have not begun
 
     # --- the one thread -----------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -158,7 +158,7 @@ class Gate:
                 break  # the rest came later
             self._drop(shake)
         self._landings.expire(now)
-        self._crew.tend()
+        self._threads.refill()
 
     def _drop(self, shake: Handshake) -> None:
         self._release(shake)
@@ -215,7 +215,7 @@ class Gate:
         if self.streams >= self._connections_max:
             return frames.BUSY
         stream = Stream(
-            shake.sock, landing, hello.stream, secret, self._idle_timeout_s, self._handshake_timeout_s, self._pool,
+            shake.sock, landing, hello.stream, secret, self._idle_timeout_s, self._handshake_timeout_s, self._scratch,
             lambda: self.on_bytes(),
         )  # fmt: skip
         status = landing.admit(hello, stream.interrupt, time.monotonic())
@@ -234,7 +234,7 @@ class Gate:
         with self._lock:
             self._streams.add(stream)
         try:
-            self._crew.submit(self._serve, stream)
+            self._threads.submit(self._serve, stream)
             del self._shaking[shake.sock]
         except BaseException:
             with self._lock:

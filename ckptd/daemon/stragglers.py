@@ -10,7 +10,7 @@ KIND = "behind"
 NAMED_MAX = 16  # ranks in one text
 
 
-class Behind:
+class Stragglers:
     """Looks at what the steward knows of all ranks; on other nodes it knows nothing and says nothing."""
 
     def __init__(self, services: Services, job: str) -> None:

@@ -19,7 +19,7 @@ PAUSE_FIRST_S = 0.5  # before the new machine; doubled each time, in case the sa
 PAUSE_MAX_S = 60.0
 
 
-class Revival:
+class Supervisor:
     def __init__(self, services: Services, job: JobShell) -> None:
         self._services, self._job = services, job
         self._due: float | None = None  # when the new machine begins; what happens until then is lost

@@ -33,25 +33,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Crew(Executor):
+class ThreadPool(Executor):
     """At most ``most`` threads, called ``{name}_{n}``, that are started when there is work and kept. ``ready``: see there.
-    ``daemon``: the end of the process does not wait for their tasks. A crew that nobody holds any more ends when its work does."""
+    ``daemon``: the end of the process does not wait for their tasks. A pool that nobody holds any more ends when its work does."""
 
     def __init__(self, most: int, name: str, *, ready: int = 0, daemon: bool = False) -> None:
-        self._hall = _Hall(most, name, daemon)
+        self._shared = _Shared(most, name, daemon)
         # Takes no lock: the garbage collector may run it in the midst of anything.
-        weakref.finalize(self, self._hall.let_go).atexit = False
+        weakref.finalize(self, self._shared.let_go).atexit = False
         if ready:
             self.ready(ready)
 
     def ready(self, count: int) -> None:
         """Start threads until there are so many, ahead of any work. Raises NoThread: not one has begun in BEGIN_S."""
-        if not self._hall.await_first(count):
+        if not self._shared.await_first(count):
             raise NoThread
 
-    def tend(self) -> None:
+    def refill(self) -> None:
         """Try again to start the threads that queued work lacks. As do submit and each worker that takes a task."""
-        self._hall.grow()
+        self._shared.grow()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Raises NoThread, with nothing left to run, when no thread lives and none has begun in BEGIN_S."""
@@ -60,10 +60,10 @@ class Crew(Executor):
     def ask(self, call: Callable[[], T]) -> Task[T]:
         """As ``submit``, for whoever may take it back."""
         task = Task[T](call)
-        self._hall.put(task)
+        self._shared.put(task)
         try:
-            self._hall.grow()
-            if self._hall.await_first():
+            self._shared.grow()
+            if self._shared.await_first():
                 return task
         except MemoryError:
             pass  # as if none lived
@@ -72,21 +72,21 @@ class Crew(Executor):
         raise NoThread
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._hall.close(cancel_futures)
+        self._shared.close(cancel_futures)
         if wait:
-            self._hall.empty.wait()
+            self._shared.empty.wait()
 
 
-def together(crew: Crew, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
-    """All of these calls: the first by this thread, the others by the crew; those that it has not begun when this thread is free
-    by this thread as well, so a crew without a thread makes it slower and no more. Returns the futures, all done; neither returns
+def together(pool: ThreadPool, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
+    """All of these calls: the first by this thread, the others by the pool; those that it has not begun when this thread is free
+    by this thread as well, so a pool without a thread makes it slower and no more. Returns the futures, all done; neither returns
     nor raises while one of the calls runs."""
     asked: list[Task[T] | None] = [None] * len(calls)  # with room for all: what was submitted is never forgotten
     done: list[Future[T]] = []
     try:
         with contextlib.suppress(OSError, MemoryError, RuntimeError):  # no thread, or shut down: the rest is ours
             for index in range(1, len(calls)):
-                asked[index] = crew.ask(calls[index])
+                asked[index] = pool.ask(calls[index])
         for theirs, call in zip(asked, calls, strict=True):
             done.append(here(call) if theirs is None or theirs.take_back() else theirs.future)
     finally:
@@ -106,7 +106,7 @@ def at_work(wait_s: float = 0.0) -> list[str]:
     so long."""
     deadline = time.monotonic() + wait_s
     while True:
-        names = [f"{hall.name}_{n}" for hall in _all_halls() if not hall.daemon for n in list(hall.busy)]
+        names = [f"{shared.name}_{n}" for shared in _all_shared() if not shared.daemon for n in list(shared.busy)]
         if not names or time.monotonic() >= deadline:
             return sorted(names)
         time.sleep(POLL_S)
@@ -149,8 +149,8 @@ class Task(Generic[T]):
             self.future.set_exception(error)
 
 
-class _Hall:
-    """What the workers of a crew share. They hold this and not the crew, which may become garbage while they wait."""
+class _Shared:
+    """What the workers of a pool share. They hold this and not the pool, which may become garbage while they wait."""
 
     def __init__(self, most: int, name: str, daemon: bool) -> None:
         self.most, self.name, self.daemon = most, name, daemon
@@ -164,8 +164,8 @@ class _Hall:
         self._begun = threading.Event()
         self._lock = threading.Lock()
         self._numbers = 0
-        with _halls_lock:
-            _halls.add(self)
+        with _pools_lock:
+            _pools.add(self)
 
     # --- whoever has work ---------------------------------------------------------------------------------------
     def put(self, task: Task[T]) -> None:
@@ -244,7 +244,7 @@ class _Hall:
                 self.empty.set()
 
     def _pass_on(self) -> None:
-        """The end of the crew to the next worker, which would wait for it for ever."""
+        """The end of the pool to the next worker, which would wait for it for ever."""
         while True:
             try:
                 self._queue.put(None)
@@ -253,7 +253,7 @@ class _Hall:
                 time.sleep(STUMBLED_S)
 
     def work(self, number: int) -> None:
-        """Task after task until the crew is closed. A task's errors are its future's; others are of this loop."""
+        """Task after task until the pool is closed. A task's errors are its future's; others are of this loop."""
         while True:
             task: Task[object] | None = None
             try:
@@ -274,44 +274,44 @@ class _Hall:
                     task.fail(error)
 
 
-def _worker(hall: _Hall, number: int) -> None:
-    if not hall.begin(number):
+def _worker(shared: _Shared, number: int) -> None:
+    if not shared.begin(number):
         return
     while True:
         try:
-            hall.work(number)
-            hall.end(number)
+            shared.work(number)
+            shared.end(number)
             return
         except BaseException:  # of its handling of errors: see work()
             time.sleep(STUMBLED_S)
 
 
 # --- the end of the process, and its forks --------------------------------------------------------------------------
-_halls: weakref.WeakSet[_Hall] = weakref.WeakSet()
-_halls_lock = threading.Lock()
+_pools: weakref.WeakSet[_Shared] = weakref.WeakSet()
+_pools_lock = threading.Lock()
 
 
-def _all_halls() -> list[_Hall]:
-    with _halls_lock:
-        return list(_halls)
+def _all_shared() -> list[_Shared]:
+    with _pools_lock:
+        return list(_pools)
 
 
 def _finish() -> None:
     """Tasks under way end before the interpreter does, as with ThreadPoolExecutor; but what hangs does not keep the process."""
     deadline = time.monotonic() + END_S
-    halls = _all_halls()
-    for hall in halls:
-        hall.let_go()
-    for hall in halls:
-        if hall.alive and not hall.daemon:
-            hall.empty.wait(max(0.0, deadline - time.monotonic()))
+    pools = _all_shared()
+    for shared in pools:
+        shared.let_go()
+    for shared in pools:
+        if shared.alive and not shared.daemon:
+            shared.empty.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _forget() -> None:
     """A forked child has none of the threads."""
-    global _halls_lock
-    _halls_lock = threading.Lock()
-    _halls.clear()
+    global _pools_lock
+    _pools_lock = threading.Lock()
+    _pools.clear()
 
 
 atexit.register(_finish)

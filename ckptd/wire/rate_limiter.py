@@ -25,7 +25,7 @@ EVENTS = (
 )  # fmt: skip
 
 
-class Doorkeeper:
+class RateLimiter:
     """Watches a bound socket. ``on_gone(fd)``: a connection ended. ``on_denied(what)``: a handshake that failed."""
 
     def __init__(self, door: Socket, port: int, on_gone: Callable[[int], None], on_denied: Callable[[str], None]) -> None:

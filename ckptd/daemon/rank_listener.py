@@ -1,4 +1,4 @@
-"""The door for training ranks: sessions of the unix socket find their job (design D2)."""
+"""Listens for training ranks: sessions of the unix socket find their job (design D2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptd.wire.names import job_key
 from ckptd.wire.rank_link import RankLink, RankSession
 
 
-class Door:
+class RankListener:
     def __init__(self, services: Services, job: Callable[[str], JobShell], drain: Drain, forget: Forget) -> None:
         self._services, self._job, self._drain, self._forget = services, job, drain, forget
         self._faults = Complaints()

@@ -16,9 +16,9 @@ from functools import partial
 
 import pytest
 
-from ckptd import crew as crews
-from ckptd.crew import Crew, at_work, here, together
-from ckptd.wire import tcp, tcp_gate
+from ckptd import thread_pool
+from ckptd.thread_pool import ThreadPool, at_work, here, together
+from ckptd.wire import tcp, tcp_listener
 from ckptd.wire.bulk import CHUNK_BYTES, TransferError
 from ckptd.wire.tcp import TcpTransport
 from tests.node.bulk_peers import expect, transport
@@ -50,13 +50,13 @@ class Starts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
-        self._patch.setattr(crews, "BEGIN_S", BEGIN_S)
+        self._patch.setattr(thread_pool, "BEGIN_S", BEGIN_S)
 
     def fail(self, how: Callable[..., int]) -> None:
-        self._patch.setattr(crews, "start_thread", how)
+        self._patch.setattr(thread_pool, "start_thread", how)
 
     def work(self) -> None:
-        self._patch.setattr(crews, "start_thread", _thread.start_new_thread)
+        self._patch.setattr(thread_pool, "start_thread", _thread.start_new_thread)
 
 
 @pytest.fixture
@@ -73,10 +73,10 @@ def gates() -> Iterator[Gates]:
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_with_one_thread_alive_work_goes_on(starts: Starts, how: Callable[..., int]) -> None:
-    with Crew(4, "few", ready=1) as crew:
+    with ThreadPool(4, "few", ready=1) as pool:
         starts.fail(how)
         began = time.monotonic()
-        futures = [crew.submit(pow, 2, n) for n in range(50)]
+        futures = [pool.submit(pow, 2, n) for n in range(50)]
         assert [future.result(SLOW_S) for future in futures] == [2**n for n in range(50)]
         assert time.monotonic() - began < SLOW_S
 
@@ -84,25 +84,25 @@ def test_with_one_thread_alive_work_goes_on(starts: Starts, how: Callable[..., i
 @pytest.mark.parametrize("how", FAILURES)
 def test_without_a_thread_a_submit_fails_in_time_and_leaves_nothing(starts: Starts, how: Callable[..., int]) -> None:
     starts.fail(how)
-    crew, ran = Crew(4, "none"), list[int]()
+    pool, ran = ThreadPool(4, "none"), list[int]()
     began = time.monotonic()
     with pytest.raises(OSError, match="no thread could be started") as refused:
-        crew.submit(ran.append, 1)
+        pool.submit(ran.append, 1)
     assert BEGIN_S <= time.monotonic() - began < SLOW_S
     assert refused.value.errno == errno.ENOMEM
     with pytest.raises(OSError, match="no thread could be started"):
-        crew.ready(2)
+        pool.ready(2)
     starts.work()
-    crew.submit(ran.append, 2).result(SLOW_S)
-    crew.shutdown()
+    pool.submit(ran.append, 2).result(SLOW_S)
+    pool.shutdown()
     assert ran == [2]
 
 
 def test_a_crew_of_none_refuses_at_once() -> None:
     began = time.monotonic()
-    with Crew(0, "none") as crew, pytest.raises(OSError, match="no thread"):
-        crew.submit(int)
-    assert time.monotonic() - began < crews.BEGIN_S
+    with ThreadPool(0, "none") as pool, pytest.raises(OSError, match="no thread"):
+        pool.submit(int)
+    assert time.monotonic() - began < thread_pool.BEGIN_S
 
 
 def test_a_submit_waits_for_the_first_thread(starts: Starts) -> None:
@@ -114,9 +114,9 @@ def test_a_submit_waits_for_the_first_thread(starts: Starts) -> None:
         return _thread.start_new_thread(function, args) if len(tries) >= 3 else 0
 
     starts.fail(third_time)
-    crews.BEGIN_S = SLOW_S  # the fixture puts it back
-    with Crew(1, "late") as crew:
-        assert crew.submit(int).result(SLOW_S) == 0
+    thread_pool.BEGIN_S = SLOW_S  # the fixture puts it back
+    with ThreadPool(1, "late") as pool:
+        assert pool.submit(int).result(SLOW_S) == 0
     assert len(tries) == 3
 
 
@@ -124,15 +124,15 @@ def test_a_submit_waits_for_the_first_thread(starts: Starts) -> None:
 def test_queued_work_gets_its_threads_when_they_can_be_started_again(
     starts: Starts, gates: Gates, how: Callable[..., int]
 ) -> None:
-    with Crew(3, "again", ready=1) as crew:
-        until(lambda: crew.submit(int).result(SLOW_S) == 0)
+    with ThreadPool(3, "again", ready=1) as pool:
+        until(lambda: pool.submit(int).result(SLOW_S) == 0)
         starts.fail(how)
-        futures = [crew.submit(gates.task, n) for n in range(3)]
+        futures = [pool.submit(gates.task, n) for n in range(3)]
         until(lambda: gates.inside == [0])
         starts.work()
 
         def all_inside() -> bool:
-            crew.tend()  # what died counts as dead after BEGIN_S only
+            pool.refill()  # what died counts as dead after BEGIN_S only
             return sorted(gates.inside) == [0, 1, 2]
 
         until(all_inside, SLOW_S)
@@ -143,10 +143,10 @@ def test_queued_work_gets_its_threads_when_they_can_be_started_again(
 def test_a_worker_that_ends_its_task_looks_for_company(starts: Starts, gates: Gates) -> None:
     """Nobody submits anything any more: the one that lives starts the others."""
     first = threading.Event()
-    with Crew(3, "company", ready=1) as crew:
+    with ThreadPool(3, "company", ready=1) as pool:
         starts.fail(no_thread)
-        crew.submit(first.wait, 60)
-        futures = [crew.submit(gates.task, n) for n in range(3)]
+        pool.submit(first.wait, 60)
+        futures = [pool.submit(gates.task, n) for n in range(3)]
         assert not gates.inside
         starts.work()
         first.set()
@@ -164,14 +164,14 @@ def test_those_taken_for_dead_are_too_many_when_they_begin_after_all(starts: Sta
         return 0
 
     starts.fail(later)
-    crew = Crew(2, "late")
+    pool = ThreadPool(2, "late")
     with pytest.raises(OSError, match="no thread"):
-        crew.submit(int)
+        pool.submit(int)
     starts.work()
-    futures = [crew.submit(gates.task, n) for n in range(4)]
+    futures = [pool.submit(gates.task, n) for n in range(4)]
 
     def both() -> bool:
-        crew.tend()  # what died counts as dead after BEGIN_S only, and none of these four may have come after that
+        pool.refill()  # what died counts as dead after BEGIN_S only, and none of these four may have come after that
         return len(gates.inside) == 2
 
     until(both)
@@ -180,7 +180,7 @@ def test_those_taken_for_dead_are_too_many_when_they_begin_after_all(starts: Sta
     assert len(gates.inside) == 2
     gates.open()
     assert [future.result(SLOW_S) for future in futures] == [0, 1, 2, 3]
-    crew.shutdown()
+    pool.shutdown()
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), MemoryError(), SystemExit(1), KeyboardInterrupt()])
@@ -188,69 +188,69 @@ def test_a_worker_survives_what_its_task_raises(error: BaseException) -> None:
     def fail() -> int:
         raise error
 
-    with Crew(1, "hardy") as crew:
-        assert isinstance(crew.submit(fail).exception(SLOW_S), type(error))
-        first = crew.submit(threading.get_ident).result(SLOW_S)
-        crew.submit(fail)
-        assert crew.submit(threading.get_ident).result(SLOW_S) == first
+    with ThreadPool(1, "hardy") as pool:
+        assert isinstance(pool.submit(fail).exception(SLOW_S), type(error))
+        first = pool.submit(threading.get_ident).result(SLOW_S)
+        pool.submit(fail)
+        assert pool.submit(threading.get_ident).result(SLOW_S) == first
 
 
 def test_a_worker_survives_what_its_own_loop_stumbles_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Crew(1, "hardy", ready=1) as crew:
-        assert crew.submit(int).result(SLOW_S) == 0
-        grow, stumbles = crews._Hall.grow, iter([True, True, False, True])
+    with ThreadPool(1, "hardy", ready=1) as pool:
+        assert pool.submit(int).result(SLOW_S) == 0
+        grow, stumbles = thread_pool._Shared.grow, iter([True, True, False, True])
 
-        def stumbling(hall: crews._Hall, *args: object) -> None:
+        def stumbling(shared: thread_pool._Shared, *args: object) -> None:
             if threading.current_thread().name == "hardy_0" and next(stumbles, False):
                 raise MemoryError
-            grow(hall, *args)  # type: ignore[arg-type]
+            grow(shared, *args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(crews._Hall, "grow", stumbling)
-        results = [crew.submit(pow, 2, n) for n in range(5)]
+        monkeypatch.setattr(thread_pool._Shared, "grow", stumbling)
+        results = [pool.submit(pow, 2, n) for n in range(5)]
         done = [future.exception(SLOW_S) for future in results]
         assert any(isinstance(error, MemoryError) for error in done), "the one that could not be run says so"
-        assert crew.submit(pow, 2, 9).result(SLOW_S) == 512
+        assert pool.submit(pow, 2, 9).result(SLOW_S) == 512
 
 
 def test_shutdown_ends_what_is_queued_and_nothing_comes_after(gates: Gates) -> None:
-    crew = Crew(1, "ending")
-    futures = [crew.submit(gates.task, n) for n in range(3)]
-    crew.shutdown(wait=False)
+    pool = ThreadPool(1, "ending")
+    futures = [pool.submit(gates.task, n) for n in range(3)]
+    pool.shutdown(wait=False)
     with pytest.raises(RuntimeError, match="after shutdown"):
-        crew.submit(int)
+        pool.submit(int)
     gates.open()
-    crew.shutdown()
+    pool.shutdown()
     assert [future.result(0) for future in futures] == [0, 1, 2]
 
 
 def test_shutdown_may_cancel_what_has_not_begun(gates: Gates) -> None:
-    crew = Crew(1, "ending")
-    first = crew.submit(gates.task, 0)
+    pool = ThreadPool(1, "ending")
+    first = pool.submit(gates.task, 0)
     until(lambda: gates.inside)
-    second = crew.submit(gates.task, 1)
-    crew.shutdown(wait=False, cancel_futures=True)
+    second = pool.submit(gates.task, 1)
+    pool.shutdown(wait=False, cancel_futures=True)
     assert second.cancelled()
     gates.open()
-    crew.shutdown()
+    pool.shutdown()
     assert first.result(0) == 0
     assert gates.inside == [0]
 
 
 def test_a_crew_that_nobody_holds_lets_its_threads_go(gates: Gates) -> None:
-    crew = Crew(2, "garbage", ready=2)
-    hall = weakref.ref(crew._hall)
-    future = crew.submit(gates.task, 0)
-    del crew
+    pool = ThreadPool(2, "garbage", ready=2)
+    shared = weakref.ref(pool._shared)
+    future = pool.submit(gates.task, 0)
+    del pool
     gc.collect()
     gates.open()
     assert future.result(SLOW_S) == 0
-    until(lambda: hall() is None, SLOW_S, "its workers to end")
+    until(lambda: shared() is None, SLOW_S, "its workers to end")
 
 
 def test_who_is_at_work(gates: Gates) -> None:
-    with Crew(2, "seen", ready=2) as crew, Crew(1, "unseen", ready=1, daemon=True) as other:
+    with ThreadPool(2, "seen", ready=2) as pool, ThreadPool(1, "unseen", ready=1, daemon=True) as other:
         assert [name for name in at_work() if "seen" in name] == []
-        name = crew.submit(lambda: (gates.task(0), threading.current_thread().name)[1])
+        name = pool.submit(lambda: (gates.task(0), threading.current_thread().name)[1])
         other.submit(gates.task, 1)
         until(lambda: len(gates.inside) == 2)
         seen = [each for each in at_work() if "seen" in each]
@@ -261,16 +261,16 @@ def test_who_is_at_work(gates: Gates) -> None:
 
 END = """
 import logging, os, sys, threading
-from ckptd import crew, daemon
+from ckptd import thread_pool, daemon
 
-crew.BEGIN_S = 20.0
+thread_pool.BEGIN_S = 20.0
 daemon.THREADS_END_S = 0.5
-idle = crew.Crew(2, "idle", ready=2)
+idle = thread_pool.ThreadPool(2, "idle", ready=2)
 idle.submit(int).result()
-hangs = crew.Crew(1, "storage")
+hangs = thread_pool.ThreadPool(1, "storage")
 if sys.argv[1] == "hangs":
     hangs.submit(threading.Event().wait)
-    while not crew.at_work():
+    while not thread_pool.at_work():
         pass
 daemon._leave_stuck_threads(3)
 print("nobody hangs")
@@ -287,9 +287,9 @@ def test_the_end_of_the_daemon_leaves_behind_what_hangs_and_names_nobody_else(ca
 
 def test_the_end_of_the_process_waits_for_tasks() -> None:
     script = (
-        "import threading, sys; from ckptd.crew import Crew\n"
-        "crew = Crew(1, 'last')\n"
-        "for n in range(3): crew.submit(lambda n=n: (threading.Event().wait(0.1), print(n, flush=True)))\n"
+        "import threading, sys; from ckptd.thread_pool import ThreadPool\n"
+        "pool = ThreadPool(1, 'last')\n"
+        "for n in range(3): pool.submit(lambda n=n: (threading.Event().wait(0.1), print(n, flush=True)))\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.split() == ["0", "1", "2"], ended.stderr
@@ -299,23 +299,23 @@ def test_the_end_of_the_process_waits_for_tasks() -> None:
 @pytest.mark.parametrize("how", FAILURES)
 @pytest.mark.parametrize("ready", [0, 1])
 def test_together_everything_is_done_with_or_without_threads(starts: Starts, how: Callable[..., int], ready: int) -> None:
-    crew = Crew(4, "helpers", ready=ready)
+    pool = ThreadPool(4, "helpers", ready=ready)
     starts.fail(how)
-    assert [future.result(0) for future in together(crew, [partial(pow, 2, n) for n in range(20)])] == [2**n for n in range(20)]
-    crew.shutdown()
-    assert [future.result(0) for future in together(crew, [partial(pow, 2, n) for n in range(3)])] == [1, 2, 4]
+    assert [future.result(0) for future in together(pool, [partial(pow, 2, n) for n in range(20)])] == [2**n for n in range(20)]
+    pool.shutdown()
+    assert [future.result(0) for future in together(pool, [partial(pow, 2, n) for n in range(3)])] == [1, 2, 4]
 
 
 def test_together_takes_back_what_a_busy_crew_has_not_begun_and_keeps_nothing_of_it(gates: Gates) -> None:
     class Span:
         pass
 
-    with Crew(1, "busy") as crew:
-        crew.submit(gates.task, 0)
+    with ThreadPool(1, "busy") as pool:
+        pool.submit(gates.task, 0)
         until(lambda: gates.inside)
         span = Span()
         kept = weakref.ref(span)
-        done = together(crew, [partial(isinstance, span, Span) for _ in range(3)])
+        done = together(pool, [partial(isinstance, span, Span) for _ in range(3)])
         assert [future.result(0) for future in done] == [True] * 3
         del span, done
         assert kept() is None
@@ -330,8 +330,8 @@ def test_together_ends_after_all_that_it_began(gates: Gates) -> None:
         threading.Timer(0.2, gates.open).start()
         raise ValueError
 
-    with Crew(1, "other") as crew:
-        first, second = together(crew, [fail_when_the_other_is_inside, partial(gates.task, 7)])
+    with ThreadPool(1, "other") as pool:
+        first, second = together(pool, [fail_when_the_other_is_inside, partial(gates.task, 7)])
         assert second.result(0) == 7
         assert isinstance(first.exception(0), ValueError)
 
@@ -346,7 +346,7 @@ def test_here_is_a_future_all_the_same() -> None:
 @pytest.fixture
 def lonely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transports with the fewest threads: one that receives, none that helps to send."""
-    monkeypatch.setattr(tcp_gate, "STREAMS_READY", 1)
+    monkeypatch.setattr(tcp_listener, "STREAMS_READY", 1)
     monkeypatch.setattr(tcp, "HELPERS_READY", 0)
 
 
@@ -378,7 +378,7 @@ def test_bulk_goes_on_without_new_threads(
 def test_a_gate_without_any_thread_is_busy_and_takes_the_same_ticket_later(
     monkeypatch: pytest.MonkeyPatch, starts: Starts, how: Callable[..., int]
 ) -> None:
-    monkeypatch.setattr(tcp_gate, "STREAMS_READY", 0)
+    monkeypatch.setattr(tcp_listener, "STREAMS_READY", 0)
     receiver, sender = transport("none"), transport("none")
     landing = expect(receiver, 100)
     starts.fail(how)
@@ -404,7 +404,7 @@ def test_the_gate_survives_its_connections(
 
     for method in ("_prove", "_accept", "_employ"):
         with monkeypatch.context() as broken:
-            broken.setattr(receiver._gate, method, fail)
+            broken.setattr(receiver._listener, method, fail)
             with pytest.raises(TransferError):
                 sender.push(landing.ticket, [memoryview(bytes(100))], cancelled=_set_after(0.5))
     sender.push(landing.ticket, [memoryview(bytes(100))])
@@ -444,7 +444,7 @@ def test_closing_ends_streams_that_wait_for_a_thread(pair: tuple[TcpTransport, T
         def sent(self, nbytes: int) -> None:
             pass
 
-    with Crew(4, "pushes", ready=4) as pushes:
+    with ThreadPool(4, "pushes", ready=4) as pushes:
         starts.fail(dead_in_bootstrap)
         futures = [pushes.submit(sender.push, each.ticket, [memoryview(bytes(100))], pace=Hold()) for each in landings]
         until(lambda: receiver.connections == 4)
