@@ -51,7 +51,7 @@ class EpochRecord:
     number: int
     nonce: str
     ranks: tuple[str, ...]  # node id of rank i
-    nodes: tuple[NodeInfo, ...]  # the members, in the order of their seats (core.redundancy.placement.seats)
+    nodes: tuple[NodeInfo, ...]  # the members, in the order of their positions (core.redundancy.placement.positions)
     ancestry: tuple[SnapshotId, ...] = ()
     holders: tuple[NodeInfo, ...] = ()  # other daemons that may still hold memory of an ancestor
     # Number and ancestry that count if this epoch never ran. 0: not known; -1: proven that there was nothing before.

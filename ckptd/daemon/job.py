@@ -27,11 +27,11 @@ from ckptd.daemon.durable import Durable
 from ckptd.daemon.frozen import Frozen
 from ckptd.daemon.inbound_queue import InboundQueue
 from ckptd.daemon.lane_parts import LaneParts
+from ckptd.daemon.local_slots import LocalSlots
 from ckptd.daemon.losses import Losses
 from ckptd.daemon.meter import Meter
 from ckptd.daemon.ranks import Ranks
 from ckptd.daemon.restore import Restore
-from ckptd.daemon.seats import Seats
 from ckptd.daemon.services import Services, log
 from ckptd.daemon.state import Kept
 from ckptd.daemon.stragglers import Stragglers
@@ -41,7 +41,7 @@ from ckptd.observe.report import JobReport
 from ckptd.protect.peer_slot import DAMAGE
 
 TRACE_CHARS_MAX = 300  # of one event or instruction in the debug log
-GROW_RETRY_S = 5.0  # seats that are short of memory ask for it again
+GROW_RETRY_S = 5.0  # ranks that are short of memory ask for it again
 WRITE_RETRY_S = 5.0  # an epoch that could not be written down
 ALARM_LEVELS = {"nothing_sealed": logging.ERROR}  # in the log; all others are warnings
 LEVELS_KEPT_MAX = 256  # snapshots whose level is remembered for status
@@ -66,7 +66,7 @@ class JobShell:
         self.levels: dict[SnapshotId, ins.TellLevel] = {}
         self.safe_point = SnapshotId(0, -1)
         self.frozen = Frozen(services, job)
-        self.seats = Seats(services, job, self.uid, self.frozen, self.feed)
+        self.local_slots = LocalSlots(services, job, self.uid, self.frozen, self.feed)
         self.ranks = Ranks(services, self)
         self.restore = Restore(services, self)
         self.durable = Durable(services, self)
@@ -74,7 +74,7 @@ class JobShell:
         self.inbound = InboundQueue(services, job, self.feed)
         self.meter = Meter(services, self)
         self._stragglers = Stragglers(services, job)
-        self.losses = Losses(services, job, self.seats)
+        self.losses = Losses(services, job, self.local_slots)
         self._supervisor = Supervisor(services, self)
         self._queue: deque[ev.Event] = deque()
         self._grown_at = services.now()
@@ -137,7 +137,7 @@ class JobShell:
         if self.services.now() - self._grown_at >= GROW_RETRY_S:  # memory may have come free elsewhere
             self._grown_at = self.services.now()
             self.frozen.tidy()
-            self.seats.grow()
+            self.local_slots.grow()
         if self._unwritten_at is not None and self.services.now() - self._unwritten_at >= WRITE_RETRY_S:
             self._write_epoch()
 
@@ -146,13 +146,13 @@ class JobShell:
         self._queue.clear()
         self.restore.abandon()
         self.durable.cancel_all()
-        for seat in self.seats.by_rank.values():
-            if seat.session is not None:
-                seat.session.close()
+        for own in self.local_slots.by_rank.values():
+            if own.session is not None:
+                own.session.close()
 
     def freed_for_revival(self) -> list[Slot]:
         """What memory holds, for a new machine: nothing half-written, damaged or lent to a restore."""
-        kept = [slot for slot in self.all_slots() if slot.id not in self.seats.lent]
+        kept = [slot for slot in self.all_slots() if slot.id not in self.local_slots.lent]
         for slot in kept:
             if slot.state == FILLING or slot.id in self._damaged:
                 slot.free()
@@ -173,10 +173,10 @@ class JobShell:
             log.debug("job=%s %s -> %s", self.job, repr(event)[:TRACE_CHARS_MAX], said or "nothing")
 
     def slot(self, slot_id: int) -> Slot | None:
-        return self.slots.get(slot_id) or self.seats.slots.get(slot_id)
+        return self.slots.get(slot_id) or self.local_slots.slots.get(slot_id)
 
     def all_slots(self) -> list[Slot]:
-        return [*self.seats.slots.values(), *self.slots.values()]
+        return [*self.local_slots.slots.values(), *self.slots.values()]
 
     def memory_bytes(self) -> int:
         """What its slots here take."""
@@ -214,7 +214,7 @@ class JobShell:
                 slot.lean(frozen)
         own = slot.tenant.kind == "own"
         if own:
-            self.seats.adopt(slot, free=slot.record is None)
+            self.local_slots.adopt(slot, free=slot.record is None)
         elif slot.record is not None:
             self.slots[slot.id] = slot
         if slot.record is None:
@@ -249,15 +249,15 @@ class JobShell:
     def _doubt(self, frozen: Slot) -> None:
         """The damage may lie in what others lean on: they are looked at, and the next snapshot gets a new copy."""
         self.frozen.distrust(frozen)
-        self.seats.forget_frozen(frozen)
+        self.local_slots.forget_frozen(frozen)
         for slot in self.all_slots():
             if slot.frozen is frozen and slot.id not in self._damaged:
                 self.services.fetcher.look(self.job, slot)
 
     def busy(self) -> bool:
         """Somebody sits here, or stands at restore()."""
-        seats = self.seats.by_rank.values()
-        return any(seat.session is not None for seat in seats) or self.machine.joining.join is not None
+        all_slots = self.local_slots.by_rank.values()
+        return any(own.session is not None for own in all_slots) or self.machine.joining.join is not None
 
     def drop(self) -> None:
         """The job is over: all its memory goes."""
@@ -265,7 +265,7 @@ class JobShell:
         self.losses.close()
         self._queue.clear()
         self.durable.cancel_all()
-        self.seats.drop_all()
+        self.local_slots.drop_all()
         for slot in self.slots.values():
             self.services.arena.retire(slot)
         self.slots.clear()
@@ -296,7 +296,7 @@ class JobShell:
             f"from step {parent.step} of epoch {parent.epoch}" if parent is not None else "from the beginning",
         )  # fmt: skip
         here = frozenset(rank for rank, node in enumerate(do.record.ranks) if node == self.services.node.node)
-        asyncio.get_running_loop().call_soon(self.seats.release_unused, here)
+        asyncio.get_running_loop().call_soon(self.local_slots.release_unused, here)
 
     def _persist_sealed(self, do: ins.PersistSealed) -> None:
         self._sealed = do.epoch
@@ -359,14 +359,14 @@ class JobShell:
     def _free_slot(self, do: ins.FreeSlot) -> None:
         failpoint("slot.release")
         self._damaged.discard(do.slot)
-        if do.slot in self.seats.slots:
-            self.seats.freed(do.slot)
+        if do.slot in self.local_slots.slots:
+            self.local_slots.freed(do.slot)
             return
         slot = self.slots.pop(do.slot, None)
         if slot is not None:
             self.services.arena.release(slot)
             asyncio.get_running_loop().call_soon(self.frozen.tidy)
-            asyncio.get_running_loop().call_soon(self.seats.grow)
+            asyncio.get_running_loop().call_soon(self.local_slots.grow)
 
     def _replicate(self, do: ins.Replicate) -> None:
         self.services.spawn(self._replicate_task(do), f"replicate {self.job} {do.snapshot} to {do.to}")

@@ -16,7 +16,7 @@ from ckptd.wire.complaints import Complaints
 from ckptd.wire.rank import Health
 
 if TYPE_CHECKING:
-    from ckptd.daemon.seats import Seats
+    from ckptd.daemon.local_slots import LocalSlots
 
 LASTING_S = 5.0  # a cause that stands for less is a matter of a restart or a full queue
 LOG_PERIOD_S = 600.0  # between two lines of the log about one cause; what came meanwhile is counted
@@ -26,8 +26,8 @@ UNUSED = frozenset({"taken back", "the rank joins anew"})
 
 
 class Losses:
-    def __init__(self, services: Services, job: str, seats: Seats) -> None:
-        self._services, self._job, self._seats = services, job, seats
+    def __init__(self, services: Services, job: str, all_slots: LocalSlots) -> None:
+        self._services, self._job, self._local_slots = services, job, all_slots
         self._said = Complaints(to=log, period_s=LOG_PERIOD_S)
         self.waits = ""  # why no snapshot is granted at the moment, and since when; "": one is
         self._cause, self._since, self._clock = "", 0.0, ""
@@ -39,10 +39,10 @@ class Losses:
             self._cause, self._since = cause, self._services.now()
             self._clock = time.strftime("%H:%M:%S UTC", time.gmtime(self._services.wall()))
         self.waits = f"{text}, since {self._clock}" if text and cause != BUSY else text
-        for seat in self._seats.by_rank.values():
-            if seat.session is not None and seat.told_waits != self.waits:
-                seat.told_waits = self.waits
-                seat.session.send(Health(0, True, [], {"waits": self.waits}))
+        for own in self._local_slots.by_rank.values():
+            if own.session is not None and own.told_waits != self.waits:
+                own.told_waits = self.waits
+                own.session.send(Health(0, True, [], {"waits": self.waits}))
         health = self._services.health
         lasting = self._services.now() - self._since >= LASTING_S
         known = cause == NO_MEMORY and health.has(NO_MEMORY_KIND, job=self._job)

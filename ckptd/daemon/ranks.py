@@ -20,8 +20,8 @@ from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol.messages import RestoreAsk
 from ckptd.core.protocol.written import checked
 from ckptd.core.state_map.layout import Layout
+from ckptd.daemon.local_slots import RankSlots
 from ckptd.daemon.losses import UNUSED
-from ckptd.daemon.seats import Seat
 from ckptd.daemon.services import Services, log
 from ckptd.identity import NODE_ID_PATTERN
 from ckptd.observe.sight import Sight
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 NODE_ID = "node_id"  # what health calls a rank that trains as one of another node
 OF_A_START = "begins_anew"  # the alarm that is about one start of the job alone
 CAPTURES_KEPT_MAX = 256
-GRANTS_PER_SEAT_MAX = 256  # remembered with the session they went to
+GRANTS_PER_RANK_MAX = 256  # remembered with the session they went to
 HEALTH_PROBLEMS_MAX = 64  # of one answer, so that it fits a frame
 HEALTH_TEXT_CHARS_MAX = 400  # of one problem
 STEPS_TOLD_MAX = 400  # the newest, so that they fit a frame
@@ -67,33 +67,33 @@ class Ranks:
         if isinstance(message, wire.Join):
             self._join(session, message, fds)
             return
-        seat = self._job.seats.seat_of(session)
+        own = self._job.local_slots.of_session(session)
         if isinstance(message, wire.ListSteps):
             self._services.spawn(self._list_steps(session, message.request), f"steps {self._job.job}")
         elif isinstance(message, wire.AskHealth):
             self._tell_health(session, message.request)
         elif isinstance(message, wire.Offer):
             self._take_offer(session, dict(zip(message.segments, fds, strict=False)))
-        elif isinstance(message, wire.Goodbye) or seat is not None:
-            self._from_seat(session, seat, message, fds)
+        elif isinstance(message, wire.Goodbye) or own is not None:
+            self._from_seat(session, own, message, fds)
 
-    def _from_seat(self, session: RankSession, seat: Seat | None, message: Any, fds: list[int]) -> None:
+    def _from_seat(self, session: RankSession, own: RankSlots | None, message: Any, fds: list[int]) -> None:
         feed = self._job.feed
         if isinstance(message, wire.Goodbye):
             self._goodbye(session, message)
-        elif seat is None:
+        elif own is None:
             return
         elif isinstance(message, wire.Called):
-            self._called(seat, message)
-            feed(ev.RankProgress(seat.rank, message.step, message.asks))
+            self._called(own, message)
+            feed(ev.RankProgress(own.rank, message.step, message.asks))
         elif isinstance(message, wire.SealedSlot):
-            self._sealed(session, seat, message, fds)
+            self._sealed(session, own, message, fds)
         elif isinstance(message, wire.GaveUp):
             self._lost("given up", message)
             written = checked(message.written)
-            feed(ev.RankMissed(seat.rank, message.grant, message.reason, None, written))
+            feed(ev.RankMissed(own.rank, message.grant, message.reason, None, written))
         elif isinstance(message, wire.Resize):
-            self._job.seats.resize(seat, message.state_bytes, message.frozen_bytes, message.record_bytes)
+            self._job.local_slots.resize(own, message.state_bytes, message.frozen_bytes, message.record_bytes)
         elif isinstance(message, wire.Skipped):
             self._lost("skipped", message)
         elif isinstance(message, wire.WaitFor):
@@ -102,28 +102,28 @@ class Ranks:
             if message.level == "durable":
                 feed(ev.FlushAsked(message.step))
         else:
-            self._job.restore.on_message(session, seat, message, fds)
+            self._job.restore.on_message(session, own, message, fds)
 
     def _lost(self, what: str, message: wire.Skipped | wire.GaveUp) -> None:
         if message.reason not in UNUSED:
             self._services.metrics.skipped(self._job.job, message.reason)
             self._job.losses.lost(what, message.step, message.reason)
 
-    def _called(self, seat: Seat, message: wire.Called) -> None:
+    def _called(self, own: RankSlots, message: wire.Called) -> None:
         """Raises ValueError for step times that are none."""
-        if message.step > self.progress.get(seat.rank, -1):
+        if message.step > self.progress.get(own.rank, -1):
             self._services.pacer.trains()
-        self.progress[seat.rank] = message.step
+        self.progress[own.rank] = message.step
         if message.step > self._newest:  # ranks of one node may be a step apart, and say a step again
             self._newest = message.step
             self.cadence.called(message.step, self._services.now())
             self._job.meter.stepped(message.step)
         if message.times:
-            self._services.pacer.stepped(self._name(seat), message.times, message.spans or ())
+            self._services.pacer.stepped(self._name(own), message.times, message.spans or ())
 
-    def _name(self, seat: Seat) -> str:
+    def _name(self, own: RankSlots) -> str:
         """Of the rank, on this node."""
-        return f"{self._job.job}/{seat.rank}"
+        return f"{self._job.job}/{own.rank}"
 
     def within_s(self) -> float:
         """How soon a copy must be made: before the next captures that the job asks for have used up the rank's own slots."""
@@ -136,7 +136,7 @@ class Ranks:
         arena = self._services.arena
         offered = arena.take_offer(fds, job=self._job.job, uid=self._job.uid, process=session.process)
         for slot in frozen_first(offered):
-            if slot.id not in self._job.seats.slots and slot.id not in self._job.frozen.slots:
+            if slot.id not in self._job.local_slots.slots and slot.id not in self._job.frozen.slots:
                 self._job.adopt(slot)
 
     # --- joining and leaving ------------------------------------------------------------------------------------
@@ -150,14 +150,14 @@ class Ranks:
         running = record if self._job.machine.ctx.trained_in(message.attempt) else None
         if running is not None and running.ranks != joined.ranks:
             raise ValueError("the same attempt with another world")
-        old = self._job.seats.by_rank.get(message.rank)
+        old = self._job.local_slots.by_rank.get(message.rank)
         if old is not None and old.session is not None and old.session is not session:
-            # It loses its seat now, before the next epoch is open and can be named.
+            # It loses its rank now, before the next epoch is open and can be named.
             old.session.send(wire.Superseded(1 + (record.number if record is not None else 0)))
         if old is not None and old.process is not None and not old.process.same(session.process):
             self._left(old)  # nothing that it still says can be told from what its successor says
         sizes = message.state_bytes, message.frozen_bytes, message.record_bytes
-        self._job.seats.attach(message.rank, session, *sizes)
+        self._job.local_slots.attach(message.rank, session, *sizes)
         if running is None:
             self._job.restore.joining(message.rank, message.attempt)
             self._services.health.clear(OF_A_START, job=self._job.job)  # it was another one's
@@ -195,44 +195,44 @@ class Ranks:
         session.send(wire.Refused(error.what, hint=error.hint))
 
     def _goodbye(self, session: RankSession, message: wire.Goodbye) -> None:
-        seat = self._job.seats.detach(session)
-        if seat is None:
+        own = self._job.local_slots.detach(session)
+        if own is None:
             return
-        self._services.pacer.forget(self._name(seat))
-        self._left(seat, True, message.finished)
+        self._services.pacer.forget(self._name(own))
+        self._left(own, True, message.finished)
 
     def on_close(self, session: RankSession, reason: str) -> None:
         """``dead``: the process is gone (pidfd). Anything else may come back, its memory stays as it is."""
-        seat = self._job.seats.detach(session)
-        if seat is None:
+        own = self._job.local_slots.detach(session)
+        if own is None:
             return
-        self._services.pacer.forget(self._name(seat))
+        self._services.pacer.forget(self._name(own))
         if reason == "dead" or not session.alive:
-            self._left(seat)
+            self._left(own)
         else:
-            self._job.seats.watch(seat, session.process, lambda: self._left(seat))
+            self._job.local_slots.watch(own, session.process, lambda: self._left(own))
 
-    def _left(self, seat: Seat, clean: bool = False, finished: bool = False) -> None:
+    def _left(self, own: RankSlots, clean: bool = False, finished: bool = False) -> None:
         """Once for each process."""
-        seat.process = None
-        self._job.feed(ev.RankLeft(seat.rank, clean, finished))
+        own.process = None
+        self._job.feed(ev.RankLeft(own.rank, clean, finished))
 
     # --- snapshots ----------------------------------------------------------------------------------------------
-    def _sealed(self, session: RankSession, seat: Seat, message: wire.SealedSlot, fds: list[int]) -> None:
-        slot = seat.slots.get(message.slot)
+    def _sealed(self, session: RankSession, own: RankSlots, message: wire.SealedSlot, fds: list[int]) -> None:
+        slot = own.slots.get(message.slot)
         if slot is None or slot.id in self.sealing:
-            self._job.feed(ev.RankMissed(seat.rank, message.grant, "its slot is gone", message.step))
+            self._job.feed(ev.RankMissed(own.rank, message.grant, "its slot is gone", message.step))
             return
         if fds:
             data = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX)
-            while len(seat.layouts) >= LAYOUTS_PER_SEAT_MAX:
-                seat.layouts.pop(next(iter(seat.layouts)))
-            seat.layouts[message.layout_id] = self._services.decode(data)
+            while len(own.layouts) >= LAYOUTS_PER_SEAT_MAX:
+                own.layouts.pop(next(iter(own.layouts)))
+            own.layouts[message.layout_id] = self._services.decode(data)
         if message.frozen >= 0:
             try:
-                self._job.frozen.hold(slot, seat.rank, message.frozen)  # a wish for another one may be the next message
+                self._job.frozen.hold(slot, own.rank, message.frozen)  # a wish for another one may be the next message
             except ValueError as error:
-                self._missed(seat, slot, message, f"seal failed: {error}")
+                self._missed(own, slot, message, f"seal failed: {error}")
                 return
         self.captured_at[message.step] = self._services.wall()
         while len(self.captured_at) > CAPTURES_KEPT_MAX:
@@ -240,51 +240,51 @@ class Ranks:
         self.sealing.add(slot.id)
         self._services.metrics.captured(self._job.job, message.capture_s, message.blocked_s)
         name = f"seal {self._job.job} step {message.step}"
-        self._services.spawn(self._seal(seat, slot, message, self._job.record), name)
+        self._services.spawn(self._seal(own, slot, message, self._job.record), name)
 
     async def _seal(
-        self, seat: Seat, slot: Slot, message: wire.SealedSlot, record: EpochRecord | None
+        self, own: RankSlots, slot: Slot, message: wire.SealedSlot, record: EpochRecord | None
     ) -> None:
         """``record``: the epoch it was captured in."""
         started = self._services.now()
         try:
-            layout = await self._layout_of(seat, slot, message)
+            layout = await self._layout_of(own, slot, message)
             frozen = b""
             if layout.frozen_bytes:
-                frozen = await self._job.frozen.support(slot, seat.rank, message.frozen, layout)
+                frozen = await self._job.frozen.support(slot, own.rank, message.frozen, layout)
             number = record.number if record is not None else 0
             sealed = await self._services.in_work(self._make_record, slot, layout, frozen, message, number)
         except MetaTooLarge as error:
-            self._job.seats.resize(seat, seat.state_bytes, record_bytes=error.needed)
+            self._job.local_slots.resize(own, own.state_bytes, record_bytes=error.needed)
             text = f"record too large: {error.needed} bytes, the slot has room for {error.capacity}; larger slots are made"
-            self._missed(seat, slot, message, text)
+            self._missed(own, slot, message, text)
         except (CkptdError, ValueError) as error:  # the layout stays known: its rank does not send it again
-            self._missed(seat, slot, message, f"seal failed: {error}")
+            self._missed(own, slot, message, f"seal failed: {error}")
         except Exception as error:  # the machine keeps the slot until it has an answer
             self._services.went_wrong(f"seal {self._job.job} step {message.step}", error)
-            self._missed(seat, slot, message, "seal failed: internal")
+            self._missed(own, slot, message, "seal failed: internal")
         else:
             if self._job.record is not record:
-                self._missed(seat, slot, message, "a newer epoch opened")
+                self._missed(own, slot, message, "a newer epoch opened")
                 return
             self.sealing.discard(slot.id)
             seconds = self._services.now() - started
             self._services.metrics.sealed(self._job.job, seconds, layout.frozen_at)
             self._job.meter.captured(layout.frozen_at, message.capture_s, seconds)
             facts = layout, sealed.digests, message.keep, message.came_at
-            self._job.feed(ev.SlotSealed(seat.rank, slot.id, message.grant, message.step, *facts))
+            self._job.feed(ev.SlotSealed(own.rank, slot.id, message.grant, message.step, *facts))
 
-    def _missed(self, seat: Seat, slot: Slot, message: wire.SealedSlot, reason: str) -> None:
+    def _missed(self, own: RankSlots, slot: Slot, message: wire.SealedSlot, reason: str) -> None:
         self.sealing.discard(slot.id)
-        self._job.feed(ev.RankMissed(seat.rank, message.grant, reason, message.step))
+        self._job.feed(ev.RankMissed(own.rank, message.grant, reason, message.step))
 
-    async def _layout_of(self, seat: Seat, slot: Slot, message: wire.SealedSlot) -> Layout:
+    async def _layout_of(self, own: RankSlots, slot: Slot, message: wire.SealedSlot) -> Layout:
         """Raises ValueError: this cannot be what lies in the slot."""
-        decoding = seat.layouts.get(message.layout_id)
+        decoding = own.layouts.get(message.layout_id)
         if decoding is None:
             raise ValueError("layout unknown")
         layout = await asyncio.shield(decoding)
-        if layout.layout_id != message.layout_id or layout.rank != seat.rank:
+        if layout.layout_id != message.layout_id or layout.rank != own.rank:
             raise ValueError("layout does not match its id or rank")
         if layout.is_frozen or layout.frozen_at > slot.capacity or message.objects_bytes > layout.objects_capacity:
             raise ValueError("layout larger than its slot")
@@ -313,55 +313,55 @@ class Ranks:
 
     # --- words to the ranks -------------------------------------------------------------------------------------
     def give_slot(self, do: ins.GiveSlot) -> None:
-        seat = self._job.seats.by_rank.get(do.rank)
-        slot = seat.slots.get(do.slot) if seat else None
-        if seat is None or slot is None or seat.session is None:
+        own = self._job.local_slots.by_rank.get(do.rank)
+        slot = own.slots.get(do.slot) if own else None
+        if own is None or slot is None or own.session is None:
             self._job.feed(ev.RankMissed(do.rank, do.grant, ev.NOT_HERE))
             return
-        if not self._job.seats.usable(do.slot, seat.session):  # it goes after this batch
+        if not self._job.local_slots.usable(do.slot, own.session):  # it goes after this batch
             self._job.feed(ev.RankMissed(do.rank, do.grant, ev.OTHER_MAPPER))
             return
         if do.slot in self.sealing:  # of a capture given up: its sums must not see a new one's bytes
             self._job.feed(ev.RankMissed(do.rank, do.grant, ev.STILL_READ))
             return
-        seat.free.discard(do.slot)
+        own.free.discard(do.slot)
         if slot.record is not None:  # sealed after the machine had given it up
             slot.free()
         slot.fill(do.grant)
-        seat.granted[do.grant] = seat.session
-        while len(seat.granted) > GRANTS_PER_SEAT_MAX:
-            seat.granted.pop(next(iter(seat.granted)))
+        own.granted[do.grant] = own.session
+        while len(own.granted) > GRANTS_PER_RANK_MAX:
+            own.granted.pop(next(iter(own.granted)))
         failpoint("grant.given")
-        seat.session.send(wire.GrantSlot(do.slot, do.grant, do.from_step))
+        own.session.send(wire.GrantSlot(do.slot, do.grant, do.from_step))
 
     def take_back(self, do: ins.TakeBack) -> None:
         """Only who was given the slot can say that it is not being filled any more. When another process sits in the
-        seat now, nothing of the grant comes back: the slot is retired, its old mapper cannot reach anybody's data."""
-        seat = self._job.seats.by_rank.get(do.rank)
-        if seat is None or seat.session is None:
+        rank now, nothing of the grant comes back: the slot is retired, its old mapper cannot reach anybody's data."""
+        own = self._job.local_slots.by_rank.get(do.rank)
+        if own is None or own.session is None:
             self._job.feed(ev.RankMissed(do.rank, do.grant, ev.NOT_HERE))
-        elif seat.granted.get(do.grant) is not seat.session:
+        elif own.granted.get(do.grant) is not own.session:
             self._job.feed(ev.RankMissed(do.rank, do.grant, "another process has the rank's place"))
         else:
-            seat.session.send(wire.TakeBack(do.grant, do.reason))
+            own.session.send(wire.TakeBack(do.grant, do.reason))
 
     def tell_written(self, do: ins.TellWritten) -> None:
         said = wire.WrittenThere(do.grant, {owner: list(keys) for owner, keys in do.written.items()})
-        for seat in self._job.seats.by_rank.values():
-            if seat.session is not None:
-                seat.session.send(said)
+        for own in self._job.local_slots.by_rank.values():
+            if own.session is not None:
+                own.session.send(said)
 
     def supersede(self, do: ins.Supersede) -> None:
-        seat = self._job.seats.by_rank.get(do.rank)
-        if seat is not None and seat.session is not None:
-            seat.session.send(wire.Superseded(do.epoch))
+        own = self._job.local_slots.by_rank.get(do.rank)
+        if own is not None and own.session is not None:
+            own.session.send(wire.Superseded(do.epoch))
 
     def tell_level(self, do: ins.TellLevel) -> None:
         of = do.snapshot
         note = wire.Level(of.epoch, of.step, of.grant, do.level, do.wanted, do.durable, do.void)
-        for seat in self._job.seats.by_rank.values():
-            if seat.session is not None:
-                seat.session.send(note)
+        for own in self._job.local_slots.by_rank.values():
+            if own.session is not None:
+                own.session.send(note)
 
     async def _list_steps(self, session: RankSession, request: int) -> None:
         rows = await self._job.durable.steps()

@@ -14,7 +14,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol.instructions import MakeParity
 from ckptd.core.state_map.layout import Layout
-from ckptd.daemon.seats import settle
+from ckptd.daemon.local_slots import settle
 from ckptd.daemon.services import Services
 from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.reader import Checkpoint
@@ -26,7 +26,7 @@ from ckptd.recover.host import Unrecoverable
 if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 
-SEAT_WAIT_S = 60.0  # the rank's own slots are being allocated (first touch is slow)
+SIZING_WAIT_S = 60.0  # the rank's own slots are being allocated (first touch is slow)
 SCRATCH_META_BYTES = 0  # it is never sealed
 
 
@@ -86,13 +86,13 @@ class RebuildHost:
 
     async def room(self, rank: int, nbytes: int) -> Slot:
         """A FREE own slot of the rank when it is large enough (warm, and costs nothing), else scratch memory."""
-        seat = self._job.seats.by_rank.get(rank)
-        if seat is not None:
-            await settle(lambda: bool(seat.free) or not seat.sizing, SEAT_WAIT_S)
+        own = self._job.local_slots.by_rank.get(rank)
+        if own is not None:
+            await settle(lambda: bool(own.free) or not own.sizing, SIZING_WAIT_S)
         return await self._room_now(rank, nbytes)
 
     async def _room_now(self, rank: int, nbytes: int) -> Slot:
-        slot = self._job.seats.lend(rank, nbytes)
+        slot = self._job.local_slots.lend(rank, nbytes)
         if slot is not None:
             self._lent.append(slot)
             return slot
@@ -136,7 +136,7 @@ class RebuildHost:
         if slot.tenant.kind == "scratch":
             self._services.arena.retire(slot)
         else:
-            self._job.seats.returned(slot)
+            self._job.local_slots.returned(slot)
 
     async def release(self) -> None:
         while self._making:

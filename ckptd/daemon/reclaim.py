@@ -40,7 +40,7 @@ class Reclaim:
 
     # --- somebody lacks memory ----------------------------------------------------------------------------------
     def short(self, uid: int, nbytes: int) -> None:
-        """A request was refused. From any thread; whoever asked tries again by itself, or is told (``JobShell.seats.grow``)."""
+        """A request was refused. From any thread; whoever asked tries again by itself, or is told (``LocalSlots.grow``)."""
         self._loop.call_soon_threadsafe(self._short, uid, nbytes)
 
     def _short(self, uid: int, nbytes: int) -> None:
@@ -55,7 +55,7 @@ class Reclaim:
                 uid, nbytes = self._needs.popitem()
                 if await self._free(uid, nbytes):
                     for shell in list(self._jobs.values()):
-                        shell.seats.grow()
+                        shell.local_slots.grow()
         finally:
             self._at_work = False
 
@@ -100,7 +100,7 @@ class Reclaim:
             durable = answer
         before, most = shell.memory_bytes(), self._most(shell, order, uid)
         shell.feed(SpareAsked(order, durable, None if most is None else shell.fitting(most)))
-        shell.seats.drop_idle(most)
+        shell.local_slots.drop_idle(most)
         shell.frozen.tidy()
         freed = before - shell.memory_bytes()
         if freed > 0:

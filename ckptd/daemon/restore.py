@@ -12,8 +12,8 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
+from ckptd.daemon.local_slots import RankSlots
 from ckptd.daemon.rebuild_host import RebuildHost
-from ckptd.daemon.seats import Seat
 from ckptd.daemon.services import Services, log
 from ckptd.recover.handover import DIRECT, Frame, Handover
 from ckptd.recover.host import Unrecoverable
@@ -131,7 +131,7 @@ class Restore:
         self._drop_round()
 
     def _still_theirs(self, current: Round) -> list[int]:
-        """Ranks whose process stands in this round: a seat may be a later start's by now, which it is not the end of."""
+        """Ranks whose process stands in this round: a rank may be a later start's by now, which it is not the end of."""
         nonce = current.do.record.nonce
         return [rank for rank in current.do.ranks if self._attempts.get(rank, nonce) == nonce]
 
@@ -142,23 +142,23 @@ class Restore:
         self._drop_round()
 
     # --- the ranks' answers -------------------------------------------------------------------------------------
-    def on_message(self, session: RankSession, seat: Seat, message: Any, fds: list[int]) -> None:
+    def on_message(self, session: RankSession, own: RankSlots, message: Any, fds: list[int]) -> None:
         current = self._current(getattr(message, "round", -1))
-        if current is None or seat.rank not in current.waiting | set(current.ready):
+        if current is None or own.rank not in current.waiting | set(current.ready):
             return
         if isinstance(message, wire.Wants) and fds:
-            if seat.rank in current.asked:
+            if own.rank in current.asked:
                 return  # once per round: its first answer is being looked for, or there
-            current.asked.add(seat.rank)
+            current.asked.add(own.rank)
             body = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX)
-            self._spawn(self._assemble(current, seat.rank, body), f"restore rank {seat.rank}")
+            self._spawn(self._assemble(current, own.rank, body), f"restore rank {own.rank}")
         elif isinstance(message, wire.WantsRefused):
-            current.waiting.discard(seat.rank)
-            self._job.feed(ev.RankFetched(seat.rank, current.do.round, False, message.code, message.reason))
+            current.waiting.discard(own.rank)
+            self._job.feed(ev.RankFetched(own.rank, current.do.round, False, message.code, message.reason))
         elif isinstance(message, wire.Loaded):
-            self._loaded(current, seat.rank, message)
+            self._loaded(current, own.rank, message)
         elif isinstance(message, wire.LoadedPart):
-            self._loaded_part(current, seat.rank, message)
+            self._loaded_part(current, own.rank, message)
 
     def _loaded_part(self, current: Round, rank: int, message: wire.LoadedPart) -> None:
         """What comes twice, or is of a part that the rank has not, brings nothing."""
@@ -270,9 +270,9 @@ class Restore:
             os.close(plan)
 
     def _tell(self, rank: int, message: object, fds: list[int] | None = None) -> None:
-        seat = self._job.seats.by_rank.get(rank)
-        if seat is not None and seat.session is not None:
-            seat.session.send(message, fds or [])
+        own = self._job.local_slots.by_rank.get(rank)
+        if own is not None and own.session is not None:
+            own.session.send(message, fds or [])
 
     def _current(self, number: int) -> Round | None:
         return self._round if self._round is not None and self._round.do.round == number else None

@@ -267,7 +267,7 @@ class Daemon:
             and shell.record is None
             and not shell.all_slots()
             and not shell.busy()
-            and not shell.seats.sizing()
+            and not shell.local_slots.sizing()
         ):
             self._forget_job(job)
 

@@ -55,7 +55,7 @@ class Status:
                 self._services.metrics.lag(job, summary.get("lag", {}))
                 self._services.metrics.rung(job, summary.get("rung", 0))
                 self._services.metrics.outlook(job, shell.meter.outlook(), summary.get("unprotected_s", 0.0))
-                self._services.metrics.ranks(job, sum(1 for s in shell.seats.by_rank.values() if s.session))
+                self._services.metrics.ranks(job, sum(1 for s in shell.local_slots.by_rank.values() if s.session))
             lives = [shell.machine.lifetime.life.state for shell in self._jobs.values()]
             self._services.metrics.jobs({life.value: lives.count(life) for life in Life if life is not Life.FORGOTTEN})
             up = self._peers_up()

@@ -65,14 +65,14 @@ def _rank_reports(job: JobShell) -> list[RankReport]:
     here, homes = job.services.node.node, job.record.ranks if job.record is not None else ()
     found: list[RankReport] = []
     for rank in (rank for rank, node in enumerate(homes) if node == here):
-        seat = job.seats.by_rank.get(rank)
+        own = job.local_slots.by_rank.get(rank)
         step = job.ranks.progress.get(rank, -1)
         report: RankReport = {"rank": rank, "node": here, "step": step, "free_slots": 0, "up": False}
         gone = job.machine.ranks.here.get(rank)
         report["finished"] = gone is not None and gone.left == FINISHED
-        if seat is not None:
-            report |= {"free_slots": len(seat.free), "up": seat.session is not None}
-            if seat.state_bytes:  # not of a seat that was taken back from memory
-                report |= {"state_bytes": seat.state_bytes, "frozen_bytes": seat.frozen_bytes}
+        if own is not None:
+            report |= {"free_slots": len(own.free), "up": own.session is not None}
+            if own.state_bytes:  # not of slots that were taken back from memory
+                report |= {"state_bytes": own.state_bytes, "frozen_bytes": own.frozen_bytes}
         found.append(report)
     return found

@@ -181,7 +181,7 @@ def test_a_keeper_that_dies_is_a_node_that_is_lost(root: Path, point: str) -> No
         for turn in range(STARTS_MAX):
             job.start(
                 range(NODES) if turn % 2 == 0 else [0, 1]
-            )  # seats that nobody takes give their memory back
+            )  # slots of ranks that do not return give their memory back
             until_restored_or_refused(job, Waker(job), mark.exists)  # it may die in the midst of the first restore
             if point == "keeper.restart":
                 job.until_level(1)

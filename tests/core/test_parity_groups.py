@@ -18,8 +18,8 @@ from ckptd.core.redundancy.parity_groups import (
     data_index,
     data_stripes,
     parity_groups,
+    parity_members,
     parity_positions,
-    parity_seats,
     stripes_held,
 )
 from ckptd.core.redundancy.policies import Parity
@@ -144,7 +144,7 @@ def test_newcomers_take_the_places_of_those_who_left(count: int, parity: Parity,
         if any(int(name[1:]) in left for name in group)
     }
     rng.shuffle(new)
-    seated = parity_seats(old, new)
+    seated = parity_members(old, new)
     assert sorted(n.node for n in seated) == sorted(n.node for n in new)
     assert changed(old, seated, parity) <= len(touched), "only groups that lost a member change"
 
@@ -152,11 +152,11 @@ def test_newcomers_take_the_places_of_those_who_left(count: int, parity: Parity,
 def test_one_node_less_changes_its_group_and_the_last_one() -> None:
     old, parity = line(64), Parity(7, 1)
     less = [n for n in old if n.node != "n3"]
-    assert changed(old, parity_seats(old, less), parity) == 2
+    assert changed(old, parity_members(old, less), parity) == 2
     assert changed(old, less, parity) == 4
-    assert changed(less, parity_seats(less, [*less, node("new")]), parity) == 1
-    assert parity_seats([], old) == tuple(old)
-    assert parity_seats(old, []) == ()
+    assert changed(less, parity_members(less, [*less, node("new")]), parity) == 1
+    assert parity_members([], old) == tuple(old)
+    assert parity_members(old, []) == ()
 
 
 # --- stripes ------------------------------------------------------------------------------------------------------

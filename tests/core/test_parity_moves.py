@@ -286,7 +286,7 @@ def test_parity_that_is_lost_is_not_made_anew_when_the_rung_was_left() -> None:
 
 
 def test_a_copy_beside_a_position_does_not_keep_another_one_from_the_last_domain() -> None:
-    """Of an earlier epoch's snapshot nobody knows the seats. Node d came back empty and got a copy of rank 2's slot; when node c
+    """Of an earlier epoch's snapshot nobody knows positions. Node d came back empty and got a copy of rank 2's slot; when node c
     was to leave, its position went there, and what d had lost had no place: the newest one got no parity for it (P14;
     simulator, seed 3209592684 of that day)."""
     layouts = [layout(rank, 4) for rank in range(4)]

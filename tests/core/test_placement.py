@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.ids import NodeInfo
-from ckptd.core.redundancy.placement import alternatives, peers, preference, seats
+from ckptd.core.redundancy.placement import alternatives, peers, positions, preference
 from tests.core.worlds import node, quick
 
 
@@ -228,7 +228,7 @@ def test_newcomers_take_the_places_of_those_who_left(fleet: tuple[int, int, Any]
     left = set(rng.sample(range(count), rng.randint(1, count - 1)))
     new = [node(f"new{i}") if i in left else n for i, n in enumerate(old)]
     rng.shuffle(new)
-    seated = seats(old, new, replicas)
+    seated = positions(old, new, replicas)
     assert sorted(n.node for n in seated) == sorted(n.node for n in new)
     sent, gone = moved(old, seated, replicas)
     assert sent == gone, "nothing moves that was not lost"
@@ -240,10 +240,10 @@ def test_one_node_more_or_less_moves_no_more_than_the_groups_at_the_end(fleet: t
     count, replicas, rng = fleet
     old, m = line(count + replicas + 1), replicas + 1
     less = [n for n in old if n is not rng.choice(old)]
-    sent, gone = moved(old, seats(old, less, replicas), replicas)
+    sent, gone = moved(old, positions(old, less, replicas), replicas)
     ring = (3 * m - 1) * replicas  # a broken group, the last full one and the remainder: at most 3m - 1 nodes
     assert sent <= gone + ring
-    sent, gone = moved(old, seats(old, [*old, node("new")], replicas), replicas)
+    sent, gone = moved(old, positions(old, [*old, node("new")], replicas), replicas)
     assert (gone, sent <= ring) == (0, True)
 
 
@@ -251,15 +251,15 @@ def test_a_newcomer_of_the_lost_domain_is_not_wasted_on_another_group() -> None:
     """n0 and n2 left. Only the newcomer of domain 2 can complete n3's group, which has domain 0 already."""
     old = in_domains([0, 1, 2, 0])
     new = [node("two", "d2"), *old[1::2], node("zero", "d0")]
-    assert [n.node for n in seats(old, new, 1)] == ["zero", "n1", "two", "n3"]
-    assert moved(old, seats(old, new, 1), 1) == (2, 2)
+    assert [n.node for n in positions(old, new, 1)] == ["zero", "n1", "two", "n3"]
+    assert moved(old, positions(old, new, 1), 1) == (2, 2)
 
 
 def test_newcomers_of_one_domain_do_not_fill_one_group() -> None:
     """All of the first group left, and n4: its peer, too, gets one, and the whole pair n2, n3 stays as it is."""
     old = in_domains([0, 1, 2, 3, 4, 5])
     new = [node("x", "d0"), node("y", "d0"), node("z", "d2"), old[2], old[3], old[5]]
-    seated = seats(old, new, 1)
+    seated = positions(old, new, 1)
     assert [n.node for n in seated] == ["x", "z", "n2", "n3", "y", "n5"]
     assert moved(old, seated, 1) == (1, 1)
 
@@ -269,7 +269,7 @@ def test_seats_follow_the_groups_that_labels_made() -> None:
     old = line(4)
     together = labels_of(old, 2)
     new = [old[0], node("new"), *old[2:]]
-    seated = seats(old, new, 1, {**together, "new": together["n001"]})
+    seated = positions(old, new, 1, {**together, "new": together["n001"]})
     assert [n.node for n in seated] == ["n000", "n002", "new", "n003"]
 
 
@@ -278,10 +278,10 @@ def test_without_seats_one_lost_node_moves_nearly_everything() -> None:
     old = line(64)
     less = [n for n in old if n.node != "n003"]
     assert moved(old, less, 1) == (60, 1)
-    assert moved(old, seats(old, less, 1), 1) == (2, 1)
+    assert moved(old, positions(old, less, 1), 1) == (2, 1)
     racks = [node(f"n{i:03d}", f"rack{i // 16}") for i in range(64)]
     changed = [*(n for n in racks if n.node != "n003"), node("new", "rack9")]
-    assert moved(racks, seats(racks, changed, 1), 1) == (1, 1)
+    assert moved(racks, positions(racks, changed, 1), 1) == (1, 1)
 
 
 @quick
@@ -291,12 +291,12 @@ def test_seats_in_any_domains_place_as_well_as_any_order(
 ) -> None:
     old = in_domains(numbers)
     new = [n for n in old if rng.random() < 0.7] + [node(f"new{i}", f"d{d}") for i, d in enumerate(coming)]
-    seated = seats(old, new, replicas)
+    seated = positions(old, new, replicas)
     assert sorted(n.node for n in seated) == sorted(n.node for n in new)
-    assert seats(seated, seated, replicas) == seats(seated, new, replicas), (
+    assert positions(seated, seated, replicas) == positions(seated, new, replicas), (
         "the order it is given in does not matter"
     )
-    assert peers(seats(seated, new, replicas), replicas) == peers(seated, replicas), (
+    assert peers(positions(seated, new, replicas), replicas) == peers(seated, replicas), (
         "nobody left, nothing moves"
     )
     where = {n.node: n.domain for n in new}
@@ -308,6 +308,6 @@ def test_seats_in_any_domains_place_as_well_as_any_order(
 
 
 def test_seats_of_the_first_epoch_are_as_they_come_and_addresses_are_the_new_ones() -> None:
-    assert seats([], line(3), 1) == tuple(line(3))
+    assert positions([], line(3), 1) == tuple(line(3))
     again = NodeInfo("n000", "tcp://elsewhere:1", "elsewhere:2", "n000", "2")
-    assert seats(line(2), [again, node("n001")], 1)[0] is again
+    assert positions(line(2), [again, node("n001")], 1)[0] is again

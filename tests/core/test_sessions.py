@@ -55,7 +55,7 @@ def test_only_so_many_are_kept_that_came_too_early() -> None:
     b = node.others["b"]
     b.tell(msg.RankState(EPOCH, 1, 9, 2), serial=1 + BUFFERED_MAX + 1)
     b.tell(msg.RankState(EPOCH, 1, 9, 2), serial=1 + BUFFERED_MAX)
-    assert sorted(node.machine.steward.sessions.seats["b"].early) == [1 + BUFFERED_MAX]
+    assert sorted(node.machine.steward.sessions.by_node["b"].early) == [1 + BUFFERED_MAX]
 
 
 def test_what_was_taken_is_acknowledged_and_the_session_kept_alive() -> None:
@@ -180,10 +180,10 @@ def test_in_a_new_epoch_nobody_who_is_not_of_it_has_a_session() -> None:
     assert node.said(msg.Departures, "b")
     newer = record_of("ab", number=EPOCH + 1, nonce="newer")
     node.hear("b", msg.Inventory("", newer, ()))
-    assert node.machine.steward.sessions.seats == {}
+    assert node.machine.steward.sessions.by_node == {}
     mark = node.mark
     node.tick()
-    assert set(node.machine.steward.sessions.seats) == {"a", "b"}
+    assert set(node.machine.steward.sessions.by_node) == {"a", "b"}
     node.others["b"].tell_inventory(known=newer)
     node.tick(2 * KEEPALIVE_S)
     assert node.said(msg.StewardHello, "b", mark) and node.said(msg.Heard, "b", mark)

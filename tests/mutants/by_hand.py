@@ -217,7 +217,7 @@ EDITS = (
     Edit(
         "a fact of an old session is accepted",
         "core/protocol/machine/steward/sessions.py",
-        "seat.session != fact.session or ",
+        "session.id != fact.session or ",
         "",
     ),
     Edit(

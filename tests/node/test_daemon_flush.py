@@ -347,7 +347,7 @@ async def test_memory_for_one_slot_goes_from_snapshot_to_snapshot(tmp_path: Path
         rank.join("a")
         await rank.heard(wire.Ready)
         for step in (1, 2, 3):
-            await eventually(lambda: len(house.shell().seats.slots) == 1)
+            await eventually(lambda: len(house.shell().local_slots.slots) == 1)
             if step > 1:
                 rank.say(wire.Called(step, True))  # must=True
             await rank.sealed(step)

@@ -16,7 +16,7 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import MAYBE, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.core.state_map.record_size import predicted_record
-from ckptd.daemon import job, seats
+from ckptd.daemon import job, local_slots
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
 from ckptd.wire.world import pack_world
@@ -71,7 +71,7 @@ async def level(rank: Rank, step: int) -> wire.Level:
 
 
 def frozen_slot(house: Rig) -> Slot | None:
-    return house.shell().seats.by_rank[0].frozen
+    return house.shell().local_slots.by_rank[0].frozen
 
 
 async def test_a_layout_stays_known_though_a_snapshot_of_it_could_not_be_sealed(
@@ -125,7 +125,7 @@ async def test_a_snapshot_on_its_way_keeps_what_it_leans_on(monkeypatch: pytest.
 
 async def test_a_small_live_part_beside_a_large_frozen_one_has_room_for_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """P14: the record of each snapshot describes and sums the frozen part too."""
-    monkeypatch.setattr(seats, "RECORD_BYTES_MIN", 4096)
+    monkeypatch.setattr(local_slots, "RECORD_BYTES_MIN", 4096)
     async with rig() as house:
         rank, layout = house.rank(), layout_of(frozen=1000, elements=4096)
         first = await begin(rank, layout)
@@ -142,7 +142,7 @@ async def test_a_sealed_slot_leans_on_nothing_else_whatever_its_rank_says() -> N
         assert not (await level(rank, 1)).void
         rank.say(wire.Resize(layout.frozen_at, layout.frozen_bytes))
         second = (await rank.heard(wire.Mapped, frozen=True))[0].slot
-        slot = house.shell().seats.slots[grant.slot]
+        slot = house.shell().local_slots.slots[grant.slot]
         rank.say(wire.SealedSlot(grant.slot, 99, 2, layout.layout_id, 0, frozen=second))
         rank.say(wire.AskHealth(1))
         await rank.heard(wire.Health)
@@ -162,7 +162,7 @@ async def test_a_rank_that_has_nothing_frozen_any_more_gives_its_memory_back() -
 
 def allocated(house: Rig, rank: int = 0) -> int:
     """Slots for its snapshots that have room."""
-    mine = house.shell().seats
+    mine = house.shell().local_slots
     return mine._fitting(mine.by_rank[rank])
 
 
@@ -173,14 +173,14 @@ async def test_a_frozen_slot_that_found_no_memory_comes_when_there_is_some(monke
         other = house.rank("other")
         other.join("x", 12 * MIB)
         await other.heard(wire.Ready)
-        await eventually(lambda: len(house.shell("other").seats.slots) == 3)
+        await eventually(lambda: len(house.shell("other").local_slots.slots) == 3)
         rank, layout = house.rank(), layout_of(frozen=1, elements=8 * MIB)
         task = asyncio.ensure_future(begin(rank, layout))
         await eventually(lambda: "no_memory" in house.problems())
         house.daemon._forget_job(f"{os.getuid()}/other", NO_TOMBSTONE)
         await task
         await eventually(lambda: allocated(house) == 3)
-        frozen = house.shell().seats.by_rank[0].frozen
+        frozen = house.shell().local_slots.by_rank[0].frozen
         assert frozen is not None and frozen.capacity >= layout.frozen_bytes
         assert "no_memory" not in house.problems()
 
@@ -195,7 +195,7 @@ async def test_memory_of_a_frozen_part_that_goes_serves_who_waits_for_it() -> No
         await eventually(lambda: "no_memory" in house.problems())
         rank.say(wire.Resize(12 * MIB, wire.NOTHING_FROZEN))
         await eventually(lambda: allocated(house) == 3 and "no_memory" not in house.problems())
-        assert not house.shell().frozen.slots and house.shell().seats.by_rank[0].frozen is None
+        assert not house.shell().frozen.slots and house.shell().local_slots.by_rank[0].frozen is None
 
 
 async def test_what_the_rank_cannot_use_and_no_snapshot_needs_makes_room_for_another() -> None:
@@ -220,4 +220,4 @@ async def test_a_slot_for_a_frozen_part_that_came_back_empty_is_no_slot_for_snap
         rank = house.rank()
         await begin(rank, layout)
         await eventually(lambda: allocated(house) == 3)
-        assert slot.id not in house.shell().seats.slots
+        assert slot.id not in house.shell().local_slots.slots

@@ -10,7 +10,7 @@ import torch
 from ckptd_client import Client
 from torch import nn
 
-from ckptd.daemon.seats import SLOT_GRAIN_BYTES
+from ckptd.daemon.local_slots import SLOT_GRAIN_BYTES
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import Rank, Rig, rig
 from tests.node.links import eventually
@@ -37,7 +37,7 @@ class Buffer:
 
 
 def ready(house: Rig, client: Client) -> bool:
-    return not house.shell().seats.sizing() and len(client._session.grants) > 0
+    return not house.shell().local_slots.sizing() and len(client._session.grants) > 0
 
 
 def train(house: Rig, *, must: bool) -> list[str]:
@@ -73,21 +73,21 @@ async def test_a_state_that_grows_with_each_step_is_captured_all_the_same(must: 
 
 async def capacities(house: Rig, nbytes: int, count: int = 3) -> list[int]:
     """Of the rank's slots, once all of them have room for so much; in MiB."""
-    seats = house.shell().seats
+    slots_here = house.shell().local_slots
 
     def made() -> bool:
-        slots = [slot.capacity for slot in seats.by_rank[0].slots.values()]
-        return not seats.sizing() and len(slots) == count and min(slots) >= nbytes
+        slots = [slot.capacity for slot in slots_here.by_rank[0].slots.values()]
+        return not slots_here.sizing() and len(slots) == count and min(slots) >= nbytes
 
     await eventually(made, what=f"{count} slots of {nbytes} bytes")
-    return sorted(slot.capacity // MIB for slot in seats.by_rank[0].slots.values())
+    return sorted(slot.capacity // MIB for slot in slots_here.by_rank[0].slots.values())
 
 
 async def give_up_all(house: Rig, rank: Rank, nbytes: int) -> None:
     """Grants of slots that are too small, as a rank does that has asked for larger ones."""
-    seat = house.shell().seats.by_rank[0]
+    own = house.shell().local_slots.by_rank[0]
     step = 0
-    while any(slot.capacity < nbytes for slot in seat.slots.values()):
+    while any(slot.capacity < nbytes for slot in own.slots.values()):
         rank.read()
         for note, _ in list(rank.seen):
             if isinstance(note, wire.GrantSlot):
@@ -106,7 +106,7 @@ async def test_only_a_state_that_has_grown_twice_has_headroom() -> None:
         assert await capacities(house, 6 * MIB) == [6, 6, 6]
         rank.say(wire.Resize(6 * MIB - 1))
         rank.say(wire.Resize(6 * MIB))
-        await eventually(lambda: not house.shell().seats.sizing())
+        await eventually(lambda: not house.shell().local_slots.sizing())
         assert await capacities(house, 6 * MIB) == [6, 6, 6]
         rank.say(wire.Resize(7 * MIB))
         await give_up_all(house, rank, 7 * MIB)

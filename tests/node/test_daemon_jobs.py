@@ -129,13 +129,13 @@ async def test_the_death_of_a_rank_is_heard_after_its_connection_ended() -> None
         rank = house.rank()
         await rank.begin("a")
         shell = house.shell()
-        seat = shell.seats.by_rank[0]
+        own = shell.local_slots.by_rank[0]
         left: list[object] = []
-        assert seat.session is not None
+        assert own.session is not None
         from ckptd.process import Process
 
-        shell.seats.watch(
-            seat, Process.open(process.pid), lambda: left.append(1)
+        shell.local_slots.watch(
+            own, Process.open(process.pid), lambda: left.append(1)
         )  # its Process is nobody's any more
         import gc
 
@@ -143,7 +143,7 @@ async def test_the_death_of_a_rank_is_heard_after_its_connection_ended() -> None
         taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
         process.kill()
         await eventually(lambda: left)
-        assert seat.watched == -1
+        assert own.watched == -1
         for fd in taken:
             os.close(fd)
         await process.wait()
@@ -154,13 +154,13 @@ async def test_a_rank_that_came_back_is_not_declared_dead_by_its_old_process() -
         rank = house.rank()
         await rank.begin("a")
         shell = house.shell()
-        seat = shell.seats.by_rank[0]
+        own = shell.local_slots.by_rank[0]
         rank.close()
-        await eventually(lambda: seat.watched >= 0)
+        await eventually(lambda: own.watched >= 0)
         again = house.rank()
         again.join("a")
         await again.heard(wire.Ready)
-        assert seat.watched == -1
+        assert own.watched == -1
 
 
 RIG = {"node": "rig", "control": "c", "bulk": "b", "domain": "d"}
@@ -347,17 +347,17 @@ async def test_a_slot_whose_sums_are_being_made_is_not_granted_again(monkeypatch
         shell = house.shell()
         await eventually(lambda: shell.ranks.sealing)
         shell.feed(ev.RankMissed(0, grant.grant, "taken back"))  # the machine has given it up, and it is FREE
-        assert shell.seats.slots[grant.slot].state == "free"
+        assert shell.local_slots.slots[grant.slot].state == "free"
         taken: list[ev.Event] = []
         monkeypatch.setattr(shell, "feed", taken.append)
         shell.ranks.give_slot(ins.GiveSlot(0, grant.slot, 99, 2))
-        assert isinstance(taken[0], ev.RankMissed) and shell.seats.slots[grant.slot].state == "free"
+        assert isinstance(taken[0], ev.RankMissed) and shell.local_slots.slots[grant.slot].state == "free"
         monkeypatch.undo()
         monkeypatch.setattr(ranks, "live_sums", real)
         go.set()
         await eventually(lambda: not shell.ranks.sealing)
         await eventually(
-            lambda: shell.seats.slots[grant.slot].record is None
+            lambda: shell.local_slots.slots[grant.slot].record is None
         )  # and what came late counts for nothing
 
 
@@ -367,14 +367,14 @@ async def test_memory_of_a_rank_that_moved_away_comes_back_when_its_old_trainer_
         rank = house.rank()
         await rank.begin("a")
         shell = house.shell()
-        await eventually(lambda: len(shell.seats.by_rank[0].slots) == 3)
-        shell.seats.release_unused(frozenset())
-        for slot in list(shell.seats.slots):
+        await eventually(lambda: len(shell.local_slots.by_rank[0].slots) == 3)
+        shell.local_slots.release_unused(frozenset())
+        for slot in list(shell.local_slots.slots):
             shell._free_slot(ins.FreeSlot(slot))
-        free = set(shell.seats.by_rank[0].free)
-        await stays(lambda: len(free & shell.seats.slots.keys()) == 3)
+        free = set(shell.local_slots.by_rank[0].free)
+        await stays(lambda: len(free & shell.local_slots.slots.keys()) == 3)
         rank.close()
-        await eventually(lambda: not free & shell.seats.slots.keys())
+        await eventually(lambda: not free & shell.local_slots.slots.keys())
         assert len(free) == 3 and not free & house.daemon.arena.slots.keys(), "the arena has it back"
 
 
@@ -388,7 +388,7 @@ async def test_what_a_rank_found_written_past_its_fence_is_told_to_the_ranks() -
         told, _ = await rank.heard(wire.WrittenThere)
         assert told == wire.WrittenThere(grant.grant, {"model": ["model.w"]})
         rank.say(wire.GaveUp(grant.grant, 1, "written", {"model": "model.w"}))  # type: ignore[dict-item]
-        await eventually(lambda: house.shell().seats.by_rank[0].session is None)
+        await eventually(lambda: house.shell().local_slots.by_rank[0].session is None)
 
 
 async def test_faults_of_ours_that_a_rank_brings_about_are_one_trace_and_a_count(

@@ -65,7 +65,7 @@ async def test_step_times_that_are_none_end_that_connection_alone(times: list[li
     async with rig() as house:
         rank = await joined(house)
         rank.say(wire.Called(1, False, times))
-        await eventually(lambda: house.shell().seats.by_rank[0].session is None)
+        await eventually(lambda: house.shell().local_slots.by_rank[0].session is None)
         assert not house.daemon.services.pacer.pacing.ranks
         other = house.rank("other")
         await other.begin("b")

@@ -13,8 +13,8 @@ import pytest
 from ckptd.arena.arena import NoMemory
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.state_map.box import Box, runs
+from ckptd.daemon.local_slots import LocalSlots
 from ckptd.daemon.restore import Round
-from ckptd.daemon.seats import Seats
 from ckptd.persist.reader import Checkpoint
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import read_memfd_object
@@ -47,7 +47,7 @@ async def in_another_life(house: Rig, rank: Rank, attempt: str) -> Rank:
     rank.say(wire.Goodbye(False))
     rank.close()
     shell = house.shell()
-    await eventually(lambda: not shell.seats.sizing())
+    await eventually(lambda: not shell.local_slots.sizing())
     house.daemon._forget_job(shell.job)
     again = house.rank()
     again.join(attempt)
@@ -78,14 +78,14 @@ async def test_room_is_lent_again_only_when_the_last_reader_has_ended(
         again.want(opened.round, everything(layout_here()))
         await stall.reached()
         shell = house.shell()
-        (lent,) = shell.seats.lent
+        (lent,) = shell.local_slots.lent
         shell.restore.fail(ins.FailRestore(opened.round, "timeout", "the test"))
         await again.heard(wire.Failed)
-        await stays(lambda: lent in shell.seats.lent and lent not in shell.seats.by_rank[0].free)
+        await stays(lambda: lent in shell.local_slots.lent and lent not in shell.local_slots.by_rank[0].free)
         assert lent not in shell.machine.slots.by_id  # so no steward counts on it
         stall.go.set()
-        await eventually(lambda: lent in shell.seats.by_rank[0].free and lent in shell.machine.slots.by_id)
-        assert not shell.seats.lent
+        await eventually(lambda: lent in shell.local_slots.by_rank[0].free and lent in shell.machine.slots.by_id)
+        assert not shell.local_slots.lent
 
 
 async def test_a_resize_leaves_a_lent_slot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,15 +107,15 @@ async def test_a_resize_leaves_a_lent_slot_alone(tmp_path: Path, monkeypatch: py
         again.want(opened.round, everything(layout_here()))
         await stall.reached()
         shell = house.shell()
-        (lent,) = shell.seats.lent
+        (lent,) = shell.local_slots.lent
         again.say(wire.Resize(6 << 20))
-        await eventually(lambda: shell.seats.by_rank[0].state_bytes == 6 << 20 and not shell.seats.sizing())
-        assert len(shell.seats.slots[lent].payload) > 0
+        await eventually(lambda: shell.local_slots.by_rank[0].state_bytes == 6 << 20 and not shell.local_slots.sizing())
+        assert len(shell.local_slots.slots[lent].payload) > 0
         stall.go.set()
         await again.heard(wire.LoadPlan)
         again.say(wire.Loaded(opened.round, True))
         await again.heard(wire.Ready)
-        await eventually(lambda: lent not in shell.seats.slots)  # and it goes when it is of no more use
+        await eventually(lambda: lent not in shell.local_slots.slots)  # and it goes when it is of no more use
 
 
 async def test_memory_is_restored_while_storage_hangs(
@@ -213,7 +213,7 @@ async def without_room(house: Rig, rank: Rank) -> tuple[Rank, int]:
     again = await in_another_life(house, rank, "b")
     opened, _ = await again.opened()
     shell = house.shell()
-    await eventually(lambda: not shell.seats.sizing())
+    await eventually(lambda: not shell.local_slots.sizing())
     again.want(opened.round, [["w", "F32", [600, 512], [0, 0], [600, 512]]] * MANY, ("scheduler",))
     return again, opened.round
 
@@ -314,7 +314,7 @@ async def test_damage_after_the_first_write_says_dirty(tmp_path: Path, monkeypat
         assert failed.code == "load" and "its objects are dirty" in failed.reason, failed
         assert failed.hint == "", "a rank whose objects are dirty knows, and says what to do; others are in no need of it"
         shell = house.shell()
-        await eventually(lambda: shell.restore._round is None and not shell.seats.lent)
+        await eventually(lambda: shell.restore._round is None and not shell.local_slots.lent)
         await eventually(lambda: not [s for s in house.daemon.arena.slots.values() if s.tenant.kind == "scratch"])
 
 
@@ -337,7 +337,7 @@ async def test_a_full_budget_leaves_one_megabyte_to_restore_through(
             return real(tenant, nbytes, *rest, beyond_budget=True, **more)
 
         monkeypatch.setattr(arena, "allocate", full)
-        monkeypatch.setattr(Seats, "lend", lambda self, rank, nbytes: None)
+        monkeypatch.setattr(LocalSlots, "lend", lambda self, rank, nbytes: None)
         again, number = await without_room(house, house.rank())
         await again.heard(wire.LoadPlan)
         assert asked[-1] == (1 << 20, True) and [beyond for _, beyond in asked].count(True) == 1
@@ -362,18 +362,18 @@ async def test_one_failed_source_does_not_cost_a_second_slot(
         again = await in_another_life(house, rank, "b")
         opened, _ = await again.opened()
         shell = house.shell()
-        await eventually(lambda: len(shell.seats.by_rank[0].free) == 3)
+        await eventually(lambda: len(shell.local_slots.by_rank[0].free) == 3)
 
         def unreadable(self: Checkpoint, *rest: Any) -> None:
             raise OSError(5, "Input/output error")
 
         monkeypatch.setattr(Checkpoint, "read", unreadable)
         lent: list[int] = []
-        real = shell.seats.lend
-        monkeypatch.setattr(shell.seats, "lend", lambda *a: lent.append(1) or real(*a))
+        real = shell.local_slots.lend
+        monkeypatch.setattr(shell.local_slots, "lend", lambda *a: lent.append(1) or real(*a))
         again.want(opened.round, everything(layout_here()))
         await again.heard(wire.Failed)
-        await eventually(lambda: not shell.seats.lent and len(shell.seats.by_rank[0].free) == 3)
+        await eventually(lambda: not shell.local_slots.lent and len(shell.local_slots.by_rank[0].free) == 3)
         assert len(lent) == 1
 
 

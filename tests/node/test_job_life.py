@@ -55,10 +55,10 @@ async def test_the_next_job_gets_the_memory_of_one_that_was_killed_and_is_durabl
         rank.join("b", BIG)
         await rank.heard(wire.Ready)
         await eventually(
-            lambda: len(house.shell("second").seats.slots) == house.daemon.services.policy.own_slots,
+            lambda: len(house.shell("second").local_slots.slots) == house.daemon.services.policy.own_slots,
             what=f"slots for the next job; problems: {house.problems()}",
         )
-        assert house.shell("first").seats.slots == {}
+        assert house.shell("first").local_slots.slots == {}
 
 
 async def test_a_killed_job_is_not_running(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ async def test_a_slot_is_told_before_it_is_given_where_the_process_before_had_it
         await rank.heard(wire.LoadPlan)
         rank.say(wire.Loaded(opened.round, True))
         await rank.heard(wire.Ready)
-        slots = house.shell("job").seats.slots
+        slots = house.shell("job").local_slots.slots
         given = set()
         for step in range(6, 12):
             grant, _ = await rank.heard(wire.GrantSlot)

@@ -23,7 +23,7 @@ ANOTHER = os.getuid() + 7  # a user
 async def killed(house: Rig, job: str, nbytes: int, *, durable: bool = True) -> JobShell:
     async with rank_child(house, job, nbytes) as child:
         await child.order("seal 5")
-        await eventually(lambda: len(house.shell(job).seats.slots) == house.daemon.services.policy.own_slots)
+        await eventually(lambda: len(house.shell(job).local_slots.slots) == house.daemon.services.policy.own_slots)
         await child.kill()
     await eventually(lambda: phase(house, job) == "orphaned")
     if durable:
@@ -53,7 +53,7 @@ async def test_storage_that_does_not_answer_releases_nothing(
         (tmp_path / "away").rename(root)
         house.daemon.reclaim.short(os.getuid(), BIG)  # as the next try says
         await eventually(lambda: not dead.machine.slots.sealed)
-        await eventually(lambda: len(house.shell("next").seats.slots) == house.daemon.services.policy.own_slots)
+        await eventually(lambda: len(house.shell("next").local_slots.slots) == house.daemon.services.policy.own_slots)
         assert [line for line in released(caplog) if "orphaned and durable" in line]
         assert 'ckptd_reclaimed_bytes_total{why="orphaned and durable"}' in house.daemon.metrics.render(ALL).decode()
 
@@ -65,7 +65,7 @@ async def test_what_is_not_durable_stays_but_for_slots_with_nothing_in_them(capl
         dead = await killed(house, "dead", BIG, durable=False)
         held = dict(dead.machine.slots.sealed)
         house.daemon.reclaim.short(os.getuid(), 60 * MIB)
-        await eventually(lambda: len(dead.seats.slots) == 1)
+        await eventually(lambda: len(dead.local_slots.slots) == 1)
         house.daemon.reclaim.short(os.getuid(), 60 * MIB)
         await stays(lambda: dead.machine.slots.sealed == held, 0.3)
         assert all("ranks that are gone" in line for line in released(caplog)) and released(caplog)
@@ -77,7 +77,7 @@ async def test_the_operator_may_let_go_of_the_last_snapshot_of_an_orphan() -> No
         await stays(lambda: bool(dead.machine.slots.sealed), 0.3)  # nobody lacks memory
         house.daemon.reclaim.short(os.getuid(), 60 * MIB)
         await eventually(lambda: house.daemon.arena.used_bytes == 0)
-        assert not dead.machine.slots.sealed and not dead.seats.slots
+        assert not dead.machine.slots.sealed and not dead.local_slots.slots
 
 
 @pytest.mark.parametrize("nbytes", [BIG, BIG // 2])
@@ -86,24 +86,24 @@ async def test_another_users_need_takes_no_snapshot_within_the_owners_share(nbyt
     async with rig(storage_root=tmp_path, breakpoint_grace_s=0.2) as house:
         arena = house.daemon.arena
         dead = await killed(house, "dead", nbytes)
-        one = max(slot.size for slot in dead.seats.slots.values())
+        one = max(slot.size for slot in dead.local_slots.slots.values())
         assert one < arena.share_bytes == 32 * MIB and arena.used_bytes - 2 * one < arena.share_bytes
         house.daemon.reclaim.short(ANOTHER, 60 * MIB)
-        await eventually(lambda: len(dead.seats.slots) == 1, what=f"of {len(dead.seats.slots)} slots one is not empty")
+        await eventually(lambda: len(dead.local_slots.slots) == 1, what=f"of {len(dead.local_slots.slots)} slots one is not empty")
         house.daemon.reclaim.short(ANOTHER, 60 * MIB)
         await stays(lambda: bool(dead.machine.slots.sealed), 0.3)
         house.daemon.reclaim.short(os.getuid(), 60 * MIB)
-        await eventually(lambda: not dead.seats.slots)
+        await eventually(lambda: not dead.local_slots.slots)
 
 
 async def test_a_running_job_gives_nothing_however_little_there_is(tmp_path: Path) -> None:
     async with rig(storage_root=tmp_path) as house, rank_child(house, "lives", SMALL) as child:
         await child.order("seal 5")
         shell = house.shell("lives")
-        await eventually(lambda: len(shell.seats.slots) == house.daemon.services.policy.own_slots)
+        await eventually(lambda: len(shell.local_slots.slots) == house.daemon.services.policy.own_slots)
         house.daemon.reclaim.short(os.getuid(), 60 * MIB)
         house.daemon.reclaim.short(ANOTHER, 60 * MIB)
-        await stays(lambda: len(shell.seats.slots) == house.daemon.services.policy.own_slots, 0.3)
+        await stays(lambda: len(shell.local_slots.slots) == house.daemon.services.policy.own_slots, 0.3)
         assert shell.machine.slots.sealed and phase(house, "lives") == "running"
 
 

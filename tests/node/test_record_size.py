@@ -11,7 +11,7 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import MAYBE, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import build_layout
 from ckptd.core.state_map.record_size import SUM_BYTES, predicted_record, record_bytes
-from ckptd.daemon import seats
+from ckptd.daemon import local_slots
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import rig
 from tests.node.slots import JOB, write_payload
@@ -37,7 +37,7 @@ def test_what_is_predicted_is_enough_and_not_much_more(count: int, sharing: str)
 
 async def test_a_record_larger_than_said_is_told_and_gets_a_larger_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """P15: the rank predicts; when it was wrong the snapshot is void for that reason, and the next one has room."""
-    monkeypatch.setattr(seats, "RECORD_BYTES_MIN", 4096)
+    monkeypatch.setattr(local_slots, "RECORD_BYTES_MIN", 4096)
     layout = many(1000)
     async with rig() as house:
         rank = house.rank()

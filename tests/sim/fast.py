@@ -112,8 +112,8 @@ class FastWorld(World):
         """Snapshots that were certified, of so many steps with snapshot() in each."""
         for host in self.hosts.values():
             host.start()
-        seats = [host for host in self.hosts.values() for _ in range(self._per_node)]
-        run = FastRun(self, "a1", seats, RestoreAsk())
+        places = [host for host in self.hosts.values() for _ in range(self._per_node)]
+        run = FastRun(self, "a1", places, RestoreAsk())
         run.procs = [FastProc(run, rank, self.hosts[name]) for rank, name in enumerate(run.ranks)]
         self.launcher.run = run
         run.start()

@@ -151,7 +151,7 @@ class Faults:
         host.stop()
         if how == DAEMON:
             return
-        for proc in host.seats.values() if how == KEEPER else ():
+        for proc in host.standing.values() if how == KEEPER else ():
             proc.keeps_mapped()
         host.lose_memory()
         # Without storage only daemons can say that the job has run before: not all of them may forget it.

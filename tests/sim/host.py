@@ -47,7 +47,7 @@ class Host:
         self.buried = False  # there is no machine for the job: nobody has had a reason to make one
         self.procs: dict[int, Proc] = {}  # attached rank processes
         self.arriving: list[Proc] = []  # connected ones whose Join nobody has read yet
-        self.seats: dict[int, Proc] = {}  # those whose end the machine has not heard of
+        self.standing: dict[int, Proc] = {}  # those whose end the machine has not heard of
         self.machine: JobMachine
         self.fetching = Fetching(self)
         self.writes = Writes(self)
@@ -83,7 +83,7 @@ class Host:
         self.alive, self.paused, self.trap, self._held = True, False, None, None
         self.procs.clear()
         self.arriving.clear()
-        self.seats.clear()
+        self.standing.clear()
         self._forget()
         known = self.state.visible
         self.record, self.ran, self.sealed = known.record, known.ran, known.sealed
@@ -426,11 +426,11 @@ class Host:
         self.arriving.remove(proc)
         if not proc.alive:
             return
-        old = self.seats.get(proc.rank)
+        old = self.standing.get(proc.rank)
         if old is not None and old is not proc:
             old.alive = False  # the shell tells the machine that the rank before is gone
             self.feed(ev.RankLeft(old.rank, False))
-        self.procs[proc.rank] = self.seats[proc.rank] = proc
+        self.procs[proc.rank] = self.standing[proc.rank] = proc
         run = proc.run
         proc.gives_back()
         ranks, ask = run.joining(proc.rank)
@@ -446,8 +446,8 @@ class Host:
             self.at_leisure(self._left, proc, clean)
 
     def _left(self, proc: Proc, clean: bool) -> None:
-        if self.seats.get(proc.rank) is proc:
-            del self.seats[proc.rank]
+        if self.standing.get(proc.rank) is proc:
+            del self.standing[proc.rank]
             self.feed(ev.RankLeft(proc.rank, clean))
 
     def asks_for_room(self, proc: Proc, nbytes: int) -> None:

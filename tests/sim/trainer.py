@@ -284,13 +284,13 @@ class Proc:
 class Run:
     """One start of the job: ranks on nodes, training in lockstep."""
 
-    def __init__(self, world: World, attempt: str, seats: list[Host], ask: RestoreAsk | None) -> None:
-        """seats: the node of each rank."""
+    def __init__(self, world: World, attempt: str, places: list[Host], ask: RestoreAsk | None) -> None:
+        """places: the node of each rank."""
         self.world, self.attempt, self.ask = world, attempt, ask
-        self.ranks = tuple(host.name for host in seats)
-        self.nodes: tuple[NodeInfo, ...] = tuple(host.info for host in dict.fromkeys(seats))
-        self.domains = tuple(host.domain for host in seats)
-        self.hosts = tuple(dict.fromkeys(seats))
+        self.ranks = tuple(host.name for host in places)
+        self.nodes: tuple[NodeInfo, ...] = tuple(host.info for host in dict.fromkeys(places))
+        self.domains = tuple(host.domain for host in places)
+        self.hosts = tuple(dict.fromkeys(places))
         self.failures: list[str] = []
         self.step = 0
         self.trail: Trail  # once all are ready
@@ -302,7 +302,7 @@ class Run:
         self._patient = self.salt % 3 == 0  # its first step is must=True, and it waits for what is
         self._first = 0
         self.confused = ""  # what rank 0 says otherwise than the others
-        if len(seats) > 1 and not world.calm and world.rng.random() < world.faults.season.confused_of:
+        if len(places) > 1 and not world.calm and world.rng.random() < world.faults.season.confused_of:
             self.confused = world.rng.choice(["ask", "world"])
 
     def joining(self, rank: int) -> tuple[tuple[str, ...], RestoreAsk | None]:

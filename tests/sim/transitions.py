@@ -79,7 +79,7 @@ RESTORES = (
     "claiming -> asking",
 )  # fmt: skip  # "claiming -> none" comes twice in 4,000 seeds: core/test_deciding.py -k during
 SESSIONS = ("opened", "renewed", "taken over by another steward", "closed")
-SEATS = ("none -> invited", "invited -> established", "established -> invited", "begun anew")
+MEMBERS = ("none -> invited", "invited -> established", "established -> invited", "begun anew")
 OFFICES = ("none -> first", "first -> none", "none -> successor", "successor -> none")
 FLUSHES = (
     "none -> writing", "writing -> committing", "writing -> given up", "committing -> durable", "committing -> given up",
@@ -127,7 +127,7 @@ MUST: tuple[str, ...] = (
     *(f"epoch {name}" for name in EPOCHS),
     *(f"restore {name}" for name in RESTORES),
     *(f"session {name}" for name in SESSIONS),
-    *(f"seat {name}" for name in SEATS),
+    *(f"member {name}" for name in MEMBERS),
     *(f"office {name}" for name in OFFICES),
     *(f"flush {name}" for name in FLUSHES),
     *REFUSALS,

@@ -29,7 +29,7 @@ class Now(NamedTuple):
     epoch: tuple[str, int, int]  # (phase, number, round)
     session: tuple[str, str]  # (steward, session)
     office: str
-    seats: dict[str, tuple[str, str]]  # node -> (session, state)
+    members: dict[str, tuple[str, str]]  # node -> (session, state)
     restore: tuple[str, str, int]  # (state, attempt, epoch's number)
     grants: dict[int, str]
     flush: tuple[str, str]  # (state, attempt)
@@ -75,8 +75,8 @@ def now_of(machine: JobMachine) -> Now:
         (uplink.steward, uplink.session),
         _office(machine),
         {
-            node: (seat.session, "established" if seat.established else "invited")
-            for node, seat in steward.sessions.seats.items()
+            node: (session.id, "established" if session.established else "invited")
+            for node, session in steward.sessions.by_node.items()
         },
         _restore(machine),
         {n: "void" if grant.void else "open" for n, grant in steward.grants.open.items()}
@@ -178,13 +178,13 @@ def _of_sessions(was: Now, now: Now) -> list[str]:
                                    else "taken over by another steward"))  # fmt: skip
     if was.office != now.office:
         found.append(f"office {was.office} -> {now.office}")
-    if was.seats != now.seats:
-        for node, (session, state) in now.seats.items():
-            old, before = was.seats.get(node, ("", "none"))
+    if was.members != now.members:
+        for node, (session, state) in now.members.items():
+            old, before = was.members.get(node, ("", "none"))
             if before != state:
-                found.append(f"seat {before} -> {state}")
+                found.append(f"member {before} -> {state}")
             elif old != session:
-                found.append("seat begun anew")
+                found.append("member begun anew")
     return found
 
 

@@ -132,43 +132,43 @@ def tolerance(lane: Lane, data: Mapping[int, Collection[str]], parts: Mapping[in
 
     data, parts: position -> the domains that hold its data, its parity.
     """
-    seats = [
+    positions = [
         (frozenset(data.get(at, ())) if member.rank != NOBODY else None, frozenset(parts.get(at, ())))
         for at, member in enumerate(lane.members)
     ]
-    gone = _gone_if_apart(seats)
+    gone = _gone_if_apart(positions)
     if gone is not None:
         return max(-1, lane.parity - gone)
-    domains = sorted(frozenset().union(*(found for pair in seats for found in pair if found)))
+    domains = sorted(frozenset().union(*(found for pair in positions for found in pair if found)))
     for count in range(lane.parity + 1):
         if any(
-            _broken(seats, frozenset(lost), lane.parity)
+            _broken(positions, frozenset(lost), lane.parity)
             for lost in combinations(domains, min(count, len(domains)))
         ):
             return count - 1
     return lane.parity
 
 
-_Seat = tuple[
+_Position = tuple[
     frozenset[str] | None, frozenset[str]
 ]  # domains with the position's data (None: it has none), with its parity
 
 
-def _gone_if_apart(seats: Sequence[_Seat]) -> int | None:
+def _gone_if_apart(positions: Sequence[_Position]) -> int | None:
     """The usual case: every position is there or gone as a whole, each in one domain of its own. How many are gone; None: it is
     not the usual case."""
-    whole = [parts for data, parts in seats if data is None or data == parts]
+    whole = [parts for data, parts in positions if data is None or data == parts]
     there = [parts for parts in whole if parts]
-    if len(whole) < len(seats) or any(len(parts) > 1 for parts in there):
+    if len(whole) < len(positions) or any(len(parts) > 1 for parts in there):
         return None
-    return len(seats) - len(there) if len(frozenset().union(*there)) == len(there) else None
+    return len(positions) - len(there) if len(frozenset().union(*there)) == len(there) else None
 
 
-def _broken(seats: Sequence[_Seat], lost: frozenset[str], parity: int) -> bool:
+def _broken(positions: Sequence[_Position], lost: frozenset[str], parity: int) -> bool:
     """Is there a stripe that lacks data, and more of its columns than it has parity rows?"""
-    count = len(seats)
-    no_data = {at for at, (data, _) in enumerate(seats) if data is not None and data <= lost}
-    no_parity = {at for at, (_, parts) in enumerate(seats) if parts <= lost}
+    count = len(positions)
+    no_data = {at for at, (data, _) in enumerate(positions) if data is not None and data <= lost}
+    no_parity = {at for at, (_, parts) in enumerate(positions) if parts <= lost}
     for stripe in range(count) if no_data else ():
         rows = set(parity_positions(count, parity, stripe))
         lacking = no_data - rows

@@ -41,7 +41,7 @@ def parity_groups(
     return tuple(sorted(in_order, key=lambda group: at[group[0]]))
 
 
-def parity_seats(old: Sequence[NodeInfo], new: Sequence[NodeInfo]) -> tuple[NodeInfo, ...]:
+def parity_members(old: Sequence[NodeInfo], new: Sequence[NodeInfo]) -> tuple[NodeInfo, ...]:
     """The members of a new epoch in the order in which ``parity_groups`` changes fewest groups of ``old``.
 
     A newcomer takes the place of one who left, one of the same domain if there is one; then the last ones fill what is
@@ -51,20 +51,20 @@ def parity_seats(old: Sequence[NodeInfo], new: Sequence[NodeInfo]) -> tuple[Node
     coming = {node.node: node for node in new}
     known = {node.node for node in old}
     spare = [node for node in coming.values() if node.node not in known]
-    seats: list[NodeInfo | None] = []
+    positions: list[NodeInfo | None] = []
     for node in {node.node: node for node in old}.values():
         if node.node in coming:
-            seats.append(coming[node.node])
+            positions.append(coming[node.node])
             continue
         same = next((other for other in spare if other.domain == node.domain), spare[0] if spare else None)
-        seats.append(same)
+        positions.append(same)
         if same is not None:
             spare.remove(same)
-    while None in seats:
-        last = seats.pop()
+    while None in positions:
+        last = positions.pop()
         if last is not None:
-            seats[seats.index(None)] = last
-    return (*(node for node in seats if node is not None), *spare)
+            positions[positions.index(None)] = last
+    return (*(node for node in positions if node is not None), *spare)
 
 
 def _by_domain(members: Sequence[NodeInfo]) -> list[list[NodeInfo]]:

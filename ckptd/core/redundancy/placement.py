@@ -79,7 +79,7 @@ def _alternatives(
     return tuple(other.node for other in spare)
 
 
-def seats(
+def positions(
     old: Sequence[NodeInfo], new: Sequence[NodeInfo], replicas: int, together: Labels | None = None
 ) -> tuple[NodeInfo, ...]:
     """The members of a new epoch in the order in which ``peers`` moves least of what ``old`` had placed.
@@ -157,7 +157,7 @@ def _groups(
     """As many groups of ``size`` nodes in different domains as there can be, and the nodes left over.
 
     Neighbours in the given order that make a group as they are do so, if that costs no group and brings no more nodes
-    of one label together: so an order can say what the groups are (``seats``).
+    of one label together: so an order can say what the groups are (``positions``).
     """
     chunks = [members[at : at + size] for at in range(0, len(members) - size + 1, size)]
     as_given = [chunk for chunk in chunks if len({node.domain for node in chunk}) == size]

@@ -48,7 +48,7 @@ def _by_books(machine: JobMachine) -> list[Point]:
     """Newest first. Who holds what is looked at down to the first that survives any loss: nothing older is come back to."""
     ctx, table = machine.ctx, machine.steward.table
     points = [Point(s, -1, True) for s in table.durable.values() if ctx.is_candidate(s) and s not in table.states]
-    nodes = {node: node for node in machine.steward.sessions.seats if machine.steward.sessions.live(node)}
+    nodes = {node: node for node in machine.steward.sessions.by_node if machine.steward.sessions.live(node)}
     domains = {node: ctx.domain(node) for node in nodes}
     safe = False
     for snapshot in sorted(table.states, reverse=True):

@@ -130,7 +130,7 @@ class Certify:
             self._degraded = False
 
     def _broadcast(self, state: SnapshotState) -> None:
-        for node in self._sessions.seats:
+        for node in self._sessions.by_node:
             self.tell(node, state)
 
     def tell(self, node: str, state: SnapshotState) -> None:

@@ -11,8 +11,8 @@ from ckptd.core.policy import ONE_COPY
 from ckptd.core.protocol.candidates import Candidate, Candidates, find_candidates
 from ckptd.core.protocol.machine.steward.gather import Gather
 from ckptd.core.protocol.messages import Inventory, RestoreAsk
-from ckptd.core.redundancy.parity_groups import parity_seats
-from ckptd.core.redundancy.placement import seats
+from ckptd.core.redundancy.parity_groups import parity_members
+from ckptd.core.redundancy.placement import positions
 from ckptd.core.redundancy.policies import Parity, Redundancy, attainable
 
 CLAIM_GAP = 8  # numbers left out when storage could not tell which ones are claimed ...
@@ -272,8 +272,8 @@ def _seated(gather: Gather, redundancy: Redundancy) -> tuple[NodeInfo, ...]:
     last = gather.lineage()
     before = last.nodes if last is not None else ()
     if isinstance(redundancy, Parity):
-        return parity_seats(before, gather.nodes)
-    return seats(before, gather.nodes, redundancy.tolerates, parallel_groups(gather.nodes))
+        return parity_members(before, gather.nodes)
+    return positions(before, gather.nodes, redundancy.tolerates, parallel_groups(gather.nodes))
 
 
 def _ancestry(lineage: EpochRecord | None, snapshot: SnapshotId) -> tuple[SnapshotId, ...]:

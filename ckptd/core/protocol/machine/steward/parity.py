@@ -109,10 +109,10 @@ class Parities:
     # --- what there is ------------------------------------------------------------------------------------------
     def _lanes(self, state: SnapshotState) -> list[Lane]:
         """Those that somebody holds parts of, and, while parity is made, those that this epoch's snapshots are to have."""
-        if state.snapshot.epoch == self._ctx.number and not state.seats and self._table.knows_layouts(state):
+        if state.snapshot.epoch == self._ctx.number and not state.positions and self._table.knows_layouts(state):
             self._seat(state)
-        seats = state.seats if isinstance(self._ctx.redundancy, Parity) else ()
-        return sorted({*state.parts, *seats}, key=lambda lane: lane.number)
+        positions = state.positions if isinstance(self._ctx.redundancy, Parity) else ()
+        return sorted({*state.parts, *positions}, key=lambda lane: lane.number)
 
     def _seat(self, state: SnapshotState) -> None:
         record = self._ctx.record
@@ -128,9 +128,9 @@ class Parities:
                 else Member(rank)
                 for rank in seating.ranks
             )
-            state.seats[Lane(record.world, seating.number, policy.parity, members)] = seating.nodes
-        if not state.seats.keys() >= state.parts.keys():
-            state.seats.clear()  # it was encoded under another rung: a lane's number must mean one lane
+            state.positions[Lane(record.world, seating.number, policy.parity, members)] = seating.nodes
+        if not state.positions.keys() >= state.parts.keys():
+            state.positions.clear()  # it was encoded under another rung: a lane's number must mean one lane
 
     def _held(self, state: SnapshotState, lane: Lane) -> Held:
         data: dict[int, list[str]] = {}
@@ -196,15 +196,15 @@ class Parities:
         rest = [other for other in range(len(lane.members)) if other != at]
         others = {domain(node) for other in rest for node in self._places(state, held, other, moves)}
         taken = {node for other in rest for node in self._taken(state, held, other, moves)}
-        seats = state.seats.get(lane)
+        positions = state.positions.get(lane)
         chosen = state.moved.get((lane, at))
         first = [*held.data.get(at, ()), *held.parts.get(at, ())]
         first += [chosen] if chosen and domain(chosen) not in others else []
-        first += [seats[at]] if seats and domain(seats[at]) not in others else []
+        first += [positions[at]] if positions and domain(positions[at]) not in others else []
         first += [] if moves else [*held.all_data.get(at, ()), *held.all_parts.get(at, ())]
         spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(state, node), node))
         live = [node for node in (*first, *spare) if self._sessions.live(node)]
-        own = {seats[at]} & {*first} if seats else {*first}
+        own = {positions[at]} & {*first} if positions else {*first}
         apart = [node for node in live if node not in taken and (node in own or domain(node) not in others)]
         staying = next(filter(self._sessions.stays, apart), None)
         if staying is not None or moves:
@@ -223,16 +223,16 @@ class Parities:
         """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
         cannot take this one any more. What is where it was meant to be is there alone, and what is whole, for one that does not
         move: a copy beside it, which a drain asked for, takes no missing position's place."""
-        chosen, seats = state.moved.get((held.lane, at)), state.seats.get(held.lane)
+        chosen, positions = state.moved.get((held.lane, at)), state.positions.get(held.lane)
         found = [*held.data.get(at, ()), *held.parts.get(at, ())]
-        if seats and seats[at] in found:
-            return [seats[at]]
+        if positions and positions[at] in found:
+            return [positions[at]]
         data, parts = (held.data, held.parts) if moves else (held.all_data, held.all_parts)
         whole = [node for node in data.get(at, ()) if node in parts.get(at, ())]
         if whole:
             return whole
         found += [chosen] if chosen and self._sessions.live(chosen) else []
-        return found or ([seats[at]] if seats and self._sessions.live(seats[at]) else [])
+        return found or ([positions[at]] if positions and self._sessions.live(positions[at]) else [])
 
     def _load(self, state: SnapshotState, node: str) -> int:
         return sum(node in nodes for held in state.parts.values() for nodes in held.values())

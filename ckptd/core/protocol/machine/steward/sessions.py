@@ -14,8 +14,8 @@ BUFFERED_MAX = 256  # messages of one node that came before their turn
 
 
 @dataclass
-class Seat:
-    session: str
+class Session:
+    id: str
     created_at: float
     opened_at: float  # since when it should have answered
     invited_at: float
@@ -34,7 +34,7 @@ class Sessions:
 
     def __init__(self, ctx: Context, deliver: Callable[[str, Fact], None], reset: Callable[[str], None]) -> None:
         self._ctx, self._deliver, self._reset = ctx, deliver, reset
-        self.seats: dict[str, Seat] = {}
+        self.by_node: dict[str, Session] = {}
         self.leaving: set[str] = set()  # live or not: they said so in their session
         self.life: Callable[[], str] = str  # what is to be told of the job's life
         self.waits: Callable[[], str] = str  # why nothing is granted at the moment
@@ -46,73 +46,73 @@ class Sessions:
             self.invite(node)
 
     def stop(self) -> None:
-        self.seats.clear()
+        self.by_node.clear()
         self.leaving.clear()
 
     def invite(self, node: str) -> None:
         """Open a new session with this node, at most one per KNOCK_S."""
-        seat, now = self.seats.get(node), self._ctx.now
-        if seat is not None and now - seat.created_at < KNOCK_S:
+        session, now = self.by_node.get(node), self._ctx.now
+        if session is not None and now - session.created_at < KNOCK_S:
             return
         self._count += 1
         self.leaving.discard(node)  # it says so again
         me = self._ctx.me
-        self.seats[node] = Seat(f"{me.node}.{me.incarnation}.{self._count}", now, now, now)
+        self.by_node[node] = Session(f"{me.node}.{me.incarnation}.{self._count}", now, now, now)
         self._reset(node)
         self._hello(node)
 
     def on_fact(self, sender: str, fact: Fact) -> None:
-        seat = self.seats.get(sender)
-        if seat is None or seat.session != fact.session or fact.serial - seat.expected > BUFFERED_MAX:
+        session = self.by_node.get(sender)
+        if session is None or session.id != fact.session or fact.serial - session.expected > BUFFERED_MAX:
             return
-        if isinstance(fact, Inventory) and seat.incarnation not in ("", fact.incarnation):
+        if isinstance(fact, Inventory) and session.incarnation not in ("", fact.incarnation):
             self.invite(sender)  # another process took up the session, and counts from zero: all that it says would be old
             return
-        seat.owes = True
-        if fact.serial < seat.expected:
+        session.owes = True
+        if fact.serial < session.expected:
             return
-        seat.early[fact.serial] = fact
-        while seat.expected in seat.early:
-            ready = seat.early.pop(seat.expected)
-            seat.expected += 1
+        session.early[fact.serial] = fact
+        while session.expected in session.early:
+            ready = session.early.pop(session.expected)
+            session.expected += 1
             if isinstance(ready, Inventory):
-                seat.established |= ready.turn == seat.turn
-                seat.done, seat.incarnation = ready.done, ready.incarnation
+                session.established |= ready.turn == session.turn
+                session.done, session.incarnation = ready.done, ready.incarnation
             self._deliver(sender, ready)
-            if self.seats.get(sender) is not seat:  # what it said ended this session
+            if self.by_node.get(sender) is not session:  # what it said ended this session
                 return
 
     def on_tick(self) -> None:
         life = self.life()
         why: str | None = None
-        for node, seat in self.seats.items():
-            quiet = seat.established and self._ctx.now - seat.heard_at >= KEEPALIVE_S
-            if (seat.owes or quiet) and self._ctx.is_up(node):
-                seat.owes, seat.heard_at = False, self._ctx.now
+        for node, session in self.by_node.items():
+            quiet = session.established and self._ctx.now - session.heard_at >= KEEPALIVE_S
+            if (session.owes or quiet) and self._ctx.is_up(node):
+                session.owes, session.heard_at = False, self._ctx.now
                 why = self.waits() if why is None else why
-                self._ctx.send(node, Heard(self._ctx.number, seat.session, seat.expected - 1, life, why))
-            if not seat.established and self._ctx.is_up(node) and self._ctx.now - seat.invited_at >= KNOCK_S:
+                self._ctx.send(node, Heard(self._ctx.number, session.id, session.expected - 1, life, why))
+            if not session.established and self._ctx.is_up(node) and self._ctx.now - session.invited_at >= KNOCK_S:
                 self._hello(node)
 
     def on_link(self, node: str) -> None:
         """It went, or came back: perhaps as another process, or as one that has obeyed another steward meanwhile. It counts again
         when it has answered in this session what it is asked from now on."""
-        seat = self.seats.get(node)
-        if seat is not None:
-            seat.turn, seat.established, seat.opened_at = seat.turn + 1, False, self._ctx.now
+        session = self.by_node.get(node)
+        if session is not None:
+            session.turn, session.established, session.opened_at = session.turn + 1, False, self._ctx.now
             if self._ctx.is_up(node):
                 self._hello(node)
 
     def session(self, node: str) -> str:
-        seat = self.seats.get(node)
-        return seat.session if seat is not None else ""
+        session = self.by_node.get(node)
+        return session.id if session is not None else ""
 
     def live(self, node: str) -> bool:
-        seat = self.seats.get(node)
-        return seat is not None and seat.established and self._ctx.is_up(node)
+        session = self.by_node.get(node)
+        return session is not None and session.established and self._ctx.is_up(node)
 
     def live_nodes(self) -> Iterator[str]:
-        return filter(self.live, self.seats)
+        return filter(self.live, self.by_node)
 
     def stays(self, node: str) -> bool:
         """It is live and has not said that it is about to go."""
@@ -122,8 +122,8 @@ class Sessions:
         """Everyone told what it holds, or is gone, or has been silent for long: the books can be relied upon."""
         patience = self._ctx.policy.steward_timeout_s
         return all(
-            seat.established or not self._ctx.is_up(node) or self._ctx.now - seat.opened_at > patience
-            for node, seat in self.seats.items()
+            session.established or not self._ctx.is_up(node) or self._ctx.now - session.opened_at > patience
+            for node, session in self.by_node.items()
         )
 
     def members_live(self) -> bool:
@@ -132,11 +132,11 @@ class Sessions:
 
     def everyone_live(self) -> bool:
         """Members, and whoever else may hold something of an earlier epoch."""
-        return all(map(self.live, self.seats))
+        return all(map(self.live, self.by_node))
 
     def _hello(self, node: str) -> None:
-        seat = self.seats[node]
-        seat.invited_at = self._ctx.now
-        if not seat.expected:  # Whose word it is only the inventory tells, which has not come: who lives says it again.
-            seat.early.clear()
-        self._ctx.send(node, StewardHello(self._ctx.number, seat.session, seat.turn))
+        session = self.by_node[node]
+        session.invited_at = self._ctx.now
+        if not session.expected:  # Whose word it is only the inventory tells, which has not come: who lives says it again.
+            session.early.clear()
+        self._ctx.send(node, StewardHello(self._ctx.number, session.id, session.turn))

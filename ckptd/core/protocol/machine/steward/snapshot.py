@@ -73,7 +73,7 @@ class SnapshotState:
     layout_ids: dict[int, str] = field(default_factory=dict)
     digests: dict[int, tuple[tuple[str, bytes], ...]] = field(default_factory=dict)
     parts: dict[Lane, dict[int, set[str]]] = field(default_factory=dict)  # lane -> position -> nodes with its parity
-    seats: dict[Lane, tuple[str, ...]] = field(default_factory=dict)  # lane -> nodes that are to hold it, by position
+    positions: dict[Lane, tuple[str, ...]] = field(default_factory=dict)  # lane -> nodes that are to hold it, by position
     tolerated: dict[Lane, int] = field(default_factory=dict)  # lane -> losses it survives now, where that was looked at
     moved: dict[tuple[Lane, int], str] = field(default_factory=dict)  # (lane, position) -> where it was asked for last
     keep: bool = False

@@ -189,8 +189,8 @@ class Steward:
         record = self._ctx.record
         assert record is not None, "a steward has an epoch"
         for node in audience(record):
-            seat = self.sessions.seats.get(node)
-            if (seat is None or not seat.done) and self._ctx.is_up(node):
+            session = self.sessions.by_node.get(node)
+            if (session is None or not session.done) and self._ctx.is_up(node):
                 self.restoring.say_done(record, node)
 
     # --- facts --------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Steward:
 
     def on_link(self, node: str) -> None:
         """A node came or went: whatever it holds counts anew."""
-        if self.active and node in self.sessions.seats:
+        if self.active and node in self.sessions.by_node:
             self.sessions.on_link(node)
             self.table.all_dirty()
             self._act()

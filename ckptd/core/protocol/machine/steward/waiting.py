@@ -79,7 +79,7 @@ def _held_up(steward: Steward, rank: int) -> str:
     if flush is not None and flush.snapshot in held:
         trouble = f"; the last try failed: {steward.flushing.trouble}" if steward.flushing.trouble else ""
         return f"{FOR_STORAGE}: step {flush.snapshot.step} is being written{trouble}"
-    away = sorted(node for node in steward.sessions.seats if not steward.sessions.live(node))
+    away = sorted(node for node in steward.sessions.by_node if not steward.sessions.live(node))
     parts = [s for s in held if s.epoch < steward.record.number and steward.table.states[s].level < 0]
     if away and parts:
         rest = f"the rest of step {shown(s.step for s in parts)}, which an earlier start left behind, may be on {shown(away)}"

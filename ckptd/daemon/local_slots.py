@@ -1,4 +1,4 @@
-"""The memory of the local ranks: a *seat* per rank, with its own slots, sized to its layout (design D1, D9, section 5)."""
+"""The memory of the local ranks: the slots of each rank, sized to its layout (design D1, D9, section 5)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OVERSIZE = 2  # a slot of more than this many times what is needed was made for 
 
 
 @dataclass
-class Seat:
+class RankSlots:
     rank: int
     session: RankSession | None = None
     process: Process | None = None  # who sits here, or lost its connection; its end has not been told
@@ -49,7 +49,7 @@ class Seat:
     left: bool = False  # the rank lives on another node in the newest epoch
 
 
-class Seats:
+class LocalSlots:
     """Own slots of one job on this node. Tells the machine what exists (SlotsReady, SlotsGone)."""
 
     def __init__(
@@ -57,97 +57,97 @@ class Seats:
     ) -> None:
         self._services, self._job, self._uid, self._feed = services, job, uid, feed
         self._frozen = frozen
-        frozen.in_use = lambda slot: any(seat.frozen is slot for seat in self.by_rank.values())
+        frozen.in_use = lambda slot: any(own.frozen is slot for own in self.by_rank.values())
         frozen.on_retired = self._tell_retired
-        self.by_rank: dict[int, Seat] = {}
+        self.by_rank: dict[int, RankSlots] = {}
         self.slots: dict[int, Slot] = {}  # every own slot of the job, local rank or not
         self.lent: set[int] = set()  # FREE slots that a restore fetches into
         self._told: dict[int, set[RankSession]] = {}  # sessions that were told of a slot
 
-    def seat_of(self, session: RankSession) -> Seat | None:
-        return next((seat for seat in self.by_rank.values() if seat.session is session), None)
+    def of_session(self, session: RankSession) -> RankSlots | None:
+        return next((own for own in self.by_rank.values() if own.session is session), None)
 
     def adopt(self, slot: Slot, *, free: bool) -> None:
-        """A slot that came back with the daemon's memory; its seat is taken when the rank's trainer returns."""
-        seat = self.by_rank.setdefault(slot.tenant.rank, Seat(slot.tenant.rank))
-        seat.slots[slot.id] = self.slots[slot.id] = slot
+        """A slot that came back with the daemon's memory; it is taken when the rank's trainer returns."""
+        own = self.by_rank.setdefault(slot.tenant.rank, RankSlots(slot.tenant.rank))
+        own.slots[slot.id] = self.slots[slot.id] = slot
         if free:
-            seat.free.add(slot.id)
-            seat.adopted.add(slot.id)
-            self._feed(SlotsReady(seat.rank, (slot.id,)))
+            own.free.add(slot.id)
+            own.adopted.add(slot.id)
+            self._feed(SlotsReady(own.rank, (slot.id,)))
 
     def attach(
         self, rank: int, session: RankSession, state_bytes: int, frozen_bytes: int = 0, record_bytes: int = 0
-    ) -> Seat:
-        seat, frozen_bytes = self.by_rank.setdefault(rank, Seat(rank)), max(frozen_bytes, 0)
-        if seat.session is not session:
-            seat.layouts.clear()
-            seat.headroom_bytes = seat.outgrown_bytes = 0
+    ) -> RankSlots:
+        own, frozen_bytes = self.by_rank.setdefault(rank, RankSlots(rank)), max(frozen_bytes, 0)
+        if own.session is not session:
+            own.layouts.clear()
+            own.headroom_bytes = own.outgrown_bytes = 0
             kept = self._frozen.kept_for(rank) if frozen_bytes else None
             if kept is not None and self._services.arena.foreign_mapper(kept, session.process):
                 kept = None
-            seat.frozen, seat.frozen_wanted = kept, 0 if kept is not None else frozen_bytes
-        seat.frozen_bytes, seat.record_bytes = frozen_bytes, record_bytes
-        self.unwatch(seat)
-        seat.session, seat.process, seat.told_waits = session, session.process, ""
-        seat.state_bytes = max(state_bytes, 1)
-        for slot_id in sorted(seat.free):
-            if self._foreign_mapper(slot_id, session) or self._oversized(seat, slot_id):
-                self._retire(seat, slot_id)
-        seat.adopted.clear()
-        for slot in (*seat.slots.values(), *([seat.frozen] if seat.frozen is not None else [])):
-            self._map(seat, slot)
-        self.resize(seat, seat.state_bytes)
-        return seat
+            own.frozen, own.frozen_wanted = kept, 0 if kept is not None else frozen_bytes
+        own.frozen_bytes, own.record_bytes = frozen_bytes, record_bytes
+        self.unwatch(own)
+        own.session, own.process, own.told_waits = session, session.process, ""
+        own.state_bytes = max(state_bytes, 1)
+        for slot_id in sorted(own.free):
+            if self._foreign_mapper(slot_id, session) or self._oversized(own, slot_id):
+                self._retire(own, slot_id)
+        own.adopted.clear()
+        for slot in (*own.slots.values(), *([own.frozen] if own.frozen is not None else [])):
+            self._map(own, slot)
+        self.resize(own, own.state_bytes)
+        return own
 
-    def detach(self, session: RankSession) -> Seat | None:
+    def detach(self, session: RankSession) -> RankSlots | None:
         for told in self._told.values():
             told.discard(session)
-        seat = self.seat_of(session)
-        if seat is not None:
-            seat.session = None
-            seat.frozen, seat.frozen_wanted = None, 0
+        own = self.of_session(session)
+        if own is not None:
+            own.session = None
+            own.frozen, own.frozen_wanted = None, 0
             # The memory of a rank that lives elsewhere now goes.
             asyncio.get_running_loop().call_soon(self.tidy)
-        return seat
+        return own
 
-    def watch(self, seat: Seat, process: Process, died: Callable[[], None]) -> None:
-        """The connection ended and the process lives. ``died`` unless the seat is taken again before."""
-        self.unwatch(seat)
-        seat.watched = os.dup(process.fileno())  # the session's own goes with the session
+    def watch(self, own: RankSlots, process: Process, died: Callable[[], None]) -> None:
+        """The connection ended and the process lives. ``died`` unless the rank is back before."""
+        self.unwatch(own)
+        own.watched = os.dup(process.fileno())  # the session's own goes with the session
 
         def gone() -> None:
-            self.unwatch(seat)
+            self.unwatch(own)
             died()
 
-        asyncio.get_running_loop().add_reader(seat.watched, gone)
+        asyncio.get_running_loop().add_reader(own.watched, gone)
 
-    def unwatch(self, seat: Seat) -> None:
-        if seat.watched >= 0:
-            asyncio.get_running_loop().remove_reader(seat.watched)
-            os.close(seat.watched)
-            seat.watched = -1
+    def unwatch(self, own: RankSlots) -> None:
+        if own.watched >= 0:
+            asyncio.get_running_loop().remove_reader(own.watched)
+            os.close(own.watched)
+            own.watched = -1
 
-    def resize(self, seat: Seat, state_bytes: int, frozen_bytes: int = 0, record_bytes: int = 0) -> None:
+    def resize(self, own: RankSlots, state_bytes: int, frozen_bytes: int = 0, record_bytes: int = 0) -> None:
         """``frozen_bytes``: a new slot of this size for its frozen part is wanted, unless one waits to be filled; below 0: the
         rank has no frozen part any more."""
-        _grow(seat, max(state_bytes, 1))
-        seat.record_bytes = record_bytes or seat.record_bytes
+        _grow(own, max(state_bytes, 1))
+        own.record_bytes = record_bytes or own.record_bytes
         if frozen_bytes < 0:
-            seat.frozen, seat.frozen_wanted, seat.frozen_bytes = None, 0, 0
+            own.frozen, own.frozen_wanted, own.frozen_bytes = None, 0, 0
             asyncio.get_running_loop().call_soon(self.tidy)
         frozen_bytes = max(frozen_bytes, 0)
-        seat.frozen_bytes = frozen_bytes or seat.frozen_bytes
-        waits = seat.frozen is not None and seat.frozen.record is None and seat.frozen.capacity >= frozen_bytes
+        own.frozen_bytes = frozen_bytes or own.frozen_bytes
+        waits = own.frozen is not None and own.frozen.record is None and own.frozen.capacity >= frozen_bytes
         if frozen_bytes and not waits:
-            seat.frozen_wanted = frozen_bytes
-        seat.resize_again = True
-        if not seat.sizing:
-            seat.sizing = True
-            self._services.spawn(self._size(seat), f"size {self._job} rank {seat.rank}")
+            own.frozen_wanted = frozen_bytes
+        own.resize_again = True
+        if not own.sizing:
+            own.sizing = True
+            self._services.spawn(self._size(own), f"size {self._job} rank {own.rank}")
 
     def sizing(self) -> bool:
-        return any(seat.sizing for seat in self.by_rank.values())
+        return any(own.sizing for own in self.by_rank.values())
 
     def freed(self, slot_id: int) -> None:
         """The machine let go of an own slot. Whether it may stay is looked at after the machine's batch (``tidy``): the
@@ -160,46 +160,46 @@ class Seats:
     def tidy(self) -> None:
         """Give back FREE slots that fit nobody here, and use what that freed."""
         retired = False
-        for seat in list(self.by_rank.values()):
-            for slot_id in sorted(seat.free):
-                if not self._useful(seat, slot_id):
-                    self._retire(seat, slot_id)
+        for own in list(self.by_rank.values()):
+            for slot_id in sorted(own.free):
+                if not self._useful(own, slot_id):
+                    self._retire(own, slot_id)
                     retired = True
         if self._frozen.tidy() or retired:
             self.grow()
 
     def drop_idle(self, most_bytes: int | None) -> None:
         """Memory is short: slots of ranks that are gone, with nothing in them, go; not more than so many bytes."""
-        for seat in self.by_rank.values():
-            if seat.session is not None or seat.watched >= 0:
+        for own in self.by_rank.values():
+            if own.session is not None or own.watched >= 0:
                 continue  # its process lives
-            for slot_id in sorted(seat.free):
-                size = seat.slots[slot_id].size
+            for slot_id in sorted(own.free):
+                size = own.slots[slot_id].size
                 if most_bytes is None or size <= most_bytes:
                     most_bytes = None if most_bytes is None else most_bytes - size
-                    self._retire(seat, slot_id)
+                    self._retire(own, slot_id)
 
     def forget_frozen(self, frozen: Slot) -> None:
         """Who captured it is told that it is gone, and captures anew."""
-        for seat in self.by_rank.values():
-            if seat.frozen is frozen:
-                seat.frozen = None
+        for own in self.by_rank.values():
+            if own.frozen is frozen:
+                own.frozen = None
                 self._tell_retired(frozen)
 
     def grow(self) -> None:
-        """Memory came free: seats that are short of slots try again."""
-        for seat in list(self.by_rank.values()):
-            short = self._fitting(seat) < self._services.policy.own_slots or seat.frozen_wanted
-            if seat.session is not None and short:
-                self.resize(seat, seat.state_bytes)
+        """Memory came free: ranks that are short of slots try again."""
+        for own in list(self.by_rank.values()):
+            short = self._fitting(own) < self._services.policy.own_slots or own.frozen_wanted
+            if own.session is not None and short:
+                self.resize(own, own.state_bytes)
 
-    def _useful(self, seat: Seat, slot_id: int) -> bool:
-        if seat.session is None:
-            return not seat.left
+    def _useful(self, own: RankSlots, slot_id: int) -> bool:
+        if own.session is None:
+            return not own.left
         return (
-            self._fits(seat, seat.slots[slot_id])
-            and not self._foreign_mapper(slot_id, seat.session)
-            and self._fitting(seat) <= self._services.policy.own_slots  # what is too small goes once it is FREE
+            self._fits(own, own.slots[slot_id])
+            and not self._foreign_mapper(slot_id, own.session)
+            and self._fitting(own) <= self._services.policy.own_slots  # what is too small goes once it is FREE
         )
 
     def usable(self, slot_id: int, session: RankSession) -> bool:
@@ -211,14 +211,14 @@ class Seats:
 
     def lend(self, rank: int, nbytes: int) -> Slot | None:
         """A FREE slot of the rank for a restore to fetch into. Nobody else knows of it until it is ``returned``."""
-        seat = self.by_rank.get(rank)
-        fitting = [i for i in sorted(seat.free) if seat.slots[i].capacity >= nbytes] if seat else []
-        if seat is None or not fitting:
+        own = self.by_rank.get(rank)
+        fitting = [i for i in sorted(own.free) if own.slots[i].capacity >= nbytes] if own else []
+        if own is None or not fitting:
             return None
-        seat.free.discard(fitting[0])
+        own.free.discard(fitting[0])
         self.lent.add(fitting[0])
         self._feed(SlotsGone(rank, (fitting[0],)))
-        return seat.slots[fitting[0]]
+        return own.slots[fitting[0]]
 
     def returned(self, slot: Slot) -> None:
         self.lent.discard(slot.id)
@@ -230,107 +230,107 @@ class Seats:
 
     def release_unused(self, ranks_here: frozenset[int]) -> None:
         """After a new epoch: FREE slots of ranks that live elsewhere now make room for those that live here."""
-        for seat in self.by_rank.values():
-            seat.left = seat.rank not in ranks_here
+        for own in self.by_rank.values():
+            own.left = own.rank not in ranks_here
         self.tidy()
 
     def drop_all(self) -> None:
-        for seat in self.by_rank.values():
-            self.unwatch(seat)
-            for slot in seat.slots.values():
+        for own in self.by_rank.values():
+            self.unwatch(own)
+            for slot in own.slots.values():
                 self._services.arena.retire(slot)
         self.by_rank.clear()
         self.slots.clear()
 
-    async def _size(self, seat: Seat) -> None:
+    async def _size(self, own: RankSlots) -> None:
         try:
-            while seat.resize_again and seat.session is not None:
-                seat.resize_again = False
-                await self._size_once(seat)
+            while own.resize_again and own.session is not None:
+                own.resize_again = False
+                await self._size_once(own)
         finally:
-            seat.sizing = False
+            own.sizing = False
 
-    async def _size_once(self, seat: Seat) -> None:
-        for slot_id in sorted(seat.free):
-            if not self._fits(seat, seat.slots[slot_id]):
-                self._retire(seat, slot_id)
-        if seat.frozen_wanted and not await self._give_frozen(seat):
+    async def _size_once(self, own: RankSlots) -> None:
+        for slot_id in sorted(own.free):
+            if not self._fits(own, own.slots[slot_id]):
+                self._retire(own, slot_id)
+        if own.frozen_wanted and not await self._give_frozen(own):
             return
-        while seat.session is not None and self._fitting(seat) < self._services.policy.own_slots:
-            slot = await self._allocate(seat, seat.state_bytes, seat.headroom_bytes)
+        while own.session is not None and self._fitting(own) < self._services.policy.own_slots:
+            slot = await self._allocate(own, own.state_bytes, own.headroom_bytes)
             if slot is None:
                 return
-            if seat.session is None or not self._fits(seat, slot):
+            if own.session is None or not self._fits(own, slot):
                 self._services.arena.retire(slot)
                 continue
-            seat.slots[slot.id] = self.slots[slot.id] = slot
-            seat.free.add(slot.id)
-            self._map(seat, slot)
-            self._feed(SlotsReady(seat.rank, (slot.id,)))
+            own.slots[slot.id] = self.slots[slot.id] = slot
+            own.free.add(slot.id)
+            self._map(own, slot)
+            self._feed(SlotsReady(own.rank, (slot.id,)))
 
-    def _fitting(self, seat: Seat) -> int:
-        return sum(1 for slot in seat.slots.values() if self._fits(seat, slot))
+    def _fitting(self, own: RankSlots) -> int:
+        return sum(1 for slot in own.slots.values() if self._fits(own, slot))
 
     @staticmethod
-    def _fits(seat: Seat, slot: Slot) -> bool:
+    def _fits(own: RankSlots, slot: Slot) -> bool:
         """Has it room for the live part, and for a record of both parts?"""
-        return slot.capacity >= seat.state_bytes and slot.row.meta_capacity >= _record_room(seat)
+        return slot.capacity >= own.state_bytes and slot.row.meta_capacity >= _record_room(own)
 
     @staticmethod
-    def _oversized(seat: Seat, slot_id: int) -> bool:
+    def _oversized(own: RankSlots, slot_id: int) -> bool:
         """Was it for a frozen part that was not sealed before the daemon ended? As a slot for snapshots it would keep that
         memory from the next one."""
-        return slot_id in seat.adopted and seat.slots[slot_id].capacity > OVERSIZE * max(seat.state_bytes, SLOT_GRAIN_BYTES)
+        return slot_id in own.adopted and own.slots[slot_id].capacity > OVERSIZE * max(own.state_bytes, SLOT_GRAIN_BYTES)
 
-    async def _give_frozen(self, seat: Seat) -> bool:
+    async def _give_frozen(self, own: RankSlots) -> bool:
         """Before the slots that snapshots are granted: a grant is of no use without it."""
-        session, nbytes = seat.session, seat.frozen_wanted
-        slot = await self._allocate(seat, nbytes)
+        session, nbytes = own.session, own.frozen_wanted
+        slot = await self._allocate(own, nbytes)
         if slot is None:
-            seat.frozen = None  # the rank cannot use the one it has: nothing but snapshots may keep that memory now
-            seat.resize_again = self._frozen.tidy() or seat.resize_again
+            own.frozen = None  # the rank cannot use the one it has: nothing but snapshots may keep that memory now
+            own.resize_again = self._frozen.tidy() or own.resize_again
             return False
-        if session is None or seat.session is not session or seat.frozen_wanted != nbytes:
+        if session is None or own.session is not session or own.frozen_wanted != nbytes:
             self._services.arena.retire(slot)
-            seat.resize_again = seat.resize_again or seat.session is not None
+            own.resize_again = own.resize_again or own.session is not None
             return False
-        seat.frozen, seat.frozen_wanted = slot, 0
+        own.frozen, own.frozen_wanted = slot, 0
         self._frozen.add(slot)
-        self._map(seat, slot)
+        self._map(own, slot)
         if self._frozen.tidy():
             asyncio.get_running_loop().call_soon(self.grow)
         return True
 
-    async def _allocate(self, seat: Seat, nbytes: int, headroom_bytes: int = 0) -> Slot | None:
+    async def _allocate(self, own: RankSlots, nbytes: int, headroom_bytes: int = 0) -> Slot | None:
         """``headroom_bytes`` more where that takes the memory of nothing else: of no slot that is missing, and of no copy."""
-        tenant = Tenant(self._job, self._uid, "own", seat.rank)
-        process = seat.session.process if seat.session else None
-        policy, record = self._services.policy, _record_room(seat)
-        missing = max(1, policy.own_slots - self._fitting(seat)) + policy.replicas * policy.peer_sets
+        tenant = Tenant(self._job, self._uid, "own", own.rank)
+        process = own.session.process if own.session else None
+        policy, record = self._services.policy, _record_room(own)
+        missing = max(1, policy.own_slots - self._fitting(own)) + policy.replicas * policy.peer_sets
         make = partial(_make, self._services.arena, tenant, record, process)
         try:
             slot = await self._services.in_work(make, nbytes, headroom_bytes, missing * len(self.by_rank))
         except NoMemory as error:
-            have = self._fitting(seat)
+            have = self._fitting(own)
             slots = f"{have} of {self._services.policy.own_slots} slots"
             if have == 1 and self._services.storage is not None:
                 slots += ", which is free again once storage has its snapshot"
-            text = f"rank {seat.rank} has {slots}: {error}"
-            self._services.health.report("no_memory", text, job=self._job, which=str(seat.rank))
-            self._feed(SlotsShort(seat.rank, f"{slots}: {error.what} [{error.where}]"))
+            text = f"rank {own.rank} has {slots}: {error}"
+            self._services.health.report("no_memory", text, job=self._job, which=str(own.rank))
+            self._feed(SlotsShort(own.rank, f"{slots}: {error.what} [{error.where}]"))
             return None
-        if self._services.health.clear("no_memory", job=self._job, which=str(seat.rank)):
-            self._feed(SlotsShort(seat.rank, ""))
+        if self._services.health.clear("no_memory", job=self._job, which=str(own.rank)):
+            self._feed(SlotsShort(own.rank, ""))
         return slot
 
-    def _map(self, seat: Seat, slot: Slot) -> None:
-        session = seat.session
+    def _map(self, own: RankSlots, slot: Slot) -> None:
+        session = own.session
         told = self._told.setdefault(slot.id, set())
         if session is None or session in told or not self._services.arena.lend(slot, session.process):
             return
         segment = slot.segment
         told.add(session)
-        frozen = slot is seat.frozen
+        frozen = slot is own.frozen
         holds = slot.record.layout.layout_id if frozen and slot.record is not None else ""
         note = Mapped(slot.id, segment.name, segment.size, slot.offset, slot.capacity, frozen, holds)
         session.send_segment(note, segment.name, segment.fd)
@@ -339,12 +339,12 @@ class Seats:
         """A mapping cannot be revoked: while another process may write into the slot, nobody else gets it (D1)."""
         return self._services.arena.foreign_mapper(self.slots[slot_id], session.process)
 
-    def _retire(self, seat: Seat, slot_id: int) -> None:
-        slot = seat.slots.pop(slot_id)
+    def _retire(self, own: RankSlots, slot_id: int) -> None:
+        slot = own.slots.pop(slot_id)
         self.slots.pop(slot_id)
-        seat.free.discard(slot_id)
+        own.free.discard(slot_id)
         self._tell_retired(slot)
-        self._feed(SlotsGone(seat.rank, (slot_id,)))
+        self._feed(SlotsGone(own.rank, (slot_id,)))
         self._services.arena.retire(slot)
 
     def _tell_retired(self, slot: Slot) -> None:
@@ -352,18 +352,18 @@ class Seats:
             session.send(Retire(slot.id))
 
 
-def _grow(seat: Seat, state_bytes: int) -> None:
+def _grow(own: RankSlots, state_bytes: int) -> None:
     """A state that has outgrown its room twice gets headroom, or one that grows with each step would outgrow its slots with each
     step: by the time they are made they are too small again (P14). Once is what any does whose optimizer's state is born."""
-    over = state_bytes - _grained(seat.state_bytes + seat.headroom_bytes)
+    over = state_bytes - _grained(own.state_bytes + own.headroom_bytes)
     if over > 0:
-        if seat.outgrown_bytes:
-            steadily, small = min(over, seat.outgrown_bytes), min(state_bytes, SMALL_BYTES)
-            seat.headroom_bytes = max(state_bytes // STATE_SHARE, 2 * steadily, small)
-        seat.outgrown_bytes = over
+        if own.outgrown_bytes:
+            steadily, small = min(over, own.outgrown_bytes), min(state_bytes, SMALL_BYTES)
+            own.headroom_bytes = max(state_bytes // STATE_SHARE, 2 * steadily, small)
+        own.outgrown_bytes = over
     else:
-        seat.headroom_bytes = min(seat.headroom_bytes, -over)
-    seat.state_bytes = state_bytes
+        own.headroom_bytes = min(own.headroom_bytes, -over)
+    own.state_bytes = state_bytes
 
 
 def _grained(nbytes: int) -> int:
@@ -381,8 +381,8 @@ def _make(
     return arena.allocate(tenant, exact, record, mapper=process)
 
 
-def _record_room(seat: Seat) -> int:
-    return max(RECORD_BYTES_MIN, seat.record_bytes)
+def _record_room(own: RankSlots) -> int:
+    return max(RECORD_BYTES_MIN, own.record_bytes)
 
 
 async def settle(predicate: Callable[[], bool], timeout_s: float) -> bool:

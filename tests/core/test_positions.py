@@ -1,4 +1,4 @@
-"""Seats of an epoch's members, the succession of its steward, and what labels of parallel groups change (D8, D9)."""
+"""Positions of an epoch's members, the succession of its steward, and what labels of parallel groups change (D8, D9)."""
 
 from __future__ import annotations
 
