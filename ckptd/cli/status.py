@@ -116,7 +116,7 @@ def _job(job: JobReport) -> Iterator[RenderableType]:
     level = job.get("level", -1)
     held = "nothing in memory" if level < 0 else f"{level} of {job.get('wanted', NONE)} domains may be lost"
     held += f" ({job.get('redundancy') or NONE}"
-    held += ", lowered for want of memory)" if job.get("rung") else ")"
+    held += ", lowered for want of memory)" if job.get("degradation") else ")"
     over = f" for {seconds(job['life_s'])}" if job.get("life_s") else ""
     title = f"job {job.get('job', '')}: epoch {job.get('epoch', NONE)}, {job.get('phase', '')}{over}, "
     title += f"{job.get('world', NONE)} ranks, steward {job.get('steward') or NONE}"

@@ -330,8 +330,8 @@ class JobShell:
         if not do.void and do.level >= do.wanted and do.snapshot == max(self.levels):
             for kind in ("degraded", "breakpoint"):
                 self.services.health.clear(kind, job=self.job)
-            if self.services.health.has("ladder", job=self.job) and not self.machine.view()["rung"]:
-                self.services.health.clear("ladder", job=self.job)
+            if self.services.health.has("degradation", job=self.job) and not self.machine.view()["degradation"]:
+                self.services.health.clear("degradation", job=self.job)
         self.ranks.tell_level(do)
         self.meter.told(do)
 
@@ -394,9 +394,9 @@ class JobShell:
         self.feed(ev.ReplicaSent(do.snapshot, do.rank, do.tier, do.to, ok, reason))
 
     def _alarm(self, do: ins.Alarm) -> None:
-        if do.kind == "ladder" and self.machine.lifetime.life.over:
-            self.services.health.clear("ladder", job=self.job)
-            return  # it tries a higher rung once a minute, and nothing is captured that could want it; status has the rung
+        if do.kind == "degradation" and self.machine.lifetime.life.over:
+            self.services.health.clear("degradation", job=self.job)
+            return  # it tries a higher level once a minute, and nothing is captured that could want it; status has the level
         if do.kind == "flush":  # said of each try, with the step before it and the try's own place behind it
             self.losses.failed("alarm=flush", do.text.partition(": ")[2].partition(" [")[0], do.text)
         else:

@@ -53,7 +53,7 @@ class Status:
             for job, shell in self._jobs.items():
                 summary = shell.summary()
                 self._services.metrics.lag(job, summary.get("lag", {}))
-                self._services.metrics.rung(job, summary.get("rung", 0))
+                self._services.metrics.degradation(job, summary.get("degradation", 0))
                 self._services.metrics.outlook(job, shell.meter.outlook(), summary.get("unprotected_s", 0.0))
                 self._services.metrics.ranks(job, sum(1 for s in shell.local_slots.by_rank.values() if s.session))
             lives = [shell.machine.lifetime.life.state for shell in self._jobs.values()]

@@ -51,7 +51,7 @@ def summary(job: JobShell) -> JobReport:
         "newest": newest,
         "lag": {name: trained - step for name, step in newest.items() if step >= 0},
         "redundancy": str(view.get("redundancy", "")),
-        "rung": int(view.get("rung", 0)),
+        "degradation": int(view.get("degradation", 0)),
         "waits": job.losses.waits,
         "wanted": wanted,
         "level": level,

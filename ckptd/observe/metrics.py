@@ -139,8 +139,8 @@ class Metrics:
             "job",
             "where",
         )
-        self._rung = self._gauge(
-            "ckptd_ladder_rung", "Rungs that protection stands below its policy for want of memory", "job"
+        self._degradation = self._gauge(
+            "ckptd_degradation_level", "Steps that protection stands below its policy for want of memory", "job"
         )
         self._alarms = self._count("ckptd_alarms_total", "Alarms raised by the daemon", "job", "kind")
 
@@ -294,9 +294,9 @@ class Metrics:
     def ranks(self, job: str, connected: int) -> None:
         self._ranks.labels(job).set(connected)
 
-    def rung(self, job: str, rung: int) -> None:
-        """Of the ladder; 0: protection is what the policy wants."""
-        self._rung.labels(job).set(rung)
+    def degradation(self, job: str, steps: int) -> None:
+        """0: protection is what the policy wants."""
+        self._degradation.labels(job).set(steps)
 
     def outlook(self, job: str, rows: Iterable[OutlookReport], unprotected_s: float) -> None:
         """What was not measured has no series."""

@@ -123,7 +123,7 @@ class JobReport(TypedDict, total=False):
     lag: dict[str, int]  # level name -> steps behind training
     redundancy: str  # in force: "replicas=1", "xor(4)", "rs(4,2)"
     waits: str  # why no snapshot is granted at the moment; empty: one is
-    rung: int  # of the ladder; 0: what the policy wants, more: lower for want of memory
+    degradation: int  # 0: what the policy wants, more: lower for want of memory
     wanted: int  # failure domains whose loss the policy wants a snapshot to survive
     level: int  # what the newest protected snapshot really has
     degraded: bool

@@ -1,4 +1,4 @@
-"""Parity when nodes leave, and when the ladder has left its rung (D8, P8, P3)."""
+"""Parity when nodes leave, and when degradation has left its level (D8, P8, P3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.steward.certify import REPEAT_S
 from ckptd.core.protocol.machine.steward.draining import AGAIN_S, FOLLOWS_S
-from ckptd.core.redundancy.ladder import DOWN_S, UP_S
+from ckptd.core.redundancy.degradation import DOWN_S, UP_S
 from ckptd.core.redundancy.lanes import Lane, Member, Part
 from ckptd.core.redundancy.linear import linear_bytes
 from ckptd.core.redundancy.policies import Parity
@@ -159,7 +159,7 @@ def test_what_moves_does_not_take_the_place_of_a_position_that_is_made_at_the_sa
 
 
 def test_a_copy_of_the_data_beside_another_position_does_not_bring_the_part_there() -> None:
-    """P14: copies of what leaves were made while the ladder had left parity; when it was back, c had the parts of b and not its
+    """P14: copies of what leaves were made while degradation had left parity; when it was back, c had the parts of b and not its
     own."""
     node = steward("abc", "")
     leaves(node, "b")
@@ -196,11 +196,11 @@ def test_a_copy_that_a_drain_asked_for_does_not_keep_the_position_of_its_node_fr
     assert node.level(7) == 1
 
 
-def test_parity_moves_although_the_ladder_has_left_it() -> None:
+def test_parity_moves_although_degradation_has_left_it() -> None:
     node = protected(steward())
     node.others["b"].tell(msg.Shortage(EPOCH, True, "b: no memory"))
     node.tick(DOWN_S + 1.0)
-    assert node.said(msg.InForce, "b")[-1].redundancy == "replicas=0"
+    assert node.said(msg.DegradationChanged, "b")[-1].redundancy == "replicas=0"
     mark = node.mark
     node.tick(AGAIN_S)
     assert ordered(node, mark) == set()
@@ -218,19 +218,19 @@ def test_who_stays_after_all_is_not_moved(name: str) -> None:
     assert ordered(node, mark) == set()
 
 
-# --- the ladder -------------------------------------------------------------------------------------------------------
+# --- degradation -------------------------------------------------------------------------------------------------------
 def left(node: Steward) -> int:
-    """The rung of parity is left. Where that begins."""
+    """Parity is left. Where that begins."""
     node.others["b"].tell(msg.Shortage(EPOCH, True, "b: no memory"))
     node.tick(DOWN_S - 1.0)
     while True:
         mark = node.mark
-        if [do for do in only(node.tick(), ins.Alarm) if do.kind == "ladder"]:
+        if [do for do in only(node.tick(), ins.Alarm) if do.kind == "degradation"]:
             return mark
         assert node.now < 1000
 
 
-def test_from_the_moment_its_rung_is_left_no_parity_is_ordered() -> None:
+def test_from_the_moment_its_level_is_left_no_parity_is_ordered() -> None:
     node = steward().capture(7)
     assert ordered(node)
     mark = left(node)
@@ -238,7 +238,7 @@ def test_from_the_moment_its_rung_is_left_no_parity_is_ordered() -> None:
     assert ordered(node, mark) == set()
 
 
-def test_what_has_no_parity_gets_none_for_a_node_that_leaves_when_the_rung_was_left() -> None:
+def test_what_has_no_parity_gets_none_for_a_node_that_leaves_when_the_level_was_left() -> None:
     node = steward().capture(7)
     left(node)
     mark = leaves(node, "c")
@@ -247,7 +247,7 @@ def test_what_has_no_parity_gets_none_for_a_node_that_leaves_when_the_rung_was_l
     assert {asked.rank for asked in node.said(msg.Holders, "c", mark)} == {2}, "what only it holds is copied (P3)"
 
 
-def test_what_has_lost_all_its_parity_is_copied_for_a_node_that_leaves_when_the_rung_was_left() -> None:
+def test_what_has_lost_all_its_parity_is_copied_for_a_node_that_leaves_when_the_level_was_left() -> None:
     node = steward().capture(7)
     parts = {to: order.part for to, order in orders(node) if to != "a"}
     for to, part in parts.items():
@@ -260,7 +260,7 @@ def test_what_has_lost_all_its_parity_is_copied_for_a_node_that_leaves_when_the_
     assert {asked.rank for asked in node.said(msg.Holders, "c", mark)} == {2}
 
 
-def test_on_a_rung_of_copies_a_loss_is_made_good_by_copies_also_where_there_was_parity() -> None:
+def test_on_a_level_of_copies_a_loss_is_made_good_by_copies_also_where_there_was_parity() -> None:
     """P14: neither copies nor parity were asked for, as long as some of its parity was left."""
     node = Steward(record_of("abcd"), Policy(replicas=1, durable=False)).train()
     node.others["b"].tell(msg.Shortage(EPOCH, True, "b: no memory"))
@@ -268,15 +268,15 @@ def test_on_a_rung_of_copies_a_loss_is_made_good_by_copies_also_where_there_was_
     node = protected(node)
     node.others["b"].tell(msg.Shortage(EPOCH, False, ""))
     node.tick(UP_S + 1.0)
-    assert list(dict.fromkeys(said.redundancy for said in node.said(msg.InForce, "b"))) == ["replicas=1", "xor(4)"]
-    assert node.said(msg.InForce, "b")[-1].redundancy == "replicas=1"
+    assert list(dict.fromkeys(said.redundancy for said in node.said(msg.DegradationChanged, "b"))) == ["replicas=1", "xor(4)"]
+    assert node.said(msg.DegradationChanged, "b")[-1].redundancy == "replicas=1"
     node.protect(7)
     mark = lose(node, "b")
     node.tick(2 * REPEAT_S)
     assert {asked.rank for asked in node.said(msg.Holders, "a", mark) + node.said(msg.Holders, "c", mark)} >= {0, 1}
 
 
-def test_parity_that_is_lost_is_not_made_anew_when_the_rung_was_left() -> None:
+def test_parity_that_is_lost_is_not_made_anew_when_the_level_was_left() -> None:
     node = protected(steward())
     mark = left(node)
     (part,) = [order.part for to, order in orders(node) if to == "c"]

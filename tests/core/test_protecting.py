@@ -55,7 +55,7 @@ def test_no_more_is_waited_for_than_living_nodes_can_give() -> None:
     assert under.choose() is None
 
 
-def test_no_more_is_waited_for_than_the_rung_in_force_gives() -> None:
+def test_no_more_is_waited_for_than_the_level_in_force_gives() -> None:
     under = Under({7: 1, 8: 0})
     under.ctx.in_force = Replicas(1)
     assert under.choose() == 8

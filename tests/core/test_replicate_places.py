@@ -1,4 +1,4 @@
-"""Copies when peers take no more, when the ladder moves, and when nodes are about to go (P8, P14)."""
+"""Copies when peers take no more, when degradation moves, and when nodes are about to go (P8, P14)."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def test_a_void_snapshot_makes_room_on_the_peers_too() -> None:
     assert copies(node.order(msg.Void(EPOCH, 0, "copies differ", at(7))) + node.tick()) == [(8, 1, "a")]
 
 
-# --- the ladder -------------------------------------------------------------------------------------------------------
+# --- degradation -------------------------------------------------------------------------------------------------------
 def in_force(node: Member, redundancy: str) -> list[ins.Instruction]:
-    return node.order(msg.InForce(EPOCH, "", redundancy))
+    return node.order(msg.DegradationChanged(EPOCH, "", redundancy))
 
 
 def of_parity(record: EpochRecord = FOUR, name: str = "b") -> Member:
@@ -117,27 +117,27 @@ def of_parity(record: EpochRecord = FOUR, name: str = "b") -> Member:
     return node
 
 
-def test_a_rung_of_copies_makes_them_at_once() -> None:
+def test_a_level_of_copies_makes_them_at_once() -> None:
     node = of_parity()
     assert copies(node.capture(11, 7, rank=1)) == []
     assert copies(in_force(node, "1")) == [(7, 1, "a")]
 
 
-def test_what_was_asked_for_under_another_rung_is_not_made_again_unless_it_is_asked_for_anew() -> None:
+def test_what_was_asked_for_under_another_level_is_not_made_again_unless_it_is_asked_for_anew() -> None:
     node = of_parity()
     node.capture(11, 7, rank=1)
     ((_, _, to),) = copies(holders(node, 7, ("b", 0)))
     sent(node, 7, to)
     lost = msg.Held(EPOCH, fact(7, 1, 1, world=4), lost=True)
     in_force(node, "xor(4)")
-    assert len(copies(node.hear(to, lost))) == 1, "the same rung again changes nothing"
+    assert len(copies(node.hear(to, lost))) == 1, "the same level again changes nothing"
     sent(node, 7, to)
     in_force(node, "xor(3)")
     assert copies(node.hear(to, lost)) == []
     assert len(copies(holders(node, 7, ("b", 0)))) == 1
     sent(node, 7, to)
     in_force(node, "xor(3)")
-    assert len(copies(node.hear(to, lost))) == 1, "it is that rung still"
+    assert len(copies(node.hear(to, lost))) == 1, "it is that level still"
 
 
 def test_a_rank_that_is_in_no_lane_is_copied_unasked() -> None:

@@ -127,7 +127,7 @@ def test_a_slot_that_arrives_raises_what_its_lane_survives() -> None:
 
 
 def test_a_lane_of_which_nobody_holds_a_part_any_more_is_none_of_the_snapshots() -> None:
-    """Else a flush, which has lanes made whole at once, would have its parity made anew on a rung of copies."""
+    """Else a flush, which has lanes made whole at once, would have its parity made anew on a level of copies."""
     books = Books()
     books.slot("a", 0)
     told = [books.part(node, position) for position, node in enumerate("bc")]

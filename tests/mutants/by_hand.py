@@ -256,7 +256,7 @@ EDITS = (
         "    if gather.missing() or durable is None or not durable.ok or gather.heard_of() or gather.sealed():",
         "    if durable is None or not durable.ok or gather.heard_of() or gather.sealed():",
     ),
-    # --- parity and the ladder (D8, P8)
+    # --- parity and degradation (D8, P8)
     Edit(
         "parity that is gone with its data counts",
         "core/redundancy/lanes.py",
@@ -294,9 +294,9 @@ EDITS = (
         "        protecting = None",
     ),
     Edit(
-        "a rung is in force when everybody has heard of it, and not before",
-        "core/protocol/machine/steward/rung.py",
-        "            self._ctx.in_force = self._ladder.redundancy",
+        "a level is in force when everybody has heard of it, and not before",
+        "core/protocol/machine/steward/degradation.py",
+        "            self._ctx.in_force = self._degradation.redundancy",
         "            pass",
     ),
 )

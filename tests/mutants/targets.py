@@ -12,7 +12,7 @@ _MACHINE, _STEWARD = "core/protocol/machine", "core/protocol/machine/steward"
 _NAMES = {
     "core": ("retention",),
     "core/state_map": ("recovery", "writes", "catalogue"),
-    "core/redundancy": ("placement", "protection", "lanes", "linear", "ladder"),
+    "core/redundancy": ("placement", "protection", "lanes", "linear", "degradation"),
     "core/protocol": ("candidates", "life", "written"),
     _MACHINE: (
         "slots", "holdings", "levels", "replicate", "capture", "uplink", "asks", "opening", "joining", "writing", "lifetime",
@@ -20,7 +20,7 @@ _NAMES = {
     ),
     _STEWARD: (
         "certify", "guards", "snapshot", "grants", "table", "gather", "restore", "flush", "decide", "sessions", "waiting",
-        "parity", "rung", "protecting",
+        "parity", "degradation", "protecting",
     ),
     "persist": ("commit", "retention", "lineage", "forget", "storage/tree"),
 }  # fmt: skip

@@ -90,36 +90,36 @@ async def test_nothing_is_waited_for_where_a_job_is_over_or_begins_anew(
         assert phase(house, "first") == "restoring"
 
 
-async def test_the_ladder_of_a_job_that_is_over_alarms_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """It tries a higher rung once a minute: an alarm each time, of a job that had long ended."""
+async def test_degradation_of_a_job_that_is_over_alarms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """It tries a higher level once a minute: an alarm each time, of a job that had long ended."""
     async with rig() as house:
         async with rank_child(house, "first", SMALL) as child:
             await child.order("seal 5")
-            house.shell("first")._alarm(ins.Alarm("ladder", "protection goes down while it trains"))
-            assert house.problems()["ladder"] == "protection goes down while it trains"
+            house.shell("first")._alarm(ins.Alarm("degradation", "protection goes down while it trains"))
+            assert house.problems()["degradation"] == "protection goes down while it trains"
             await child.order("goodbye")
         await eventually(lambda: phase(house, "first") == "finished")
-        house.shell("first")._alarm(ins.Alarm("ladder", "protection goes up once it is over"))
+        house.shell("first")._alarm(ins.Alarm("degradation", "protection goes up once it is over"))
         house.shell("first")._alarm(ins.Alarm("breakpoint", "this is said all the same"))
-        assert "ladder" not in house.problems()
+        assert "degradation" not in house.problems()
         assert "once it is over" not in caplog.text and "all the same" in caplog.text
 
 
-async def test_the_ladders_alarm_goes_with_a_protected_snapshot_on_the_uppermost_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_degradation_alarm_goes_with_a_protected_snapshot_on_the_uppermost_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """"protection goes up to replicas=1" kept /healthz at 503 for ten minutes."""
     async with rig() as house:
         rank = house.rank("job")
         await rank.begin("a")
         shell = house.shell("job")
-        lower = {**shell.machine.view(), "rung": 1}
+        lower = {**shell.machine.view(), "degradation": 1}
         monkeypatch.setattr(shell.machine, "view", lambda: lower)
-        shell._alarm(ins.Alarm("ladder", "protection goes down to xor(4): n1: no memory"))
+        shell._alarm(ins.Alarm("degradation", "protection goes down to xor(4): n1: no memory"))
         await rank.sealed(5)
-        assert "ladder" in house.problems(), "though the lower rung survives as many losses"
+        assert "degradation" in house.problems(), "though the lower level survives as many losses"
         monkeypatch.undo()
-        shell._alarm(ins.Alarm("ladder", "protection goes up to replicas=1: there has been memory for a while"))
+        shell._alarm(ins.Alarm("degradation", "protection goes up to replicas=1: there has been memory for a while"))
         await rank.sealed(9)
-        await eventually(lambda: "ladder" not in house.problems(), 10, "all is as the policy wants it")
+        await eventually(lambda: "degradation" not in house.problems(), 10, "all is as the policy wants it")
 
 
 async def test_who_takes_a_seat_ends_what_the_process_before_was_doing() -> None:

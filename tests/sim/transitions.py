@@ -100,7 +100,7 @@ REFUSALS = (
     "offer refused: void", "offer refused: stale epoch", "offer refused: unreachable", "offer refused: no memory",
 )  # fmt: skip
 SAID = ("Held: here", "Held: lost", "Holders: a rank", "Holders: a shared slice", "Certificate: releases")
-ALARMS = ("breakpoint", "degraded", "flush", "ladder", "silent_corruption")
+ALARMS = ("breakpoint", "degraded", "flush", "degradation", "silent_corruption")
 ANSWERS = (
     ev.EpochClaimed,
     ev.DurableRead,

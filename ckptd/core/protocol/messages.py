@@ -282,7 +282,7 @@ class Remainder:
 
 
 @dataclass(frozen=True, slots=True)
-class InForce:
+class DegradationChanged:
     """Steward -> nodes: protect what comes in this way, as there is no memory for what the policy wants (P8), or is again."""
 
     epoch: int
@@ -440,7 +440,7 @@ class Stale:
 
 Message = (
     JoinReport | InventoryRequest | Inventory | EpochOpen | JoinRefused | Vote | RestoreGo | RestoreAbort | RestoreDone
-    | RankState | Grant | Sealed | Missed | Void | Held | Shortage | Leaving | Departures | Remainder | InForce
+    | RankState | Grant | Sealed | Missed | Void | Held | Shortage | Leaving | Departures | Remainder | DegradationChanged
     | Certificate | LayoutRequest | LayoutReply | WriteOrder | Wrote | WriteCancel | FlushAsk | LevelAsk | StewardHello | Heard
     | Holders | ParityOrder | Stale
 )  # fmt: skip

@@ -97,14 +97,14 @@ class Sizing:
         return 0.0 if self.replicated else most_sent(self.where, self.redundancy) * self.share(self.where)
 
     def fallbacks(self) -> list[Sizing]:
-        """The ladder, from what is asked for down to local only: fewer own generations, then survive fewer losses."""
+        """What to degrade to, from what is asked for down to local only: fewer own generations, then survive fewer losses."""
         fewer_slots = [replace(self, own_slots=n) for n in range(self.own_slots - 1, OWN_SLOTS_MIN - 1, -1)]
         least = replace(self, own_slots=min(self.own_slots, OWN_SLOTS_MIN))
         fewer = range(self.redundancy.tolerates - 1, -1, -1)
         return fewer_slots + [replace(least, redundancy=Replicas(n)) for n in fewer]
 
     def fitting(self, budget_bytes: int) -> Sizing | None:
-        """The first of the ladder that fits."""
+        """The first of these that fits."""
         return next((s for s in self.fallbacks() if s.needed_bytes <= budget_bytes), None)
 
 

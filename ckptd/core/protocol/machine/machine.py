@@ -117,7 +117,7 @@ class JobMachine:
             msg.Leaving: self.steward.on_fact,
             msg.Departures: lambda s, m: self._departures(m) if of_session(s, m.session) else None,
             msg.Remainder: lambda s, m: self.leaving.on_remainder(m) if of_session(s, m.session) else None,
-            msg.InForce: lambda s, m: self._in_force(m) if of_session(s, m.session) else None,
+            msg.DegradationChanged: lambda s, m: self._in_force(m) if of_session(s, m.session) else None,
             msg.Grant: lambda s, m: self.capture.on_grant(m) if of_session(s, m.session) else None,
             msg.Void: lambda s, m: self._void(m) if of_session(s, m.session) else None,
             msg.Certificate: self._certificate,
@@ -269,18 +269,18 @@ class JobMachine:
         self.encoding.on_made(event)
 
     def _parity_failed(self, event: ev.ParityFailed) -> None:
-        if not event.data:  # what a loss took is made again on any rung
+        if not event.data:  # what a loss took is made again on any level
             self.shortages.on_result(False, event.reason, self.ctx.me.node)
         self.encoding.on_failed(event)
 
-    def _in_force(self, message: msg.InForce) -> None:
+    def _in_force(self, message: msg.DegradationChanged) -> None:
         try:
             found = parse(message.redundancy)
         except ValueError:
             return  # of another version
         if found is not None:
             self.ctx.in_force = found
-            self.replication.on_rung(found.text)
+            self.replication.on_degradation(found.text)
 
     def _departures(self, message: msg.Departures) -> None:
         self.leaving.on_departures(message)

@@ -50,7 +50,7 @@ class Replication:
     def __init__(self, ctx: Context, slots: Slots) -> None:
         self._ctx, self._slots = ctx, slots
         self._copies: dict[int, Copies] = {}  # by slot id
-        self._rung = ctx.policy.redundancy.text
+        self._degradation = ctx.policy.redundancy.text
 
     def on_held(self, slot: Slot, *, found: bool = False) -> None:
         """A slot that this node has to protect."""
@@ -58,7 +58,7 @@ class Replication:
         self.act()
 
     def on_sent(self, event: ReplicaSent) -> bool:
-        """False: it was one more than there usually are, which no lower rung of the ladder would do without (Holders)."""
+        """False: it was one more than there usually are, which no lower level of degradation would do without (Holders)."""
         usual = True
         for copies in self._copies.values():
             fact = copies.slot.fact
@@ -131,10 +131,10 @@ class Replication:
             copies.extra[number] = (message.tier, tuple(node for node, _ in message.nodes))
             self.act()
 
-    def on_rung(self, text: str) -> None:
-        """What the steward had asked for under another rung of the ladder is asked for anew, if it still wants it."""
-        if text != self._rung:
-            self._rung = text
+    def on_degradation(self, text: str) -> None:
+        """What the steward had asked for under another level of degradation is asked for anew, if it still wants it."""
+        if text != self._degradation:
+            self._degradation = text
             for copies in self._copies.values():
                 copies.asked = False
         self.act()

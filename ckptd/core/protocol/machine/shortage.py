@@ -1,4 +1,4 @@
-"""Is there memory for the copies and the parity that this node is to make? What the steward's ladder goes by (P8)."""
+"""Is there memory for the copies and the parity that this node is to make? What the steward's degradation level goes by (P8)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.core.protocol.machine.context import Context
 from ckptd.core.protocol.machine.slots import FILLING, FREE, SEALED, Slot
-from ckptd.core.redundancy.ladder import rungs
+from ckptd.core.redundancy.degradation import levels
 
 if TYPE_CHECKING:
     from ckptd.core.protocol.machine.machine import JobMachine
@@ -41,14 +41,14 @@ def view(machine: JobMachine) -> dict[str, Any]:
         "margin": machine.steward.grants.margin.steps,
         "down": sorted(ctx.down),
         "redundancy": ctx.redundancy.text,
-        "rung": _rung(ctx),
+        "degradation": _degradation(ctx),
         "drain": machine.leaving.view(),
     }
 
 
-def _rung(ctx: Context) -> int:
-    """Of the ladder (P8); 0: what the policy wants."""
-    found = rungs(ctx.policy.redundancy, ctx.record.nodes) if ctx.record is not None else ()
+def _degradation(ctx: Context) -> int:
+    """How far protection is degraded (P8); 0: what the policy wants."""
+    found = levels(ctx.policy.redundancy, ctx.record.nodes) if ctx.record is not None else ()
     return found.index(ctx.redundancy) if ctx.redundancy in found else 0
 
 

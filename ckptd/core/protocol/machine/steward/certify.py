@@ -285,7 +285,7 @@ class Certify:
         """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""
         if state.level < 0 or state.level >= self.guards.wanted() or not self._ctx.is_candidate(state.snapshot):
             return
-        # On a rung of copies no parity is made, also not where there was some: copies take its place. So they do where parity has
+        # On a level of copies no parity is made, also not where there was some: copies take its place. So they do where parity has
         # not brought what a newer snapshot needs to take an older one's slots, and none is left. Data that no slot holds any more
         # is then made of parity wherever it can be: a copy is made of a slot.
         full = self._grants.full()

@@ -74,7 +74,7 @@ class Parities:
         anywhere: data that has no place of its own is made beside another position's, for a flush or copies to read it there."""
         wanted = at_once or self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)
         if state.level < 0 or state.void or not wanted:
-            return  # what has parity is moved, and made whole from it for a flush, whatever rung is in force now
+            return  # what has parity is moved, and made whole from it for a flush, whatever level is in force now
         lanes = [self._held(state, lane) for lane in self._lanes(state)]
         long_short = self._long_short(state, any(map(_lost, lanes)))
         patient = not (at_once or long_short or self._sessions.leaving)  # what moves would take the place of what is waited for
@@ -130,7 +130,7 @@ class Parities:
             )
             state.positions[Lane(record.world, seating.number, policy.parity, members)] = seating.nodes
         if not state.positions.keys() >= state.parts.keys():
-            state.positions.clear()  # it was encoded under another rung: a lane's number must mean one lane
+            state.positions.clear()  # it was encoded under another level: a lane's number must mean one lane
 
     def _held(self, state: SnapshotState, lane: Lane) -> Held:
         data: dict[int, list[str]] = {}

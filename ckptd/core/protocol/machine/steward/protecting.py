@@ -68,7 +68,7 @@ class Protecting:
         return self.now is not None and self._ctx.now - self._since > self._patience_s
 
     def _attainable(self) -> int:
-        """The most that the nodes which live now could give, and the ladder lets them."""
+        """The most that the nodes which live now could give, and degradation lets them."""
         record = self._ctx.record
         nodes = record.nodes if record is not None else ()
         living = (node.domain for node in nodes if self._ctx.is_up(node.node))

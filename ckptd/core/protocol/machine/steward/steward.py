@@ -15,12 +15,12 @@ from ckptd.core.protocol.machine.joining import Joining
 from ckptd.core.protocol.machine.lifetime import told_life
 from ckptd.core.protocol.machine.ranks import DIED
 from ckptd.core.protocol.machine.steward.certify import Certify
+from ckptd.core.protocol.machine.steward.degradation import DegradationLevel
 from ckptd.core.protocol.machine.steward.draining import Draining
 from ckptd.core.protocol.machine.steward.flush import Flushing
 from ckptd.core.protocol.machine.steward.grants import Grants
 from ckptd.core.protocol.machine.steward.parity import Parities
 from ckptd.core.protocol.machine.steward.restore import Restoring
-from ckptd.core.protocol.machine.steward.rung import Rung
 from ckptd.core.protocol.machine.steward.sessions import Sessions
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from ckptd.core.protocol.machine.steward.waiting import waits
@@ -54,7 +54,7 @@ class Steward:
         self.table = SnapshotTable(ctx, self.sessions.live)
         self.grants = Grants(ctx, self.sessions, self.table)
         self.parities = Parities(ctx, self.sessions, self.table)
-        self.rung = Rung(ctx, self.sessions, self.table)
+        self.degradation = DegradationLevel(ctx, self.sessions, self.table)
         self.sessions.life = self.life
         self.sessions.waits = self._waits
         self.certify = Certify(ctx, self.sessions, self.table, self.grants, self.parities)
@@ -101,7 +101,7 @@ class Steward:
                 self._read()
             self.table.ask_layouts(self._ctx.number)
             self.grants.on_tick()
-            if self.rung.on_tick():
+            if self.degradation.on_tick():
                 self.certify.repeat_now()
             self.certify.on_tick()
             self.draining.on_tick()
@@ -121,7 +121,7 @@ class Steward:
         self.table.clear()
         self.grants.clear()
         self.flushing.clear()
-        self.rung.clear()
+        self.degradation.clear()
         self.certify.protecting.clear()
         self.draining.clear()
         self.sessions.stop()
@@ -217,7 +217,7 @@ class Steward:
         elif isinstance(fact, Held):
             self._on_held(sender, fact)
         elif isinstance(fact, Shortage):
-            self.rung.on_shortage(sender, fact)
+            self.degradation.on_shortage(sender, fact)
         elif isinstance(fact, Leaving):
             self.draining.on_leaving(sender, fact)
 
@@ -237,7 +237,7 @@ class Steward:
             self._say_done()
         self.table.all_dirty()
         self.certify.tell_all(sender, [snapshot for snapshot, level, _ in message.certified if level >= 0])
-        self.rung.tell(sender)
+        self.degradation.tell(sender)
 
     def _on_held(self, sender: str, message: Held) -> None:
         if message.lost:
@@ -315,7 +315,7 @@ class Steward:
     def _reset(self, node: str) -> None:
         self.table.forget_node(node)
         self.grants.on_reset(node)
-        self.rung.forget(node)
+        self.degradation.forget(node)
 
     def _act(self) -> None:
         """After every message; where that takes long because there are many ranks, again after a pause or with the next tick."""

@@ -87,7 +87,7 @@ def _held_up(steward: Steward, rank: int) -> str:
     wanted = steward.certify.guards.wanted()
     behind = [s for s in held if steward.table.states[s].level < wanted]
     if behind:
-        trouble = "".join(f"; {why}" for why in steward.rung.shortages()[:1])
+        trouble = "".join(f"; {why}" for why in steward.degradation.shortages()[:1])
         return f"{FOR_A_PEER}: copies of step {shown(s.step for s in behind)} are under way{trouble}"
     return f"{BUSY}: the slots of {_ranks(steward, [rank])} {f'hold step {steps}' if held else 'are being made'}"
 

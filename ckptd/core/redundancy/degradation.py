@@ -1,8 +1,8 @@
 """How far protection goes down when there is no memory for more, and up again (P8): a state of the job, with hysteresis.
 
-fewer copies -> parity -> local only; the last rung, skipping snapshots, is taken by whoever has no slot for one. A rung is
+fewer copies -> parity -> local only; the last level, skipping snapshots, is taken by whoever has no slot for one. A level is
 left downward when some node has been short of memory on it for ``DOWN_S``; upward it is tried after ``UP_S`` without
-shortage, and a try that fails doubles the wait before the next one. A try has held when a snapshot got all that its rung wants, be
+shortage, and a try that fails doubles the wait before the next one. A try has held when a snapshot got all that its level wants, be
 it one that was there before; while nothing is made, nothing is proven.
 """
 
@@ -19,7 +19,7 @@ UP_MAX_S = 1800.0
 PARITY_GROUP_MAX = 8  # nodes that share parity, where the policy itself names no group
 
 
-def rungs(policy: Redundancy, nodes: Collection[NodeInfo]) -> tuple[Redundancy, ...]:
+def levels(policy: Redundancy, nodes: Collection[NodeInfo]) -> tuple[Redundancy, ...]:
     """From what is wanted down to local only; each takes less memory of others than the one before."""
     domains = len({node.domain for node in nodes})
     found: list[Redundancy] = [policy]
@@ -32,12 +32,12 @@ def rungs(policy: Redundancy, nodes: Collection[NodeInfo]) -> tuple[Redundancy, 
     return tuple(found)
 
 
-class Ladder:
+class Degradation:
     """``now`` is whatever clock its caller has, in seconds."""
 
     def __init__(self, steps: tuple[Redundancy, ...], now: float) -> None:
-        assert steps, "there is always the wanted rung"
-        self.rungs, self.at = steps, 0
+        assert steps, "there is always the wanted level"
+        self.levels, self.at = steps, 0
         self._short_since: float | None = None
         self._changed_at = self._shortage_at = now
         self._patience = UP_S
@@ -45,21 +45,21 @@ class Ladder:
 
     @property
     def redundancy(self) -> Redundancy:
-        return self.rungs[self.at]
+        return self.levels[self.at]
 
     def held(self) -> None:
-        """A snapshot got in this rung's time what the rung wants."""
+        """A snapshot got in this level's time what the level wants."""
         self._proven = True
 
     def look(self, short: bool, now: float) -> bool:
-        """Is any node short of memory now? True when the rung changed."""
+        """Is any node short of memory now? True when the level changed."""
         if not short:
             self._short_since = None
             return self._maybe_up(now)
         self._shortage_at = now
         if self._short_since is None:
             self._short_since = now
-        if now - self._short_since < DOWN_S or self.at == len(self.rungs) - 1:
+        if now - self._short_since < DOWN_S or self.at == len(self.levels) - 1:
             return False
         if self.trying:
             self._patience = min(2 * self._patience, UP_MAX_S)

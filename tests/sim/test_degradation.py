@@ -1,11 +1,11 @@
-"""The ladder in a whole cluster: down to parity, down to local only, up again; what is certified is true on every rung (P2, P8)."""
+"""Degradation in a whole cluster: down to parity, down to local only, up again; what is certified is true everywhere (P2, P8)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
 
-from ckptd.core.redundancy.ladder import DOWN_S, UP_S
+from ckptd.core.redundancy.degradation import DOWN_S, UP_S
 from ckptd.core.redundancy.policies import Replicas
 from tests.sim.world import World
 
@@ -63,7 +63,7 @@ def test_down_to_parity_to_local_only_and_up_again() -> None:
     assert world.clock.run(world.clock.now + 2 * UP_S + TURN_S, lambda: in_force(world) == {"replicas=1"})
     before = newest(world)
     assert world.clock.run(world.clock.now + TURN_S, lambda: protected_since(world, before))
-    assert world.oracle.counts["alarm ladder"] == 4
+    assert world.oracle.counts["alarm degradation"] == 4
     world.oracle.check_all()
 
 
@@ -74,4 +74,4 @@ def test_a_short_shortage_changes_nothing() -> None:
     no_room(world)
     world.clock.run(world.clock.now + TURN_S)
     assert in_force(world) == {"replicas=1"}
-    assert world.oracle.counts["alarm ladder"] == 0
+    assert world.oracle.counts["alarm degradation"] == 0

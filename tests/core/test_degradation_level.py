@@ -1,4 +1,4 @@
-"""The rung of the ladder at a steward, and what nodes say of their memory (P8)."""
+"""How far a job is degraded, at its steward, and what nodes say of their memory (P8)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.shortage import CALM_S
 from ckptd.core.protocol.machine.steward.certify import REPEAT_S
-from ckptd.core.protocol.machine.steward.rung import AFTERWARDS_S
-from ckptd.core.redundancy.ladder import DOWN_S, UP_S
+from ckptd.core.protocol.machine.steward.degradation import AFTERWARDS_S
+from ckptd.core.redundancy.degradation import DOWN_S, UP_S
 from ckptd.core.redundancy.lanes import Lane, Part
 from ckptd.core.redundancy.lanes import Member as LaneMember
 from tests.core.machines import EPOCH, Member, Steward, at, only, record_of
@@ -30,7 +30,7 @@ def short(node: Steward, yes: bool = True) -> None:
 
 
 def in_force(node: Steward, since: int, to: str = "b") -> list[str]:
-    return [message.redundancy for message in node.said(msg.InForce, to, since)]
+    return [message.redundancy for message in node.said(msg.DegradationChanged, to, since)]
 
 
 def test_a_node_that_stays_short_brings_protection_down_and_everybody_hears_it() -> None:
@@ -41,10 +41,10 @@ def test_a_node_that_stays_short_brings_protection_down_and_everybody_hears_it()
     assert in_force(node, mark) == []
     node.tick(1.0)
     assert set(in_force(node, mark)) == {"replicas=0"}
-    (alarm,) = [do for do in only(node.done[mark:], ins.Alarm) if do.kind == "ladder"]
+    (alarm,) = [do for do in only(node.done[mark:], ins.Alarm) if do.kind == "degradation"]
     assert alarm.text == "protection goes down to local only: b: no memory"
     assert in_force(node, mark, "a") == in_force(node, mark)
-    assert [m.session for m in node.said(msg.InForce, "b", mark)][-1] == node.others["b"].session
+    assert [m.session for m in node.said(msg.DegradationChanged, "b", mark)][-1] == node.others["b"].session
     again = node.mark
     node.tick(REPEAT_S)
     assert len(in_force(node, again)) == 1, "any message may be lost"
@@ -84,7 +84,7 @@ def test_protection_goes_up_again_when_there_has_been_memory_for_a_while() -> No
     assert len(set(in_force(node, mark))) == 1
     node.tick(2.0)
     assert len(set(in_force(node, mark))) == 2
-    ups = [do.text for do in only(node.done[mark:], ins.Alarm) if do.kind == "ladder"]
+    ups = [do.text for do in only(node.done[mark:], ins.Alarm) if do.kind == "degradation"]
     assert len(ups) == 1 and ups[0].startswith("protection goes up to replicas")
     node.tick(AFTERWARDS_S + REPEAT_S)
     mark = node.mark
@@ -92,13 +92,13 @@ def test_protection_goes_up_again_when_there_has_been_memory_for_a_while() -> No
     assert in_force(node, mark) == [], "it is what the policy wants"
 
 
-def test_what_is_missing_by_the_new_rung_is_asked_for_at_once() -> None:
+def test_what_is_missing_by_the_new_level_is_asked_for_at_once() -> None:
     node = steward().train().capture(7)
     short(node)
     node.tick(DOWN_S + 40.0)
     mark = node.mark
     short(node, False)
-    while not [do for do in only(node.done[mark:], ins.Alarm) if do.kind == "ladder"]:
+    while not [do for do in only(node.done[mark:], ins.Alarm) if do.kind == "degradation"]:
         mark_before = node.mark
         node.tick()
         assert node.now < 1000
@@ -108,23 +108,23 @@ def test_what_is_missing_by_the_new_rung_is_asked_for_at_once() -> None:
 
 def test_a_session_that_begins_is_told_at_once_what_is_in_force() -> None:
     node = steward()
-    for rung in ("replicas=1", "replicas=0"):
+    for level in ("replicas=1", "replicas=0"):
         mark = node.mark
         node.hear("b", msg.Inventory("", node.record, ()))
         node.others["b"].tell_inventory()
-        assert in_force(node, mark) == [rung]
+        assert in_force(node, mark) == [level]
         short(node)
         node.tick(DOWN_S + 0.5)
 
 
-def test_what_is_missing_is_not_asked_for_without_pause_while_the_rung_stays() -> None:
+def test_what_is_missing_is_not_asked_for_without_pause_while_the_level_stays() -> None:
     node = steward().train().capture(7)
     mark = node.mark
     node.tick(4 * REPEAT_S)
     assert 0 < len(node.said(msg.Holders, "b", mark)) <= 5
 
 
-def test_a_new_term_begins_on_the_wanted_rung_and_says_so_for_a_while() -> None:
+def test_a_new_term_begins_on_the_wanted_level_and_says_so_for_a_while() -> None:
     """An earlier steward, or this one before it stood still, may have said something else."""
     node = steward()
     short(node)
@@ -206,13 +206,13 @@ def test_up_is_believed_when_a_snapshot_of_that_time_has_all_its_copies() -> Non
     node.tick(DOWN_S + 0.5)
     short(node, False)
     node.tick(UP_S + 0.5)
-    ladder = node.machine.steward.rung._ladder
-    assert ladder is not None and ladder.at == 0
+    degradation = node.machine.steward.degradation._degradation
+    assert degradation is not None and degradation.at == 0
     node.tick(2 * UP_S)
-    assert ladder.trying, "step 7 was there before"
+    assert degradation.trying, "step 7 was there before"
     node.capture(8).protect(8)
     node.tick(1.0)
-    assert not ladder.trying
+    assert not degradation.trying
 
 
 def test_up_is_believed_when_the_newest_snapshot_gets_the_copies_that_it_lacked() -> None:
@@ -222,11 +222,11 @@ def test_up_is_believed_when_the_newest_snapshot_gets_the_copies_that_it_lacked(
     node.tick(DOWN_S + 0.5)
     short(node, False)
     node.tick(2 * UP_S)
-    ladder = node.machine.steward.rung._ladder
-    assert ladder is not None and (ladder.at, ladder.trying) == (0, True), "step 7 has no copy yet"
+    degradation = node.machine.steward.degradation._degradation
+    assert degradation is not None and (degradation.at, degradation.trying) == (0, True), "step 7 has no copy yet"
     node.protect(7)
     node.tick(1.0)
-    assert not ladder.trying
+    assert not degradation.trying
 
 
 def test_copies_are_proven_by_copies_and_not_by_the_parity_that_was_there_before_them() -> None:
@@ -234,21 +234,21 @@ def test_copies_are_proven_by_copies_and_not_by_the_parity_that_was_there_before
     node.tick(AFTERWARDS_S)
     short(node)
     node.tick(2 * DOWN_S + 1.0)
-    ladder = node.machine.steward.rung._ladder
-    assert ladder is not None and ladder.redundancy.text == "xor(3)"
+    degradation = node.machine.steward.degradation._degradation
+    assert degradation is not None and degradation.redundancy.text == "xor(3)"
     short(node, False)
     for to, order in orders(node):
         make(node, to, order.part)
     node.tick(UP_S + 1.0)
     assert node.level(7) == 1
     node.tick(2 * UP_S)
-    assert ladder.redundancy.text == "replicas=1", "which has copied nothing"
+    assert degradation.redundancy.text == "replicas=1", "which has copied nothing"
     node.protect(7)
     node.tick(1.0)
-    assert ladder.redundancy.text == "replicas=2"
+    assert degradation.redundancy.text == "replicas=2"
 
 
-def test_a_new_rung_holds_from_the_moment_that_it_is_decided() -> None:
+def test_a_new_level_holds_from_the_moment_that_it_is_decided() -> None:
     """The steward's own orders of that moment are of it, although its message to itself is still on its way."""
     node = Steward(record_of("abc"), POLICY).train().capture(7)
     node.tick(AFTERWARDS_S)
@@ -259,4 +259,4 @@ def test_a_new_rung_holds_from_the_moment_that_it_is_decided() -> None:
         assert node.now < 1000
     asked = {type(do.message) for do in only(node.done[mark:], ins.Send) if do.to == "b"}
     assert msg.ParityOrder in asked
-    assert msg.Holders not in asked, "copies are of the rung before"
+    assert msg.Holders not in asked, "copies are of the level before"
