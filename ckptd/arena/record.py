@@ -9,12 +9,12 @@ import msgpack
 
 from ckptd.arena.sums import block_count
 from ckptd.core.ids import SnapshotId
-from ckptd.core.redundancy.lanes import Part, packed_part, unpacked_part
+from ckptd.core.redundancy.parity_sets import ParityShard, packed_shard, unpacked_shard
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.record_size import SUM_BYTES
 
 RECORD_VERSION = 3
-WITHOUT_GRANT = (1, 2)  # of earlier releases, still read: neither names a grant, and only 2 has a part of a lane
+WITHOUT_GRANT = (1, 2)  # of earlier releases, still read: neither names a grant, and only 2 has a shard of a parity set
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class SlotRecord:
     sums: bytes  # 16 per block of those
     digests: tuple[tuple[str, bytes], ...]
     keep: bool = False
-    part: Part | None = None  # it holds no rank's state but this part of a lane's parity
+    shard: ParityShard | None = None  # it holds no rank's state but this shard of a parity set's parity
 
 
 def encode_record(record: SlotRecord) -> bytes:
     of = record.snapshot
-    part = packed_part(record.part) if record.part is not None else None
+    shard = packed_shard(record.shard) if record.shard is not None else None
     where = [record.job, [of.epoch, of.step, of.grant], record.rank, record.tier]
-    what = [record.layout.encoded, record.objects_bytes, record.sums, record.digests, record.keep, part]
+    what = [record.layout.encoded, record.objects_bytes, record.sums, record.digests, record.keep, shard]
     packed: bytes = msgpack.packb([RECORD_VERSION, *where, *what])
     return packed
 
@@ -45,7 +45,7 @@ def decode_record(data: bytes) -> SlotRecord:
     try:
         version, *fields = msgpack.unpackb(data)
         packed = None if version == WITHOUT_GRANT[0] else fields.pop()
-        part = unpacked_part(packed) if packed is not None else None
+        shard = unpacked_shard(packed) if packed is not None else None
         job, numbers, rank, tier, layout, objects_bytes, sums, digests, keep = fields
         epoch, step, grant = (*numbers, 0) if version in WITHOUT_GRANT else numbers
         pairs = tuple((name, value) for name, value in digests)
@@ -68,7 +68,7 @@ def decode_record(data: bytes) -> SlotRecord:
         sums,
         pairs,
         keep,
-        part,
+        shard,
     )
     check_record(record)
     return record
@@ -78,8 +78,8 @@ def check_record(record: SlotRecord) -> None:
     """Sums and objects agree with the layout. Raises ValueError."""
     if len(record.sums) != SUM_BYTES * block_count(record.layout, record.tier):
         raise ValueError("slot record whose sums do not match its layout")
-    if record.part is not None and record.rank != record.part.lane.holding_rank:
-        raise ValueError("slot record of parity under another number than its lane's")
+    if record.shard is not None and record.rank != record.shard.parity_set.holding_rank:
+        raise ValueError("slot record of parity under another number than its parity set's")
     if record.objects_bytes > record.layout.objects_capacity:
         raise ValueError("slot record whose objects are larger than their region")
 

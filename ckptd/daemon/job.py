@@ -26,10 +26,10 @@ from ckptd.core.protocol.machine.view import progress, waits
 from ckptd.daemon.durable import Durable
 from ckptd.daemon.frozen import Frozen
 from ckptd.daemon.inbound_queue import InboundQueue
-from ckptd.daemon.lane_parts import LaneParts
 from ckptd.daemon.local_slots import LocalSlots
 from ckptd.daemon.losses import Losses
 from ckptd.daemon.meter import Meter
+from ckptd.daemon.parity_shards import ParityShards
 from ckptd.daemon.ranks import Ranks
 from ckptd.daemon.restore import Restore
 from ckptd.daemon.services import Services, log
@@ -70,7 +70,7 @@ class JobShell:
         self.ranks = Ranks(services, self)
         self.restore = Restore(services, self)
         self.durable = Durable(services, self)
-        self.parity = LaneParts(services, self)
+        self.parity = ParityShards(services, self)
         self.inbound = InboundQueue(services, job, self.feed)
         self.meter = Meter(services, self)
         self._stragglers = Stragglers(services, job)
@@ -223,7 +223,7 @@ class JobShell:
                 self.services.arena.release(slot)
             return
         r = slot.record
-        if r.part is not None:
+        if r.shard is not None:
             self.parity.adopt(slot, r)
             return
         self.feed(ev.HoldingFound(slot.id, r.snapshot, r.rank, r.tier, own, r.layout, r.digests, r.keep))

@@ -78,10 +78,10 @@ class RebuildHost:
     ) -> Fetched:
         return await self._services.fetcher.fetch(self._job.job, node, snapshot, rank, tuple(spans), into)
 
-    def lane_columns(self, order: MakeParity, layouts: dict[int, Layout], parts: Layout) -> Columns:
+    def set_columns(self, order: MakeParity, layouts: dict[int, Layout], parts: Layout) -> Columns:
         return self._services.parity.columns(self._job.job, order, layouts, parts, protects=False)
 
-    async def lane_cards(self, order: MakeParity) -> dict[int, SlotRecord]:
+    async def set_cards(self, order: MakeParity) -> dict[int, SlotRecord]:
         return await self._services.parity.kept_cards(self._job.job, order)
 
     async def room(self, rank: int, nbytes: int) -> Slot:

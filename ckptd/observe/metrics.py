@@ -115,7 +115,7 @@ class Metrics:
         self._protect_bytes = self._count(
             "ckptd_protected_bytes_total", "Bytes of replicas verified on peers", "job"
         )
-        self._parity_s = self._time("ckptd_parity_seconds", "One part of a lane's parity, order to sealed", "job")
+        self._parity_s = self._time("ckptd_parity_seconds", "One shard of a parity set, order to sealed", "job")
         self._parity_bytes = self._count(
             "ckptd_parity_bytes_total", "Bytes of parity made here, or of slots made from parity", "job", "kind"
         )
@@ -215,7 +215,7 @@ class Metrics:
         self._protect_bytes.labels(job).inc(nbytes)
 
     def encoded(self, job: str, seconds: float, nbytes: int, *, data: bool) -> None:
-        """A part of a lane was made here; with ``data`` its member's slot (lost, or moved)."""
+        """A shard of a parity set was made here; with ``data`` its member's slot (lost, or moved)."""
         self._parity_s.labels(job).observe(seconds)
         self._parity_bytes.labels(job, "data" if data else "parity").inc(nbytes)
 

@@ -20,14 +20,14 @@ from ckptd.arena.record import check_record
 from ckptd.arena.sums import lower_tier
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.core.redundancy.lanes import LANE_PLAN
+from ckptd.core.redundancy.parity_sets import PARITY_SET_PLAN
 from ckptd.core.state_map.layout import Layout
 from ckptd.protect.fetched import Away
 from ckptd.protect.settle import Answers, Tasks, ask
 from ckptd.wire.peer import Card, CardAsk
 
 CARD_TIMEOUT_S = 30.0
-CARDS_MAX = 255  # in one part: members of a lane
+CARDS_MAX = 255  # in one part: members of a parity set
 NOT_HELD = "not held here"
 
 Send = Callable[[str, str, object], bool]
@@ -89,7 +89,7 @@ class Cards:
 
 def tier_one(record: SlotRecord) -> SlotRecord:
     """The record of a tier-1 replica of this slot. Parity has no tiers."""
-    if record.part is not None or record.tier == 1:
+    if record.shard is not None or record.tier == 1:
         return record
     return replace(record, tier=1, sums=lower_tier(record.layout, record.sums, record.tier, 1))
 
@@ -97,7 +97,7 @@ def tier_one(record: SlotRecord) -> SlotRecord:
 def _record(job: str, snapshot: SnapshotId, rank: int, card: Card, node: str) -> SlotRecord:
     try:
         layout = Layout.decode(card.layout)
-        tier = 0 if layout.plan_id.startswith(LANE_PLAN) else 1
+        tier = 0 if layout.plan_id.startswith(PARITY_SET_PLAN) else 1
         facts = card.objects_bytes, card.sums, card.digests, card.keep
         record = SlotRecord(job, snapshot, rank, tier, layout, *facts)
         if layout.rank != rank:
@@ -110,7 +110,7 @@ def _record(job: str, snapshot: SnapshotId, rank: int, card: Card, node: str) ->
 
 # --- beside the parity --------------------------------------------------------------------------------------------------
 def packed(cards: Mapping[int, SlotRecord]) -> bytes:
-    """What every part of a lane keeps of its members: the same bytes on all of its nodes."""
+    """What every shard of a parity set keeps of its members: the same bytes on all of its nodes."""
     rows = [
         [rank, card.layout.encoded, card.objects_bytes, card.sums, sorted(card.digests), card.keep]
         for rank, card in sorted(cards.items())
@@ -133,5 +133,5 @@ def unpacked(job: str, snapshot: SnapshotId, blob: bytes | memoryview) -> dict[i
             check_record(record)
             found[rank] = record
     except (TypeError, ValueError, msgpack.UnpackException) as error:
-        raise ValueError(f"not the cards of a lane: {error}") from error
+        raise ValueError(f"not the cards of a parity set: {error}") from error
     return found

@@ -1,4 +1,4 @@
-"""The columns of a lane's stripes, read from wherever they are and combined (REFT, section 4; design D8).
+"""The columns of a parity set's stripes, read from wherever they are and combined (REFT, section 4; design D8).
 
 Making parity and making what was lost are one thing: any ``data`` columns of a stripe bring any other one. It is done window by
 window in bounded scratch, never in a second copy of the state; a window that fails is done again from other columns.
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from ckptd.core.errors import CkptdError
 from ckptd.core.protocol.messages import Source
 from ckptd.core.redundancy.galois import recovery_row
-from ckptd.core.redundancy.lanes import NOBODY, Lane
 from ckptd.core.redundancy.linear import payload_spans
 from ckptd.core.redundancy.parity_groups import data_index, data_stripes, parity_positions, stripes_held
+from ckptd.core.redundancy.parity_sets import NOBODY, ParitySet
 from ckptd.core.state_map.layout import BLOCK_BYTES, Layout
 from ckptd.protect.erasure import Buffer, kernel
 from ckptd.protect.fetched import Fetched
 from ckptd.protect.settle import all_done, in_thread
 from ckptd.protect.windows import WINDOW_BYTES, Windows
 
-WINDOWS_AT_ONCE = 2  # of one lane: one is read while another is combined
+WINDOWS_AT_ONCE = 2  # of one parity set: one is read while another is combined
 assert WINDOW_BYTES % BLOCK_BYTES == 0, "windows of parity are whole blocks, which travel with the sums of their seal"
 
 Spans = tuple[tuple[int, int], ...]
@@ -45,30 +45,30 @@ class _Column:
 class Columns:
     """``read``: fill a buffer with spans of a source's payload, verified. ``own_node``: what lies there is preferred.
 
-    layouts: of the lane's members, by rank; part_layout: of its parts.
+    layouts: of the parity set's members, by rank; part_layout: of its parts.
     """
 
     def __init__(
         self,
-        lane: Lane,
+        parity_set: ParitySet,
         sources: Iterable[Source],
         layouts: Mapping[int, Layout],
-        part_layout: Layout,
+        shard_layout: Layout,
         *,
         read: Read,
         own_node: str,
         windows: Windows,
         work: Executor,
     ) -> None:
-        self.lane, self._layouts, self._part_layout = lane, layouts, part_layout
+        self.parity_set, self._layouts, self._shard_layout = parity_set, layouts, shard_layout
         self._read, self._own_node, self._windows, self._work = read, own_node, windows, work
-        self._size, self._data = len(lane.members), len(lane.members) - lane.parity
+        self._size, self._data = len(parity_set.members), len(parity_set.members) - parity_set.parity
         self._sources: dict[tuple[int, bool], list[Source]] = {}  # (position, its parity?) -> where
-        places = lane.ranks()
+        places = parity_set.ranks()
         for source in sorted(sources, key=lambda source: (source.node != own_node, source.node)):
-            if source.part is not None and source.part.lane == lane:
-                self._sources.setdefault((source.part.position, True), []).append(source)
-            elif source.part is None and source.rank in places and source.tier <= 1:
+            if source.shard is not None and source.shard.parity_set == parity_set:
+                self._sources.setdefault((source.shard.position, True), []).append(source)
+            elif source.shard is None and source.rank in places and source.tier <= 1:
                 self._sources.setdefault((places[source.rank], False), []).append(source)
         self.failed: list[tuple[Source, Fetched]] = []
 
@@ -81,13 +81,13 @@ class Columns:
     # --- what to make -------------------------------------------------------------------------------------------
     async def data(self, position: int, start: int, into: memoryview) -> None:
         """Bytes ``start`` onward of the member's row (core.redundancy.linear). Raises Undecodable."""
-        chunk, done = self.lane.chunk, 0
-        stripes = data_stripes(self._size, self.lane.parity, position)
+        chunk, done = self.parity_set.chunk, 0
+        stripes = data_stripes(self._size, self.parity_set.parity, position)
         while done < len(into):
             index, offset = divmod(start + done, chunk)
             length = min(len(into) - done, chunk - offset)
             stripe = stripes[index]
-            column = data_index(self._size, self.lane.parity, stripe, position)
+            column = data_index(self._size, self.parity_set.parity, stripe, position)
             await self._make(stripe, column, offset, into[done : done + length])
             done += length
 
@@ -112,7 +112,7 @@ class Columns:
                 chosen, factors = [itself], (1,)
             else:
                 chosen = self._choose(stripe, column)
-                factors = recovery_row(self._data, self.lane.parity, [c.number for c in chosen], column)
+                factors = recovery_row(self._data, self.parity_set.parity, [c.number for c in chosen], column)
             terms = [(c, f) for c, f in zip(chosen, factors, strict=True) if f and c.source is not None]
             async with self._windows.take(len(terms)) as scratch:
                 buffers = [room[: len(into)] for room in scratch]
@@ -133,19 +133,19 @@ class Columns:
         if len(there) < self._data:
             why = "; ".join(f"{source.node}: {found.reason}" for source, found in self.failed[-4:])
             raise Undecodable(
-                f"lane {self.lane.number}: {len(there)} of {self._data} columns can be read", where=why
+                f"parity set {self.parity_set.number}: {len(there)} of {self._data} columns can be read", where=why
             )
         there.sort(key=lambda c: (c.source is not None, c.source is not None and c.source.node != self._own_node, c.number))
         return there[: self._data]
 
     def _column(self, stripe: int, number: int) -> _Column | None:
         """None: it cannot be had."""
-        parity = parity_positions(self._size, self.lane.parity, stripe)
+        parity = parity_positions(self._size, self.parity_set.parity, stripe)
         if number >= self._data:
             found = self._sources.get((parity[number - self._data], True))
             return _Column(number, found[0]) if found else None
         position = [at for at in range(self._size) if at not in parity][number]
-        if self.lane.members[position].rank == NOBODY:
+        if self.parity_set.members[position].rank == NOBODY:
             return _Column(number, None)
         found = self._sources.get((position, False))
         return _Column(number, found[0]) if found else None
@@ -168,13 +168,13 @@ class Columns:
         return True
 
     def _spans(self, stripe: int, number: int, offset: int, length: int, source: Source) -> list[tuple[int, int, int]]:
-        parity = self.lane.parity
-        if source.part is not None:
-            held = stripes_held(self._size, parity, source.part.position).index((stripe, number - self._data))
-            at = self._part_layout.objects_capacity + held * self.lane.chunk + offset
+        parity = self.parity_set.parity
+        if source.shard is not None:
+            held = stripes_held(self._size, parity, source.shard.position).index((stripe, number - self._data))
+            at = self._shard_layout.objects_capacity + held * self.parity_set.chunk + offset
             return [(0, at, length)]
-        position = self.lane.ranks()[source.rank]
-        start = data_stripes(self._size, parity, position).index(stripe) * self.lane.chunk + offset
+        position = self.parity_set.ranks()[source.rank]
+        start = data_stripes(self._size, parity, position).index(stripe) * self.parity_set.chunk + offset
         return payload_spans(self._layouts[source.rank], start, start + length)
 
 

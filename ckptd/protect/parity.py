@@ -1,4 +1,5 @@
-"""A position of a lane on this node: its parity, or the slot of its member, which is lost or moves here (REFT, section 4; D8).
+"""A position of a parity set on this node: its parity, or the slot of its member, which is lost or moves here (REFT, section
+4; D8).
 
 Whoever holds a position pulls what it needs, so a try that failed is merely done again. What is made of verified columns is summed
 and sealed as any slot; a slot that parity brought back must match the sums of its first seal.
@@ -16,8 +17,8 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.protocol.instructions import MakeParity
 from ckptd.core.protocol.messages import Source
-from ckptd.core.redundancy.lanes import joined_digests, part_layout
 from ckptd.core.redundancy.parity_groups import stripes_held
+from ckptd.core.redundancy.parity_sets import joined_digests, shard_layout
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.record_size import SUM_BYTES, record_bytes
 from ckptd.protect import cards as slot_cards
@@ -42,28 +43,28 @@ class ParityMaker:
         self.add_frozen: Callable[[str, Slot], None] = lambda job, slot: None
 
     # --- parity -------------------------------------------------------------------------------------------------
-    async def part(self, job: str, do: MakeParity) -> Slot:
+    async def shard(self, job: str, do: MakeParity) -> Slot:
         """Sealed. Raises CkptdError, NoMemory among them."""
         cards = await self._all_cards(job, do)
         blob = await in_thread(self._work, slot_cards.packed, cards)
-        lane = do.part.lane
-        layout = part_layout(lane, len(blob))
+        parity_set = do.shard.parity_set
+        layout = shard_layout(parity_set, len(blob))
         digests = joined_digests({rank: sorted(card.digests) for rank, card in cards.items()})
         room = record_bytes(len(layout.encoded), SUM_BYTES * block_count(layout), digests)
-        slot = await self._allocate(job, lane.holding_rank, layout.payload_bytes, room)
+        slot = await self._allocate(job, parity_set.holding_rank, layout.payload_bytes, room)
         try:
             slot.fill()
             into = slot.extent[: layout.payload_bytes]
             into[: layout.objects_capacity] = blob + bytes(layout.objects_capacity - len(blob))
             columns = self.columns(job, do, {rank: card.layout for rank, card in cards.items()}, layout)
-            held = stripes_held(len(lane.members), lane.parity, do.part.position)
+            held = stripes_held(len(parity_set.members), parity_set.parity, do.shard.position)
             for number, (stripe, row) in enumerate(held):
-                at = layout.objects_capacity + number * lane.chunk
-                await columns.row(stripe, row, into[at : at + lane.chunk])
+                at = layout.objects_capacity + number * parity_set.chunk
+                await columns.row(stripe, row, into[at : at + parity_set.chunk])
             sums = await in_thread(self._work, block_sums, into, layout)
             keep = any(card.keep for card in cards.values())
             record = SlotRecord(
-                job, do.snapshot, lane.holding_rank, 0, layout, len(blob), sums, digests, keep, do.part
+                job, do.snapshot, parity_set.holding_rank, 0, layout, len(blob), sums, digests, keep, do.shard
             )
             await in_thread(self._work, _seal, slot, record)
         except BaseException:
@@ -75,15 +76,15 @@ class ParityMaker:
     async def data(self, job: str, do: MakeParity) -> Slot:
         """A tier-1 replica of the position's member. Sealed. Raises CkptdError, NoMemory among them."""
         kept = await self.kept_cards(job, do)
-        card, parts = kept[do.part.member.rank], await self._part_layout(job, do)
-        columns = self.columns(job, do, {rank: found.layout for rank, found in kept.items()}, parts)
+        card, shards = kept[do.shard.member.rank], await self._shard_layout(job, do)
+        columns = self.columns(job, do, {rank: found.layout for rank, found in kept.items()}, shards)
         layout, live = card.layout, card.layout.live_bytes(1)
         slot = await self._allocate(job, card.rank, live, record_bytes(len(layout.encoded), len(card.sums), card.digests))
         try:
             slot.fill()
-            await columns.data(do.part.position, 0, slot.extent[:live])
+            await columns.data(do.shard.position, 0, slot.extent[:live])
             if leans(card):
-                slot.lean(await self._frozen(job, card, columns, do.part.position, live))
+                slot.lean(await self._frozen(job, card, columns, do.shard.position, live))
             payload = slot.reads(layout)
             if await in_thread(self._work, bad_blocks, payload, layout, card.sums, None, 1):
                 raise CkptdError(DAMAGE, where=f"rank {card.rank} of {do.snapshot}")
@@ -95,18 +96,18 @@ class ParityMaker:
 
     async def _frozen(self, job: str, card: SlotRecord, columns: Columns, position: int, start: int) -> Slot:
         """The member's frozen part, which lies behind the live one in its row."""
-        part = frozen_record(card)
-        found = self.find_frozen(job, content_of(part))
+        shard = frozen_record(card)
+        found = self.find_frozen(job, content_of(shard))
         if found is not None:
             return found
         nbytes = sum(length for at, length in card.layout.spans(1) if at >= card.layout.frozen_at)
-        slot = await self._allocate(job, card.rank, nbytes, record_bytes(len(part.layout.encoded), len(part.sums)))
+        slot = await self._allocate(job, card.rank, nbytes, record_bytes(len(shard.layout.encoded), len(shard.sums)))
         try:
             slot.fill()
             await columns.data(position, start, slot.extent[:nbytes])
-            if await in_thread(self._work, bad_blocks, slot.extent, part.layout, part.sums, None, part.tier):
+            if await in_thread(self._work, bad_blocks, slot.extent, shard.layout, shard.sums, None, shard.tier):
                 raise CkptdError(DAMAGE, where=f"frozen part of rank {card.rank}")
-            await in_thread(self._work, slot.seal, part)
+            await in_thread(self._work, slot.seal, shard)
         except BaseException:
             self._arena.release(slot)
             raise
@@ -115,22 +116,22 @@ class ParityMaker:
 
     # --- cards --------------------------------------------------------------------------------------------------
     async def _all_cards(self, job: str, do: MakeParity) -> dict[int, SlotRecord]:
-        """Of every member; of one whose slot is gone what the lane's other parts keep."""
+        """Of every member; of one whose slot is gone what the parity set's other shards keep."""
         found: dict[int, SlotRecord] = {}
         kept: dict[int, SlotRecord] = {}
-        for rank, position in do.part.lane.ranks().items():
+        for rank, position in do.shard.parity_set.ranks().items():
             card = await self._card(job, do, rank)
             if card is None:
                 kept = kept or await self.kept_cards(job, do)
                 card = kept[rank]
-            if card.layout.layout_id != do.part.lane.members[position].layout_id:
-                raise CkptdError(f"rank {rank} has another layout than its lane says", where=str(do.snapshot))
+            if card.layout.layout_id != do.shard.parity_set.members[position].layout_id:
+                raise CkptdError(f"rank {rank} has another layout than its parity set says", where=str(do.snapshot))
             found[rank] = card
         return found
 
     async def _card(self, job: str, do: MakeParity, rank: int) -> SlotRecord | None:
         for source in do.sources:
-            if source.part is None and source.rank == rank:
+            if source.shard is None and source.rank == rank:
                 try:
                     return await self._cards.ask(job, source.node, do.snapshot, rank)
                 except CkptdError:
@@ -138,10 +139,11 @@ class ParityMaker:
         return None
 
     async def kept_cards(self, job: str, do: MakeParity) -> dict[int, SlotRecord]:
-        """As the lane's parts keep them. Raises CkptdError: none of them can be read; Away: one that was not reached may be."""
+        """As the parity set's shards keep them. Raises CkptdError: none of them can be read; Away: one that was not reached
+        may be."""
         why, away = "", False
         for source in do.sources:
-            if source.part is None or source.part.lane != do.part.lane:
+            if source.shard is None or source.shard.parity_set != do.shard.parity_set:
                 continue
             try:
                 layout = await self._layout_of(job, do, source)
@@ -152,29 +154,29 @@ class ParityMaker:
                 why, away = found.reason, away or found.away
             except (CkptdError, ValueError) as error:
                 why, away = str(error), away or isinstance(error, Away)
-        raise (Away if away else CkptdError)(f"no part of lane {do.part.lane.number} can be read", where=why)
+        raise (Away if away else CkptdError)(f"no part of parity set {do.shard.parity_set.number} can be read", where=why)
 
-    async def _part_layout(self, job: str, do: MakeParity) -> Layout:
+    async def _shard_layout(self, job: str, do: MakeParity) -> Layout:
         for source in do.sources:
-            if source.part is not None and source.part.lane == do.part.lane:
+            if source.shard is not None and source.shard.parity_set == do.shard.parity_set:
                 return await self._layout_of(job, do, source)
-        raise CkptdError(f"no part of lane {do.part.lane.number} is held")
+        raise CkptdError(f"no part of parity set {do.shard.parity_set.number} is held")
 
     async def _layout_of(self, job: str, do: MakeParity, source: Source) -> Layout:
-        """Parts of one lane differ in nothing but the length of their cards, which is the same on all of its nodes."""
+        """Shards of one parity set differ in nothing but the length of their cards, which is the same on all of its nodes."""
         card = await self._cards.ask(job, source.node, do.snapshot, source.rank)
         return card.layout
 
     # --- reading ------------------------------------------------------------------------------------------------
     def columns(
-        self, job: str, do: MakeParity, layouts: dict[int, Layout], parts: Layout, *, protects: bool = True
+        self, job: str, do: MakeParity, layouts: dict[int, Layout], shards: Layout, *, protects: bool = True
     ) -> Columns:
         """``protects``: paced, as nobody waits for it; else for a restore."""
-        per_holder = do.part.lane.chunk * do.part.lane.parity
+        per_holder = do.shard.parity_set.chunk * do.shard.parity_set.parity
         read = self._reader(job, do, per_holder if protects else 0)
         windows = self.windows if protects else self.windows_restoring
         return Columns(
-            do.part.lane, do.sources, layouts, parts, read=read, own_node=self._node, windows=windows, work=self._work
+            do.shard.parity_set, do.sources, layouts, shards, read=read, own_node=self._node, windows=windows, work=self._work
         )
 
     def _reader(self, job: str, do: MakeParity, per_holder: int = 0) -> Read:

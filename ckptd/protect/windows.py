@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 WINDOW_BYTES = 4 << 20
-WINDOWS_MAX = 24  # 96 MiB; a lane of more columns than this gets as many as it needs, alone
+WINDOWS_MAX = 24  # 96 MiB; a parity set of more columns than this gets as many as it needs, alone
 
 
 class Windows:

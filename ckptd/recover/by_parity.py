@@ -1,4 +1,4 @@
-"""Slices of slots that are held nowhere any more, made from the parity of their lanes (design D11; REFT, section 4).
+"""Slices of slots that are held nowhere any more, made from the parity of their parity sets (design D11; REFT, section 4).
 
 What is wanted is made, in windows, straight into the memory where it belongs: a lost slot is never rebuilt as a whole for it.
 """
@@ -16,8 +16,8 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.instructions import MakeParity
 from ckptd.core.protocol.messages import Source
-from ckptd.core.redundancy.lanes import Lane, Part, decodable
 from ckptd.core.redundancy.linear import linear_offset
+from ckptd.core.redundancy.parity_sets import ParitySet, ParityShard, decodable
 from ckptd.core.state_map.box import runs
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import BLOCK_BYTES, Fragment, Layout
@@ -32,7 +32,7 @@ from ckptd.recover.left_out import LeftOut
 
 
 class ByParity:
-    """``sources``: of the snapshot, its parity among them; layouts: by id, of the sources and of all members of their lanes.
+    """``sources``: of the snapshot, its parity among them; layouts: by id, of the sources and of all members of their parity sets.
     ``left_out``: what is not asked any more, which what fails here is added to."""
 
     def __init__(
@@ -44,85 +44,86 @@ class ByParity:
         left_out: LeftOut,
     ) -> None:
         self._host, self._snapshot, self._sources, self._layouts = host, snapshot, tuple(sources), layouts
-        self._lanes = {s.part.lane: layouts[s.layout_id] for s in sources if s.part is not None}
-        self._cards: dict[Lane, dict[int, SlotRecord]] = {}
+        self._parity_sets = {s.shard.parity_set: layouts[s.layout_id] for s in sources if s.shard is not None}
+        self._cards: dict[ParitySet, dict[int, SlotRecord]] = {}
         self._left_out = left_out
 
     def held(self, *, hopeful: bool = False) -> list[Held]:
-        """What the lanes that are whole enough can bring."""
+        """What the parity sets that are whole enough can bring."""
         found = []
-        for lane in self._lanes:
-            if self._usable(lane, hopeful=hopeful):
-                layouts = self._members(lane)
-                found += [Held(BY_PARITY, rank, 1, layouts[rank]) for rank in lane.ranks() if rank in layouts]
+        for parity_set in self._parity_sets:
+            if self._usable(parity_set, hopeful=hopeful):
+                layouts = self._members(parity_set)
+                found += [Held(BY_PARITY, rank, 1, layouts[rank]) for rank in parity_set.ranks() if rank in layouts]
         return found
 
-    def _usable(self, lane: Lane, *, hopeful: bool = False) -> bool:
-        if lane in self._left_out.lanes(hopeful=hopeful):
+    def _usable(self, parity_set: ParitySet, *, hopeful: bool = False) -> bool:
+        if parity_set in self._left_out.parity_sets(hopeful=hopeful):
             return False
-        places, lost = lane.ranks(), self._left_out.copies(hopeful=hopeful)
+        places, lost = parity_set.ranks(), self._left_out.copies(hopeful=hopeful)
         usable = [source for source in self._sources if (source.node, source.rank) not in lost]
-        data = {places[s.rank] for s in usable if s.part is None and s.rank in places and s.tier <= 1}
-        return decodable(lane, data, {s.part.position for s in usable if s.part is not None and s.part.lane == lane})
+        data = {places[s.rank] for s in usable if s.shard is None and s.rank in places and s.tier <= 1}
+        shards = (source.shard for source in usable if source.shard is not None)
+        return decodable(parity_set, data, {shard.position for shard in shards if shard.parity_set == parity_set})
 
-    def _members(self, lane: Lane) -> dict[int, Layout]:
-        ids = {member.rank: member.layout_id for member in lane.members}
-        return {rank: self._layouts[ids[rank]] for rank in lane.ranks() if ids[rank] in self._layouts}
+    def _members(self, parity_set: ParitySet) -> dict[int, Layout]:
+        ids = {member.rank: member.layout_id for member in parity_set.members}
+        return {rank: self._layouts[ids[rank]] for rank in parity_set.ranks() if ids[rank] in self._layouts}
 
-    def _lane_of(self, rank: int) -> Lane | None:
+    def _parity_set_of(self, rank: int) -> ParitySet | None:
         """None: another rank's fetch has found meanwhile that it cannot be had."""
-        return next((lane for lane in self._lanes if rank in lane.ranks() and self._usable(lane)), None)
+        return next((found for found in self._parity_sets if rank in found.ranks() and self._usable(found)), None)
 
     # --- slices -------------------------------------------------------------------------------------------------
     async def fetch(self, rank: int, pieces: Sequence[Piece], into: memoryview) -> bool:
         """The pieces one after the other. False: it cannot be done from what there is; what failed is left out from now on."""
-        lane = self._lane_of(rank)
-        if lane is None:
+        parity_set = self._parity_set_of(rank)
+        if parity_set is None:
             return False
-        columns = self._columns(lane)
-        layout, at = self._members(lane)[rank], 0
+        columns = self._columns(parity_set)
+        layout, at = self._members(parity_set)[rank], 0
         try:
             for piece in pieces:
                 fragment = layout.fragments[piece.fragment]
                 room = into[at : at + piece.nbytes]
                 if piece.box == fragment.box:
-                    await self._whole(lane, columns, layout, fragment, room)
+                    await self._whole(parity_set, columns, layout, fragment, room)
                 else:
-                    await self._partly(lane, columns, layout, fragment, piece, room)
+                    await self._partly(parity_set, columns, layout, fragment, piece, room)
                 at += piece.nbytes
         except CkptdError as error:
-            self._note(lane, columns, error)
+            self._note(parity_set, columns, error)
             return False
         return True
 
     async def objects(self, rank: int) -> bytes | None:
         """The rank's objects region; None: it cannot be had."""
-        lane = self._lane_of(rank)
-        if lane is None:
+        parity_set = self._parity_set_of(rank)
+        if parity_set is None:
             return None
-        columns = self._columns(lane)
-        layout = self._members(lane)[rank]
+        columns = self._columns(parity_set)
+        layout = self._members(parity_set)[rank]
         region = bytearray(layout.objects_capacity)
         try:
-            await columns.data(lane.ranks()[rank], 0, memoryview(region))
-            await self._check(lane, layout, rank, 0, memoryview(region))
+            await columns.data(parity_set.ranks()[rank], 0, memoryview(region))
+            await self._check(parity_set, layout, rank, 0, memoryview(region))
         except CkptdError as error:
-            self._note(lane, columns, error)
+            self._note(parity_set, columns, error)
             return None
         return bytes(region)
 
     async def _whole(
-        self, lane: Lane, columns: Columns, layout: Layout, fragment: Fragment, room: memoryview
+        self, parity_set: ParitySet, columns: Columns, layout: Layout, fragment: Fragment, room: memoryview
     ) -> None:
         start = linear_offset(layout, fragment.offset)
-        await columns.data(lane.ranks()[layout.rank], start, room)
-        await self._check(lane, layout, layout.rank, fragment.offset, room)
+        await columns.data(parity_set.ranks()[layout.rank], start, room)
+        await self._check(parity_set, layout, layout.rank, fragment.offset, room)
 
     async def _partly(
-        self, lane: Lane, columns: Columns, layout: Layout, fragment: Fragment, piece: Piece, room: memoryview
+        self, parity_set: ParitySet, columns: Columns, layout: Layout, fragment: Fragment, piece: Piece, room: memoryview
     ) -> None:
         """A window at a time of the range that the piece lies in: whole blocks, so that they can be checked."""
-        start, position = linear_offset(layout, fragment.offset), lane.ranks()[layout.rank]
+        start, position = linear_offset(layout, fragment.offset), parity_set.ranks()[layout.rank]
         wanted = list(runs(fragment.box, piece.box, ITEMSIZE[fragment.dtype]))
         window, first, have = memoryview(bytearray(min(WINDOW_BYTES, fragment.nbytes))), 0, 0
         at = 0
@@ -132,38 +133,38 @@ class ByParity:
                     first = offset // BLOCK_BYTES * BLOCK_BYTES
                     have = min(len(window), fragment.nbytes - first)
                     await columns.data(position, start + first, window[:have])
-                    await self._check(lane, layout, layout.rank, fragment.offset + first, window[:have])
-                part = min(length, first + have - offset)
-                room[at : at + part] = window[offset - first : offset - first + part]
-                at, offset, length = at + part, offset + part, length - part
+                    await self._check(parity_set, layout, layout.rank, fragment.offset + first, window[:have])
+                shard = min(length, first + have - offset)
+                room[at : at + shard] = window[offset - first : offset - first + shard]
+                at, offset, length = at + shard, offset + shard, length - shard
 
-    async def _check(self, lane: Lane, layout: Layout, rank: int, offset: int, room: memoryview) -> None:
+    async def _check(self, parity_set: ParitySet, layout: Layout, rank: int, offset: int, room: memoryview) -> None:
         """Against the sums of the lost slot's own seal, which lie beside the parity. Raises CkptdError."""
-        if lane not in self._cards:
-            order = MakeParity(self._snapshot, Part(lane, 0), self._sources)
-            self._cards[lane] = await self._host.lane_cards(order)
-        sums = self._cards[lane][rank].sums
+        if parity_set not in self._cards:
+            order = MakeParity(self._snapshot, ParityShard(parity_set, 0), self._sources)
+            self._cards[parity_set] = await self._host.set_cards(order)
+        sums = self._cards[parity_set][rank].sums
         if not await in_thread(self._host.executor, _matches, layout, sums, offset, room):
-            self._left_out.lost_lanes.add(lane)
+            self._left_out.lost_sets.add(parity_set)
             raise CkptdError("what parity brought does not match its sums", where=f"rank {rank}")
 
     # --- columns ------------------------------------------------------------------------------------------------
-    def _columns(self, lane: Lane) -> Columns:
-        order = MakeParity(self._snapshot, Part(lane, 0), self._sources)
-        columns = self._host.lane_columns(order, self._members(lane), self._lanes[lane])
+    def _columns(self, parity_set: ParitySet) -> Columns:
+        order = MakeParity(self._snapshot, ParityShard(parity_set, 0), self._sources)
+        columns = self._host.set_columns(order, self._members(parity_set), self._parity_sets[parity_set])
         for node, rank in self._left_out.copies():
             columns.lose(node, rank)
         return columns
 
-    def _note(self, lane: Lane, columns: Columns, error: CkptdError) -> None:
-        """What failed is not tried again in this restore; when nothing did, the lane itself cannot be used. Others work beside
-        this one: what it lacked may be what one of them could not reach meanwhile."""
+    def _note(self, parity_set: ParitySet, columns: Columns, error: CkptdError) -> None:
+        """What failed is not tried again in this restore; when nothing did, the parity set itself cannot be used. Others work
+        beside this one: what it lacked may be what one of them could not reach meanwhile."""
         for source, found in columns.failed:
             self._left_out.note(source.node, source.rank, found)
         if isinstance(error, Away) or (isinstance(error, Undecodable) and self._left_out.away and not columns.failed):
-            self._left_out.away_lanes[lane] = str(error)
+            self._left_out.away_sets[parity_set] = str(error)
         elif not columns.failed:
-            self._left_out.lost_lanes.add(lane)
+            self._left_out.lost_sets.add(parity_set)
 
 
 def _matches(layout: Layout, sums: bytes, offset: int, room: memoryview) -> bool:

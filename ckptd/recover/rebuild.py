@@ -61,7 +61,7 @@ class Rebuild:
         self._held = [
             Held(source.node, source.rank, source.tier, self._layouts[source.layout_id])
             for source in do.sources
-            if source.part is None
+            if source.shard is None
         ]
         self._left_out = LeftOut()
         self._by_parity = ByParity(host, do.snapshot, do.sources, self._layouts, self._left_out)
@@ -231,7 +231,7 @@ class Rebuild:
         return plan
 
     def _plan_now(self, rank: int, asked: list[Want], durable: dict[str, list[Box]]) -> Plan:
-        without = self._left_out.copies(), self._left_out.lanes()
+        without = self._left_out.copies(), self._left_out.parity_sets()
         if self._index is None or self._index[0] != without:
             self._index = without, SourceIndex(self._left())
         assert self._catalogue is not None, "wants come after the catalogue"

@@ -28,7 +28,7 @@ def test_the_drained_node_and_any_other_may_go(nodes: Cluster, redundancy: str) 
     done = made[1].cli("drain", "--deadline", "60s")
     assert done.returncode == 0, (done.stdout, done.stderr, made[0].log.read_text()[-2000:])
     assert "needed any more" in done.stdout
-    for lost in (1, 3 if redundancy == "xor(3)" else 0):  # its partner in the lane; in the group of copies
+    for lost in (1, 3 if redundancy == "xor(3)" else 0):  # its partner in the parity set; in the group of copies
         made[lost].kill()
         world[lost].kill()
     left = [at for at in range(NODES) if made[at].process is not None]

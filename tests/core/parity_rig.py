@@ -1,4 +1,4 @@
-"""A steward of one lane of parity, its spare nodes, and what it orders."""
+"""A steward of one parity set of parity, its spare nodes, and what it orders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckptd.core.policy import Policy
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import messages as msg
-from ckptd.core.redundancy.lanes import Part, part_layout
+from ckptd.core.redundancy.parity_sets import ParityShard, shard_layout
 from ckptd.core.redundancy.policies import Parity
 from tests.core.machines import EPOCH, Steward, at, layout, member, record_of
 
@@ -19,7 +19,7 @@ Ordered = set[tuple[str, int, bool]]  # (to, position, data)
 def steward(
     ranks: str = "abc", spare: str = "d", parity: Parity = XOR, durable: bool = False, rack: str = "", **more: float
 ) -> Steward:
-    """Nodes of one rank each, all of one lane; ``spare`` ones have none. rack: these are one failure domain."""
+    """Nodes of one rank each, all of one parity set; ``spare`` ones have none. rack: these are one failure domain."""
     record = record_of(ranks)
     nodes = (*record.nodes, *map(member, spare))
     record = replace(record, nodes=tuple(replace(n, domain="rack") if n.node in rack else n for n in nodes))
@@ -31,36 +31,36 @@ def orders(node: Steward, since: int = 0, step: int = 7) -> list[tuple[str, msg.
     """As they were sent, the last of each."""
     names = [member.node for member in node.record.nodes]
     found = {
-        (to, order.part, order.data): (to, order)
+        (to, order.shard, order.data): (to, order)
         for to in names for order in node.said(msg.ParityOrder, to, since) if order.snapshot == at(step)
     }  # fmt: skip
     return list(found.values())
 
 
 def ordered(node: Steward, since: int = 0, step: int = 7) -> Ordered:
-    return {(to, order.part.position, order.data) for to, order in orders(node, since, step)}
+    return {(to, order.shard.position, order.data) for to, order in orders(node, since, step)}
 
 
-def part_fact(part: Part, step: int = 7) -> msg.HoldingFact:
-    made = part_layout(part.lane, 64)
-    return msg.HoldingFact(at(step), part.lane.holding_rank, 0, made.layout_id, part=part)
+def shard_fact(shard: ParityShard, step: int = 7) -> msg.HoldingFact:
+    made = shard_layout(shard.parity_set, 64)
+    return msg.HoldingFact(at(step), shard.parity_set.holding_rank, 0, made.layout_id, shard=shard)
 
 
-def make(node: Steward, to: str, part: Part, step: int = 7) -> None:
+def make(node: Steward, to: str, shard: ParityShard, step: int = 7) -> None:
     """The node holds this part now."""
     if to == "a":
-        made = part_layout(part.lane, 64)
-        layouts = tuple(layout(m.rank, part.lane.world) for m in part.lane.members)
-        node.feed(ev.ParityMade(at(step), part, 2000 + 10 * step + part.lane.number, made, (), layouts))
+        made = shard_layout(shard.parity_set, 64)
+        layouts = tuple(layout(m.rank, shard.parity_set.world) for m in shard.parity_set.members)
+        node.feed(ev.ParityMade(at(step), shard, 2000 + 10 * step + shard.parity_set.number, made, (), layouts))
     else:
-        node.others[to].held(part_fact(part, step))
+        node.others[to].held(shard_fact(shard, step))
 
 
 def protected(node: Steward, step: int = 7, *, keep: bool = False) -> Steward:
     node.capture(step, keep=keep)
     for to, order in orders(node, step=step):
         assert not order.data
-        make(node, to, order.part, step)
+        make(node, to, order.shard, step)
     return node
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.candidates import Candidates, find_candidates
 from ckptd.core.protocol.messages import HoldingFact, RestoreAsk
-from ckptd.core.redundancy.lanes import Lane, Member, Part, joined_digests, part_layout
 from ckptd.core.redundancy.linear import linear_bytes
+from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard, joined_digests, shard_layout
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import MAYBE, REPLICA, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
@@ -172,13 +172,13 @@ def test_a_rank_whose_slots_are_all_gone_is_restored_from_parity() -> None:
     members = tuple(
         Member(rank, linear_bytes(layout), layout.layout_id) for rank, layout in world.layouts.items()
     )
-    lane = Lane(3, 0, 1, members)
-    known = part_layout(lane, 64)
+    parity_set = ParitySet(3, 0, 1, members)
+    known = shard_layout(parity_set, 64)
     digests = joined_digests({rank: world.digests(rank) for rank in world.layouts})
     holdings, layouts = found(world, ("b", NEW, 1, 0), ("c", NEW, 2, 0), extra={known.layout_id: known})
     for position, node in enumerate("bc", 1):
-        part = Part(lane, position)
-        holdings[node].append(HoldingFact(NEW, known.rank, 0, known.layout_id, digests, part=part))
+        shard = ParityShard(parity_set, position)
+        holdings[node].append(HoldingFact(NEW, known.rank, 0, known.layout_id, digests, shard=shard))
     (best,) = find_candidates(RECORD, holdings, layouts).restorable
     assert (best.memory, best.layouts, best.per_rank) == (True, world.layouts, ("o:rng",))
     assert sorted((s.node, s.rank) for s in best.sources) == [("b", 1), ("b", 3), ("c", 2), ("c", 3)]

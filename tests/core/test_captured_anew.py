@@ -123,7 +123,7 @@ def test_parity_of_a_void_capture_protects_no_other_one() -> None:
     node = parity_rig.steward().capture(7)
     for to, order in parity_rig.orders(node):
         if to != "a":
-            node.others[to].held(replace(parity_rig.part_fact(order.part), snapshot=at(7, grant=99)))
+            node.others[to].held(replace(parity_rig.shard_fact(order.shard), snapshot=at(7, grant=99)))
     node.tick(2 * REPEAT_S)
     assert node.level(7) == 0
     assert {name for name in "bc" for void in node.said(msg.Void, name) if void.snapshot == at(7, grant=99)} == {"b", "c"}

@@ -10,8 +10,8 @@ from ckptd.core.protocol.machine.shortage import CALM_S
 from ckptd.core.protocol.machine.steward.certify import REPEAT_S
 from ckptd.core.protocol.machine.steward.degradation import AFTERWARDS_S
 from ckptd.core.redundancy.degradation import DOWN_S, UP_S
-from ckptd.core.redundancy.lanes import Lane, Part
-from ckptd.core.redundancy.lanes import Member as LaneMember
+from ckptd.core.redundancy.parity_sets import Member as ParityMember
+from ckptd.core.redundancy.parity_sets import ParitySet, ParityShard
 from tests.core.machines import EPOCH, Member, Steward, at, only, record_of
 from tests.core.parity_rig import make, orders
 
@@ -193,10 +193,10 @@ def test_a_copy_that_a_drain_asked_for_is_no_shortage() -> None:
 
 def test_lost_data_that_cannot_be_made_again_is_no_shortage_and_lost_parity_is() -> None:
     node = Member(record_of(), POLICY)
-    part = Part(Lane(2, 0, 1, (LaneMember(0, 10, "x"), LaneMember(1, 10, "y"))), 0)
-    node.feed(ev.ParityFailed(at(7), part, True, "no memory"))
+    shard = ParityShard(ParitySet(2, 0, 1, (ParityMember(0, 10, "x"), ParityMember(1, 10, "y"))), 0)
+    node.feed(ev.ParityFailed(at(7), shard, True, "no memory"))
     assert told(node) == []
-    node.feed(ev.ParityFailed(at(7), part, False, "no memory"))
+    node.feed(ev.ParityFailed(at(7), shard, False, "no memory"))
     assert told(node) == [(True, "b: no memory")]
 
 
@@ -238,7 +238,7 @@ def test_copies_are_proven_by_copies_and_not_by_the_parity_that_was_there_before
     assert degradation is not None and degradation.redundancy.text == "xor(3)"
     short(node, False)
     for to, order in orders(node):
-        make(node, to, order.part)
+        make(node, to, order.shard)
     node.tick(UP_S + 1.0)
     assert node.level(7) == 1
     node.tick(2 * UP_S)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.pacing.rates import CAPTURE, ENCODING, REPLICA, SEAL, Pace, Rates
-from ckptd.core.redundancy.lanes import Lane, Member, tolerance
 from ckptd.core.redundancy.outlook import (
     ALL,
     DOMAIN,
@@ -24,6 +23,7 @@ from ckptd.core.redundancy.outlook import (
     fatal_places,
     outlooks,
 )
+from ckptd.core.redundancy.parity_sets import Member, ParitySet, tolerance
 from ckptd.core.redundancy.protection import level, slice_classes
 from tests.core.worlds import World, fsdp, quick, worlds
 
@@ -184,31 +184,31 @@ places = st.frozensets(st.sampled_from("abcd"), max_size=2)
 def test_critical_places_with_parity(data: st.DataObject, parity: int) -> None:
     world = fsdp(4)
     classes = slice_classes(world.layouts)
-    lane = Lane(4, 0, parity, tuple(Member(rank, 1000, f"l{rank}") for rank in range(4)))
+    parity_set = ParitySet(4, 0, parity, tuple(Member(rank, 1000, f"l{rank}") for rank in range(4)))
     data_at = {rank: data.draw(places) for rank in range(4)}
     parts_at = {rank: data.draw(places) for rank in range(4)}
 
     def whole(lost: frozenset[str]) -> bool:
         left = {rank: found - lost for rank, found in data_at.items()}
-        parts = {rank: found - lost for rank, found in parts_at.items()}
-        spared = dict.fromkeys(range(4), tolerance(lane, left, parts)) if tolerance(lane, left, parts) >= 0 else {}
+        shards = {rank: found - lost for rank, found in parts_at.items()}
+        spared = dict.fromkeys(range(4), tolerance(parity_set, left, shards)) if tolerance(parity_set, left, shards) >= 0 else {}
         return level(classes, {rank: [(p, 0) for p in found] for rank, found in left.items()}, spared) >= 0
 
     if whole(NOBODY):
-        fatal = fatal_places(lane, data_at, parts_at)
+        fatal = fatal_places(parity_set, data_at, parts_at)
         spared = {} if fatal is None else dict.fromkeys(range(4), fatal)
         held = {rank: [(p, 0) for p in found] for rank, found in data_at.items()}
         assert critical(classes, held, spared) == {p for p in "abcd" if not whole(frozenset(p))}
 
 
-def test_a_lane_with_a_loss_needs_all_the_others() -> None:
+def test_a_parity_set_with_a_loss_needs_all_the_others() -> None:
     world = fsdp(3)
-    lane = Lane(3, 0, 1, tuple(Member(rank, 1000, f"l{rank}") for rank in range(3)))
+    parity_set = ParitySet(3, 0, 1, tuple(Member(rank, 1000, f"l{rank}") for rank in range(3)))
     here = {rank: frozenset({f"n{rank}"}) for rank in range(3)}
-    assert fatal_places(lane, here, here) == frozenset()
+    assert fatal_places(parity_set, here, here) == frozenset()
     without = here | {1: NOBODY}
-    fatal = fatal_places(lane, without, without)
+    fatal = fatal_places(parity_set, without, without)
     assert fatal == {"n0", "n2"}
     holders = {0: [("n0", 0)], 1: [], 2: [("n2", 0)]}
     assert critical(slice_classes(world.layouts), holders, dict.fromkeys(range(3), fatal)) == {"n0", "n2"}
-    assert fatal_places(lane, without, here | {1: NOBODY, 0: NOBODY}) is None
+    assert fatal_places(parity_set, without, here | {1: NOBODY, 0: NOBODY}) is None

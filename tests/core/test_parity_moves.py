@@ -14,8 +14,8 @@ from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.steward.certify import REPEAT_S
 from ckptd.core.protocol.machine.steward.draining import AGAIN_S, FOLLOWS_S
 from ckptd.core.redundancy.degradation import DOWN_S, UP_S
-from ckptd.core.redundancy.lanes import Lane, Member, Part
 from ckptd.core.redundancy.linear import linear_bytes
+from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard
 from ckptd.core.redundancy.policies import Parity
 from tests.core.certificates import OLD, released
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
@@ -26,8 +26,8 @@ from tests.core.parity_rig import (
     make,
     ordered,
     orders,
-    part_fact,
     protected,
+    shard_fact,
     steward,
 )
 
@@ -37,7 +37,7 @@ def remainder(node: Steward, name: str, since: int) -> msg.Remainder:
     return node.said(msg.Remainder, name, since)[-1]
 
 
-def test_what_a_leaving_node_holds_of_a_lane_moves_to_a_spare() -> None:
+def test_what_a_leaving_node_holds_of_a_parity_set_moves_to_a_spare() -> None:
     node = protected(steward())
     mark = leaves(node, "c")
     node.tick(1.0)
@@ -47,8 +47,8 @@ def test_what_a_leaving_node_holds_of_a_lane_moves_to_a_spare() -> None:
     assert (left.slots, left.stuck) == (2, 0)
     assert left.falls == ((at(7), 1, 0),)
     node.others["d"].held(fact(7, 2, 1, world=3))
-    (part,) = [order.part for to, order in orders(node, mark) if not order.data]
-    make(node, "d", part)
+    (shard,) = [order.shard for to, order in orders(node, mark) if not order.data]
+    make(node, "d", shard)
     node.tick(AGAIN_S)
     left = remainder(node, "c", mark)
     assert (left.slots, left.falls) == (0, ())
@@ -75,7 +75,7 @@ def test_with_nowhere_to_go_it_gets_the_part_that_it_lacks_and_not_the_data_that
     node = steward(spare="").capture(7)
     for to, order in orders(node):
         if to != "c":
-            make(node, to, order.part)
+            make(node, to, order.shard)
     mark = leaves(node, "c")
     node.tick(AGAIN_S)
     assert ordered(node, mark) == {("c", 2, False)}
@@ -90,10 +90,10 @@ def test_what_a_leaving_node_lost_to_damage_is_made_there_where_nobody_else_can_
     node.tick(AGAIN_S)
     protected(node, 8)
     assert (node.level(8), released(node)) == (1, set()), "it leans on node c"
-    (part,) = [order.part for to, order in orders(node, step=8) if to == "c"]
+    (shard,) = [order.shard for to, order in orders(node, step=8) if to == "c"]
     node.others["c"].held(fact(8, 2, world=3), lost=True)
     if part_too:
-        node.others["c"].held(part_fact(part, 8), lost=True)
+        node.others["c"].held(shard_fact(shard, 8), lost=True)
     assert node.level(8) == 0
     mark = node.mark
     node.tick(PATIENCE_S + REPEAT_S)
@@ -101,7 +101,7 @@ def test_what_a_leaving_node_lost_to_damage_is_made_there_where_nobody_else_can_
     node.others["c"].held(fact(8, 2, 1, world=3))
     if part_too:
         node.tick(REPEAT_S)
-        make(node, "c", part, 8)
+        make(node, "c", shard, 8)
     node.tick(FOLLOWS_S + 1.0)
     assert (node.level(8), released(node)) == (1, {7})
 
@@ -139,19 +139,20 @@ def test_a_leaving_node_gets_nothing_new_where_another_can_take_it() -> None:
 
 @pytest.mark.parametrize(("spare", "to"), [("", "b"), ("d", "d")])
 def test_what_moves_takes_no_seat_of_another_position(spare: str, to: str) -> None:
-    """In lane 1 node c has no rank and, as yet, no parity: with another part of the lane it could never take its own."""
+    """In parity set 1 node c has no rank and, as yet, no parity: with another shard of the parity set it could never take its
+    own."""
     node = steward("aabbc", spare)
     leaves(node, "b")
     node.tick(1.0)
     node.capture(7)
     node.tick(AGAIN_S)
-    found = [(where, order.part.position) for where, order in orders(node) if order.part.lane.number == 1]
+    found = [(where, order.shard.position) for where, order in orders(node) if order.shard.parity_set.number == 1]
     assert set(found) == {("a", 0), (to, 1), ("c", 2)}
 
 
 def test_what_moves_does_not_take_the_place_of_a_position_that_is_made_at_the_same_time() -> None:
-    """P14: one node was asked for two parts of a lane and makes one at most, so the snapshot was never protected."""
-    node = steward("aabc", "d")  # lane 1 has no rank at b and c
+    """P14: one node was asked for two shards of a parity set and makes one at most, so the snapshot was never protected."""
+    node = steward("aabc", "d")  # parity set 1 has no rank at b and c
     leaves(node, "b")
     node.tick(1.0)
     node.capture(7)
@@ -170,7 +171,7 @@ def test_a_copy_of_the_data_beside_another_position_does_not_bring_the_part_ther
     node.tick(AGAIN_S)
     assert ordered(node, mark) == {("a", 0, False), ("b", 1, False), ("c", 2, False)}
     for to, order in orders(node, mark):
-        make(node, to, order.part)
+        make(node, to, order.shard)
     node.tick(1.0)
     assert node.level(7) == 1
 
@@ -184,15 +185,15 @@ def test_a_copy_that_a_drain_asked_for_does_not_keep_the_position_of_its_node_fr
     node.others["b"].held(fact(7, 2, 0, world=3))
     leaves(node, "c", False)
     mark = node.mark
-    (part,) = [order.part for to, order in orders(node) if to == "b"]
+    (shard,) = [order.shard for to, order in orders(node) if to == "b"]
     node.others["b"].held(fact(7, 1, world=3), lost=True)
-    node.others["b"].held(part_fact(part), lost=True)
+    node.others["b"].held(shard_fact(shard), lost=True)
     node.tick(PATIENCE_S + REPEAT_S)
     assert ordered(node, mark) == {("b", 1, True)}
     node.others["b"].held(fact(7, 1, world=3))
     node.tick(REPEAT_S)
     assert ordered(node, mark) == {("b", 1, True), ("b", 1, False)}
-    make(node, "b", part)
+    make(node, "b", shard)
     assert node.level(7) == 1
 
 
@@ -249,12 +250,12 @@ def test_what_has_no_parity_gets_none_for_a_node_that_leaves_when_the_level_was_
 
 def test_what_has_lost_all_its_parity_is_copied_for_a_node_that_leaves_when_the_level_was_left() -> None:
     node = steward().capture(7)
-    parts = {to: order.part for to, order in orders(node) if to != "a"}
-    for to, part in parts.items():
-        make(node, to, part)
+    shards = {to: order.shard for to, order in orders(node) if to != "a"}
+    for to, shard in shards.items():
+        make(node, to, shard)
     left(node)
-    for to, part in parts.items():
-        node.others[to].held(part_fact(part), lost=True)
+    for to, shard in shards.items():
+        node.others[to].held(shard_fact(shard), lost=True)
     mark = leaves(node, "c")
     node.tick(AGAIN_S)
     assert {asked.rank for asked in node.said(msg.Holders, "c", mark)} == {2}
@@ -279,8 +280,8 @@ def test_on_a_level_of_copies_a_loss_is_made_good_by_copies_also_where_there_was
 def test_parity_that_is_lost_is_not_made_anew_when_the_level_was_left() -> None:
     node = protected(steward())
     mark = left(node)
-    (part,) = [order.part for to, order in orders(node) if to == "c"]
-    node.others["c"].held(part_fact(part), lost=True)
+    (shard,) = [order.shard for to, order in orders(node) if to == "c"]
+    node.others["c"].held(shard_fact(shard), lost=True)
     node.tick(AGAIN_S)
     assert ordered(node, mark) == set()
 
@@ -291,13 +292,13 @@ def test_a_copy_beside_a_position_does_not_keep_another_one_from_the_last_domain
     simulator, seed 3209592684 of that day)."""
     layouts = [layout(rank, 4) for rank in range(4)]
     members = tuple(Member(rank, linear_bytes(one), one.layout_id) for rank, one in enumerate(layouts))
-    lane, old = Lane(4, 0, 2, members), at(7, OLD)
+    parity_set, old = ParitySet(4, 0, 2, members), at(7, OLD)
     policy = Policy(redundancy=Parity(2, 2), durable=False, steward_timeout_s=PATIENCE_S)
     node = Steward(record_of("abcd", ancestry=(old,)), policy)
     node.feed(ev.HoldingFound(9, old, 0, 0, True, layouts[0], ()))
     for name, rank in (("b", 1), ("c", 2)):
-        part = replace(part_fact(Part(lane, rank)), snapshot=old)
-        node.others[name].tell_inventory(fact(7, rank, epoch=OLD, world=4), part, layouts=layouts)
+        shard = replace(shard_fact(ParityShard(parity_set, rank)), snapshot=old)
+        node.others[name].tell_inventory(fact(7, rank, epoch=OLD, world=4), shard, layouts=layouts)
     node.others["d"].tell_inventory(fact(7, 2, epoch=OLD, world=4))
     node.tick(PATIENCE_S + REPEAT_S)
     assert last_orders(node, old) == {("a", 0, False), ("d", 3, True)}
@@ -309,4 +310,4 @@ def test_a_copy_beside_a_position_does_not_keep_another_one_from_the_last_domain
 
 def last_orders(node: Steward, snapshot: SnapshotId, since: int = 0) -> set[tuple[str, int, bool]]:
     said = [(name, order) for name in "abcd" for order in node.said(msg.ParityOrder, name, since)]
-    return {(name, order.part.position, order.data) for name, order in said if order.snapshot == snapshot}
+    return {(name, order.shard.position, order.data) for name, order in said if order.snapshot == snapshot}

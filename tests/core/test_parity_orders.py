@@ -1,4 +1,5 @@
-"""What a steward has made of parity, by whom and of what: the lanes of its snapshots, losses, and nodes that leave (D8, P2, P3)."""
+"""What a steward has made of parity, by whom and of what: the parity sets of its snapshots, losses, and nodes that leave (D8,
+P2, P3)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.steward.certify import IDLE_S, REPEAT_S
 from ckptd.core.protocol.machine.steward.flush import MEND_S
 from ckptd.core.protocol.machine.steward.grants import FULL_S
-from ckptd.core.redundancy.lanes import Lane, Part, part_layout
-from ckptd.core.redundancy.lanes import Member as Position
+from ckptd.core.redundancy.parity_sets import Member as Position
+from ckptd.core.redundancy.parity_sets import ParitySet, ParityShard, shard_layout
 from ckptd.core.redundancy.policies import Parity
 from tests.core.flushes import ask, step_of
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
@@ -26,8 +27,8 @@ from tests.core.parity_rig import (
     make,
     ordered,
     orders,
-    part_fact,
     protected,
+    shard_fact,
     steward,
 )
 
@@ -41,18 +42,18 @@ def test_parity_of_a_whole_snapshot_is_ordered_where_each_position_lives() -> No
     node.capture(7, 2)
     assert ordered(node) == {("a", 0, False), ("b", 1, False), ("c", 2, False)}
     for _, order in orders(node):
-        assert [(s.node, s.rank, s.part) for s in order.sources] == [("a", 0, None), ("b", 1, None), ("c", 2, None)]
+        assert [(s.node, s.rank, s.shard) for s in order.sources] == [("a", 0, None), ("b", 1, None), ("c", 2, None)]
 
 
 def test_the_level_rises_with_the_last_part_and_not_before() -> None:
     node = steward().capture(7)
     (first, a), (second, b), (third, c) = orders(node)
-    make(node, first, a.part)
-    make(node, second, b.part)
+    make(node, first, a.shard)
+    make(node, second, b.shard)
     node.tick(REPEAT_S + 0.5)
     assert node.level(7) == 0
     assert node.said(msg.Holders) == [], "no copies beside the parity"
-    make(node, third, c.part)
+    make(node, third, c.shard)
     node.tick(1.0)
     assert node.level(7) == 1
     mark = node.mark
@@ -62,25 +63,25 @@ def test_the_level_rises_with_the_last_part_and_not_before() -> None:
 
 def test_a_part_that_was_lost_is_ordered_again_and_the_level_falls_meanwhile() -> None:
     node = protected(steward())
-    (part,) = [order.part for to, order in orders(node) if to == "c"]
+    (shard,) = [order.shard for to, order in orders(node) if to == "c"]
     mark = node.mark
-    node.others["c"].held(part_fact(part), lost=True)
+    node.others["c"].held(shard_fact(shard), lost=True)
     node.tick(1.0)
     assert node.level(7) == 0
     assert ordered(node, mark) == {("c", 2, False)}
     (again,) = [order for _, order in orders(node, mark)]
-    assert [(s.node, s.part.position) for s in again.sources if s.part is not None] == [("a", 0), ("b", 1)]
+    assert [(s.node, s.shard.position) for s in again.sources if s.shard is not None] == [("a", 0), ("b", 1)]
 
 
-def test_what_was_encoded_under_another_policy_is_made_whole_in_its_own_lanes() -> None:
-    """A lane's number must mean one lane: parts are held and asked for by it."""
+def test_what_was_encoded_under_another_policy_is_made_whole_in_its_own_parity_sets() -> None:
+    """A parity set's number must mean one parity set: parts are held and asked for by it."""
     before = steward("abcd", "", Parity(2, 2)).capture(7)
-    made = {to: order.part for to, order in orders(before)}
+    made = {to: order.shard for to, order in orders(before)}
     node = steward("abcd", "", Parity(3, 1)).capture(7, 0, 1, 2)
     for to in ("b", "c"):
         make(node, to, made[to])
     node.capture(7, 3)
-    assert {(to, order.part) for to, order in orders(node)} == {(to, made[to]) for to in ("a", "d")}
+    assert {(to, order.shard) for to, order in orders(node)} == {(to, made[to]) for to in ("a", "d")}
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -96,19 +97,19 @@ def test_lost_data_is_made_again_on_a_spare_after_a_while_and_its_parity_follows
     node.others["d"].held(fact(7, 2, 1, world=3))
     node.tick(2.5)
     assert ordered(node, mark) == {("d", 2, True), ("d", 2, False)}
-    make(node, "d", order.part)
+    make(node, "d", order.shard)
     node.tick(1.0)
     assert node.level(7) == 1
 
 
 def test_a_node_that_comes_back_in_time_costs_nothing() -> None:
     node = protected(steward())
-    held = [order.part for to, order in orders(node) if to == "c"]
+    held = [order.shard for to, order in orders(node) if to == "c"]
     mark = lose(node, "c")
     node.tick(PATIENCE_S - 1.0)
     node.feed(ev.NodeUp("c"))
     node.tick(0.5)
-    node.others["c"].tell_inventory(fact(7, 2, world=3), *map(part_fact, held))
+    node.others["c"].tell_inventory(fact(7, 2, world=3), *map(shard_fact, held))
     node.tick(2 * PATIENCE_S)
     assert ordered(node, mark) == set()
     assert node.level(7) == 1
@@ -140,7 +141,7 @@ def test_more_losses_than_parity_rows_order_nothing() -> None:
     assert {what for what in ordered(node, mark) if what[2]} == set()
 
 
-def test_two_lost_positions_of_a_lane_go_to_two_domains() -> None:
+def test_two_lost_positions_of_a_parity_set_go_to_two_domains() -> None:
     """Else the next loss takes both."""
     node = protected(steward("abcd", "ef", Parity(2, 2)))
     mark = lose(node, "c", "d")
@@ -167,7 +168,7 @@ def comes_back(node: Steward, name: str, *held: msg.HoldingFact) -> None:
 def test_each_loss_waits_anew() -> None:
     """Else a node that is restarted twice has its slot made anew at once the second time."""
     node = protected(steward())
-    held = fact(7, 2, world=3), *(part_fact(order.part) for to, order in orders(node) if to == "c")
+    held = fact(7, 2, world=3), *(shard_fact(order.shard) for to, order in orders(node) if to == "c")
     lose(node, "c")
     node.tick(PATIENCE_S - 1.0)
     comes_back(node, "c", *held)
@@ -186,7 +187,7 @@ def test_the_wait_for_lost_data_begins_with_its_loss() -> None:
     node = steward().capture(7)
     for to, order in orders(node):
         if to != "c":
-            make(node, to, order.part)
+            make(node, to, order.shard)
     node.tick(2 * PATIENCE_S)
     mark = lose(node, "c")
     node.tick(PATIENCE_S - 1.0)
@@ -203,15 +204,15 @@ def test_data_that_was_lost_beside_its_parity_is_made_anew_there() -> None:
 
 
 def test_what_was_asked_of_a_node_is_not_asked_of_another_meanwhile() -> None:
-    """The data of one lane is there already, and its parity; the other's is still under way."""
+    """The data of one parity set is there already, and its parity; the other's is still under way."""
     node = protected(steward("aabbcc", "de"))
     mark = lose(node, "c")
     node.tick(2 * PATIENCE_S)
-    found = [(to, order.part) for to, order in orders(node, mark) if order.data]
+    found = [(to, order.shard) for to, order in orders(node, mark) if order.data]
     assert {to for to, _ in found} == {"d"}
-    part = found[0][1]
-    node.others["d"].held(fact(7, part.member.rank, 1, world=6))
-    make(node, "d", part)
+    shard = found[0][1]
+    node.others["d"].held(fact(7, shard.member.rank, 1, world=6))
+    make(node, "d", shard)
     mark = node.mark
     node.tick(PATIENCE_S)
     assert {to for to, order in orders(node, mark) if order.data} == {"d"}
@@ -219,7 +220,7 @@ def test_what_was_asked_of_a_node_is_not_asked_of_another_meanwhile() -> None:
 
 def test_a_position_without_a_rank_has_its_parity_where_it_sits() -> None:
     node = steward("aabbc", "A").capture(7)
-    nobody = {to for to, order in orders(node) if order.part.lane.number == 1 and order.part.position == 2}
+    nobody = {to for to, order in orders(node) if order.shard.parity_set.number == 1 and order.shard.position == 2}
     assert nobody == {"c"}, "and not on a spare that would be first by name"
 
 
@@ -242,7 +243,7 @@ def test_the_spare_that_holds_less_parity_takes_it() -> None:
     node.tick(PATIENCE_S + 1.0)
     (order,) = [order for to, order in orders(node, mark)]
     node.others["g"].held(fact(7, 2, 1, world=6))
-    make(node, "g", order.part)
+    make(node, "g", order.shard)
     node.tick(1.0)
     assert node.level(7) == 1
     mark = lose(node, "f")
@@ -251,14 +252,14 @@ def test_the_spare_that_holds_less_parity_takes_it() -> None:
 
 
 def test_a_seat_that_was_given_away_is_not_asked_for_its_own_position_again() -> None:
-    """It holds another part of that lane, and one at most."""
+    """It holds another shard of that parity set, and one at most."""
     node = protected(steward("abc", "d"))
-    parts = {order.part.position: order.part for _, order in orders(node)}
+    shards = {order.shard.position: order.shard for _, order in orders(node)}
 
     def moves(to: str, rank: int) -> None:
         node.tick(2 * PATIENCE_S)
         node.others[to].held(fact(7, rank, 1, world=3))
-        make(node, to, parts[rank])
+        make(node, to, shards[rank])
 
     lose(node, "c")
     moves("d", 2)
@@ -275,19 +276,19 @@ def test_a_seat_that_was_given_away_is_not_asked_for_its_own_position_again() ->
 
 
 def test_what_a_flush_needs_is_made_at_once_and_anywhere_and_nothing_else_is() -> None:
-    """Lane 1 has no rank at c: its parity waits for a domain that no other position lives in."""
+    """Parity set 1 has no rank at c: its parity waits for a domain that no other position lives in."""
     node = protected(steward("aabbc", ""))
     lose(node, "c")
     speaking = node.machine.steward
     speaking.parities.order(speaking.table.states[at(7)], at_once=True)
     (do,) = only(node.machine.ctx.out, ins.Send)
     assert isinstance(do.message, msg.ParityOrder)
-    part = do.message.part
-    assert (do.to, part.lane.number, part.position, do.message.data) == ("a", 0, 2, True)
+    shard = do.message.shard
+    assert (do.to, shard.parity_set.number, shard.position, do.message.data) == ("a", 0, 2, True)
 
 
-def mended_beside_another(*, leaving: bool = False) -> tuple[Steward, Part]:
-    """Node a holds another part of that lane, and one at most; it made data of node c, which was away, for a flush."""
+def mended_beside_another(*, leaving: bool = False) -> tuple[Steward, ParityShard]:
+    """Node a holds another shard of that parity set, and one at most; it made data of node c, which was away, for a flush."""
     node = protected(steward(spare="", durable=True))
     if leaving:
         leaves(node, "c")
@@ -295,38 +296,38 @@ def mended_beside_another(*, leaving: bool = False) -> tuple[Steward, Part]:
     node.tick(1.0)
     node.hear("b", msg.FlushAsk(EPOCH, 7))
     node.tick()
-    ((to, part),) = [(to, order.part) for to, order in orders(node) if order.data]
-    assert (to, part.position) == ("a", 2)
+    ((to, shard),) = [(to, order.shard) for to, order in orders(node) if order.data]
+    assert (to, shard.position) == ("a", 2)
     node.feed(ev.ReplicaArrived(at(7), 2, 1, 77, layout(2, 3), (), False))
-    return node, part
+    return node, shard
 
 
 def test_data_that_a_flush_had_made_anywhere_moves_to_where_its_parity_can_be() -> None:
-    node, part = mended_beside_another()
+    node, shard = mended_beside_another()
     mark = node.mark
     node.tick(PATIENCE_S)
     assert ordered(node, mark) == set(), "nowhere yet"
     comes_back(node, "c")
     assert ordered(node, mark) == {("c", 2, True), ("c", 2, False)}
     node.others["c"].held(fact(7, 2, 1, world=3))
-    make(node, "c", part)
+    make(node, "c", shard)
     node.tick(1.0)
     assert node.level(7) == 1
 
 
 def test_a_leaving_node_with_its_data_gets_its_parity_when_only_one_with_another_part_stays() -> None:
-    node, part = mended_beside_another(leaving=True)
+    node, shard = mended_beside_another(leaving=True)
     mark = node.mark
     comes_back(node, "c", fact(7, 2, world=3))
     node.others["c"].tell(msg.Leaving(EPOCH, True))
     node.tick(PATIENCE_S)
     assert ordered(node, mark) == {("c", 2, False)}
-    make(node, "c", part)
+    make(node, "c", shard)
     node.tick(1.0)
     assert node.level(7) == 1
 
 
-def test_a_lane_of_which_two_positions_came_to_live_in_one_domain_is_made_good_by_copies() -> None:
+def test_a_parity_set_of_which_two_positions_came_to_live_in_one_domain_is_made_good_by_copies() -> None:
     """P14: it was whole, and survived nothing: the newest stayed below an older one, and with two slots neither could go
     (simulator, seed 83712297 of that day)."""
     node = protected(steward(rack="ad", durable=True))
@@ -334,11 +335,11 @@ def test_a_lane_of_which_two_positions_came_to_live_in_one_domain_is_made_good_b
     node.tick(1.0)
     node.hear("b", msg.FlushAsk(EPOCH, 7))
     node.tick()
-    ((to, part),) = [(to, order.part) for to, order in orders(node) if order.data]
-    assert (to, part.position) == ("d", 2), "anywhere, for the flush"
+    ((to, shard),) = [(to, order.shard) for to, order in orders(node) if order.data]
+    assert (to, shard.position) == ("d", 2), "anywhere, for the flush"
     node.others["d"].held(fact(7, 2, 1, world=3))
     node.tick(PATIENCE_S)
-    make(node, "d", part)
+    make(node, "d", shard)
     assert node.level(7) == 0, "nodes a and d are in one rack"
     mark = node.mark
     node.tick(REPEAT_S)
@@ -349,22 +350,22 @@ def test_a_lane_of_which_two_positions_came_to_live_in_one_domain_is_made_good_b
 
 
 def of_the_epoch_before(ranks: int, **held: int) -> Steward:
-    """One lane of so many ranks, of which these nodes hold a position each, with its parity. No rank has a free slot."""
+    """One parity set of so many ranks, of which these nodes hold a position each, with its parity. No rank has a free slot."""
     members = tuple(Position(rank, 64, layout(rank, ranks).layout_id) for rank in range(ranks))
-    lane, step = Lane(ranks, 0, 1, members), at(7, EPOCH - 1)
+    parity_set, step = ParitySet(ranks, 0, 1, members), at(7, EPOCH - 1)
     layouts = tuple(layout(rank, ranks) for rank in range(ranks))
     node = Steward(record_of("abc", ancestry=(step,)), Policy(redundancy=XOR, durable=False, steward_timeout_s=PATIENCE_S))
     node.feed(ev.HoldingFound(50, step, 0, 0, True, layouts[0], ()))
-    own = part_layout(lane, 64), (), False, Part(lane, 0), layouts
-    node.feed(ev.HoldingFound(51, step, lane.holding_rank, 0, False, *own))
+    own = shard_layout(parity_set, 64), (), False, ParityShard(parity_set, 0), layouts
+    node.feed(ev.HoldingFound(51, step, parity_set.holding_rank, 0, False, *own))
     for name, rank in held.items():
-        whole = fact(7, rank, epoch=EPOCH - 1, world=ranks), replace(part_fact(Part(lane, rank)), snapshot=step)
+        whole = fact(7, rank, epoch=EPOCH - 1, world=ranks), replace(shard_fact(ParityShard(parity_set, rank)), snapshot=step)
         node.others[name].tell_inventory(*whole, layouts=layouts)
     return node.train(free=0)
 
 
 def test_without_slots_for_long_copies_take_the_place_of_parity_that_cannot_be_made() -> None:
-    """P14: of a lane of the epoch before one node is gone, and there is no other domain for its position."""
+    """P14: of a parity set of the epoch before one node is gone, and there is no other domain for its position."""
     node = of_the_epoch_before(4, b=1, c=2)
     mark = node.mark
     node.tick(FULL_S)
@@ -383,7 +384,7 @@ def test_a_lost_position_is_made_before_what_a_drain_moves_takes_its_place(goes:
         node.others["b"].held(fact(7, 0 if goes == "a" else 2, 1, epoch=EPOCH - 1, world=3))
     node.feed(ev.DrainAsked(True)) if goes == "a" else leaves(node, goes)
     node.tick(1.0)
-    assert {order.part.position for order in node.said(msg.ParityOrder, "b")} == {1}
+    assert {order.shard.position for order in node.said(msg.ParityOrder, "b")} == {1}
 
 
 @pytest.mark.parametrize(("goes", "position", "beside"), [("c", 2, "a"), ("a", 0, "b")])
@@ -393,15 +394,15 @@ def test_without_slots_for_long_data_that_no_slot_holds_is_made_beside_another_p
     """P14: a node was to go, and what it holds was moved to node b, the only one that could have taken a position that was lost
     then; there was no slot of that to make copies of (simulator, seed 77 of its day)."""
     node, before, step = of_the_epoch_before(3, c=2), EPOCH - 1, at(7, EPOCH - 1)
-    moved = Part(next(iter(node.machine.steward.table.states[step].parts)), position)
+    moved = ParityShard(next(iter(node.machine.steward.table.states[step].shards)), position)
     node.others["b"].held(fact(7, position, 1, epoch=before, world=3))
-    node.others["b"].held(replace(part_fact(moved), snapshot=step))
+    node.others["b"].held(replace(shard_fact(moved), snapshot=step))
     node.feed(ev.DrainAsked(True)) if goes == "a" else leaves(node, goes)
     mark = node.mark
     node.tick(FULL_S)
     assert node.said(msg.ParityOrder, since=mark) == [], "it has no place"
     node.tick(IDLE_S)
-    lost = {(to, o.part.position, o.data) for to in "abc" for o in node.said(msg.ParityOrder, to, mark)}
+    lost = {(to, o.shard.position, o.data) for to in "abc" for o in node.said(msg.ParityOrder, to, mark)}
     assert lost == {(beside, 1, True)}, "beside another position, and on no node that goes"
     if beside == "a":
         node.feed(ev.ReplicaArrived(step, 1, 1, 77, layout(1, 3), (), False))
@@ -419,12 +420,12 @@ def test_without_slots_for_long_data_that_no_slot_holds_is_made_beside_another_p
 def test_two_positions_whose_data_lies_on_one_node_have_their_parity_on_two() -> None:
     """One that holds another one's parity, or is about to make it, takes no second: a loss would take both."""
     node, step = of_the_epoch_before(3, b=1), at(7, EPOCH - 1)
-    (lane,) = node.machine.steward.table.states[step].parts
+    (parity_set,) = node.machine.steward.table.states[step].shards
     node.others["b"].held(fact(7, 2, 1, epoch=step.epoch, world=3))
-    node.others["b"].held(replace(part_fact(Part(lane, 1)), snapshot=step), lost=True)
+    node.others["b"].held(replace(shard_fact(ParityShard(parity_set, 1)), snapshot=step), lost=True)
     mark = node.mark
     node.tick(2 * REPEAT_S)
-    found = {(to, order.part.position) for to in "abc" for order in node.said(msg.ParityOrder, to, mark)}
+    found = {(to, order.shard.position) for to in "abc" for order in node.said(msg.ParityOrder, to, mark)}
     assert found == {("b", 1), ("c", 2)}
 
 

@@ -11,7 +11,7 @@ from ckptd.core.protocol.machine.context import place_in_order, succession
 from ckptd.core.protocol.machine.replicate import preference
 from ckptd.core.protocol.machine.steward.decide import decide
 from ckptd.core.protocol.machine.steward.gather import Gather
-from ckptd.core.redundancy.lanes import seatings
+from ckptd.core.redundancy.parity_sets import seatings
 from ckptd.core.redundancy.policies import Parity, Redundancy, Replicas
 
 

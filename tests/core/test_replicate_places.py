@@ -140,7 +140,7 @@ def test_what_was_asked_for_under_another_level_is_not_made_again_unless_it_is_a
     assert len(copies(node.hear(to, lost))) == 1, "it is that level still"
 
 
-def test_a_rank_that_is_in_no_lane_is_copied_unasked() -> None:
+def test_a_rank_that_is_in_no_parity_set_is_copied_unasked() -> None:
     """One group, and one place in it for the two nodes of the rack."""
     record = record_of("abc")
     record = replace(record, nodes=tuple(replace(n, domain="a" if n.node == "a" else "rack") for n in record.nodes))

@@ -11,12 +11,12 @@ from ckptd.core.protocol.machine.context import Context
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import RELEASED_KEPT_MAX, SnapshotTable
 from ckptd.core.protocol.messages import Certificate, HoldingFact, LayoutRequest
-from ckptd.core.redundancy.lanes import Lane, Member, Part, joined_digests, part_layout
+from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard, joined_digests, shard_layout
 from tests.core.machines import EPOCH, at, fact, layout, member
 
 WORLD = 3
 LAYOUTS = {one.layout_id: one.encoded for one in (layout(rank, WORLD) for rank in range(WORLD))}
-LANE = Lane(WORLD, 0, 1, tuple(Member(rank, 64, layout(rank, WORLD).layout_id) for rank in range(WORLD)))
+PARITY_SET = ParitySet(WORLD, 0, 1, tuple(Member(rank, 64, layout(rank, WORLD).layout_id) for rank in range(WORLD)))
 SHORT, LONG = (("o:x", b"1" * 16),), (("o:x", b"1" * 16), ("t:w|0", b"2" * 16))
 
 
@@ -37,18 +37,18 @@ class Books:
         self.table.add(node, told)
         return told
 
-    def part(self, node: str, position: int, **more: Any) -> HoldingFact:
-        layout_id = part_layout(LANE, 64).layout_id
-        told = HoldingFact(at(7), LANE.holding_rank, 0, layout_id, part=Part(LANE, position), **more)
+    def shard(self, node: str, position: int, **more: Any) -> HoldingFact:
+        layout_id = shard_layout(PARITY_SET, 64).layout_id
+        told = HoldingFact(at(7), PARITY_SET.holding_rank, 0, layout_id, shard=ParityShard(PARITY_SET, position), **more)
         self.table.add(node, told)
         return told
 
-    def lane(self) -> Books:
+    def parity_set(self) -> Books:
         """Nodes a, b and c have a rank and a part each."""
         self.table.learn_layouts(LAYOUTS)
         for position, node in enumerate("abc"):
             self.slot(node, position)
-            self.part(node, position)
+            self.shard(node, position)
         return self
 
     def level(self) -> int:
@@ -69,7 +69,7 @@ class Books:
 # --- a new term -----------------------------------------------------------------------------------------------------
 def test_a_new_term_knows_only_what_it_is_told_itself() -> None:
     """Layouts are named by their content, and what is durable stays so."""
-    books = Books().lane()
+    books = Books().parity_set()
     books.slot("a", 0, 5)
     books.table.mark_durable([at(5)])
     books.table.heard[at(7)] = 1
@@ -97,11 +97,11 @@ def test_a_whole_slots_digests_count_and_not_a_prefixs() -> None:
     assert books.of().digests == {0: LONG}
 
 
-def test_a_part_vouches_for_the_slots_of_its_lane() -> None:
+def test_a_part_vouches_for_the_slots_of_its_parity_set() -> None:
     """Their own holders may be gone, and with them whoever said these things first."""
     books = Books()
-    books.part("d", 1, digests=joined_digests({0: SHORT, 2: LONG}), keep=True)
-    books.part("e", 2)
+    books.shard("d", 1, digests=joined_digests({0: SHORT, 2: LONG}), keep=True)
+    books.shard("e", 2)
     facts = books.of()
     assert facts.layout_ids == {rank: layout(rank, WORLD).layout_id for rank in range(WORLD)}
     assert facts.digests == {0: SHORT, 2: LONG}
@@ -109,15 +109,15 @@ def test_a_part_vouches_for_the_slots_of_its_lane() -> None:
     assert books.asked() == {("d", name) for name in LAYOUTS}
 
 
-def test_only_parts_of_a_ranks_own_lane_vouch_for_it() -> None:
+def test_only_parts_of_a_ranks_own_parity_set_vouch_for_it() -> None:
     books = Books()
-    books.part("d", 1)
+    books.shard("d", 1)
     assert books.of().vouching(1) == ["d"]
     assert books.of().vouching(WORLD + 1) == []
 
 
-def test_a_slot_that_arrives_raises_what_its_lane_survives() -> None:
-    books = Books().lane()
+def test_a_slot_that_arrives_raises_what_its_parity_set_survives() -> None:
+    books = Books().parity_set()
     books.table.remove("c", fact(7, 2, world=WORLD))
     assert books.level() == 0
     books.slot("d", 2, tier=2)
@@ -126,20 +126,20 @@ def test_a_slot_that_arrives_raises_what_its_lane_survives() -> None:
     assert books.level() == 1
 
 
-def test_a_lane_of_which_nobody_holds_a_part_any_more_is_none_of_the_snapshots() -> None:
-    """Else a flush, which has lanes made whole at once, would have its parity made anew on a level of copies."""
+def test_a_parity_set_of_which_nobody_holds_a_part_any_more_is_none_of_the_snapshots() -> None:
+    """Else a flush, which has parity sets made whole at once, would have its parity made anew on a level of copies."""
     books = Books()
     books.slot("a", 0)
-    told = [books.part(node, position) for position, node in enumerate("bc")]
+    told = [books.shard(node, position) for position, node in enumerate("bc")]
     books.table.remove("b", told[0])
-    assert books.of().parts == {LANE: {1: {"c"}}}
+    assert books.of().shards == {PARITY_SET: {1: {"c"}}}
     books.table.forget_node("c")
-    assert (books.of().parts, books.of().nodes()) == ({}, {"a"})
+    assert (books.of().shards, books.of().nodes()) == ({}, {"a"})
 
 
 # --- nodes that are gone --------------------------------------------------------------------------------------------
 def test_a_forgotten_nodes_slots_and_parts_do_not_count() -> None:
-    books = Books().lane()
+    books = Books().parity_set()
     assert books.level() == 1
     books.table.dirty.clear()
     books.table.forget_node("c")
@@ -153,7 +153,7 @@ def test_a_forgotten_nodes_slots_and_parts_do_not_count() -> None:
 def test_what_nobody_holds_any_more_is_struck_out() -> None:
     books = Books()
     books.slot("b", 0)
-    books.part("b", 0)
+    books.shard("b", 0)
     books.table.forget_node("b")
     assert books.table.states == {}
     told = books.slot("b", 0)

@@ -7,7 +7,7 @@ import random
 import types
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ckptd.core.redundancy.lanes import Lane, Member, Part
+from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard
 
 WORDS = ("", "a", "n0", "n1", "protected", "durable", "1000/gpt", "tcp://10.0.0.1:7000", "é", "x" * 40)
 
@@ -16,12 +16,12 @@ def example(hint: Any, chance: random.Random) -> Any:
     """Any value that a field of this type may hold."""
     if hint is Any:
         return {"a": [1, {"b": None, "c": 1.5}], "d": b"x"}
-    if hint is Lane:  # whose fields must fit together
+    if hint is ParitySet:  # whose fields must fit together
         members = tuple(example(Member, chance) for _ in range(chance.randrange(2, 5)))
-        return Lane(chance.randrange(1, 9), chance.randrange(4), chance.randrange(1, len(members)), members)
-    if hint is Part:
-        lane = example(Lane, chance)
-        return Part(lane, chance.randrange(len(lane.members)))
+        return ParitySet(chance.randrange(1, 9), chance.randrange(4), chance.randrange(1, len(members)), members)
+    if hint is ParityShard:
+        parity_set = example(ParitySet, chance)
+        return ParityShard(parity_set, chance.randrange(len(parity_set.members)))
     if dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint)
         return hint(**{f.name: example(hints[f.name], chance) for f in dataclasses.fields(hint)})

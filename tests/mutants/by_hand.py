@@ -259,12 +259,12 @@ EDITS = (
     # --- parity and degradation (D8, P8)
     Edit(
         "parity that is gone with its data counts",
-        "core/redundancy/lanes.py",
+        "core/redundancy/parity_sets.py",
         "        if lacking and len(lacking) + len(rows & no_parity) > parity:",
         "        if lacking and len(lacking) > parity:",
     ),
     Edit(
-        "two positions of a lane in one domain",
+        "two positions of a parity set in one domain",
         "core/protocol/machine/steward/parity.py",
         "        apart = [node for node in live if node not in taken and (node in own or domain(node) not in others)]",
         "        apart = live",
@@ -272,8 +272,8 @@ EDITS = (
     Edit(
         "parity of a node that is gone counts",
         "core/protocol/machine/steward/table.py",
-        "{self._ctx.domain(n) for n in nodes if counts(n)} for at, nodes in parts.items()",
-        "{self._ctx.domain(n) for n in nodes} for at, nodes in parts.items()",
+        "{self._ctx.domain(n) for n in nodes if counts(n)} for at, nodes in shards.items()",
+        "{self._ctx.domain(n) for n in nodes} for at, nodes in shards.items()",
     ),
     Edit(
         "a holding of a later tier counts as its position's data",

@@ -12,7 +12,7 @@ _MACHINE, _STEWARD = "core/protocol/machine", "core/protocol/machine/steward"
 _NAMES = {
     "core": ("retention",),
     "core/state_map": ("recovery", "writes", "catalogue"),
-    "core/redundancy": ("placement", "protection", "lanes", "linear", "degradation"),
+    "core/redundancy": ("placement", "protection", "parity_sets", "linear", "degradation"),
     "core/protocol": ("candidates", "life", "written"),
     _MACHINE: (
         "slots", "holdings", "levels", "replicate", "capture", "uplink", "asks", "opening", "joining", "writing", "lifetime",

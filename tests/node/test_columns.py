@@ -1,4 +1,4 @@
-"""Columns of a lane, combined in windows: any lost position comes back byte for byte, whatever fails on the way (P9, P10)."""
+"""Columns of a parity set, combined in windows: any lost position comes back byte for byte, whatever fails on the way (P9, P10)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ckptd.core.protocol.messages import Source
-from ckptd.core.redundancy.lanes import NOBODY, Lane, Member, Part, part_layout
 from ckptd.core.redundancy.linear import linear_bytes, payload_spans
 from ckptd.core.redundancy.parity_groups import stripes_held
+from ckptd.core.redundancy.parity_sets import NOBODY, Member, ParitySet, ParityShard, shard_layout
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.layout_build import build_layout
@@ -30,7 +30,8 @@ SIZES = (5 << 20, 300_000, 3, (9 << 20) + 77, 1 << 20, 200)  # of the members: u
 
 
 class Group:
-    """A lane whose columns lie in this process: what the transport does is not looked at here (tests/cluster/test_parity.py)."""
+    """A parity set whose columns lie in this process: what the transport does is not looked at here
+    (tests/cluster/test_parity.py)."""
 
     def __init__(self, size: int, parity: int, *, nobody: int = -1) -> None:
         rng = Random(size * 10 + parity)
@@ -41,26 +42,27 @@ class Group:
             if at == nobody:
                 members.append(Member(NOBODY))
                 continue
-            parts = (SIZES[at], SIZES[(at + 1) % len(SIZES)] // 3 + 1)  # a gap between them, for alignment
-            items = [(f"w{i}", "U8", (n,), Box((0,), (n,)), "param", "unique", 1) for i, n in enumerate(parts)]
+            shards = (SIZES[at], SIZES[(at + 1) % len(SIZES)] // 3 + 1)  # a gap between them, for alignment
+            items = [(f"w{i}", "U8", (n,), Box((0,), (n,)), "param", "unique", 1) for i, n in enumerate(shards)]
             layout = self.layouts[at] = build_layout(at, size, items, 64, "p", ())
             self.payloads[at] = bytearray(rng.randbytes(layout.payload_bytes))  # the gaps are no zeros
             members.append(Member(at, linear_bytes(layout), layout.layout_id))
-        self.lane = Lane(size, 0, parity, tuple(members))
-        self.part_layout = part_layout(self.lane, 500)
-        self.parts = {at: bytearray(self.part_layout.payload_bytes) for at in range(size)}
+        self.parity_set = ParitySet(size, 0, parity, tuple(members))
+        self.shard_layout = shard_layout(self.parity_set, 500)
+        self.shards = {at: bytearray(self.shard_layout.payload_bytes) for at in range(size)}
         self.read_bytes = 0
         self.fails: Callable[[Source], bool] = lambda source: False
 
-    def sources(self, data: set[int], parts: set[int]) -> list[Source]:
+    def sources(self, data: set[int], shards: set[int]) -> list[Source]:
         found = [Source(f"n{at}", at, 0, "") for at in sorted(data) if at in self.layouts]
-        return found + [Source(f"n{at}", self.lane.holding_rank, 0, "", Part(self.lane, at)) for at in sorted(parts)]
+        rank = self.parity_set.holding_rank
+        return found + [Source(f"n{at}", rank, 0, "", ParityShard(self.parity_set, at)) for at in sorted(shards)]
 
     async def read(self, source: Source, spans: Spans, into: memoryview) -> Fetched:
         await asyncio.sleep(0)
         if self.fails(source):
             return Fetched(False, "it fails")
-        held = self.payloads[source.rank] if source.part is None else self.parts[source.part.position]
+        held = self.payloads[source.rank] if source.shard is None else self.shards[source.shard.position]
         joined = b"".join(bytes(held[at : at + length]) for at, length in spans)
         self.read_bytes += len(joined)
         into[:] = joined
@@ -68,17 +70,17 @@ class Group:
 
     def columns(self, sources: list[Source], windows: Windows | None = None) -> Columns:
         return Columns(
-            self.lane, sources, self.layouts, self.part_layout,
+            self.parity_set, sources, self.layouts, self.shard_layout,
             read=self.read, own_node="n0", windows=windows or Windows(), work=WORK,
         )  # fmt: skip
 
     async def encode(self) -> None:
-        everyone = set(range(len(self.lane.members)))
+        everyone = set(range(len(self.parity_set.members)))
         for at in everyone:
             columns = self.columns(self.sources(everyone, set()))
-            for number, (stripe, row) in enumerate(stripes_held(len(everyone), self.lane.parity, at)):
-                begin = self.part_layout.objects_capacity + number * self.lane.chunk
-                await columns.row(stripe, row, memoryview(self.parts[at])[begin : begin + self.lane.chunk])
+            for number, (stripe, row) in enumerate(stripes_held(len(everyone), self.parity_set.parity, at)):
+                begin = self.shard_layout.objects_capacity + number * self.parity_set.chunk
+                await columns.row(stripe, row, memoryview(self.shards[at])[begin : begin + self.parity_set.chunk])
 
     def row_of(self, at: int) -> bytes:
         """What parity protects of this member: zeros where nothing has sums."""
@@ -171,10 +173,10 @@ def test_parity_is_made_anew_from_what_is_left() -> None:
     async def check(group: Group) -> None:
         left = {0, 1, 3, 4, 5}
         for number, (stripe, row) in enumerate(stripes_held(6, 2, 2)):
-            begin = group.part_layout.objects_capacity + number * group.lane.chunk
-            into = bytearray(group.lane.chunk)
+            begin = group.shard_layout.objects_capacity + number * group.parity_set.chunk
+            into = bytearray(group.parity_set.chunk)
             await group.columns(group.sources(left, left)).row(stripe, row, memoryview(into))
-            assert into == group.parts[2][begin : begin + group.lane.chunk]
+            assert into == group.shards[2][begin : begin + group.parity_set.chunk]
 
     run(6, 2, check)
 
@@ -260,12 +262,12 @@ def test_what_is_still_there_is_read_and_not_computed() -> None:
         everywhere = group.sources(set(range(4)), set(range(4)))
         assert await group.made(3, everywhere) == group.row_of(3)
         assert group.read_bytes <= len(group.row_of(3))
-        row = bytearray(group.lane.chunk)
+        row = bytearray(group.parity_set.chunk)
         await group.columns(everywhere).row(2, 0, memoryview(row))
         held = stripes_held(4, 1, 2).index((2, 0))
-        begin = group.part_layout.objects_capacity + held * group.lane.chunk
-        assert row == group.parts[2][begin : begin + group.lane.chunk]
-        group.fails = lambda source: source.part is None and source.rank == 3
+        begin = group.shard_layout.objects_capacity + held * group.parity_set.chunk
+        assert row == group.shards[2][begin : begin + group.parity_set.chunk]
+        group.fails = lambda source: source.shard is None and source.rank == 3
         assert await group.made(3, everywhere) == group.row_of(3)
 
     asyncio.run(moved())

@@ -16,7 +16,7 @@ from ckptd.arena.sums import lower_tier
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol.instructions import PrepareRestore
 from ckptd.core.protocol.messages import Source
-from ckptd.core.redundancy.lanes import Lane, Member
+from ckptd.core.redundancy.parity_sets import Member, ParitySet
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import UNIQUE
 from ckptd.core.state_map.layout_build import build_layout
@@ -90,10 +90,10 @@ class Host:
     def open_checkpoint(self, snapshot: SnapshotId) -> Checkpoint:
         raise self.storage
 
-    def lane_columns(self, *_: Any) -> Any:
+    def set_columns(self, *_: Any) -> Any:
         raise AssertionError("there is no parity")
 
-    async def lane_cards(self, *_: Any) -> Any:
+    async def set_cards(self, *_: Any) -> Any:
         raise AssertionError("there is no parity")
 
     async def room(self, rank: int, nbytes: int) -> Slot:
@@ -215,15 +215,15 @@ class Beside:
 
 
 @pytest.mark.parametrize("other", [AWAY, DAMAGED])
-def test_a_lane_that_lacks_what_another_fetch_could_not_reach_is_not_given_up(host: Host, other: Fetched) -> None:
-    lane = Lane(3, 0, 1, (Member(0), Member(1), Member(2)))
+def test_a_parity_set_that_lacks_what_another_fetch_could_not_reach_is_not_given_up(host: Host, other: Fetched) -> None:
+    parity_set = ParitySet(3, 0, 1, (Member(0), Member(1), Member(2)))
     source = Source("a", 1, 0, "")
     for failed in ([], [(source, other)]):
         left_out = LeftOut()
         by_parity = ByParity(host, STEP, (), {}, left_out)  # type: ignore[arg-type]
         left_out.note("a", 1, other)
-        by_parity._note(lane, Beside(left_out, *failed), Undecodable("too few"))  # type: ignore[arg-type]
-        assert (lane in left_out.lanes(hopeful=True)) == (other is DAMAGED and not failed)
+        by_parity._note(parity_set, Beside(left_out, *failed), Undecodable("too few"))  # type: ignore[arg-type]
+        assert (parity_set in left_out.parity_sets(hopeful=True)) == (other is DAMAGED and not failed)
 
 
 async def test_once_a_rank_has_begun_to_write_who_is_away_is_waited_for(

@@ -9,15 +9,15 @@ import pytest
 
 from ckptd.arena.record import RECORD_VERSION, SlotRecord, decode_record, encode_record
 from ckptd.core.ids import SnapshotId
-from ckptd.core.redundancy.lanes import Lane, Member, Part, packed_part
+from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard, packed_shard
 from ckptd.core.state_map.layout_build import build_layout
 
 LAYOUT = build_layout(0, 2, [], objects_capacity=64)
 RECORD = SlotRecord("1/gpt", SnapshotId(3, 40, 7), 0, 0, LAYOUT, 9, bytes(16), (("o:rng", b"x" * 16),), True)
-PART = Part(Lane(2, 1, 1, (Member(0, 64, "a"), Member(1, 64, "b"))), 1)
+PART = ParityShard(ParitySet(2, 1, 1, (Member(0, 64, "a"), Member(1, 64, "b"))), 1)
 
 
-@pytest.mark.parametrize("record", [RECORD, replace(RECORD, rank=PART.lane.holding_rank, part=PART)])
+@pytest.mark.parametrize("record", [RECORD, replace(RECORD, rank=PART.parity_set.holding_rank, shard=PART)])
 def test_a_record_comes_back_as_it_was(record: SlotRecord) -> None:
     assert decode_record(encode_record(record)) == record
 
@@ -27,9 +27,9 @@ def test_records_of_releases_that_named_no_grant_are_read() -> None:
     body = ["1/gpt", [3, 40], 0, 0, LAYOUT.encoded, 9, bytes(16), RECORD.digests, True]
     before = replace(RECORD, snapshot=SnapshotId(3, 40))
     assert decode_record(msgpack.packb([1, *body])) == before
-    body[2] = PART.lane.holding_rank
-    parity = replace(before, rank=PART.lane.holding_rank, part=PART)
-    assert decode_record(msgpack.packb([2, *body, packed_part(PART)])) == parity
+    body[2] = PART.parity_set.holding_rank
+    parity = replace(before, rank=PART.parity_set.holding_rank, shard=PART)
+    assert decode_record(msgpack.packb([2, *body, packed_shard(PART)])) == parity
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("ckptd", "client", "tests")
 INTERPRETED = (
-    "box", "errors", "events", "failpoint", "ids", "instructions", "lanes", "layout", "messages", "policy", "recovery",
+    "box", "errors", "events", "failpoint", "ids", "instructions", "parity_sets", "layout", "messages", "policy", "recovery",
     "policies", "retention",
 )  # fmt: skip
 SIMULATOR = (

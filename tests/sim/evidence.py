@@ -14,7 +14,7 @@ from tests.sim import field
 from tests.sim.training import Model, Origin, objects
 
 if TYPE_CHECKING:
-    from ckptd.core.redundancy.lanes import Lane
+    from ckptd.core.redundancy.parity_sets import ParitySet
     from ckptd.core.state_map.layout import Layout
     from tests.sim.state import Mem
 
@@ -32,7 +32,7 @@ class Evidence:
         self._places: dict[str, tuple[tuple[int, int, int], ...]] = {}  # by layout
         self._masks: dict[tuple[str, int], Atoms] = {}  # (layout, length of the prefix) -> what lies in it
         self._needed: dict[tuple[int, int], Atoms] = {}  # (step, ranks)
-        self.made: dict[tuple[object, ...], Atoms] = {}  # of the columns of a lane
+        self.made: dict[tuple[object, ...], Atoms] = {}  # of the columns of a parity set
 
     def needed(self, origin: Origin) -> Atoms:
         """Every byte of every logical tensor, and the objects of every rank."""
@@ -100,22 +100,22 @@ class Evidence:
         """The most domains of which any may be lost, and everything can still be put together; -1: it cannot be now."""
         needed = self.needed(origin)
         by_domain: dict[str, Atoms] = {}
-        lanes: dict[Lane, Columns] = {}
+        parity_sets: dict[ParitySet, Columns] = {}
         for domain, mem, payload in pieces:
             assert mem.fact is not None
-            if mem.fact.part is None:
+            if mem.fact.shard is None:
                 by_domain[domain] = by_domain.get(domain, 0) | self.of_slot(mem, payload, origin)
             else:
-                lane = mem.fact.part.lane
-                lanes.setdefault(lane, Columns(self, lane, origin)).add_part(domain, mem, payload)
-        for domain, mem, payload in pieces if lanes else ():
-            for columns in lanes.values():
+                parity_set = mem.fact.shard.parity_set
+                parity_sets.setdefault(parity_set, Columns(self, parity_set, origin)).add_part(domain, mem, payload)
+        for domain, mem, payload in pieces if parity_sets else ():
+            for columns in parity_sets.values():
                 columns.add_data(domain, mem, payload)
         counted = _counted(by_domain.values())
         for lost in range(LOST_MAX):
             thin = needed & ~(counted[lost] if lost < len(counted) else 0)
             if thin and not all(
-                _brought(atoms, where, lanes.values(), lost) for atoms, where in _alike(thin, by_domain)
+                _brought(atoms, where, parity_sets.values(), lost) for atoms, where in _alike(thin, by_domain)
             ):
                 return lost - 1
         return LOST_MAX
@@ -143,10 +143,10 @@ def _alike(atoms: Atoms, by_domain: dict[str, Atoms]) -> list[tuple[Atoms, froze
     return found
 
 
-def _brought(atoms: Atoms, where: frozenset[str], lanes: Iterable[Columns], lost: int) -> bool:
-    """These lie in ``where`` only. Do the lanes bring them whatever ``lost`` domains go? Only those count that hold
-    something of the atoms themselves or of a lane that could bring them."""
-    helpful = [columns for columns in lanes if columns.covers() & atoms]
+def _brought(atoms: Atoms, where: frozenset[str], parity_sets: Iterable[Columns], lost: int) -> bool:
+    """These lie in ``where`` only. Do the parity sets bring them whatever ``lost`` domains go? Only those count that hold
+    something of the atoms themselves or of a parity set that could bring them."""
+    helpful = [columns for columns in parity_sets if columns.covers() & atoms]
     others = sorted(set().union(*(columns.domains() for columns in helpful)) - where)
     for more in combinations(others, min(lost - len(where), len(others))):
         gone, left = where | set(more), atoms
@@ -158,26 +158,26 @@ def _brought(atoms: Atoms, where: frozenset[str], lanes: Iterable[Columns], lost
 
 
 class Columns:
-    """What is there of one lane: rows of data and of parity, by position."""
+    """What is there of one parity set: rows of data and of parity, by position."""
 
-    def __init__(self, evidence: Evidence, lane: Lane, origin: Origin) -> None:
-        self._evidence, self._lane, self._origin = evidence, lane, origin
-        self._at = {member.rank: at for at, member in enumerate(lane.members) if member.rank >= 0}
+    def __init__(self, evidence: Evidence, parity_set: ParitySet, origin: Origin) -> None:
+        self._evidence, self._parity_set, self._origin = evidence, parity_set, origin
+        self._at = {member.rank: at for at, member in enumerate(parity_set.members) if member.rank >= 0}
         self._data: dict[int, list[tuple[str, bytes]]] = {}
         self._parts: dict[int, list[tuple[str, bytes]]] = {}
         self._layouts: dict[int, Layout] = {}  # by position
         self._covers = -1
 
     def add_part(self, domain: str, mem: Mem, payload: bytes) -> None:
-        assert mem.fact is not None and mem.fact.part is not None
-        self._parts.setdefault(mem.fact.part.position, []).append((domain, payload))
+        assert mem.fact is not None and mem.fact.shard is not None
+        self._parts.setdefault(mem.fact.shard.position, []).append((domain, payload))
         self._layouts.update((self._at[layout.rank], layout) for layout in mem.layouts)
 
     def add_data(self, domain: str, mem: Mem, payload: bytes) -> None:
         at = self._at.get(mem.rank)
-        if at is None or mem.fact is None or mem.fact.part is not None or mem.layout is None:
+        if at is None or mem.fact is None or mem.fact.shard is not None or mem.layout is None:
             return
-        member = self._lane.members[at]
+        member = self._parity_set.members[at]
         if mem.layout.layout_id == member.layout_id and len(payload) >= member.nbytes:
             self._data.setdefault(at, []).append((domain, payload))
 
@@ -189,26 +189,26 @@ class Columns:
         if self._covers < 0:
             self._covers = 0
             for at, layout in self._layouts.items():
-                self._covers |= self._evidence._mask(layout, self._lane.members[at].nbytes)
+                self._covers |= self._evidence._mask(layout, self._parity_set.members[at].nbytes)
         return self._covers
 
     def brings(self, lost: set[str] | frozenset[str]) -> Atoms:
         """What can be made of the columns outside these domains. Copies of a column are one and the same, as they are right."""
-        data, parts = _outside(self._data, lost), _outside(self._parts, lost)
-        key = self._lane, self._origin, frozenset(data.items()), frozenset(parts.items())
+        data, shards = _outside(self._data, lost), _outside(self._parts, lost)
+        key = self._parity_set, self._origin, frozenset(data.items()), frozenset(shards.items())
         made = self._evidence.made
         if key not in made:
             if len(made) > MADE_MAX:
                 made.clear()
-            made[key] = self._made(data, parts)
+            made[key] = self._made(data, shards)
         return made[key]
 
-    def _made(self, data: dict[int, bytes], parts: dict[int, bytes]) -> Atoms:
-        members, found = self._lane.members, 0
+    def _made(self, data: dict[int, bytes], shards: dict[int, bytes]) -> Atoms:
+        members, found = self._parity_set.members, 0
         lengths = {at: members[at].nbytes for at in self._at.values()}
         rows = {at: payload[: lengths[at]] for at, payload in data.items()}
-        parity = {at: payload[OBJECTS_BYTES:] for at, payload in parts.items()}
-        decoded = field.decode(len(members), self._lane.parity, lengths, rows, parity)
+        parity = {at: payload[OBJECTS_BYTES:] for at, payload in shards.items()}
+        decoded = field.decode(len(members), self._parity_set.parity, lengths, rows, parity)
         for at, row in (decoded or rows).items():
             if at in self._layouts:
                 found |= self._evidence.right(row, self._layouts[at], self._origin)

@@ -415,7 +415,7 @@ class Faults:
     def _flip(self, mem: Mem) -> None:
         """Only objects and fragments have sums: what lies between them is nobody's. No bit flips back."""
         assert mem.payload is not None and mem.layout is not None
-        if mem.fact is not None and mem.fact.part is not None:
+        if mem.fact is not None and mem.fact.shard is not None:
             at = self._bits.randrange(OBJECTS_BYTES, len(mem.payload))
         else:
             whole = [(0, OBJECTS_BYTES), *((f.offset, f.nbytes) for f in mem.layout.fragments)]

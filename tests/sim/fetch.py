@@ -119,7 +119,7 @@ class Fetching:
         sources = [
             Held(s.node, s.rank, s.tier, layouts[s.layout_id])
             for s in do.sources
-            if s.layout_id in layouts and s.part is None
+            if s.layout_id in layouts and s.shard is None
         ]
         of_rank = {layout.rank: layout for layout in layouts.values()}
         sources += [

@@ -1,8 +1,8 @@
 """Parity over rows of bytes, for the simulated daemons and for the oracle: XOR and Reed-Solomon, written anew from the design.
 
-A lane has n positions, of which each has a row of data (or none), and m rows of parity per stripe (D8; REFT's rotation). Stripe
-s has its parity at the positions s, s+1, ... s+m-1 (around the end); every other position has one chunk of its row in it. So a
-position's row is cut into n - m chunks, and it holds m chunks of parity, in the order of their stripes.
+A parity set has n positions, of which each has a row of data (or none), and m rows of parity per stripe (D8; REFT's rotation).
+Stripe s has its parity at the positions s, s+1, ... s+m-1 (around the end); every other position has one chunk of its row in
+it. So a position's row is cut into n - m chunks, and it holds m chunks of parity, in the order of their stripes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def encode(n: int, m: int, rows: Mapping[int, bytes], position: int, longest: in
 
 
 def decode(
-    n: int, m: int, lengths: Mapping[int, int], rows: Mapping[int, bytes], parts: Mapping[int, bytes]
+    n: int, m: int, lengths: Mapping[int, int], rows: Mapping[int, bytes], shards: Mapping[int, bytes]
 ) -> dict[int, bytes] | None:
     """Every row again. lengths: of all rows, by position. None: something of some row cannot be had."""
     size = chunk_bytes(n, m, max(lengths.values(), default=0))
@@ -89,9 +89,9 @@ def decode(
         unknown = [at for at in lost if at not in parity]
         equations: list[tuple[list[int], bytes]] = []
         for row, holder in enumerate(parity):
-            if holder in parts and len(equations) < len(unknown):
+            if holder in shards and len(equations) < len(unknown):
                 place = _held_by(n, m, holder).index((stripe, row))
-                total = int.from_bytes(parts[holder][place * size : (place + 1) * size], "big")
+                total = int.from_bytes(shards[holder][place * size : (place + 1) * size], "big")
                 for at, data in rows.items():
                     if at not in parity:
                         total = _added(total, _chunk(data, n, m, at, stripe, size), factor(m, row, at))

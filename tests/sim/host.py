@@ -101,7 +101,7 @@ class Host:
 
     def adopt(self, mem: Mem) -> None:
         if mem.state == "sealed" and mem.fact is not None and mem.layout is not None:
-            fact, of = mem.fact, (mem.layout, mem.fact.digests, mem.fact.keep, mem.fact.part, mem.layouts)
+            fact, of = mem.fact, (mem.layout, mem.fact.digests, mem.fact.keep, mem.fact.shard, mem.layouts)
             self.feed(ev.HoldingFound(mem.id, fact.snapshot, fact.rank, fact.tier, mem.own, *of))
         elif mem.own:
             mem.state, mem.payload = "free", None

@@ -120,7 +120,7 @@ def the_best_rank_counts(level: Any, classes: Any, holders: Any, spared: Any) ->
 
 
 def parity_survives_all(level: Any, classes: Any, holders: Any, spared: Any) -> int:
-    """A lane is taken to survive one loss more than it does."""
+    """A parity set is taken to survive one loss more than it does."""
     return int(level(classes, holders, {rank: count + 1 for rank, count in spared.items()}))
 
 

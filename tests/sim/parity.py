@@ -9,7 +9,13 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol.machine.context import decode_layout
 from ckptd.core.protocol.messages import HoldingFact, Source
-from ckptd.core.redundancy.lanes import Lane, Part, joined_digests, member_digests, part_layout
+from ckptd.core.redundancy.parity_sets import (
+    ParitySet,
+    ParityShard,
+    joined_digests,
+    member_digests,
+    shard_layout,
+)
 from ckptd.core.state_map.layout import Layout
 from tests.sim import field
 from tests.sim.state import OBJECTS_BYTES, Mem, piece
@@ -23,33 +29,33 @@ Digests = dict[int, tuple[tuple[str, bytes], ...]]  # by rank
 
 
 class Columns:
-    """What can be read of a lane now, from ``host``."""
+    """What can be read of a parity set now, from ``host``."""
 
-    def __init__(self, host: Host, snapshot: SnapshotId, lane: Lane, sources: tuple[Source, ...]) -> None:
-        self.host, self.lane = host, lane
+    def __init__(self, host: Host, snapshot: SnapshotId, parity_set: ParitySet, sources: tuple[Source, ...]) -> None:
+        self.host, self.parity_set = host, parity_set
         self.data: Rows = {}
-        self.parts: Rows = {}
+        self.shards: Rows = {}
         self.digests: Digests = {}  # as its seal or a part's card has them
         self.damaged: list[tuple[Host, Mem]] = []
-        self._places = lane.ranks()
+        self._places = parity_set.ranks()
         for source in sources:
             mem = self._mem(snapshot, source)
             if mem is None or mem.payload is None or mem.fact is None:
                 continue
-            if source.part is not None and source.part.lane == lane:
+            if source.shard is not None and source.shard.parity_set == parity_set:
                 self.digests = member_digests(mem.fact.digests) | self.digests
-                self.parts.setdefault(source.part.position, mem.payload[CARDS_BYTES:])
-            elif source.part is None and source.rank in self._places:
+                self.shards.setdefault(source.shard.position, mem.payload[CARDS_BYTES:])
+            elif source.shard is None and source.rank in self._places:
                 at = self._places[source.rank]
                 self.digests[source.rank] = mem.fact.digests
-                self.data.setdefault(at, mem.payload[: lane.members[at].nbytes])
+                self.data.setdefault(at, mem.payload[: parity_set.members[at].nbytes])
 
     def _mem(self, snapshot: SnapshotId, source: Source) -> Mem | None:
         peer = self.host.world.hosts[source.node]
         if not self.host.reaches(source.node):
             return None
         mem = peer.best(snapshot, source.rank)
-        if mem is None or mem.payload is None or (mem.fact is not None and mem.fact.part != source.part):
+        if mem is None or mem.payload is None or (mem.fact is not None and mem.fact.shard != source.shard):
             return None
         if not mem.intact and not self.host.world.mutant("no verify"):
             self.damaged.append((peer, mem))
@@ -58,19 +64,19 @@ class Columns:
 
     def rows(self) -> Rows | None:
         """Every member's; None: some cannot be had."""
-        lengths = {at: self.lane.members[at].nbytes for at in self._places.values()}
-        return field.decode(len(self.lane.members), self.lane.parity, lengths, self.data, self.parts)
+        lengths = {at: self.parity_set.members[at].nbytes for at in self._places.values()}
+        return field.decode(len(self.parity_set.members), self.parity_set.parity, lengths, self.data, self.shards)
 
 
 def make(host: Host, do: ins.MakeParity) -> None:
-    longest = max(member.nbytes for member in do.part.lane.members)
+    longest = max(member.nbytes for member in do.shard.parity_set.members)
     seconds = host.world.replicate_s * (0.5 + host.world.rng.random()) * host.world.load(longest)
     first = _read(host, do).rows()
     host.world.clock.after(seconds, _made, host, host.life, do, first)
 
 
 def _read(host: Host, do: ins.MakeParity) -> Columns:
-    columns = Columns(host, do.snapshot, do.part.lane, do.sources)
+    columns = Columns(host, do.snapshot, do.shard.parity_set, do.sources)
     for peer, mem in columns.damaged:
         peer.feed(ev.SlotDamaged(mem.id, "found while making parity"))
     return columns
@@ -81,45 +87,45 @@ def _made(host: Host, life: int, do: ins.MakeParity, first: Rows | None) -> None
     if life != host.life:
         return
     if host.squeezed or "parity" in host.no_room_for:
-        host.later(0.0, ev.ParityFailed(do.snapshot, do.part, do.data, "no memory: the budget is spent"))
+        host.later(0.0, ev.ParityFailed(do.snapshot, do.shard, do.data, "no memory: the budget is spent"))
         return
     columns = _read(host, do)
     now = columns.rows()
     if now is None or first != now:
-        host.later(0.0, ev.ParityFailed(do.snapshot, do.part, do.data, "a source is gone"))
+        host.later(0.0, ev.ParityFailed(do.snapshot, do.shard, do.data, "a source is gone"))
     elif do.data:
         _take_data(host, do, now, columns.digests)
     else:
         _take_part(host, do, now, columns.digests)
 
 
-def _member_layouts(host: Host, part: Part) -> dict[int, Layout]:
+def _member_layouts(host: Host, shard: ParityShard) -> dict[int, Layout]:
     known = {
         name: layout for other in host.world.hosts.values() for name, layout in other.known_layouts().items()
     }
-    return {m.rank: known[m.layout_id] for m in part.lane.members if m.rank >= 0}
+    return {m.rank: known[m.layout_id] for m in shard.parity_set.members if m.rank >= 0}
 
 
 def _take_data(host: Host, do: ins.MakeParity, rows: Rows, digests: Digests) -> None:
-    rank, row = do.part.member.rank, rows[do.part.position]
-    layout = _member_layouts(host, do.part)[rank]
+    rank, row = do.shard.member.rank, rows[do.shard.position]
+    layout = _member_layouts(host, do.shard)[rank]
     host.world.oracle.count("data made from parity")
     host.copies.take(HoldingFact(do.snapshot, rank, 1, layout.layout_id, digests.get(rank, ())), layout, row, row)
 
 
 def _take_part(host: Host, do: ins.MakeParity, rows: Rows, digests: Digests) -> None:
-    lane, layouts = do.part.lane, _member_layouts(host, do.part)
-    layout = part_layout(lane, CARDS_BYTES)
-    mem = host.new_mem(lane.holding_rank, own=False)
-    longest = max(member.nbytes for member in lane.members)
+    parity_set, layouts = do.shard.parity_set, _member_layouts(host, do.shard)
+    layout = shard_layout(parity_set, CARDS_BYTES)
+    mem = host.new_mem(parity_set.holding_rank, own=False)
+    longest = max(member.nbytes for member in parity_set.members)
     joined = joined_digests(digests)
-    fact = HoldingFact(do.snapshot, lane.holding_rank, 0, layout.layout_id, joined, False, do.part)
-    parity = field.encode(len(lane.members), lane.parity, rows, do.part.position, longest)
+    fact = HoldingFact(do.snapshot, parity_set.holding_rank, 0, layout.layout_id, joined, False, do.shard)
+    parity = field.encode(len(parity_set.members), parity_set.parity, rows, do.shard.position, longest)
     mem.payload = mem.sums = bytes(CARDS_BYTES) + parity
     mem.state, mem.fact, mem.layout, mem.layouts = "sealed", fact, layout, tuple(layouts.values())
     host.world.oracle.held(host, mem)
     host.world.oracle.count("parity made")
-    host.feed(ev.ParityMade(do.snapshot, do.part, mem.id, layout, joined, mem.layouts))
+    host.feed(ev.ParityMade(do.snapshot, do.shard, mem.id, layout, joined, mem.layouts))
 
 
 class Lost:
@@ -129,10 +135,10 @@ class Lost:
         assert do.snapshot is not None
         self.rows: Rows = {}  # by rank
         self._layouts = {layout.rank: layout for layout in map(decode_layout, do.layouts.values())}
-        for lane in dict.fromkeys(source.part.lane for source in do.sources if source.part is not None):
-            rows = Columns(host, do.snapshot, lane, do.sources).rows()
+        for parity_set in dict.fromkeys(source.shard.parity_set for source in do.sources if source.shard is not None):
+            rows = Columns(host, do.snapshot, parity_set, do.sources).rows()
             if rows is not None:
-                self.rows.update((rank, rows[at]) for rank, at in lane.ranks().items())
+                self.rows.update((rank, rows[at]) for rank, at in parity_set.ranks().items())
 
     def read(self, rank: int, index: int) -> tuple[bytes, str]:
         """A fragment of a lost slot; or why it cannot be had."""

@@ -118,7 +118,7 @@ class Mem:
     fact: HoldingFact | None = None
     layout: Layout | None = None
     since: float = 0.0  # sealed at
-    layouts: tuple[Layout, ...] = ()  # of a lane's members, whose parity this is
+    layouts: tuple[Layout, ...] = ()  # of a parity set's members, whose parity this is
     seen: tuple[bytes, Origin, int] | None = None  # what the oracle found in these bytes (evidence.py)
 
     @property

@@ -61,25 +61,25 @@ class Tried(Evidence):
     def _left(self, pieces: Sequence[Piece], origin: Origin) -> int:
         """What can be read, or made of parity."""
         found = 0
-        lanes = {}
+        parity_sets = {}
         for _, mem, payload in pieces:
             assert mem.fact is not None and mem.layout is not None
-            if mem.fact.part is None:
+            if mem.fact.shard is None:
                 found |= self.right(payload, mem.layout, origin)
             else:
-                lanes.setdefault(mem.fact.part.lane, []).append((mem, payload))
-        for lane, parts in lanes.items():
-            at = {member.rank: position for position, member in enumerate(lane.members) if member.rank >= 0}
-            layouts = {layout.rank: layout for mem, _ in parts for layout in mem.layouts}
-            lengths = {position: lane.members[position].nbytes for position in at.values()}
+                parity_sets.setdefault(mem.fact.shard.parity_set, []).append((mem, payload))
+        for parity_set, shards in parity_sets.items():
+            at = {member.rank: position for position, member in enumerate(parity_set.members) if member.rank >= 0}
+            layouts = {layout.rank: layout for mem, _ in shards for layout in mem.layouts}
+            lengths = {position: parity_set.members[position].nbytes for position in at.values()}
             data = {
                 at[mem.rank]: payload[: lengths[at[mem.rank]]]
                 for _, mem, payload in pieces
                 if mem.rank in at and len(payload) >= lengths[at[mem.rank]]
             }
-            rows = {mem.fact.part.position: payload[OBJECTS_BYTES:] for mem, payload in parts}
-            for position, row in (field.decode(len(lane.members), lane.parity, lengths, data, rows) or {}).items():
-                found |= self.right(row, layouts[lane.members[position].rank], origin)
+            rows = {mem.fact.shard.position: payload[OBJECTS_BYTES:] for mem, payload in shards}
+            for position, row in (field.decode(len(parity_set.members), parity_set.parity, lengths, data, rows) or {}).items():
+                found |= self.right(row, layouts[parity_set.members[position].rank], origin)
         return found
 
 
@@ -104,10 +104,10 @@ def test_parity_brings_back_any_loss_it_should_and_no_more(n: int, m: int) -> No
     rows = {at: rng.randbytes(rng.randint(n, 200)) for at in range(n)}
     lengths = {at: len(row) for at, row in rows.items()}
     longest = max(lengths.values())
-    parts = {at: field.encode(n, m, rows, at, longest) for at in range(n)}
+    shards = {at: field.encode(n, m, rows, at, longest) for at in range(n)}
     for count in range(m + 2):
         for lost in combinations(range(n), count):
-            data, left = ({at: it for at, it in held.items() if at not in lost} for held in (rows, parts))
+            data, left = ({at: it for at, it in held.items() if at not in lost} for held in (rows, shards))
             found = field.decode(n, m, lengths, data, left)
             assert found == rows if count <= m else found is None
 
@@ -130,8 +130,8 @@ def test_parity_counts_from_when_it_was_made() -> None:
     world = next(w for w in map(World, range(1, 100)) if isinstance(w.policy.redundancy, Parity))
     world.start_without_faults()
     assert world.clock.run(30.0, lambda: len(world.oracle.certified_ever) >= 3)
-    parts = [m for h in world.hosts.values() for m in h.memory.values() if m.fact is not None and m.fact.part is not None]
-    assert parts and all(mem.since > 0 for mem in parts)
+    shards = [m for h in world.hosts.values() for m in h.memory.values() if m.fact is not None and m.fact.shard is not None]
+    assert shards and all(mem.since > 0 for mem in shards)
 
 
 def test_one_wrong_byte_is_not_held() -> None:

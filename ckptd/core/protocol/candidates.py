@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol.messages import HoldingFact, RestoreAsk, Source
-from ckptd.core.redundancy.lanes import Lane, decodable, member_digests
+from ckptd.core.redundancy.parity_sets import ParitySet, decodable, member_digests
 from ckptd.core.redundancy.protection import level, slice_classes
 from ckptd.core.state_map.agreement import agree
 from ckptd.core.state_map.balance import plans_in
@@ -31,7 +31,7 @@ class Candidate:
     sources: tuple[Source, ...] = ()
     layouts: dict[int, Layout] = field(default_factory=dict)
     per_rank: tuple[str, ...] = ()
-    part_layouts: tuple[Layout, ...] = ()  # of the parity among the sources
+    shard_layouts: tuple[Layout, ...] = ()  # of the parity among the sources
 
 
 @dataclass(frozen=True)
@@ -90,27 +90,27 @@ class _Held:
     """Of one snapshot: rank -> (node, holding), and the parity with its (node, holding)."""
 
     ranks: dict[int, list[tuple[str, HoldingFact]]] = field(default_factory=dict)
-    parts: list[tuple[str, HoldingFact]] = field(default_factory=list)
+    shards: list[tuple[str, HoldingFact]] = field(default_factory=list)
 
-    def lanes(self) -> dict[Lane, dict[int, set[str]]]:
-        """lane -> position -> nodes with its parity"""
-        found: dict[Lane, dict[int, set[str]]] = {}
-        for node, fact in self.parts:
-            if fact.part is not None:
-                found.setdefault(fact.part.lane, {}).setdefault(fact.part.position, set()).add(node)
+    def parity_sets(self) -> dict[ParitySet, dict[int, set[str]]]:
+        """parity set -> position -> nodes with its parity"""
+        found: dict[ParitySet, dict[int, set[str]]] = {}
+        for node, fact in self.shards:
+            if fact.shard is not None:
+                found.setdefault(fact.shard.parity_set, {}).setdefault(fact.shard.position, set()).add(node)
         return found
 
-    def spared(self) -> dict[int, Lane]:
+    def spared(self) -> dict[int, ParitySet]:
         """The ranks that parity can bring now."""
-        found: dict[int, Lane] = {}
-        for lane, parts in self.lanes().items():
+        found: dict[int, ParitySet] = {}
+        for parity_set, shards in self.parity_sets().items():
             data = {
                 at
-                for rank, at in lane.ranks().items()
+                for rank, at in parity_set.ranks().items()
                 if any(f.tier <= 1 for _, f in self.ranks.get(rank, ()))
             }
-            if decodable(lane, data, parts):
-                found.update(dict.fromkeys(lane.ranks(), lane))
+            if decodable(parity_set, data, shards):
+                found.update(dict.fromkeys(parity_set.ranks(), parity_set))
         return found
 
 
@@ -138,8 +138,8 @@ def _by_snapshot(
             if known is None or known.rank != fact.rank or not _related(record, fact.snapshot):
                 continue
             held = found.setdefault(fact.snapshot, _Held())
-            if fact.part is not None:
-                held.parts.append((node, fact))
+            if fact.shard is not None:
+                held.shards.append((node, fact))
             else:
                 held.ranks.setdefault(fact.rank, []).append((node, fact))
     return found
@@ -161,27 +161,27 @@ def _judge(
         Source(node, rank, fact.tier, fact.layout_id)
         for rank, found in sorted(held.ranks.items())
         for node, fact in sorted(found, key=lambda entry: (entry[1].tier, entry[0]))
-    ) + tuple(Source(node, fact.rank, 0, fact.layout_id, fact.part) for node, fact in held.parts)
-    parts = {fact.layout_id: layouts[fact.layout_id] for _, fact in held.parts}
+    ) + tuple(Source(node, fact.rank, 0, fact.layout_id, fact.shard) for node, fact in held.shards)
+    shards = {fact.layout_id: layouts[fact.layout_id] for _, fact in held.shards}
     per_rank: tuple[str, ...] = ()
     lacking = _lacking(own, held)
     if not lacking:
         verdict = agree(own, _all_digests(held))
         if verdict.errors:
             lacking = "; ".join(verdict.errors[:REASONS_MAX])
-            own, sources, parts = {}, (), {}
+            own, sources, shards = {}, (), {}
         else:
             per_rank = verdict.per_rank
     if lacking and not durable:
         return lacking
-    return Candidate(snapshot, not lacking, durable, sources, own, per_rank, tuple(parts.values()))
+    return Candidate(snapshot, not lacking, durable, sources, own, per_rank, tuple(shards.values()))
 
 
 def _by_parity(held: _Held, layouts: Mapping[str, Layout], own: Mapping[int, Layout]) -> dict[int, Layout]:
     """The layouts of ranks that no slot is left of, but parity."""
     found: dict[int, Layout] = {}
-    for rank, lane in held.spared().items():
-        layout = layouts.get(lane.members[lane.ranks()[rank]].layout_id)
+    for rank, parity_set in held.spared().items():
+        layout = layouts.get(parity_set.members[parity_set.ranks()[rank]].layout_id)
         if rank not in own and layout is not None and layout.rank == rank:
             found[rank] = layout
     return dict(sorted(found.items()))
@@ -191,7 +191,7 @@ def _doubt(held: _Held, layouts: Mapping[str, Layout]) -> str:
     """Holders must not contradict each other about the same rank, nor ranks about the world and the plan."""
     worlds: dict[int, int] = {}  # -> the first rank that has it
     plans: dict[str, dict[str, int]] = {}  # who plans -> plan -> the same
-    told = {member.rank: member.layout_id for lane in held.lanes() for member in lane.members}
+    told = {member.rank: member.layout_id for parity_set in held.parity_sets() for member in parity_set.members}
     for rank, found in sorted(held.ranks.items()):
         if len({fact.layout_id for _, fact in found} | {told.get(rank, found[0][1].layout_id)}) > 1:
             return f"rank {rank} is held with different layouts"
@@ -241,7 +241,7 @@ def _missing_slices(own: Mapping[int, Layout], held: _Held) -> list[str]:
 def _all_digests(held: _Held) -> dict[int, list[tuple[str, bytes]]]:
     """rank -> digests, from its own slots or from parity that protects it"""
     found = {
-        rank: list(pairs) for _, fact in held.parts for rank, pairs in member_digests(fact.digests).items()
+        rank: list(pairs) for _, fact in held.shards for rank, pairs in member_digests(fact.digests).items()
     }
     return found | {rank: _digests(holders) for rank, holders in held.ranks.items()}
 

@@ -8,7 +8,7 @@ from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol.life import NO_TOMBSTONE, Order, Tombstone
 from ckptd.core.protocol.messages import Message, RestoreAsk
 from ckptd.core.protocol.written import Written
-from ckptd.core.redundancy.lanes import Part
+from ckptd.core.redundancy.parity_sets import ParityShard
 from ckptd.core.state_map.layout import Layout
 
 
@@ -124,8 +124,8 @@ class HoldingFound:
     layout: Layout
     digests: tuple[tuple[str, bytes], ...]
     keep: bool = False
-    part: Part | None = None  # it is a lane's parity
-    layouts: tuple[Layout, ...] = ()  # of the lane's members
+    shard: ParityShard | None = None  # it is a parity set's parity
+    layouts: tuple[Layout, ...] = ()  # of the parity set's members
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +155,10 @@ class ReplicaSent:
 
 @dataclass(frozen=True, slots=True)
 class ParityMade:
-    """A lane's parity was made here and verified. digests, layouts: of its members."""
+    """A parity set's parity was made here and verified. digests, layouts: of its members."""
 
     snapshot: SnapshotId
-    part: Part
+    shard: ParityShard
     slot: int
     layout: Layout
     digests: tuple[tuple[str, bytes], ...]
@@ -171,7 +171,7 @@ class ParityFailed:
     """Result of a MakeParity: a source refused, vanished or is damaged, or there is no memory."""
 
     snapshot: SnapshotId
-    part: Part
+    shard: ParityShard
     data: bool
     reason: str
 

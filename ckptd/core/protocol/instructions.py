@@ -8,7 +8,7 @@ from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol.life import Tombstone
 from ckptd.core.protocol.messages import Message, Source, WritePiece
 from ckptd.core.protocol.written import Written
-from ckptd.core.redundancy.lanes import Part
+from ckptd.core.redundancy.parity_sets import ParityShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +190,11 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class MakeParity:
-    """Make this part of a lane from the sources, verified -> ParityMade; with ``data`` the slot of the part's own member, as a
-    tier-1 copy -> ReplicaArrived. Either way ParityFailed when it cannot be done."""
+    """Make this shard of a parity set from the sources, verified -> ParityMade; with ``data`` the slot of the part's own
+    member, as a tier-1 copy -> ReplicaArrived. Either way ParityFailed when it cannot be done."""
 
     snapshot: SnapshotId
-    part: Part
+    shard: ParityShard
     sources: tuple[Source, ...]
     data: bool = False
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol.written import Written
-from ckptd.core.redundancy.lanes import Part
+from ckptd.core.redundancy.parity_sets import ParityShard
 
 
 # --- joining, inventory, restore --------------------------------------------------------------------------------
@@ -48,8 +48,8 @@ class InventoryRequest:
 class HoldingFact:
     """The sender's memory holds this rank's slot of this snapshot, sums verified. tier 0: all of it.
 
-    part: it is no rank's slot but a lane's parity, under the lane's holding rank; the digests are those of its members, each
-    name behind "RANK|".
+    part: it is no rank's slot but a parity set's parity, under the parity set's holding rank; the digests are those of its
+    members, each name behind "RANK|".
     """
 
     snapshot: SnapshotId
@@ -58,7 +58,7 @@ class HoldingFact:
     layout_id: str
     digests: tuple[tuple[str, bytes], ...] = ()  # of MAYBE/REPLICA fragments ("t:key") and objects ("o:name")
     keep: bool = False
-    part: Part | None = None
+    shard: ParityShard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a rank's slot of a snapshot is held in memory, or a lane's parity (``part``)."""
+    """Where a rank's slot of a snapshot is held in memory, or a parity set's parity (``part``)."""
 
     node: str
     rank: int
     tier: int
     layout_id: str
-    part: Part | None = None
+    shard: ParityShard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,13 +420,13 @@ class Holders:
 
 @dataclass(frozen=True, slots=True)
 class ParityOrder:
-    """Steward -> node: hold this part of a lane, made from these sources; or, with ``data``, the slot of the part's own member,
-    which is held nowhere any more or by a node that is about to go, as a tier-1 copy."""
+    """Steward -> node: hold this shard of a parity set, made from these sources; or, with ``data``, the slot of the part's own
+    member, which is held nowhere any more or by a node that is about to go, as a tier-1 copy."""
 
     epoch: int
     session: str
     snapshot: SnapshotId
-    part: Part
+    shard: ParityShard
     sources: tuple[Source, ...]
     data: bool = False
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.pacing.rates import Estimate, Rates
-from ckptd.core.redundancy.lanes import Lane, tolerance
+from ckptd.core.redundancy.parity_sets import ParitySet, tolerance
 from ckptd.core.redundancy.protection import Classes
 from ckptd.core.state_map.recovery import DURABLE, OWN, PARITY, PEER
 
@@ -208,15 +208,15 @@ def _single(places: set[str], parity: Sequence[frozenset[str]]) -> frozenset[str
 
 
 def fatal_places(
-    lane: Lane, data: Mapping[int, frozenset[str]], parts: Mapping[int, frozenset[str]]
+    parity_set: ParitySet, data: Mapping[int, frozenset[str]], shards: Mapping[int, frozenset[str]]
 ) -> frozenset[str] | None:
-    """The places each of which alone, when lost, leaves too little of this lane; None: there is too little now."""
-    left = tolerance(lane, data, parts)
+    """The places each of which alone, when lost, leaves too little of this parity set; None: there is too little now."""
+    left = tolerance(parity_set, data, shards)
     if left != 0:
         return frozenset() if left > 0 else None
-    everywhere = frozenset().union(*data.values(), *parts.values())
+    everywhere = frozenset().union(*data.values(), *shards.values())
     return frozenset(
-        place for place in everywhere if tolerance(lane, _without(data, place), _without(parts, place)) < 0
+        place for place in everywhere if tolerance(parity_set, _without(data, place), _without(shards, place)) < 0
     )
 
 

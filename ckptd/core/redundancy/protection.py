@@ -41,7 +41,7 @@ def level(
 
     holders: rank -> (failure domain, tier) of each verified holding of that rank's slot. A tier-t holding has the objects
     and the fragments of tier >= t; tier 0 is all of it. spared: rank -> how many domains may be lost before parity cannot
-    bring its tier-1 prefix any more (lanes.tolerance); whoever has both is counted by the better one.
+    bring its tier-1 prefix any more (parity sets.tolerance); whoever has both is counted by the better one.
     """
     if not classes.complete:
         return -1

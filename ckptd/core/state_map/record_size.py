@@ -10,7 +10,7 @@ from ckptd.core.state_map.layout import BLOCK_BYTES, UNIQUE, Layout
 
 SUM_BYTES = 16  # of one integrity block
 PACKING_BYTES = 16  # around the name and the digest of one tensor or object
-HEAD_BYTES = 64 * 1024  # job, snapshot, lane, and the digests of a usual number of objects
+HEAD_BYTES = 64 * 1024  # job, snapshot, parity set, and the digests of a usual number of objects
 
 
 def predicted_record(layout: Layout) -> int:

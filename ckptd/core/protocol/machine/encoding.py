@@ -1,4 +1,4 @@
-"""Parity that this node makes because the steward asked for it (design D8): at most one part of a lane at a time, the oldest
+"""Parity that this node makes because the steward asked for it (design D8): at most one shard of a parity set at a time, the oldest
 snapshot first, what failed after what did not. A snapshot that is gone leaves orders behind which nobody takes back: what has
 failed too often is made when the steward, which repeats what it misses, asks once more.
 """
@@ -15,13 +15,13 @@ from ckptd.core.protocol.machine.holdings import Holdings
 from ckptd.core.protocol.machine.levels import Levels
 from ckptd.core.protocol.machine.slots import Slots
 from ckptd.core.protocol.messages import ParityOrder
-from ckptd.core.redundancy.lanes import Part
+from ckptd.core.redundancy.parity_sets import ParityShard
 
 FIRST_RETRY_S = 0.1  # doubled up to replicate_retry_s
 FAILURES_MAX = 16
 ORDERS_MAX = 4096
 
-Key = tuple[SnapshotId, Part, bool]
+Key = tuple[SnapshotId, ParityShard, bool]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Encoding:
 
     def on_order(self, message: ParityOrder) -> None:
         """The newest order for a part names the sources that are there now."""
-        key = (message.snapshot, message.part, message.data)
+        key = (message.snapshot, message.shard, message.data)
         known = self._orders.get(key)
         if known is not None:
             known.message = message
@@ -48,7 +48,7 @@ class Encoding:
         self.act()
 
     def on_made(self, event: ParityMade) -> None:
-        self._end(event.snapshot, event.part, data=False)
+        self._end(event.snapshot, event.shard, data=False)
         self._holdings.on_made(event)
         self.act()
 
@@ -59,7 +59,7 @@ class Encoding:
         self.act()
 
     def on_failed(self, event: ParityFailed) -> None:
-        key = (event.snapshot, event.part, event.data)
+        key = (event.snapshot, event.shard, event.data)
         self._flying.discard(key)
         order = self._orders.get(key)
         if order is not None:
@@ -88,35 +88,35 @@ class Encoding:
                 busy.add(place)
                 self._flying.add(key)
                 message = order.message
-                self._ctx.emit(MakeParity(message.snapshot, message.part, message.sources, message.data))
+                self._ctx.emit(MakeParity(message.snapshot, message.shard, message.sources, message.data))
 
     def _place(self, key: Key) -> int:
         """The number under which the result will be held; generations are counted by it."""
-        _, part, data = key
-        return part.member.rank if data else part.lane.holding_rank
+        _, shard, data = key
+        return shard.member.rank if data else shard.parity_set.holding_rank
 
     def _drop_done(self) -> None:
         for key in list(self._orders):
-            snapshot, part, data = key
+            snapshot, shard, data = key
             if data:
-                best = self._slots.best(snapshot, part.member.rank)
+                best = self._slots.best(snapshot, shard.member.rank)
                 held = best is not None and best.fact is not None and best.fact.tier <= 1
             else:
-                held = self._slots.part(snapshot, part) is not None
+                held = self._slots.shard(snapshot, shard) is not None
             if held or snapshot in self._slots.void or snapshot in self._levels.released:
                 self._end(*key)
 
-    def _end(self, snapshot: SnapshotId, part: Part, data: bool) -> None:
-        self._orders.pop((snapshot, part, data), None)
-        self._flying.discard((snapshot, part, data))
+    def _end(self, snapshot: SnapshotId, shard: ParityShard, data: bool) -> None:
+        self._orders.pop((snapshot, shard, data), None)
+        self._flying.discard((snapshot, shard, data))
 
 
 def data_or_alone(slots: Slots, key: Key) -> bool:
-    """A node holds one part of a lane at most: parts are asked for by the lane's number alone."""
-    snapshot, part, data = key
-    return data or slots.best(snapshot, part.lane.holding_rank) is None
+    """A node holds one shard of a parity set at most: parts are asked for by the parity set's number alone."""
+    snapshot, shard, data = key
+    return data or slots.best(snapshot, shard.parity_set.holding_rank) is None
 
 
 def _age(key: Key) -> tuple[SnapshotId, int, int, bool]:
-    snapshot, part, data = key
-    return snapshot, part.lane.number, part.position, not data
+    snapshot, shard, data = key
+    return snapshot, shard.parity_set.number, shard.position, not data

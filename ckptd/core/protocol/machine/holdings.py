@@ -51,19 +51,19 @@ class Holdings:
             self._slots.retire(slot)
 
     def on_made(self, event: ParityMade) -> None:
-        """A part of a lane is held here from now on."""
+        """A shard of a parity set is held here from now on."""
         unwanted = self._unwanted(event.snapshot) or self._beyond_fork(event.snapshot)
         if unwanted or self._slots.best(event.snapshot, event.layout.rank) is not None:
             self._ctx.emit(FreeSlot(event.slot))
             return
         rank, layout = event.layout.rank, event.layout
-        fact = HoldingFact(event.snapshot, rank, 0, layout.layout_id, event.digests, event.keep, event.part)
+        fact = HoldingFact(event.snapshot, rank, 0, layout.layout_id, event.digests, event.keep, event.shard)
         self._slots.hold(Slot(event.slot, rank, own=False), fact, layout, event.layouts)
         self._uplink.tell_held(fact)
 
     def on_found(self, event: HoldingFound) -> None:
         fact = HoldingFact(
-            event.snapshot, event.rank, event.tier, event.layout.layout_id, event.digests, event.keep, event.part
+            event.snapshot, event.rank, event.tier, event.layout.layout_id, event.digests, event.keep, event.shard
         )
         if event.snapshot.epoch <= self._ctx.tombstone.ordered:
             self._ctx.emit(FreeSlot(event.slot))
@@ -83,7 +83,7 @@ class Holdings:
         self._slots.quarantine(slot)
         self._uplink.tell_held(fact, lost=True)
         record = self._ctx.record
-        owned = fact.part is None and not slot.own
+        owned = fact.shard is None and not slot.own
         if record is not None and fact.snapshot.epoch == record.number and owned:
             self._ctx.send(record.ranks[fact.rank], Held(record.number, fact, lost=True))
 

@@ -15,7 +15,7 @@ from ckptd.core.protocol.machine.context import Context
 from ckptd.core.protocol.machine.slots import Slot, Slots
 from ckptd.core.protocol.messages import Held, Holders
 from ckptd.core.redundancy import placement
-from ckptd.core.redundancy.lanes import replicated_ranks
+from ckptd.core.redundancy.parity_sets import replicated_ranks
 from ckptd.core.redundancy.policies import Parity
 
 REFUSALS_MAX = 4  # in a row, before another node is asked instead

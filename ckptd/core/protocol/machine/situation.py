@@ -62,7 +62,7 @@ def _by_books(machine: JobMachine) -> list[Point]:
             lost[0] = _critical(state, nodes)
             lost[1] = lost[0] if nodes == domains else _critical(state, domains)
         if level >= 0 or state.durable:
-            points.append(Point(snapshot, level, state.durable, bool(state.parts), *lost))
+            points.append(Point(snapshot, level, state.durable, bool(state.shards), *lost))
         safe = safe or level >= 1
     return points
 
@@ -74,15 +74,15 @@ def _critical(state: SnapshotState, places: Mapping[str, str]) -> frozenset[str]
         for rank, nodes in state.holders.items()
     }
     spared: dict[int, frozenset[str]] = {}
-    for lane, held in state.parts.items():
+    for parity_set, held in state.shards.items():
         data = {
             at: frozenset(where for where, tier in holders.get(rank, ()) if tier <= 1)
-            for rank, at in lane.ranks().items()
+            for rank, at in parity_set.ranks().items()
         }
-        parts = {at: frozenset(places[node] for node in nodes if node in places) for at, nodes in held.items()}
-        fatal = fatal_places(lane, data, parts)
+        shards = {at: frozenset(places[node] for node in nodes if node in places) for at, nodes in held.items()}
+        fatal = fatal_places(parity_set, data, shards)
         if fatal is not None:
-            spared.update((rank, fatal & spared.get(rank, fatal)) for rank in lane.ranks())
+            spared.update((rank, fatal & spared.get(rank, fatal)) for rank in parity_set.ranks())
     assert state.classes is not None, "what has a level has classes"
     return critical(state.classes, holders, spared)
 

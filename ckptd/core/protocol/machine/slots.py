@@ -14,7 +14,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.instructions import FreeSlot, PersistSealed
 from ckptd.core.protocol.machine.context import Context
 from ckptd.core.protocol.messages import HoldingFact
-from ckptd.core.redundancy.lanes import Part
+from ckptd.core.redundancy.parity_sets import ParityShard
 from ckptd.core.state_map.layout import Layout
 
 FREE, FILLING, SEALED = "free", "filling", "sealed"
@@ -33,7 +33,7 @@ class Slot:
     void: str = ""  # why the grant of a doomed one is void
     fact: HoldingFact | None = None
     layout: Layout | None = None
-    layouts: tuple[Layout, ...] = ()  # of a lane's members, where it holds their parity
+    layouts: tuple[Layout, ...] = ()  # of a parity set's members, where it holds their parity
     released: bool = False  # goes as soon as no pin holds it
     damaged: bool = False  # not used any more
 
@@ -122,9 +122,9 @@ class Slots:
         for held in self.sealed.values():
             yield from held
 
-    def part(self, snapshot: SnapshotId, part: Part) -> Slot | None:
-        """The slot that holds this part of a lane."""
-        held = (s for s in self.sealed.get(snapshot, ()) if s.fact is not None and s.fact.part == part)
+    def shard(self, snapshot: SnapshotId, shard: ParityShard) -> Slot | None:
+        """The slot that holds this shard of a parity set."""
+        held = (s for s in self.sealed.get(snapshot, ()) if s.fact is not None and s.fact.shard == shard)
         return next((slot for slot in held if not slot.damaged), None)
 
     def layouts(self) -> dict[str, Layout]:

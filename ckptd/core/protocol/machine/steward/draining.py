@@ -156,7 +156,7 @@ class Draining:
     def _copies(self, state: SnapshotState, level: int) -> Iterator[Need]:
         """Slices that fewer staying domains hold than the level takes."""
         assert state.classes is not None, "looked at before"
-        by_parity = self._parities.ranks_in_lanes(state)
+        by_parity = self._parities.ranks_in_sets(state)
         for copies in (*(((rank, tier),) for rank, tier in state.classes.alone), *state.classes.shared):
             if any(tier >= 1 and rank in by_parity for rank, tier in copies):
                 continue
@@ -187,7 +187,7 @@ class Draining:
 
     def _parity(self, state: SnapshotState) -> Iterator[Need]:
         for move in self._parities.moves(state):
-            key = (state.snapshot, -1 - move.lane, move.position)
+            key = (state.snapshot, -1 - move.parity_set, move.position)
             yield Need(key, 0, move.slots, move.nbytes, move.nodes, None, not move.places)
 
     # --- asking -------------------------------------------------------------------------------------------------

@@ -17,28 +17,37 @@ from ckptd.core.protocol.machine.steward.sessions import Sessions
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from ckptd.core.protocol.messages import ParityOrder, Source
-from ckptd.core.redundancy.lanes import NOBODY, Lane, Member, Part, decodable, seatings, tolerance
 from ckptd.core.redundancy.linear import linear_bytes
+from ckptd.core.redundancy.parity_sets import (
+    NOBODY,
+    Member,
+    ParitySet,
+    ParityShard,
+    decodable,
+    seatings,
+    tolerance,
+)
 from ckptd.core.redundancy.policies import Parity
 
 
 @dataclass(frozen=True)
 class Held:
-    """Who holds a lane: position -> live nodes with its member's slot (the fullest first), with its parity. data, parts: without
-    the nodes that are about to go, and data without that where another position's parity is: its own can never join it there."""
+    """Who holds a parity set: position -> live nodes with its member's slot (the fullest first), with its parity. data, parts:
+    without the nodes that are about to go, and data without that where another position's parity is: its own can never join it
+    there."""
 
-    lane: Lane
+    parity_set: ParitySet
     data: dict[int, list[str]]
-    parts: dict[int, list[str]]
+    shards: dict[int, list[str]]
     all_data: dict[int, list[str]]
-    all_parts: dict[int, list[str]]
+    all_shards: dict[int, list[str]]
 
 
 @dataclass(frozen=True)
 class Move:
     """A position of which ``slots`` of so many bytes lie on these leaving nodes alone. places: somebody can take it."""
 
-    lane: int
+    parity_set: int
     position: int
     slots: int
     nbytes: int
@@ -53,49 +62,51 @@ class Parities:
             SnapshotId, float
         ] = {}  # below what is wanted, with data that only parity can bring
 
-    def ranks_in_lanes(self, state: SnapshotState) -> set[int]:
+    def ranks_in_sets(self, state: SnapshotState) -> set[int]:
         """They are protected by parity, and not by copies."""
-        return {rank for lane in self._lanes(state) for rank in lane.ranks()}
+        return {rank for parity_set in self._parity_sets(state) for rank in parity_set.ranks()}
 
     def ranks_by_parity_alone(self, state: SnapshotState) -> set[int]:
-        """Without those of lanes that are whole and yet survive less than they could, as two positions came to live in one domain
-        when something was lost: nothing is left to be made of them, so copies take their place."""
-        lanes = [lane for lane in self._lanes(state) if not self._ill_placed(self._held(state, lane))]
-        return {rank for lane in lanes for rank in lane.ranks()}
+        """Without those of parity sets that are whole and yet survive less than they could, as two positions came to live in
+        one domain when something was lost: nothing is left to be made of them, so copies take their place."""
+        parity_sets = [parity_set for parity_set in self._parity_sets(state) if not self._ill_placed(self._held(state, parity_set))]
+        return {rank for parity_set in parity_sets for rank in parity_set.ranks()}
 
     def _ill_placed(self, held: Held) -> bool:
-        whole = all(map(held.all_data.get, held.lane.ranks().values())) and all(
-            map(held.all_parts.get, range(len(held.lane.members)))
+        whole = all(map(held.all_data.get, held.parity_set.ranks().values())) and all(
+            map(held.all_shards.get, range(len(held.parity_set.members)))
         )
-        return whole and self._survives(held.lane, held.all_data, held.all_parts) < held.lane.parity
+        return whole and self._survives(held.parity_set, held.all_data, held.all_shards) < held.parity_set.parity
 
     def order(self, state: SnapshotState, *, at_once: bool = False, anywhere: bool = False) -> None:
-        """Ask for what is missing, of the most exposed lanes first. at_once: also for data, however recently it was lost.
+        """Ask for what is missing, of the most exposed parity sets first. at_once: also for data, however recently it was lost.
         anywhere: data that has no place of its own is made beside another position's, for a flush or copies to read it there."""
         wanted = at_once or self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)
         if state.level < 0 or state.void or not wanted:
             return  # what has parity is moved, and made whole from it for a flush, whatever level is in force now
-        lanes = [self._held(state, lane) for lane in self._lanes(state)]
-        long_short = self._long_short(state, any(map(_lost, lanes)))
+        parity_sets = [self._held(state, parity_set) for parity_set in self._parity_sets(state)]
+        long_short = self._long_short(state, any(map(_lost, parity_sets)))
         patient = not (at_once or long_short or self._sessions.leaving)  # what moves would take the place of what is waited for
-        for held in sorted(lanes, key=lambda held: (self._tolerates(held), held.lane.number)):
-            self._order_lane(state, held, mend=not patient, anywhere=anywhere or at_once)
+        for held in sorted(parity_sets, key=lambda held: (self._tolerates(held), held.parity_set.number)):
+            self._order_set(state, held, mend=not patient, anywhere=anywhere or at_once)
 
     def moves(self, state: SnapshotState) -> list[Move]:
-        """What lies on leaving nodes alone, the most exposed lanes first."""
-        lanes = sorted(map(partial(self._held, state), self._lanes(state)), key=lambda h: (self._tolerates(h), h.lane.number))
-        return [move for held in lanes for move in self._moves_of(state, held)]
+        """What lies on leaving nodes alone, the most exposed parity sets first."""
+        found = map(partial(self._held, state), self._parity_sets(state))
+        held_sets = sorted(found, key=lambda held: (self._tolerates(held), held.parity_set.number))
+        return [move for held in held_sets for move in self._moves_of(state, held)]
 
     def _moves_of(self, state: SnapshotState, held: Held) -> Iterator[Move]:
-        lane = held.lane
-        for at, member in enumerate(lane.members):
+        parity_set = held.parity_set
+        for at, member in enumerate(parity_set.members):
             data = member.rank != NOBODY and not held.data.get(at)
-            lacks = (data, member.nbytes, held.all_data), (not held.parts.get(at), lane.parity * lane.chunk, held.all_parts)
+            shard_bytes = parity_set.parity * parity_set.chunk
+            lacks = (data, member.nbytes, held.all_data), (not held.shards.get(at), shard_bytes, held.all_shards)
             found = [(nbytes, where[at]) for lacking, nbytes, where in lacks if lacking and where.get(at)]
             if found:
                 nodes = frozenset(node for _, nodes in found for node in nodes)
                 places = self._seat_of(state, held, at, anywhere=False, moves=True) is not None
-                yield Move(lane.number, at, len(found), sum(nbytes for nbytes, _ in found), nodes, places)
+                yield Move(parity_set.number, at, len(found), sum(nbytes for nbytes, _ in found), nodes, places)
 
     def forget(self, kept: set[SnapshotId]) -> None:
         self._short_since = {
@@ -107,12 +118,12 @@ class Parities:
         self._short_since.pop(snapshot, None)
 
     # --- what there is ------------------------------------------------------------------------------------------
-    def _lanes(self, state: SnapshotState) -> list[Lane]:
+    def _parity_sets(self, state: SnapshotState) -> list[ParitySet]:
         """Those that somebody holds parts of, and, while parity is made, those that this epoch's snapshots are to have."""
         if state.snapshot.epoch == self._ctx.number and not state.positions and self._table.knows_layouts(state):
             self._seat(state)
         positions = state.positions if isinstance(self._ctx.redundancy, Parity) else ()
-        return sorted({*state.parts, *positions}, key=lambda lane: lane.number)
+        return sorted({*state.shards, *positions}, key=lambda parity_set: parity_set.number)
 
     def _seat(self, state: SnapshotState) -> None:
         record = self._ctx.record
@@ -128,32 +139,32 @@ class Parities:
                 else Member(rank)
                 for rank in seating.ranks
             )
-            state.positions[Lane(record.world, seating.number, policy.parity, members)] = seating.nodes
-        if not state.positions.keys() >= state.parts.keys():
-            state.positions.clear()  # it was encoded under another level: a lane's number must mean one lane
+            state.positions[ParitySet(record.world, seating.number, policy.parity, members)] = seating.nodes
+        if not state.positions.keys() >= state.shards.keys():
+            state.positions.clear()  # it was encoded under another level: a parity set's number must mean one parity set
 
-    def _held(self, state: SnapshotState, lane: Lane) -> Held:
+    def _held(self, state: SnapshotState, parity_set: ParitySet) -> Held:
         data: dict[int, list[str]] = {}
-        for rank, at in lane.ranks().items():
+        for rank, at in parity_set.ranks().items():
             found = sorted((tier, node) for node, tier in state.holders.get(rank, {}).items() if tier <= 1)
             data[at] = [node for _, node in found if self._sessions.live(node)]
-        parts = {at: sorted(filter(self._sessions.live, nodes)) for at, nodes in state.parts.get(lane, {}).items()}
+        shards = {at: sorted(filter(self._sessions.live, nodes)) for at, nodes in state.shards.get(parity_set, {}).items()}
         stays = self._sessions.stays
-        taken = {node: at for at, nodes in parts.items() for node in nodes}
+        taken = {node: at for at, nodes in shards.items() for node in nodes}
         return Held(
-            lane,
+            parity_set,
             {at: [node for node in nodes if stays(node) and taken.get(node, at) == at] for at, nodes in data.items()},
-            {at: list(filter(stays, nodes)) for at, nodes in parts.items()},
+            {at: list(filter(stays, nodes)) for at, nodes in shards.items()},
             data,
-            parts,
+            shards,
         )
 
     def _tolerates(self, held: Held) -> int:
-        return self._survives(held.lane, held.data, held.parts)
+        return self._survives(held.parity_set, held.data, held.shards)
 
-    def _survives(self, lane: Lane, *found: dict[int, list[str]]) -> int:
-        data, parts = ({at: set(map(self._ctx.domain, nodes)) for at, nodes in where.items()} for where in found)
-        return tolerance(lane, data, parts)
+    def _survives(self, parity_set: ParitySet, *found: dict[int, list[str]]) -> int:
+        data, shards = ({at: set(map(self._ctx.domain, nodes)) for at, nodes in where.items()} for where in found)
+        return tolerance(parity_set, data, shards)
 
     def _long_short(self, state: SnapshotState, lost: bool) -> bool:
         if not lost:
@@ -163,45 +174,45 @@ class Parities:
         return self._ctx.now - since >= self._ctx.policy.steward_timeout_s
 
     # --- what is to be made -------------------------------------------------------------------------------------
-    def _order_lane(self, state: SnapshotState, held: Held, *, mend: bool, anywhere: bool) -> None:
+    def _order_set(self, state: SnapshotState, held: Held, *, mend: bool, anywhere: bool) -> None:
         """What is missing comes first: what only moves would take its place."""
-        lane, data, parts = held.lane, held.data, held.parts
-        here = [at for at, nodes in held.all_data.items() if nodes], [at for at, nodes in held.all_parts.items() if nodes]
-        for at in sorted(range(len(lane.members)), key=lambda at: bool(held.all_parts.get(at))):
-            member = lane.members[at]
-            lacks_data, lacks_part = member.rank != NOBODY and not data.get(at), not parts.get(at)
-            lost, unmade = lacks_data and not held.all_data.get(at), not held.all_parts.get(at)
-            if (lost and (not mend or not decodable(lane, *here))) or not (lacks_data or lacks_part):
+        parity_set, data, shards = held.parity_set, held.data, held.shards
+        here = [at for at, nodes in held.all_data.items() if nodes], [at for at, nodes in held.all_shards.items() if nodes]
+        for at in sorted(range(len(parity_set.members)), key=lambda at: bool(held.all_shards.get(at))):
+            member = parity_set.members[at]
+            lacks_data, lacks_shard = member.rank != NOBODY and not data.get(at), not shards.get(at)
+            lost, unmade = lacks_data and not held.all_data.get(at), not held.all_shards.get(at)
+            if (lost and (not mend or not decodable(parity_set, *here))) or not (lacks_data or lacks_shard):
                 continue
-            leans = (lacks_data and not lost) or (lacks_part and not unmade)
+            leans = (lacks_data and not lost) or (lacks_shard and not unmade)
             to = self._seat_of(state, held, at, anywhere=lost and anywhere, moves=leans)
             sources = self._sources(state, held)
             if to is None and leans and (lost or unmade):  # nowhere to move: it protects as long as it is there
                 to = self._seat_of(state, held, at, anywhere=False, moves=False)
-                lacks_data, lacks_part = lost, unmade
+                lacks_data, lacks_shard = lost, unmade
             if to is None:
                 continue
-            state.moved[lane, at] = to
-            if lacks_data and (lost or any(held.all_parts.values())):  # without parity there is nothing to make it of
-                self._send(state, Part(lane, at), to, sources, True)
-            if not lost and lacks_part:
-                self._send(state, Part(lane, at), to, sources, False)
+            state.moved[parity_set, at] = to
+            if lacks_data and (lost or any(held.all_shards.values())):  # without parity there is nothing to make it of
+                self._send(state, ParityShard(parity_set, at), to, sources, True)
+            if not lost and lacks_shard:
+                self._send(state, ParityShard(parity_set, at), to, sources, False)
 
     def _seat_of(self, state: SnapshotState, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
         """The node that is to hold this position: where the rest of it is, where it was meant to be, or one whose domain no
         other position lives in or is to live in; one that is about to go when there is no other, unless it moves away from such
         a one. anywhere: failing that any, of those that stay if there are."""
-        domain, record, lane = self._ctx.domain, self._ctx.record, held.lane
+        domain, record, parity_set = self._ctx.domain, self._ctx.record, held.parity_set
         assert record is not None, "a steward has an epoch"
-        rest = [other for other in range(len(lane.members)) if other != at]
+        rest = [other for other in range(len(parity_set.members)) if other != at]
         others = {domain(node) for other in rest for node in self._places(state, held, other, moves)}
         taken = {node for other in rest for node in self._taken(state, held, other, moves)}
-        positions = state.positions.get(lane)
-        chosen = state.moved.get((lane, at))
-        first = [*held.data.get(at, ()), *held.parts.get(at, ())]
+        positions = state.positions.get(parity_set)
+        chosen = state.moved.get((parity_set, at))
+        first = [*held.data.get(at, ()), *held.shards.get(at, ())]
         first += [chosen] if chosen and domain(chosen) not in others else []
         first += [positions[at]] if positions and domain(positions[at]) not in others else []
-        first += [] if moves else [*held.all_data.get(at, ()), *held.all_parts.get(at, ())]
+        first += [] if moves else [*held.all_data.get(at, ()), *held.all_shards.get(at, ())]
         spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(state, node), node))
         live = [node for node in (*first, *spare) if self._sessions.live(node)]
         own = {positions[at]} & {*first} if positions else {*first}
@@ -215,45 +226,45 @@ class Parities:
     def _taken(self, state: SnapshotState, held: Held, at: int, moves: bool) -> list[str]:
         """By this position: who holds its parity, or is about to make it where its data is; for one that moves also who is about
         to make its data."""
-        chosen = state.moved.get((held.lane, at))
+        chosen = state.moved.get((held.parity_set, at))
         soon = chosen is not None and (moves or chosen in held.all_data.get(at, ()))
-        return held.all_parts.get(at) or ([chosen] if chosen is not None and soon else [])
+        return held.all_shards.get(at) or ([chosen] if chosen is not None and soon else [])
 
     def _places(self, state: SnapshotState, held: Held, at: int, moves: bool) -> list[str]:
         """Where this position is and was asked for; failing both, where it was meant to be: a node that takes another one first
         cannot take this one any more. What is where it was meant to be is there alone, and what is whole, for one that does not
         move: a copy beside it, which a drain asked for, takes no missing position's place."""
-        chosen, positions = state.moved.get((held.lane, at)), state.positions.get(held.lane)
-        found = [*held.data.get(at, ()), *held.parts.get(at, ())]
+        chosen, positions = state.moved.get((held.parity_set, at)), state.positions.get(held.parity_set)
+        found = [*held.data.get(at, ()), *held.shards.get(at, ())]
         if positions and positions[at] in found:
             return [positions[at]]
-        data, parts = (held.data, held.parts) if moves else (held.all_data, held.all_parts)
-        whole = [node for node in data.get(at, ()) if node in parts.get(at, ())]
+        data, shards = (held.data, held.shards) if moves else (held.all_data, held.all_shards)
+        whole = [node for node in data.get(at, ()) if node in shards.get(at, ())]
         if whole:
             return whole
         found += [chosen] if chosen and self._sessions.live(chosen) else []
         return found or ([positions[at]] if positions and self._sessions.live(positions[at]) else [])
 
     def _load(self, state: SnapshotState, node: str) -> int:
-        return sum(node in nodes for held in state.parts.values() for nodes in held.values())
+        return sum(node in nodes for held in state.shards.values() for nodes in held.values())
 
     def _sources(self, state: SnapshotState, held: Held) -> tuple[Source, ...]:
         """Also on leaving nodes."""
-        lane, found = held.lane, []
+        parity_set, found = held.parity_set, []
         for at, nodes in sorted(held.all_data.items()):
-            member = lane.members[at]
+            member = parity_set.members[at]
             found += [
                 Source(node, member.rank, state.holders[member.rank][node], member.layout_id)
                 for node in nodes
             ]
-        for at, nodes in sorted(held.all_parts.items()):
-            found += [Source(node, lane.holding_rank, 0, "", Part(lane, at)) for node in nodes]
+        for at, nodes in sorted(held.all_shards.items()):
+            found += [Source(node, parity_set.holding_rank, 0, "", ParityShard(parity_set, at)) for node in nodes]
         return tuple(found)
 
-    def _send(self, state: SnapshotState, part: Part, to: str, sources: tuple[Source, ...], data: bool) -> None:
+    def _send(self, state: SnapshotState, shard: ParityShard, to: str, sources: tuple[Source, ...], data: bool) -> None:
         session = self._sessions.session(to)
-        self._ctx.send(to, ParityOrder(self._ctx.number, session, state.snapshot, part, sources, data))
+        self._ctx.send(to, ParityOrder(self._ctx.number, session, state.snapshot, shard, sources, data))
 
 
 def _lost(held: Held) -> bool:
-    return any(not held.all_data.get(at) for at in held.lane.ranks().values())
+    return any(not held.all_data.get(at) for at in held.parity_set.ranks().values())

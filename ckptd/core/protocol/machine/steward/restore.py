@@ -238,7 +238,7 @@ class Restoring:
         record, found = decision.record, decision.candidate
         assert record is not None, "refusals open nothing"
         self._floor = record.number
-        known = (*found.layouts.values(), *found.part_layouts) if found is not None else ()
+        known = (*found.layouts.values(), *found.shard_layouts) if found is not None else ()
         layouts = {layout.layout_id: layout.encoded for layout in known}
         message = EpochOpen(
             record.nonce,

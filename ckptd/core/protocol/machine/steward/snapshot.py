@@ -12,7 +12,7 @@ from enum import Enum
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.messages import Certificate
-from ckptd.core.redundancy.lanes import Lane
+from ckptd.core.redundancy.parity_sets import ParitySet
 from ckptd.core.redundancy.protection import Classes
 from ckptd.core.state_map.agreement import Agreement
 
@@ -72,10 +72,10 @@ class SnapshotState:
     holders: dict[int, dict[str, int]] = field(default_factory=dict)  # rank -> node -> tier
     layout_ids: dict[int, str] = field(default_factory=dict)
     digests: dict[int, tuple[tuple[str, bytes], ...]] = field(default_factory=dict)
-    parts: dict[Lane, dict[int, set[str]]] = field(default_factory=dict)  # lane -> position -> nodes with its parity
-    positions: dict[Lane, tuple[str, ...]] = field(default_factory=dict)  # lane -> nodes that are to hold it, by position
-    tolerated: dict[Lane, int] = field(default_factory=dict)  # lane -> losses it survives now, where that was looked at
-    moved: dict[tuple[Lane, int], str] = field(default_factory=dict)  # (lane, position) -> where it was asked for last
+    shards: dict[ParitySet, dict[int, set[str]]] = field(default_factory=dict)  # parity set -> position -> nodes with its parity
+    positions: dict[ParitySet, tuple[str, ...]] = field(default_factory=dict)  # parity set -> who is to hold it, by position
+    tolerated: dict[ParitySet, int] = field(default_factory=dict)  # parity set -> losses it survives now, where that was looked at
+    moved: dict[tuple[ParitySet, int], str] = field(default_factory=dict)  # (parity set, position) -> where it was asked for last
     keep: bool = False
     durable: bool = False
     failures: int = 0  # of flushes
@@ -91,14 +91,14 @@ class SnapshotState:
     def nodes(self) -> set[str]:
         """Who holds something of it."""
         found = {node for nodes in self.holders.values() for node in nodes}
-        return found.union(*(nodes for held in self.parts.values() for nodes in held.values()))
+        return found.union(*(nodes for held in self.shards.values() for nodes in held.values()))
 
     def vouching(self, rank: int) -> list[str]:
-        """Nodes that know the layout of this rank: holders of its slot, and of parity of its lane."""
-        lanes = [held for lane, held in self.parts.items() if rank in lane.ranks()]
+        """Nodes that know the layout of this rank: holders of its slot, and of parity of its parity set."""
+        parity_sets = [held for parity_set, held in self.shards.items() if rank in parity_set.ranks()]
         return [
             *self.holders.get(rank, ()),
-            *sorted({node for held in lanes for nodes in held.values() for node in nodes}),
+            *sorted({node for held in parity_sets for nodes in held.values() for node in nodes}),
         ]
 
     @property

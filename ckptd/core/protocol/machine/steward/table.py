@@ -11,7 +11,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.machine.context import RESEND_S, Context, decode_layout
 from ckptd.core.protocol.machine.steward.snapshot import Phase, SnapshotState
 from ckptd.core.protocol.messages import HoldingFact, LayoutRequest
-from ckptd.core.redundancy.lanes import NOBODY, Part, member_digests, tolerance
+from ckptd.core.redundancy.parity_sets import NOBODY, ParityShard, member_digests, tolerance
 from ckptd.core.redundancy.protection import Classes, level, slice_classes
 from ckptd.core.state_map.agreement import agree
 from ckptd.core.state_map.layout import Layout
@@ -52,8 +52,8 @@ class SnapshotTable:
             again = fact.snapshot in self._again
             state = SnapshotState(fact.snapshot, durable=fact.snapshot.at in self.durable, again=again)
             self.states[fact.snapshot] = state
-        if fact.part is not None:
-            self._add_part(node, state, fact, fact.part)
+        if fact.shard is not None:
+            self._add_shard(node, state, fact, fact.shard)
             return
         if state.layout_ids.setdefault(fact.rank, fact.layout_id) != fact.layout_id:
             return  # a rank captures a snapshot once: whoever says so is no daemon of ours
@@ -65,14 +65,14 @@ class SnapshotTable:
         state.keep |= fact.keep
         self.dirty.add(fact.snapshot)
 
-    def _add_part(self, node: str, state: SnapshotState, fact: HoldingFact, part: Part) -> None:
-        """It also vouches for the layouts and digests of its lane's members, whose own slots may be gone."""
+    def _add_shard(self, node: str, state: SnapshotState, fact: HoldingFact, shard: ParityShard) -> None:
+        """It also vouches for the layouts and digests of its parity set's members, whose own slots may be gone."""
         sums = member_digests(fact.digests)
-        members = [member for member in part.lane.members if member.rank != NOBODY]
+        members = [member for member in shard.parity_set.members if member.rank != NOBODY]
         if any(state.layout_ids.get(member.rank, member.layout_id) != member.layout_id for member in members):
             return
-        state.parts.setdefault(part.lane, {}).setdefault(part.position, set()).add(node)
-        state.tolerated.pop(part.lane, None)
+        state.shards.setdefault(shard.parity_set, {}).setdefault(shard.position, set()).add(node)
+        state.tolerated.pop(shard.parity_set, None)
         for member in members:
             state.layout_ids.setdefault(member.rank, member.layout_id)
         for rank, digests in sums.items():
@@ -84,8 +84,8 @@ class SnapshotTable:
         state = self.states.get(fact.snapshot)
         if state is None:
             return
-        if fact.part is not None:
-            state.parts.get(fact.part.lane, {}).get(fact.part.position, set()).discard(node)
+        if fact.shard is not None:
+            state.shards.get(fact.shard.parity_set, {}).get(fact.shard.position, set()).discard(node)
         else:
             nodes = state.holders.get(fact.rank, {})
             nodes.pop(node, None)
@@ -102,7 +102,7 @@ class SnapshotTable:
         for state in had:
             for nodes in state.holders.values():
                 nodes.pop(node, None)
-            for held in state.parts.values():
+            for held in state.shards.values():
                 for holders in held.values():
                     holders.discard(node)
             state.holders = {rank: nodes for rank, nodes in state.holders.items() if nodes}
@@ -113,8 +113,8 @@ class SnapshotTable:
 
     def _changed(self, state: SnapshotState) -> None:
         state.tolerated.clear()
-        held = {lane: {at: nodes for at, nodes in parts.items() if nodes} for lane, parts in state.parts.items()}
-        state.parts = {lane: parts for lane, parts in held.items() if parts}
+        held = {parity_set: {at: nodes for at, nodes in shards.items() if nodes} for parity_set, shards in state.shards.items()}
+        state.shards = {parity_set: shards for parity_set, shards in held.items() if shards}
         if self.held_nowhere(state):
             self.drop(state)
         self.dirty.add(state.snapshot)
@@ -210,15 +210,15 @@ class SnapshotTable:
     ) -> dict[int, int]:
         """rank -> losses after which parity still brings it."""
         found: dict[int, int] = {}
-        for lane, parts in state.parts.items():
-            count = state.tolerated.get(lane) if counts is self._live else None
-            if count is None:  # each part that arrives changes one lane of many
-                data = {at: {d for d, tier in holders.get(rank, ()) if tier <= 1} for rank, at in lane.ranks().items()}
-                live = {at: {self._ctx.domain(n) for n in nodes if counts(n)} for at, nodes in parts.items()}
-                count = tolerance(lane, data, live)
+        for parity_set, shards in state.shards.items():
+            count = state.tolerated.get(parity_set) if counts is self._live else None
+            if count is None:  # each part that arrives changes one parity set of many
+                data = {at: {d for d, tier in holders.get(rank, ()) if tier <= 1} for rank, at in parity_set.ranks().items()}
+                live = {at: {self._ctx.domain(n) for n in nodes if counts(n)} for at, nodes in shards.items()}
+                count = tolerance(parity_set, data, live)
                 if counts is self._live:
-                    state.tolerated[lane] = count
-            for rank in lane.ranks():
+                    state.tolerated[parity_set] = count
+            for rank in parity_set.ranks():
                 found[rank] = max(count, found.get(rank, -1))
         return {rank: count for rank, count in found.items() if count >= 0}
 

@@ -9,12 +9,12 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.encoding import FAILURES_MAX
-from ckptd.core.redundancy.lanes import Lane, Part
-from ckptd.core.redundancy.lanes import Member as Position
+from ckptd.core.redundancy.parity_sets import Member as Position
+from ckptd.core.redundancy.parity_sets import ParitySet, ParityShard
 from tests.core.machines import EPOCH, Member, at, layout, only, record_of
 
-LANE = Lane(3, 0, 1, tuple(Position(rank, 64, layout(rank, 3).layout_id) for rank in range(3)))
-PART, OTHER = Part(LANE, 1), Part(LANE, 2)
+PARITY_SET = ParitySet(3, 0, 1, tuple(Position(rank, 64, layout(rank, 3).layout_id) for rank in range(3)))
+PART, OTHER = ParityShard(PARITY_SET, 1), ParityShard(PARITY_SET, 2)
 SOURCES = (msg.Source("a", 0, 0, layout(0, 3).layout_id),)
 
 
@@ -24,18 +24,18 @@ def node() -> Member:
 
 
 def order(
-    node: Member, step: int = 7, part: Part = PART, *, data: bool = False, sources=SOURCES
+    node: Member, step: int = 7, shard: ParityShard = PART, *, data: bool = False, sources=SOURCES
 ) -> list[ins.Instruction]:  # type: ignore[no-untyped-def]
-    return node.order(msg.ParityOrder(EPOCH, "", at(step), part, sources, data))
+    return node.order(msg.ParityOrder(EPOCH, "", at(step), shard, sources, data))
 
 
-def made(node: Member, slot: int = 50, step: int = 7, part: Part = PART) -> list[ins.Instruction]:
-    one = layout(part.lane.holding_rank, 4)
-    return node.feed(ev.ParityMade(at(step), part, slot, one, (), (layout(1, 3),)))
+def made(node: Member, slot: int = 50, step: int = 7, shard: ParityShard = PART) -> list[ins.Instruction]:
+    one = layout(shard.parity_set.holding_rank, 4)
+    return node.feed(ev.ParityMade(at(step), shard, slot, one, (), (layout(1, 3),)))
 
 
-def failed(node: Member, step: int = 7, part: Part = PART, *, data: bool = False) -> list[ins.Instruction]:
-    return node.feed(ev.ParityFailed(at(step), part, data, "a source is gone"))
+def failed(node: Member, step: int = 7, shard: ParityShard = PART, *, data: bool = False) -> list[ins.Instruction]:
+    return node.feed(ev.ParityFailed(at(step), shard, data, "a source is gone"))
 
 
 def arrived(node: Member, rank: int, slot: int = 60, step: int = 7) -> list[ins.Instruction]:
@@ -44,7 +44,7 @@ def arrived(node: Member, rank: int, slot: int = 60, step: int = 7) -> list[ins.
 
 
 def begun(done: list[ins.Instruction]) -> list[tuple[int, int, bool]]:
-    return [(do.snapshot.step, do.part.position, do.data) for do in only(done, ins.MakeParity)]
+    return [(do.snapshot.step, do.shard.position, do.data) for do in only(done, ins.MakeParity)]
 
 
 def test_a_part_is_made_once_and_told_when_it_is_held(node: Member) -> None:
@@ -52,12 +52,12 @@ def test_a_part_is_made_once_and_told_when_it_is_held(node: Member) -> None:
     assert begun(order(node)) == []
     made(node)
     (told,) = node.said(msg.Held, "a")
-    assert (told.fact.part, told.fact.rank, told.lost) == (PART, LANE.holding_rank, False)
+    assert (told.fact.shard, told.fact.rank, told.lost) == (PART, PARITY_SET.holding_rank, False)
     assert begun(order(node)) == [], "it is here"
     assert only(made(node, slot=51), ins.FreeSlot) == [ins.FreeSlot(51)], "the same once more"
 
 
-def test_one_part_of_a_lane_at_a_time_the_oldest_snapshot_first(node: Member) -> None:
+def test_one_shard_of_a_parity_set_at_a_time_the_oldest_snapshot_first(node: Member) -> None:
     order(node, 8)
     assert begun(order(node, 9)) + begun(order(node, 7)) == []
     assert begun(made(node, step=8)) == [(7, 1, False)]
@@ -82,16 +82,16 @@ def test_a_slot_that_arrives_is_not_what_else_is_under_way(node: Member) -> None
     assert begun(arrived(node, 0, 61, step=8)) == [], "another member's"
 
 
-def test_a_node_makes_no_second_part_of_a_lane(node: Member) -> None:
-    """They are asked for by the lane's number alone. Data of any member it may hold."""
-    made(node, part=OTHER)
-    assert begun(order(node, part=PART)) == []
-    assert begun(order(node, part=PART, data=True)) == [(7, 1, True)]
+def test_a_node_makes_no_second_shard_of_a_parity_set(node: Member) -> None:
+    """They are asked for by the parity set's number alone. Data of any member it may hold."""
+    made(node, shard=OTHER)
+    assert begun(order(node, shard=PART)) == []
+    assert begun(order(node, shard=PART, data=True)) == [(7, 1, True)]
 
 
-def test_a_part_that_came_to_nothing_does_not_keep_its_lane_from_the_next(node: Member) -> None:
+def test_a_shard_that_came_to_nothing_does_not_keep_its_parity_set_from_the_next(node: Member) -> None:
     order(node, 7)
-    made(node, 60, part=OTHER)
+    made(node, 60, shard=OTHER)
     assert only(made(node, 61), ins.FreeSlot) == [ins.FreeSlot(61)]
     assert begun(order(node, 8)) == [(8, 1, False)]
 
@@ -155,11 +155,11 @@ def test_a_damaged_part_is_not_served_and_its_loss_told(node: Member) -> None:
     order(node)
     made(node)
     node.machine.slots.pin("a restore", at(7))
-    assert node.machine.slots.part(at(7), PART) is not None
-    assert node.machine.slots.part(at(7), OTHER) is None
+    assert node.machine.slots.shard(at(7), PART) is not None
+    assert node.machine.slots.shard(at(7), OTHER) is None
     mark = node.mark
     node.feed(ev.SlotDamaged(50, "found while reading"))
-    assert node.machine.slots.part(at(7), PART) is None
+    assert node.machine.slots.shard(at(7), PART) is None
     assert [
         (do.to, do.message.lost)
         for do in only(node.done[mark:], ins.Send)
@@ -168,7 +168,7 @@ def test_a_damaged_part_is_not_served_and_its_loss_told(node: Member) -> None:
     assert begun(order(node)) == [(7, 1, False)], "made anew"
 
 
-def test_layouts_of_a_lanes_members_are_told_with_their_parity(node: Member) -> None:
+def test_layouts_of_a_parity_sets_members_are_told_with_their_parity(node: Member) -> None:
     """A restore needs them where no slot of that member is left."""
     made(node)
     node.hear("a", msg.LayoutRequest(EPOCH, layout(1, 3).layout_id))

@@ -9,7 +9,7 @@ from ckptd.arena.sums import bad_blocks
 from ckptd.core.errors import CkptdError
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
-from ckptd.core.redundancy.lanes import NOBODY
+from ckptd.core.redundancy.parity_sets import NOBODY
 from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.services import Services, log
 from ckptd.protect.cards import unpacked
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 
 
-class LaneParts:
+class ParityShards:
     def __init__(self, services: Services, job: JobShell) -> None:
         self._services, self._job = services, job
 
     def make(self, do: ins.MakeParity) -> None:
-        what = f"slot of rank {do.part.member.rank}" if do.data else f"parity of lane {do.part.lane.number}"
+        what = f"slot of rank {do.shard.member.rank}" if do.data else f"parity of parity set {do.shard.parity_set.number}"
         self._services.spawn(self._make(do), f"{what}, {self._job.job} {do.snapshot}")
 
     async def _make(self, do: ins.MakeParity) -> None:
         maker, job = self._services.parity, self._job
         started = self._services.now()
         try:
-            slot = await (maker.data(job.job, do) if do.data else maker.part(job.job, do))
+            slot = await (maker.data(job.job, do) if do.data else maker.shard(job.job, do))
             layouts = () if do.data else await self._services.in_work(_layouts, slot)
         except NoMemory as error:
-            job.feed(ev.ParityFailed(do.snapshot, do.part, do.data, f"{ev.NO_MEMORY}: {error.what}"))
+            job.feed(ev.ParityFailed(do.snapshot, do.shard, do.data, f"{ev.NO_MEMORY}: {error.what}"))
             return
         except (CkptdError, ValueError) as error:
-            log.info("job=%s snapshot=%s %s not made: %s", job.job, do.snapshot, do.part, error)
-            job.feed(ev.ParityFailed(do.snapshot, do.part, do.data, str(error)))
+            log.info("job=%s snapshot=%s %s not made: %s", job.job, do.snapshot, do.shard, error)
+            job.feed(ev.ParityFailed(do.snapshot, do.shard, do.data, str(error)))
             return
         except Exception as error:  # the machine waits for an answer before it orders it again
             self._services.went_wrong(f"parity {job.job} {do.snapshot}", error)
-            job.feed(ev.ParityFailed(do.snapshot, do.part, do.data, f"internal: {error!r}"))
+            job.feed(ev.ParityFailed(do.snapshot, do.shard, do.data, f"internal: {error!r}"))
             return
         if job.dropped:  # meanwhile: nobody would ever free it
             self._services.arena.release(slot)
@@ -55,7 +55,8 @@ class LaneParts:
             self._made(slot, layouts)
 
     def adopt(self, slot: Slot, record: SlotRecord) -> None:
-        """Half of it is what the record says, half are the cards of the lane's members: a part without them brings nothing."""
+        """Half of it is what the record says, half are the cards of the parity set's members: a part without them brings
+        nothing."""
         region = [(0, record.layout.objects_capacity)]
         if bad_blocks(slot.extent, record.layout, record.sums, region, record.tier):
             log.warning("job=%s parity of %s is damaged", self._job.job, record.snapshot)
@@ -65,25 +66,25 @@ class LaneParts:
         self._job.slots[slot.id] = slot
         self._job.feed(
             ev.HoldingFound(slot.id, record.snapshot, record.rank, 0, False, record.layout, record.digests, record.keep,
-                            record.part, _layouts(slot))
+                            record.shard, _layouts(slot))
         )  # fmt: skip
 
     def _made(self, slot: Slot, layouts: tuple[Layout, ...]) -> None:
         record = slot.record
-        assert record is not None and record.part is not None, "it was sealed, and only parity comes here"
+        assert record is not None and record.shard is not None, "it was sealed, and only parity comes here"
         self._job.slots[slot.id] = slot
         self._job.feed(
-            ev.ParityMade(record.snapshot, record.part, slot.id, record.layout, record.digests, layouts, record.keep)
+            ev.ParityMade(record.snapshot, record.shard, slot.id, record.layout, record.digests, layouts, record.keep)
         )
 
 
 def _layouts(slot: Slot) -> tuple[Layout, ...]:
-    """Of the members of its lane; their ids are made here too, which takes long for a large layout: in a thread for what is
+    """Of the members of its parity set; their ids are made here too, which takes long for a large layout: in a thread for what is
     made, on the event loop for what is adopted."""
     record = slot.record
-    assert record is not None and record.part is not None, "only parity comes here"
+    assert record is not None and record.shard is not None, "only parity comes here"
     cards = unpacked(record.job, record.snapshot, slot.extent[: record.objects_bytes])
-    found = tuple(cards[member.rank].layout for member in record.part.lane.members if member.rank != NOBODY)
+    found = tuple(cards[member.rank].layout for member in record.shard.parity_set.members if member.rank != NOBODY)
     for layout in found:
         layout.layout_id  # noqa: B018 - made here, kept with it
     return found

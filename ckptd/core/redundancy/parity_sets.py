@@ -1,9 +1,10 @@
-"""Lanes: which ranks' slots share parity, who holds which part of it, and what a lane survives (REFT, section 4; design D8).
+"""Parity sets: which ranks' slots share parity, who holds which part of it, and what a parity set survives (REFT, section 4;
+design D8).
 
-A *lane* takes one rank from each node of a parity group, by position; nodes with fewer ranks have none in the later lanes. Each
-position's data is the tier-1 prefix of its rank's slot, cut into as many chunks as there are stripes in which it has data; each
-position also holds the parity of ``parity`` stripes (parity_groups has the rotation). A lane survives the loss of any
-``parity`` positions: data and parity of a step belong together, and go together, by the certificate.
+A *parity set* takes one rank from each node of a parity group, by position; nodes with fewer ranks have none in the later
+parity sets. Each position's data is the tier-1 prefix of its rank's slot, cut into as many chunks as there are stripes in
+which it has data; each position also holds the parity of ``parity`` stripes (parity_groups has the rotation). A parity set
+survives the loss of any ``parity`` positions: data and parity of a step belong together, and go together, by the certificate.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckptd.core.redundancy.policies import GROUP_MAX, Parity, Redundancy
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import ALIGN_BYTES, Fragment, Layout
 
-LANE_PLAN = "lane "  # begins the plan of a part's layout
+PARITY_SET_PLAN = "parity set "  # begins the plan of a part's layout
 NOBODY = -1  # a position without a rank: it only holds parity
 
 
@@ -34,8 +35,8 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """number: of the lane among all of its snapshot, whose world it names. parity: rows per stripe."""
+class ParitySet:
+    """number: of the parity set among all of its snapshot, whose world it names. parity: rows per stripe."""
 
     world: int
     number: int
@@ -45,7 +46,7 @@ class Lane:
     def __post_init__(self) -> None:
         """Raises ValueError: it comes from other nodes, and memory (P13)."""
         if not (0 < self.parity < len(self.members) <= GROUP_MAX and self.world > 0 <= self.number):
-            raise ValueError("not a lane")
+            raise ValueError("not a parity set")
 
     @property
     def chunk(self) -> int:
@@ -64,26 +65,26 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one position of a lane holds of its parity."""
+class ParityShard:
+    """What one position of a parity set holds of its parity."""
 
-    lane: Lane
+    parity_set: ParitySet
     position: int
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        if not 0 <= self.position < len(self.lane.members):
-            raise ValueError("a position that the lane has not")
+        if not 0 <= self.position < len(self.parity_set.members):
+            raise ValueError("a position that the parity set has not")
 
     @property
     def member(self) -> Member:
         """Whose slot lies at this position."""
-        return self.lane.members[self.position]
+        return self.parity_set.members[self.position]
 
 
 @dataclass(frozen=True, slots=True)
 class Seating:
-    """A lane before there is a snapshot: nodes and ranks by position."""
+    """A parity set before there is a snapshot: nodes and ranks by position."""
 
     number: int
     nodes: tuple[str, ...]
@@ -92,7 +93,7 @@ class Seating:
 
 @lru_cache(maxsize=64)
 def seatings(record: EpochRecord, redundancy: Redundancy) -> tuple[Seating, ...]:
-    """The lanes of this epoch; none where the policy has no parity. All daemons come to the same ones."""
+    """The parity sets of this epoch; none where the policy has no parity. All daemons come to the same ones."""
     if not isinstance(redundancy, Parity):
         return ()
     here: dict[str, list[int]] = {}
@@ -109,44 +110,45 @@ def seatings(record: EpochRecord, redundancy: Redundancy) -> tuple[Seating, ...]
 
 @lru_cache(maxsize=64)
 def replicated_ranks(record: EpochRecord, redundancy: Redundancy) -> frozenset[int]:
-    """Ranks that no lane takes: they are protected by copies. Under a policy of copies, all."""
-    in_lanes = {rank for seating in seatings(record, redundancy) for rank in seating.ranks}
-    return frozenset(range(record.world)) - in_lanes
+    """Ranks that no parity set takes: they are protected by copies. Under a policy of copies, all."""
+    in_sets = {rank for seating in seatings(record, redundancy) for rank in seating.ranks}
+    return frozenset(range(record.world)) - in_sets
 
 
-def part_layout(lane: Lane, cards_bytes: int) -> Layout:
-    """The layout of each part of this lane: the members' cards in place of the objects, then the rows that the position holds."""
+def shard_layout(parity_set: ParitySet, cards_bytes: int) -> Layout:
+    """The layout of each shard of this parity set: the members' cards in place of the objects, then the rows that the position
+    holds."""
     capacity = -(-max(cards_bytes, 1) // ALIGN_BYTES) * ALIGN_BYTES
     rows = tuple(
-        Fragment(f"parity/{row}", "U8", (lane.chunk,), Box((0,), (lane.chunk,)), capacity + row * lane.chunk,
-                 lane.chunk, "extra", tier=0)
-        for row in range(lane.parity)
+        Fragment(f"parity/{row}", "U8", (parity_set.chunk,), Box((0,), (parity_set.chunk,)), capacity + row * parity_set.chunk,
+                 parity_set.chunk, "extra", tier=0)
+        for row in range(parity_set.parity)
     )  # fmt: skip
-    rank = lane.holding_rank
-    return Layout(rank, rank + 1, rows, capacity, capacity + lane.parity * lane.chunk, f"{LANE_PLAN}{lane.number}")
+    rank, end = parity_set.holding_rank, capacity + parity_set.parity * parity_set.chunk
+    return Layout(rank, rank + 1, rows, capacity, end, f"{PARITY_SET_PLAN}{parity_set.number}")
 
 
-# --- what a lane survives -----------------------------------------------------------------------------------------------
-def tolerance(lane: Lane, data: Mapping[int, Collection[str]], parts: Mapping[int, Collection[str]]) -> int:
+# --- what a parity set survives -----------------------------------------------------------------------------------------------
+def tolerance(parity_set: ParitySet, data: Mapping[int, Collection[str]], shards: Mapping[int, Collection[str]]) -> int:
     """Any so many failure domains may be lost, and every member's data can still be had; -1: some cannot be had now.
 
     data, parts: position -> the domains that hold its data, its parity.
     """
     positions = [
-        (frozenset(data.get(at, ())) if member.rank != NOBODY else None, frozenset(parts.get(at, ())))
-        for at, member in enumerate(lane.members)
+        (frozenset(data.get(at, ())) if member.rank != NOBODY else None, frozenset(shards.get(at, ())))
+        for at, member in enumerate(parity_set.members)
     ]
     gone = _gone_if_apart(positions)
     if gone is not None:
-        return max(-1, lane.parity - gone)
+        return max(-1, parity_set.parity - gone)
     domains = sorted(frozenset().union(*(found for pair in positions for found in pair if found)))
-    for count in range(lane.parity + 1):
+    for count in range(parity_set.parity + 1):
         if any(
-            _broken(positions, frozenset(lost), lane.parity)
+            _broken(positions, frozenset(lost), parity_set.parity)
             for lost in combinations(domains, min(count, len(domains)))
         ):
             return count - 1
-    return lane.parity
+    return parity_set.parity
 
 
 _Position = tuple[
@@ -157,9 +159,9 @@ _Position = tuple[
 def _gone_if_apart(positions: Sequence[_Position]) -> int | None:
     """The usual case: every position is there or gone as a whole, each in one domain of its own. How many are gone; None: it is
     not the usual case."""
-    whole = [parts for data, parts in positions if data is None or data == parts]
-    there = [parts for parts in whole if parts]
-    if len(whole) < len(positions) or any(len(parts) > 1 for parts in there):
+    whole = [shards for data, shards in positions if data is None or data == shards]
+    there = [shards for shards in whole if shards]
+    if len(whole) < len(positions) or any(len(shards) > 1 for shards in there):
         return None
     return len(positions) - len(there) if len(frozenset().union(*there)) == len(there) else None
 
@@ -168,7 +170,7 @@ def _broken(positions: Sequence[_Position], lost: frozenset[str], parity: int) -
     """Is there a stripe that lacks data, and more of its columns than it has parity rows?"""
     count = len(positions)
     no_data = {at for at, (data, _) in enumerate(positions) if data is not None and data <= lost}
-    no_parity = {at for at, (_, parts) in enumerate(positions) if parts <= lost}
+    no_parity = {at for at, (_, shards) in enumerate(positions) if shards <= lost}
     for stripe in range(count) if no_data else ():
         rows = set(parity_positions(count, parity, stripe))
         lacking = no_data - rows
@@ -177,10 +179,10 @@ def _broken(positions: Sequence[_Position], lost: frozenset[str], parity: int) -
     return False
 
 
-def decodable(lane: Lane, data: Iterable[int], parts: Iterable[int]) -> bool:
+def decodable(parity_set: ParitySet, data: Iterable[int], shards: Iterable[int]) -> bool:
     """Can the data of every position be had? data, parts: positions whose data and whose parity is there."""
     here = {at: {"here"} for at in data}
-    return tolerance(lane, here, {at: {"here"} for at in parts}) >= 0
+    return tolerance(parity_set, here, {at: {"here"} for at in shards}) >= 0
 
 
 # --- digests of members ---------------------------------------------------------------------------------------------------
@@ -202,22 +204,22 @@ def member_digests(digests: Iterable[tuple[str, bytes]]) -> dict[int, tuple[tupl
 
 
 # --- as plain lists ----------------------------------------------------------------------------------------------------
-def packed_part(part: Part) -> list[Any]:
-    lane = part.lane
-    members = [[member.rank, member.nbytes, member.layout_id] for member in lane.members]
-    return [part.position, lane.world, lane.number, lane.parity, members]
+def packed_shard(shard: ParityShard) -> list[Any]:
+    parity_set = shard.parity_set
+    members = [[member.rank, member.nbytes, member.layout_id] for member in parity_set.members]
+    return [shard.position, parity_set.world, parity_set.number, parity_set.parity, members]
 
 
-def unpacked_part(body: Any) -> Part:
+def unpacked_shard(body: Any) -> ParityShard:
     """The inverse. Raises ValueError: it is none."""
     try:
         position, world, number, parity, rows = body
         members = tuple(Member(rank, nbytes, name) for rank, nbytes, name in rows)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"not a part of a lane: {error}") from error
+        raise ValueError(f"not a shard of a parity set: {error}") from error
     numbers = (position, world, number, parity, *(n for m in members for n in (m.rank + 1, m.nbytes)))
     if not all(type(value) is int and value >= 0 for value in numbers) or not all(type(m.layout_id) is str for m in members):
-        raise ValueError("not a part of a lane: a field of another type")
+        raise ValueError("not a shard of a parity set: a field of another type")
     if not (position < len(members) and 0 < parity < len(members) <= GROUP_MAX and world > 0):
-        raise ValueError("not a part of a lane: it does not fit together")
-    return Part(Lane(world, number, parity, members), position)
+        raise ValueError("not a shard of a parity set: it does not fit together")
+    return ParityShard(ParitySet(world, number, parity, members), position)

@@ -1,4 +1,4 @@
-"""Lanes: who shares parity, what is left after losses (against trying them all), and how parts are written down (P2, P3)."""
+"""Parity sets: who shares parity, what is left after losses (against trying them all), and how parts are written down (P2, P3)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from random import Random
 import pytest
 
 from ckptd.core.ids import EpochRecord, NodeInfo
-from ckptd.core.redundancy.lanes import (
+from ckptd.core.redundancy.parity_sets import (
     NOBODY,
-    Lane,
     Member,
-    Part,
+    ParitySet,
+    ParityShard,
     decodable,
     joined_digests,
     member_digests,
-    packed_part,
-    part_layout,
+    packed_shard,
     replicated_ranks,
     seatings,
+    shard_layout,
     tolerance,
-    unpacked_part,
+    unpacked_shard,
 )
 from ckptd.core.redundancy.policies import GROUP_MAX, Parity, Replicas
 from ckptd.core.state_map.layout import Layout
@@ -35,20 +35,20 @@ def record(ranks_per_node: list[int], domains: list[str] | None = None) -> Epoch
     return EpochRecord(1, "a", ranks, nodes)
 
 
-def lane_of(size: int, parity: int, *, nobody: int = -1) -> Lane:
+def parity_set_of(size: int, parity: int, *, nobody: int = -1) -> ParitySet:
     members = tuple(Member(NOBODY) if at == nobody else Member(at, 1000 + at, f"l{at}") for at in range(size))
-    return Lane(size, 0, parity, members)
+    return ParitySet(size, 0, parity, members)
 
 
 # --- who ----------------------------------------------------------------------------------------------------------------
-def test_each_lane_takes_one_rank_of_each_node_of_its_group() -> None:
+def test_each_parity_set_takes_one_rank_of_each_node_of_its_group() -> None:
     found = seatings(record([2, 2, 2, 2]), Parity(3, 1))
     assert [seating.number for seating in found] == [0, 1]
     assert all(seating.nodes == ("n0", "n1", "n2", "n3") for seating in found)
     assert [seating.ranks for seating in found] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
-def test_a_node_with_fewer_ranks_only_holds_parity_in_the_later_lanes() -> None:
+def test_a_node_with_fewer_ranks_only_holds_parity_in_the_later_parity_sets() -> None:
     found = seatings(record([2, 1, 2]), Parity(2, 1))
     assert [seating.ranks for seating in found] == [(0, 2, 3), (1, NOBODY, 4)]
 
@@ -56,56 +56,56 @@ def test_a_node_with_fewer_ranks_only_holds_parity_in_the_later_lanes() -> None:
 def test_who_fits_no_group_is_protected_by_copies() -> None:
     lonely = record([1, 1, 1, 1], ["a", "a", "a", "b"])
     found = seatings(lonely, Parity(1, 1))
-    in_lanes = {rank for seating in found for rank in seating.ranks}
-    assert replicated_ranks(lonely, Parity(1, 1)) == frozenset(range(4)) - in_lanes != frozenset()
+    in_sets = {rank for seating in found for rank in seating.ranks}
+    assert replicated_ranks(lonely, Parity(1, 1)) == frozenset(range(4)) - in_sets != frozenset()
     assert replicated_ranks(record([1, 1, 1]), Parity(2, 1)) == frozenset()
 
 
-def test_a_policy_of_copies_has_no_lanes() -> None:
+def test_a_policy_of_copies_has_no_parity_sets() -> None:
     assert seatings(record([1, 1, 1]), Replicas(1)) == ()
     assert replicated_ranks(record([1, 1, 1]), Replicas(1)) == {0, 1, 2}
 
 
 # --- what is left -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("size", "parity"), [(2, 1), (3, 1), (6, 1), (3, 2), (4, 2), (6, 2), (5, 3)])
-def test_an_intact_lane_survives_as_many_losses_as_it_has_parity_rows(size: int, parity: int) -> None:
-    lane = lane_of(size, parity)
+def test_an_intact_parity_set_survives_as_many_losses_as_it_has_parity_rows(size: int, parity: int) -> None:
+    parity_set = parity_set_of(size, parity)
     held = {at: {f"d{at}"} for at in range(size)}
-    assert tolerance(lane, held, held) == parity
+    assert tolerance(parity_set, held, held) == parity
     for lost in range(size + 1):
         left = {at: held[at] for at in range(size) if at >= lost}
-        assert tolerance(lane, left, left) == (parity - lost if lost <= parity else -1)
-        assert decodable(lane, left, left) == (lost <= parity)
+        assert tolerance(parity_set, left, left) == (parity - lost if lost <= parity else -1)
+        assert decodable(parity_set, left, left) == (lost <= parity)
 
 
-def test_without_parity_a_lane_survives_nothing_but_is_whole() -> None:
-    lane = lane_of(4, 1)
-    assert tolerance(lane, {at: {f"d{at}"} for at in range(4)}, {}) == 0
+def test_without_parity_a_parity_set_survives_nothing_but_is_whole() -> None:
+    parity_set = parity_set_of(4, 1)
+    assert tolerance(parity_set, {at: {f"d{at}"} for at in range(4)}, {}) == 0
 
 
 def test_two_positions_in_one_domain_go_together() -> None:
-    lane = lane_of(4, 1)
+    parity_set = parity_set_of(4, 1)
     held = {0: {"d0"}, 1: {"d0"}, 2: {"d2"}, 3: {"d3"}}
-    assert tolerance(lane, held, held) == 0
+    assert tolerance(parity_set, held, held) == 0
     second = {**held, 1: {"d0", "d9"}}
-    assert tolerance(lane, second, second) == 1, "a second copy elsewhere makes up for it"
+    assert tolerance(parity_set, second, second) == 1, "a second copy elsewhere makes up for it"
 
 
-def brute(lane: Lane, data: dict[int, set[str]], parts: dict[int, set[str]]) -> int:
+def brute(parity_set: ParitySet, data: dict[int, set[str]], shards: dict[int, set[str]]) -> int:
     """Try every loss, column by column."""
-    size, domains = len(lane.members), sorted({d for held in (data, parts) for found in held.values() for d in found})
+    size, domains = len(parity_set.members), sorted({d for held in (data, shards) for found in held.values() for d in found})
 
     def whole(lost: set[str]) -> bool:
         for stripe in range(size):
-            rows = [(stripe + row) % size for row in range(lane.parity)]
+            rows = [(stripe + row) % size for row in range(parity_set.parity)]
             others = [at for at in range(size) if at not in rows]
-            have = [at for at in others if lane.members[at].rank == NOBODY or data.get(at, set()) - lost]
-            if len(have) < len(others) and len(have) + sum(bool(parts.get(at, set()) - lost) for at in rows) < len(others):
+            have = [at for at in others if parity_set.members[at].rank == NOBODY or data.get(at, set()) - lost]
+            if len(have) < len(others) and len(have) + sum(bool(shards.get(at, set()) - lost) for at in rows) < len(others):
                 return False
         return True
 
     best = -1
-    for count in range(lane.parity + 1):
+    for count in range(parity_set.parity + 1):
         if not all(whole(set(lost)) for lost in combinations(domains, min(count, len(domains)))):
             break
         best = count
@@ -117,22 +117,22 @@ def test_tolerance_is_what_trying_every_loss_finds() -> None:
     seen = set()
     for _ in range(3000):
         size = rng.randint(2, 6)
-        lane = lane_of(size, rng.randint(1, min(3, size - 1)), nobody=rng.choice([-1, -1, 0]))
+        parity_set = parity_set_of(size, rng.randint(1, min(3, size - 1)), nobody=rng.choice([-1, -1, 0]))
         spread = rng.choice([2, size, 3 * size])
         data = {at: {f"d{rng.randrange(spread)}" for _ in range(rng.choice([0, 1, 1, 1, 2]))} for at in range(size)}
-        parts = {at: data[at] if rng.random() < 0.7 else {f"d{rng.randrange(spread)}"} for at in range(size)}
-        if lane.members[0].rank == NOBODY:
+        shards = {at: data[at] if rng.random() < 0.7 else {f"d{rng.randrange(spread)}"} for at in range(size)}
+        if parity_set.members[0].rank == NOBODY:
             data[0] = set()
-        assert tolerance(lane, data, parts) == brute(lane, data, parts), (lane, data, parts)
-        seen.add(tolerance(lane, data, parts))
+        assert tolerance(parity_set, data, shards) == brute(parity_set, data, shards), (parity_set, data, shards)
+        seen.add(tolerance(parity_set, data, shards))
     assert seen == {-1, 0, 1, 2, 3}
 
 
 # --- as bytes -----------------------------------------------------------------------------------------------------------
 def test_a_part_is_read_as_it_was_written() -> None:
     for size, parity in product((2, 3, 6), (1,)):
-        part = Part(lane_of(size, parity, nobody=1), size - 1)
-        assert unpacked_part(packed_part(part)) == part
+        shard = ParityShard(parity_set_of(size, parity, nobody=1), size - 1)
+        assert unpacked_shard(packed_shard(shard)) == shard
 
 
 @pytest.mark.parametrize(
@@ -142,32 +142,32 @@ def test_a_part_is_read_as_it_was_written() -> None:
      [0, 2, 0, 1, [[-2, 1, "a"], [1, 1, "b"]]], [0.0, 2, 0, 1, [[0, 1, "a"], [1, 1, "b"]]], [0, 2, 0, 1, "ab"]],
 )  # fmt: skip
 def test_what_is_no_part_is_refused(body: object) -> None:
-    with pytest.raises(ValueError, match="not a part of a lane"):
-        unpacked_part(body)
+    with pytest.raises(ValueError, match="not a shard of a parity set"):
+        unpacked_shard(body)
 
 
 @pytest.mark.parametrize(
     ("size", "parity", "world", "number"),
     [(3, 0, 3, 0), (3, 3, 3, 0), (GROUP_MAX + 1, 1, 3, 0), (3, 1, 0, 0), (3, 1, 3, -1)],
 )
-def test_what_is_no_lane_cannot_be_made(size: int, parity: int, world: int, number: int) -> None:
-    with pytest.raises(ValueError, match="not a lane"):
-        Lane(world, number, parity, (Member(NOBODY),) * size)
+def test_what_is_no_parity_set_cannot_be_made(size: int, parity: int, world: int, number: int) -> None:
+    with pytest.raises(ValueError, match="not a parity set"):
+        ParitySet(world, number, parity, (Member(NOBODY),) * size)
 
 
 @pytest.mark.parametrize("position", [-1, 3])
-def test_a_lane_has_no_part_beyond_its_positions(position: int) -> None:
-    with pytest.raises(ValueError, match="a position that the lane has not"):
-        Part(lane_of(3, 1), position)
+def test_a_parity_set_has_no_shard_beyond_its_positions(position: int) -> None:
+    with pytest.raises(ValueError, match="a position that the parity set has not"):
+        ParityShard(parity_set_of(3, 1), position)
 
 
-def test_parts_of_a_lane_have_one_layout_which_is_a_layout() -> None:
-    lane = lane_of(6, 2)
-    found = part_layout(lane, 1000)
-    assert Layout.decode(found.encoded).layout_id == found.layout_id == part_layout(lane, 1024).layout_id
-    assert found.rank == lane.holding_rank == 6
-    assert [f.nbytes for f in found.fragments] == [lane.chunk] * 2
-    assert found.payload_bytes == found.objects_capacity + 2 * lane.chunk
+def test_shards_of_a_parity_set_have_one_layout_which_is_a_layout() -> None:
+    parity_set = parity_set_of(6, 2)
+    found = shard_layout(parity_set, 1000)
+    assert Layout.decode(found.encoded).layout_id == found.layout_id == shard_layout(parity_set, 1024).layout_id
+    assert found.rank == parity_set.holding_rank == 6
+    assert [f.nbytes for f in found.fragments] == [parity_set.chunk] * 2
+    assert found.payload_bytes == found.objects_capacity + 2 * parity_set.chunk
 
 
 def test_digests_of_members_keep_their_names() -> None:
