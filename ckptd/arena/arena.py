@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from ckptd.arena.budget import NoMemory
-from ckptd.arena.ledger import EXTENTS_AT, LedgerCorrupt, is_segment_name
+from ckptd.arena.header import EXTENTS_AT, HeaderCorrupt, is_segment_name
 from ckptd.arena.record import SlotRecord
 from ckptd.arena.segment import Segment, pages
 from ckptd.arena.segment_pool import SEGMENTS_MAX, FdKeeper, SegmentPool
@@ -154,7 +154,7 @@ class Arena:
     # --- who maps what ------------------------------------------------------------------------------
     def lend(self, slot: Slot, process: Process) -> bool:
         """``process`` is about to be told of this slot's segment. False: another living process may map it, the slot
-        must be retired instead. Remembered in the ledger, so that it holds over a restart of the daemon too."""
+        must be retired instead. Remembered in the segment header, so that it holds over a restart of the daemon too."""
         with self._lock:
             return not self._foreign(slot.segment, process) and slot.segment.lend(process)
 
@@ -179,7 +179,7 @@ class Arena:
                 continue
             try:
                 found += self._take(Segment.adopt(name, fd, self._pool.incarnation))
-            except (LedgerCorrupt, OSError) as error:
+            except (HeaderCorrupt, OSError) as error:
                 self._refuse(name, fd, error)
                 self._pool.keeper.remove(name)
         return found
@@ -201,14 +201,14 @@ class Arena:
             try:
                 segment = Segment.adopt(name, copy, self._pool.incarnation)
                 found += self._take_offered(segment, job, uid, process)
-            except (LedgerCorrupt, NoMemory, OSError) as error:
+            except (HeaderCorrupt, NoMemory, OSError) as error:
                 self._refuse(name, copy, error)
         return found
 
     def _take_offered(self, segment: Segment, job: str, uid: int, process: Process) -> list[Slot]:
         tenant = segment.tenant
         if (tenant.kind, tenant.job, tenant.uid) != ("own", job, uid):
-            raise LedgerCorrupt("offered by a process that it does not belong to", segment.name)
+            raise HeaderCorrupt("offered by a process that it does not belong to", segment.name)
         with self._lock:
             self._pool.make_room(segment.size, uid)
             slots = self._take(segment)
@@ -219,7 +219,7 @@ class Arena:
     def _take(self, segment: Segment) -> list[Slot]:
         with self._lock:
             if segment.name in self._pool.segments or segment.slots.keys() & self._slots.keys():
-                raise LedgerCorrupt("its name or a slot of it exists already", segment.name)
+                raise HeaderCorrupt("its name or a slot of it exists already", segment.name)
             self._pool.add(segment)
             self._slots.update(segment.slots)
             segment.write_ledger()

@@ -1,4 +1,4 @@
-"""A segment: one sealed memfd of one tenant group, its ledger, and the slots that lie in it (design D1)."""
+"""A segment: one sealed memfd of one tenant group, its header, and the slots that lie in it (design D1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import xxhash
 
 from ckptd.arena import memory
-from ckptd.arena.ledger import (
+from ckptd.arena.header import (
     EXTENTS_AT,
     FREE,
     HEADER_BYTES,
@@ -18,11 +18,11 @@ from ckptd.arena.ledger import (
     SEALED,
     SLOTS_PER_SEGMENT_MAX,
     Header,
-    LedgerCorrupt,
+    HeaderCorrupt,
     SlotRow,
     encode_header,
     place_of,
-    read_ledger,
+    read_header,
 )
 from ckptd.arena.prefault import prefault
 from ckptd.arena.record import decode_record
@@ -38,7 +38,7 @@ def pages(nbytes: int) -> int:
 
 class Segment:
     """``name`` is unique and carries the group's tag; ``fd`` is ours; ``size`` in bytes. Its lock orders
-    ledger writes."""
+    segment header writes."""
 
     def __init__(self, name: str, tenant: Tenant, fd: int, size: int, incarnation: str) -> None:
         self.name, self.tenant, self.fd, self.size = name, tenant, fd, size
@@ -69,14 +69,14 @@ class Segment:
 
     @classmethod
     def adopt(cls, name: str, fd: int, incarnation: str) -> Segment:
-        """Take back a segment by its ledger: same slots, same ids. What was being filled is FREE now; a
-        record that does not match its sum is dropped. Writes nothing. Raises LedgerCorrupt; then ``fd``
+        """Take back a segment by its header: same slots, same ids. What was being filled is FREE now; a
+        record that does not match its sum is dropped. Writes nothing. Raises HeaderCorrupt; then ``fd``
         stays the caller's."""
         if not memory.is_sealed_memfd(fd):
-            raise LedgerCorrupt("not a sealed memfd of ours", name)
+            raise HeaderCorrupt("not a sealed memfd of ours", name)
         size = os.fstat(fd).st_size
         first, second = os.pread(fd, HEADER_BYTES, 0), os.pread(fd, HEADER_BYTES, HEADER_BYTES)
-        header = read_ledger(first, second, name, size)
+        header = read_header(first, second, name, size)
         segment = cls(name, header.tenant, fd, size, incarnation)
         segment._serial = header.serial
         segment.mappers = [p for pid, started in header.mappers if (p := Process.find(pid, started))]
@@ -164,18 +164,18 @@ class Segment:
                 self.write_ledger()
             return True
 
-    # --- the ledger -------------------------------------------------------------------------------
+    # --- the header -------------------------------------------------------------------------------
     def write_ledger(self) -> None:
         with self.lock:
             self._serial += 1
             data = encode_header(self._header())
             at, half = place_of(self._serial), len(data) // 2
             self.view[at : at + half] = data[:half]
-            failpoint("arena.ledger.half")
+            failpoint("arena.header.half")
             self.view[at + half : at + len(data)] = data[half:]
 
     def write_meta(self, row: SlotRow, meta: bytes) -> SlotRow:
-        """Put a record behind its payload; it counts once the ledger says so."""
+        """Put a record behind its payload; it counts once the segment header says so."""
         at = row.offset + row.capacity
         self.view[at : at + len(meta)] = meta
         failpoint("arena.seal.meta")

@@ -57,7 +57,7 @@ class SegmentPool:
         self._pending: dict[int, tuple[int, int]] = {}  # allocation -> (uid, bytes) not there yet
         self._dying: dict[Future[None], int] = {}  # bytes whose pages are being given back
         self._reaper = ThreadPool(1, "arena-reaper")
-        self._number = int(time.time()) << 16  # above all of an earlier life, should its ledger come late
+        self._number = int(time.time()) << 16  # above all of an earlier life, should its segment header come late
 
     def number(self) -> int:
         """Never given twice, over re-adoption too: ids of slots and segments."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd.arena.frozen import frozen_record, leans, own_bytes
-from ckptd.arena.ledger import FILLING, FREE, SEALED, SlotRow
+from ckptd.arena.header import FILLING, FREE, SEALED, SlotRow
 from ckptd.arena.payload import Joined, Payload
 from ckptd.arena.record import SlotRecord, check_record, encode_record
 from ckptd.arena.tenant import Tenant
@@ -111,7 +111,7 @@ class Slot:
             self._become(replace(self.row, state=FILLING))
 
     def seal(self, record: SlotRecord) -> None:
-        """-> SEALED: from the last byte of the ledger's write on, the record survives the daemon. A snapshot with a frozen
+        """-> SEALED: from the last byte of the segment header's write on, the record survives the daemon. A snapshot with a frozen
         part leans on the slot that holds it (``lean``) before. Raises SlotMisuse, MetaTooLarge, ValueError (the record
         contradicts its layout)."""
         check_record(record)

@@ -28,7 +28,7 @@ class Tenant:
     @property
     def tag(self) -> str:
         """The group as 16 hex digits. It is part of the segment's name, and names are kept where no trainer
-        can write: a ledger that claims another tenant than its name is refused."""
+        can write: a segment header that claims another tenant than its name is refused."""
         group = self.group
         text = f"{group.kind}|{group.rank}|{group.uid}|{group.job}".encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()

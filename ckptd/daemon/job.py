@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptd.arena.arena import Slot, SlotRecord
 from ckptd.arena.frozen import leans
-from ckptd.arena.ledger import FILLING
+from ckptd.arena.header import FILLING
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol import events as ev

@@ -104,7 +104,7 @@ class Metrics:
             "ckptd_blocked_seconds", "Training held by snapshot() and fence, per snapshot", "job"
         )
         self._seal_s = self._time(
-            "ckptd_seal_seconds", "Sums and ledger of one slot after its capture", "job"
+            "ckptd_seal_seconds", "Sums and segment header of one slot after its capture", "job"
         )
         self._seal_bytes = self._count(
             "ckptd_sealed_bytes_total", "Bytes of slots sealed on this node", "job"

@@ -9,7 +9,7 @@ from tests.cluster.nodes import REPO
 
 # Daemons meet these while the job trains, and when it is started again.
 SEALING = ("seal.begin", "seal.summed", "seal.written", "grant.given", "slot.release", "level.certified",
-           "arena.keep", "arena.ledger.half", "arena.seal.meta")  # fmt: skip
+           "arena.keep", "arena.header.half", "arena.seal.meta")  # fmt: skip
 COPYING = ("protect.push", "protect.seal", "protect.sealed", "bulk.send", "bulk.open", "fetch.serve")
 CODING = ("protect.parity.seal",)  # only in a job with parity
 WRITING = ("persist.write.begin", "persist.write.chunk", "persist.write.synced", "persist.write.report",

@@ -139,7 +139,7 @@ class Member(Node):
 
     def hello(self, session: str, sender: str = "a") -> list[ins.Instruction]:
         self.session = session
-        return self.hear(sender, msg.StewardHello(self.record.number, session))
+        return self.hear(sender, msg.OpenSession(self.record.number, session))
 
     def order(self, message: Any, **changed: Any) -> list[ins.Instruction]:
         """In the session, unless another one is named."""
@@ -245,7 +245,7 @@ class Other:
 
     def tell_inventory(self, *holdings: msg.HoldingFact, **more: Any) -> list[ins.Instruction]:
         """Also what makes a session begin anew."""
-        newest = self._steward.said(msg.StewardHello, self.name)[-1]
+        newest = self._steward.said(msg.OpenSession, self.name)[-1]
         if newest.nonce != self.session:
             self.session, self.serial = newest.nonce, 0
         layouts = more.pop("layouts", None)

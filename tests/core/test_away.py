@@ -138,7 +138,7 @@ def test_a_node_names_the_newest_question_of_its_steward() -> None:
     node.hello("s1")
     for turn, named in ((2, 2), (1, 2)):  # one hello was overtaken by the other
         mark = node.mark
-        node.hear("a", msg.StewardHello(EPOCH, "s1", turn))
+        node.hear("a", msg.OpenSession(EPOCH, "s1", turn))
         (answer,) = node.said(msg.Inventory, "a", mark)
         assert answer.turn == named
     node.hello("s2")
@@ -151,7 +151,7 @@ def test_who_released_something_for_itself_does_not_hear_that_it_is_held() -> No
     node = steward(record_of("ab")).train().capture(7)
     node.protect(7)
     assert node.level(7) == 1
-    node.hear("b", msg.StewardHello(EPOCH, "its own"))
+    node.hear("b", msg.OpenSession(EPOCH, "its own"))
     mark = node.mark
     node.others["b"].tell_inventory(fact(7, 1))
     said = [certificate.level for certificate in node.certificates("b", mark) if certificate.snapshot.step == 7]

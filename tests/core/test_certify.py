@@ -88,7 +88,7 @@ def test_copies_of_a_lost_node_do_not_count_when_it_is_back_until_it_has_told() 
 def test_a_node_that_begins_anew_has_what_it_says_and_nothing_more() -> None:
     node = steward().train().capture(7).protect(7)
     node.tick(1.0)
-    node.hear("b", msg.Inventory("", node.record, ()))  # a knock: it knows of no session
+    node.hear("b", msg.Inventory("", node.record, ()))  # it registers: it knows of no session
     assert node.level(7, to="a") == 1, "nothing is said before it has told"
     node.others["b"].tell_inventory()
     assert node.level(7) == 0

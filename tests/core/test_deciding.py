@@ -458,7 +458,7 @@ def test_an_epoch_that_somebody_saw_complete_is_not_decided_again(claims: bool) 
     """A daemon that came back in the middle: it speaks for its epoch, and its rank asks for that epoch's restore."""
     node = Elect(BEFORE)
     node.tick(reporting=False)
-    hello = sent(node.done, msg.StewardHello, "b")[-1].nonce
+    hello = sent(node.done, msg.OpenSession, "b")[-1].nonce
     node.join("before")
     node.report("before")
     if claims:

@@ -20,7 +20,7 @@ from ckptd.core.protocol.machine.steward.grants import FULL_S, RETURN_S
 from ckptd.core.protocol.machine.steward.guards import KEEP_FAILURES_MAX
 from ckptd.core.protocol.machine.steward.protecting import PATIENCE_S
 from ckptd.core.protocol.machine.steward.steward import READ_AGAIN_S
-from ckptd.core.protocol.machine.uplink import KNOCK_S
+from ckptd.core.protocol.machine.uplink import REGISTER_S
 from tests.core import parity_rig
 from tests.core.flushes import (
     OLD,
@@ -313,7 +313,7 @@ def test_a_node_that_is_away_with_its_ranks_counts_as_death() -> None:
 def test_a_daemon_that_came_back_without_its_ranks_counts_as_death() -> None:
     """It tells nothing of them: nobody says that they left."""
     node = steward().train().capture(7).protect(7)
-    node.tick(KNOCK_S)
+    node.tick(REGISTER_S)
     node.hear("b", msg.Inventory("", node.record, ()))
     node.others["b"].tell_inventory(fact(7, 1), fact(7, 0, 1), incarnation="another")
     node.tick(2.75)

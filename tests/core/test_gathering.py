@@ -14,7 +14,7 @@ from ckptd.core.protocol.machine.steward.gather import FRESH_S, NEWCOMER_S, Gath
 from ckptd.core.protocol.machine.steward.restore import (
     REFUSALS_KEPT_MAX,
 )
-from ckptd.core.protocol.machine.uplink import KNOCK_S
+from ckptd.core.protocol.machine.uplink import REGISTER_S
 from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
 from tests.core.machines import at, member, only, sent
 
@@ -151,8 +151,8 @@ def test_the_end_of_an_earlier_restore_calls_off_nothing() -> None:
     """A daemon that came back heard of it while a newer start gathered, which began anew without who had answered: an older step
     was restored (P3; simulator, seed 2671572796 of that day)."""
     node = Elect(BEFORE)
-    node.tick(KNOCK_S, reporting=False)
-    session = sent(node.done, msg.StewardHello, "b")[-1].nonce
+    node.tick(REGISTER_S, reporting=False)
+    session = sent(node.done, msg.OpenSession, "b")[-1].nonce
     node.start(known=BEFORE)
     node.hear("b", msg.Inventory("", BEFORE, BOTH, LAYOUTS, session=session, done=True, incarnation="b#1"))
     assert only(node.done, ins.FinishRestore), "it heard that the epoch before runs"

@@ -469,7 +469,7 @@ def test_an_office_in_a_smaller_world_that_went_back_knows_nothing_of_the_grants
     node.others["b"].state(1, 6, free=1)
     assert granted(node, "b", mark) == [7]
     node.tick()
-    assert node.said(msg.Heard, "b")[-1].waits == ""
+    assert node.said(msg.Ack, "b")[-1].waits == ""
 
 
 def test_an_office_that_begins_while_the_restore_goes_on_lacks_no_slots_yet() -> None:

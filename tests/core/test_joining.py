@@ -95,8 +95,8 @@ def test_the_epoch_of_ranks_that_train_is_not_opened_again() -> None:
     machine.feed(ev.Received("b", msg.Stale(EpochRecord(1, "x", RANKS, NODES))))
     machine.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), None, None, trains=True)))  # on its way
     machine.ticks(SLACK_S)
-    (hello, *_) = machine.sent_to("b", msg.StewardHello)
-    assert isinstance(hello, msg.StewardHello)
+    (hello, *_) = machine.sent_to("b", msg.OpenSession)
+    assert isinstance(hello, msg.OpenSession)
     known = machine.machine.ctx.record
     machine.feed(ev.Received("b", msg.Inventory("", known, (), session=hello.nonce, serial=0, done=True)))
     machine.ticks(1.0)

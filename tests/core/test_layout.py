@@ -65,7 +65,7 @@ def test_the_frozen_part_comes_last_behind_a_gap_and_is_a_layout_of_its_own() ->
 
 
 def test_a_layout_without_frozen_parameters_is_written_as_before_there_were_any() -> None:
-    """P7: the ids in a ledger of an older daemon stay what they are."""
+    """P7: the ids in a segment header of an older daemon stay what they are."""
     assert msgpack.unpackb(sample().encoded)[0] == 1
     assert sample().layout_id == "f5fdb495340d6a297343aa9d8a034577"
 

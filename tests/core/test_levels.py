@@ -77,7 +77,7 @@ def test_what_was_not_heard_of_before_it_was_released_is_said_to_be_gone(node: M
     node.feed(ev.ReplicaArrived(at(6), 0, 1, 60, layout(0), ()))
     node.feed(ev.ReplicaArrived(at(7), 0, 1, 70, layout(0), ()))
     if heard:
-        node.order(msg.Heard(EPOCH, node.session, node.said(msg.Held, "a")[-1].serial))
+        node.order(msg.Ack(EPOCH, node.session, node.said(msg.Held, "a")[-1].serial))
     freed = only(node.certify(1, 8, 0, releases=(at(7),)), ins.FreeSlot)
     assert freed == [ins.FreeSlot(70)]
     told = [(m.fact.snapshot.step, m.lost) for m in node.said(msg.Held, "a")]

@@ -27,7 +27,7 @@ def of(member: Member) -> Life:
 
 
 def heard(member: Member, life: Life) -> list[ins.Instruction]:
-    return member.order(msg.Heard(EPOCH, member.session, 99, life.value))
+    return member.order(msg.Ack(EPOCH, member.session, 99, life.value))
 
 
 # --- the states ---------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_the_steward_tells_what_it_knows_with_each_keep_alive() -> None:
     node.feed(ev.RankLeft(0, clean=True, finished=True))
     b.tell(msg.RankState(EPOCH, 1, 9, 2, None, "finished"))
     node.tick(3)
-    assert node.said(msg.Heard, "b")[-1].life == "finished"
+    assert node.said(msg.Ack, "b")[-1].life == "finished"
     assert node.machine.lifetime.life.state is Life.FINISHED
 
 
@@ -282,11 +282,12 @@ def test_a_node_that_returns_forgets_what_was_forgotten_meanwhile() -> None:
 
 def test_who_has_forgotten_the_job_is_not_talked_to_by_one_where_it_runs() -> None:
     """It was ordered to while the link was cut, and has one answer to each word about that epoch. As this was answered in turn,
-    they spoke at the speed of the wire; as it was taken for a knock, no steward was ever sure of its books (a reader's history)."""
+    they spoke at the speed of the wire; as it was taken for one that registers, no steward was ever sure of its books (a
+    reader's history)."""
     node = Steward(record_of("a", outside="d"), Policy(replicas=0, durable=False))
     answer = msg.Inventory("", None, (), buried=EPOCH, forgotten=EPOCH)
     for _ in range(30):
-        assert sent(node.tick(1.0), msg.StewardHello, "d"), "it may know of the job by now"
+        assert sent(node.tick(1.0), msg.OpenSession, "d"), "it may know of the job by now"
         assert [do for do in node.hear("d", answer) if isinstance(do, ins.Send) and do.to == "d"] == []
     assert node.machine.steward.sessions.settled()
 
@@ -358,12 +359,12 @@ def test_memory_of_an_epoch_that_could_not_be_written_down_is_not_of_the_job_tha
 def test_no_word_about_the_past_brings_a_forgotten_job_back() -> None:
     stone = Tombstone(EPOCH, EPOCH)
     old, new = record_of("ab"), record_of("ab", number=EPOCH + 1)
-    for past in (msg.Heard(EPOCH, "s", 1, "running"), msg.StewardHello(EPOCH, "s"), msg.Stale(old), msg.Inventory("", old, ()),
+    for past in (msg.Ack(EPOCH, "s", 1, "running"), msg.OpenSession(EPOCH, "s"), msg.Stale(old), msg.Inventory("", old, ()),
                  msg.EpochOpen("x", old, EPOCH, None, False), msg.Held(EPOCH, fact(5, 0))):  # fmt: skip
         assert not revives(past, stone) and revives(past, Tombstone())
     join = msg.JoinReport("x", (), (), (), None, old)
     opened = msg.EpochOpen("x", new, EPOCH + 1, None, False)
-    for now in (msg.Stale(new), msg.StewardHello(EPOCH + 1, "s"), msg.InventoryRequest("x", ()), join, opened):
+    for now in (msg.Stale(new), msg.OpenSession(EPOCH + 1, "s"), msg.InventoryRequest("x", ()), join, opened):
         assert revives(now, stone)
     node = Node("b", old, running=False)
     node.machine.ctx.record = None

@@ -373,7 +373,7 @@ def test_local_ranks_are_reported_to_rank_0s_node_until_it_answers(node: Node) -
     assert len(reports(node.tick(0.25))) == 1
     opened(node)
     assert reports(node.tick(0.5))[0].opened, "reports go on until the restore is done"
-    node.hear("a", msg.StewardHello(EPOCH, "s1"))
+    node.hear("a", msg.OpenSession(EPOCH, "s1"))
     assert not reports(node.tick(0.5))[0].opened, "it may have forgotten"
     node.hear("a", msg.RestoreDone(EPOCH, EPOCH))
     assert reports(node.tick(2.0)) == []
@@ -437,9 +437,9 @@ def test_a_steward_that_begins_anew_in_mid_restore_has_the_time_of_a_join() -> N
     limit = POLICY.join_timeout_s + POLICY.inventory_timeout_s + PATIENCE_S
     node = restoring(Node("b", BEFORE, replace(POLICY, restore_timeout_s=100.0)))
     node.tick(limit)
-    node.hear("a", msg.StewardHello(EPOCH, "again"))
+    node.hear("a", msg.OpenSession(EPOCH, "again"))
     node.tick(1.0)
-    node.hear("a", msg.StewardHello(EPOCH, "again"))
+    node.hear("a", msg.OpenSession(EPOCH, "again"))
     assert failed(node.tick(limit - 1.0)) == []
     assert failed(node.tick(0.5)) == [("now", "timeout")]
 

@@ -22,12 +22,12 @@ def test_what_nobody_heard_is_said_again(node: Member) -> None:
     assert node.said(msg.RankState, "a", mark) == []
     node.tick(0.25)
     assert [m.serial for m in node.said(msg.RankState, "a", mark)] == [1]
-    node.order(msg.Heard(EPOCH, "s1", 0))
+    node.order(msg.Ack(EPOCH, "s1", 0))
     mark = node.mark
     node.tick(1.0)
     assert node.said(msg.Inventory, "a", mark) == [], "that one was heard"
     assert len(node.said(msg.RankState, "a", mark)) == 1
-    node.order(msg.Heard(EPOCH, "s1", 1))
+    node.order(msg.Ack(EPOCH, "s1", 1))
     mark = node.mark
     node.tick(1.0)
     assert node.said(msg.RankState, "a", mark) == []
@@ -48,12 +48,12 @@ def test_a_steward_that_is_behind_is_told_again_less_and_less_often(node: Member
     assert said_again(node, 16.0) == [0.5, 1.5, 3.5, 7.5, 15.5]
     assert said_again(node, 24.0) == [7.5, 15.5, 23.5]
     node.feed(ev.RankProgress(1, 3))
-    node.order(msg.Heard(EPOCH, "s1", 1))
+    node.order(msg.Ack(EPOCH, "s1", 1))
     assert said_again(node, 8.0) == [8.0], "there is more that it has not heard"
-    node.order(msg.Heard(EPOCH, "s1", 2))
+    node.order(msg.Ack(EPOCH, "s1", 2))
     node.feed(ev.RankProgress(1, 4))
     assert said_again(node, 2.0) == [0.5, 1.5], "it had heard all: what is lost now was lost on the way"
-    node.hear("a", msg.StewardHello(EPOCH, "s2"))
+    node.hear("a", msg.OpenSession(EPOCH, "s2"))
     assert said_again(node, 2.0) == [0.5, 1.5], "a new session"
 
 
@@ -62,7 +62,7 @@ def test_a_steward_that_hears_us_by_and_by_is_not_told_again(node: Member) -> No
         node.feed(ev.RankProgress(1, step))
     for serial in range(8):
         assert said_again(node, 0.25) == []
-        node.order(msg.Heard(EPOCH, "s1", serial))
+        node.order(msg.Ack(EPOCH, "s1", serial))
     assert said_again(node, 0.25) == []
 
 

@@ -11,7 +11,7 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.steward.sessions import BUFFERED_MAX, KEEPALIVE_S
-from ckptd.core.protocol.machine.uplink import KNOCK_S, OUTBOX_MAX, SESSIONS_LEFT_MAX, SILENT_LEAST_S
+from ckptd.core.protocol.machine.uplink import OUTBOX_MAX, REGISTER_S, SESSIONS_LEFT_MAX, SILENT_LEAST_S
 from tests.core.machines import EPOCH, Member, Node, Steward, at, fact, layout, only, record_of
 
 POLICY = Policy(replicas=1, durable=False, steward_timeout_s=4.0)
@@ -21,8 +21,8 @@ def steward() -> Steward:
     return Steward(record_of(), POLICY)
 
 
-def acknowledged(node: Steward, since: int = 0) -> list[msg.Heard]:
-    return [replace(heard, waits="") for heard in node.said(msg.Heard, "b", since)]
+def acknowledged(node: Steward, since: int = 0) -> list[msg.Ack]:
+    return [replace(heard, waits="") for heard in node.said(msg.Ack, "b", since)]
 
 
 def steps_heard(node: Steward) -> int:
@@ -62,16 +62,16 @@ def test_what_was_taken_is_acknowledged_and_the_session_kept_alive() -> None:
     node = steward().greet()
     b = node.others["b"]
     node.tick()
-    assert acknowledged(node) == [msg.Heard(EPOCH, b.session, 0, "running")]
+    assert acknowledged(node) == [msg.Ack(EPOCH, b.session, 0, "running")]
     b.state(1, 5)
     b.tell(msg.RankState(EPOCH, 1, 9, 2), serial=7)
     node.tick()
-    assert acknowledged(node)[1:] == [msg.Heard(EPOCH, b.session, 1, "running")]
+    assert acknowledged(node)[1:] == [msg.Ack(EPOCH, b.session, 1, "running")]
     mark = node.mark
     node.tick(KEEPALIVE_S - 0.25)
     assert acknowledged(node, mark) == []
     node.tick(0.5)
-    assert acknowledged(node, mark) == [msg.Heard(EPOCH, b.session, 1, "running")]
+    assert acknowledged(node, mark) == [msg.Ack(EPOCH, b.session, 1, "running")]
     node.feed(ev.NodeDown("b"))
     mark = node.mark
     node.tick(3 * KEEPALIVE_S)
@@ -86,7 +86,7 @@ def test_another_process_that_takes_up_a_session_begins_a_new_one() -> None:
     b.state(1, 5)
     b.tell(msg.Leaving(EPOCH, True))
     node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
-    node.tick(KNOCK_S)
+    node.tick(REGISTER_S)
     before = b.session
     b.tell(msg.Inventory("", node.record, (), incarnation="2"), serial=0)
     b.tell_inventory(incarnation="2")
@@ -101,11 +101,11 @@ def test_what_a_process_said_whose_inventory_never_came_is_not_taken_for_the_nex
     """The next one's own words of the same numbers, a sealed slot among them, would be old ones again."""
     node = steward()
     b = node.others["b"]
-    b.tell(msg.RankState(EPOCH, 1, 8, 2), session=node.said(msg.StewardHello, "b")[-1].nonce, serial=1)
+    b.tell(msg.RankState(EPOCH, 1, 8, 2), session=node.said(msg.OpenSession, "b")[-1].nonce, serial=1)
     if noticed:
         node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
     else:
-        node.tick(KNOCK_S)  # the next one hears of the session when it is greeted again
+        node.tick(REGISTER_S)  # the next one hears of the session when it is greeted again
     b.tell_inventory(incarnation="b#2")
     b.state(1, 3)
     assert steps_heard(node) == 3
@@ -118,40 +118,40 @@ def test_a_repeated_fact_is_acknowledged_again() -> None:
     mark = node.mark
     node.others["b"].tell(msg.Inventory("", node.record, (), done=True), serial=0)
     node.tick()
-    assert acknowledged(node, mark) == [msg.Heard(EPOCH, node.others["b"].session, 0, "running")]
+    assert acknowledged(node, mark) == [msg.Ack(EPOCH, node.others["b"].session, 0, "running")]
 
 
 def test_a_node_that_does_not_answer_is_greeted_again() -> None:
     node = steward()
-    assert len(node.said(msg.StewardHello, "b")) == 1
-    node.tick(KNOCK_S - 0.25)
-    assert len(node.said(msg.StewardHello, "b")) == 1
+    assert len(node.said(msg.OpenSession, "b")) == 1
+    node.tick(REGISTER_S - 0.25)
+    assert len(node.said(msg.OpenSession, "b")) == 1
     node.tick(0.25)
-    hellos = node.said(msg.StewardHello, "b")
+    hellos = node.said(msg.OpenSession, "b")
     assert len(hellos) == 2 and hellos[0] == hellos[1], "the same session: the answer may be on its way"
-    node.tick(KNOCK_S - 0.25)
-    assert len(node.said(msg.StewardHello, "b")) == 2, "after a pause each time"
+    node.tick(REGISTER_S - 0.25)
+    assert len(node.said(msg.OpenSession, "b")) == 2, "after a pause each time"
     node.tick(0.25)
-    assert len(node.said(msg.StewardHello, "b")) == 3
+    assert len(node.said(msg.OpenSession, "b")) == 3
     node.others["b"].tell_inventory()
-    node.tick(2 * KNOCK_S)
-    assert len(node.said(msg.StewardHello, "b")) == 3
+    node.tick(2 * REGISTER_S)
+    assert len(node.said(msg.OpenSession, "b")) == 3
     node.feed(ev.NodeDown("b"))
-    node.tick(2 * KNOCK_S)
-    assert len(node.said(msg.StewardHello, "b")) == 3
+    node.tick(2 * REGISTER_S)
+    assert len(node.said(msg.OpenSession, "b")) == 3
     node.feed(ev.NodeUp("b"))
-    assert len(node.said(msg.StewardHello, "b")) == 4, "at once: it counts when it has answered"
-    node.tick(KNOCK_S - 0.25)
-    assert len(node.said(msg.StewardHello, "b")) == 4
+    assert len(node.said(msg.OpenSession, "b")) == 4, "at once: it counts when it has answered"
+    node.tick(REGISTER_S - 0.25)
+    assert len(node.said(msg.OpenSession, "b")) == 4
     node.tick(0.25)
-    assert len(node.said(msg.StewardHello, "b")) == 5
+    assert len(node.said(msg.OpenSession, "b")) == 5
 
 
 def test_a_node_whose_link_came_back_is_greeted_at_once_and_waited_for() -> None:
     node = steward().greet()
     node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
     node.tick()
-    assert len(node.said(msg.StewardHello, "b")) == 2, "however short ago the last hello was"
+    assert len(node.said(msg.OpenSession, "b")) == 2, "however short ago the last hello was"
     node.others["b"].tell_inventory()
     node.tick(3 * POLICY.steward_timeout_s)
     node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
@@ -168,7 +168,7 @@ def test_who_says_that_the_restore_is_done_is_not_told_so_again() -> None:
     node.others["b"].tell_inventory()
     node.others["c"].tell_inventory(done=False)
     mark = node.mark
-    node.tick(2 * KNOCK_S)
+    node.tick(2 * REGISTER_S)
     assert (node.said(msg.RestoreDone, "b", mark), len(node.said(msg.RestoreDone, "c", mark))) == ([], 2)
 
 
@@ -186,19 +186,19 @@ def test_in_a_new_epoch_nobody_who_is_not_of_it_has_a_session() -> None:
     assert set(node.machine.steward.sessions.by_node) == {"a", "b"}
     node.others["b"].tell_inventory(known=newer)
     node.tick(2 * KEEPALIVE_S)
-    assert node.said(msg.StewardHello, "b", mark) and node.said(msg.Heard, "b", mark)
-    assert node.said(msg.StewardHello, "c", mark) == node.said(msg.Heard, "c", mark) == []
+    assert node.said(msg.OpenSession, "b", mark) and node.said(msg.Ack, "b", mark)
+    assert node.said(msg.OpenSession, "c", mark) == node.said(msg.Ack, "c", mark) == []
     assert node.said(msg.Departures, "b", mark) == []
 
 
-def test_a_knock_opens_another_session_but_not_over_and_over() -> None:
+def test_who_registers_opens_another_session_but_not_over_and_over() -> None:
     node = steward().greet()
     first = node.others["b"].session
     node.hear("b", msg.Inventory("", node.record, ()))
-    assert {h.nonce for h in node.said(msg.StewardHello, "b")} == {first}, "its hello has just been sent"
-    node.tick(KNOCK_S)
+    assert {h.nonce for h in node.said(msg.OpenSession, "b")} == {first}, "its hello has just been sent"
+    node.tick(REGISTER_S)
     node.hear("b", msg.Inventory("", node.record, ()))
-    assert len({h.nonce for h in node.said(msg.StewardHello, "b")}) == 2
+    assert len({h.nonce for h in node.said(msg.OpenSession, "b")}) == 2
     node.others["b"].state(1, 5)
     assert steps_heard(node) == -1, "what was said in the session before"
 
@@ -226,8 +226,8 @@ def test_a_session_begins_with_an_inventory_and_the_ranks(node: Member) -> None:
 
 
 def test_a_word_of_somebody_else_acknowledges_nothing(node: Member) -> None:
-    node.hear("a", msg.Heard(EPOCH, "s0", 1))
-    node.hear("c", msg.Heard(EPOCH, "s1", 1))
+    node.hear("a", msg.Ack(EPOCH, "s0", 1))
+    node.hear("c", msg.Ack(EPOCH, "s1", 1))
     mark = node.mark
     node.tick(0.5)
     assert len(node.said(msg.RankState, "a", mark)) == 1
@@ -280,7 +280,7 @@ def test_a_late_hello_of_a_session_that_was_left_asks_for_a_new_one(node: Member
     node.hello("s2")
     mark = node.mark
     node.hello("s1")
-    assert node.said(msg.Inventory, "a", mark) == [msg.Inventory("", node.record, ())], "a knock"
+    assert node.said(msg.Inventory, "a", mark) == [msg.Inventory("", node.record, ())], "it registers"
     assert node.machine.uplink.session == "s2"
 
 
@@ -304,20 +304,20 @@ def test_sessions_that_were_left_are_remembered_and_bounded(node: Member) -> Non
 
 def test_a_later_one_in_the_succession_is_obeyed_only_when_the_earlier_one_is_gone(node: Member) -> None:
     other = Member(record_of("abc"), POLICY, name="b")
-    other.hear("c", msg.StewardHello(EPOCH, "c1"))
+    other.hear("c", msg.OpenSession(EPOCH, "c1"))
     assert other.machine.uplink.steward == "a"
     other.feed(ev.NodeDown("a"))
-    other.hear("c", msg.StewardHello(EPOCH, "c1"))
+    other.hear("c", msg.OpenSession(EPOCH, "c1"))
     assert (other.machine.uplink.steward, other.machine.uplink.session) == ("c", "c1")
     other.feed(ev.NodeUp("a"))
-    other.hear("a", msg.StewardHello(EPOCH, "s3"))
+    other.hear("a", msg.OpenSession(EPOCH, "s3"))
     assert other.machine.uplink.steward == "a", "the first one takes its office back"
 
 
 def test_an_order_of_a_steward_that_was_left_is_not_obeyed_but_answered(node: Member) -> None:
     node.hello("s2")
     node.tick(1.0)
-    node.order(msg.Heard(EPOCH, "s2", 99))
+    node.order(msg.Ack(EPOCH, "s2", 99))
     node.slots(1, 1)
     mark = node.mark
     node.order(msg.Grant(EPOCH, 1, 7), session="s1")
@@ -325,7 +325,7 @@ def test_an_order_of_a_steward_that_was_left_is_not_obeyed_but_answered(node: Me
     assert not any(slot.state == "filling" for slot in node.machine.slots.by_id.values())
     mark = node.mark
     node.order(msg.Grant(EPOCH, 1, 7), session="s1")
-    assert node.said(msg.Inventory, "a", mark) == [], "not more than one knock per KNOCK_S"
+    assert node.said(msg.Inventory, "a", mark) == [], "not more than once per REGISTER_S"
     mark = node.mark
     node.tick(1.0)
     node.hear("c", msg.Grant(EPOCH, 1, 7, "c1"))
@@ -339,24 +339,24 @@ def test_a_steward_that_hears_nothing_is_looked_for(node: Member) -> None:
     node.tick(patience)
     assert not [m for m in node.said(msg.Inventory, since=mark) if not m.session]
     node.tick(0.25)
-    knock = msg.Inventory("", node.record, ())
-    assert [knock in node.said(msg.Inventory, to, mark) for to in "abc"] == [True, True, False]
+    registers = msg.Inventory("", node.record, ())
+    assert [registers in node.said(msg.Inventory, to, mark) for to in "abc"] == [True, True, False]
     mark = node.mark
-    node.tick(KNOCK_S - 0.25)
-    assert knock not in node.said(msg.Inventory, "a", mark)
+    node.tick(REGISTER_S - 0.25)
+    assert registers not in node.said(msg.Inventory, "a", mark)
     node.tick(0.25)
-    assert knock in node.said(msg.Inventory, "a", mark)
+    assert registers in node.said(msg.Inventory, "a", mark)
 
 
 def keeps_alive(node: Member, seconds: float) -> None:
     """Its steward has heard everything, and says so as often as it does."""
     for _ in range(round(seconds / KEEPALIVE_S)):
         node.tick(KEEPALIVE_S)
-        node.order(msg.Heard(EPOCH, node.session, 1))
+        node.order(msg.Ack(EPOCH, node.session, 1))
 
 
 def test_a_steward_that_has_heard_everything_is_not_looked_for(node: Member) -> None:
-    node.order(msg.Heard(EPOCH, "s1", 1))
+    node.order(msg.Ack(EPOCH, "s1", 1))
     mark = node.mark
     keeps_alive(node, 3 * POLICY.steward_timeout_s)
     assert node.said(msg.Inventory, since=mark) == []
@@ -369,17 +369,17 @@ def test_a_steward_that_has_heard_everything_is_not_looked_for(node: Member) -> 
 
 def test_each_word_that_is_heard_begins_the_wait_anew(node: Member) -> None:
     node.tick(1.5)
-    node.order(msg.Heard(EPOCH, "s1", 0))
+    node.order(msg.Ack(EPOCH, "s1", 0))
     mark = node.mark
     node.tick(1.5)
     assert not [m for m in node.said(msg.Inventory, since=mark) if not m.session]
 
 
 @pytest.mark.parametrize(("timeout_s", "silent_s"), [(10.0, 10.0), (2.0, SILENT_LEAST_S)])
-def test_a_steward_that_keeps_nothing_alive_is_knocked_at(timeout_s: float, silent_s: float) -> None:
+def test_a_steward_that_keeps_nothing_alive_is_registered_with_anew(timeout_s: float, silent_s: float) -> None:
     """It lost its state directory, or was told to forget the job while this node was stopped: no link ever went (P14, P15)."""
     node = Member(record_of("abc"), Policy(replicas=1, durable=False, steward_timeout_s=timeout_s))
-    node.order(msg.Heard(EPOCH, "s1", 1))
+    node.order(msg.Ack(EPOCH, "s1", 1))
     mark = node.mark
     node.tick(silent_s)
     assert node.said(msg.Inventory, since=mark) == []
@@ -387,7 +387,7 @@ def test_a_steward_that_keeps_nothing_alive_is_knocked_at(timeout_s: float, sile
     assert msg.Inventory("", node.record, ()) in node.said(msg.Inventory, "a", mark)
     assert node.machine.uplink.waits() == "no steward: a does not answer"
     node.hello("s2")
-    node.order(msg.Heard(EPOCH, "s2", 1))
+    node.order(msg.Ack(EPOCH, "s2", 1))
     mark = node.mark
     node.tick(silent_s)
     assert node.said(msg.Inventory, since=mark) == [], "the wait begins anew"
@@ -396,7 +396,7 @@ def test_a_steward_that_keeps_nothing_alive_is_knocked_at(timeout_s: float, sile
 def test_a_node_that_was_stopped_while_its_job_was_forgotten_asks_and_forgets(node: Member) -> None:
     """It claimed level 1 for hours (the operator; SIGSTOP for 14 s): all that it had to say was heard, and no link went."""
     node.feed(ev.RankLeft(1, clean=True, finished=True))
-    node.order(msg.Heard(EPOCH, "s1", 9))
+    node.order(msg.Ack(EPOCH, "s1", 9))
     node.now += 14.0
     mark = node.mark
     node.tick(2 * SILENT_LEAST_S)
@@ -428,14 +428,14 @@ def test_a_node_without_a_session_looks_for_one_when_it_has_something_to_say() -
 def test_what_is_found_after_the_inventory_was_told_is_told_too() -> None:
     """A trainer brings its memory to a daemon that lost its own: the steward had it made anew from parity for ever."""
     node = Node("b", record_of("abc"), POLICY, running=False)
-    node.hear("a", msg.StewardHello(EPOCH, "s1"))
+    node.hear("a", msg.OpenSession(EPOCH, "s1"))
     mark = node.mark
     node.feed(ev.HoldingFound(1, at(7), 1, 0, True, layout(1, 3), ()))
     (held,) = node.said(msg.Held, "a", mark)
     assert (held.fact.snapshot, held.fact.rank, held.lost) == (at(7), 1, False)
 
 
-def test_a_daemon_outside_the_epoch_knocks_at_every_member() -> None:
+def test_a_daemon_outside_the_epoch_registers_with_every_member() -> None:
     node = Node("x", record_of("abc", outside="x"), POLICY, running=False)
     node.feed(ev.HoldingFound(1, at(7), 1, 0, False, layout(1, 3), ()))
     node.tick(0.25)

@@ -286,7 +286,7 @@ def test_a_higher_epoch_that_somebody_knows_is_decided_above() -> None:
 
 
 def test_who_is_faster_than_our_own_word_does_not_make_us_decide_again() -> None:
-    """A member votes, or knocks, in the epoch that this node opens and has not come to itself: each epoch was followed by
+    """A member votes, or registers, in the epoch that this node opens and has not come to itself: each epoch was followed by
     another, and a job that had no checkpoint was told that it may have had one."""
     node = Elect()
     node.start().answer("b", known=None)

@@ -25,7 +25,7 @@ def node() -> Steward:
 def waits(node: Steward) -> str:
     """What the other node was told last."""
     node.tick()
-    return node.said(msg.Heard, "b")[-1].waits
+    return node.said(msg.Ack, "b")[-1].waits
 
 
 def full(node: Steward, **more: object) -> Steward:
@@ -43,7 +43,7 @@ def test_a_node_that_is_away(node: Steward) -> None:
     node.feed(ev.NodeDown("b"))
     node.feed(ev.RankProgress(0, 9))  # its own daemon hears it with the next acknowledgement
     node.tick()
-    assert node.said(msg.Heard, "a")[-1].waits == "waiting for a peer: no answer from b"
+    assert node.said(msg.Ack, "a")[-1].waits == "waiting for a peer: no answer from b"
 
 
 def test_a_rank_that_ended(node: Steward) -> None:
@@ -113,7 +113,7 @@ def test_a_node_without_a_steward_names_who_was_asked() -> None:
     member.slots(1, 1, 2)
     session = member.machine.uplink.session
     assert member.machine.uplink.waits() == ""
-    member.hear("a", msg.Heard(EPOCH, session, 0, waits="busy: the slots hold step 3"))
+    member.hear("a", msg.Ack(EPOCH, session, 0, waits="busy: the slots hold step 3"))
     assert member.machine.uplink.waits() == "busy: the slots hold step 3"
     member.feed(ev.NodeDown("a"))
     assert member.machine.uplink.waits() == f"no steward: a is down; another node speaks after {POLICY.steward_timeout_s:g} s"
@@ -123,7 +123,7 @@ def test_a_node_without_a_steward_names_who_was_asked() -> None:
 
 def test_what_the_steward_of_another_session_said_holds_no_more() -> None:
     member = Member(record_of("abc"), POLICY)
-    member.hear("a", msg.Heard(EPOCH, member.session, 0, waits="waiting for a rank: rank 0 on a ended"))
+    member.hear("a", msg.Ack(EPOCH, member.session, 0, waits="waiting for a rank: rank 0 on a ended"))
     member.hello("s2")
     assert view.waits(member.machine) == ""
 
@@ -131,7 +131,7 @@ def test_what_the_steward_of_another_session_said_holds_no_more() -> None:
 @pytest.mark.parametrize("life", ["finished", "orphaned"])
 def test_a_job_that_is_over_waits_for_nobody(life: str) -> None:
     member = Member(record_of("abc"), POLICY)
-    over = msg.Heard(EPOCH, member.session, 0, life, "waiting for a rank: rank 0 on a ended")
+    over = msg.Ack(EPOCH, member.session, 0, life, "waiting for a rank: rank 0 on a ended")
     member.hear("a", over)
     assert view.waits(member.machine) == over.waits, "a rank lives here"
     member.feed(ev.RankLeft(1, clean=True))

@@ -92,7 +92,7 @@ REGRESSIONS: dict[str, dict[str, bytes]] = {
         "negative port": b"10.0.0.1:-1",
         "port in Arabic digits": "10.0.0.1:\u0667".encode(),
     },
-    "ledger-forged": {
+    "header-forged": {
         "name of 1000 lists": b"\x97\x01" + DEEP + b"\x00\x94\xa1a\x00\xa3own\x00\xa1i\x90\x90",
         "version of 1000 lists": b"\x97" + DEEP + b"\xa1a\x00\x94\xa1a\x00\xa3own\x00\xa1i\x90\x90",
     },

@@ -1,4 +1,4 @@
-"""What lies in memory that a rank can write to, and what describes it: ledger, records, layouts, objects, wants."""
+"""What lies in memory that a rank can write to, and what describes it: segment header, records, layouts, objects, wants."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import msgpack
 import xxhash
 
-from ckptd.arena import ledger, memory
+from ckptd.arena import header as segment_header
+from ckptd.arena import memory
 from ckptd.arena.arena import Arena
-from ckptd.arena.ledger import HEADER_BYTES, Header, LedgerCorrupt
+from ckptd.arena.header import HEADER_BYTES, Header, HeaderCorrupt
 from ckptd.arena.record import decode_record, encode_record
 from ckptd.arena.segment import Segment
 from ckptd.arena.sums import digests
@@ -26,7 +27,7 @@ from tests.fuzz.target import Target
 from tests.node.slots import MIB, OWN, PEER, fill_and_seal, frozen_layout, small_arena, small_layout
 
 
-# --- the ledger and the segment ---------------------------------------------------------------------------------
+# --- the segment header and the segment ---------------------------------------------------------------------------------
 def tiny_layout() -> Layout:
     items = [
         ("w", "F32", (8, 4), Box.whole((8, 4)), "param", UNIQUE, 1),
@@ -55,10 +56,10 @@ def _heads() -> list[bytes]:
     return [head for data in both for head in (data, data[:HEADER_BYTES] + gone, gone + data[HEADER_BYTES:])]
 
 
-def _ledger(data: bytes) -> Header:
+def _header_target(data: bytes) -> Header:
     """Whose segment it is stands in its name, which trainers cannot write; here the sample's that it resembles."""
     name, size = _like(data)
-    return ledger.read_ledger(data[:HEADER_BYTES], data[HEADER_BYTES : 2 * HEADER_BYTES], name, size)
+    return segment_header.read_header(data[:HEADER_BYTES], data[HEADER_BYTES : 2 * HEADER_BYTES], name, size)
 
 
 def _like(data: bytes) -> tuple[str, int]:
@@ -70,39 +71,40 @@ def _like(data: bytes) -> tuple[str, int]:
 def _bodies() -> list[bytes]:
     found = []
     for name, data in arena()[1].items():
-        header = ledger.read_ledger(
+        header = segment_header.read_header(
             data[:HEADER_BYTES], data[HEADER_BYTES : 2 * HEADER_BYTES], name, len(data)
         )
-        found.append(ledger.encode_header(header)[ledger._PREFIX.size :])
+        found.append(segment_header.encode_header(header)[segment_header._PREFIX.size :])
     return found
 
 
-def _sealed_ledger(body: bytes) -> Header:
+def _sealed_header(body: bytes) -> Header:
     """As whoever maps the memory can write it: with the right sum."""
     serial = 7
-    head = ledger._PREFIX.pack(ledger._MAGIC, len(body) % (1 << 32), serial, ledger._sum(serial, body)) + body
+    prefix = segment_header._MAGIC, len(body) % (1 << 32), serial, segment_header._sum(serial, body)
+    head = segment_header._PREFIX.pack(*prefix) + body
     name, size = _like(body)
-    return ledger.read_ledger(head, b"", name, size)
+    return segment_header.read_header(head, b"", name, size)
 
 
 def _segments() -> list[bytes]:
-    """(slot number, record) of a segment, to be put where the ledger says with the sum it needs."""
+    """(slot number, record) of a segment, to be put where the segment header says with the sum it needs."""
     return [encode_record(record) for record in _records()]
 
 
 def _adopt(data: bytes) -> None:
     """A segment whose first slot's record is ``data``, summed as it should be: it comes back, or that slot is free."""
     name, whole = next(iter(arena()[1].items()))
-    header = ledger.read_ledger(
+    header = segment_header.read_header(
         whole[:HEADER_BYTES], whole[HEADER_BYTES : 2 * HEADER_BYTES], name, len(whole)
     )
     row = replace(header.slots[0], meta_bytes=len(data), meta_sum=xxhash.xxh3_128_digest(data))
     fd = memory.make_memfd(name, len(whole))
     try:
-        os.pwrite(fd, ledger.encode_header(replace(header, slots=(row, *header.slots[1:]))), 0)
+        os.pwrite(fd, segment_header.encode_header(replace(header, slots=(row, *header.slots[1:]))), 0)
         os.pwrite(fd, data[: row.meta_capacity], row.offset + row.capacity)
         segment = Segment.adopt(name, fd, "again")
-    except LedgerCorrupt:
+    except HeaderCorrupt:
         os.close(fd)
         raise
     assert {slot.state for slot in segment.slots.values()} <= {"free", "sealed"}
@@ -162,10 +164,10 @@ def _catalogues() -> list[bytes]:
 
 
 TARGETS = [
-    Target("ledger", _ledger, _heads, (LedgerCorrupt,), summed=True),
-    Target("ledger-forged", _sealed_ledger, _bodies, (LedgerCorrupt,), "msgpack"),
+    Target("header", _header_target, _heads, (HeaderCorrupt,), summed=True),
+    Target("header-forged", _sealed_header, _bodies, (HeaderCorrupt,), "msgpack"),
     Target("slot-record", decode_record, _segments, (ValueError,), "msgpack", encode_record),
-    Target("segment", _adopt, _segments, (LedgerCorrupt,), "msgpack"),
+    Target("segment", _adopt, _segments, (HeaderCorrupt,), "msgpack"),
     Target("layout", Layout.decode, _layouts, (ValueError,), "msgpack", lambda layout: layout.encoded),
     Target("wants", _wanted, _wants, (ValueError,), "msgpack", _pack_wants),
     Target("objects", split_objects, _objects, (ValueError,), "msgpack", msgpack.packb),

@@ -15,7 +15,7 @@ from itertools import pairwise
 import pytest
 
 from ckptd.arena.arena import Arena, MetaTooLarge, NoMemory, Slot, SlotMisuse, Tenant
-from ckptd.arena.ledger import EXTENTS_AT
+from ckptd.arena.header import EXTENTS_AT
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.layout_build import build_layout

@@ -114,7 +114,7 @@ class SlotDamaged:
 
 @dataclass(frozen=True, slots=True)
 class HoldingFound:
-    """At start: the ledger of a re-adopted memfd names a sealed slot (own or replica)."""
+    """At start: the segment header of a re-adopted memfd names a sealed slot (own or replica)."""
 
     slot: int
     snapshot: SnapshotId

@@ -70,7 +70,7 @@ class Inventory:
     holdings: tuple[HoldingFact, ...]
     layouts: dict[str, bytes] = field(default_factory=dict)
     certified: tuple[tuple[SnapshotId, int, bool], ...] = ()  # (snapshot, level, durable) the sender was told
-    session: str = ""  # with serial: see StewardHello. Without a session and an attempt it is a knock: who is the steward?
+    session: str = ""  # with serial: see OpenSession. Without a session and an attempt it is to register: who is the steward?
     serial: int = 0
     done: bool = False  # the sender knows that the restore of ``known`` was completed by all ranks
     never: bool = False  # the sender knows that it was not: one of its own ranks did not load, or it was called off
@@ -375,11 +375,11 @@ class LevelAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class StewardHello:
+class OpenSession:
     """Steward (first, successor, or back after a crash) -> node: tell me your holdings, I speak for the job now.
 
     The nonce opens a session: from here on the node tells everything to this steward alone, beginning with an Inventory,
-    each message with this session and the next serial, repeated until Heard. It obeys grants, voids and certificates
+    each message with this session and the next serial, repeated until Ack. It obeys grants, voids and certificates
     of this session only. So a steward's books about a node are in order and complete, and what an earlier life of
     either side still has under way is recognised. Each time that the link went or came back the steward asks again, with the next
     turn: an inventory that was under way by then may be older than what the node did for another steward.
@@ -391,7 +391,7 @@ class StewardHello:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Ack:
     """Steward -> node: every message of the session up to this serial is in my books. Also a keep-alive, which brings the word
     on the job's life (life.Life; "": not known yet) and why no snapshot is granted at the moment (waiting.py; "": one is)."""
 
@@ -441,6 +441,6 @@ class Stale:
 Message = (
     JoinReport | InventoryRequest | Inventory | EpochOpen | JoinRefused | Vote | RestoreGo | RestoreAbort | RestoreDone
     | RankState | Grant | Sealed | Missed | Void | Held | Shortage | Leaving | Departures | Remainder | DegradationChanged
-    | Certificate | LayoutRequest | LayoutReply | WriteOrder | Wrote | WriteCancel | FlushAsk | LevelAsk | StewardHello | Heard
+    | Certificate | LayoutRequest | LayoutReply | WriteOrder | Wrote | WriteCancel | FlushAsk | LevelAsk | OpenSession | Ack
     | Holders | ParityOrder | Stale
 )  # fmt: skip

@@ -123,7 +123,7 @@ class Joining:
         self._seek(join)
 
     def _seek(self, join: Join) -> None:
-        """Whoever knows the epoch that these ranks train in answers a knock of one who does not with its record."""
+        """Whoever knows the epoch that these ranks train in answers one that registers and who does not with its record."""
         record, me = self._ctx.record, self._ctx.me.node
         if join.trains and not self._ctx.trained_in(join.attempt):
             for node in join.nodes:

@@ -56,7 +56,7 @@ class Lifetime:
         if event.snapshot.epoch > self._ctx.number:
             self._become(Life.RUNNING)
 
-    def on_heard(self, message: msg.Heard) -> None:
+    def on_heard(self, message: msg.Ack) -> None:
         """The steward's word, in our session."""
         if not message.life:
             return

@@ -130,8 +130,8 @@ class JobMachine:
             msg.WriteCancel: lambda s, m: self.writing.on_cancel(m),
             msg.FlushAsk: self.steward.on_ask,
             msg.LevelAsk: self.steward.on_level_ask,
-            msg.StewardHello: self._hello,
-            msg.Heard: self._heard,
+            msg.OpenSession: self._hello,
+            msg.Ack: self._heard,
             msg.Stale: lambda s, m: self._stale(m),
         }
 
@@ -218,7 +218,7 @@ class JobMachine:
         if self.ctx.record is not None and epoch < self.ctx.number:
             self.ctx.send(sender, msg.Stale(self.ctx.record))
         else:
-            self.uplink.knock(sender)
+            self.uplink.register(sender)
 
     def _stale(self, message: msg.Stale) -> None:
         """The job has moved on without us. What the operator had forgotten does not come back by it, and who has trained in a later
@@ -317,7 +317,7 @@ class JobMachine:
         )  # fmt: skip
 
     def _inventory(self, sender: str, message: msg.Inventory) -> None:
-        """An answer for a gathering, a fact of a session, or a knock."""
+        """An answer for a gathering, a fact of a session, or of one that registers."""
         if message.attempt:
             self.steward.restoring.on_inventory(sender, message)
             return
@@ -332,7 +332,7 @@ class JobMachine:
         else:
             if number < self.ctx.number and self.ctx.record is not None:
                 self.ctx.send(sender, msg.Stale(self.ctx.record))
-            self.steward.on_knock(sender)
+            self.steward.on_register(sender)
 
     def _join_refused(self, message: msg.JoinRefused) -> None:
         self.joining.on_refused(message)
@@ -393,7 +393,7 @@ class JobMachine:
     def _session_opened(self) -> None:
         self.capture.forget_grants("the steward began anew")
 
-    def _hello(self, sender: str, message: msg.StewardHello) -> None:
+    def _hello(self, sender: str, message: msg.OpenSession) -> None:
         if self.opening.open is not None:
             self.joining.answer(self.opening.open.record.nonce, answered=False)
         self.steward.yields_to(sender)
@@ -410,7 +410,7 @@ class JobMachine:
         else:
             self.replication.on_peer_lost(sender, message)
 
-    def _heard(self, sender: str, message: msg.Heard) -> None:
+    def _heard(self, sender: str, message: msg.Ack) -> None:
         self.uplink.on_heard(sender, message)
         if self.uplink.is_from_steward(sender, message.session):
             self.lifetime.on_heard(message)

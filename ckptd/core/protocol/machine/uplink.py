@@ -1,4 +1,4 @@
-"""The session with the steward: every fact of this node, in order, repeated until it is heard (messages.StewardHello).
+"""The session with the steward: every fact of this node, in order, repeated until it is heard (messages.OpenSession).
 
 A node has one session at a time. Whoever says hello last and stands first in the succession has it; what it does not obey
 any more, it tells nobody. So two stewards do no harm, and what a steward knows about a node is true up to a moment.
@@ -17,7 +17,7 @@ from ckptd.core.protocol.machine.ranks import Rank, Ranks
 from ckptd.core.protocol.machine.slots import Slots
 from ckptd.core.protocol.machine.waiting import NO_STEWARD, shown
 from ckptd.core.protocol.messages import (
-    Heard,
+    Ack,
     Held,
     HoldingFact,
     Inventory,
@@ -25,10 +25,10 @@ from ckptd.core.protocol.messages import (
     LayoutRequest,
     Leaving,
     Missed,
+    OpenSession,
     RankState,
     Sealed,
     Shortage,
-    StewardHello,
 )
 from ckptd.core.protocol.written import Written
 from ckptd.core.state_map.layout import Layout
@@ -37,8 +37,8 @@ OUTBOX_MAX = 8192  # messages nobody heard; beyond, the session is given up and 
 RESEND_MOST_S = 8.0  # a steward that is behind must not be kept behind by what it is told once more
 RESENT_MAX = 64  # messages repeated at once
 SESSIONS_LEFT_MAX = 256  # remembered, so that a late hello does not open one of them again
-KNOCK_S = 1.0  # between attempts to find the steward
-SILENT_LEAST_S = 5.0  # however short steward_timeout_s is; one that knows of our session says Heard every two seconds
+REGISTER_S = 1.0  # between attempts to find the steward
+SILENT_LEAST_S = 5.0  # however short steward_timeout_s is; one that knows of our session says Ack every two seconds
 
 Fact: TypeAlias = "RankState | Sealed | Missed | Held | Shortage | Leaving | Inventory"
 Certified = tuple[tuple[SnapshotId, int, bool], ...]
@@ -63,11 +63,11 @@ class Uplink:
         self._waiting_since = 0.0
         self._sent_at = 0.0
         self._resend_s = RESEND_S  # without a word of the steward, twice as long each time until it has heard all
-        self._knocked_at = -1e9
+        self._registered_at = -1e9
         self._heard_at = 0.0  # the steward's newest word in the session
 
     # --- the session --------------------------------------------------------------------------------------------
-    def on_hello(self, sender: str, hello: StewardHello) -> None:
+    def on_hello(self, sender: str, hello: OpenSession) -> None:
         """Answered with an inventory, unless a steward earlier in the succession is up."""
         if hello.nonce == self.session and sender == self.steward:
             self._turn = max(self._turn, hello.turn)
@@ -76,7 +76,7 @@ class Uplink:
         if not self._gives_way_to(sender):
             return
         if hello.nonce in self._left:  # we told another steward since: this one must begin anew with us
-            self.knock(sender)
+            self.register(sender)
             return
         self._leave()
         self._opened()
@@ -98,7 +98,7 @@ class Uplink:
         while len(self._left) > SESSIONS_LEFT_MAX:
             del self._left[next(iter(self._left))]
 
-    def on_heard(self, sender: str, message: Heard) -> None:
+    def on_heard(self, sender: str, message: Ack) -> None:
         if not self.is_from_steward(sender, message.session):
             return
         self._heard_at, self._waits = self._ctx.now, message.waits
@@ -114,8 +114,8 @@ class Uplink:
             self._sent_at, self._resend_s = ctx.now, min(2 * self._resend_s, RESEND_MOST_S)
             for message in list(self._outbox)[:RESENT_MAX]:
                 ctx.send(self.steward, message)
-        if self.stalled() and ctx.now - self._knocked_at >= KNOCK_S:
-            self.knock()
+        if self.stalled() and ctx.now - self._registered_at >= REGISTER_S:
+            self.register()
 
     def stalled(self) -> bool:
         """Nobody hears us although we have something to say, or we hear nobody."""
@@ -144,9 +144,9 @@ class Uplink:
             return f"{NO_STEWARD}: {self.steward} does not answer"
         return self._waits
 
-    def knock(self, at: str = "") -> None:
+    def register(self, at: str = "") -> None:
         """Ask for a session: ``at`` one node, else at all that may be the steward, up to ourselves."""
-        self._knocked_at = self._ctx.now
+        self._registered_at = self._ctx.now
         for name in [at] if at else self._candidates():
             self._ctx.send(name, Inventory("", self._ctx.record, ()))
 
@@ -160,8 +160,8 @@ class Uplink:
         """Is this order to be obeyed? One of an earlier steward that we left makes us ask it for a new session."""
         if session == self.session and sender == self.steward:
             return True
-        if self._gives_way_to(sender) and self._ctx.now - self._knocked_at >= KNOCK_S:
-            self.knock(sender)
+        if self._gives_way_to(sender) and self._ctx.now - self._registered_at >= REGISTER_S:
+            self.register(sender)
         return False
 
     def _gives_way_to(self, sender: str) -> bool:

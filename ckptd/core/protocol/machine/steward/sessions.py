@@ -1,4 +1,4 @@
-"""The steward's ends of all sessions: invite, bring what nodes say into order, acknowledge (messages.StewardHello)."""
+"""The steward's ends of all sessions: invite, bring what nodes say into order, acknowledge (messages.OpenSession)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ckptd.core.protocol.machine.context import Context, audience
-from ckptd.core.protocol.machine.uplink import KNOCK_S, Fact
-from ckptd.core.protocol.messages import Heard, Inventory, StewardHello
+from ckptd.core.protocol.machine.uplink import REGISTER_S, Fact
+from ckptd.core.protocol.messages import Ack, Inventory, OpenSession
 
 KEEPALIVE_S = 2.0  # a daemon that came back and knows of no session is found out by its answer to this
 BUFFERED_MAX = 256  # messages of one node that came before their turn
@@ -50,9 +50,9 @@ class Sessions:
         self.leaving.clear()
 
     def invite(self, node: str) -> None:
-        """Open a new session with this node, at most one per KNOCK_S."""
+        """Open a new session with this node, at most one per REGISTER_S."""
         session, now = self.by_node.get(node), self._ctx.now
-        if session is not None and now - session.created_at < KNOCK_S:
+        if session is not None and now - session.created_at < REGISTER_S:
             return
         self._count += 1
         self.leaving.discard(node)  # it says so again
@@ -90,8 +90,8 @@ class Sessions:
             if (session.owes or quiet) and self._ctx.is_up(node):
                 session.owes, session.heard_at = False, self._ctx.now
                 why = self.waits() if why is None else why
-                self._ctx.send(node, Heard(self._ctx.number, session.id, session.expected - 1, life, why))
-            if not session.established and self._ctx.is_up(node) and self._ctx.now - session.invited_at >= KNOCK_S:
+                self._ctx.send(node, Ack(self._ctx.number, session.id, session.expected - 1, life, why))
+            if not session.established and self._ctx.is_up(node) and self._ctx.now - session.invited_at >= REGISTER_S:
                 self._hello(node)
 
     def on_link(self, node: str) -> None:
@@ -139,4 +139,4 @@ class Sessions:
         session.invited_at = self._ctx.now
         if not session.expected:  # Whose word it is only the inventory tells, which has not come: who lives says it again.
             session.early.clear()
-        self._ctx.send(node, StewardHello(self._ctx.number, session.id, session.turn))
+        self._ctx.send(node, OpenSession(self._ctx.number, session.id, session.turn))

@@ -24,7 +24,7 @@ from ckptd.core.protocol.machine.steward.restore import Restoring
 from ckptd.core.protocol.machine.steward.sessions import Sessions
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from ckptd.core.protocol.machine.steward.waiting import waits
-from ckptd.core.protocol.machine.uplink import KNOCK_S, Fact
+from ckptd.core.protocol.machine.uplink import REGISTER_S, Fact
 from ckptd.core.protocol.messages import (
     FlushAsk,
     Held,
@@ -180,7 +180,7 @@ class Steward:
             self._done = True
 
     def _tell_done(self) -> None:
-        if self._done and self._ctx.now - self._told_done_at >= KNOCK_S:
+        if self._done and self._ctx.now - self._told_done_at >= REGISTER_S:
             self._say_done()
 
     def _say_done(self) -> None:
@@ -199,7 +199,7 @@ class Steward:
             self.sessions.on_fact(sender, fact)
             self._act()
 
-    def on_knock(self, sender: str) -> None:
+    def on_register(self, sender: str) -> None:
         """It knows of no session with us, whatever we thought."""
         if self.active:
             self.sessions.invite(sender)

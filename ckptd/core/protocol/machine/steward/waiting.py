@@ -1,6 +1,6 @@
 """Why the steward grants no snapshot at the moment: one cause, a colon, and who or what it is (P15).
 
-The cause goes into metrics, so there are few of them. Nodes hear it with the steward's acknowledgements (messages.Heard), ranks
+The cause goes into metrics, so there are few of them. Nodes hear it with the steward's acknowledgements (messages.Ack), ranks
 with the daemon's news; nobody asks for it.
 """
 

@@ -1,4 +1,4 @@
-"""The ledger: torn writes leave the older header valid, anything corrupt or forged is refused (P6, P7, P13)."""
+"""The segment header: torn writes leave the older header valid, anything corrupt or forged is refused (P6, P7, P13)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.arena import memory
 from ckptd.arena.arena import Arena, Slot, Tenant
-from ckptd.arena.ledger import (
+from ckptd.arena.header import (
     HEADER_BYTES,
     MAPPERS_MAX,
     SLOTS_PER_SEGMENT_MAX,
@@ -68,7 +68,7 @@ def test_released_and_retired_slots_do_not_come_back(arena: Arena) -> None:
     assert set(slots) == {two.id}
 
 
-@pytest.mark.parametrize("where", ["arena.ledger.half", "arena.seal.meta"])
+@pytest.mark.parametrize("where", ["arena.header.half", "arena.seal.meta"])
 def test_a_seal_that_is_cut_short_never_happened(arena: Arena, where: str) -> None:
     """P6: the daemon dies in the middle of the header, or between the record and the header."""
     slot, other = arena.allocate(PEER, 3 * MIB), arena.allocate(PEER, 3 * MIB)
@@ -84,7 +84,7 @@ def test_a_seal_that_is_cut_short_never_happened(arena: Arena, where: str) -> No
 def test_a_free_that_is_cut_short_keeps_the_older_snapshot(arena: Arena) -> None:
     slot = arena.allocate(OWN, 3 * MIB)
     record = fill_and_seal(slot, 1)
-    failpoint.arm("arena.ledger.half:error")
+    failpoint.arm("arena.header.half:error")
     with pytest.raises(failpoint.FailpointError):
         slot.free()
     failpoint.arm("")
@@ -105,7 +105,7 @@ def test_any_damage_to_the_ledger_is_survived_or_refused_never_believed(arena: A
         view[HEADER_BYTES - newest + at] ^= 1 << noise.randrange(8)
         arena_after, slots = reborn(slot)
         assert slots == {}
-        assert "no valid ledger" in arena_after.refused[0][1]
+        assert "no valid header" in arena_after.refused[0][1]
         view[: 2 * HEADER_BYTES] = saved
         view[HEADER_BYTES - newest + at] ^= 1
         _, slots = reborn(slot)
@@ -127,7 +127,7 @@ FORGERIES: dict[str, Callable[[Header], Header]] = {
     "another name": lambda h: replace(h, name=h.name.replace("own", "peer")),
     "another size": lambda h: replace(h, size=h.size * 2),
     "a slot outside": lambda h: replace(h, slots=(replace(h.slots[0], capacity=1 << 40),)),
-    "a slot over the ledger": lambda h: replace(h, slots=(replace(h.slots[0], offset=0),)),
+    "a slot over the segment header": lambda h: replace(h, slots=(replace(h.slots[0], offset=0),)),
     "overlapping slots": lambda h: replace(h, slots=(h.slots[0], replace(h.slots[0], id=5))),
     "a slot twice": lambda h: replace(h, slots=(h.slots[0], replace(h.slots[0], offset=h.slots[0].end))),
     "an unknown state": lambda h: replace(h, slots=(replace(h.slots[0], state="golden"),)),
@@ -138,7 +138,7 @@ FORGERIES: dict[str, Callable[[Header], Header]] = {
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_trainer_cannot_forge_its_way_with_a_valid_checksum(arena: Arena, forgery: str) -> None:
-    """P13: the trainer maps the ledger writable. What it writes there counts only for its own rank's memory."""
+    """P13: the trainer maps the segment header writable. What it writes there counts only for its own rank's memory."""
     slot = arena.allocate(OWN, 3 * MIB)
     fill_and_seal(slot, 1)
     header = slot.segment._header()

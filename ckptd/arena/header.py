@@ -1,4 +1,4 @@
-"""The ledger at the start of every segment: who owns it and which slots it has (design D1, P6, P7).
+"""The header at the start of every segment: who owns it and which slots it has (design D1, P6, P7).
 
 Two headers alternate. Each is ``magic, body length, serial, xxh3_128 of serial and body, body`` with a
 msgpack body. A write replaces the older one, so that whatever instruction the daemon dies at, the other one
@@ -19,7 +19,7 @@ from ckptd.arena.tenant import KINDS, Tenant
 from ckptd.core.errors import CkptdError
 
 PAGE = 4096
-LEDGER_VERSION = 1
+HEADER_VERSION = 1
 HEADER_BYTES = 16 * 1024  # each of the two
 EXTENTS_AT = 2 * HEADER_BYTES  # the first byte of a segment that may belong to a slot
 SLOTS_PER_SEGMENT_MAX = 96
@@ -34,7 +34,7 @@ _NAME = re.compile(r"(own|peer|scratch)-[0-9a-f]{1,20}-([0-9a-f]{16})")
 _HINT = "this memory is given up; peers and durable storage still hold their copies"
 
 
-class LedgerCorrupt(CkptdError):
+class HeaderCorrupt(CkptdError):
     """Neither header is valid, or the valid one contradicts itself or its name. It is refused, never
     trusted."""
 
@@ -80,7 +80,7 @@ def encode_header(header: Header) -> bytes:
     ]
     who = [t.job, t.uid, t.kind, t.rank]
     body = msgpack.packb(
-        [LEDGER_VERSION, header.name, header.size, who, header.incarnation, header.mappers, rows]
+        [HEADER_VERSION, header.name, header.size, who, header.incarnation, header.mappers, rows]
     )
     assert len(body) + _PREFIX.size <= HEADER_BYTES, (
         "the caps on slots and mappers keep a header in its place"
@@ -93,18 +93,18 @@ def place_of(serial: int) -> int:
     return (serial % 2) * HEADER_BYTES
 
 
-def read_ledger(first: bytes, second: bytes, name: str, size: int) -> Header:
+def read_header(first: bytes, second: bytes, name: str, size: int) -> Header:
     """The newest valid header of the two, checked against the segment's own name and size. Raises
-    LedgerCorrupt."""
+    HeaderCorrupt."""
     serials = {body[0]: body[1] for body in (_open(first), _open(second)) if body is not None}
     if not serials:
-        raise LedgerCorrupt("no valid ledger", name)
+        raise HeaderCorrupt("no valid header", name)
     serial = max(serials)
     try:
         header = _parse(serial, serials[serial])
         _check(header, name, size)
     except (TypeError, ValueError, msgpack.UnpackException) as error:
-        raise LedgerCorrupt(f"ledger contradicts itself: {error}", name) from error
+        raise HeaderCorrupt(f"header contradicts itself: {error}", name) from error
     return header
 
 
@@ -124,8 +124,8 @@ def _open(data: bytes) -> tuple[int, bytes] | None:
 
 def _parse(serial: int, body: bytes) -> Header:
     version, name, size, (job, uid, kind, rank), incarnation, mappers, rows = msgpack.unpackb(body)
-    if _whole(version) != LEDGER_VERSION:
-        raise ValueError(f"version {version}, ours is {LEDGER_VERSION}")
+    if _whole(version) != HEADER_VERSION:
+        raise ValueError(f"version {version}, ours is {HEADER_VERSION}")
     if kind not in KINDS or not type(job) is type(incarnation) is type(name) is str:
         raise ValueError("tenant of an unknown kind")
     return Header(
