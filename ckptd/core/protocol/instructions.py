@@ -190,7 +190,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class MakeParity:
-    """Make this shard of a parity set from the sources, verified -> ParityMade; with ``data`` the slot of the part's own
+    """Make this shard of a parity set from the sources, verified -> ParityMade; with ``data`` the slot of the shard's own
     member, as a tier-1 copy -> ReplicaArrived. Either way ParityFailed when it cannot be done."""
 
     snapshot: SnapshotId

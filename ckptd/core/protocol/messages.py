@@ -48,7 +48,7 @@ class InventoryRequest:
 class HoldingFact:
     """The sender's memory holds this rank's slot of this snapshot, sums verified. tier 0: all of it.
 
-    part: it is no rank's slot but a parity set's parity, under the parity set's holding rank; the digests are those of its
+    shard: it is no rank's slot but a parity set's parity, under the parity set's holding rank; the digests are those of its
     members, each name behind "RANK|".
     """
 
@@ -84,7 +84,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a rank's slot of a snapshot is held in memory, or a parity set's parity (``part``)."""
+    """Where a rank's slot of a snapshot is held in memory, or a parity set's parity (``shard``)."""
 
     node: str
     rank: int
@@ -420,7 +420,7 @@ class Holders:
 
 @dataclass(frozen=True, slots=True)
 class ParityOrder:
-    """Steward -> node: hold this shard of a parity set, made from these sources; or, with ``data``, the slot of the part's own
+    """Steward -> node: hold this shard of a parity set, made from these sources; or, with ``data``, the slot of the shard's own
     member, which is held nowhere any more or by a node that is about to go, as a tier-1 copy."""
 
     epoch: int
