@@ -49,6 +49,11 @@ def _default_state_dir() -> Path:
         raise CkptdError("this user has no home directory", hint="set CKPTD_STATE_DIR or --state-dir") from error
 
 
+def loopback_key_file() -> Path:
+    """Where this user's daemons on this machine keep the key that they share when none is configured."""
+    return (SYSTEM_RUN_DIR if os.geteuid() == 0 else _default_state_dir()) / "loopback.key"
+
+
 def _default_socket(values: dict[str, Any]) -> Path:
     if os.geteuid() == 0:
         return SYSTEM_RUN_DIR / SOCKET_NAME
@@ -126,7 +131,7 @@ class Config(BaseSettings):
     key_file: Path | None = _set(
         None, "network", "cluster key (`ckptd keygen`), the same on every node, mode 0600"
     )
-    plain_loopback: bool = _set(False, "network", "allow running without a key, on loopback addresses only")
+    plain_loopback: bool = _set(False, "network", "no key_file but a key of this user, made here; on loopback addresses only")
     bulk_mode: Literal["auto", "none", "aead"] = _set(
         "auto", "network", "protection of bulk bytes; auto: none on loopback, aead (AES-256-GCM) elsewhere")  # fmt: skip
     bulk_streams: int = _set(2, "network", "TCP streams of one transfer", "streams", ge=1, le=64)
@@ -138,7 +143,7 @@ class Config(BaseSettings):
         "70%", "memory", "for snapshots: own, peers', restore", "bytes, GiB or % of memory"
     )
     user_budget: str = _set(
-        "50%", "memory", "a user's share of it: what he may have while another one lacks memory",
+        "50%", "memory", "a user's share of it: what he may have while another one trains or lacks memory",
         "bytes, GiB or % of memory_budget"
     )
     redundancy: str = _set("replicas=1", "memory", f"how a snapshot outlives nodes: {FORMS}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ckptd.arena.budget import NoMemory
 from ckptd.arena.header import EXTENTS_AT, HeaderCorrupt, is_segment_name
@@ -70,7 +70,7 @@ class Arena:
 
     @property
     def share_bytes(self) -> int:
-        """What one user may have while another one lacks memory."""
+        """What one user may have while another one trains or lacks memory."""
         return self._pool.share_bytes
 
     def spare_bytes(self, uid: int) -> int:
@@ -80,6 +80,10 @@ class Arena:
     def on_short(self, told: Callable[[int, int], None]) -> None:
         """``told(uid, bytes)`` of each request that is refused, from any thread."""
         self._pool.on_short = told
+
+    def on_users(self, users: Callable[[], Collection[int]]) -> None:
+        """``users``: who has processes here, from any thread. Each has no more than his share where there are others."""
+        self._pool.users = users
 
     # --- allocate -----------------------------------------------------------------------------------
     def allocate(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 import msgpack
+import msgspec
+from msgspec import Meta
 
 from ckptd.arena.sums import block_count
 from ckptd.core.ids import SnapshotId
 from ckptd.core.redundancy.parity_sets import ParityShard, packed_shard, unpacked_shard
+from ckptd.core.redundancy.policies import GROUP_MAX
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.record_size import SUM_BYTES
 
@@ -40,36 +43,33 @@ def encode_record(record: SlotRecord) -> bytes:
     return packed
 
 
+DIGESTS_MAX = 1 << 22  # of a parity shard, which has those of all members
+_ARRAY_OF_TEN = b"\x9a"  # how a record of version 1 begins, which has no shard
+
+_Numbers = Annotated[list[int], Meta(min_length=2, max_length=3)]
+_Digests = Annotated[list[tuple[str, bytes]], Meta(max_length=DIGESTS_MAX)]
+_Shard = tuple[int, int, int, int, Annotated[list[tuple[int, int, str]], Meta(max_length=GROUP_MAX)]]
+_FIRST = msgspec.msgpack.Decoder(tuple[int, str, _Numbers, int, int, bytes, int, bytes, _Digests, bool])
+_LATER = msgspec.msgpack.Decoder(tuple[int, str, _Numbers, int, int, bytes, int, bytes, _Digests, bool, _Shard | None])
+
+
 def decode_record(data: bytes) -> SlotRecord:
-    """Raises ValueError for anything that is not a whole, consistent record."""
+    """Its rank can write where it lies, so it is read into its types, and nothing else is built (D20). Raises ValueError for
+    anything that is not a whole, consistent record."""
     try:
-        version, *fields = msgpack.unpackb(data)
-        packed = None if version == WITHOUT_GRANT[0] else fields.pop()
-        shard = unpacked_shard(packed) if packed is not None else None
-        job, numbers, rank, tier, layout, objects_bytes, sums, digests, keep = fields
+        fields = (_FIRST if data[:1] == _ARRAY_OF_TEN else _LATER).decode(data)
+        version, job, numbers, rank, tier, layout, objects_bytes, sums, digests, keep = fields[:10]
+        more = fields[10:]
+        shard = unpacked_shard(list(more[0])) if more and more[0] is not None else None
         epoch, step, grant = (*numbers, 0) if version in WITHOUT_GRANT else numbers
-        pairs = tuple((name, value) for name, value in digests)
-    except (IndexError, TypeError, ValueError, msgpack.UnpackException) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not a slot record: {error}") from error
-    _require_ints(version=version, epoch=epoch, step=step, grant=grant, rank=rank, tier=tier, objects_bytes=objects_bytes)
-    if version not in (*WITHOUT_GRANT, RECORD_VERSION):
+    if version not in (*WITHOUT_GRANT, RECORD_VERSION) or bool(more) != (version != WITHOUT_GRANT[0]):
         raise ValueError(f"slot record of version {version}, ours is {RECORD_VERSION}")
-    if not all(type(name) is str and type(value) is bytes for name, value in pairs):
-        raise ValueError("slot record whose digests are not pairs of text and bytes")
-    if not (type(job) is str and type(sums) is type(layout) is bytes and type(keep) is bool):
-        raise ValueError("slot record with a field of another type")
-    record = SlotRecord(
-        job,
-        SnapshotId(epoch, step, grant),
-        rank,
-        tier,
-        Layout.decode(layout),
-        objects_bytes,
-        sums,
-        pairs,
-        keep,
-        shard,
-    )
+    if min(epoch, step, grant, rank, tier, objects_bytes) < 0:
+        raise ValueError("slot record with a number below 0")
+    at, layout_read = SnapshotId(epoch, step, grant), Layout.decode(layout)
+    record = SlotRecord(job, at, rank, tier, layout_read, objects_bytes, sums, tuple(digests), keep, shard)
     check_record(record)
     return record
 
@@ -82,9 +82,3 @@ def check_record(record: SlotRecord) -> None:
         raise ValueError("slot record of parity under another number than its parity set's")
     if record.objects_bytes > record.layout.objects_capacity:
         raise ValueError("slot record whose objects are larger than their region")
-
-
-def _require_ints(**values: Any) -> None:
-    for name, value in values.items():
-        if type(value) is not int or value < 0:
-            raise ValueError(f"slot record: {name} is not a whole number")

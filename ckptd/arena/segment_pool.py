@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Protocol
@@ -33,8 +33,8 @@ class FdKeeper(Protocol):
 
 class SegmentPool:
     """``lock`` is the arena's too. ``reserve_bytes`` stay free on the machine and in each cgroup.
-    ``uid_budget_bytes``: what one user may take while another one lacks memory. ``on_short``: (uid, bytes) of each request
-    that is refused, from any thread."""
+    ``uid_budget_bytes``: what one user may take while another one trains or lacks memory. ``on_short``: (uid, bytes) of each
+    request that is refused, from any thread."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class SegmentPool:
         self._budget_bytes = budget_bytes
         self.share_bytes = budget_bytes if uid_budget_bytes is None else uid_budget_bytes
         self.on_short: Callable[[int, int], None] = lambda uid, nbytes: None
+        self.users: Callable[[], Collection[int]] = tuple  # who has processes here, from any thread
         self._lacking: dict[int, float] = {}  # uid -> when a request within his share was refused last
         self._reserve_bytes, self._touch = reserve_bytes, touch
         self._pending: dict[int, tuple[int, int]] = {}  # allocation -> (uid, bytes) not there yet
@@ -126,7 +127,7 @@ class SegmentPool:
         with self.lock:
             try:
                 self._make_room(size, self._budget_bytes, None, uid)
-                if self._others_lack(uid):
+                if self._others(uid):
                     self._make_room(size, self.share_bytes, uid, uid)
             except NoMemory:
                 if self.committed(uid) + size <= self.share_bytes:
@@ -139,21 +140,23 @@ class SegmentPool:
         """What this user could still have without being refused, and without asking anybody to let go of memory."""
         with self.lock:
             spare = self._budget_bytes - self.committed() + sum(s.size for s in self._idle(None))
-            if self._others_lack(uid):
+            if self._others(uid):
                 spare = min(spare, self.share_bytes - self.committed(uid) + sum(s.size for s in self._idle(uid)))
         return max(0, min(spare, self._room(0)))
 
-    def _others_lack(self, uid: int) -> bool:
-        """Was a request within another user's share refused a moment ago?"""
+    def _others(self, uid: int) -> bool:
+        """Does another user train here, or was a request within his share refused a moment ago? What one has mapped by then cannot
+        be taken back for the other (D20)."""
         since = time.monotonic() - LACK_S
-        return any(at > since for other, at in self._lacking.items() if other != uid)
+        lack = any(at > since for other, at in self._lacking.items() if other != uid)
+        return lack or any(other != uid for other in self.users())
 
     def _make_room(self, size: int, limit: int, uid: int | None, asker: int) -> None:
         over = self.committed(uid) + size - limit
         idle = self._idle(uid)
         missing = over - sum(s.size for s in idle)
         if missing > 0:
-            whose = "memory budget" if uid is None else f"another user lacks memory: the share of uid {uid}"
+            whose = "memory budget" if uid is None else f"others train here or lack memory: the share of uid {uid}"
             raise NoMemory(
                 f"{whose} of {format_bytes(limit)} has no room for {format_bytes(size)}",
                 where=f"{format_bytes(missing)} missing, held by {self._holders(asker)}",

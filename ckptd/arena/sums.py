@@ -11,9 +11,9 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-import msgpack
 import xxhash
 
+from ckptd.arena.objects import split_objects
 from ckptd.arena.payload import Payload
 from ckptd.core.state_map.agreement import object_name, tensor_name
 from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, REPLICA, Layout
@@ -22,7 +22,6 @@ from ckptd.core.state_map.record_size import SUM_BYTES
 HASH_THREADS = 2  # one alone would take a third of the time on fast links, and half of it from own memory
 SPLIT_BYTES_MIN = 32 << 20  # below this a second thread costs more than it saves
 TABLES_KEPT_MAX = 64  # layouts whose block tables are remembered
-OBJECTS_MAX = 1 << 16  # names in one objects region
 
 Blocks = tuple[tuple[int, int], ...]
 _tables: OrderedDict[tuple[str, int], Blocks] = OrderedDict()
@@ -166,12 +165,7 @@ def _object_digests(payload: Payload, layout: Layout, objects_bytes: int) -> lis
         raise ValueError(f"objects of {objects_bytes} bytes in a region of {layout.objects_capacity}")
     if objects_bytes == 0:
         return []
-    try:
-        objects = msgpack.unpackb(payload[:objects_bytes], max_map_len=OBJECTS_MAX)
-    except Exception as error:  # msgpack raises ValueError and types of its own
-        raise ValueError(f"objects region: {error}") from error
-    if type(objects) is not dict or not all(type(k) is str and type(v) is bytes for k, v in objects.items()):
-        raise ValueError("the objects region is not a map of names to bytes")
+    objects = split_objects(payload[:objects_bytes])
     return [(object_name(name), xxhash.xxh3_128_digest(value)) for name, value in objects.items()]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ckptd.config import Config
+from ckptd.config import Config, loopback_key_file
 from ckptd.core.errors import CkptdError
 from ckptd.units import format_bytes
 
@@ -45,7 +45,7 @@ def key(config: Config) -> Check:
             "key", True, f"{config.key_file}, fingerprint {found.fingerprint}: compare it on every node"
         )
     if config.plain_loopback:
-        return Check("key", True, "none: plain connections on loopback, by plain_loopback")
+        return Check("key", True, f"{loopback_key_file()}, this user's own for loopback, by plain_loopback")
     hint = "`ckptd keygen FILE`, copy it to every node, set key_file; or plain_loopback on a single machine"
     return Check("key", False, "neither key_file nor plain_loopback is set", hint)
 

@@ -110,7 +110,7 @@ class Forget:
             with suppress(CkptdError):  # Its record is damaged: to forget it is a way out of that.
                 record = await services.on_disk(newest_record, services.storage, job)
             for info in (*record.nodes, *record.holders) if record is not None else ():
-                services.connect(info)
+                services.connect(info, job)
         known = self._graveyard.nodes.get(job, ()) + (audience(record) if record is not None else ())
         return [node for node in dict.fromkeys(known) if node != services.node.node]
 

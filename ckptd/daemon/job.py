@@ -280,7 +280,7 @@ class JobShell:
     def _connect(self, do: ins.Connect) -> None:
         for node in do.nodes:
             if node.node != self.services.node.node:
-                self.services.connect(node)
+                self.services.connect(node, self.job)
 
     def _persist_epoch(self, do: ins.PersistEpoch) -> None:
         self.record, self.ran = do.record, do.ran

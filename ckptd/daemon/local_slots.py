@@ -309,7 +309,7 @@ class LocalSlots:
         missing = max(1, policy.own_slots - self._fitting(own)) + policy.replicas * policy.peer_sets
         make = partial(_make, self._services.arena, tenant, record, process)
         try:
-            slot = await self._services.in_work(make, nbytes, headroom_bytes, missing * len(self.by_rank))
+            slot = await self._services.in_sizing(make, nbytes, headroom_bytes, missing * len(self.by_rank))
         except NoMemory as error:
             have = self._fitting(own)
             slots = f"{have} of {self._services.policy.own_slots} slots"

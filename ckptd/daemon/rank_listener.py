@@ -31,6 +31,10 @@ class RankListener:
         )  # fmt: skip
         self._link.start()
 
+    def users(self) -> set[int]:
+        """Whose ranks are connected. From any thread."""
+        return {session.uid for session in tuple(self._jobs)}
+
     def stop(self) -> None:
         self._link.stop()
         self._faults.close()

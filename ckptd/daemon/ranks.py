@@ -13,7 +13,7 @@ from ckptd.arena.slot import frozen_first
 from ckptd.arena.sums import digests, live_sums
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
-from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.pacing.steptimes import Cadence
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
@@ -28,7 +28,8 @@ from ckptd.observe.sight import Sight
 from ckptd.wire import rank as wire
 from ckptd.wire.rank_link import RankSession
 from ckptd.wire.seqpacket import read_memfd_object
-from ckptd.wire.world import WORLD_BYTES_MAX, unpack_world
+from ckptd.wire.world import WORLD_BYTES_MAX
+from ckptd.wire.world_check import unpack_world
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
@@ -37,6 +38,7 @@ NODE_ID = "node_id"  # what health calls a rank that trains as one of another no
 OF_A_START = "begins_anew"  # the alarm that is about one start of the job alone
 CAPTURES_KEPT_MAX = 256
 GRANTS_PER_RANK_MAX = 256  # remembered with the session they went to
+WORLD_READ_AT_ONCE_BYTES_MAX = 64 * 1024  # a world of some hundred nodes
 HEALTH_PROBLEMS_MAX = 64  # of one answer, so that it fits a frame
 HEALTH_TEXT_CHARS_MAX = 400  # of one problem
 STEPS_TOLD_MAX = 400  # the newest, so that they fit a frame
@@ -54,6 +56,7 @@ class Ranks:
         self._newest = -1  # of progress, in this epoch
         self.cadence = Cadence()
         self.sealing: set[int] = set()  # slots whose sums are being made
+        self._joining: set[RankSession] = set()  # whose world is being read
 
     def begin(self) -> None:
         """A new epoch: how far ranks were in the one before says nothing."""
@@ -141,7 +144,30 @@ class Ranks:
 
     # --- joining and leaving ------------------------------------------------------------------------------------
     def _join(self, session: RankSession, message: wire.Join, fds: list[int]) -> None:
-        joined = self._read_join(message, fds)
+        """Raises ValueError for what no rank of this node says."""
+        if not fds:
+            raise ValueError("join without a world")
+        world = read_memfd_object(fds[0], WORLD_BYTES_MAX)
+        if len(world) <= WORLD_READ_AT_ONCE_BYTES_MAX:
+            self._joined(session, message, self._read_join(message, world))
+            return
+        if session in self._joining:
+            raise ValueError("a join beside another")
+        self._joining.add(session)
+        self._services.spawn(self._join_apart(session, message, world), f"join {self._job.job}")
+
+    async def _join_apart(self, session: RankSession, message: wire.Join, world: bytes) -> None:
+        """A large world is read in a thread, as the event loop is everybody's."""
+        try:
+            joined = await self._services.in_work(self._read_join, message, world)
+            if not session.closed:
+                self._joined(session, message, joined)
+        except ValueError as error:
+            session.garbage(error)
+        finally:
+            self._joining.discard(session)
+
+    def _joined(self, session: RankSession, message: wire.Join, joined: ev.RankJoined) -> None:
         if (node := joined.ranks[message.rank]) != self._services.node.node:
             self._turn_away(session, message.rank, node)
             return
@@ -165,13 +191,11 @@ class Ranks:
         if running is not None:
             session.send(wire.Ready(running.number))
 
-    def _read_join(self, message: wire.Join, fds: list[int]) -> ev.RankJoined:
+    @staticmethod
+    def _read_join(message: wire.Join, world: bytes) -> ev.RankJoined:
         """Raises ValueError for what no rank of this node says."""
-        if not fds:
-            raise ValueError("join without a world")
-        ranks, told = unpack_world(read_memfd_object(fds[0], WORLD_BYTES_MAX))
+        ranks, nodes = unpack_world(world)
         try:
-            nodes = tuple(msgspec.convert(node, NodeInfo) for node in told)
             ask = None if message.ask is None else msgspec.convert(message.ask, RestoreAsk)
         except msgspec.ValidationError as error:  # which is no ValueError
             raise ValueError(f"join: {error}") from error

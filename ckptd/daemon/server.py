@@ -14,7 +14,7 @@ from typing import Any
 from ckptd.arena.arena import Arena
 from ckptd.arena.fdstore import Keeper
 from ckptd.arena.slot import frozen_first
-from ckptd.config import Config
+from ckptd.config import Config, loopback_key_file
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo, SnapshotId
 from ckptd.core.pacing.slowdown import Pacing
@@ -51,6 +51,7 @@ from ckptd.wire.tcp import TcpTransport
 
 TICK_S = 0.1
 WORK_THREADS_MAX = 4
+SIZING_THREADS_MAX = 2  # ranks' slots, whose memory is touched for the first time
 DISK_THREADS_MAX = 4  # short words with storage; a restore reads with threads of its own
 FLUSH_THREADS_MAX = 4  # flushes and commits at once, over all jobs
 STOP_TIMEOUT_S = 5.0
@@ -73,11 +74,6 @@ class Daemon:
         self.keeper = Keeper.from_env()
         self.incarnation = secrets.token_hex(8)
         self.secret = _load_key(config)
-        if self.secret is None and not config.plain_loopback:
-            raise CkptdError(
-                "no cluster key and plain connections are not allowed", where="key_file",
-                hint="make one with `ckptd keygen`, or pass --plain-loopback on a single machine",
-            )  # fmt: skip
         self.arena = Arena(
             config.memory_budget_bytes(),
             self.keeper,
@@ -127,9 +123,7 @@ class Daemon:
         )  # fmt: skip
         root = str(config.storage_root or "")
         storage, token = open_storage(root, config.node_id, self.health, self.state, fresh=not adopted)
-        work = ThreadPool(WORK_THREADS_MAX, "work", ready=WORK_THREADS_MAX)
-        disk = ThreadPool(DISK_THREADS_MAX, "disk", ready=DISK_THREADS_MAX)
-        flush = ThreadPool(FLUSH_THREADS_MAX, "flush", ready=FLUSH_THREADS_MAX)
+        work = _pool(WORK_THREADS_MAX, "work")
         pacer = self._make_pacer()
         fetcher = Fetcher(self.transport, self._send, work, config.bulk_streams, pacer)
         fetcher.within_s = config.pacing_deadline_s
@@ -154,8 +148,9 @@ class Daemon:
             send=self._send,
             connect=self.control.connect,
             work=work,
-            disk=disk,
-            flush=flush,
+            sizing=_pool(SIZING_THREADS_MAX, "sizing"),
+            disk=_pool(DISK_THREADS_MAX, "disk"),
+            flush=_pool(FLUSH_THREADS_MAX, "flush"),
             forget_job=self._forget_job,
             forget_if_empty=self._forget_if_empty,
         )
@@ -170,6 +165,7 @@ class Daemon:
         self.arena.on_short(self.reclaim.short)
         self.forget = Forget(self.services, self.jobs, self.graveyard)
         self.rank_listener = RankListener(self.services, self.job, self.drain, self.forget)
+        self.arena.on_users(self.rank_listener.users)
         self.rank_listener.start(Path(config.socket))
         self.status = Status(self.services, self.jobs, lambda: self.peers_up)
         self.http = HttpServer(
@@ -275,6 +271,7 @@ class Daemon:
         shell = self.jobs.pop(job, None)
         if shell is not None:
             shell.drop()
+            self.control.release(job)
             self.graveyard.add(job, tombstone, shell.record)
             self.metrics.forget(job)
             self.health.forget(job)
@@ -372,15 +369,25 @@ class Daemon:
         self.services.replicator.close()
         self.services.fetcher.close()
         self.transport.close()
-        for pool in (self.services.work, self.services.disk, self.services.flush):
+        for pool in (self.services.work, self.services.sizing, self.services.disk, self.services.flush):
             pool.shutdown(wait=False, cancel_futures=True)
         self.state.leave()
 
 
-def _load_key(config: Config) -> ClusterKey | None:
+def _pool(threads: int, name: str) -> ThreadPool:
+    """All its threads begin now, while there is memory."""
+    return ThreadPool(threads, name, ready=threads)
+
+
+def _load_key(config: Config) -> ClusterKey:
     """systemd's credentials are readable by a group that is only ours; other key files must be our own alone."""
+    if config.key_file is None and config.plain_loopback:
+        return ClusterKey.kept_at(loopback_key_file())
     if config.key_file is None:
-        return None
+        raise CkptdError(
+            "no cluster key", where="key_file",
+            hint="make one with `ckptd keygen`, or pass --plain-loopback on a single machine",
+        )  # fmt: skip
     credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
     given_by_systemd = bool(credentials) and Path(credentials) in config.key_file.parents
     return ClusterKey.load(config.key_file, group_readable=given_by_systemd)

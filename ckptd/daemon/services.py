@@ -52,8 +52,9 @@ class Services:
     health: Health
     metrics: Metrics
     send: Callable[[str, str, object], bool]  # node, job, message
-    connect: Callable[[NodeInfo], None]
+    connect: Callable[[NodeInfo, str], None]  # of this job
     work: Executor  # sums, allocation, verification: short, touches memory
+    sizing: Executor
     disk: Executor  # short words with storage: claims, lists; may hang all the same
     flush: Executor  # files and commits: minutes each, and must not keep a claim or a list waiting
     forget_job: Callable[[str, Tombstone], None]
@@ -87,6 +88,10 @@ class Services:
 
     async def in_work(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.work, call, *args)
+
+    async def in_sizing(self, call: Callable[..., T], *args: Any) -> T:
+        """What touches new memory takes minutes, and must hold up no restore and no seal."""
+        return await asyncio.get_running_loop().run_in_executor(self.sizing, call, *args)
 
     def decode(self, data: bytes) -> asyncio.Future[Layout]:
         """In a thread, its id as well: a large layout would hold up the event loop. ValueError: it is none."""

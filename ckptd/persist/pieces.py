@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgpack
 import numpy as np
 
+from ckptd.arena.objects import split_objects
 from ckptd.core.errors import CkptdError
 from ckptd.core.protocol.messages import WritePiece
 from ckptd.core.state_map.box import Box, contains, disjoint, merge
@@ -189,10 +189,7 @@ def _blobs(held: HeldPiece) -> list[ObjectBlob]:
         if digest(held.payload[at:end]) != record.sums[block * SUM_BYTES : (block + 1) * SUM_BYTES]:
             raise SlotDamage(held.slot, rank, "", f"memory damage in the objects, block {block}")
     try:
-        found = msgpack.unpackb(bytes(held.payload[: record.objects_bytes]), strict_map_key=True)
-        if not all(type(name) is str and type(blob) is bytes for name, blob in found.items()):
-            raise ValueError("a name that is no text, or a value that is no bytes")
-        return [ObjectBlob(rank, name, blob) for name, blob in found.items()]
-    except (ValueError, AttributeError, msgpack.UnpackException) as error:
-        text = "the objects are not a msgpack map of name to bytes"
-        raise CkptdError(text, where=f"slot of rank {rank}") from error
+        found = split_objects(held.payload[: record.objects_bytes])
+    except ValueError as error:
+        raise CkptdError(str(error), where=f"slot of rank {rank}") from error
+    return [ObjectBlob(rank, name, blob) for name, blob in found.items()]

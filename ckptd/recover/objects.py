@@ -1,26 +1,6 @@
-"""The non-tensor state of a snapshot's ranks: a msgpack map {name: bin} at the start of each rank's payload."""
+"""Object blobs that ranks want back, in one piece of memory."""
 
 from __future__ import annotations
-
-import msgpack
-
-OBJECTS_MAX = 100_000  # names of one rank
-
-
-def split_objects(region: bytes | memoryview) -> dict[str, bytes]:
-    """The map in an objects region (trailing zeros belong to the region, not to the map).
-
-    Values stay encoded: the daemon never decodes a user's state (P13). Raises ValueError for anything else than such a map.
-    """
-    unpacker = msgpack.Unpacker(max_buffer_size=0, max_map_len=OBJECTS_MAX, strict_map_key=True)
-    unpacker.feed(region)
-    try:
-        body = unpacker.unpack()
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ValueError(f"objects region does not parse: {error}") from error
-    if type(body) is not dict or not all(type(k) is str and type(v) is bytes for k, v in body.items()):
-        raise ValueError("objects region is not a map of names to bytes")
-    return body
 
 
 class ObjectPool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ckptd.arena.arena import Slot
+from ckptd.arena.objects import split_objects
 from ckptd.arena.sums import bad_blocks, hash_shares
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
@@ -39,13 +40,14 @@ from ckptd.recover.by_parity import ByParity
 from ckptd.recover.handover import Blobs, Handover
 from ckptd.recover.host import Host, Unrecoverable
 from ckptd.recover.left_out import LeftOut
-from ckptd.recover.objects import ObjectPool, split_objects
+from ckptd.recover.objects import ObjectPool
 from ckptd.recover.parts import SCRATCH_BYTES_MAX, SCRATCH_BYTES_MIN, aligned, parts_of, usable_bytes
 from ckptd.recover.stored import Stored, stored_objects
 from ckptd.recover.threads import Threads, all_ended
 from ckptd.recover.wants import Wants
 from ckptd.wire.seqpacket import memfd_object
 
+OBJECTS_AT_ONCE = 16  # ranks whose objects are fetched
 REPLANS_MAX = 8  # sources that may fail during one restore before it is given up
 MISSING_SHOWN_MAX = 8
 TOO_MANY = "too many sources failed"
@@ -78,12 +80,21 @@ class Rebuild:
         """The catalogue for wire.rank.Opened. Raises Unrecoverable when some rank's objects are nowhere to be had."""
         layouts = {held.rank: held.layout for held in (*self._by_parity.held(), *self._held)}
         if await self._threads.run(self._memory_is_whole, layouts):
-            for rank in sorted(layouts):
-                self._objects[rank] = await self._rank_objects(rank)
+            await self._all_objects(sorted(layouts))
             return await self._threads.run(self._from_memory, layouts)
         # Some slices come from storage, so its manifest says what there is and what is each rank's own.
         self._catalogue = await self._stored.call(lambda checkpoint: checkpoint.catalogue())
         return await self._threads.run(self._catalogue.to_bytes)
+
+    async def _all_objects(self, ranks: list[int]) -> None:
+        """Several at once, and on each node in another order, as every node wants all of them."""
+        gate, first = asyncio.Semaphore(OBJECTS_AT_ONCE), min(self._do.ranks, default=0)
+
+        async def one(rank: int) -> None:
+            async with gate:
+                self._objects[rank] = await self._rank_objects(rank)
+
+        await all_ended([one(rank) for rank in sorted(ranks, key=lambda rank: (rank < first, rank))])
 
     async def ended(self) -> None:
         """Returns when no thread of it touches memory any more."""

@@ -19,11 +19,12 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo
 from ckptd.wire import codec
 from ckptd.wire import link_frames as lf
+from ckptd.wire.address_book import NODES_MAX, AddressBook
 from ckptd.wire.claims import Claims
+from ckptd.wire.complaints import Complaints
 from ckptd.wire.control_listener import ControlListener
 from ckptd.wire.keys import ClusterKey
 from ckptd.wire.peer_link import PeerLink, Verdict
-from ckptd.wire.tcp_io import require_key
 
 if TYPE_CHECKING:
     Context = zmq.Context[zmq.Socket[bytes]]
@@ -36,6 +37,7 @@ LOOK_S = 1.0  # sockets are looked at so often even if their wake-up was lost
 STALL_SHARE = 4  # a tick that is late by 1/4 of down_after_s: we stood still ourselves, forgive the peers' silence
 PROBLEMS_REMEMBERED_MAX = 256  # texts that are not logged again
 PROBLEM_AGAIN_S = 60.0  # until then
+SOCKETS_MAX = 3 * NODES_MAX + 64  # libzmq's, of which a link has three; it would end at 1,023
 
 
 class ControlLink:
@@ -44,14 +46,14 @@ class ControlLink:
     ``on_message(node, job, message)``: decoded and typed. ``on_peer(node, up)``: for nodes named by ``connect``; the first
     verdict comes within ``down_after_s``. ``on_problem(text, node)``: what an operator should know (wrong key, another version,
     two daemons with one id), each time that it happens; "": of no node in particular. The log has the same text at most once
-    in PROBLEM_AGAIN_S. Raises CkptdError without a key off loopback.
+    in PROBLEM_AGAIN_S.
     """
 
     def __init__(
         self,
         node: str,
         bind: str,
-        secret: ClusterKey | None,
+        secret: ClusterKey,
         on_message: Callable[[str, str, object], None],
         on_peer: Callable[[str, bool], None],
         *,
@@ -60,13 +62,16 @@ class ControlLink:
         on_problem: Callable[[str, str], None] | None = None,
         down_after_s: float = DOWN_AFTER_S,
     ) -> None:
-        require_key(_host_of(bind), secret is not None)
         self.node, self.secret, self.down_after_s = node, secret, down_after_s
         self.incarnation = incarnation or secrets.token_hex(8)
         self.claims = Claims(node, self.incarnation, down_after_s)
         self._bind, self._advertise = bind, advertise
         self._on_message, self._on_peer, self._on_problem = on_message, on_peer, on_problem
         self._links: dict[str, PeerLink] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._book = AddressBook(self._works, down_after_s)
+        self._moves = Complaints()
+        self._dial_due = False
         self._problems: dict[str, float] = {}
         self._last_letter: tuple[str, object, lf.Letter] | None = None
         self._context: Context | None = None
@@ -80,6 +85,7 @@ class ControlLink:
         """Bind and begin to serve. Raises CkptdError when the address cannot be bound."""
         self._loop = asyncio.get_running_loop()
         self._context = context = zmq.Context()
+        context.max_sockets = SOCKETS_MAX
         try:
             listener = self._listener = ControlListener(self, context, self._bind)
         except BaseException:
@@ -97,7 +103,8 @@ class ControlLink:
         if self._timer is not None:
             self._timer.cancel()
         for node in list(self._links):
-            self.disconnect(node)
+            self._disconnect(node)
+        self._moves.close()
         listener, self._listener = self._listener, None
         for fd in listener.descriptors():
             self._loop.remove_reader(fd)
@@ -112,27 +119,58 @@ class ControlLink:
         return f"tcp://{self._advertise}:{endpoint.rpartition(':')[2]}" if self._advertise else endpoint
 
     # --- what the daemon asks for -------------------------------------------------------------------------------
-    def connect(self, info: NodeInfo) -> None:
-        """Keep a link to this node, at its newest address. Idempotent; our own id is ignored."""
-        known = self._links.get(info.node)
-        if info.node == self.node or (known is not None and known.info.control == info.control):
+    def connect(self, info: NodeInfo, job: str = "") -> None:
+        """This job names that node, at this address: a link to it is kept until ``release``. Idempotent; our own id is ignored."""
+        if info.node == self.node:
             return
-        try:
-            require_key(_host_of(info.control), self.secret is not None)
-            self._open(info, known.verdict if known else Verdict())
-        except (CkptdError, zmq.ZMQError) as error:
-            self.problem(f"cannot connect to node {info.node!r} at {info.control}: {error}", info.node)
+        if (known := self._links.get(info.node)) is not None and known.info.control != info.control:
+            said = f"node {info.node!r} is said to be at {info.control}, it was dialed at {known.info.control}"
+            self._moves.say(f"job {job}", said)
+        if not self._book.propose(info, job, self.now()):
+            self._cannot_dial(info, f"{NODES_MAX} nodes are named already")
+        elif not self._dial_due:
+            self._dial_due = True
+            self._loop.call_soon(self._dial)  # once for all nodes of a job
 
-    def _open(self, info: NodeInfo, verdict: Verdict) -> None:
+    def release(self, job: str) -> None:
+        """It names no node any more. on_peer is not called for those that are left to nobody."""
+        for node in self._book.withdraw(job):
+            self._disconnect(node)
+            self._verdicts.pop(node, None)
+
+    def _works(self, node: str) -> bool:
+        link = self._links.get(node)
+        return link is not None and link.greeted
+
+    def _dial(self) -> None:
+        self._dial_due = False
+        if self._listener is None:
+            return
+        moves = self._book.turn(self.now())
+        for node in moves.close:
+            self._disconnect(node)
+        for info in moves.open:
+            try:
+                self._open(info)
+            except zmq.ZMQError as error:
+                self._cannot_dial(info, str(error))
+        for node in moves.unreached:
+            self.told(node, False)
+
+    def _cannot_dial(self, info: NodeInfo, why: str) -> None:
+        self.problem(f"cannot connect to node {info.node!r} at {info.control}: {why}", info.node)
+        self.told(info.node, False)
+
+    def _open(self, info: NodeInfo) -> None:
         assert self._context is not None, "after start()"
-        self.disconnect(info.node)
+        self._disconnect(info.node)
+        verdict = self._verdicts.setdefault(info.node, Verdict())
         link = self._links[info.node] = PeerLink(self, self._context, info, verdict)
         for fd in link.descriptors():
             self._loop.add_reader(fd, self._turn, link)
         self._turn(link)
 
-    def disconnect(self, node: str) -> None:
-        """The node matters no more. on_peer is not called for it."""
+    def _disconnect(self, node: str) -> None:
         link = self._links.pop(node, None)
         if link is not None:
             for fd in link.descriptors():
@@ -161,8 +199,8 @@ class ControlLink:
 
     def up(self, node: str) -> bool | None:
         """The last verdict, None: none yet."""
-        link = self._links.get(node)
-        return link.verdict.up if link else None
+        verdict = self._verdicts.get(node)
+        return verdict.up if verdict is not None else None
 
     def _letter(self, job: str, message: object) -> lf.Letter:
         """The same message to many peers is encoded once."""
@@ -192,7 +230,8 @@ class ControlLink:
         look = now - self._looked >= LOOK_S
         self._looked = now if look else self._looked
         for link in [link for link in self._links.values() if link.spent(now)]:
-            self._open(link.info, link.verdict)
+            self._open(link.info)
+        self._dial()
         parts: list[PeerLink | ControlListener] = [*self._links.values()]
         if self._listener is not None:
             parts.append(self._listener)
@@ -239,6 +278,3 @@ class ControlLink:
         self._problems[text] = now
         log.warning("%s", text)
 
-
-def _host_of(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://").rpartition(":")[0]

@@ -46,7 +46,7 @@ class ControlListener:
         self._waiting: set[bytes] = set()  # connections that zmq had no room for
         self._denied, self._denial = 0, ""
         self.closed = False
-        self.zap = ZapHandler(context, host.secret.curve_client.public, self._on_denied) if host.secret else None
+        self.zap = ZapHandler(context, host.secret.curve_client.public, self._on_denied)
         self.socket: Socket = context.socket(zmq.ROUTER)
         tune(self.socket, host.down_after_s)
         self._secure()
@@ -57,10 +57,9 @@ class ControlListener:
     def _secure(self) -> None:
         self.socket.router_mandatory = True
         self.socket.backlog = BACKLOG
-        if self._host.secret is not None:
-            self.socket.curve_server = True
-            self.socket.curve_secretkey = self._host.secret.curve_server.secret
-            self.socket.zap_domain = ZAP_DOMAIN
+        self.socket.curve_server = True
+        self.socket.curve_secretkey = self._host.secret.curve_server.secret
+        self.socket.zap_domain = ZAP_DOMAIN
 
     def _bind(self, bind: str) -> str:
         try:
@@ -74,8 +73,7 @@ class ControlListener:
     # --- in the event loop --------------------------------------------------------------------------------------
     def serve(self) -> bool:
         """Do what there is to do. True: come back soon, for sending may have eaten the wake-up of what came meanwhile."""
-        if self.zap is not None:
-            self.zap.serve()
+        self.zap.serve()
         self.rate_limiter.serve()
         for _ in range(FRAMES_PER_TURN):
             try:
@@ -109,7 +107,7 @@ class ControlListener:
         return identity in self._connections
 
     def descriptors(self) -> list[int]:
-        sockets = [self.socket, self.rate_limiter.monitor] + ([self.zap.socket] if self.zap else [])
+        sockets = [self.socket, self.rate_limiter.monitor, self.zap.socket]
         return [descriptor(sock) for sock in sockets]
 
     def close(self) -> None:
@@ -117,8 +115,7 @@ class ControlListener:
         self.socket.disable_monitor()
         self.rate_limiter.monitor.close(0)
         self.socket.close(0)
-        if self.zap is not None:
-            self.zap.socket.close(0)
+        self.zap.socket.close(0)
 
     # --- what peers say -----------------------------------------------------------------------------------------
     def _take(self, identity: bytes, frame: zmq.Frame) -> None:

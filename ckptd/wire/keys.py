@@ -6,6 +6,7 @@ one line, ``ckptd-key-1 <64 hex digits>``. Derivation is HKDF-SHA256 with a labe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
@@ -25,6 +26,7 @@ from ckptd.directory import sync_path
 KEY_BYTES = 32
 KEY_FILE_BYTES_MAX = 256
 KEY_FILE_MODE = 0o600
+KEY_DIRECTORY_MODE = 0o755  # of one that is made; the file itself is for its owner alone
 KEY_FILE_VARIABLE = "CKPTD_KEY_FILE"
 CREDENTIAL_NAME = "ckptd.key"  # LoadCredential=ckptd.key:/etc/ckptd/ckptd.key
 MAGIC = "ckptd-key-1"
@@ -99,6 +101,22 @@ class ClusterKey:
         sync_path(Path(path).parent)
 
     @staticmethod
+    def kept_at(path: Path) -> ClusterKey:
+        """The key in this file, made now if there is none; processes that start together get the same. Raises CkptdError."""
+        if not path.exists():
+            own = path.with_name(f"{path.name}.{os.getpid()}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=KEY_DIRECTORY_MODE)
+                own.unlink(missing_ok=True)
+                ClusterKey.generate().save(own)
+                with contextlib.suppress(FileExistsError):
+                    os.link(own, path)
+                own.unlink()
+            except OSError as error:
+                raise CkptdError(f"cannot keep a key: {error.strerror}", where=str(path), hint=HINT) from error
+        return ClusterKey.load(path)
+
+    @staticmethod
     def load(path: str | os.PathLike[str], *, group_readable: bool = False) -> ClusterKey:
         """Read a key file that only its owner (this user or root) can read. Raises CkptdError."""
         where = os.fspath(path)
@@ -112,7 +130,7 @@ class ClusterKey:
 
     @staticmethod
     def from_env(environ: Mapping[str, str] = os.environ) -> ClusterKey | None:
-        """The key named by CKPTD_KEY_FILE, else systemd's credential ``ckptd.key``, else None (loopback only)."""
+        """The key named by CKPTD_KEY_FILE, else systemd's credential ``ckptd.key``, else None."""
         if environ.get(KEY_FILE_VARIABLE):
             return ClusterKey.load(environ[KEY_FILE_VARIABLE])
         credential = Path(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent") / CREDENTIAL_NAME

@@ -40,7 +40,7 @@ class Host(Protocol):
 
     node: str
     incarnation: str
-    secret: ClusterKey | None
+    secret: ClusterKey
     claims: Claims
     down_after_s: float
 
@@ -76,14 +76,13 @@ class PeerLink:
         self.outbox = Outbox(lambda frame: self.socket.send(frame, zmq.DONTWAIT) and None)
         self.socket.connect(info.control)
 
-    def _secure(self, secret: ClusterKey | None) -> None:
+    def _secure(self, secret: ClusterKey) -> None:
         sock = self.socket
         sock.reconnect_ivl, sock.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
         sock.connect_timeout = CONNECT_TIMEOUT_MS
         sock.immediate = True  # nothing queues for a peer that is not there
-        if secret is not None:
-            sock.curve_serverkey = secret.curve_server.public
-            sock.curve_publickey, sock.curve_secretkey = secret.curve_client.public, secret.curve_client.secret
+        sock.curve_serverkey = secret.curve_server.public
+        sock.curve_publickey, sock.curve_secretkey = secret.curve_client.public, secret.curve_client.secret
 
     # --- in the event loop --------------------------------------------------------------------------------------
     def serve(self) -> bool:

@@ -27,6 +27,11 @@ __all__ = ["RankLink", "RankSession"]
 CONNECTIONS_MAX = 1024  # of all users
 CONNECTIONS_PER_UID_MAX = 256
 BACKLOG = 128
+GARBAGE_FREE = 8  # connections of one user that may end in garbage, before the next ones wait to be listened to
+GARBAGE_PAUSE_S, GARBAGE_PAUSE_MAX_S = 0.05, 2.0  # the first such pause, doubling
+GARBAGE_FORGIVEN_S = 60.0  # after the last
+GARBAGE_COUNT_MAX = 64
+USERS_REMEMBERED_MAX = 1024
 ACCEPT_PAUSE_S = 0.1  # after the process ran out of descriptors
 
 
@@ -55,6 +60,7 @@ class RankLink:
         self.sessions: set[RankSession] = set()
         self._per_uid: Counter[int] = Counter()
         self.turned_away = 0
+        self._garbage: dict[int, tuple[int, float]] = {}  # uid -> connections that ended so, and when the last one did
         self._complaints = Complaints()
         self._lock = PathLock(self.path, "another daemon serves this socket", "stop it, or set another socket")
         self._listener: socket.socket | None = None
@@ -144,10 +150,24 @@ class RankLink:
             hint = "run both in one pid namespace (hostPID, shareProcessNamespace)"
             self._turn_away(sock, f"process {pid} cannot be watched: {error}", hint)
             return
-        session = RankSession(sock, process, uid, self._on_message, self._forget, self._complaints)
+        session = RankSession(sock, process, uid, self._on_message, self._forget, self._complaints, self._pause_of(uid))
         self.sessions.add(session)
         self._per_uid[uid] += 1
         self._on_open(session)
+
+    def _pause_of(self, uid: int) -> float:
+        """Whoever sends garbage is listened to later and later (D20), until he has sent none for a while."""
+        count, at = self._garbage.get(uid, (0, 0.0))
+        if count <= GARBAGE_FREE or self._loop.time() - at > GARBAGE_FORGIVEN_S:
+            return 0.0
+        return min(GARBAGE_PAUSE_S * 2.0 ** (count - GARBAGE_FREE - 1), GARBAGE_PAUSE_MAX_S)
+
+    def _note_garbage(self, uid: int) -> None:
+        now = self._loop.time()
+        self._garbage = {who: (n, at) for who, (n, at) in self._garbage.items() if now - at <= GARBAGE_FORGIVEN_S}
+        count, _ = self._garbage.get(uid, (0, now))
+        if uid in self._garbage or len(self._garbage) < USERS_REMEMBERED_MAX:
+            self._garbage[uid] = min(count + 1, GARBAGE_COUNT_MAX), now
 
     def _turn_away(self, sock: socket.socket, what: str, hint: str) -> None:
         self.turned_away += 1
@@ -155,6 +175,8 @@ class RankLink:
             RankSocket(sock, ()).send(wire.Refused(what, str(self.path), hint))
 
     def _forget(self, session: RankSession, reason: Reason) -> None:
+        if reason == "garbage":
+            self._note_garbage(session.uid)
         self.sessions.discard(session)
         self._per_uid[session.uid] -= 1
         if not self._per_uid[session.uid]:

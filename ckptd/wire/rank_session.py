@@ -37,7 +37,9 @@ class RankSession:
         on_message: OnMessage,
         on_close: OnClose,
         complaints: Complaints,
+        pause_s: float = 0.0,
     ) -> None:
+        """``pause_s``: until it is listened to."""
         self._complaints = complaints
         self.uid, self.pid, self.process = uid, process.pid, process
         self._on_message, self._on_close = on_message, on_close
@@ -46,10 +48,13 @@ class RankSession:
         self._queued_bytes = 0
         self._segments: set[str] = set()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(sock, self._readable)
         self._loop.add_reader(process.fileno(), self._died)
         self._grace: asyncio.TimerHandle | None = None
         self.closed = False
+        if pause_s:
+            self._loop.call_later(pause_s, self._listen)
+        else:
+            self._listen()
 
     @property
     def alive(self) -> bool:
@@ -123,6 +128,10 @@ class RankSession:
         self._loop.remove_writer(self._sock.fileno())
 
     # --- receiving ----------------------------------------------------------------------------------
+    def _listen(self) -> None:
+        if not self.closed:
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+
     def _readable(self) -> None:
         self._read(FRAMES_PER_TURN_MAX)
 
@@ -135,7 +144,7 @@ class RankSession:
             except TimeoutError:
                 return
             except (FrameError, OSError) as error:
-                self._garbage(error)
+                self.garbage(error)
                 return
             if received is None:
                 self._ended()
@@ -146,11 +155,12 @@ class RankSession:
         try:
             self._on_message(self, message, fds)
         except ValueError as error:
-            self._garbage(error)
+            self.garbage(error)
         finally:
             close_all(fds)
 
-    def _garbage(self, error: Exception) -> None:
+    def garbage(self, error: Exception) -> None:
+        """It sent what no client sends: the connection is closed."""
         self._complain(f"sent garbage: {error}")
         self.close("garbage")
 

@@ -21,7 +21,7 @@ from ckptd.wire.bulk import (
 from ckptd.wire.keys import ClusterKey
 from ckptd.wire.landing import Landing, Landings
 from ckptd.wire.scratch import ScratchPool
-from ckptd.wire.tcp_io import is_loopback, join_address, require_key
+from ckptd.wire.tcp_io import is_loopback, join_address
 from ckptd.wire.tcp_listener import BulkListener
 from ckptd.wire.tcp_push import Push
 
@@ -32,8 +32,8 @@ HELPERS_READY = 4
 class TcpTransport:
     """Listens from the first moment. ``advertise``: the IP that tickets name, when it is not the one bound.
 
-    ``mode`` of the tickets issued here; None: plain on loopback, AES-256-GCM elsewhere. ``secret``: the cluster key; without
-    it only loopback may be bound (CkptdError). ``connections_max`` bounds the streams at work.
+    ``mode`` of the tickets issued here; None: plain on loopback, AES-256-GCM elsewhere. ``secret``: the cluster
+    key. ``connections_max`` bounds the streams at work.
     """
 
     def __init__(
@@ -41,15 +41,14 @@ class TcpTransport:
         bind: str,
         port: int = 0,
         *,
+        secret: ClusterKey,
         mode: Mode | None = None,
-        secret: ClusterKey | None = None,
         advertise: str | None = None,
         connections_max: int = CONNECTIONS_MAX,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
-        require_key(bind, secret is not None)
-        self._bulk_key = secret.bulk if secret else b""
+        self._bulk_key = secret.bulk
         self._mode: Mode = mode or ("none" if is_loopback(bind) else "aead")
         self._idle_timeout_s, self._handshake_timeout_s = idle_timeout_s, handshake_timeout_s
         self._landings, self._pool = Landings(), ScratchPool()

@@ -16,7 +16,6 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from ckptd.core.errors import CkptdError
 from ckptd.wire.bulk import IDLE_TIMEOUT_S, POLL_S, TransferError
 
 IOV_MAX = 1024  # buffers of one sendmsg
@@ -164,13 +163,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def require_key(host: str, keyed: bool) -> None:
-    """Raises CkptdError: without a cluster key, nothing but loopback (D3)."""
-    if not keyed and not is_loopback(host):
-        raise CkptdError(
-            "no cluster key: only loopback addresses may be used",
-            where=host,
-            hint="`ckptd keygen` makes a key; name its file as key_file (CKPTD_KEY_FILE) on every node",
-        )

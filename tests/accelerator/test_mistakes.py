@@ -129,7 +129,7 @@ MISTAKES = (
     ),
     Mistake(
         "our threads look at events while a graph is captured",
-        "graphs.py", "        if any(capture.guarded for", "        if False and any(capture.guarded for",
+        "graphs.py", "        if captured_s() is not None:\n            return", "        if False:\n            return",
         f"{GRAPHS}::test_a_graph_is_captured_while_a_snapshot_is_on_its_way",
     ),
     Mistake(
@@ -144,7 +144,7 @@ MISTAKES = (
     ),
     Mistake(
         "a replay does not wait for the copies",
-        "graphs.py", "            before_replay()\n", "            pass\n",
+        "graphs.py", "            fence()\n", "            pass\n",
         f"{GRAPHS}::test_a_replay_right_behind_the_first_snapshot_tears_nothing",
     ),
     Mistake(

@@ -119,6 +119,19 @@ def test_a_slot_that_comes_of_it_ends_the_need() -> None:
     assert voided(node) == {4}
 
 
+def test_how_long_a_rank_lacks_slots_counts_anew_when_one_has_been_away() -> None:
+    """It may bring slots along: what is kept for the other one must not go in the second of its return."""
+    node = parts_left(4, 5).train(free=0)
+    node.tick(FULL_S - 1.0)
+    node.others["b"].state(1, 6, 0, left="died")
+    node.tick(5.0)
+    node.others["b"].state(1, 6, 0)
+    node.tick(FULL_S)
+    assert voided(node) == set()
+    node.tick(1.0)
+    assert voided(node) == {4}
+
+
 def test_what_a_node_told_before_its_link_went_counts_no_more() -> None:
     """P2: cut off, it obeyed another steward and released what it had told the first one of; that word came when the link was
     back (simulator, seed 426004435805 of that day)."""

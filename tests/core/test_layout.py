@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -103,6 +104,25 @@ def tampered(name: str, new: Any, row: int = 0) -> bytes:
         head[HEAD.index("rows")][row][ROW.index(name)] = new
     packed: bytes = msgpack.packb(head)
     return packed
+
+
+@pytest.mark.parametrize("where", ["fragments", "a fragment's key", "aliases"])
+def test_nothing_unfolds_to_more_than_its_place_holds(where: str) -> None:
+    """P13, D20: 16 MiB of empty lists were 1.4 GB before the first of them was looked at."""
+    lists = b"\xdc\xff\xff" + b"\x90" * 0xFFFF
+    many = b"\xdd" + (16).to_bytes(4, "big") + lists * 16
+    head = b"\x98\x01\x00\x01\x00\x00\xa0"
+    data = {
+        "fragments": head + b"\x90" + many, "aliases": head + many + b"\x90",
+        "a fragment's key": head + b"\x90\x91\x9a" + many,
+    }[where]  # fmt: skip
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="not a layout"):
+            Layout.decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(data)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,12 @@ def test_everybody_fetches_before_anybody_loads_and_loads_before_anybody_trains(
     assert node.machine.view()["is_steward"]
 
 
+def test_ranks_that_restore_are_shown() -> None:
+    node = Elect()
+    node.open()
+    assert node.machine.view()["ranks"] == {0: {"step": -1, "left": ""}}
+
+
 def test_votes_of_another_round_do_not_count() -> None:
     node = Elect()
     node.open()

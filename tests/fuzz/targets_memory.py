@@ -14,6 +14,7 @@ from ckptd.arena import header as segment_header
 from ckptd.arena import memory
 from ckptd.arena.arena import Arena
 from ckptd.arena.header import HEADER_BYTES, Header, HeaderCorrupt
+from ckptd.arena.objects import split_objects
 from ckptd.arena.record import decode_record, encode_record
 from ckptd.arena.segment import Segment
 from ckptd.arena.sums import digests
@@ -21,7 +22,6 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.catalogue import Catalogue
 from ckptd.core.state_map.layout import UNIQUE, Layout
 from ckptd.core.state_map.layout_build import build_layout
-from ckptd.recover.objects import split_objects
 from ckptd.recover.wants import Wants
 from tests.fuzz.target import Target
 from tests.node.slots import MIB, OWN, PEER, fill_and_seal, frozen_layout, small_arena, small_layout

@@ -13,7 +13,6 @@ from dataclasses import asdict
 import pytest
 import pytest_asyncio
 
-from ckptd.core.ids import NodeInfo
 from ckptd.wire import link_frames as lf
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import FDS_MAX, RankSocket, memfd_object
@@ -104,20 +103,21 @@ async def test_a_peer_that_speaks_half_valid_frames(r: Rig) -> None:
     """P13: greetings, frames and messages, before and after a valid greeting, about jobs that are not there."""
     node = r.daemon.services.node
     for number in range(STRANGERS // 4):
-        chance, peer = random.Random(number), RawPeer(node.control, key=None)
+        chance, peer = random.Random(number), RawPeer(node.control, key=r.daemon.secret)
         try:
             if number % 2:
                 assert (await peer.greet(f"evil{number}", "i1", node.node))[0] == lf.WELCOME
             for _ in range(4 * FRAMES):
                 for frame in _control_frames(chance):
                     peer.socket.send(frame)
-            await _still_answers(node, f"again{number}")
+            await _still_answers(r, f"again{number}")
         finally:
             peer.close()
 
 
-async def _still_answers(node: NodeInfo, name: str) -> None:
-    good = RawPeer(node.control, key=None)
+async def _still_answers(r: Rig, name: str) -> None:
+    node = r.daemon.services.node
+    good = RawPeer(node.control, key=r.daemon.secret)
     try:
         assert (await good.greet(name, "i1", node.node))[0] == lf.WELCOME
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.mutants.generate import Mutant
 from tests.mutants.targets import source_of
-from tests.sim.mutants import MUTANTS, RARE
+from tests.sim.mutants import FIRST, MUTANTS, RARE
 
 BY_HAND = "by hand"
 SIMULATED = "tests/sim"
@@ -335,6 +335,11 @@ def mutants_by_hand() -> list[Mutant]:
             )
         )
     return found
+
+
+def first_seed(mutant: Mutant) -> int:
+    """Of those that a simulated mistake is looked for in: where it is rare, the first that is known to show it."""
+    return FIRST.get(mutant.text.strip("'"), 0)
 
 
 def rare() -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from tests.mutants.by_hand import BY_HAND, SIMULATED, rare
+from tests.mutants.by_hand import BY_HAND, SIMULATED, first_seed, rare
 from tests.mutants.generate import Mutant
 from tests.mutants.killers import Lines
 from tests.mutants.targets import PACKAGE, ROOT, TEST_S_MAX, TRACED
@@ -217,7 +217,9 @@ def judge(
     plans = {mutant.id: killers_for(mutant, known, seeds_max) for mutant in todo}
     often = {mutant.id for mutant in todo if mutant.path == SIMULATED} - set(rare())
     plans.update(
-        (name, [(f"{SEED}{seed}", SIMULATED_S) for seed in range(SIMULATED_SEEDS)]) for name in often
+        (mutant.id, [(f"{SEED}{seed}", SIMULATED_S) for seed in range(first_seed(mutant), first_seed(mutant) + SIMULATED_SEEDS)])
+        for mutant in todo
+        if mutant.id in often
     )
     work = [
         {

@@ -23,7 +23,8 @@ from ckptd.core.state_map.box import Box, intersect, uncovered
 from ckptd.core.state_map.layout import REPLICA, UNIQUE, Layout
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import FrameError, RankSocket, memfd_object, read_memfd_object
-from ckptd.wire.world import WORLD_BYTES_MAX, unpack_world
+from ckptd.wire.world import WORLD_BYTES_MAX
+from ckptd.wire.world_check import unpack_world
 
 NODE = {"node": "double", "control": "tcp://127.0.0.1:1", "bulk": "127.0.0.1:2", "domain": "d0", "incarnation": "1"}
 GRAIN_BYTES = 1 << 20
@@ -67,8 +68,7 @@ class RankDaemonDouble:
         self.seen: list[tuple[int, Any]] = []
         self.corruptions: list[str] = []
         self.voided: dict[int, str] = {}
-        self.epoch = 0
-        self.level = 1  # told of complete snapshots
+        self.epoch, self.level = 0, 1  # level: told of complete snapshots
         self.durable = True
         self.fail_restore: str = ""
         self.problems, self.waits = list[str](), ""  # told to whoever asks
@@ -77,7 +77,7 @@ class RankDaemonDouble:
         self.spoil_part = -1  # the part whose first piece leaves its segment
         self.changed = threading.Condition(threading.RLock())
         self._peers: list[Peer] = []
-        self.worlds: dict[str, tuple[tuple[str, ...], list[dict[str, Any]]]] = {}  # attempt -> ranks, nodes
+        self.worlds: dict[str, Any] = {}  # attempt -> ranks, nodes
         self._joined: dict[str, dict[int, tuple[Peer, wire.Join]]] = {}
         self._attempt = ""
         self._ready = False

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from ckptd_client.troubles import Troubles
 from ckptd_client.world import World
 
 from ckptd.core import failpoint
+from ckptd.core.ids import NodeInfo
 from ckptd.wire import rank as wire
 from tests.node.client_training import Training, assert_same, connected, first_snapshot, restored
 from tests.node.rank_daemon_double import Peer, RankDaemonDouble
@@ -269,21 +271,20 @@ def test_wait_answers_for_no_older_step_than_one_that_was_skipped_without_a_daem
 def test_a_world_of_4096_ranks_is_told_at_the_join_and_again_to_a_new_daemon(tmp_path: Path) -> None:
     """A frame holds a few hundred nodes (D2)."""
     nodes = [
-        {"node": f"node-{n:04}", "control": f"tcp://n{n}:1", "bulk": f"n{n}:2", "domain": f"rack-{n // 8}"}
-        for n in range(512)
+        NodeInfo(f"node-{n:04}", f"tcp://n{n}:1", f"n{n}:2", f"rack-{n // 8}") for n in range(512)
     ]
-    ranks = tuple(str(node["node"]) for node in nodes for _ in range(8))
-    world = World(9, len(ranks), ranks, tuple(nodes), "attempt")
+    ranks = tuple(node.node for node in nodes for _ in range(8))
+    world = World(9, len(ranks), ranks, tuple(map(asdict, nodes)), "attempt")
     session = Session(str(tmp_path / "d.sock"), "gpt", Troubles("gpt"))
     daemon = RankDaemonDouble(tmp_path / "d.sock").start()
     try:
         session.link.start()
         assert session.wait_up(30)
         session.join(world, 1 << 20, 0, 0, None, restoring=False)
-        daemon.wait_for(lambda: daemon.worlds == {"attempt": (ranks, nodes)})
+        daemon.wait_for(lambda: daemon.worlds == {"attempt": (ranks, tuple(nodes))})
         daemon.stop()
         with RankDaemonDouble(daemon.path) as again:
-            again.wait_for(lambda: again.worlds == {"attempt": (ranks, nodes)})
+            again.wait_for(lambda: again.worlds == {"attempt": (ranks, tuple(nodes))})
             assert again.messages(wire.Join) == daemon.messages(wire.Join)
     finally:
         session.link.close(None)

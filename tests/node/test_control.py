@@ -55,7 +55,7 @@ async def test_nobody_is_sent_to_where_nobody_is(pair: tuple[Link, Link]) -> Non
     a.connect(a.info)
     assert a.up("a") is None
     await a.met(b)
-    a.disconnect("b")
+    a.release("")
     assert not a.send("b", JOB, m.FlushAsk(1, 8))
 
 

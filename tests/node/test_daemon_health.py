@@ -20,14 +20,14 @@ async def test_a_complaint_about_a_node_goes_when_it_is_up_and_only_that() -> No
     """It stood for ten minutes, serious, with the node up and no job left; of two nodes only one was named."""
     async with rig() as house:
         control = house.daemon.control
-        async with Link("x", secret=None) as x, Link("y", secret=None) as y:
+        async with Link("x", secret=control.secret) as x, Link("y", secret=control.secret) as y:
             control.connect(NodeInfo("b", x.address, "", ""))
             control.connect(NodeInfo("c", y.address, "", ""))
             expected = {"node 'b' refuses us: this is node 'x', not 'b'", "node 'c' refuses us: this is node 'y', not 'c'"}
             await eventually(lambda: said(house) == expected, 10, "both are named")
             address = x.address
             await x.stop()
-            async with Link("b", address, None):
+            async with Link("b", address, control.secret):
                 await eventually(lambda: control.up("b"))
                 await eventually(lambda: said(house) == {"node 'c' refuses us: this is node 'y', not 'c'"}, 10, "b is well")
 
@@ -37,7 +37,7 @@ async def test_a_complaint_about_nobody_known_goes_when_it_has_not_come_again(mo
     ahead = [0.0]
     async with rig() as house:
         monkeypatch.setattr(house.daemon.health, "_clock", lambda: time.time() + ahead[0])
-        clone = RawPeer(house.daemon.control.address, None)
+        clone = RawPeer(house.daemon.control.address, house.daemon.secret)
         for _ in range(3):
             assert (await clone.greet("rig", "another", "rig"))[0] == lf.REFUSED
             assert any("node id 'rig' is already taken" in text for text in said(house))

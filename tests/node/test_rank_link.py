@@ -21,9 +21,9 @@ import pytest_asyncio
 
 from ckptd.core.errors import CkptdError
 from ckptd.wire import rank as wire
-from ckptd.wire import rank_session
+from ckptd.wire import rank_link, rank_session
 from ckptd.wire.complaints import Complaints
-from ckptd.wire.rank_link import RankLink, RankSession
+from ckptd.wire.rank_link import GARBAGE_FREE, RankLink, RankSession
 from ckptd.wire.seqpacket import FrameError, RankSocket, read_memfd_object
 from tests.descriptors import opened, opened_since
 
@@ -224,8 +224,30 @@ async def test_garbage_closes_that_connection_only(house: House, garbage: str) -
     assert {number for number, _ in opened_since(before)} <= {session.process.fileno()}, "alive is asked of its pidfd"
 
 
-async def test_a_flood_of_garbage_is_one_line_and_a_count(house: House, said: list[str]) -> None:
+async def test_whoever_sends_garbage_is_listened_to_later_and_later_and_nobody_else(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D20. One user's own processes share that, as they share his uid."""
+    monkeypatch.setattr(rank_link, "GARBAGE_PAUSE_S", 0.001)
+    pauses = []
+    for count in range(1, GARBAGE_FREE + 5):
+        with contextlib.closing(RankSocket.connect(house.path)) as link:
+            link.sock.send(b"\xc1")
+            await settled(lambda: len(house.closed) == count)  # noqa: B023 - awaited here
+        pauses.append(house.link._pause_of(os.getuid()))
+    assert pauses == [0.0] * GARBAGE_FREE + [0.001, 0.002, 0.004, 0.008]
+    assert house.link._pause_of(os.getuid() + 1) == 0.0
+    good, _ = await house.rank()
+    assert await good.order("hello") is True
+    monkeypatch.setattr(rank_link, "GARBAGE_FORGIVEN_S", -1.0)
+    assert house.link._pause_of(os.getuid()) == 0.0
+
+
+async def test_a_flood_of_garbage_is_one_line_and_a_count(
+    house: House, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P13: whoever may connect must not be able to fill the log."""
+    monkeypatch.setattr(rank_link, "GARBAGE_PAUSE_MAX_S", 0.01)
     for count in range(1, 31):
         with contextlib.closing(RankSocket.connect(house.path)) as link:
             link.sock.send(b"\xc1" * (count * 10_000 % 90_000 + 1))  # some larger than a frame may be

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.mutants import MUTANTS, RARE
+from tests.sim.mutants import FIRST, MUTANTS, RARE
 from tests.sim.world import World
 
 SEEDS_MAX = 400
-# Where they are rare, in the world as it is: the same promise is kept with fewer seeds. A wrong number here costs time and no more.
-FIRST = {
-    "level: copies are domains": 1371, "level: parity survives all": 3, "level: prefixes are whole": 48,
-    "level: the best rank counts": 3, "no epoch check": 21, "no file sync": 68, "no manifest sync": 89, "no pins": 17,
-    "no second copy": 61, "trust a return": 21,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(RARE)))
