@@ -15,7 +15,6 @@ from contextlib import suppress
 from ckptd.core.errors import CkptdError
 from ckptd.core.protocol.events import ForgetOrdered
 from ckptd.core.protocol.life import Tombstone
-from ckptd.core.protocol.machine.context import audience
 from ckptd.daemon.graveyard import Graveyard
 from ckptd.daemon.job import JobShell
 from ckptd.daemon.services import Services, log
@@ -69,6 +68,8 @@ class Forget:
             epoch, deleted = await on_flush(self._services.flush, forget_on_storage, self._services.storage, job, epoch)
         told, silent = await self._order(job, epoch, nodes, look=False)
         self._here(job, epoch)
+        if job not in self._jobs:
+            self._services.release(job)
         log.info("job=%s forgotten asked_by=%s storage=%s silent=%s", job, who, storage, " ".join(silent) or "none")
         if not self._graveyard.write():
             raise CkptdError("it is forgotten, but that is not written down", where=str(self._services.state.path),
@@ -109,10 +110,12 @@ class Forget:
         if record is None and services.storage is not None:
             with suppress(CkptdError):  # Its record is damaged: to forget it is a way out of that.
                 record = await services.on_disk(newest_record, services.storage, job)
-            for info in (*record.nodes, *record.holders) if record is not None else ():
+        known = self._graveyard.nodes.get(job, ())
+        known += (*record.nodes, *record.holders) if record is not None else ()
+        if shell is None:
+            for info in known:
                 services.connect(info, job)
-        known = self._graveyard.nodes.get(job, ()) + (audience(record) if record is not None else ())
-        return [node for node in dict.fromkeys(known) if node != services.node.node]
+        return [node for node in dict.fromkeys(info.node for info in known) if node != services.node.node]
 
     async def _order(self, job: str, epoch: int, nodes: list[str], *, look: bool) -> tuple[list[str], list[str]]:
         """Nodes that answer, and that do not. Raises CkptdError: others, or we, refuse."""

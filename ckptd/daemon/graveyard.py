@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptd.core.ids import EpochRecord
+from ckptd.core.ids import EpochRecord, NodeInfo
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone, revives
-from ckptd.core.protocol.machine.context import audience
 from ckptd.core.protocol.messages import Inventory, Message
 from ckptd.daemon.services import log
 from ckptd.daemon.state import StateDir
@@ -23,7 +22,7 @@ class Graveyard:
     def __init__(self, state: StateDir, health: Health, has_record: Callable[[str], bool]) -> None:
         self._state, self._health, self._has_record = state, health, has_record
         self.stones = state.tombstones()
-        self.nodes: dict[str, tuple[str, ...]] = {}
+        self.nodes: dict[str, tuple[NodeInfo, ...]] = {}
         self._unwritten: set[str] = set()
         self._not_before = 0.0
 
@@ -35,7 +34,7 @@ class Graveyard:
         if tombstone == NO_TOMBSTONE:
             return  # nobody ever opened an epoch of it here
         if record is not None:
-            self.nodes[job] = audience(record)
+            self.nodes[job] = (*record.nodes, *record.holders)
         self.stones.pop(job, None)
         self.stones[job] = tombstone
         self._unwritten.add(job)

@@ -147,6 +147,7 @@ class Daemon:
             metrics=self.metrics,
             send=self._send,
             connect=self.control.connect,
+            release=self.control.release,
             work=work,
             sizing=_pool(SIZING_THREADS_MAX, "sizing"),
             disk=_pool(DISK_THREADS_MAX, "disk"),

@@ -53,6 +53,7 @@ class Services:
     metrics: Metrics
     send: Callable[[str, str, object], bool]  # node, job, message
     connect: Callable[[NodeInfo, str], None]  # of this job
+    release: Callable[[str], None]  # all nodes that this job named
     work: Executor  # sums, allocation, verification: short, touches memory
     sizing: Executor
     disk: Executor  # short words with storage: claims, lists; may hang all the same

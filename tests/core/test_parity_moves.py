@@ -138,7 +138,7 @@ def test_a_leaving_node_gets_nothing_new_where_another_can_take_it() -> None:
 
 
 @pytest.mark.parametrize(("spare", "to"), [("", "b"), ("d", "d")])
-def test_what_moves_takes_no_seat_of_another_position(spare: str, to: str) -> None:
+def test_what_moves_takes_no_place_of_another_position(spare: str, to: str) -> None:
     """In parity set 1 node c has no rank and, as yet, no parity: with another shard of the parity set it could never take its
     own."""
     node = steward("aabbc", spare)

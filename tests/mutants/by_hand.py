@@ -266,8 +266,8 @@ EDITS = (
     Edit(
         "two positions of a parity set in one domain",
         "core/protocol/machine/steward/parity.py",
-        "        apart = [node for node in live if node not in taken and (node in own or domain(node) not in others)]",
-        "        apart = live",
+        "            if node not in taken and (node in own or domain(node) not in others):",
+        "            if True:",
     ),
     Edit(
         "parity of a node that is gone counts",

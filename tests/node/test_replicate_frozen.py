@@ -82,7 +82,7 @@ async def test_a_damaged_frozen_part_is_refused_and_leaves_nothing(peers: tuple[
 
 async def test_no_memory_for_the_frozen_part_is_said(peers: tuple[Peer, Peer, Post]) -> None:
     a, b, _ = peers
-    b.arena.budget_bytes = b.arena._stock._budget_bytes = 1 << 20
+    b.arena.budget_bytes = b.arena._pool._budget_bytes = 1 << 20
     ok, reason = await a.replicator.replicate(JOB, a.sealed_frozen(), 1, "b")
     assert not ok and "memory" in reason
     assert b.arena.slots == {}

@@ -7,6 +7,7 @@ gone for a while, or at once when a flush needs it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -87,16 +88,18 @@ class Parities:
         parity_sets = [self._held(state, parity_set) for parity_set in self._parity_sets(state)]
         long_short = self._long_short(state, any(map(_lost, parity_sets)))
         patient = not (at_once or long_short or self._sessions.leaving)  # what moves would take the place of what is waited for
+        spare = self._spare(state)
         for held in sorted(parity_sets, key=lambda held: (self._tolerates(held), held.parity_set.number)):
-            self._order_set(state, held, mend=not patient, anywhere=anywhere or at_once)
+            self._order_set(state, held, spare, mend=not patient, anywhere=anywhere or at_once)
 
     def moves(self, state: SnapshotState) -> list[Move]:
         """What lies on leaving nodes alone, the most exposed parity sets first."""
         found = map(partial(self._held, state), self._parity_sets(state))
         held_sets = sorted(found, key=lambda held: (self._tolerates(held), held.parity_set.number))
-        return [move for held in held_sets for move in self._moves_of(state, held)]
+        spare = self._spare(state)
+        return [move for held in held_sets for move in self._moves_of(state, held, spare)]
 
-    def _moves_of(self, state: SnapshotState, held: Held) -> Iterator[Move]:
+    def _moves_of(self, state: SnapshotState, held: Held, spare: list[str]) -> Iterator[Move]:
         parity_set = held.parity_set
         for at, member in enumerate(parity_set.members):
             data = member.rank != NOBODY and not held.data.get(at)
@@ -105,7 +108,7 @@ class Parities:
             found = [(nbytes, where[at]) for lacking, nbytes, where in lacks if lacking and where.get(at)]
             if found:
                 nodes = frozenset(node for _, nodes in found for node in nodes)
-                places = self._seat_of(state, held, at, anywhere=False, moves=True) is not None
+                places = self._place_of(state, held, at, spare, anywhere=False, moves=True) is not None
                 yield Move(parity_set.number, at, len(found), sum(nbytes for nbytes, _ in found), nodes, places)
 
     def forget(self, kept: set[SnapshotId]) -> None:
@@ -174,7 +177,7 @@ class Parities:
         return self._ctx.now - since >= self._ctx.policy.steward_timeout_s
 
     # --- what is to be made -------------------------------------------------------------------------------------
-    def _order_set(self, state: SnapshotState, held: Held, *, mend: bool, anywhere: bool) -> None:
+    def _order_set(self, state: SnapshotState, held: Held, spare: list[str], *, mend: bool, anywhere: bool) -> None:
         """What is missing comes first: what only moves would take its place."""
         parity_set, data, shards = held.parity_set, held.data, held.shards
         here = [at for at, nodes in held.all_data.items() if nodes], [at for at, nodes in held.all_shards.items() if nodes]
@@ -185,10 +188,10 @@ class Parities:
             if (lost and (not mend or not decodable(parity_set, *here))) or not (lacks_data or lacks_shard):
                 continue
             leans = (lacks_data and not lost) or (lacks_shard and not unmade)
-            to = self._seat_of(state, held, at, anywhere=lost and anywhere, moves=leans)
+            to = self._place_of(state, held, at, spare, anywhere=lost and anywhere, moves=leans)
             sources = self._sources(state, held)
             if to is None and leans and (lost or unmade):  # nowhere to move: it protects as long as it is there
-                to = self._seat_of(state, held, at, anywhere=False, moves=False)
+                to = self._place_of(state, held, at, spare, anywhere=False, moves=False)
                 lacks_data, lacks_shard = lost, unmade
             if to is None:
                 continue
@@ -198,30 +201,33 @@ class Parities:
             if not lost and lacks_shard:
                 self._send(state, ParityShard(parity_set, at), to, sources, False)
 
-    def _seat_of(self, state: SnapshotState, held: Held, at: int, *, anywhere: bool, moves: bool) -> str | None:
+    def _place_of(
+        self, state: SnapshotState, held: Held, at: int, spare: list[str], *, anywhere: bool, moves: bool
+    ) -> str | None:
         """The node that is to hold this position: where the rest of it is, where it was meant to be, or one whose domain no
         other position lives in or is to live in; one that is about to go when there is no other, unless it moves away from such
         a one. anywhere: failing that any, of those that stay if there are."""
-        domain, record, parity_set = self._ctx.domain, self._ctx.record, held.parity_set
-        assert record is not None, "a steward has an epoch"
+        domain, parity_set = self._ctx.domain, held.parity_set
         rest = [other for other in range(len(parity_set.members)) if other != at]
         others = {domain(node) for other in rest for node in self._places(state, held, other, moves)}
         taken = {node for other in rest for node in self._taken(state, held, other, moves)}
         positions = state.positions.get(parity_set)
         chosen = state.moved.get((parity_set, at))
-        first = [*held.data.get(at, ()), *held.shards.get(at, ())]
+        first: list[str] = [*held.data.get(at, ()), *held.shards.get(at, ())]
         first += [chosen] if chosen and domain(chosen) not in others else []
         first += [positions[at]] if positions and domain(positions[at]) not in others else []
         first += [] if moves else [*held.all_data.get(at, ()), *held.all_shards.get(at, ())]
-        spare = sorted((node.node for node in record.nodes), key=lambda node: (self._load(state, node), node))
-        live = [node for node in (*first, *spare) if self._sessions.live(node)]
         own = {positions[at]} & {*first} if positions else {*first}
-        apart = [node for node in live if node not in taken and (node in own or domain(node) not in others)]
-        staying = next(filter(self._sessions.stays, apart), None)
-        if staying is not None or moves:
-            return staying
-        beside = sorted(live, key=self._sessions.stays, reverse=True) if anywhere else ()
-        return next(iter(apart or beside), None)
+        leaving: list[str] = []
+        for node in filter(self._sessions.live, (*first, *spare)):
+            if node not in taken and (node in own or domain(node) not in others):
+                if self._sessions.stays(node):
+                    return node
+                leaving.append(node)
+        if moves or leaving:
+            return None if moves else leaving[0]
+        live = [node for node in (*first, *spare) if self._sessions.live(node)] if anywhere else []
+        return min(live, key=lambda node: not self._sessions.stays(node), default=None)
 
     def _taken(self, state: SnapshotState, held: Held, at: int, moves: bool) -> list[str]:
         """By this position: who holds its parity, or is about to make it where its data is; for one that moves also who is about
@@ -245,8 +251,12 @@ class Parities:
         found += [chosen] if chosen and self._sessions.live(chosen) else []
         return found or ([positions[at]] if positions and self._sessions.live(positions[at]) else [])
 
-    def _load(self, state: SnapshotState, node: str) -> int:
-        return sum(node in nodes for held in state.shards.values() for nodes in held.values())
+    def _spare(self, state: SnapshotState) -> list[str]:
+        """All members, those that hold the least parity of it first."""
+        record = self._ctx.record
+        assert record is not None, "a steward has an epoch"
+        held = Counter(node for parity_set in state.shards.values() for nodes in parity_set.values() for node in nodes)
+        return sorted((node.node for node in record.nodes), key=lambda node: (held[node], node))
 
     def _sources(self, state: SnapshotState, held: Held) -> tuple[Source, ...]:
         """Also on leaving nodes."""
