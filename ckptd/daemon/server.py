@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
 import signal
@@ -57,6 +58,7 @@ FLUSH_THREADS_MAX = 4  # flushes and commits at once, over all jobs
 STOP_TIMEOUT_S = 5.0
 LEAVE_S = STOP_TIMEOUT_S + 2.0  # how long one that ends is waited for by the next
 STRANGERS_TTL_S = 30.0  # what is refused tries again within seconds: who has not come for so long has gone
+GARBAGE_SEARCHED_AFTER = 100_000  # objects made; a layout of 20,000 tensors makes a million that live on
 STATE_LOOK_S = 5.0  # a state directory that was full at the start is tried again
 
 
@@ -87,6 +89,8 @@ class Daemon:
 
     async def run(self) -> int:
         os.nice(self.config.nice)
+        gc.freeze()  # what was imported lives on
+        gc.set_threshold(GARBAGE_SEARCHED_AFTER)
         for number in (signal.SIGTERM, signal.SIGINT):  # before anybody can know that we are up
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         await self._start()

@@ -18,7 +18,7 @@ from ckptd_client import _switches, apart, gradients, nested, optim
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import is_dtensor, local_of
 from ckptd_client.registry import Registry
-from ckptd_client.slices import Slice, slices_of
+from ckptd_client.slices import Slice, plain_slice, slices_of
 from ckptd_client.versions import Watched
 from ckptd_client.world import World
 
@@ -228,8 +228,9 @@ def _tier(part: Slice, captors: dict[str, tuple[int, ...]], world: World, replic
 def predicted_bytes(registry: Registry, state: State, world: World, replicas: int) -> tuple[int, int, int]:
     """(live part, frozen part, record) of one snapshot once the optimizers' state is born, which it is at the first step.
     ``state`` with its objects."""
-    rows: list[tuple[Entry | None, Slice]] = [(e, part) for e in state.entries for part in slices_of(e, world)]
-    rows += [(None, part) for part in _unborn(registry, state, world)]
+    found = {id(entry.tensor): slices_of(entry, world) for entry in state.entries}
+    rows: list[tuple[Entry | None, Slice]] = [(e, part) for e in state.entries for part in found[id(e.tensor)]]
+    rows += [(None, part) for part in _unborn(registry, state, world, found)]
     tiers, _ = _assign([part for _, part in rows], world, replicas)
     items = [
         _item(entry, part, tier) for (entry, part), tier in zip(rows, tiers, strict=True) if tier is not None
@@ -239,8 +240,8 @@ def predicted_bytes(registry: Registry, state: State, world: World, replicas: in
     return layout.frozen_at, layout.frozen_bytes, predicted_record(layout)
 
 
-def _unborn(registry: Registry, state: State, world: World) -> list[Slice]:
-    """Of each parameter's innermost optimizer; what a wrapper will add nobody knows."""
+def _unborn(registry: Registry, state: State, world: World, known: dict[int, list[Slice]]) -> list[Slice]:
+    """Of each parameter's innermost optimizer; what a wrapper will add nobody knows. ``known``: id(parameter) -> its slices."""
     missing = [entry for entry in gradients.parameters(state) if entry.tensor.requires_grad]
     born = [replace(_like(entry), key=gradients.key_of(entry), role="extra", copies=None) for entry in missing]
     found = [part for entry in born for part in slices_of(entry, world)]
@@ -249,15 +250,18 @@ def _unborn(registry: Registry, state: State, world: World) -> list[Slice]:
         for parameter in optim.parameters(owner):
             optimizer, group, _ = held[id(parameter)][0]
             if parameter.requires_grad and not optimizer.state.get(parameter):
-                found += _unborn_of(owner, optim.lazy_tensors(optimizer, group), state.params[id(parameter)], world)
+                entry = state.params[id(parameter)]
+                parts = known.get(id(entry.tensor), ()) if not apart.is_apart(entry.tensor) else ()
+                found += _unborn_of(owner, optim.lazy_tensors(optimizer, group), entry, parts, world)
     return found
 
 
-def _unborn_of(owner: Owner, count: int, entry: Entry, world: World) -> list[Slice]:
-    parts = slices_of(replace(_like(entry), role="optim"), world)
-    found = [replace(p, key=f"{owner.name}.{p.key}.{n}") for n in range(count) for p in parts]
-    counter = replace(entry, tensor=_COUNTER, key=f"{owner.name}.{entry.key}.step", role="optim")
-    return found + slices_of(replace(counter, copies=None if is_dtensor(entry.tensor) else entry.copies), world)
+def _unborn_of(owner: Owner, count: int, entry: Entry, parts: Sequence[Slice], world: World) -> list[Slice]:
+    """``parts``: of the parameter, whose states lie as it does; nothing: they are to be found out."""
+    parts = parts or (slices_of(_like(entry), world) if count else ())
+    found = [replace(p, key=f"{owner.name}.{p.key}.{n}", role="optim") for n in range(count) for p in parts]
+    copies = None if is_dtensor(entry.tensor) else entry.copies
+    return [*found, plain_slice(entry, f"{owner.name}.{entry.key}.step", _COUNTER, "optim", copies, world)]
 
 
 def _like(entry: Entry) -> Entry:

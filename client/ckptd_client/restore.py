@@ -20,6 +20,7 @@ from ckptd_client import resolve
 from ckptd_client.apply import Objects, Restored
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import State, check_fits, matches
+from ckptd_client.garbage import searched_later
 from ckptd_client.load import Memory
 from ckptd_client.loading import Loading
 from ckptd_client.registry import Registry
@@ -80,9 +81,11 @@ class Restore:
                 raise self._failed(error.what, error.where, error.hint) from error
             try:
                 if isinstance(message, wire.Opened):
-                    self._offered(message, body)
+                    with searched_later():
+                        self._offered(message, body)
                 elif isinstance(message, wire.LoadPlan):
-                    self._load(message, body, fds)
+                    with searched_later():
+                        self._load(message, body, fds)
                 elif isinstance(message, wire.Failed):
                     raise self._failed(message.reason, message.code, message.hint)
                 elif isinstance(message, wire.Ready):
@@ -229,4 +232,5 @@ def current_state(registry: Registry) -> State:
         raise CkptdError(
             "nothing is registered", hint="call register(model=..., optimizer=...) before restore()"
         )
-    return resolve.tensors(registry)
+    with searched_later():
+        return resolve.tensors(registry)

@@ -16,7 +16,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE
 from ckptd_client import dtypes
-from ckptd_client.entries import Entry, State, matches
+from ckptd_client.entries import Copies, Entry, Owner, State, matches
 from ckptd_client.naming import is_dtensor, local_of, root_mesh
 from ckptd_client.supported import check_memory
 from ckptd_client.world import World
@@ -66,33 +66,36 @@ def slices_of(entry: Entry, world: World) -> list[Slice]:
     check_memory(entry.key, tensor)
     if is_dtensor(tensor):
         return _of_dtensor(entry, world)
-    shape = tuple(tensor.shape)
-    sharing, holders, captured, declared = _plain_sharing(entry, world)
+    return [plain_slice(entry, entry.key, tensor, entry.role, entry.copies, world)]
+
+
+def plain_slice(entry: Entry, key: str, tensor: Tensor, role: str, copies: Copies | None, world: World) -> Slice:
+    """Of a tensor without placements that belongs to the entry's owner. Raises CkptdError naming the key: unknown dtype."""
+    shape, dtype = tuple(tensor.shape), dtypes.name_of(tensor.dtype, key)
     box = Box.whole(shape)
-    dtype = dtypes.name_of(tensor.dtype, entry.key)
-    return [Slice(entry.key, dtype, shape, box, box.offsets, entry.role, sharing, holders, captured, declared)]
+    return Slice(key, dtype, shape, box, box.offsets, role, *_plain_sharing(entry.owner, key, copies, world))
 
 
 def declared_name(state: State) -> str:
     """Equal on two ranks that declare the same tensors to be copies: what one of them holds by declaration, both do. Optimizer
     state is left out, which is born later and named by its parameters."""
-    entries = [entry for entry in state.entries if entry.role != "optim" and _is_declared(entry)]
+    entries = [entry for entry in state.entries if entry.role != "optim" and _is_declared(entry.owner, entry.key, entry.copies)]
     rows = sorted(f"{entry.key} {entry.tensor.dtype} {tuple(entry.tensor.shape)}" for entry in entries)
     return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
 
 
-def _is_declared(entry: Entry) -> bool:
+def _is_declared(owner: Owner, key: str, copies: Copies | None) -> bool:
     """Buffers that DDP broadcasts differ between ranks whatever a pattern says: it must name such a one as it is."""
-    if entry.copies is not None and entry.copies.first_only:
-        return entry.key in entry.owner.replicated
-    return matches(entry.key, entry.owner.replicated)
+    if copies is not None and copies.first_only:
+        return key in owner.replicated
+    return matches(key, owner.replicated)
 
 
-def _plain_sharing(entry: Entry, world: World) -> tuple[str, tuple[int, ...], bool, bool]:
+def _plain_sharing(owner: Owner, key: str, copies: Copies | None, world: World) -> tuple[str, tuple[int, ...], bool, bool]:
     """(sharing, holders, captured, declared). What structure says of the whole job needs no declaration."""
-    copies, declared = entry.copies, _is_declared(entry)
     if world.size == 1:
         return UNIQUE, (), True, False
+    declared = _is_declared(owner, key, copies)
     if copies is not None and len(copies.ranks) == world.size:
         if not copies.first_only:
             return REPLICA, world.everyone, True, False
@@ -162,7 +165,7 @@ def _dtensor_sharing(
     holders = tuple(sorted(int(rank) for rank in mesh.mesh[index].reshape(-1).tolist()))
     if mesh.size() == world.size:
         return (REPLICA, holders, False) if len(holders) > 1 else (UNIQUE, (), False)
-    if _is_declared(entry):
+    if _is_declared(entry.owner, entry.key, entry.copies):
         alike = set(world.declaring)
         return REPLICA, tuple(rank for rank in _in_all_cuts(mesh, holders, world) if rank in alike), True
     return MAYBE, (), False  # a sub-mesh: other parts of the job may hold other values
