@@ -45,7 +45,7 @@ class Arena:
     ) -> None:
         self.budget_bytes = budget_bytes
         self.segment_bytes = pages(segment_bytes or _shared_size(budget_bytes))
-        self.refused: list[tuple[str, str]] = []  # segments that were not trusted: (name, reason)
+        self.refused: list[tuple[str, str]] = []  # segments of an earlier life, not trusted: (name, reason)
         self._pool = SegmentPool(
             keeper, budget_bytes, uid_budget_bytes, reserve_bytes, incarnation, touch=prefault
         )
@@ -188,7 +188,9 @@ class Arena:
                 self._pool.keeper.remove(name)
         return found
 
-    def take_offer(self, fds: Mapping[str, int], *, job: str, uid: int, process: Process) -> list[Slot]:
+    def take_offer(
+        self, fds: Mapping[str, int], *, job: str, uid: int, process: Process, refused: Callable[[str, Exception], None]
+    ) -> list[Slot]:
         """Memory that a trainer still maps and we may have lost (no keeper). Only its own job's own slots, within the
         budget; the descriptors stay the caller's. What we have already is returned as it is."""
         found: list[Slot] = []
@@ -203,10 +205,12 @@ class Arena:
                 continue
             copy = os.dup(fd)
             try:
-                segment = Segment.adopt(name, copy, self._pool.incarnation)
+                self._pool.admit_offer(name, os.fstat(copy).st_size, uid)
+                segment = Segment.adopt(name, copy, self._pool.incarnation, offered=True)
                 found += self._take_offered(segment, job, uid, process)
             except (HeaderCorrupt, NoMemory, OSError) as error:
-                self._refuse(name, copy, error)
+                refused(name, error)
+                os.close(copy)
         return found
 
     def _take_offered(self, segment: Segment, job: str, uid: int, process: Process) -> list[Slot]:
@@ -214,6 +218,7 @@ class Arena:
         if (tenant.kind, tenant.job, tenant.uid) != ("own", job, uid):
             raise HeaderCorrupt("offered by a process that it does not belong to", segment.name)
         with self._lock:
+            self._pool.admit_slots(segment)
             self._pool.make_room(segment.size, uid)
             slots = self._take(segment)
         segment.lend(process)

@@ -25,12 +25,13 @@ EXTENTS_AT = 2 * HEADER_BYTES  # the first byte of a segment that may belong to 
 SLOTS_PER_SEGMENT_MAX = 96
 MAPPERS_MAX = 64  # processes that may still map one segment
 SERIAL_MAX = 1 << 62
+NUMBER_MAX = (1 << 52) - 1  # of a segment (13 digits of its name) or a slot
 
 FREE, FILLING, SEALED = "free", "filling", "sealed"
 
 _MAGIC = b"ckptdseg"
 _PREFIX = struct.Struct("<8sIQ16s")
-_NAME = re.compile(r"(own|peer|scratch)-[0-9a-f]{1,20}-([0-9a-f]{16})")
+_NAME = re.compile(r"(own|peer|scratch)-[0-9a-f]{1,13}-([0-9a-f]{16})")
 _HINT = "this memory is given up; peers and durable storage still hold their copies"
 
 
@@ -168,7 +169,7 @@ def _check_slots(rows: tuple[SlotRow, ...], size: int) -> None:
     for row in sorted(rows, key=lambda row: row.offset):
         if row.offset < end or row.end > size or (row.offset | row.capacity | row.meta_capacity) % PAGE:
             raise ValueError(f"slot {row.id} lies outside, over another, or not on pages")
-        if row.meta_bytes > row.meta_capacity or not 0 < row.id < 1 << 63:
+        if row.meta_bytes > row.meta_capacity or not 0 < row.id <= NUMBER_MAX:
             raise ValueError(f"slot {row.id} has a record larger than its place")
         end = row.end
 

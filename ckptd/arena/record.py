@@ -9,11 +9,13 @@ import msgpack
 import msgspec
 from msgspec import Meta
 
+from ckptd.arena.objects import OBJECTS_MAX
 from ckptd.arena.sums import block_count
 from ckptd.core.ids import SnapshotId
 from ckptd.core.redundancy.parity_sets import ParityShard, packed_shard, unpacked_shard
 from ckptd.core.redundancy.policies import GROUP_MAX
 from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.layout_check import FRAGMENTS_MAX
 from ckptd.core.state_map.record_size import SUM_BYTES
 
 RECORD_VERSION = 3
@@ -53,14 +55,16 @@ _FIRST = msgspec.msgpack.Decoder(tuple[int, str, _Numbers, int, int, bytes, int,
 _LATER = msgspec.msgpack.Decoder(tuple[int, str, _Numbers, int, int, bytes, int, bytes, _Digests, bool, _Shard | None])
 
 
-def decode_record(data: bytes) -> SlotRecord:
+def decode_record(data: bytes, *, own: bool = False) -> SlotRecord:
     """Its rank can write where it lies, so it is read into its types, and nothing else is built (D20). Raises ValueError for
-    anything that is not a whole, consistent record."""
+    anything that is not a whole, consistent record. ``own``: a rank's own slot, which holds no parity."""
     try:
         fields = (_FIRST if data[:1] == _ARRAY_OF_TEN else _LATER).decode(data)
         version, job, numbers, rank, tier, layout, objects_bytes, sums, digests, keep = fields[:10]
         more = fields[10:]
         shard = unpacked_shard(list(more[0])) if more and more[0] is not None else None
+        if own and (shard is not None or len(digests) > FRAGMENTS_MAX + OBJECTS_MAX):
+            raise ValueError("what is no rank's")
         epoch, step, grant = (*numbers, 0) if version in WITHOUT_GRANT else numbers
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not a slot record: {error}") from error

@@ -35,6 +35,8 @@ from ckptd.process import Process
 def pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
+RECORD_BYTES_MAX = 256 << 20  # of one slot
+
 
 class Segment:
     """``name`` is unique and carries the group's tag; ``fd`` is ours; ``size`` in bytes. Its lock orders
@@ -68,10 +70,10 @@ class Segment:
         return segment
 
     @classmethod
-    def adopt(cls, name: str, fd: int, incarnation: str) -> Segment:
+    def adopt(cls, name: str, fd: int, incarnation: str, *, offered: bool = False) -> Segment:
         """Take back a segment by its header: same slots, same ids. What was being filled is FREE now; a
         record that does not match its sum is dropped. Writes nothing. Raises HeaderCorrupt; then ``fd``
-        stays the caller's."""
+        stays the caller's. ``offered``: by a process that may have written all of it, so it does not say who maps it."""
         if not memory.is_sealed_memfd(fd):
             raise HeaderCorrupt("not a sealed memfd of ours", name)
         size = os.fstat(fd).st_size
@@ -79,21 +81,22 @@ class Segment:
         header = read_header(first, second, name, size)
         segment = cls(name, header.tenant, fd, size, incarnation)
         segment._serial = header.serial
-        segment.mappers = [p for pid, started in header.mappers if (p := Process.find(pid, started))]
+        if not offered:
+            segment.mappers = [p for pid, started in header.mappers if (p := Process.find(pid, started))]
         for row in header.slots:
             segment._take_back(row)
         return segment
 
     def _take_back(self, row: SlotRow) -> None:
         slot = self.slots[row.id] = Slot(self, row)
-        if row.state != SEALED:
+        if row.state != SEALED or row.meta_bytes > RECORD_BYTES_MAX:
             return
         at = row.offset + row.capacity
         meta = bytes(self.view[at : at + row.meta_bytes])
         if xxhash.xxh3_128_digest(meta) != row.meta_sum:
             return
         try:
-            record = decode_record(meta)
+            record = decode_record(meta, own=self.tenant.kind == "own")
         except ValueError:
             return
         ours = fits(record, row.capacity) and record.job == self.tenant.job

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ckptd.arena.budget import NoMemory, headroom
+from ckptd.arena.header import HeaderCorrupt, is_segment_name
 from ckptd.arena.segment import Segment
 from ckptd.arena.slot import Slot
 from ckptd.arena.tenant import Tenant
@@ -22,6 +23,8 @@ log = logging.getLogger("ckptd.arena")
 
 SEGMENTS_MAX = 4096  # the fd store of the unit file holds as many
 REAP_TIMEOUT_S = 60.0
+SEGMENTS_OFFERED_MAX = 1024  # of one user, until a daemon takes no more from his processes
+SHOWN_CHARS_MAX = 80
 HOLDERS_SHOWN_MAX = 4  # in one refusal
 LACK_S = 15.0  # a request that was refused is repeated every few seconds, as long as there is need
 
@@ -58,7 +61,7 @@ class SegmentPool:
         self._pending: dict[int, tuple[int, int]] = {}  # allocation -> (uid, bytes) not there yet
         self._dying: dict[Future[None], int] = {}  # bytes whose pages are being given back
         self._reaper = ThreadPool(1, "arena-reaper")
-        self._number = int(time.time()) << 16  # above all of an earlier life, should its segment header come late
+        self._number = _first()  # above all of an earlier life, should its segment header come late
 
     def number(self) -> int:
         """Never given twice, over re-adoption too: ids of slots and segments."""
@@ -73,6 +76,20 @@ class SegmentPool:
 
     def dying_bytes(self) -> int:
         return sum(self._dying.values())
+
+    def admit_offer(self, name: str, size: int, uid: int) -> None:
+        """Before anything of it is read: whoever offers it may have made it himself. Raises NoMemory, HeaderCorrupt."""
+        with self.lock:
+            if not is_segment_name(name) or number_of(name) > _newest():
+                raise HeaderCorrupt("no name that a daemon gave", name[:SHOWN_CHARS_MAX])
+            if sum(s.tenant.uid == uid for s in self.segments.values()) >= SEGMENTS_OFFERED_MAX:
+                raise NoMemory(f"{SEGMENTS_OFFERED_MAX} segments of uid {uid} exist", where=name)
+            self.make_room(size, uid)
+
+    def admit_slots(self, segment: Segment) -> None:
+        """Raises HeaderCorrupt: it would give others' slots their numbers."""
+        if not segment.slots or max(segment.slots) > _newest():
+            raise HeaderCorrupt("no slots that a daemon gave", segment.name)
 
     # --- coming -------------------------------------------------------------------------------------
     def make(
@@ -237,6 +254,16 @@ class SegmentPool:
 
     def close(self) -> None:
         self._reaper.shutdown(wait=True)
+
+
+def _first() -> int:
+    """Of a pool that begins now."""
+    return int(time.time()) << 16
+
+
+def _newest() -> int:
+    """No daemon can have given a higher number by now."""
+    return _first() + (1 << 17)
 
 
 def number_of(name: str) -> int:

@@ -144,7 +144,7 @@ class Durable:
                 self._job.losses.failed("flush failed", cause, f"{do.snapshot}: {reason}")
         except Exception as error:  # the machine waits for an answer, and keeps the slots until it has one
             reason = f"internal: {error!r}"
-            self._services.went_wrong(f"write {self._job.job} {do.snapshot}", error)
+            self._services.went_wrong(f"write {self._job.job} {do.snapshot}", error, self._job.job)
         finally:
             write.cancelled.set()  # the daemon stops: so do the threads
             self._writing.pop(do.attempt, None)
@@ -217,7 +217,7 @@ class Durable:
             self._services.health.report("flush", reason, job=self._job.job)
         except Exception as error:  # the steward waits for an answer
             reason = f"internal: {error!r}"
-            self._services.went_wrong(f"commit {self._job.job} {do.snapshot}", error)
+            self._services.went_wrong(f"commit {self._job.job} {do.snapshot}", error, self._job.job)
         finally:
             limit.cancel()
         if ok:

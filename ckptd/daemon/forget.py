@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -27,7 +28,7 @@ from ckptd.wire.peer import ForgetOrder, ForgetReply
 from ckptd.wire.rank_link import RankSession
 
 PEER_ANSWER_TIMEOUT_S = 3.0
-REQUESTS_MAX = 64
+REQUESTS_MAX, REQUESTS_PER_USER_MAX = 64, 4  # orders under way
 Refusal = tuple[str, float]  # why, and for how many seconds; 0: until its ranks are stopped
 RUNS_HINT = "stop its ranks first; `ckptd status` shows it as orphaned or finished then"
 
@@ -36,6 +37,7 @@ class Forget:
     def __init__(self, services: Services, jobs: Mapping[str, JobShell], graveyard: Graveyard) -> None:
         self._services, self._jobs, self._graveyard = services, jobs, graveyard
         self._answers: Answers[ForgetReply] = Answers()
+        self._under_way: Counter[int] = Counter()  # by user
 
     def on_ask(self, session: RankSession, message: wire.ForgetAsk) -> None:
         try:
@@ -46,9 +48,10 @@ class Forget:
         if session.uid not in (0, os.geteuid(), int(job.partition("/")[0])):
             where = f"uid {session.uid}"
             session.send(wire.Refused("only its owner, root and the daemon's own user may forget a job", where, "use sudo"))
-        elif len(self._answers) >= REQUESTS_MAX:
+        elif sum(self._under_way.values()) >= REQUESTS_MAX or self._under_way[session.uid] >= REQUESTS_PER_USER_MAX:
             session.send(wire.Refused("too many orders are under way", job, "ask again"))
         else:
+            self._under_way[session.uid] += 1
             self._services.spawn(self._answer(session, job, message.storage), f"forget {job}")
 
     async def _answer(self, session: RankSession, job: str, storage: bool) -> None:
@@ -56,6 +59,9 @@ class Forget:
             session.send(await self._forget(job, storage, f"uid {session.uid}"))
         except CkptdError as error:
             session.send(wire.Refused(error.what, error.where, error.hint))
+        finally:
+            self._under_way[session.uid] -= 1
+            self._under_way += Counter()  # who has none is not kept
 
     async def _forget(self, job: str, storage: bool, who: str) -> wire.Forgotten:
         """All nodes are asked before any of them forgets. Raises CkptdError."""

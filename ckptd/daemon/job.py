@@ -164,7 +164,7 @@ class JobShell:
         try:
             self._actions[type(instruction)](instruction)
         except Exception as error:
-            self.services.went_wrong(f"{type(instruction).__name__} of {self.job}", error)
+            self.services.went_wrong(f"{type(instruction).__name__} of {self.job}", error, self.job)
 
     def _trace(self, event: ev.Event, instructions: list[ins.Instruction]) -> None:
         """One line per event, for --log-level debug: what happened and what was decided."""
@@ -384,7 +384,7 @@ class JobShell:
                 )
             except Exception as error:  # the machine waits for an answer before it sends it again
                 reason = f"internal: {error!r}"
-                self.services.went_wrong(f"replicate {self.job} {do.snapshot}", error)
+                self.services.went_wrong(f"replicate {self.job} {do.snapshot}", error, self.job)
             if ok:
                 seconds = self.services.now() - started
                 self.services.metrics.replicated(self.job, seconds, count)

@@ -40,7 +40,7 @@ class ParityShards:
             job.feed(ev.ParityFailed(do.snapshot, do.shard, do.data, str(error)))
             return
         except Exception as error:  # the machine waits for an answer before it orders it again
-            self._services.went_wrong(f"parity {job.job} {do.snapshot}", error)
+            self._services.went_wrong(f"parity {job.job} {do.snapshot}", error, job.job)
             job.feed(ev.ParityFailed(do.snapshot, do.shard, do.data, f"internal: {error!r}"))
             return
         if job.dropped:  # meanwhile: nobody would ever free it

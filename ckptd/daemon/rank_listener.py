@@ -69,7 +69,7 @@ class RankListener:
         """A fault of ours, but whoever may connect can bring it about as often as he likes: one trace per uid and minute."""
         what = f"{type(message).__name__} of a rank of {job}"
         self._faults.say(f"uid {session.uid}", f"{what} failed: {error!r}", error)
-        self._services.health.event("internal", f"{what}: {error!r}")
+        self._services.health.event("internal", f"{type(message).__name__} of a rank: {type(error).__name__}: the log has more")
 
     def _hello(self, session: RankSession, message: wire.Hello) -> None:
         if message.version != wire.PROTOCOL_VERSION:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -43,9 +45,9 @@ HEALTH_PROBLEMS_MAX = 64  # of one answer, so that it fits a frame
 HEALTH_TEXT_CHARS_MAX = 400  # of one problem
 STEPS_TOLD_MAX = 400  # the newest, so that they fit a frame
 HEALTH_ROWS_MAX = 64  # nodes, and ranks of this one, in one answer
-LAYOUTS_PER_SEAT_MAX = (
-    16  # layouts remembered per connection; a trainer whose layout changes each step sends it each time
-)
+LAYOUTS_PER_RANK_MAX = 16  # remembered per connection; a trainer whose layout changes each step sends it each time
+LAYOUTS_AT_ONCE_MAX = 4  # of a rank, that are not read yet
+LAYOUT_BYTES_MAX, LAYOUTS_BYTES_MAX = 32 << 20, 64 << 20  # of one, and of those that are remembered of a rank
 
 
 class Ranks:
@@ -137,29 +139,35 @@ class Ranks:
     def _take_offer(self, session: RankSession, fds: dict[str, int]) -> None:
         """A daemon without a keeper lost its memory; the trainer still maps it and gives it back (D1, P7)."""
         arena = self._services.arena
-        offered = arena.take_offer(fds, job=self._job.job, uid=self._job.uid, process=session.process)
+        offered = arena.take_offer(
+            fds, job=self._job.job, uid=self._job.uid, process=session.process, refused=self._offer_refused
+        )
         for slot in frozen_first(offered):
             if slot.id not in self._job.local_slots.slots and slot.id not in self._job.frozen.slots:
                 self._job.adopt(slot)
+
+    def _offer_refused(self, name: str, error: Exception) -> None:
+        self._services.complaints.say(f"uid {self._job.uid}", f"segment {name} is refused: {error}")
 
     # --- joining and leaving ------------------------------------------------------------------------------------
     def _join(self, session: RankSession, message: wire.Join, fds: list[int]) -> None:
         """Raises ValueError for what no rank of this node says."""
         if not fds:
             raise ValueError("join without a world")
-        world = read_memfd_object(fds[0], WORLD_BYTES_MAX)
-        if len(world) <= WORLD_READ_AT_ONCE_BYTES_MAX:
+        if os.fstat(fds[0]).st_size <= WORLD_READ_AT_ONCE_BYTES_MAX:
+            world = read_memfd_object(fds[0], WORLD_READ_AT_ONCE_BYTES_MAX)
             self._joined(session, message, self._read_join(message, world))
             return
         if session in self._joining:
             raise ValueError("a join beside another")
         self._joining.add(session)
-        self._services.spawn(self._join_apart(session, message, world), f"join {self._job.job}")
+        self._services.spawn(self._join_apart(session, message, os.dup(fds[0])), f"join {self._job.job}")
 
-    async def _join_apart(self, session: RankSession, message: wire.Join, world: bytes) -> None:
-        """A large world is read in a thread, as the event loop is everybody's."""
+    async def _join_apart(self, session: RankSession, message: wire.Join, fd: int) -> None:
+        """A large world is read in a thread, as the event loop is everybody's. Takes ``fd``."""
         try:
-            joined = await self._services.in_work(self._read_join, message, world)
+            read = partial(self._read_join, message)
+            joined = await self._services.read_object(self._job.uid, fd, WORLD_BYTES_MAX, read)
             if not session.closed:
                 self._joined(session, message, joined)
         except ValueError as error:
@@ -247,11 +255,8 @@ class Ranks:
         if slot is None or slot.id in self.sealing:
             self._job.feed(ev.RankMissed(own.rank, message.grant, "its slot is gone", message.step))
             return
-        if fds:
-            data = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX)
-            while len(own.layouts) >= LAYOUTS_PER_SEAT_MAX:
-                own.layouts.pop(next(iter(own.layouts)))
-            own.layouts[message.layout_id] = self._services.decode(data)
+        if fds and not self._take_layout(own, slot, message, fds[0]):
+            return
         if message.frozen >= 0:
             try:
                 self._job.frozen.hold(slot, own.rank, message.frozen)  # a wish for another one may be the next message
@@ -265,6 +270,16 @@ class Ranks:
         self._services.metrics.captured(self._job.job, message.capture_s, message.blocked_s)
         name = f"seal {self._job.job} step {message.step}"
         self._services.spawn(self._seal(own, slot, message, self._job.record), name)
+
+    def _take_layout(self, own: RankSlots, slot: Slot, message: wire.SealedSlot, fd: int) -> bool:
+        """False: it is missed, as no rank has so many new layouts at once."""
+        if sum(not reading.done() for reading in own.layouts.values()) >= LAYOUTS_AT_ONCE_MAX:
+            self._missed(own, slot, message, "too many layouts at once")
+            return False
+        own.layouts[message.layout_id] = self._services.read_layout(self._job.uid, os.dup(fd), LAYOUT_BYTES_MAX)
+        while len(own.layouts) > LAYOUTS_PER_RANK_MAX or _kept_bytes(own) > LAYOUTS_BYTES_MAX:
+            own.layouts.pop(next(iter(own.layouts)))
+        return True
 
     async def _seal(
         self, own: RankSlots, slot: Slot, message: wire.SealedSlot, record: EpochRecord | None
@@ -285,7 +300,7 @@ class Ranks:
         except (CkptdError, ValueError) as error:  # the layout stays known: its rank does not send it again
             self._missed(own, slot, message, f"seal failed: {error}")
         except Exception as error:  # the machine keeps the slot until it has an answer
-            self._services.went_wrong(f"seal {self._job.job} step {message.step}", error)
+            self._services.went_wrong(f"seal {self._job.job} step {message.step}", error, self._job.job)
             self._missed(own, slot, message, "seal failed: internal")
         else:
             if self._job.record is not record:
@@ -402,3 +417,9 @@ class Ranks:
             facts[name] = facts[name][:HEALTH_ROWS_MAX]
         told = [text[:HEALTH_TEXT_CHARS_MAX] for text in problems[:HEALTH_PROBLEMS_MAX]]
         session.send(wire.Health(request, ok, told, facts))
+
+
+def _kept_bytes(own: RankSlots) -> int:
+    """Of its layouts, as they are encoded."""
+    done = (reading for reading in own.layouts.values() if reading.done() and not reading.cancelled())
+    return sum(len(reading.result().encoded) for reading in done if reading.exception() is None)

@@ -19,10 +19,10 @@ from ckptd.recover.handover import DIRECT, Frame, Handover
 from ckptd.recover.host import Unrecoverable
 from ckptd.recover.rebuild import Rebuild
 from ckptd.recover.stored import is_our_lack
-from ckptd.recover.wants import Wants
+from ckptd.recover.wants import WANTS_BYTES_MAX, Wants
 from ckptd.wire import rank as wire
 from ckptd.wire.rank_link import RankSession
-from ckptd.wire.seqpacket import memfd_object, read_memfd_object
+from ckptd.wire.seqpacket import memfd_object
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
@@ -114,7 +114,7 @@ class Restore:
 
     def _refuse(self, attempt: str, ranks: list[int], code: str, reason: str) -> None:
         if self._joined_at.pop(attempt, None) is not None:  # the attempt's end and its round's are told, one after the other
-            log.warning("job=%s restore refused: %s [%s]", self._job.job, reason, code)
+            self._services.complaints.say(f"job={self._job.job}", f"restore refused: {reason} [{code}]")
         for rank in ranks:
             self._tell(rank, wire.Failed(code, reason, self._hint(code)))
 
@@ -150,8 +150,7 @@ class Restore:
             if own.rank in current.asked:
                 return  # once per round: its first answer is being looked for, or there
             current.asked.add(own.rank)
-            body = read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX)
-            self._spawn(self._assemble(current, own.rank, body), f"restore rank {own.rank}")
+            self._spawn(self._assemble(current, own.rank, os.dup(fds[0])), f"restore rank {own.rank}")
         elif isinstance(message, wire.WantsRefused):
             current.waiting.discard(own.rank)
             self._job.feed(ev.RankFetched(own.rank, current.do.round, False, message.code, message.reason))
@@ -200,11 +199,12 @@ class Restore:
             self._tell(rank, opened, [fd])
         os.close(fd)
 
-    async def _assemble(self, current: Round, rank: int, body: bytes) -> None:
+    async def _assemble(self, current: Round, rank: int, fd: int) -> None:
+        """``fd``: of its wants, which it takes."""
         started = self._services.now()
         try:
             assert current.rebuild is not None, "wants come after the offer"
-            wants = await self._services.in_work(Wants.decode, body)
+            wants = await self._services.read_object(self._job.uid, fd, WANTS_BYTES_MAX, Wants.decode)
             handover = await current.rebuild.assemble(rank, wants)
         except Exception as error:  # whatever it is, all ranks of the job wait for this vote
             self._failed(current, rank, error)
@@ -251,7 +251,7 @@ class Restore:
             code = "unreachable" if is_our_lack(error) else "damage"
             log.error("job=%s restore of rank %d", self._job.job, rank, exc_info=error)
         else:
-            self._services.went_wrong(f"restore of rank {rank} of {self._job.job}", error)
+            self._services.went_wrong(f"restore of rank {rank} of {self._job.job}", error, self._job.job)
         what = error.what if isinstance(error, Unrecoverable) else str(error) or repr(error)
         self._fetched(current, rank, False, code, what)
 

@@ -58,6 +58,7 @@ FLUSH_THREADS_MAX = 4  # flushes and commits at once, over all jobs
 STOP_TIMEOUT_S = 5.0
 LEAVE_S = STOP_TIMEOUT_S + 2.0  # how long one that ends is waited for by the next
 STRANGERS_TTL_S = 30.0  # what is refused tries again within seconds: who has not come for so long has gone
+UNPROVEN_SHOWN_MAX = 8  # nodes that have never been up, by their names in health
 GARBAGE_SEARCHED_AFTER = 100_000  # objects made; a layout of 20,000 tensors makes a million that live on
 STATE_LOOK_S = 5.0  # a state directory that was full at the start is tried again
 
@@ -69,6 +70,7 @@ class Daemon:
         self.config = config
         self.jobs: dict[str, JobShell] = {}
         self.peers_up: dict[str, bool] = {}
+        self._unproven: set[str] = set()  # nodes with a problem that have never been up
         self.state = StateDir(Path(config.state_dir))
         self.health = Health()
         self.metrics = Metrics(config.node_id, version("ckptd"))
@@ -151,7 +153,7 @@ class Daemon:
             metrics=self.metrics,
             send=self._send,
             connect=self.control.connect,
-            release=self.control.release,
+            release=self._release,
             work=work,
             sizing=_pool(SIZING_THREADS_MAX, "sizing"),
             disk=_pool(DISK_THREADS_MAX, "disk"),
@@ -276,10 +278,15 @@ class Daemon:
         shell = self.jobs.pop(job, None)
         if shell is not None:
             shell.drop()
-            self.control.release(job)
+            self._release(job)
             self.graveyard.add(job, tombstone, shell.record)
             self.metrics.forget(job)
             self.health.forget(job)
+
+    def _release(self, job: str) -> None:
+        for node in self.control.release(job):
+            self.peers_up.pop(node, None)
+            self._unproven.discard(node)
 
     # --- live ---------------------------------------------------------------------------------------------------
     async def _live(self, until: asyncio.Event, limit_s: float | None = None) -> None:
@@ -323,7 +330,12 @@ class Daemon:
         return self.control.send(node, job, message)
 
     def _on_problem(self, text: str, node: str) -> None:
-        """Of a node until it is up."""
+        """Of a node until it is up. Of those that were never up, which any local user can name, some by name."""
+        if node and node not in self.peers_up and node not in self._unproven:
+            if len(self._unproven) < UNPROVEN_SHOWN_MAX:
+                self._unproven.add(node)
+            else:
+                node = "others"
         self.health.event("control", text, which=node, ttl_s=EVENT_TTL_S if node else STRANGERS_TTL_S)
 
     def _on_message(self, node: str, job: str, message: object) -> None:
@@ -349,8 +361,9 @@ class Daemon:
             self._send(node, job, answer)
 
     def _on_peer(self, node: str, up: bool) -> None:
-        log.info("peer=%s %s", node, "up" if up else "down")
-        self.peers_up[node] = up
+        if up or node in self.peers_up:  # any local user can name one that never was
+            log.info("peer=%s %s", node, "up" if up else "down")
+            self.peers_up[node] = up
         if up:
             self.health.clear("control", which=node)
             self.shared.peer_up(node)

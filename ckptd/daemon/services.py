@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -15,7 +16,6 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import NodeInfo
 from ckptd.core.policy import Policy
 from ckptd.core.protocol.life import Tombstone
-from ckptd.core.protocol.machine.context import decode_layout
 from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
@@ -26,6 +26,8 @@ from ckptd.protect.fetch import Fetcher
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.parity import ParityMaker
 from ckptd.protect.replicate import Replicator
+from ckptd.wire.complaints import Complaints
+from ckptd.wire.memfd import read_memfd_object
 
 if TYPE_CHECKING:
     from ckptd.config import Config
@@ -61,6 +63,8 @@ class Services:
     forget_job: Callable[[str, Tombstone], None]
     forget_if_empty: Callable[[str], None]  # a name somebody only asked about
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    complaints: Complaints = field(default_factory=lambda: Complaints(to=log))  # about local users
+    reading: dict[int, asyncio.Lock] = field(default_factory=dict)  # uid -> who reads an object of his
 
     def now(self) -> float:
         return time.monotonic()
@@ -82,10 +86,11 @@ class Services:
         if not task.cancelled() and task.exception() is not None:
             self.went_wrong(task.get_name(), task.exception())
 
-    def went_wrong(self, what: str, error: BaseException | None) -> None:
+    def went_wrong(self, what: str, error: BaseException | None, job: str = "") -> None:
         """A fault of ours, not of the world: the log has the trace, health says that there is one."""
         log.error("%s failed", what, exc_info=error)
-        self.health.event("internal", f"{what}: {error!r}")
+        text = f"{what}: {error!r}" if job else f"{type(error).__name__}: the log has more"  # the second is for everybody's eyes
+        self.health.event("internal", text, job=job)
 
     async def in_work(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.work, call, *args)
@@ -94,9 +99,18 @@ class Services:
         """What touches new memory takes minutes, and must hold up no restore and no seal."""
         return await asyncio.get_running_loop().run_in_executor(self.sizing, call, *args)
 
-    def decode(self, data: bytes) -> asyncio.Future[Layout]:
-        """In a thread, its id as well: a large layout would hold up the event loop. ValueError: it is none."""
-        future = asyncio.get_running_loop().run_in_executor(self.work, _decode, data)
+    async def read_object(self, uid: int, fd: int, bytes_max: int, parse: Callable[[bytes], T]) -> T:
+        """``parse`` of a sealed memfd, in a thread. Of each user one at a time; the others wait unread (D20). Takes ``fd``. Raises
+        ValueError."""
+        try:
+            async with self.reading.setdefault(uid, asyncio.Lock()):
+                return await self.in_work(_read_and(parse), fd, bytes_max)
+        finally:
+            os.close(fd)
+
+    def read_layout(self, uid: int, fd: int, bytes_max: int) -> asyncio.Future[Layout]:
+        """The same of a layout, its id as well. Takes ``fd``. ValueError: it is none."""
+        future = asyncio.ensure_future(self.read_object(uid, fd, bytes_max, _decode))
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever needs it asks
         return future
 
@@ -111,8 +125,12 @@ class Services:
             raise CkptdError(f"no answer within {LIST_TIMEOUT_S:.0f} s") from None
 
 
+def _read_and(parse: Callable[[bytes], T]) -> Callable[[int, int], T]:
+    return lambda fd, bytes_max: parse(read_memfd_object(fd, bytes_max))
+
+
 def _decode(data: bytes) -> Layout:
-    layout = decode_layout(data)  # remembered: the machine decodes what it is told again
+    layout = Layout.decode(data)
     layout.layout_id  # noqa: B018 - made here, kept with it
     if layout.frozen_bytes:
         layout.frozen.layout_id  # noqa: B018

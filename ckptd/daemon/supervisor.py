@@ -35,7 +35,7 @@ class Supervisor:
         try:
             return self._job.machine.handle(event, now)
         except Exception as error:
-            self._services.went_wrong(f"the machine of {self._job.job} at {type(event).__name__}", error)
+            self._services.went_wrong(f"the machine of {self._job.job} at {type(event).__name__}", error, self._job.job)
             self._due, self._pause_s = now + self._pause_s, min(2 * self._pause_s, PAUSE_MAX_S)
             self._job.let_go()
             return []

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,8 @@ from ckptd.core.errors import CkptdError
 from ckptd.observe.sight import NOBODY, Sight, sight_of
 from ckptd.thread_pool import ThreadPool
 
-CONNECTIONS_MAX = 64  # at once; more are answered 503
+CONNECTIONS_MAX = 256  # at once; more are answered 503
+REQUEST_S = 5.0  # from the connection to the end of its first request's headers
 KEEP_ALIVE_S = 5
 STOP_GRACE_S = 1  # open answers may end within this
 LOOKS_MAX = 2  # threads that find out who asks
@@ -82,6 +83,7 @@ class HttpServer:
         self._server: _Server | None = None
         self._looks = ThreadPool(LOOKS_MAX, "sight", ready=LOOKS_MAX)
         self._task: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self.address: tuple[str, int] = self._wanted
 
     async def start(self) -> None:
@@ -92,8 +94,22 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="ckptd-http")
         await asyncio.wait_for(self._server.up.wait(), START_TIMEOUT_S)
         self._write_announcement()
+        self._sweeping = asyncio.create_task(self._sweep(self._server.server_state.connections), name="ckptd-http-sweep")
+
+    async def _sweep(self, connections: Collection[Any]) -> None:
+        """uvicorn waits for ever for a request that was begun, and counts who began one."""
+        begun: dict[Any, float] = {}
+        while True:
+            now = asyncio.get_running_loop().time()
+            begun = {one: begun.get(one, now) for one in connections if getattr(one, "cycle", None) is None}
+            for one, since in begun.items():
+                if now - since > REQUEST_S and one.transport is not None:
+                    one.transport.close()
+            await asyncio.sleep(REQUEST_S / 5)
 
     async def stop(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         if self._announce is not None:
             self._announce.unlink(missing_ok=True)
         if self._server is not None and self._task is not None:

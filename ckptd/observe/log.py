@@ -14,6 +14,7 @@ from typing import IO
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
+TEXT_CHARS_MAX = 4000  # of one line
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -31,6 +32,11 @@ def _quoted(value: object) -> str:
     return text if plain else json.dumps(text)
 
 
+def _line(text: str) -> str:
+    """What others say ends up in it: one line of what can be printed."""
+    return "".join(c if c.isprintable() else "?" for c in text[:TEXT_CHARS_MAX])
+
+
 class TextFormatter(logging.Formatter):
     """``2026-01-31T12:00:00.000+00:00 INFO ckptd.arena sealed job=0/gpt step=7``"""
 
@@ -40,7 +46,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         pairs = {"node": self._node, **_fields(record)}
-        words = [_when(record), record.levelname, record.name, record.getMessage()]
+        words = [_when(record), record.levelname, record.name, _line(record.getMessage())]
         words += [f"{key}={_quoted(value)}" for key, value in pairs.items() if value != ""]
         if record.exc_info:
             words.append("\n" + self.formatException(record.exc_info))

@@ -12,7 +12,8 @@ from ckptd.arena.objects import OBJECTS_MAX
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.dtypes import ITEMSIZE
 
-WANTS_MAX = 1 << 20  # slices of one rank
+WANTS_MAX = 1 << 18  # slices of one rank
+WANTS_BYTES_MAX = 64 << 20
 NDIM_MAX = 64
 
 

@@ -132,11 +132,13 @@ class ControlLink:
             self._dial_due = True
             self._loop.call_soon(self._dial)  # once for all nodes of a job
 
-    def release(self, job: str) -> None:
-        """It names no node any more. on_peer is not called for those that are left to nobody."""
-        for node in self._book.withdraw(job):
+    def release(self, job: str) -> list[str]:
+        """It names no node any more. Returns those that are left to nobody; on_peer is not called for them."""
+        gone = self._book.withdraw(job)
+        for node in gone:
             self._disconnect(node)
             self._verdicts.pop(node, None)
+        return gone
 
     def _works(self, node: str) -> bool:
         link = self._links.get(node)
@@ -271,6 +273,9 @@ class ControlLink:
         if self._on_problem is not None:
             self._on_problem(text, node)
         now = self.now()
+        if node and not self._verdicts.get(node, Verdict()).incarnation:
+            self._moves.say(f"node {node}", text)  # it never greeted: any local user can name such ones, as many as he likes
+            return
         if now - self._problems.get(text, -PROBLEM_AGAIN_S) < PROBLEM_AGAIN_S:
             return
         while len(self._problems) >= PROBLEMS_REMEMBERED_MAX:

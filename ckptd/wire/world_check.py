@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -11,6 +12,7 @@ from ckptd.core.ids import NodeInfo
 from ckptd.wire.world import RANKS_MAX
 
 NAME_CHARACTERS_MAX = 256  # of a node's id; the config allows less
+_NAMES = re.compile(r"[!-{}~]{1,256}\|[!-{}~]{0,256}\|[!-{}~]{0,256}\|[^\x00-\x1f\x7f-\x9f]{0,256}")  # '|' is in no name
 
 
 class World(msgspec.Struct, forbid_unknown_fields=True):
@@ -27,4 +29,6 @@ def unpack_world(data: bytes) -> tuple[tuple[str, ...], tuple[NodeInfo, ...]]:
         found = _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"world: {error}") from error
+    if not all(_NAMES.fullmatch(f"{node.node}|{node.control}|{node.bulk}|{node.domain}") for node in found.nodes):
+        raise ValueError("world: a node's id, address or domain is no short text of one line")
     return tuple(found.ranks), tuple(found.nodes)

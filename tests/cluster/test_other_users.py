@@ -123,6 +123,32 @@ def test_a_share_is_no_more_where_others_are(nodes: Cluster) -> None:
         assert node.get("/status")["memory"]["own_bytes"] - before <= 128 * MIB
 
 
+@pytest.mark.parametrize(("kind", "count"), [("number", 1), ("empty", 64), ("record", 16), ("mappers", 1)])
+def test_memory_of_a_strangers_own_making(nodes: Cluster, kind: str, count: int) -> None:
+    """An offer is as he wrote it: a number after which no allocation worked, segments without slots that used up all that there
+    may be, a record of 3 GiB that was copied before anybody looked at its sum, processes that each cost a descriptor for ever."""
+    node = nodes.node(replicas=0, memory_budget="256MiB")
+    before, descriptors = _peak_bytes(node), _descriptors(node)
+    with attacked(node, "offered", kind, count):
+        (ours,) = nodes.world([node], JOB)
+        assert ours.do("restore") is None
+        assert "sealed" in _snapshot(ours)
+    until(lambda: _descriptors(node) - descriptors < 24, what="his memory is not kept")
+    assert _peak_bytes(node) - before < 256 * MIB
+    assert node.log.read_text().count("is refused") <= 2, "in the log once, then counted"
+
+
+def test_layouts_of_what_nobody_captured(nodes: Cluster) -> None:
+    """16 of 250 MB took 5.75 GB, and kept them."""
+    node = nodes.node(replicas=0)
+    (ours,) = nodes.world([node], JOB)
+    assert ours.do("restore") is None
+    before = _peak_bytes(node)
+    with attacked(node, "false_layouts", 250 * MIB, 16):
+        assert "sealed" in _snapshot(ours)
+    assert _peak_bytes(node) - before < 256 * MIB
+
+
 def _snapshot(trainer: Trainer) -> str:
     trainer.do("train", steps=1, snapshot=False)
     trainer.do("snapshot", must=True)

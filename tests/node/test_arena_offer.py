@@ -29,8 +29,20 @@ def lost() -> Iterator[Slot]:
     arena.close()
 
 
-def offer(arena: Arena, slot: Slot, trainer: Process, *, job: str = JOB, uid: int = 1000) -> list[Slot]:
-    return arena.take_offer({slot.segment.name: slot.segment.fd}, job=job, uid=uid, process=trainer)
+def offer(
+    arena: Arena, slot: Slot, trainer: Process, said: list[str] | None = None, *, job: str = JOB, uid: int = 1000
+) -> list[Slot]:
+    return take({slot.segment.name: slot.segment.fd}, arena, trainer, said, job=job, uid=uid)
+
+
+def take(
+    fds: dict[str, int], arena: Arena, trainer: Process, said: list[str] | None = None, *, job: str = JOB, uid: int = 1000
+) -> list[Slot]:
+    def refused(name: str, error: Exception) -> None:
+        if said is not None:
+            said.append(str(error))
+
+    return arena.take_offer(fds, job=job, uid=uid, process=trainer, refused=refused)
 
 
 def test_own_memory_is_taken_back_whole_and_the_mapper_is_known(lost: Slot, trainer: Process) -> None:
@@ -49,9 +61,9 @@ def test_own_memory_is_taken_back_whole_and_the_mapper_is_known(lost: Slot, trai
 
 @pytest.mark.parametrize(("job", "uid"), [("1001/gpt", 1001), ("1000/other", 1000), (JOB, 0)])
 def test_memory_of_another_job_or_user_is_not_taken(lost: Slot, trainer: Process, job: str, uid: int) -> None:
-    arena = small_arena()
-    assert offer(arena, lost, trainer, job=job, uid=uid) == []
-    assert "does not belong" in arena.refused[0][1]
+    arena, said = small_arena(), list[str]()
+    assert offer(arena, lost, trainer, said, job=job, uid=uid) == []
+    assert "does not belong" in said[0]
     assert arena.used_bytes == 0
     arena.close()
 
@@ -68,8 +80,9 @@ def test_replicas_cannot_be_offered_by_a_trainer(trainer: Process) -> None:
 def test_an_offer_beyond_the_budget_is_refused(lost: Slot, trainer: Process) -> None:
     arena = small_arena(4 * MIB)
     arena.allocate(Tenant(JOB, 1000, "own", 1), MIB)
-    assert offer(arena, lost, trainer) == []
-    assert "no room" in arena.refused[0][1]
+    said: list[str] = []
+    assert offer(arena, lost, trainer, said) == []
+    assert "no room" in said[0]
     arena.close()
 
 
@@ -77,7 +90,7 @@ def test_another_memory_under_a_known_name_is_ignored(lost: Slot, trainer: Proce
     arena = small_arena()
     known = offer(arena, lost, trainer)
     other = os.memfd_create("other")
-    assert arena.take_offer({lost.segment.name: other}, job=JOB, uid=1000, process=trainer) == []
+    assert take({lost.segment.name: other}, arena, trainer) == []
     assert list(arena.slots.values()) == known
     os.close(other)
     arena.close()

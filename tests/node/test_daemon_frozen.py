@@ -106,16 +106,16 @@ async def test_a_snapshot_on_its_way_keeps_what_it_leans_on(monkeypatch: pytest.
     async with rig() as house:
         rank, layout = house.rank(), layout_of()
         first = await begin(rank, layout)
-        decode, go = house.daemon.services.decode, asyncio.Event()
+        read, go = house.daemon.services.read_layout, asyncio.Event()
 
-        def slow(data: bytes) -> asyncio.Future[Layout]:
+        def slow(uid: int, fd: int, bytes_max: int) -> asyncio.Future[Layout]:
             async def later() -> Layout:
                 await go.wait()
-                return await decode(data)
+                return await read(uid, fd, bytes_max)
 
             return asyncio.ensure_future(later())
 
-        monkeypatch.setattr(house.daemon.services, "decode", slow)
+        monkeypatch.setattr(house.daemon.services, "read_layout", slow)
         await capture(rank, layout, 1, first, fill=True, tell=True)
         rank.say(wire.Resize(layout.frozen_at, layout.frozen_bytes + (4 << 20)))
         await rank.heard(wire.Mapped, frozen=True)

@@ -182,7 +182,7 @@ async def test_wants_that_nobody_has_are_refused_at_once(
         shell = house.shell()
         await eventually(lambda: shell.restore._round is None and not shell.restore._joined_at)
         said = [line for line in caplog.messages if "restore refused" in line]
-        assert said == [f"job={shell.job} restore refused: {failed.reason} [mismatch]"]
+        assert said == [f"job={shell.job}: restore refused: {failed.reason} [mismatch]"]
 
 
 async def test_wants_that_come_twice_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from ckptd.core.protocol.life import Tombstone, is_grave
+from ckptd.daemon import forget
+from ckptd.daemon.forget import REQUESTS_PER_USER_MAX
 from ckptd.daemon.state import StateDir
 from ckptd.persist.commits import list_commits
 from ckptd.persist.lineage import claim_epoch, newest_record
@@ -172,3 +175,19 @@ async def test_only_the_owner_and_the_operator_may(tmp_path: Path) -> None:
         house.daemon.forget.on_ask(session, wire.ForgetAsk("../x"))
         assert asked[1] == wire.Refused("not a job's name", "../x", "name it as `ckptd status` does: NAME or UID/NAME")
         assert phase(house, "first") == "orphaned"
+
+
+async def test_one_user_has_few_orders_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 655,380, of jobs that there are not, had a task and a question to storage, which then answered nobody (D20)."""
+    going = threading.Event()
+    monkeypatch.setattr(forget, "highest_epoch", lambda *_: going.wait(30) and 0)
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        for number in range(REQUESTS_PER_USER_MAX + 3):
+            rank.say(wire.ForgetAsk(f"nojob{number}", True))
+        for _ in range(3):
+            assert "too many orders" in (await rank.heard(wire.Refused))[0].what
+        going.set()
+        for _ in range(REQUESTS_PER_USER_MAX):
+            assert "no such job" in (await rank.heard(wire.Refused))[0].what
+        assert not house.daemon.forget._under_way

@@ -21,6 +21,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckptd.core.errors import CkptdError
+from ckptd.observe import http as observed
 from ckptd.observe import log
 from ckptd.observe.health import PROBLEMS_MAX, Health
 from ckptd.observe.http import HttpServer, Routes
@@ -230,6 +231,16 @@ def test_a_line_break_in_a_value_stays_one_line() -> None:
     assert logged("text", why="a\nINFO forged").count("\n") == 1
 
 
+def test_what_others_say_is_one_line_of_what_can_be_printed() -> None:
+    """A segment's name wrote whole lines of its own (D20)."""
+    stream = io.StringIO()
+    log.setup("info", "text", node="n1", stream=stream)
+    logging.getLogger("ckptd.x").info("said %s", "a\nERROR all is lost\x1b[31m" + "b" * 9000)
+    assert stream.getvalue().count("\n") == 1
+    assert "a?ERROR all is lost?[31mb" in stream.getvalue()
+    assert len(stream.getvalue()) < 5000
+
+
 def test_json_lines() -> None:
     line = json.loads(logged("json", job=MINE, path=Path("/x")))
     assert line["text"] == "sealed 7"
@@ -333,6 +344,20 @@ async def test_garbage_leaves_the_page_alive() -> None:
 
     async with page() as server:
         assert b"400" in await asyncio.to_thread(throw)
+        assert (await ask(server, "/healthz"))[0] == 200
+
+
+async def test_requests_that_are_never_ended_keep_nobody_from_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """70 of them did, for as long as they were held (D20)."""
+    monkeypatch.setattr(observed, "REQUEST_S", 0.2)
+    monkeypatch.setattr(observed, "CONNECTIONS_MAX", 8)
+    async with page() as server:
+        held = [socket.create_connection(server.address, timeout=10) for _ in range(8)]
+        for link in held:
+            link.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
+        for link in held:
+            assert await asyncio.to_thread(link.recv, 100) == b"", "its end"
+            link.close()
         assert (await ask(server, "/healthz"))[0] == 200
 
 
