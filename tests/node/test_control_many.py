@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 
 from ckptd.core.ids import NodeInfo
@@ -37,6 +38,8 @@ while True:
 @pytest_asyncio.fixture
 async def everybody() -> AsyncIterator[str]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < FILES:
+        pytest.skip(f"needs {FILES} descriptors")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], FILES), before[1]))
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", EVERYBODY, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
