@@ -170,7 +170,7 @@ class Ranks:
             joined = await self._services.read_object(self._job.uid, fd, WORLD_BYTES_MAX, read)
             if not session.closed:
                 self._joined(session, message, joined)
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # it comes back, and says the same again
             session.garbage(error)
         finally:
             self._joining.discard(session)

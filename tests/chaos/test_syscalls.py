@@ -38,7 +38,9 @@ CASES = [
 ]  # fmt: skip
 EVERYDAY = {("fsync,fdatasync", "EIO")}
 RARE = ("link,linkat", "rename,renameat,renameat2", "mkdir,mkdirat")  # made now and then by whoever commits or claims an epoch
+SPREAD = ("pread64",)  # made by one of several threads, so that few of them make a second one
 EVERY = ("mmap",)  # made a few times only, and by new threads first of all: each fails
+FIRST = dict.fromkeys((*RARE, *SPREAD, *EVERY), 1)  # which call of a thread fails first; else the second
 
 
 class Injection:
@@ -94,7 +96,7 @@ def test_a_call_that_fails_again_and_again(job: Job, calls: str, error: str) -> 
     with ExitStack() as stack:
         injections = [
             stack.enter_context(
-                closing(Injection(node.daemon_pid(), calls, error, node.root / "strace.log", 1 if calls in RARE + EVERY else 2))
+                closing(Injection(node.daemon_pid(), calls, error, node.root / "strace.log", FIRST.get(calls, 2)))
             )
             for node in sick
         ]
