@@ -51,7 +51,6 @@ def test_a_steward_that_is_behind_is_told_again_less_and_less_often(node: Member
     node.order(msg.Ack(EPOCH, "s1", 1))
     assert said_again(node, 8.0) == [8.0], "there is more that it has not heard"
     node.order(msg.Ack(EPOCH, "s1", 2))
-    node.tick(5.0)
     node.feed(ev.RankProgress(1, 4))
     assert said_again(node, 2.0) == [0.5, 1.5], "it had heard all: what is lost now was lost on the way"
     node.hear("a", msg.OpenSession(EPOCH, "s2"))

@@ -229,7 +229,7 @@ class Uplink:
         if not self.session:
             return
         if not self._outbox:
-            self._waiting_since = self._sent_at = self._ctx.now
+            self._waiting_since = self._ctx.now
             self._resend_s = RESEND_S
         stamped = replace(fact, session=self.session, serial=self._serial)
         self._serial += 1
