@@ -297,8 +297,8 @@ def copied_slowly(daemon: RankDaemonDouble, training: Graphed) -> Iterator[tuple
             assert_same(daemon.held[1, 1][0], expected)
 
 
-def assert_captured_beside(training: Graphed, call: Callable[[], object]) -> None:
-    """A forward pass is captured, with ``call`` within, and replayed: it gives what the model gives."""
+def right_beside(training: Graphed, call: Callable[[], object]) -> bool:
+    """A forward pass is captured, with ``call`` within, and replayed: does it give what the model gives?"""
     with training.stream:
         training.graph.capture_begin()
         found = training.model(training.batch)
@@ -307,14 +307,14 @@ def assert_captured_beside(training: Graphed, call: Callable[[], object]) -> Non
         training.graph.replay()
         expected = training.model(training.batch)
     torch.accelerator.synchronize()
-    assert bits_equal(found.cpu(), expected.cpu())
+    return bits_equal(found.cpu(), expected.cpu())
 
 
 def test_a_capture_within_which_the_user_fences_is_not_broken_by_a_snapshot_on_its_way(daemon: RankDaemonDouble) -> None:
     """The fence would make the graph wait for what is not in it."""
     training = Graphed(sgd)
     with copied_slowly(daemon, training) as (client, _):
-        assert_captured_beside(training, client.fence)
+        assert right_beside(training, client.fence)
 
 
 @pytest.mark.parametrize("mode", ["global", "relaxed"])
@@ -322,8 +322,9 @@ def test_a_step_that_is_only_captured_makes_no_snapshot_void(daemon: RankDaemonD
     """It moves the counters of what it will write when it is replayed."""
     training = Graphed(adam)
     training.graph = torch.accelerator.Graph(capture_error_mode=mode)  # type: ignore[attr-defined]
-    with copied_slowly(daemon, training):
+    with copied_slowly(daemon, training) as (_, handle):
         training.captures(optimizer=True)
+    assert handle.status == "durable"
 
 
 def refused(client: Client) -> None:
@@ -347,7 +348,7 @@ def test_no_call_within_a_capture_breaks_it(daemon: RankDaemonDouble, call: Call
     training = Graphed(sgd)
     with copied_slowly(daemon, training) as (client, _):
         client.fence()
-        assert_captured_beside(training, lambda: call(client))
+        assert right_beside(training, lambda: call(client))
 
 
 def test_health_tells_of_a_capture_that_does_not_end_and_breaks_none(
@@ -363,7 +364,7 @@ def test_health_tells_of_a_capture_that_does_not_end_and_breaks_none(
 
     with copied_slowly(daemon, training) as (client, _):
         client.fence()  # the stream waits, and how long it did is asked of the device
-        assert_captured_beside(training, asked)
+        assert right_beside(training, asked)
         assert client.health().ok
 
 
@@ -373,7 +374,7 @@ def test_snapshots_end_beside_a_capture_that_other_threads_cannot_break(daemon: 
     training.graph = torch.accelerator.Graph(capture_error_mode=mode)  # type: ignore[attr-defined]
     with copied_slowly(daemon, training) as (client, handle):
         client.fence()
-        assert_captured_beside(training, lambda: until(lambda: handle.status == "durable", timeout=10, what="its end"))
+        assert right_beside(training, lambda: until(lambda: handle.status == "durable", timeout=10, what="its end"))
 
 
 def test_a_second_capture_into_a_graph_that_is_being_captured_raises_and_breaks_nothing(daemon: RankDaemonDouble) -> None:

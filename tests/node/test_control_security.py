@@ -59,7 +59,7 @@ async def test_a_link_recovers_when_the_other_side_gets_the_right_key() -> None:
             address = wrong.address
             n.connect(wrong.info)
             await eventually(lambda: n.up("x") is False and n.said("another cluster key"), 8)
-        await _meets_the_right_one(n, address)
+        assert await meets_the_right_one(n, address)
 
 
 async def test_a_link_recovers_when_a_plain_socket_was_at_its_place() -> None:
@@ -72,14 +72,15 @@ async def test_a_link_recovers_when_a_plain_socket_was_at_its_place() -> None:
         n.connect(NodeInfo("x", address, "", ""))
         await eventually(lambda: n.up("x") is False and n.said("another cluster key"), 8)
         context.destroy(0)
-        await _meets_the_right_one(n, address)
+        assert await meets_the_right_one(n, address)
 
 
-async def _meets_the_right_one(n: Link, address: str) -> None:
+async def meets_the_right_one(n: Link, address: str) -> bool:
     async with Link("x", address) as right:
         await eventually(lambda: n.up("x"), 8)
-        assert n.send("x", JOB, m.FlushAsk(1, 1))
+        sent = n.send("x", JOB, m.FlushAsk(1, 1))
         await eventually(lambda: right.messages)
+        return sent and right.messages == [("n", JOB, m.FlushAsk(1, 1))]
 
 
 async def test_nobody_greets_without_the_key(a: Link) -> None:
@@ -89,6 +90,8 @@ async def test_nobody_greets_without_the_key(a: Link) -> None:
     plain.connect(a.address)
     plain.send(lf.pack(lf.HELLO, "p", "incarnation", "a"))
     await stays(lambda: not plain.poll(0), 1.0)
+    assert a._listener is not None
+    assert not a._listener._connections and a.peers == []
     context.destroy(0)
 
 
