@@ -10,6 +10,7 @@ from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.state_map.box import Box, disjoint, uncovered
 from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Fragment, Layout
 from ckptd.persist import manifest as m
+from ckptd.persist.index import Chunk, Index, Tensor
 from ckptd.persist.names import header_name
 from ckptd.persist.report import Report, WrittenFile, WrittenObject
 
@@ -26,7 +27,7 @@ def assemble(
     layouts: Mapping[int, Layout],
     per_rank: Collection[str],
     keep: bool,
-) -> m.Manifest:
+) -> m.Contents:
     """Raises CkptdError naming what is missing or contradictory; nothing may be committed then."""
     worlds = {layout.world for layout in layouts.values()}
     if worlds != {len(layouts)} or set(layouts) != set(range(len(layouts))):
@@ -35,14 +36,16 @@ def assemble(
         )
     files: list[m.DataFile] = []
     sides: list[m.SideFile] = []
-    rows: dict[_Key, list[m.Chunk]] = {}
+    rows: dict[_Key, list[Chunk]] = {}
     facts = _tensors(layouts, per_rank)
     for report in reports:
         _add_files(report, files, sides, facts, rows)
     aliases: dict[str, str] = {}
     for layout in layouts.values():
         aliases.update(layout.aliases)
-    return m.Manifest(
+    ordered = sorted(facts.items(), key=_order)
+    proven = [(_tensor(key, known[0]), _proven(key, known, rows.get(key, []))) for key, known in ordered]
+    manifest = m.Manifest(
         format=m.FORMAT,
         version=m.VERSION,
         xxh3_128="",
@@ -57,14 +60,12 @@ def assemble(
         block_bytes=BLOCK_BYTES,
         per_rank=sorted(per_rank),
         aliases=aliases,
-        tensors=[
-            _tensor(key, fragments, rows.get(key, [])) for key, fragments in sorted(facts.items(), key=_order)
-        ],
         objects=_objects(reports, layouts, per_rank),
         files=files,
         sides=sides,
         without=sorted({pattern for layout in layouts.values() for pattern in layout.without}),
     )
+    return m.Contents(manifest, Index.of(proven))
 
 
 def _order(item: tuple[_Key, list[Fragment]]) -> tuple[str, int]:
@@ -87,7 +88,7 @@ def _add_files(
     files: list[m.DataFile],
     sides: list[m.SideFile],
     facts: Mapping[_Key, list[Fragment]],
-    rows: dict[_Key, list[m.Chunk]],
+    rows: dict[_Key, list[Chunk]],
 ) -> None:
     if report.side is None:
         return
@@ -108,7 +109,7 @@ def _add_chunks(
     file: WrittenFile,
     index: int,
     facts: Mapping[_Key, list[Fragment]],
-    rows: dict[_Key, list[m.Chunk]],
+    rows: dict[_Key, list[Chunk]],
 ) -> None:
     for chunk in file.chunks:
         key = chunk.key, chunk.rank
@@ -120,12 +121,16 @@ def _add_chunks(
         if (chunk.dtype, chunk.shape) != (fragments[0].dtype, fragments[0].shape):
             text = f"{chunk.key} was written as {chunk.dtype}{list(chunk.shape)}"
             raise CkptdError(text, where=f"{node}: {file.path}", hint="the ranks' layouts disagree")
-        row = m.Chunk(index, chunk.at, chunk.nbytes, chunk.block, chunk.offsets, chunk.sizes)
+        row = Chunk(index, chunk.at, chunk.nbytes, chunk.block, chunk.offsets, chunk.sizes)
         rows.setdefault(key, []).append(row)
 
 
-def _tensor(key: _Key, fragments: list[Fragment], chunks: list[m.Chunk]) -> m.Tensor:
-    """Raises CkptdError unless the chunks are exactly what the fragments promise: the coverage proof."""
+def _tensor(key: _Key, known: Fragment) -> Tensor:
+    return Tensor(key[0], known.dtype, known.shape, known.role, key[1])
+
+
+def _proven(key: _Key, fragments: list[Fragment], chunks: list[Chunk]) -> list[Chunk]:
+    """Sorted by offsets. Raises CkptdError unless the chunks are exactly what the fragments promise: the coverage proof."""
     first, name = fragments[0], header_name(*key)
     for other in fragments[1:]:
         if (other.dtype, other.shape) != (first.dtype, first.shape):
@@ -139,8 +144,7 @@ def _tensor(key: _Key, fragments: list[Fragment], chunks: list[m.Chunk]) -> m.Te
             raise CkptdError(text, hint="a writer's report is missing, or no rank holds that slice")
     if not disjoint(boxes):
         raise CkptdError(f"{name}: two files hold the same elements")
-    chunks.sort(key=lambda chunk: chunk.offsets)
-    return m.Tensor(key[0], name, first.dtype, first.shape, first.role, chunks, key[1])
+    return sorted(chunks, key=lambda chunk: chunk.offsets)
 
 
 def _objects(

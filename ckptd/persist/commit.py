@@ -12,12 +12,13 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.state_map.layout import Layout
-from ckptd.persist import manifest as m
 from ckptd.persist import report as r
 from ckptd.persist.assemble import assemble
-from ckptd.persist.names import DATA, GRANT, KEEP, MANIFEST, SIDE, WITHOUT, attempt_dir, step_dir
+from ckptd.persist.manifest import Contents
+from ckptd.persist.manifest_file import encode, read
+from ckptd.persist.names import DATA, GRANT, KEEP, SIDE, WITHOUT, attempt_dir, step_dir
 from ckptd.persist.side import check_side
-from ckptd.persist.storage.base import FileReader, NotFound, Storage, StorageError, read_file
+from ckptd.persist.storage.base import FileReader, NotFound, Storage, StorageError
 from ckptd.persist.sums import FileDamage, digest
 
 COMMIT_TURNS = 4  # beside another committer of the same attempt
@@ -41,18 +42,18 @@ def commit(
     """
     directory = attempt_dir(job, snapshot, attempt)
 
-    def made() -> m.Manifest:
+    def made() -> Contents:
         decoded = [r.decode(report) for report in reports]
-        manifest = assemble(job, snapshot, attempt, record, decoded, layouts, per_rank, keep)
+        contents = assemble(job, snapshot, attempt, record, decoded, layouts, per_rank, keep)
         for report in decoded:
             _check_report(storage, directory, report)
-        return manifest
+        return contents
 
     commit_made(storage, directory, step_dir(job, snapshot), made, keep)
 
 
 def commit_made(
-    storage: Storage, directory: str, pointer: str, made: Callable[[], m.Manifest], keep: bool
+    storage: Storage, directory: str, pointer: str, made: Callable[[], Contents], keep: bool
 ) -> None:
     """As ``commit``. made: looks at the attempt's files and says what they amount to."""
     if _committed(storage, pointer):
@@ -65,7 +66,7 @@ def commit_made(
     failpoint("persist.commit.done")
 
 
-def _publish_patiently(storage: Storage, directory: str, pointer: str, made: Callable[[], m.Manifest]) -> None:
+def _publish_patiently(storage: Storage, directory: str, pointer: str, made: Callable[[], Contents]) -> None:
     """A second committer of this attempt may commit it under our hands, or sweep what we have not finished."""
     for left in reversed(range(COMMIT_TURNS)):
         try:
@@ -81,13 +82,14 @@ def _publish_patiently(storage: Storage, directory: str, pointer: str, made: Cal
             return
 
 
-def _publish(storage: Storage, directory: str, pointer: str, manifest: m.Manifest) -> bool:
+def _publish(storage: Storage, directory: str, pointer: str, contents: Contents) -> bool:
+    manifest = contents.manifest
     failpoint("persist.commit.checked")
-    names = [file.path for file in manifest.files] + [side.path for side in manifest.sides]
+    names = [file.path for file in (*manifest.files, *manifest.sides) if file.of is None]
     grant = manifest.snapshot.grant
     marks = (KEEP, manifest.keep), (WITHOUT, manifest.without), (f"{GRANT}{grant}", grant)
     beside = {name: b"" for name, wanted in marks if wanted}
-    if storage.commit_if_absent(directory, pointer, names, {**beside, MANIFEST: m.encode(manifest)}):
+    if storage.commit_if_absent(directory, pointer, names, {**beside, **encode(contents)}):
         return True
     if not _committed(storage, pointer):
         hint = "it may be a checkpoint that retention is deleting"
@@ -100,10 +102,9 @@ def _above(path: str) -> str:
 
 
 def _committed(storage: Storage, pointer: str) -> bool:
-    """Is there a checkpoint with an intact manifest? A damaged one is dropped: it is worth nothing."""
-    path = f"{pointer}/{MANIFEST}"
+    """Is there a checkpoint with an intact manifest and index? A damaged one is dropped: it is worth nothing."""
     try:
-        m.decode(read_file(storage, path, m.MANIFEST_BYTES_MAX), storage.locate(path))
+        read(storage, pointer)
     except NotFound:
         return False
     except FileDamage:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 
+from ckptd.core.errors import CkptdError
 from ckptd.persist import manifest as m
+from ckptd.persist.index import Chunk
+from ckptd.persist.names import is_job, step_dir
 from ckptd.persist.ranges import StoredChunk
 from ckptd.persist.storage.base import FileReader, NotFound, Storage
 from ckptd.persist.sums import SUM_BYTES, FileDamage, block_count, digest
@@ -19,27 +22,34 @@ class OpenFiles:
         self._readers: dict[str, FileReader] = {}
         self._sums: dict[int, bytes] = {}
 
-    def where(self, name: str) -> str:
-        return self._storage.locate(self.path(name))
+    def where(self, file: m.DataFile | m.SideFile) -> str:
+        return self._storage.locate(self._path(file))
 
-    def path(self, name: str) -> str:
-        return f"{self._directory}/{name}" if self._directory else name
+    def _path(self, file: m.DataFile | m.SideFile) -> str:
+        """It may lie in another checkpoint of the job: what did not change is written once."""
+        directory = self._directory
+        if file.of is not None:
+            job = directory.rpartition("/")[0].rpartition("/")[0]
+            if not is_job(job):
+                hint = "open this checkpoint below its storage root"
+                raise CkptdError(f"{file.path} lies in the checkpoint of {file.of}", where=directory, hint=hint)
+            directory = step_dir(job, file.of)
+        return f"{directory}/{file.path}" if directory else file.path
 
     def data(self, index: int) -> FileReader:
         """Raises FileDamage when the file is missing or has another size."""
         file = self._manifest.files[index]
-        return self._open(file.path, file.size)
+        return self._open(file)
 
     def side(self, index: int) -> FileReader:
-        side = self._manifest.sides[index]
-        return self._open(side.path, side.size)
+        return self._open(self._manifest.sides[index])
 
-    def chunk(self, name: str, chunk: m.Chunk) -> StoredChunk:
+    def chunk(self, name: str, chunk: Chunk) -> StoredChunk:
         """Everything needed to read ranges of a chunk."""
         sums = self.sums(chunk.file)[
             chunk.block * SUM_BYTES : (chunk.block + block_count(chunk.nbytes)) * SUM_BYTES
         ]
-        where = self.where(self._manifest.files[chunk.file].path)
+        where = self.where(self._manifest.files[chunk.file])
         return StoredChunk(self.data(chunk.file), where, name, chunk.at, chunk.nbytes, sums)
 
     def sums(self, index: int) -> bytes:
@@ -61,7 +71,7 @@ class OpenFiles:
     def checked(self, side: int, at: int, nbytes: int, expected: str, what: str) -> bytes:
         """Bytes of a side file that must match their checksum. Raises FileDamage."""
         reader = self.side(side)
-        where = self.where(self._manifest.sides[side].path)
+        where = self.where(self._manifest.sides[side])
         if at < 0 or nbytes < 0 or at + nbytes > reader.size:
             raise FileDamage(f"the {what} leave the side file", where=where, hint=HINT)
         data = bytearray(nbytes)
@@ -76,25 +86,23 @@ class OpenFiles:
                 reader.close()
             self._readers.clear()
 
-    def _open(self, name: str, size: int) -> FileReader:
+    def _open(self, file: m.DataFile | m.SideFile) -> FileReader:
+        path = self._path(file)
         with self._lock:
-            reader = self._readers.get(name)
+            reader = self._readers.get(path)
             if reader is None:
-                reader = self._readers[name] = self._open_new(name, size)
+                reader = self._readers[path] = self._open_new(path, file.size)
             return reader
 
-    def _open_new(self, name: str, size: int) -> FileReader:
+    def _open_new(self, path: str, size: int) -> FileReader:
+        where = self._storage.locate(path)
         try:
-            reader = self._storage.open(self.path(name))
+            reader = self._storage.open(path)
         except NotFound as error:
-            raise FileDamage(
-                "a file of the checkpoint is missing", where=self.where(name), hint=HINT
-            ) from error
+            raise FileDamage("a file of the checkpoint is missing", where=where, hint=HINT) from error
         if reader.size != size:
             found = reader.size
             reader.close()
-            text = f"{found} bytes instead of {size}: the file is " + (
-                "truncated" if found < size else "not ours"
-            )
-            raise FileDamage(text, where=self.where(name), hint=HINT)
+            kind = "truncated" if found < size else "not ours"
+            raise FileDamage(f"{found} bytes instead of {size}: the file is {kind}", where=where, hint=HINT)
         return reader

@@ -10,9 +10,8 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord
 from ckptd.core.protocol.life import is_grave
-from ckptd.persist import manifest as m
+from ckptd.persist.manifest_file import lineage
 from ckptd.persist.names import (
-    MANIFEST,
     epoch_dir,
     epoch_of_dir,
     epoch_of_record,
@@ -138,9 +137,8 @@ def _from_manifests(storage: Storage, job: str, number: int) -> EpochRecord | No
     for pointer in storage.pointers(directory):
         if step_of_dir(pointer.name) is None or pointer.sight is not Sight.SHOWN:
             continue
-        path = f"{directory}/{pointer.name}/{MANIFEST}"
         try:
-            return m.decode(read_file(storage, path, m.MANIFEST_BYTES_MAX), storage.locate(path)).epoch
+            return lineage(storage, f"{directory}/{pointer.name}")
         except (FileDamage, StorageError):
             continue
     return None

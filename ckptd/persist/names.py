@@ -13,6 +13,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 
 MANIFEST = "manifest.json"
+INDEX = "index.columns"  # the chunks that the manifest names; never *.safetensors, of which stock readers load all
 WITHOUT = "without"  # marker file: optimizer state is left out on purpose; the manifest names the parameters
 KEEP = "keep"  # marker file: retention leaves this checkpoint alone; may be put there by hand
 GRANT = "grant-"  # and a number, marker file: under which grant its step was captured

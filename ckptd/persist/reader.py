@@ -19,9 +19,10 @@ from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist import manifest as m
 from ckptd.persist.files import OpenFiles
 from ckptd.persist.lease import Lease
-from ckptd.persist.names import MANIFEST, step_dir
+from ckptd.persist.manifest_file import read
+from ckptd.persist.names import step_dir
 from ckptd.persist.ranges import StoredChunk
-from ckptd.persist.storage.base import NotFound, Storage, read_file
+from ckptd.persist.storage.base import NotFound, Storage
 from ckptd.persist.strided import elements, extent, inside, slabs, window
 from ckptd.thread_pool import ThreadPool, together
 
@@ -34,14 +35,15 @@ class Checkpoint:
     """An open checkpoint. Methods may be called from several threads; ``close`` when done (it drops the reader's lease)."""
 
     def __init__(
-        self, storage: Storage, directory: str, manifest: m.Manifest, lease: Lease | None = None
+        self, storage: Storage, directory: str, contents: m.Contents, lease: Lease | None = None
     ) -> None:
-        self.manifest = manifest
+        self.manifest, self.index = contents.manifest, contents.index
         self.directory = directory
         self.storage = storage
-        self.files = OpenFiles(storage, directory, manifest)
+        self.files = OpenFiles(storage, directory, self.manifest)
         self._lease = lease
-        self._tensors = {(tensor.key, tensor.rank): tensor for tensor in manifest.tensors}
+        named = zip(self.index.names.keys, self.index.owners(), strict=True)
+        self._tensors = {name: at for at, name in enumerate(named)}
         self._lock = threading.Lock()
         self._pool: ThreadPool | None = None
 
@@ -63,14 +65,11 @@ class Checkpoint:
 
     @staticmethod
     def _at(storage: Storage, directory: str, lease: Lease | None) -> Checkpoint:
-        path = f"{directory}/{MANIFEST}" if directory else MANIFEST
-        where = storage.locate(path)
         try:
-            data = read_file(storage, path, m.MANIFEST_BYTES_MAX)
+            return Checkpoint(storage, directory, read(storage, directory), lease)
         except NotFound as error:
             hint = "`ckptd ls` shows what there is"
-            raise NotFound("no such checkpoint", where=where, hint=hint) from error
-        return Checkpoint(storage, directory, m.decode(data, where), lease)
+            raise NotFound("no such checkpoint", where=error.where, hint=hint) from error
 
     def close(self) -> None:
         with self._lock:
@@ -91,12 +90,14 @@ class Checkpoint:
 
     # --- what is there ------------------------------------------------------------------------------------------
     def catalogue(self) -> Catalogue:
-        tensors: dict[str, TensorEntry] = {}
+        keys = self.index.names.keys
+        tensors = dict(zip(keys, self.index.entries(), strict=True))
         variants: dict[str, dict[int, TensorEntry]] = {}
-        for tensor in self.manifest.tensors:
-            entry = TensorEntry(tensor.dtype, tensor.shape, tensor.role)
-            if tensors.setdefault(tensor.key, entry) != entry and tensor.rank is not None:
-                variants.setdefault(tensor.key, {})[tensor.rank] = entry
+        if len(tensors) < len(keys):  # some are each rank's own
+            tensors.update(reversed([*zip(keys, self.index.entries(), strict=True)]))  # the first of each key
+            for key, entry, owner in zip(keys, self.index.entries(), self.index.owners(), strict=True):
+                if tensors[key] != entry and owner is not None:
+                    variants.setdefault(key, {})[owner] = entry
         world = self.manifest.world
         objects: dict[str, set[int]] = {}
         for ref in self.manifest.objects:
@@ -107,7 +108,7 @@ class Checkpoint:
 
     def boxes(self, key: str, rank: int | None = None) -> list[Box]:
         """The stored boxes of a tensor; of a per-rank one those of ``rank``. Raises CkptdError: no such tensor."""
-        return [chunk.box for chunk in self._tensor(key, rank).chunks]
+        return [chunk.box for chunk in self.index.chunks_at(self._tensor(key, rank))]
 
     # --- bytes --------------------------------------------------------------------------------------------------
     def read(self, key: str, box: Box, dest: memoryview, rank: int | None = None) -> None:
@@ -115,19 +116,20 @@ class Checkpoint:
 
         After an error ``dest`` holds anything. rank: whose value, for a tensor that is each rank's own.
         """
-        tensor = self._tensor(key, rank)
+        at = self._tensor(key, rank)
+        tensor, chunks = self.index.tensor_at(at), self.index.chunks_at(at)
         item = ITEMSIZE[tensor.dtype]
         target = memoryview(dest).cast("B")
         if not contains(Box.whole(tensor.shape), box) or len(target) != box.volume * item:
             raise CkptdError(
                 f"{box} into {len(target)} bytes does not fit {tensor.dtype}{list(tensor.shape)}", where=key
             )
-        gaps = uncovered(box, [chunk.box for chunk in tensor.chunks])
+        gaps = uncovered(box, [chunk.box for chunk in chunks])
         if gaps:
             raise CkptdError(f"{gaps[0]} is not in this checkpoint", where=f"{key} in {self._where()}")
         if self._lease is not None:
             self._lease.refresh()
-        for chunk in tensor.chunks:
+        for chunk in chunks:
             inner = intersect(chunk.box, box)
             if inner is not None:
                 self._read_part(self.files.chunk(tensor.name, chunk), chunk.box, inner, box, target, item)
@@ -149,11 +151,12 @@ class Checkpoint:
     def _where(self) -> str:
         return self.storage.locate(self.directory)
 
-    def _tensor(self, key: str, rank: int | None) -> m.Tensor:
+    def _tensor(self, key: str, rank: int | None) -> int:
         for name in (key, self.manifest.aliases.get(key, key)):
-            found = self._tensors.get((name, None)) or self._tensors.get((name, rank))
-            if found is not None:
-                return found
+            for whose in (None, rank):
+                found = self._tensors.get((name, whose))
+                if found is not None:
+                    return found
         raise CkptdError(
             f"no tensor {key}" + ("" if rank is None else f" of rank {rank}"), where=self._where()
         )

@@ -21,7 +21,7 @@ from ckptd.persist.commits import list_all, list_epochs, list_pointers
 from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.lease import LEASE_STALE_S, leased
 from ckptd.persist.lineage import newest_record
-from ckptd.persist.manifest import MANIFEST_BYTES_MAX
+from ckptd.persist.manifest_file import MANIFEST_BYTES_MAX
 from ckptd.persist.names import MANIFEST, VERIFIED, check_job, epoch_dir, epochs_dir, is_attempt, step_dir
 from ckptd.persist.storage.base import FULL, Sight, Storage, StorageError, read_file
 from ckptd.persist.sums import digest

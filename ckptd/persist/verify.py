@@ -13,6 +13,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box, uncovered
 from ckptd.core.storage_root import local_root
 from ckptd.persist import manifest as m
+from ckptd.persist.index import Chunk, Tensor
 from ckptd.persist.names import DATA, GONE, MANIFEST, PART
 from ckptd.persist.preflight import is_probe
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
@@ -94,16 +95,16 @@ class _Pass:
 
     def run(self) -> None:
         report, manifest = self._report, self._manifest
-        report.files, report.tensors = len(manifest.files) + len(manifest.sides), len(manifest.tensors)
+        report.files, report.tensors = len(manifest.files) + len(manifest.sides), len(self._checkpoint.index.dims)
         self._try(self._strangers)
-        for tensor in manifest.tensors:
-            self._try(_covered, tensor)
+        rows: dict[int, list[tuple[Tensor, Chunk]]] = {}
+        for at, tensor in enumerate(self._checkpoint.index.tensors()):
+            chunks = self._checkpoint.index.chunks_at(at)
+            self._try(_covered, tensor, chunks)
+            for chunk in chunks:
+                rows.setdefault(chunk.file, []).append((tensor, chunk))
         for index in range(len(manifest.sides)):
             self._try(self._side, index)
-        rows: dict[int, list[tuple[m.Tensor, m.Chunk]]] = {}
-        for tensor in manifest.tensors:
-            for chunk in tensor.chunks:
-                rows.setdefault(chunk.file, []).append((tensor, chunk))
         for index in range(len(manifest.files)):
             self._try(self._file, index, rows.get(index, []))
         for ref in manifest.objects:
@@ -127,21 +128,21 @@ class _Pass:
 
     def _strangers(self) -> None:
         """A stock reader would load a foreign data file along with the rest."""
-        known = {file.path for file in self._manifest.files}
+        known = {file.path for file in self._manifest.files if file.of is None}
         for entry in self._checkpoint.storage.list(self._checkpoint.directory):
             if entry.name.endswith(DATA) and entry.name not in known:
-                where = self._checkpoint.files.where(entry.name)
+                where = self._checkpoint.storage.locate(f"{self._checkpoint.directory}/{entry.name}")
                 raise CkptdError("a data file that is not part of the checkpoint", where=where)
 
     def _side(self, index: int) -> None:
         side = self._manifest.sides[index]
         reader = self._checkpoint.files.side(index)
-        check_side(reader, bytes.fromhex(side.sum), self._checkpoint.files.where(side.path))
+        check_side(reader, bytes.fromhex(side.sum), self._checkpoint.files.where(side))
         self._count(side.size)
 
-    def _file(self, index: int, rows: list[tuple[m.Tensor, m.Chunk]]) -> None:
+    def _file(self, index: int, rows: list[tuple[Tensor, Chunk]]) -> None:
         file = self._manifest.files[index]
-        where = self._checkpoint.files.where(file.path)
+        where = self._checkpoint.files.where(file)
         reader = self._checkpoint.files.data(index)
         head = bytearray(file.data_start)
         reader.read_into(0, memoryview(head))
@@ -152,7 +153,7 @@ class _Pass:
         for tensor, chunk in rows:
             self._try(self._chunk, tensor, chunk)
 
-    def _chunk(self, tensor: m.Tensor, chunk: m.Chunk) -> None:
+    def _chunk(self, tensor: Tensor, chunk: Chunk) -> None:
         stored = self._checkpoint.files.chunk(tensor.name, chunk)
         for at in range(0, chunk.nbytes, SEGMENT_BYTES):
             part = self._buffer[: min(SEGMENT_BYTES, chunk.nbytes - at)]
@@ -160,15 +161,15 @@ class _Pass:
             self._count(len(part))
 
 
-def _covered(tensor: m.Tensor) -> None:
+def _covered(tensor: Tensor, chunks: list[Chunk]) -> None:
     if tensor.rank is None:
-        gaps = uncovered(Box.whole(tensor.shape), [chunk.box for chunk in tensor.chunks])
+        gaps = uncovered(Box.whole(tensor.shape), [chunk.box for chunk in chunks])
         if gaps:
             raise CkptdError(f"{tensor.name}: {gaps[0]} is in no file")
 
 
 def _check_header(
-    head: bytearray, file: m.DataFile, rows: list[tuple[m.Tensor, m.Chunk]], where: str
+    head: bytearray, file: m.DataFile, rows: list[tuple[Tensor, Chunk]], where: str
 ) -> None:
     """The safetensors header must say what the manifest says, and the chunks must fill the file."""
     try:

@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from ckptd.persist import manifest
+from ckptd.persist.manifest_file import encode, read
 from ckptd.persist.names import DATA, MANIFEST
+from ckptd.persist.storage.posix import PosixStorage
 from tests.cluster.damage import flip_in_file
 from tests.cluster.nodes import Cluster, Node, Trainer, TrainerError, together
 from tests.places import fill, for_root, small_disk
@@ -59,8 +61,9 @@ def test_damaged_files_are_named_and_an_older_checkpoint_serves(nodes: Cluster) 
     assert fresh.metric(f'ckptd_quarantines_total{{job="{os.geteuid()}/{JOB}",where="disk"}}') >= 2
     # The last one is of a version that this reader does not know: not taken for damage, not taken for nothing.
     path = checkpoint(storage, 2) / MANIFEST
-    newer = msgspec.structs.replace(manifest.decode(path.read_bytes(), ""), version=manifest.VERSION + 1)
-    path.write_bytes(manifest.encode(newer))
+    found = read(PosixStorage(str(path.parent), create=False), "")
+    newer = msgspec.structs.replace(found.manifest, version=manifest.VERSION + 1)
+    path.write_bytes(encode(manifest.Contents(newer, found.index))[MANIFEST])
     trainer.do("again", job=JOB, kind="plain")
     (error,) = together([trainer], "restore")
     assert isinstance(error, TrainerError) and str(error).startswith("CkptdError"), error

@@ -18,9 +18,9 @@ from ckptd.core.state_map.layout_build import LayoutItem
 from ckptd.daemon import ports
 from ckptd.daemon.state import StateDir
 from ckptd.identity import NODE_ID_FILE, kept_node_id
-from ckptd.persist import lineage, names
-from ckptd.persist import manifest as m
+from ckptd.persist import lineage, manifest_file, names
 from ckptd.persist import report as r
+from ckptd.persist.manifest_file import decode
 from ckptd.persist.preflight import TOKEN_BYTES_MAX, read_token
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import read_file
@@ -76,27 +76,48 @@ def _verify(data: bytes) -> None:
 
 
 # --- the commit record ------------------------------------------------------------------------------------------
-def _manifest(data: bytes) -> m.Manifest:
-    return m.decode(data, "manifest")
+def _manifest(data: bytes) -> bytes:
+    found = decode(data, lambda: checkpoint()[0][names.INDEX], "manifest")
+    return manifest_file.encode(found)[names.MANIFEST]
+
+
+def _indexes() -> list[bytes]:
+    return [checkpoint()[0][names.INDEX]]
 
 
 def _manifests() -> list[bytes]:
     return [checkpoint()[0][names.MANIFEST]]
 
 
-def _sealed_manifest(data: bytes) -> m.Manifest:
-    """With the right sum, as a writer gone wrong would make it: what readers compute with is within bounds."""
-    found = m._SUM.search(data, 0, m._SUM_WITHIN_BYTES)
-    if found is not None:
-        blank = data[: found.start(1)] + m._NO_SUM + data[found.end(1) :]
-        data = data[: found.start(1)] + digest(blank).hex().encode() + data[found.end(1) :]
-    manifest = m.decode(data, "manifest")
-    files = {**checkpoint()[0], names.MANIFEST: data}
+def _sealed(data: bytes) -> bytes:
+    """With the right sum, as a writer gone wrong would make it."""
+    found = manifest_file._SUM.search(data, 0, manifest_file._SUM_WITHIN_BYTES)
+    if found is None:
+        return data
+    blank = data[: found.start(1)] + manifest_file._NO_SUM + data[found.end(1) :]
+    return data[: found.start(1)] + digest(blank).hex().encode() + data[found.end(1) :]
+
+
+def _sealed_manifest(data: bytes) -> bytes:
+    """What readers compute with is within bounds."""
+    return _forged(_sealed(data), checkpoint()[0][names.INDEX])
+
+
+def _sealed_index(data: bytes) -> bytes:
+    """Any columns, with the right sums, under the places that the manifest tells."""
+    tree = json.loads(checkpoint()[0][names.MANIFEST])
+    tree["index"] |= {"size": len(data), "sum": digest(data).hex()}
+    return _forged(_sealed(json.dumps(tree, separators=(",", ":")).encode() + b"\n"), data)
+
+
+def _forged(data: bytes, index: bytes) -> bytes:
+    found = decode(data, lambda: index, "manifest")
+    files = {**checkpoint()[0], names.MANIFEST: data, names.INDEX: index}
     storage = MemoryStorage()
     for name, content in files.items():
         storage.put_if_absent(name, content)
     verify_at(storage, "")
-    return manifest
+    return manifest_file.encode(found)[names.MANIFEST]
 
 
 # --- claims of epochs -------------------------------------------------------------------------------------------
@@ -222,8 +243,9 @@ TARGETS = [
         "checkpoint", _verify, lambda: [msgpack.packb(checkpoint()[0])], (CkptdError,), "msgpack",
         allocated_max=SCRATCH_BYTES,
     ),
-    Target("manifest", _manifest, _manifests, (CkptdError,), "json", m.encode, summed=True),
-    Target("manifest-forged", _sealed_manifest, _manifests, (CkptdError,), "json", m.encode, allocated_max=SCRATCH_BYTES),
+    Target("manifest", _manifest, _manifests, (CkptdError,), "json", bytes, summed=True),
+    Target("manifest-forged", _sealed_manifest, _manifests, (CkptdError,), "json", bytes, allocated_max=SCRATCH_BYTES),
+    Target("index-forged", _sealed_index, _indexes, (CkptdError,), allocated_max=SCRATCH_BYTES),
     Target("epoch-claim", _claim, _claim_files, (CkptdError,), "json", lineage._encode, summed=True),
     Target("epoch-claim-forged", _sealed_claim, _claim_bodies, (CkptdError,), "json"),
     Target("report", r.decode, lambda: list(checkpoint()[1]), (CkptdError,), "msgpack", r.encode),

@@ -27,23 +27,36 @@ def manifest_of(directory: Path) -> dict[str, Any]:
     at = data.index(found["xxh3_128"].encode())
     assert at < 256
     assert sum_of(data[:at] + b"0" * 32 + data[at + 32 :]) == found["xxh3_128"]
-    assert (found["format"], found["version"], found["block_bytes"]) == ("ckptd-checkpoint", 1, BLOCK)
+    assert (found["format"], found["version"], found["block_bytes"]) == ("ckptd-checkpoint", 2, BLOCK)
     return found
+
+
+def columns_of(directory: Path, manifest: dict[str, Any]) -> dict[str, list[int]]:
+    """Section 4."""
+    index = manifest["index"]
+    data = (directory / index["path"]).read_bytes()
+    assert (len(data), sum_of(data)) == (index["size"], index["sum"])
+    return {name: np.frombuffer(data, kind, rows, at).tolist() for name, kind, at, rows in index["columns"]}
 
 
 def tensors_of(directory: Path) -> dict[tuple[str, int | None], np.ndarray]:
     """(key, rank) -> elements as raw bytes, shape (*shape, itemsize). A per-rank tensor's missing part is zero."""
     manifest = manifest_of(directory)
-    result = {}
-    for tensor in manifest["tensors"]:
-        item = ITEM[tensor["dtype"]]
-        whole = np.zeros((*tensor["shape"], item), np.uint8)
-        for file, at, nbytes, block, offsets, sizes in tensor["chunks"]:
-            data = chunk_of(directory, manifest, file, at, nbytes, block)
-            place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
-            whole[place] = np.frombuffer(data, np.uint8).reshape(*sizes, item)
-        result[tensor["key"], tensor["rank"]] = whole
-    return result
+    columns, names = columns_of(directory, manifest), manifest["names"]
+    wholes, left = [], columns["shape"]
+    for dtype, dims in zip(columns["dtype"], columns["dims"], strict=True):
+        wholes.append(np.zeros((*left[:dims], ITEM[names["dtypes"][dtype]]), np.uint8))
+        left = left[dims:]
+    done = 0  # of offsets and sizes
+    for row, index in enumerate(columns["tensor"]):
+        dims, item = columns["dims"][index], wholes[index].shape[-1]
+        offsets, sizes = columns["offsets"][done : done + dims], columns["sizes"][done : done + dims]
+        done += dims
+        data = chunk_of(directory, manifest, *(columns[name][row] for name in ("file", "at", "nbytes", "block")))
+        place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+        wholes[index][place] = np.frombuffer(data, np.uint8).reshape(*sizes, item)
+    owners = [rank - 1 if rank else None for rank in columns["rank"]]
+    return dict(zip(zip(names["keys"], owners, strict=True), wholes, strict=True))
 
 
 def chunk_of(directory: Path, manifest: dict[str, Any], file: int, at: int, nbytes: int, block: int) -> bytes:
@@ -65,7 +78,7 @@ def chunk_of(directory: Path, manifest: dict[str, Any], file: int, at: int, nbyt
 
 
 def side_of(directory: Path, manifest: dict[str, Any], index: int) -> bytes:
-    """Section 4."""
+    """Section 5."""
     facts = manifest["sides"][index]
     data = (directory / facts["path"]).read_bytes()
     assert len(data) == facts["size"]
@@ -88,7 +101,7 @@ def objects_of(directory: Path) -> dict[tuple[str, int], bytes]:
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """Section 6: the claim of an epoch."""
+    """Section 7: the claim of an epoch."""
     data = path.read_bytes()
     claim = data[data.index(b'"claim":') + 8 : -2]
     assert data == b'{"xxh3_128":"' + sum_of(claim).encode() + b'","claim":' + claim + b"}\n"

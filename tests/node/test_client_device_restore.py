@@ -22,7 +22,7 @@ from tests.node.test_client_accelerator import Training, Turned, stepped
 pytestmark = device.NEEDED
 device.load_first()
 PIECE_BYTES = 65536
-TENSOR_BY_KEY = 16  # docs/FORMAT.md, section 5
+TENSOR_BY_KEY = 16  # docs/FORMAT.md, section 6
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +249,7 @@ def test_what_other_peoples_objects_had_on_the_device_comes_back_there(daemon: R
         models[0].trained_by(optimizers[0])
         assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
     found = msgpack.unpackb(_objects(daemon.held[1, 1][0])["mean"], ext_hook=lambda code, body: (code, msgpack.unpackb(body)))
-    assert found["mean"] == (TENSOR_BY_KEY, "mean#0"), "as docs/FORMAT.md says, section 5"
+    assert found["mean"] == (TENSOR_BY_KEY, "mean#0"), "as docs/FORMAT.md says, section 6"
     with begun(daemon, model=models[1], optimizer=optimizers[1], mean=means[1], kept=kept[1]):
         assert {key: value.device for key, value in kept[1].items()} == {key: value.device for key, value in kept[0].items()}
         assert (means[1].mean.device, means[1].seen.device) == (means[0].mean.device, means[0].seen.device)

@@ -16,10 +16,13 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.messages import WritePiece
 from ckptd.core.retention import CommitInfo
+from ckptd.persist import manifest as m
 from ckptd.persist import report as r
 from ckptd.persist.commit import commit
 from ckptd.persist.commits import list_all, list_commits
-from ckptd.persist.names import KEEP, MANIFEST, PART, attempt_dir, epoch_dir, step_dir
+from ckptd.persist.index import Chunk, Index, Tensor
+from ckptd.persist.manifest_file import decode, encode
+from ckptd.persist.names import INDEX, KEEP, MANIFEST, PART, attempt_dir, epoch_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import Entry, NotFound, Storage, StorageError
 from ckptd.persist.storage.memory import MemoryStorage
@@ -122,7 +125,7 @@ def test_two_committers_at_the_same_instant(storage: PosixStorage, monkeypatch: 
     found = {
         entry.name.rpartition("-")[0]
         for entry in storage.list(step_dir(JOB, SNAPSHOT))
-        if entry.name != MANIFEST
+        if entry.name not in (MANIFEST, INDEX)
     }
     assert stems == found, "files of both attempts in one checkpoint"
 
@@ -184,7 +187,7 @@ def test_a_repeated_order_leaves_no_stranger(storage: PosixStorage) -> None:
     commit_all(storage, world, SNAPSHOT, reports)
     known = {file.path for report in reports for file in r.decode(report).files}
     known |= {side.path for report in reports if (side := r.decode(report).side)}
-    assert {entry.name for entry in storage.list(step_dir(JOB, SNAPSHOT))} == known | {MANIFEST}
+    assert {entry.name for entry in storage.list(step_dir(JOB, SNAPSHOT))} == known | {MANIFEST, INDEX}
 
 
 def test_a_committer_that_died_between_link_and_unlink_leaves_no_second_name(storage: PosixStorage) -> None:
@@ -446,27 +449,23 @@ def test_the_manifest_holds_the_lineage(storage: PosixStorage) -> None:
 
 
 def test_ten_thousand_tensors() -> None:
-    """The manifest stays small and quick to read: 10,000 tensors of 8 chunks."""
-    from ckptd.persist import manifest as m
-
+    """Manifest and index stay small: 10,000 tensors of 8 chunks."""
     files = [
         m.DataFile(f"f{i}.safetensors", 1 << 40, 4096, "0" * 32, 1 << 20, 0, 16, "0" * 32) for i in range(8)
     ]
-    tensors = [
-        m.Tensor(
-            f"model.layers.{i}.attention.weight",
-            f"model.layers.{i}.attention.weight",
-            "BF16",
-            (8192, 8192),
-            "param",
-            [m.Chunk(c, 4096 + i * 1024, 16 << 20, i * 16, (c * 1024, 0), (1024, 8192)) for c in range(8)],
-        )
+    keys = [f"model.layers.{i}.attention.weight" for i in range(10_000)]
+    chunks = [
+        [Chunk(c, 4096 + i * 1024, 16 << 20, i * 16, (c * 1024, 0), (1024, 8192)) for c in range(8)]
         for i in range(10_000)
     ]
     storage = MemoryStorage()
     save(storage, small_world())
     with Checkpoint.open(storage, JOB, SNAPSHOT) as checkpoint:
-        manifest = msgspec.structs.replace(checkpoint.manifest, files=files, tensors=tensors)
-    data = m.encode(manifest)
-    assert len(data) < 8 << 20
-    assert m.decode(data, "x") == msgspec.structs.replace(manifest, xxh3_128=m.decode(data, "x").xxh3_128)
+        manifest = msgspec.structs.replace(checkpoint.manifest, files=files)
+    tensors = [Tensor(key, "BF16", (8192, 8192), "param") for key in keys]
+    made = encode(m.Contents(manifest, Index.of(list(zip(tensors, chunks, strict=True)))))
+    assert sum(map(len, made.values())) < 4 << 20
+    read = decode(made[MANIFEST], lambda: made[INDEX], "x").index
+    assert list(read.tensors()) == tensors
+    assert [read.tensor_at(at) for at in range(len(tensors))] == tensors
+    assert [read.chunks_at(at) for at in range(len(tensors))] == chunks

@@ -15,10 +15,12 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist import manifest as m
-from ckptd.persist.names import MANIFEST, step_dir
+from ckptd.persist.index import Index
+from ckptd.persist.manifest_file import decode, encode, read
+from ckptd.persist.names import INDEX, MANIFEST, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.posix import PosixStorage
-from ckptd.persist.sums import FileDamage
+from ckptd.persist.sums import FileDamage, digest
 from ckptd.persist.verify import find_checkpoints, verify
 from tests.node.checkpoints import JOB, World, save, small_world
 
@@ -113,8 +115,7 @@ def test_a_flipped_block_is_named_and_the_others_still_serve(saved: tuple[Path, 
     directory, world = saved
     storage = PosixStorage(str(directory), create=False)
     with Checkpoint.at(storage, "") as checkpoint:
-        tensor = next(t for t in checkpoint.manifest.tensors if t.key == "model.wide")
-        chunk = tensor.chunks[0]
+        chunk = checkpoint.index.chunks_at(checkpoint.index.names.keys.index("model.wide"))[0]
         file = checkpoint.manifest.files[chunk.file].path
     flip(directory / file, chunk.at + BLOCK_BYTES + 5)
     with Checkpoint.at(storage, "") as checkpoint:
@@ -177,15 +178,20 @@ def test_a_swapped_file_is_found(saved: tuple[Path, World]) -> None:
 
 
 def rewritten(directory: Path, **changes: object) -> None:
-    path = directory / MANIFEST
-    manifest = m.decode(path.read_bytes(), "x")
-    path.write_bytes(m.encode(msgspec.structs.replace(manifest, **changes)))
+    manifest, index = contents(directory)
+    for name, data in encode(m.Contents(msgspec.structs.replace(manifest, **changes), index)).items():
+        (directory / name).write_bytes(data)
+
+
+def contents(directory: Path) -> tuple[m.Manifest, Index]:
+    found = read(PosixStorage(str(directory), create=False), "")
+    return found.manifest, found.index
 
 
 def test_a_newer_format_version_is_refused(saved: tuple[Path, World]) -> None:
     directory, _ = saved
     rewritten(directory, version=m.VERSION + 1)
-    with pytest.raises(CkptdError, match="format version 2") as caught:
+    with pytest.raises(CkptdError, match="format version 3") as caught:
         Checkpoint.at(PosixStorage(str(directory), create=False), "")
     assert "upgrade" in caught.value.hint
     assert not isinstance(caught.value, FileDamage)
@@ -197,7 +203,7 @@ def test_fields_that_a_later_minor_writer_adds_are_ignored(saved: tuple[Path, Wo
     body = msgspec.json.decode(path.read_bytes())
     body["note"] = "hello"
     blank = msgspec.json.encode({**body, "xxh3_128": "0" * 32}) + b"\n"
-    path.write_bytes(blank.replace(b"0" * 32, m.digest(blank).hex().encode(), 1))
+    path.write_bytes(blank.replace(b"0" * 32, digest(blank).hex().encode(), 1))
     assert never_wrong(directory, world) == 0
 
 
@@ -226,29 +232,31 @@ def test_what_is_no_manifest(saved: tuple[Path, World]) -> None:
 def test_a_manifest_that_points_outside_is_refused(saved: tuple[Path, World]) -> None:
     """Checksums keep out accidents; the checks behind them keep every address inside its file."""
     directory, _ = saved
-    manifest = m.decode((directory / MANIFEST).read_bytes(), "x")
-    tensor = next(t for t in manifest.tensors if t.key == "model.wide")
-    chunk = tensor.chunks[0]
-    change = msgspec.structs.replace
+    manifest, index = contents(directory)
+    rows = [(tensor, index.chunks_at(at)) for at, tensor in enumerate(index.tensors())]
+    wide = next(chunks for tensor, chunks in rows if tensor.key == "model.wide")
+    chunk = wide[0]
     evil = [
-        change(chunk, file=99),
-        change(chunk, file=-1),
-        change(chunk, at=1 << 40),
-        change(chunk, at=0),
-        change(chunk, nbytes=chunk.nbytes + 4),
-        change(chunk, block=10_000),
-        change(chunk, block=-1),
-        change(chunk, offsets=(-1, 0)),
-        change(chunk, offsets=(601, 0)),
-        change(chunk, offsets=(0,)),
+        {"file": 99},
+        {"file": 2},
+        {"at": 1 << 40},
+        {"at": 0},
+        {"nbytes": chunk.nbytes + 4},
+        {"block": 10_000},
+        {"offsets": (601, 0)},
+        {"sizes": (1201, 1024), "nbytes": 1201 * 4096},
+        {"sizes": (1 << 40, 1 << 40)},
     ]
     for bad in evil:
-        tensors = [change(t, chunks=[bad, *t.chunks[1:]]) if t is tensor else t for t in manifest.tensors]
+        wide[0] = chunk._replace(**bad)  # type: ignore[arg-type]
+        made = encode(m.Contents(manifest, Index.of(rows)))
         with pytest.raises(FileDamage):
-            m.decode(m.encode(change(manifest, tensors=tensors)), "x")
-    for changes in ({"files": []}, {"sides": []}, {"block_bytes": 4096}):
+            decode(made[MANIFEST], lambda data=made[INDEX]: data, "x")
+    change = msgspec.structs.replace
+    for changes in ({"files": []}, {"sides": []}, {"block_bytes": 4096}, {"world": 1}):
+        made = encode(m.Contents(change(manifest, **changes), index))
         with pytest.raises(FileDamage):
-            m.decode(m.encode(change(manifest, **changes)), "x")
+            decode(made[MANIFEST], lambda data=made[INDEX]: data, "x")
     files = [change(file, path="../../../etc/passwd") for file in manifest.files]
     rewritten(directory, files=files)
     assert not verify(str(directory)).ok
@@ -257,12 +265,11 @@ def test_a_manifest_that_points_outside_is_refused(saved: tuple[Path, World]) ->
 def test_gaps_are_errors_not_garbage(saved: tuple[Path, World]) -> None:
     """A chunk missing from the manifest: the stock reader loads garbage, ours refuses."""
     directory, _ = saved
-    manifest = m.decode((directory / MANIFEST).read_bytes(), "x")
-    tensors = [
-        msgspec.structs.replace(t, chunks=t.chunks[:1]) if t.key == "model.wide" else t
-        for t in manifest.tensors
-    ]
-    rewritten(directory, tensors=tensors)
+    manifest, index = contents(directory)
+    rows = [(tensor, index.chunks_at(at)) for at, tensor in enumerate(index.tensors())]
+    rows = [(tensor, chunks[:1] if tensor.key == "model.wide" else chunks) for tensor, chunks in rows]
+    for name, data in encode(m.Contents(manifest, Index.of(rows))).items():
+        (directory / name).write_bytes(data)
     checkpoint = Checkpoint.at(PosixStorage(str(directory), create=False), "")
     with checkpoint, pytest.raises(CkptdError, match="not in this checkpoint"):
         checkpoint.read("model.wide", Box.whole((1200, 1024)), memoryview(bytearray(1200 * 4096)))

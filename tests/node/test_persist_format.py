@@ -6,14 +6,35 @@ import json
 import struct
 from pathlib import Path
 
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 
+from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
+from ckptd.core.state_map.columns import pack
+from ckptd.persist.index import CODEC, decode_index
 from ckptd.persist.lineage import claim_epoch
-from ckptd.persist.names import record_path, step_dir
+from ckptd.persist.manifest import Contents
+from ckptd.persist.manifest_file import encode, read
+from ckptd.persist.names import INDEX, record_path, step_dir
+from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.posix import PosixStorage
-from tests.node.checkpoints import JOB, World, commit_all, epoch_record, save, small_world, worlds, write_all
+from ckptd.persist.sums import digest
+from ckptd.persist.verify import verify, verify_at
+from tests.node.checkpoints import (
+    DEFAULT,
+    JOB,
+    World,
+    check_all,
+    commit_all,
+    epoch_record,
+    save,
+    small_world,
+    worlds,
+    write_all,
+)
 from tests.node.format_reader import manifest_of, objects_of, record_of, tensors_of
 
 SNAPSHOT = SnapshotId(1, 10)
@@ -68,3 +89,43 @@ def test_headers_are_what_the_page_says(tmp_path: Path) -> None:
         assert ends[0][0] == 0
         assert [end for _, end in ends[:-1]] == [begin for begin, _ in ends[1:]], "no holes"
         assert 8 + length + ends[-1][1] == len(data)
+
+
+def test_a_file_may_lie_in_another_checkpoint_of_the_job(tmp_path: Path) -> None:
+    """What did not change need not be written again: the manifest names whose it is."""
+    storage, world = PosixStorage(str(tmp_path)), small_world()
+    save(storage, world, snapshot := SnapshotId(1, 10))
+    save(storage, world, later := SnapshotId(1, 20))
+    directory = Path(storage.locate(step_dir(JOB, later)))
+    found = read(storage, step_dir(JOB, snapshot))
+    files = [msgspec.structs.replace(file, of=snapshot) for file in found.manifest.files]
+    sides = [msgspec.structs.replace(side, of=snapshot) for side in found.manifest.sides]
+    manifest = msgspec.structs.replace(found.manifest, snapshot=later, files=files, sides=sides)
+    for name, data in encode(Contents(manifest, found.index)).items():
+        (directory / name).write_bytes(data)
+    for path in (*directory.glob("*.safetensors"), *directory.glob("*.side")):
+        path.unlink()
+    with Checkpoint.open(storage, JOB, later) as checkpoint:
+        check_all(checkpoint, world)
+    assert verify_at(storage, step_dir(JOB, later)).ok
+    problems = verify(str(directory)).problems
+    assert "open this checkpoint below its storage root" in problems[0]
+
+
+def test_encoded_chunks_are_refused_until_a_reader_knows_the_code(tmp_path: Path) -> None:
+    storage = PosixStorage(str(tmp_path))
+    save(storage, small_world(), DEFAULT)
+    directory = Path(storage.locate(step_dir(JOB, DEFAULT)))
+    found = read(storage, step_dir(JOB, DEFAULT))
+    data, told = found.index.encode(INDEX)
+    for codes, fine in (([0] * len(found.index.file), True), ([0, 1], False)):
+        more, (column,) = pack({CODEC: np.array(codes)})
+        whole = data + more
+        named = [*told.columns, column._replace(at=len(data))]
+        index = msgspec.structs.replace(told, size=len(whole), sum=digest(whole).hex(), columns=named)
+        if fine:
+            assert list(decode_index(whole, index, found.index.names, "x").tensors()) == list(found.index.tensors())
+        else:
+            with pytest.raises(CkptdError, match="cannot decode") as caught:
+                decode_index(whole, index, found.index.names, str(directory))
+            assert "upgrade" in caught.value.hint

@@ -12,6 +12,7 @@ from ckptd.core.policy import Policy
 from ckptd.persist import manifest as m
 from ckptd.persist.commit import commit_made
 from ckptd.persist.commits import list_durable
+from ckptd.persist.index import Index
 from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.names import attempt_dir, step_dir
 from ckptd.persist.reader import Checkpoint
@@ -33,9 +34,9 @@ LONG_S = 1e4  # simulated: until all is over
 def commit(store: Store, snapshot: SnapshotId, record: EpochRecord) -> None:
     directory = attempt_dir(JOB, snapshot, "a")
     manifest = m.Manifest(
-        m.FORMAT, m.VERSION, "", "sim", "", JOB, "a", snapshot, False, 1, record, m.BLOCK_BYTES, [], {}, [], [], [], []
+        m.FORMAT, m.VERSION, "", "sim", "", JOB, "a", snapshot, False, 1, record, m.BLOCK_BYTES, [], {}, [], [], []
     )  # fmt: skip
-    commit_made(store, directory, step_dir(JOB, snapshot), lambda: manifest, False)
+    commit_made(store, directory, step_dir(JOB, snapshot), lambda: m.Contents(manifest, Index.of([])), False)
 
 
 def restore(store: Store) -> bool:

@@ -19,6 +19,7 @@ from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.persist import manifest as m
 from ckptd.persist.commit import commit_made
 from ckptd.persist.commits import list_durable
+from ckptd.persist.index import Index
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, newest_record
 from ckptd.persist.names import SIDE, attempt_dir, step_dir
 from ckptd.persist.reader import Checkpoint
@@ -154,7 +155,7 @@ class Writes:
         if store.commits.get(do.snapshot, self._content(do)).tensors != self._content(do).tensors:
             raise Broken(f"P12 {do.snapshot} was committed with two contents")
 
-    def _made(self, do: ins.Commit, directory: str) -> m.Manifest:
+    def _made(self, do: ins.Commit, directory: str) -> m.Contents:
         """From what was really written. The oracle looks at whether it is whole."""
         store, sides = self.host.world.store, []
         for path, size, found, _, _ in map(json.loads, do.reports):
@@ -169,10 +170,11 @@ class Writes:
         done = store.contents[directory] = self._content(do)
         slices = [(key, box.offsets[0], data) for key, rows in done.tensors.items() for box, data in rows.items()]
         self.host.world.oracle.published(do.snapshot, slices, done.objects)
-        return m.Manifest(
+        manifest = m.Manifest(
             m.FORMAT, m.VERSION, "", "sim", "", JOB, do.attempt, do.snapshot, do.keep, do.record.world, do.record,
-            m.BLOCK_BYTES, [], {}, [], [], [], sides,
+            m.BLOCK_BYTES, [], {}, [], [], sides,
         )  # fmt: skip
+        return m.Contents(manifest, Index.of([]))
 
     def _content(self, do: ins.Commit) -> Committed:
         done = Committed(do.snapshot)
