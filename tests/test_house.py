@@ -49,6 +49,7 @@ CORE_MODULES = frozenset(
         "abc",
         "bisect",
         "collections",
+        "copy",
         "dataclasses",
         "enum",
         "functools",

@@ -85,7 +85,8 @@ def _publish_patiently(storage: Storage, directory: str, pointer: str, made: Cal
 def _publish(storage: Storage, directory: str, pointer: str, contents: Contents) -> bool:
     manifest = contents.manifest
     failpoint("persist.commit.checked")
-    names = [file.path for file in (*manifest.files, *manifest.sides) if file.of is None]
+    names = [file.path for file in manifest.files if file.of is None]
+    names += [side.path for side in manifest.sides if side.of is None]
     grant = manifest.snapshot.grant
     marks = (KEEP, manifest.keep), (WITHOUT, manifest.without), (f"{GRANT}{grant}", grant)
     beside = {name: b"" for name, wanted in marks if wanted}

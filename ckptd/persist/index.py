@@ -98,6 +98,8 @@ class Index:
         of_tensor, of_chunk = self._masks(width)
         self.shape = _spread(columns["shape"], of_tensor, 1)
         self.offsets, self.sizes = _spread(columns["offsets"], of_chunk, 0), _spread(columns["sizes"], of_chunk, 1)
+        if width and bool(((np.diff(self.offsets[:, 0]) < 0) & (np.diff(self.tensor) == 0)).any()):
+            raise ValueError("chunks that are not sorted by offsets")
         if len(self.shape) and self.shape.prod(1, dtype=np.float64).max() > VOLUME_MAX:
             raise ValueError("a shape of more elements than bytes can be counted")
         self.first = np.searchsorted(self.tensor, np.arange(len(names.keys) + 1))  # of each tensor's chunks, and the end
@@ -195,7 +197,7 @@ def _check_rows(columns: dict[str, Ints], tensors: int) -> None:
     if any(int(columns[name].min(initial=0)) < 0 for name in (*_TENSOR, *_CHUNK, *_SPREAD)):
         raise ValueError("a number below 0")
     if len(tensor) and (int(tensor.max()) >= tensors or bool((np.diff(tensor) < 0).any())):
-        raise ValueError("chunks of no tensor, or not sorted")
+        raise ValueError("chunks of no tensor, or not sorted by tensor")
 
 
 def _spread(values: Ints, inside: Mask, outside: int) -> Ints:

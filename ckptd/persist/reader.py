@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from types import TracebackType
 
@@ -13,6 +13,7 @@ import numpy as np
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box, contains, intersect, uncovered
+from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.catalogue import Catalogue, TensorEntry
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import BLOCK_BYTES
@@ -110,6 +111,14 @@ class Checkpoint:
         """The stored boxes of a tensor; of a per-rank one those of ``rank``. Raises CkptdError: no such tensor."""
         return [chunk.box for chunk in self.index.chunks_at(self._tensor(key, rank))]
 
+    def boxes_for(self, rank: int) -> BoxIndex:
+        """Of all tensors, by key or alias; of a per-rank one those of ``rank``."""
+        return self._boxes.named(lambda key: self._find(key, rank))
+
+    @cached_property
+    def _boxes(self) -> BoxIndex:
+        return BoxIndex(lambda _: None, self.index.first, self.index.offsets, self.index.sizes)
+
     # --- bytes --------------------------------------------------------------------------------------------------
     def read(self, key: str, box: Box, dest: memoryview, rank: int | None = None) -> None:
         """Fill ``dest`` (the box, packed in C order) with verified bytes. Raises FileDamage, StorageError, CkptdError.
@@ -152,14 +161,19 @@ class Checkpoint:
         return self.storage.locate(self.directory)
 
     def _tensor(self, key: str, rank: int | None) -> int:
+        found = self._find(key, rank)
+        if found is None:
+            owner = "" if rank is None else f" of rank {rank}"
+            raise CkptdError(f"no tensor {key}{owner}", where=self._where())
+        return found
+
+    def _find(self, key: str, rank: int | None) -> int | None:
         for name in (key, self.manifest.aliases.get(key, key)):
             for whose in (None, rank):
                 found = self._tensors.get((name, whose))
                 if found is not None:
                     return found
-        raise CkptdError(
-            f"no tensor {key}" + ("" if rank is None else f" of rank {rank}"), where=self._where()
-        )
+        return None
 
     def _read_part(
         self, stored: StoredChunk, chunk: Box, inner: Box, box: Box, target: memoryview, item: int

@@ -19,7 +19,8 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.protocol.instructions import PrepareRestore
 from ckptd.core.redundancy.protection import level, slice_classes
-from ckptd.core.state_map.box import Box, runs
+from ckptd.core.state_map.box import runs
+from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.catalogue import Catalogue
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import Layout
@@ -226,7 +227,7 @@ class Rebuild:
         """Would it do if those could be reached that could not? Another rank may be asking them again by now."""
         if self._stored.our_lack:
             return True
-        durable = await self._stored.boxes({want.key for want in asked}, rank)
+        durable = await self._stored.boxes(rank)
         index = await self._threads.run(SourceIndex, self._left(hopeful=True))
         assert self._catalogue is not None, "wants come after the catalogue"
         args = asked, index, self._host.node, rank, durable, self._catalogue.per_rank
@@ -234,14 +235,14 @@ class Rebuild:
 
     async def _plan(self, rank: int, asked: list[Want]) -> Plan:
         """Memory comes first anyway: storage, which may hang, is only asked when memory lacks something."""
-        plan = await self._threads.run(self._plan_now, rank, asked, {})
+        plan = await self._threads.run(self._plan_now, rank, asked, None)
         if plan.uncovered:
-            durable = await self._stored.boxes({want.key for want in asked}, rank)
-            if durable:
+            durable = await self._stored.boxes(rank)
+            if durable is not None:
                 plan = await self._threads.run(self._plan_now, rank, asked, durable)
         return plan
 
-    def _plan_now(self, rank: int, asked: list[Want], durable: dict[str, list[Box]]) -> Plan:
+    def _plan_now(self, rank: int, asked: list[Want], durable: BoxIndex | None) -> Plan:
         without = self._left_out.copies(), self._left_out.parity_sets()
         if self._index is None or self._index[0] != without:
             self._index = without, SourceIndex(self._left())

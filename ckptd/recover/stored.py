@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.recovery import Piece
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import StorageError
@@ -48,16 +48,14 @@ class Stored:
             self.why = f"{error.what} [{error.where}]" if isinstance(error, CkptdError) else str(error)
             raise
 
-    async def boxes(self, keys: Collection[str], rank: int) -> dict[str, list[Box]]:
-        """What is stored of these tensors; nothing when it cannot be used."""
+    async def boxes(self, rank: int) -> BoxIndex | None:
+        """What is stored, of what is each rank's own that of ``rank``; None when it cannot be used."""
         if not self.ok:
-            return {}
+            return None
         try:
-            return await self.call(
-                lambda c: {key: c.boxes(key, rank) for key in map(c.catalogue().canonical, keys)}
-            )
+            return await self.call(lambda checkpoint: checkpoint.boxes_for(rank))
         except (CkptdError, OSError):
-            return {}
+            return None
 
     async def read(self, pieces: Sequence[Piece], into: memoryview) -> bool:
         """The pieces one after the other into ``into``. False: something was unreadable, or damaged."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.core.state_map import box_index
 from ckptd.core.state_map.box import Box, contains, covers, runs
+from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import MAYBE, REPLICA
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
@@ -26,26 +29,24 @@ from ckptd.core.state_map.recovery import (
 )
 from tests.core.worlds import World, boxes_in, cells, elements, fsdp, quick, rows_of, value, worlds
 
-Damage = set[tuple[str, int] | tuple[str, int, int]]
-
 
 def wants_of(world: World, *asked: tuple[str, Box]) -> list[Want]:
     return [Want(10 + i, key, *world.tensors[key], box) for i, (key, box) in enumerate(asked)]
 
 
 def available(
-    world: World, held: Sequence[Held], want: Want, rank: int, own_node: str | None, damaged: Damage
+    world: World, held: Sequence[Held], want: Want, rank: int, own_node: str | None
 ) -> set[tuple[int, ...]]:
     """Elements of the want that memory has: on ``own_node``, or anywhere when that is None."""
     result: set[tuple[int, ...]] = set()
     for source in held:
-        if own_node not in (None, source.node) or (source.node, source.rank) in damaged:
+        if own_node not in (None, source.node):
             continue
         if f"t:{want.key}" in world.per_rank and source.rank != rank:
             continue
-        for index, fragment in enumerate(source.layout.fragments):
+        for fragment in source.layout.fragments:
             full = source.tier == 0 or fragment.tier >= source.tier
-            if fragment.key == want.key and full and (source.node, source.rank, index) not in damaged:
+            if fragment.key == want.key and full:
                 result |= cells([fragment.box])
     return result & cells([want.box])
 
@@ -75,7 +76,7 @@ def read(world: World, plan: Plan, want: Want, rank: int) -> bytes:
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[World, list[Held], list[Want], int, dict[str, list[Box]], Damage]:
+def situations(draw: st.DrawFn) -> tuple[World, list[Held], list[Want], int, dict[str, list[Box]]]:
     world = draw(worlds())
     ranks = st.integers(0, world.size - 1)
     spots = draw(st.lists(st.tuples(st.sampled_from("abc"), ranks, st.integers(0, 2)), max_size=8))
@@ -87,30 +88,23 @@ def situations(draw: st.DrawFn) -> tuple[World, list[Held], list[Want], int, dic
         for key in keys
         if draw(st.booleans())
     }
-    damaged = draw(
-        st.sets(
-            st.one_of(
-                st.tuples(st.sampled_from("abc"), ranks), st.tuples(st.sampled_from("abc"), ranks, ranks)
-            )
-        )
-    )
-    return world, held, wants, draw(ranks), durable, damaged
+    return world, held, wants, draw(ranks), durable
 
 
 @quick
 @given(situations())
 def test_every_element_once_right_and_from_the_best_place(
-    situation: tuple[World, list[Held], list[Want], int, dict[str, list[Box]], Damage],
+    situation: tuple[World, list[Held], list[Want], int, dict[str, list[Box]]],
 ) -> None:
-    world, held, wants, rank, durable, damaged = situation
-    plan = plan_recovery(wants, held, "a", rank, durable, world.per_rank, damaged)
+    world, held, wants, rank, durable = situation
+    plan = plan_recovery(wants, held, "a", rank, BoxIndex.of(durable), world.per_rank)
     for want in wants:
         pieces = [piece for piece in plan.pieces if piece.want == want.index]
         missing = [box for index, box in plan.uncovered if index == want.index]
         parts = [piece.box for piece in pieces] + missing
         assert covers_exactly(want.box, parts)
-        own = available(world, held, want, rank, "a", damaged)
-        memory = available(world, held, want, rank, None, damaged)
+        own = available(world, held, want, rank, "a")
+        memory = available(world, held, want, rank, None)
         stored = cells(durable.get(want.key, [])) & cells([want.box])
         by_source = {
             source: cells([p.box for p in pieces if p.source == source]) for source in (OWN, PEER, DURABLE)
@@ -120,7 +114,7 @@ def test_every_element_once_right_and_from_the_best_place(
         data, expected = read(world, plan, want, rank), wanted_bytes(world, want, rank, missing)
         assert data == expected
     assert [piece.want for piece in plan.pieces] == sorted(piece.want for piece in plan.pieces)
-    assert plan == plan_recovery(wants, SourceIndex(held[::-1]), "a", rank, durable, world.per_rank, damaged)
+    assert plan == plan_recovery(wants, SourceIndex(held[::-1]), "a", rank, BoxIndex.of(durable), world.per_rank)
     assert not plan.mismatched
 
 
@@ -151,14 +145,13 @@ def test_any_world_into_any_world(new: int) -> None:
     assert rank <= new
 
 
-def test_of_many_boxes_only_those_near_the_want_are_looked_at() -> None:
+def test_of_many_boxes_only_those_near_the_want_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """1024 ranks restore into another sharding: none of them compares each want with the boxes of all."""
+    monkeypatch.setattr(box_index, "PAIRS_AT_ONCE", 1000)
     world = fsdp(1024, shape=(1024, 2), keys=1)
-    index = SourceIndex([Held("a", rank, 0, layout) for rank, layout in world.layouts.items()])
-    entry = index.get("k0")
-    assert entry is not None
-    near = entry.kinds[world.tensors["k0"]].overlapping(Box((500, 0), (3, 2)))
-    assert sorted(box.offsets[0] for box in near) == [500, 501, 502]
+    index = SourceIndex([Held("a", rank, 0, layout) for rank, layout in world.layouts.items()]).boxes
+    _, counts = index._near(np.array([0]), np.array([[500, 0]]), np.array([[3, 2]]))
+    assert counts.tolist() == [3]
 
 
 def test_uncovered_slices_are_named() -> None:
@@ -185,7 +178,7 @@ def test_an_alias_is_found_under_its_canonical_key() -> None:
     plan = plan_recovery([want], [Held("a", 0, 0, layout)], "a", 0)
     assert [(piece.key, piece.box) for piece in plan.pieces] == [("w", Box((1,), (2,)))]
     for name in ("head", "w"):
-        plan = plan_recovery([want], [Held("a", 0, 2, layout)], "a", 0, {name: [Box((0,), (4,))]})
+        plan = plan_recovery([want], [Held("a", 0, 2, layout)], "a", 0, BoxIndex.of({name: [Box((0,), (4,))]}))
         assert [piece.source for piece in plan.pieces] == [DURABLE]
 
 

@@ -190,16 +190,16 @@ EDITS = (
         "        if True:",
     ),
     Edit(
-        "a restore reads copies known to be damaged",
+        "boxes that overlap are taken for the whole",
         "core/state_map/recovery.py",
-        "        return not self.damaged or (",
-        "        return True or (",
+        "whole = shared & (found == volumes) & _apart(self.index.boxes, kinds)",
+        "whole = shared & (found == volumes)",
     ),
     Edit(
         "another rank's own values are restored",
         "core/state_map/recovery.py",
-        "        if own_only and copy.rank != self.rank:",
-        "        if False:",
+        "for copy in copies if copy.rank == self.rank]",
+        "for copy in copies]",
     ),
     Edit(
         "a prefix is taken for the whole slot",

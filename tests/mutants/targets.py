@@ -11,7 +11,7 @@ PACKAGE = ROOT / "ckptd"
 _MACHINE, _STEWARD = "core/protocol/machine", "core/protocol/machine/steward"
 _NAMES = {
     "core": ("retention",),
-    "core/state_map": ("recovery", "writes", "catalogue"),
+    "core/state_map": ("recovery", "box_index", "columns", "writes", "catalogue"),
     "core/redundancy": ("placement", "protection", "parity_sets", "linear", "degradation"),
     "core/protocol": ("candidates", "life", "written"),
     _MACHINE: (
@@ -22,7 +22,7 @@ _NAMES = {
         "certify", "guards", "snapshot", "grants", "table", "gather", "restore", "flush", "decide", "sessions", "waiting",
         "parity", "degradation", "protecting",
     ),
-    "persist": ("commit", "retention", "lineage", "forget", "storage/tree"),
+    "persist": ("commit", "index", "retention", "lineage", "forget", "storage/tree"),
 }  # fmt: skip
 TARGETS = tuple(f"{folder}/{name}.py" for folder, names in _NAMES.items() for name in names)
 

@@ -10,7 +10,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.protocol.messages import Inventory, InventoryRequest, JoinReport, RestoreAsk, Vote
+from ckptd.core.protocol.messages import (
+    EpochOpen,
+    Inventory,
+    InventoryRequest,
+    JoinReport,
+    RestoreAsk,
+    Stale,
+    Vote,
+)
 
 
 @dataclass
@@ -65,6 +73,10 @@ class Decisions:
             self._answered(node, life, sender, message)  # type: ignore[arg-type]
         elif kind is JoinReport:
             self._reported(node, life, message, record)  # type: ignore[arg-type]
+        elif kind is Stale:
+            self._outdated(node, life, message.known)  # type: ignore[attr-defined]
+        elif kind is EpochOpen:
+            self._outdated(node, life, message.record)  # type: ignore[attr-defined]
         elif kind is Vote and not message.ok:  # type: ignore[attr-defined]
             told = self._told.get((node, life, self._last.get((node, life), "")))
             if told is not None:
@@ -76,6 +88,12 @@ class Decisions:
             told = self._told[node, life, message.attempt] = Told(record, message.ask)
         if message.known is not None and message.known not in told.reports:
             told.reports.append(message.known)
+
+    def _outdated(self, node: str, life: int, record: EpochRecord) -> None:
+        """Another start was declared while it gathers for its own."""
+        for (who, when, attempt), told in self._told.items():
+            if (who, when) == (node, life) and attempt != record.nonce and record not in told.reports:
+                told.reports.append(record)
 
     def _answered(self, node: str, life: int, sender: str, message: Inventory) -> None:
         told = self._told.get((node, life, message.attempt))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol.machine.context import decode_layout
+from ckptd.core.state_map.box import Box, intersect
+from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.recovery import (
     BY_PARITY,
@@ -128,9 +131,7 @@ class Fetching:
             if rank in of_rank
         ]
         committed = self.host.writes.stored(do)
-        durable = (
-            {key: list(boxes) for key, boxes in committed.tensors.items()} if committed is not None else {}
-        )
+        durable = BoxIndex.of({} if committed is None else {k: list(boxes) for k, boxes in committed.tensors.items()})
         return plan_recovery(wants, SourceIndex(sources), self.host.name, rank, durable, do.per_rank)
 
     def _read(self, do: ins.PrepareRestore, piece: Piece, lost: parity.Lost) -> tuple[bytes, str]:
@@ -148,7 +149,7 @@ class Fetching:
                 return b"", "storage is gone"
             if not world.store.holds(do.snapshot):
                 raise Broken(f"P12 {do.snapshot} was deleted under the hands of {self.host.name}, which reads it")
-            return committed.tensors[piece.key][piece.stored], ""
+            return _range(committed.tensors[piece.key], piece.stored), ""
         if piece.source == PARITY:
             world.oracle.count("a slice from parity")
             return lost.read(piece.rank, piece.fragment)
@@ -206,3 +207,14 @@ class Fetching:
                 if proc is not None and not proc.ready:
                     proc.failed(do.code, do.reason)
             self._give_back()
+
+
+def _range(stored: Mapping[Box, bytes], wanted: Box) -> bytes:
+    """Out of what was written of a tensor of one dimension."""
+    found = bytearray(wanted.volume)
+    for box, data in stored.items():
+        part = intersect(box, wanted)
+        if part is not None:
+            start, at = part.offsets[0] - box.offsets[0], part.offsets[0] - wanted.offsets[0]
+            found[at : at + part.volume] = data[start : start + part.volume]
+    return bytes(found)

@@ -18,6 +18,7 @@ from ckptd.core.protocol.messages import (
     JoinReport,
     RestoreAsk,
     RestoreDone,
+    Stale,
 )
 from ckptd.core.redundancy.policies import Parity, Replicas
 from tests.sim import field
@@ -275,6 +276,22 @@ def test_what_is_told_after_a_decision_does_not_count_for_it() -> None:
     start = told.of(host.name, host.life, "a2")
     assert start is not None and start.decided is not None
     assert (list(start.answers), list(start.decided.answers)) == ([host.name], [])
+
+
+@pytest.mark.parametrize("how", ["told of it", "called to it"])
+def test_a_start_that_was_declared_meanwhile_counts_for_what_is_decided_then(how: str) -> None:
+    """Two starts at once: nobody knew whether the other one ran, and its like was not passed over (seed 3882336516)."""
+    world = World(1)
+    host, told = next(iter(world.hosts.values())), world.oracle.decisions
+    mine, other = (EpochRecord(number, f"a{number}", (host.name,), (host.info,)) for number in (6, 5))
+    told.heard(host.name, host.life, host.name, JoinReport(mine.nonce, mine.ranks, mine.nodes, (0,), RestoreAsk(), None), None)
+    message = Stale(other) if how == "told of it" else EpochOpen(other.nonce, other, 1, None, False)
+    told.heard(host.name, host.life, "n1", message, None)
+    world.oracle.claims(host, mine)
+    start = told.of(host.name, host.life, mine.nonce)
+    assert start is not None and start.decided is not None
+    assert start.decided.records() == [other]
+    assert world.oracle.judge.nobody_knows(start.decided)
 
 
 def test_an_epoch_that_only_a_silent_node_could_know_excuses_a_refusal() -> None:

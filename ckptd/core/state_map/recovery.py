@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptd.core.state_map.box import Box, contains, intersect, merge, without
+import numpy as np
+
+from ckptd.core.state_map.box import Box, Span, contains, intersect, merge, without
+from ckptd.core.state_map.box_index import BoxIndex, Flags, Meetings, columns_of
+from ckptd.core.state_map.columns import Ints
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import Layout
 
@@ -46,8 +49,7 @@ class Copy(NamedTuple):
     fragment: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Fill ``box`` of the want from this copy. It lies inside ``stored``, the box that is contiguous at the source.
 
     durable: node is "", rank is the wanting one and fragment -1; the reader takes (key, box).
@@ -82,15 +84,23 @@ class Plan:
         return total
 
 
+_Kind = tuple[str, tuple[int, ...]]  # dtype and shape
+_Part = tuple[int, Box]  # a row of the memory sources, and what it has of a wanted box
+
+
 class SourceIndex:
-    """Memory sources by key and box. Build it once for all ranks of a node: it walks every fragment of every layout."""
+    """Memory sources by key and box. Build it once for all ranks of a node: it walks every fragment of every layout.
+
+    A *kind* is what is stored under one key with one dtype and shape: each distinct box of it is a row, with its copies.
+    """
 
     def __init__(self, sources: Sequence[Held]) -> None:
-        self._keys: dict[str, _Key] = {}
+        self._kinds: dict[str, dict[_Kind, int]] = {}
         self._aliases: dict[str, str] = {}
         by_layout: dict[tuple[int, str], list[Held]] = {}
         for source in sources:
             by_layout.setdefault((source.rank, source.layout.layout_id), []).append(source)
+        rows: list[dict[Span, list[Copy]]] = []
         for (rank, _), held in sorted(by_layout.items()):
             layout = held[0].layout
             self._aliases.update(layout.aliases)
@@ -100,15 +110,26 @@ class SourceIndex:
                     Copy(node, rank, index) for tier, node in tiers if tier == 0 or fragment.tier >= tier
                 ]
                 if copies and fragment.nbytes:
-                    entry = self._keys.setdefault(fragment.key, _Key())
-                    entry.add(fragment.dtype, fragment.shape, fragment.box, copies)
+                    kinds = self._kinds.setdefault(fragment.key, {})
+                    kind = kinds.setdefault((fragment.dtype, fragment.shape), len(rows))
+                    if kind == len(rows):
+                        rows.append({})
+                    rows[kind].setdefault((fragment.box.offsets, fragment.box.sizes), []).extend(copies)
+        ordered = [sorted(found.items()) for found in rows]
+        self.copies = [copies for found in ordered for _, copies in found]
+        self.boxes = BoxIndex(
+            lambda key: None,
+            np.cumsum([0, *map(len, ordered)]),
+            *columns_of([Box(*span) for found in ordered for span, _ in found]),
+        )
 
     def canonical(self, key: str) -> str:
         """The key under which an alias is stored."""
-        return key if key in self._keys else self._aliases.get(key, key)
+        return key if key in self._kinds else self._aliases.get(key, key)
 
-    def get(self, key: str) -> _Key | None:
-        return self._keys.get(key)
+    def kinds(self, key: str) -> dict[_Kind, int]:
+        """Of a canonical key: the number of each among ``boxes``."""
+        return self._kinds.get(key, {})
 
 
 def plan_recovery(
@@ -116,22 +137,18 @@ def plan_recovery(
     sources: SourceIndex | Sequence[Held],
     own_node: str,
     rank: int,
-    durable: Mapping[str, Sequence[Box]] | None = None,
+    durable: BoxIndex | None = None,
     per_rank: Collection[str] = (),
-    damaged: Collection[tuple[str, int] | tuple[str, int, int]] = (),
 ) -> Plan:
     """The plan of one rank, whose daemon is ``own_node``.
 
-    durable: key (as wanted or canonical) -> boxes that can be read from the committed checkpoint; for a per-rank key those
-    of this rank. None: no durable source. per_rank: "t:key" names; such a key comes only from fragments of ``rank``
-    itself. damaged: what not to use, a slot (node, rank) or a fragment of it (node, rank, index). Copies of the same slice
-    are used evenly, by each rank in another order.
+    durable: what can be read from the committed checkpoint, by key as wanted or canonical; of a per-rank key what is of this rank.
+    None: no durable source. per_rank: "t:key" names; such a key comes only from fragments of ``rank`` itself. Copies of the same
+    slice are used evenly, by each rank in another order.
     """
     index = sources if isinstance(sources, SourceIndex) else SourceIndex(sources)
-    planner = _Planner(index, durable or {}, own_node, rank, frozenset(per_rank), frozenset(damaged))
-    # The largest first, so that the even use of peers is even in bytes.
-    for want in sorted(wants, key=lambda want: (-want.box.volume, want.index)):
-        planner.plan(want)
+    planner = _Planner(index, wants, durable, own_node, rank, frozenset(per_rank))
+    planner.plan()
     place = {want.index: at for at, want in enumerate(wants)}
     pieces = sorted(planner.pieces, key=lambda piece: (place[piece.want], piece.box.offsets))
     gaps = sorted(planner.uncovered, key=lambda gap: (place[gap[0]], gap[1].offsets))
@@ -139,117 +156,137 @@ def plan_recovery(
 
 
 @dataclass
-class _Kind:
-    """What is stored under one key with one dtype and shape: each distinct box with its copies."""
-
-    boxes: dict[Box, list[Copy]] = field(default_factory=dict)
-    _sorted: tuple[int, int, list[int], list[Box]] | None = None
-
-    def overlapping(self, box: Box) -> list[Box]:
-        """Boxes that may meet ``box``: sorted along the dimension with the most cuts, found by bisection."""
-        if not box.sizes or len(self.boxes) < 3:
-            return list(self.boxes)
-        if self._sorted is None:
-            self._sorted = self._sort(len(box.sizes))
-        dim, longest, starts, ordered = self._sorted
-        low = bisect_left(starts, box.offsets[dim] - longest + 1)
-        high = bisect_left(starts, box.offsets[dim] + box.sizes[dim])
-        return ordered[low:high]
-
-    def _sort(self, dims: int) -> tuple[int, int, list[int], list[Box]]:
-        dim = max(range(dims), key=lambda d: len({box.offsets[d] for box in self.boxes}))
-        ordered = sorted(self.boxes, key=lambda box: (box.offsets[dim], box.offsets, box.sizes))
-        return dim, max(box.sizes[dim] for box in ordered), [box.offsets[dim] for box in ordered], ordered
-
-
-@dataclass
-class _Key:
-    kinds: dict[tuple[str, tuple[int, ...]], _Kind] = field(default_factory=dict)
-
-    def add(self, dtype: str, shape: tuple[int, ...], box: Box, copies: list[Copy]) -> None:
-        self.kinds.setdefault((dtype, shape), _Kind()).boxes.setdefault(box, []).extend(copies)
-
-
-@dataclass
 class _Planner:
     index: SourceIndex
-    durable: Mapping[str, Sequence[Box]]
+    wants: Sequence[Want]
+    durable: BoxIndex | None
     own_node: str
     rank: int
     per_rank: frozenset[str]
-    damaged: frozenset[tuple[str, int] | tuple[str, int, int]]
     pieces: list[Piece] = field(default_factory=list)
     uncovered: list[tuple[int, Box]] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     _asked: dict[str, int] = field(default_factory=dict)  # bytes planned from each peer
 
-    def plan(self, want: Want) -> None:
-        if want.box.volume == 0:
-            return
-        key = self.index.canonical(want.key)
-        found = self._copies(key, want)
-        left = [want.box]
-        for source in (OWN, PEER, PARITY):
-            for box, copies in found:
-                usable = [copy for copy in copies if self._kind(copy) == source]
-                if usable and left:
-                    left = self._take(want, key, left, box, source, usable)
-        for box in self.durable.get(key) or self.durable.get(want.key, ()):
-            if not left:
-                return
-            left = self._take(want, key, left, box, DURABLE, [Copy("", self.rank, -1)])
-        self.uncovered += [(want.index, box) for box in merge(left)]
+    def plan(self) -> None:
+        """Nearly all is had from boxes in memory that have no element in common, or else from storage alone: that is found for all
+        wants together. The others are covered one by one."""
+        keys = [self.index.canonical(want.key) for want in self.wants]
+        offsets, sizes = columns_of([want.box for want in self.wants])
+        volumes = sizes.prod(1)
+        kinds = np.array([*map(self._kind, self.wants, keys)], np.int64)
+        shared = np.array([f"t:{key}" not in self.per_rank for key in keys], bool)
+        met: list[list[_Part]] = [[] for _ in self.wants]
+        for meetings in self.index.boxes.meetings(kinds, offsets, sizes):
+            self._note(met, meetings)
+        found = np.array([sum(box.volume for _, box in parts) for parts in met], np.int64)
+        whole = shared & (found == volumes) & _apart(self.index.boxes, kinds)
+        stored = (found == 0) & self._is_stored(keys, offsets, sizes, volumes)
+        # The largest first, so that the even use of peers is even in bytes.
+        for at in sorted(np.flatnonzero(volumes).tolist(), key=lambda at: (-volumes[at], self.wants[at].index)):
+            want, key = self.wants[at], keys[at]
+            if whole[at]:
+                for row, box in met[at]:
+                    source, copies = self._best(self.index.copies[row])
+                    self._piece(want, key, box, source, copies, self.index.boxes.box(row, len(box.sizes)))
+            elif stored[at]:
+                self._piece(want, key, want.box, DURABLE, [Copy("", self.rank, -1)], want.box)
+            else:
+                self._cover(want, key, met[at])
 
-    def _copies(self, key: str, want: Want) -> list[tuple[Box, list[Copy]]]:
-        """Usable copies by box: those that fill the want alone first, else from the largest to the smallest."""
-        entry = self.index.get(key)
-        if entry is None:
-            return []
-        kind = entry.kinds.get((want.dtype, tuple(want.shape)))
-        if kind is None:
-            stored = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in sorted(entry.kinds))
+    def _kind(self, want: Want, key: str) -> int:
+        """-1: there is none of that key, or only of another dtype or shape."""
+        kinds = self.index.kinds(key)
+        found = kinds.get((want.dtype, want.shape), -1)
+        if kinds and found < 0 and want.box.volume:
+            stored = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in sorted(kinds))
             self.mismatched.append(
                 f"{want.key}: wanted {want.dtype}{list(want.shape)}, the snapshot has {stored}"
             )
-            return []
-        own_only = f"t:{key}" in self.per_rank
-        result = []
-        for box in kind.overlapping(want.box):
-            if intersect(box, want.box) is None:
-                continue
-            copies = [copy for copy in kind.boxes[box] if self._usable(copy, own_only)]
-            if copies:
-                result.append((box, copies))
-        result.sort(key=lambda entry: (not contains(entry[0], want.box), -entry[0].volume, entry[0].offsets))
-        return result
+        return found
 
-    def _kind(self, copy: Copy) -> str:
+    def _note(self, met: list[list[_Part]], meetings: Meetings) -> None:
+        for at, row, offsets, sizes in zip(*(column.tolist() for column in meetings), strict=True):
+            dims = len(self.wants[at].shape)
+            met[at].append((row, Box(tuple(offsets[:dims]), tuple(sizes[:dims]))))
+
+    def _is_stored(self, keys: Sequence[str], offsets: Ints, sizes: Ints, volumes: Ints) -> Flags:
+        """Of which wants storage has every element."""
+        if self.durable is None:
+            return np.zeros(len(keys), bool)
+        numbers = np.array([*map(self._number, self.wants, keys)], np.int64)
+        found = np.zeros(len(keys), np.int64)
+        for meetings in self.durable.meetings(numbers, offsets, sizes):
+            np.add.at(found, meetings.want, meetings.sizes.prod(1))
+        stored: Flags = (found == volumes) & _apart(self.durable, numbers)
+        return stored
+
+    def _number(self, want: Want, key: str) -> int:
+        """Among what is stored."""
+        assert self.durable is not None
+        for name in (key, want.key):
+            found = self.durable.number(name)
+            if found is not None:
+                return found
+        return -1
+
+    def _cover(self, want: Want, key: str, parts: Sequence[_Part]) -> None:
+        """Box by box, those first that fill the want alone, then from the largest to the smallest."""
+        dims, left = len(want.box.sizes), [want.box]
+        found = [(self.index.boxes.box(row, dims), self.index.copies[row]) for row, _ in parts]
+        if f"t:{key}" in self.per_rank:
+            found = [(box, [copy for copy in copies if copy.rank == self.rank]) for box, copies in found]
+        found.sort(key=lambda entry: (not contains(entry[0], want.box), -entry[0].volume, entry[0].offsets))
+        for source in (OWN, PEER, PARITY):
+            for box, copies in found:
+                usable = [copy for copy in copies if self._source(copy) == source]
+                if usable and left:
+                    left = self._take(want, key, left, box, source, usable)
+        if left and self.durable is not None:
+            number = np.array([self._number(want, key)])
+            for meetings in self.durable.meetings(number, *columns_of([want.box])):
+                for row in meetings.row.tolist():
+                    box = self.durable.box(row, dims)
+                    left = self._take(want, key, left, box, DURABLE, [Copy("", self.rank, -1)])
+        self.uncovered += [(want.index, box) for box in merge(left)]
+
+    def _best(self, copies: Sequence[Copy]) -> tuple[str, Sequence[Copy]]:
+        """The nearest of them."""
+        if len(copies) == 1:
+            return self._source(copies[0]), copies
+        by_source: dict[str, list[Copy]] = {}
+        for copy in copies:
+            by_source.setdefault(self._source(copy), []).append(copy)
+        source = next(source for source in (OWN, PEER, PARITY) if source in by_source)
+        return source, by_source[source]
+
+    def _source(self, copy: Copy) -> str:
         return OWN if copy.node == self.own_node else PARITY if copy.node == BY_PARITY else PEER
 
-    def _usable(self, copy: Copy, own_only: bool) -> bool:
-        if own_only and copy.rank != self.rank:
-            return False
-        return not self.damaged or (copy not in self.damaged and copy[:2] not in self.damaged)
-
     def _take(
-        self, want: Want, key: str, left: list[Box], stored: Box, source: str, copies: list[Copy]
+        self, want: Want, key: str, left: list[Box], stored: Box, source: str, copies: Sequence[Copy]
     ) -> list[Box]:
         """Fill what ``stored`` has of ``left``; return what is still missing."""
         missing: list[Box] = []
         for box in left:
-            part = intersect(box, stored) if len(box.sizes) == len(stored.sizes) else None
+            part = intersect(box, stored)
             if part is None:
                 missing.append(box)
                 continue
-            nbytes = part.volume * ITEMSIZE[want.dtype]
-            copy = copies[0] if source != PEER else self._least_asked(key, copies)
-            if source == PEER:
-                self._asked[copy.node] = self._asked.get(copy.node, 0) + nbytes
-            self.pieces.append(Piece(want.index, key, part, source, *copy, stored, nbytes))
+            self._piece(want, key, part, source, copies, stored)
             missing += without(box, part)
         return missing
 
-    def _least_asked(self, key: str, copies: list[Copy]) -> Copy:
+    def _piece(
+        self, want: Want, key: str, box: Box, source: str, copies: Sequence[Copy], stored: Box
+    ) -> None:
+        nbytes = box.volume * ITEMSIZE[want.dtype]
+        copy = copies[0] if source != PEER else self._least_asked(key, copies)
+        if source == PEER:
+            self._asked[copy.node] = self._asked.get(copy.node, 0) + nbytes
+        self.pieces.append(Piece(want.index, key, box, source, *copy, stored, nbytes))
+
+    def _least_asked(self, key: str, copies: Sequence[Copy]) -> Copy:
         """The peer with the fewest bytes planned so far; among equals another one for each rank and key."""
         if len(copies) == 1:
             return copies[0]
@@ -258,3 +295,11 @@ class _Planner:
             return self._asked.get(copy.node, 0), zlib.crc32(f"{self.rank}|{key}|{copy.node}".encode()), copy
 
         return min(copies, key=burden)
+
+
+def _apart(boxes: BoxIndex, numbers: Ints) -> Flags:
+    """Of each wanted box, whether those that it may meet have no element in common."""
+    if not len(boxes.apart):
+        return np.zeros(len(numbers), bool)
+    apart: Flags = (numbers >= 0) & boxes.apart[np.maximum(numbers, 0)]
+    return apart
