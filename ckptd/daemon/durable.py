@@ -16,7 +16,6 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol.life import is_grave
 from ckptd.core.retention import CommitInfo
-from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
 from ckptd.persist.commit import commit
@@ -249,9 +248,8 @@ class Durable:
                 hint="nothing more becomes durable until you start the job once more: its name runs twice, this daemon missed "
                 "a restart while storage was away, or a claim hung there until its start was over",
             )  # fmt: skip
-        layouts = {layout.rank: layout for layout in map(Layout.decode, do.layouts.values())}
         commit(
-            storage, self._job.job, do.snapshot, do.attempt, do.record, do.reports, layouts, do.per_rank, do.keep
+            storage, self._job.job, do.snapshot, do.attempt, do.record, do.reports, do.layouts, do.per_rank, do.keep
         )  # fmt: skip
 
     # --- lists --------------------------------------------------------------------------------------------------

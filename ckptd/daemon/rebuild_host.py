@@ -78,6 +78,12 @@ class RebuildHost:
     ) -> Fetched:
         return await self._services.fetcher.fetch(self._job.job, node, snapshot, rank, tuple(spans), into)
 
+    def layouts(self) -> dict[str, Layout]:
+        return self._job.machine.slots.layouts()
+
+    async def layout(self, node: str, layout_id: str) -> Layout:
+        return await self._services.map_parts.ask(self._job.job, node, layout_id)
+
     def set_columns(self, order: MakeParity, layouts: dict[int, Layout], parts: Layout) -> Columns:
         return self._services.parity.columns(self._job.job, order, layouts, parts, protects=False)
 

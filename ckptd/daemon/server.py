@@ -41,6 +41,7 @@ from ckptd.protect import erasure
 from ckptd.protect.cards import Cards
 from ckptd.protect.fetch import Fetcher
 from ckptd.protect.frozen import FrozenParts
+from ckptd.protect.map_parts import MapParts
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.parity import ParityMaker
 from ckptd.protect.replicate import Replicator
@@ -134,7 +135,7 @@ class Daemon:
         fetcher = Fetcher(self.transport, self._send, work, config.bulk_streams, pacer)
         fetcher.within_s = config.pacing_deadline_s
         frozen = FrozenParts(self.arena, fetcher, work)
-        cards = Cards(config.node_id, self._send, work)
+        cards, map_parts = Cards(config.node_id, self._send, work), MapParts(self._send, work)
         self.services = Services(
             config=config,
             node=node,
@@ -146,7 +147,7 @@ class Daemon:
             ),
             fetcher=fetcher,
             pacer=pacer,
-            cards=cards,
+            cards=cards, map_parts=map_parts,
             parity=ParityMaker(config.node_id, self.arena, fetcher, cards, work),
             storage=storage,
             health=self.health,
@@ -203,6 +204,7 @@ class Daemon:
         self.services.replicator.on_arrived = lambda job, slot: self.job(job).arrived(slot)
         self.services.replicator.on_refused = self.services.fetcher.on_refused = self._refused_bytes
         cards.held = self.services.fetcher.held = lambda job, snapshot, rank: self.job(job).held(snapshot, rank)
+        self.services.map_parts.held = lambda job: self.job(job).machine.slots.layouts()
         self.services.parity.find_frozen = frozen.find
         self.services.parity.add_frozen = frozen.on_arrived
         self.services.fetcher.on_damage = lambda job, slot, reason: self.job(job).damaged(
@@ -350,6 +352,7 @@ class Daemon:
             services.replicator.on_message(node, job, message)
             or services.fetcher.on_message(node, job, message)
             or services.cards.on_message(node, job, message)
+            or services.map_parts.on_message(node, job, message)
             or self.forget.on_message(node, job, message)
         ):
             self.status.on_message(node, job, message)

@@ -23,6 +23,7 @@ from ckptd.observe.metrics import Metrics
 from ckptd.persist.storage.base import Storage
 from ckptd.protect.cards import Cards
 from ckptd.protect.fetch import Fetcher
+from ckptd.protect.map_parts import MapParts
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.parity import ParityMaker
 from ckptd.protect.replicate import Replicator
@@ -49,6 +50,7 @@ class Services:
     fetcher: Fetcher
     pacer: Pacer
     cards: Cards
+    map_parts: MapParts
     parity: ParityMaker
     storage: Storage | None
     health: Health

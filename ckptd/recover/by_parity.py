@@ -33,6 +33,7 @@ from ckptd.recover.left_out import LeftOut
 
 class ByParity:
     """``sources``: of the snapshot, its parity among them; layouts: by id, of the sources and of all members of their parity sets.
+    What has no layout there cannot be used.
     ``left_out``: what is not asked any more, which what fails here is added to."""
 
     def __init__(
@@ -44,7 +45,8 @@ class ByParity:
         left_out: LeftOut,
     ) -> None:
         self._host, self._snapshot, self._sources, self._layouts = host, snapshot, tuple(sources), layouts
-        self._parity_sets = {s.shard.parity_set: layouts[s.layout_id] for s in sources if s.shard is not None}
+        shards = ((s.shard, layouts.get(s.layout_id)) for s in sources if s.shard is not None)
+        self._parity_sets = {shard.parity_set: layout for shard, layout in shards if layout is not None}
         self._cards: dict[ParitySet, dict[int, SlotRecord]] = {}
         self._left_out = left_out
 

@@ -18,6 +18,7 @@ from ckptd.arena.sums import bad_blocks, hash_shares
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.protocol.instructions import PrepareRestore
+from ckptd.core.redundancy.parity_sets import NOBODY
 from ckptd.core.redundancy.protection import level, slice_classes
 from ckptd.core.state_map.box import runs
 from ckptd.core.state_map.box_index import BoxIndex
@@ -36,6 +37,7 @@ from ckptd.core.state_map.recovery import (
     plan_recovery,
 )
 from ckptd.persist.reader import Checkpoint
+from ckptd.protect.fetched import Away
 from ckptd.recover.assembly import Assembly
 from ckptd.recover.by_parity import ByParity
 from ckptd.recover.handover import Blobs, Handover
@@ -49,6 +51,7 @@ from ckptd.recover.wants import Wants
 from ckptd.wire.seqpacket import memfd_object
 
 OBJECTS_AT_ONCE = 16  # ranks whose objects are fetched
+LAYOUTS_AT_ONCE = 16
 REPLANS_MAX = 8  # sources that may fail during one restore before it is given up
 MISSING_SHOWN_MAX = 8
 TOO_MANY = "too many sources failed"
@@ -60,14 +63,9 @@ class Rebuild:
     def __init__(self, host: Host, do: PrepareRestore) -> None:
         assert do.snapshot is not None
         self._host, self._do, self._snapshot = host, do, do.snapshot
-        self._layouts = {name: Layout.decode(data) for name, data in do.layouts.items()}
-        self._held = [
-            Held(source.node, source.rank, source.tier, self._layouts[source.layout_id])
-            for source in do.sources
-            if source.shard is None
-        ]
+        self._held: list[Held] = []
         self._left_out = LeftOut()
-        self._by_parity = ByParity(host, do.snapshot, do.sources, self._layouts, self._left_out)
+        self._by_parity = ByParity(host, do.snapshot, (), {}, self._left_out)
         self._threads = Threads(host.executor)
         self._stored = Stored(do.durable, self._open, lambda error: host.unreadable(self._snapshot, error))
         self._index: tuple[object, SourceIndex] | None = None  # what was left out, what is left
@@ -78,14 +76,47 @@ class Rebuild:
 
     # --- what the snapshot holds --------------------------------------------------------------------------------
     async def catalogue(self) -> bytes:
-        """The catalogue for wire.rank.Opened. Raises Unrecoverable when some rank's objects are nowhere to be had."""
+        """The catalogue for wire.rank.Opened. Raises Unrecoverable when some rank's layout or objects are nowhere to be had."""
+        unknown = await self._learn()
         layouts = {held.rank: held.layout for held in (*self._by_parity.held(), *self._held)}
         if await self._threads.run(self._memory_is_whole, layouts):
             await self._all_objects(sorted(layouts))
             return await self._threads.run(self._from_memory, layouts)
+        if unknown and not self._stored.ok:
+            code = "unreachable" if self._left_out.ever_away else "damage"
+            raise Unrecoverable(code, "; ".join(unknown), where=str(self._snapshot))
         # Some slices come from storage, so its manifest says what there is and what is each rank's own.
         self._catalogue = await self._stored.call(lambda checkpoint: checkpoint.catalogue())
         return await self._threads.run(self._catalogue.to_bytes)
+
+    async def _learn(self) -> list[str]:
+        """The layouts of the sources, and of whom their parity protects; why some could not be had."""
+        sources, host = self._do.sources, self._host
+        holders: dict[str, list[str]] = {}
+        for source in sources:
+            members = source.shard.parity_set.members if source.shard is not None else ()
+            for name in (source.layout_id, *(member.layout_id for member in members if member.rank != NOBODY)):
+                holders.setdefault(name, []).append(source.node)
+        known = {name: layout for name, layout in host.layouts().items() if name in holders}
+        gate, first = asyncio.Semaphore(LAYOUTS_AT_ONCE), min(self._do.ranks, default=0)
+        reasons: set[str] = set()
+
+        async def one(name: str) -> None:
+            nodes = holders[name]
+            for node in dict.fromkeys(nodes[first % len(nodes) :] + nodes):  # as every node wants all of them
+                try:
+                    async with gate:
+                        known[name] = await host.layout(node, name)
+                    return
+                except CkptdError as error:
+                    self._left_out.ever_away |= isinstance(error, Away)
+                    reasons.add(f"{error.where}: {error.what}")
+
+        await all_ended([one(name) for name in sorted(holders.keys() - known)])
+        direct = (source for source in sources if source.shard is None and source.layout_id in known)
+        self._held = [Held(source.node, source.rank, source.tier, known[source.layout_id]) for source in direct]
+        self._by_parity = ByParity(host, self._snapshot, sources, known, self._left_out)
+        return [] if holders.keys() <= known.keys() else sorted(reasons)
 
     async def _all_objects(self, ranks: list[int]) -> None:
         """Several at once, and on each node in another order, as every node wants all of them."""

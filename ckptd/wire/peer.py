@@ -100,6 +100,22 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
+class MapAsk:
+    """Tell me this layout, of a slot or of a parity set's member that you hold."""
+
+    transfer: str
+    layout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MapPart:
+    """Holder -> asker. data: encoded; empty where nothing with this layout is held."""
+
+    transfer: str
+    data: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class StatusAsk:
     request: str
 
@@ -148,6 +164,6 @@ class StorageToken:
 
 
 PEER_MESSAGES = (
-    ReplicaOffer, ReplicaTicket, ReplicaDone, FetchAsk, FetchDone, FetchBad, CardAsk, Card, StatusAsk, StatusReply,
+    ReplicaOffer, ReplicaTicket, ReplicaDone, FetchAsk, FetchDone, FetchBad, CardAsk, Card, MapAsk, MapPart, StatusAsk, StatusReply,
     DrainOrder, DrainReply, ForgetOrder, ForgetReply, StorageToken,
 )  # fmt: skip

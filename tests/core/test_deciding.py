@@ -27,7 +27,6 @@ def test_the_newest_whole_snapshot_is_chosen_with_its_sources() -> None:
     message = node.open()
     assert (message.snapshot, message.durable) == (at(5, OLD), False)
     assert {(s.node, s.rank) for s in message.sources} == {("b", 0), ("b", 1)}
-    assert message.layouts == LAYOUTS
     assert (message.record.number, message.record.ranks, message.record.nodes) == (
         OLD + 1,
         ("a", "b"),

@@ -53,7 +53,7 @@ def test_a_step_that_was_asked_for_is_ordered_from_all_who_hold_it_and_committed
         node.record,
         False,
     )
-    assert (commit.reports, set(commit.layouts)) == ((b"a", b"b"), {layout(0).layout_id, layout(1).layout_id})
+    assert (commit.reports, commit.layouts) == ((b"a", b"b"), {0: layout(0), 1: layout(1)})
     committed(node)
     assert (step_of(node), node.certificates()[-1].durable) == (None, True)
     assert ask(node, 7) == [] or step_of(node) is None, "it is durable"

@@ -84,7 +84,7 @@ def test_outsiders_are_told_without_what_they_would_fetch() -> None:
     node.answer("c", known=known, done=True)
     node.claimed()
     (message,) = node.opens("c")
-    assert (message.sources, message.layouts, message.record) == ((), {}, node.opens()[0].record)
+    assert (message.sources, message.record) == ((), node.opens()[0].record)
     assert node.opens()[0].sources != ()
     mark = len(node.done)
     node.tick(0.75)

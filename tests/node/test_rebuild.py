@@ -13,17 +13,18 @@ import pytest
 
 from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
 from ckptd.arena.sums import lower_tier
+from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol.instructions import PrepareRestore
 from ckptd.core.protocol.messages import Source
 from ckptd.core.redundancy.parity_sets import Member, ParitySet
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.layout import UNIQUE
+from ckptd.core.state_map.layout import UNIQUE, Layout
 from ckptd.core.state_map.layout_build import build_layout
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import StorageError
 from ckptd.protect.columns import Undecodable
-from ckptd.protect.fetched import Fetched
+from ckptd.protect.fetched import Away, Fetched
 from ckptd.recover import rebuild as module
 from ckptd.recover.by_parity import ByParity
 from ckptd.recover.host import Unrecoverable
@@ -58,6 +59,9 @@ class Host:
         self.storage: OSError | StorageError = OSError("storage is away")
         self.answers: dict[str, list[Fetched]] = {}
         self.asked: list[str] = []
+        self.known: dict[str, Layout] = {}  # layouts of what lies here
+        self.told_by: list[str] = []  # who was asked for a layout
+        self.without: dict[str, CkptdError] = {}  # who does not tell it, and why
         self.here: Slot | None = None  # what this node holds of rank 0
 
     async def fetch(
@@ -90,6 +94,15 @@ class Host:
     def open_checkpoint(self, snapshot: SnapshotId) -> Checkpoint:
         raise self.storage
 
+    def layouts(self) -> dict[str, Layout]:
+        return self.known
+
+    async def layout(self, node: str, layout_id: str) -> Layout:
+        self.told_by.append(node)
+        if node in self.without:
+            raise self.without[node]
+        return LAYOUT
+
     def set_columns(self, *_: Any) -> Any:
         raise AssertionError("there is no parity")
 
@@ -120,7 +133,7 @@ def host() -> Iterator[Host]:
 def rebuild(host: Host, *nodes: str, durable: bool = False) -> Rebuild:
     sources = tuple(Source(node, 0, 0, LAYOUT.layout_id) for node in nodes)
     record = EpochRecord(4, "now", ("here",), (NODE,), (), (), (-1, ()))
-    return Rebuild(host, PrepareRestore(record, 4, (0,), STEP, durable, sources, {LAYOUT.layout_id: LAYOUT.encoded}))
+    return Rebuild(host, PrepareRestore(record, 4, (0,), STEP, durable, sources))
 
 
 def wants(*keys: str) -> Wants:
@@ -152,6 +165,33 @@ async def test_another_copy_takes_the_place_of_one_that_cannot_be_reached(host: 
     host.answers = {"a": [AWAY] * 9}
     await brought(rebuild(host, "a", "b"), "w")
     assert host.asked == ["a", "b", "b"], "nor is it asked for the slices then"
+
+
+async def test_a_layout_is_asked_of_one_holder_after_the_other_and_of_nobody_where_it_lies_here(host: Host) -> None:
+    host.without = {"a": Away("no answer", where="a")}
+    await brought(rebuild(host, "a", "b", "c"), "w")
+    assert host.told_by == ["a", "b"]
+    host.told_by, host.known = [], {LAYOUT.layout_id: LAYOUT}
+    await brought(rebuild(host, "a", "b"), "w")
+    assert host.told_by == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(Away("no answer", where="a"), "unreachable"), (CkptdError("not held", where="a"), "damage")]
+)
+@pytest.mark.parametrize("durable", [False, True])
+async def test_what_is_said_where_nobody_tells_a_layout(host: Host, error: CkptdError, code: str, durable: bool) -> None:
+    host.without = {"a": error}
+    made = rebuild(host, "a", durable=durable)
+    with pytest.raises((Unrecoverable, OSError)) as raised:
+        await made.catalogue()
+    if durable:
+        assert raised.value is host.storage, "it is asked, and has its own word"
+    else:
+        assert isinstance(raised.value, Unrecoverable)
+        assert (raised.value.code, raised.value.what) == (code, f"a: {error.what}")
+    await made.ended()
+    await made.close()
 
 
 async def test_a_lesser_copy_that_took_the_place_of_a_damaged_one_is_not_read_beyond_its_end(host: Host) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
-from ckptd.core.protocol.machine.context import decode_layout
 from ckptd.core.state_map.box import Box, intersect
 from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.layout import Layout
@@ -94,8 +93,8 @@ class Fetching:
             self.host.feed(ev.RankFetched(rank, do.round, False, misfit, "the model does not fit"))
             return
         self._lend(rank)
-        layouts = {name: decode_layout(data) for name, data in do.layouts.items()}
-        lost = parity.Lost(self.host, do)
+        layouts = parity.layouts_of(self.host, do)
+        lost = parity.Lost(self.host, do, layouts)
         plan = self._plan(do, rank, layouts, lost)
         if plan.uncovered or plan.mismatched:
             reason = f"uncovered {plan.uncovered} {plan.mismatched}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
-from ckptd.core.protocol.machine.context import decode_layout
 from ckptd.core.protocol.messages import HoldingFact, Source
 from ckptd.core.redundancy.parity_sets import (
     ParitySet,
@@ -128,13 +128,22 @@ def _take_part(host: Host, do: ins.MakeParity, rows: Rows, digests: Digests) -> 
     host.feed(ev.ParityMade(do.snapshot, do.shard, mem.id, layout, joined, mem.layouts))
 
 
+def layouts_of(host: Host, do: ins.PrepareRestore) -> dict[str, Layout]:
+    """What a restore needs, as the holders tell it when they are asked."""
+    named = {source.layout_id for source in do.sources}
+    named |= {m.layout_id for source in do.sources if source.shard is not None for m in source.shard.parity_set.members}
+    holders = {source.node for source in do.sources if host.reaches(source.node)}
+    told = [host.world.hosts[node].known_layouts() for node in sorted(holders)]
+    return {name: layout for known in told for name, layout in known.items() if name in named}
+
+
 class Lost:
     """The rows that parity brings for a restore, as far as anybody can tell now."""
 
-    def __init__(self, host: Host, do: ins.PrepareRestore) -> None:
+    def __init__(self, host: Host, do: ins.PrepareRestore, layouts: Mapping[str, Layout]) -> None:
         assert do.snapshot is not None
         self.rows: Rows = {}  # by rank
-        self._layouts = {layout.rank: layout for layout in map(decode_layout, do.layouts.values())}
+        self._layouts = {layout.rank: layout for layout in layouts.values()}
         for parity_set in dict.fromkeys(source.shard.parity_set for source in do.sources if source.shard is not None):
             rows = Columns(host, do.snapshot, parity_set, do.sources).rows()
             if rows is not None:

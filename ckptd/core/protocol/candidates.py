@@ -20,8 +20,7 @@ REASONS_MAX = 8  # missing ranks or slices named per snapshot; the rest is count
 class Candidate:
     """One restorable snapshot.
 
-    memory: the sources alone hold all of it. durable: a commit may fill gaps. layouts: of the ranks in ``sources``, and of
-    those that only parity can bring.
+    memory: the sources alone hold all of it. durable: a commit may fill gaps.
     per_rank is decided here only when ``memory``; otherwise the manifest says it.
     """
 
@@ -29,9 +28,7 @@ class Candidate:
     memory: bool
     durable: bool
     sources: tuple[Source, ...] = ()
-    layouts: dict[int, Layout] = field(default_factory=dict)
     per_rank: tuple[str, ...] = ()
-    shard_layouts: tuple[Layout, ...] = ()  # of the parity among the sources
 
 
 @dataclass(frozen=True)
@@ -162,19 +159,18 @@ def _judge(
         for rank, found in sorted(held.ranks.items())
         for node, fact in sorted(found, key=lambda entry: (entry[1].tier, entry[0]))
     ) + tuple(Source(node, fact.rank, 0, fact.layout_id, fact.shard) for node, fact in held.shards)
-    shards = {fact.layout_id: layouts[fact.layout_id] for _, fact in held.shards}
     per_rank: tuple[str, ...] = ()
     lacking = _lacking(own, held)
     if not lacking:
         verdict = agree(own, _all_digests(held))
         if verdict.errors:
             lacking = "; ".join(verdict.errors[:REASONS_MAX])
-            own, sources, shards = {}, (), {}
+            sources = ()
         else:
             per_rank = verdict.per_rank
     if lacking and not durable:
         return lacking
-    return Candidate(snapshot, not lacking, durable, sources, own, per_rank, tuple(shards.values()))
+    return Candidate(snapshot, not lacking, durable, sources, per_rank)
 
 
 def _by_parity(held: _Held, layouts: Mapping[str, Layout], own: Mapping[int, Layout]) -> dict[int, Layout]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol.life import Tombstone
 from ckptd.core.protocol.messages import Message, Source, WritePiece
 from ckptd.core.protocol.written import Written
 from ckptd.core.redundancy.parity_sets import ParityShard
+from ckptd.core.state_map.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,6 @@ class PrepareRestore:
     snapshot: SnapshotId | None
     durable: bool
     sources: tuple[Source, ...]
-    layouts: dict[str, bytes] = field(default_factory=dict)
     per_rank: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
 
@@ -224,7 +225,7 @@ class Commit:
     attempt: str
     record: EpochRecord
     reports: tuple[bytes, ...]
-    layouts: dict[str, bytes]
+    layouts: Mapping[int, Layout]  # of each rank
     per_rank: tuple[str, ...]
     keep: bool
 

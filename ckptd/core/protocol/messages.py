@@ -103,7 +103,6 @@ class EpochOpen:
     snapshot: SnapshotId | None  # None: nothing to restore
     durable: bool  # a committed checkpoint of that snapshot may fill gaps
     sources: tuple[Source, ...] = ()
-    layouts: dict[str, bytes] = field(default_factory=dict)
     per_rank: tuple[str, ...] = ()  # "t:key"/"o:name" that differed between ranks in that snapshot
     errors: tuple[str, ...] = ()  # why newer snapshots were passed over, who did not answer
 

@@ -113,7 +113,7 @@ class Opening:
         self._ranks.restart(ranks)
         self._ctx.emit(
             PrepareRestore(message.record, message.round, ranks, message.snapshot, message.durable,
-                           message.sources, message.layouts, message.per_rank, message.errors)
+                           message.sources, message.per_rank, message.errors)
         )  # fmt: skip
         if message.snapshot is None:
             for rank in ranks:

@@ -241,7 +241,7 @@ class Flushing:
             self._fail("the snapshot is gone")
             return
         flush.committing, flush.since = True, self._ctx.now
-        layouts = {layout.layout_id: layout.encoded for layout in self._table.layouts_of(state).values()}
+        layouts = self._table.layouts_of(state)
         reports = tuple(flush.reports[node] for node in sorted(flush.reports))
         self._ctx.emit(
             Commit(flush.snapshot, flush.attempt, self._ctx.record, reports, layouts, flush.per_rank, state.keep)

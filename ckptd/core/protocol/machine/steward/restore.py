@@ -238,8 +238,6 @@ class Restoring:
         record, found = decision.record, decision.candidate
         assert record is not None, "refusals open nothing"
         self._floor = record.number
-        known = (*found.layouts.values(), *found.shard_layouts) if found is not None else ()
-        layouts = {layout.layout_id: layout.encoded for layout in known}
         message = EpochOpen(
             record.nonce,
             record,
@@ -247,7 +245,6 @@ class Restoring:
             found.snapshot if found is not None else None,
             found.durable if found is not None else False,
             found.sources if found is not None else (),
-            layouts,
             found.per_rank if found is not None else (),
             decision.errors,
         )
@@ -268,7 +265,7 @@ class Restoring:
     def _say_open(self, restore: Restore, node: str) -> None:
         message = restore.message
         if node not in restore.record.ranks:  # it has nothing to fetch
-            message = replace(message, sources=(), layouts={})
+            message = replace(message, sources=())
         self._ctx.send(node, message)
 
     def on_vote(self, vote: Vote) -> None:

@@ -1,0 +1,71 @@
+"""Layouts by their ids, asked of the daemons that hold snapshots with them (design D17): no message names more than one."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.layout import Layout
+from ckptd.protect.fetched import Away
+from ckptd.protect.settle import Answers, Tasks, ask
+from ckptd.wire.peer import MapAsk, MapPart
+
+ASK_TIMEOUT_S = 30.0
+NOT_HELD = "nothing with this layout is held here"
+
+Send = Callable[[str, str, object], bool]
+
+
+class MapParts:
+    """``held(job)``: of what this daemon holds of the job, by id."""
+
+    def __init__(self, send: Send, work: Executor) -> None:
+        self._send, self._work = send, work
+        self._answers: Answers[MapPart] = Answers()
+        self._tasks = Tasks()
+        self.held: Callable[[str], Mapping[str, Layout]] = lambda job: {}
+
+    def on_message(self, node: str, job: str, message: object) -> bool:
+        """True: it was for us."""
+        if isinstance(message, MapAsk):
+            self._tasks.spawn(self._serve(node, job, message))
+        elif isinstance(message, MapPart):
+            self._answers.came(message.transfer, message)
+        else:
+            return False
+        return True
+
+    async def ask(self, job: str, node: str, layout_id: str) -> Layout:
+        """Raises CkptdError: it is not there, or not what was asked for; Away when nobody answers."""
+        request = MapAsk(secrets.token_hex(16), layout_id)
+        with self._answers.to(request.transfer) as answer:
+            heard = await ask(lambda: self._send(node, job, request), (answer,), ASK_TIMEOUT_S)
+        if not heard:
+            raise Away("a layout was asked for: no answer", where=node)
+        data = answer.result().data
+        if not data:
+            raise CkptdError(NOT_HELD, where=node)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._work, _decode, layout_id, data)
+        except ValueError as error:
+            raise CkptdError(f"what was sent for a layout is none: {error}", where=node) from error
+
+    async def _serve(self, node: str, job: str, request: MapAsk) -> None:
+        found, data = self.held(job).get(request.layout_id), b""
+        if found is not None:
+            data = await asyncio.get_running_loop().run_in_executor(self._work, _encode, found)
+        self._send(node, job, MapPart(request.transfer, data))
+
+
+def _encode(layout: Layout) -> bytes:
+    return layout.encoded
+
+
+def _decode(layout_id: str, data: bytes) -> Layout:
+    layout = Layout.decode(data)
+    if layout.layout_id != layout_id:
+        raise ValueError("another layout")
+    return layout
