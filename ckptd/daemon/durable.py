@@ -16,6 +16,7 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol.life import is_grave
 from ckptd.core.retention import CommitInfo
+from ckptd.daemon.read_back import ReadBack
 from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
 from ckptd.persist.commit import commit
@@ -54,6 +55,7 @@ class Durable:
         self._writing: dict[str, Write] = {}  # by attempt
         self._hung: set[asyncio.Future[Any]] = set()  # given up, and still at it
         self._retention = Retention(services, job.job, self._hung, HUNG_MAX)
+        self.read_back = ReadBack(services, job.job, self._in_flush)
 
     # --- lineage ------------------------------------------------------------------------------------------------
     def read(self, do: ins.ReadDurable) -> None:
@@ -126,6 +128,7 @@ class Durable:
                     )  # fmt: skip
                     report = await self._in_flush(call, write.given_up)
                 ok, reason = True, ""
+                self.read_back.wrote(do.snapshot, report)
                 self._services.metrics.flushed(self._job.job, self._services.now() - started, moved)
                 self._services.health.clear("flush", job=self._job.job)
                 self._services.health.clear("storage")
@@ -172,6 +175,7 @@ class Durable:
         for write in self._writing.values():
             write.cancelled.set()
         self._retention.cancel()
+        self.read_back.cancel()
 
     async def _in_flush(
         self, call: Callable[[], T], given_up: asyncio.Future[Any], late: Callable[[], None] = lambda: None

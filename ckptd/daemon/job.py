@@ -326,6 +326,8 @@ class JobShell:
         self.levels[do.snapshot] = do
         forget_oldest(self.levels, LEVELS_KEPT_MAX, lambda it: self.record is not None and self.record.is_candidate(it))
         self._count_level(before, do)
+        if do.durable:
+            self.durable.read_back.committed(do.snapshot)
         failpoint("level.certified")
         if not do.void and do.level >= do.wanted and do.snapshot == max(self.levels):
             for kind in ("degraded", "breakpoint"):

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.daemon.read_back import READ_BACK_S
 from ckptd.daemon.services import Services, log
 from ckptd.persist.retention import READER_GRACE_S, Retained, retain
 from ckptd.persist.storage.base import Storage
@@ -17,6 +18,7 @@ from ckptd.persist.storage.base import Storage
 RETENTION_TIMEOUT_S = 3600.0  # of one pass: this node alone reads whole checkpoints back before it deletes any
 CANCEL_PATIENCE_S = 5.0  # for a pass that was called off: it notices between two files, unless storage hangs
 AGAIN_S = READER_GRACE_S + 5.0  # after a pass that hid something; storage stamps by its own clock
+UNREAD_S = 1.0  # half the pause after a first pass that came before the writers had read back what they wrote
 KIND = "retention"
 PROBLEMS_TOLD_MAX = 5  # of the damage that one pass read back
 
@@ -32,10 +34,11 @@ class Retention:
         self._epoch: EpochRecord | None = None
         self._cancelled = threading.Event()
         self._again: asyncio.TimerHandle | None = None
+        self._unread_s = UNREAD_S
 
     def begin(self, epoch: EpochRecord) -> None:
         """Something may go, of this epoch's job. One pass sees all that is there when it begins."""
-        self._epoch = epoch
+        self._epoch, self._unread_s = epoch, UNREAD_S
         self._look()
 
     def _look(self) -> None:
@@ -69,7 +72,9 @@ class Retention:
         if len(self._hung) >= self._hung_max:
             raise CkptdError("storage does not let go of earlier tries", where=self._services.node.node)
         self._cancelled = cancelled = threading.Event()
-        call = partial(retain, storage, self._job, self._services.policy, epoch=self._epoch, cancelled=cancelled)
+        call = partial(
+            retain, storage, self._job, self._services.policy, epoch=self._epoch, writers_s=READ_BACK_S, cancelled=cancelled
+        )
         thread = self._services.flush.submit(call)
         work = asyncio.wrap_future(thread)
         await asyncio.wait({work}, timeout=RETENTION_TIMEOUT_S)
@@ -82,8 +87,10 @@ class Retention:
         done = work.result()
         self._tell(done)
         self._stop_waiting()
-        if done.waiting and not cancelled.is_set():
-            self._again = asyncio.get_running_loop().call_later(AGAIN_S, self._look)
+        self._unread_s = min(2 * self._unread_s, AGAIN_S) if done.unread else UNREAD_S
+        if (done.waiting or done.unread) and not cancelled.is_set():
+            pause_s = self._unread_s if done.unread else AGAIN_S
+            self._again = asyncio.get_running_loop().call_later(pause_s, self._look)
 
     def _tell(self, done: Retained) -> None:
         for problem in done.problems[:PROBLEMS_TOLD_MAX]:

@@ -166,6 +166,11 @@ class Index:
         boxes = (map(tuple, column[rows, :dims].tolist()) for column in (self.offsets, self.sizes))
         return [Chunk(*row) for row in zip(*numbers, *boxes, strict=True)]
 
+    def chunk(self, row: int) -> Chunk:
+        dims = self.dims[self.tensor[row]]
+        box = tuple(self.offsets[row, :dims].tolist()), tuple(self.sizes[row, :dims].tolist())
+        return Chunk(int(self.file[row]), int(self.at[row]), int(self.nbytes[row]), int(self.block[row]), *box)
+
     def encode(self, path: str) -> tuple[bytes, IndexFile]:
         of_tensor, of_chunk = self._masks(self.shape.shape[1])
         columns: dict[str, Ints] = {name: getattr(self, name) for name in (*_TENSOR, *_CHUNK)}

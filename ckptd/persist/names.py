@@ -18,6 +18,7 @@ WITHOUT = "without"  # marker file: optimizer state is left out on purpose; the 
 KEEP = "keep"  # marker file: retention leaves this checkpoint alone; may be put there by hand
 GRANT = "grant-"  # and a number, marker file: under which grant its step was captured
 VERIFIED = "verified"  # marker file: every byte was read back once
+READ = "read-"  # and the stem of a writer's files, marker file: it has read these back
 PART = ".part"
 GONE = ".gone"
 DATA = ".safetensors"
@@ -118,6 +119,11 @@ def header_name(key: str, rank: int | None) -> str:
     """A tensor's name in the data files. ``__metadata__`` is the format's own word."""
     name = key if rank is None else f"{key}@rank{rank}"
     return f"{name}@tensor" if name == "__metadata__" else name
+
+
+def writer_of(path: str) -> str:
+    """The stem that all files of one writer's turn have in common."""
+    return path.rpartition("-")[0]
 
 
 def file_stem(node: str) -> str:

@@ -22,7 +22,19 @@ from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.lease import LEASE_STALE_S, leased
 from ckptd.persist.lineage import newest_record
 from ckptd.persist.manifest_file import MANIFEST_BYTES_MAX
-from ckptd.persist.names import MANIFEST, VERIFIED, check_job, epoch_dir, epochs_dir, is_attempt, step_dir
+from ckptd.persist.names import (
+    DATA,
+    MANIFEST,
+    READ,
+    SIDE,
+    VERIFIED,
+    check_job,
+    epoch_dir,
+    epochs_dir,
+    is_attempt,
+    step_dir,
+    writer_of,
+)
 from ckptd.persist.storage.base import FULL, Sight, Storage, StorageError, read_file
 from ckptd.persist.sums import digest
 from ckptd.persist.verify import verify_at
@@ -35,7 +47,8 @@ CLOCK = "clock"  # a file written to learn the storage's time
 @dataclass
 class Retained:
     """What one pass did. problems: damage found by reading back; those checkpoints do not count as restorable. ended: why it
-    stopped before its end. waiting: something is hidden whose grace is not over; a later pass deletes it."""
+    stopped before its end. waiting: something is hidden whose grace is not over; a later pass deletes it. unread: as long as
+    writers read back what they wrote, a later pass decides."""
 
     kept: list[SnapshotId] = field(default_factory=list)
     hidden: list[SnapshotId] = field(default_factory=list)
@@ -45,6 +58,7 @@ class Retained:
     problems: list[str] = field(default_factory=list)
     ended: str = ""
     waiting: bool = False
+    unread: bool = False  # by those who wrote it, and they may still be at it
 
 
 class Superseded(CkptdError):
@@ -60,20 +74,22 @@ def retain(
     grace_s: float = READER_GRACE_S,
     stale_s: float = LEASE_STALE_S,
     attempt_stale_s: float = ATTEMPT_STALE_S,
+    writers_s: float = 0.0,
     cancelled: threading.Event | None = None,
 ) -> Retained:
     """One pass; call it after every commit. Hides what is doomed, and deletes what an earlier pass (or, with a grace of 0,
     this one) hid and nobody reads any more. Reads back what it needs to count on first. Raises StorageError, also when it was
     called off; what it has not looked at by then stays.
 
-    epoch: on whose behalf; only the newest one that is claimed on storage may delete. None: whichever that is now.
+    writers_s: for so long after a commit its writers are left to read back their own files; what they have not read by then is read
+    here. epoch: on whose behalf; only the newest one that is claimed on storage may delete. None: whichever that is now.
     """
     done = Retained()
     if storage.list(check_job(job)):
         done.deleted += delete_forgotten(storage, job)
         now_s = _storage_clock(storage, job)
         epoch = epoch or newest_record(storage, job)
-        run = _Pass(storage, job, policy, epoch, now_s, stale_s, done, cancelled or threading.Event())
+        run = _Pass(storage, job, policy, epoch, now_s, stale_s, writers_s, done, cancelled or threading.Event())
         try:
             run.hide_and_reveal()
             run.drop_hidden((_storage_clock(storage, job) if done.hidden else now_s) - grace_s)
@@ -92,12 +108,13 @@ class _Pass:
         epoch: EpochRecord | None,
         now_s: float,
         stale_s: float,
+        writers_s: float,
         done: Retained,
         cancelled: threading.Event,
     ) -> None:
         self._storage, self._job, self._policy, self._epoch = storage, job, policy, epoch
         self._now_s, self._stale_s = now_s, stale_s  # the storage's clock, as the pass began
-        self._done, self._cancelled = done, cancelled
+        self._writers_s, self._done, self._cancelled = writers_s, done, cancelled
 
     def hide_and_reveal(self) -> None:
         standing = self._read_back(self._look())
@@ -192,6 +209,8 @@ class _Pass:
                 continue
             if not info.verified and self._verify(info.snapshot):
                 found[info.snapshot] = replace(info, verified=True)
+            if self._done.unread:  # older ones need no look when it is done
+                break
             good += found[info.snapshot].verified
             if good >= max(self._policy.keep_last, 1):
                 break
@@ -199,12 +218,17 @@ class _Pass:
 
     def _verify(self, snapshot: SnapshotId) -> bool:
         storage, directory = self._storage, step_dir(self._job, snapshot)
-        report = verify_at(storage, directory, cancelled=self._cancelled)
+        there = {entry.name: entry.mtime_s for entry in storage.list(directory)}
+        known = {name.removeprefix(READ) for name in there if name.startswith(READ)}
+        left = {writer_of(name) for name in there if name.endswith((DATA, SIDE))} - known
+        if left and self._now_s - there.get(MANIFEST, self._now_s) < self._writers_s:
+            self._done.unread = True
+            return False
+        report = verify_at(storage, directory, cancelled=self._cancelled, known=known)
         self._stop_if_cancelled()
         if not report.ok:
             self._done.problems += [f"{report.path}: {problem}" for problem in report.problems]
             return False
-        failpoint("persist.retain.verified")
         # Its committer may not have come to that yet, or never will: nothing may go for what a power cut would still take back.
         storage.secure(epoch_dir(self._job, snapshot.epoch))
         manifest = read_file(storage, f"{directory}/{MANIFEST}", MANIFEST_BYTES_MAX)
@@ -213,6 +237,7 @@ class _Pass:
         except StorageError as error:
             if error.errno not in FULL:  # there will be when this pass is over; without the mark the next one reads it again
                 raise
+        failpoint("persist.retain.verified")
         self._done.verified.append(snapshot)
         return True
 

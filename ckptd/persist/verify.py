@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box, uncovered
 from ckptd.core.storage_root import local_root
 from ckptd.persist import manifest as m
 from ckptd.persist.index import Chunk, Tensor
-from ckptd.persist.names import DATA, GONE, MANIFEST, PART
+from ckptd.persist.names import DATA, GONE, MANIFEST, PART, READ, writer_of
 from ckptd.persist.preflight import is_probe
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.side import check_side
-from ckptd.persist.storage.base import Storage
+from ckptd.persist.storage.base import NotFound, Storage
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.sums import digest
+from ckptd.thread_pool import ThreadPool, together
+from ckptd.wire.bulk import Pace, wait_turn
 
 PROBLEMS_MAX = 1000  # named in one report
+FILES_AT_ONCE = 4  # each with a buffer of SEGMENT_BYTES
 
 
 @dataclass
@@ -67,12 +73,32 @@ def verify_at(
     directory: str,
     progress: Progress | None = None,
     cancelled: threading.Event | None = None,
+    known: Collection[str] = (),
 ) -> VerifyReport:
-    """As ``verify``, below a storage root. A cancelled run reports that as its problem."""
+    """As ``verify``, below a storage root. A cancelled run reports that as its problem. known: writers (names.writer_of) whose
+    files have been read back."""
     report = VerifyReport(storage.locate(directory))
     try:
         with Checkpoint.at(storage, directory) as checkpoint:
-            _Pass(checkpoint, report, progress, cancelled or threading.Event()).run()
+            _Pass(checkpoint, report, progress, cancelled or threading.Event(), None).run(known)
+    except CkptdError as error:
+        report.problems.append(str(error))
+    return report
+
+
+def read_back(
+    storage: Storage, directory: str, writer: str, pace: Pace | None = None, cancelled: threading.Event | None = None
+) -> VerifyReport:
+    """What one writer wrote of a committed checkpoint, by itself: each node reads its own files, all of them at once. If they are
+    intact a mark says so, and nobody reads them again before older checkpoints go."""
+    report = VerifyReport(storage.locate(directory))
+    try:
+        with Checkpoint.at(storage, directory) as checkpoint:
+            _Pass(checkpoint, report, None, cancelled or threading.Event(), pace).files_of(writer)
+        if report.ok and report.files:
+            storage.mark(directory, f"{READ}{writer}", b"")
+    except NotFound:
+        pass  # it has gone already
     except CkptdError as error:
         report.problems.append(str(error))
     return report
@@ -85,30 +111,47 @@ class _Pass:
         report: VerifyReport,
         progress: Progress | None,
         cancelled: threading.Event,
+        pace: Pace | None,
     ) -> None:
         self._checkpoint, self._report = checkpoint, report
         self._manifest = checkpoint.manifest
-        self._progress, self._cancelled = progress, cancelled
+        self._progress, self._cancelled, self._pace = progress, cancelled, pace
         self._total = sum(file.size for file in self._manifest.files)
         self._total += sum(side.size for side in self._manifest.sides)
-        self._buffer = memoryview(bytearray(SEGMENT_BYTES))
+        self._lock = threading.Lock()
+        self._rows: dict[int, list[tuple[Tensor, Chunk]]] = {}
 
-    def run(self) -> None:
-        report, manifest = self._report, self._manifest
-        report.files, report.tensors = len(manifest.files) + len(manifest.sides), len(self._checkpoint.index.dims)
+    def run(self, known: Collection[str]) -> None:
+        report, manifest, index = self._report, self._manifest, self._checkpoint.index
+        report.files, report.tensors = len(manifest.files) + len(manifest.sides), len(index.dims)
         self._try(self._strangers)
-        rows: dict[int, list[tuple[Tensor, Chunk]]] = {}
-        for at, tensor in enumerate(self._checkpoint.index.tensors()):
-            chunks = self._checkpoint.index.chunks_at(at)
+        for at, tensor in enumerate(index.tensors()):
+            chunks = index.chunks_at(at)
             self._try(_covered, tensor, chunks)
             for chunk in chunks:
-                rows.setdefault(chunk.file, []).append((tensor, chunk))
-        for index in range(len(manifest.sides)):
-            self._try(self._side, index)
-        for index in range(len(manifest.files)):
-            self._try(self._file, index, rows.get(index, []))
+                self._rows.setdefault(chunk.file, []).append((tensor, chunk))
+        self._read(lambda path: writer_of(path) not in known)
         for ref in manifest.objects:
             self._try(self._checkpoint.files.blob, ref)
+
+    def files_of(self, writer: str) -> None:
+        index = self._checkpoint.index
+        mine = {at for at, file in enumerate(self._manifest.files) if writer_of(file.path) == writer}
+        for row in np.flatnonzero(np.isin(index.file, sorted(mine))).tolist():
+            chunk = index.chunk(row)
+            self._rows.setdefault(chunk.file, []).append((index.tensor_at(int(index.tensor[row])), chunk))
+        sides = sum(writer_of(side.path) == writer for side in self._manifest.sides)
+        self._report.files, self._report.tensors = len(mine) + sides, sum(map(len, self._rows.values()))
+        self._read(lambda path: writer_of(path) == writer)
+
+    def _read(self, wanted: Callable[[str], bool]) -> None:
+        """Several files at once."""
+        sides, files = self._manifest.sides, self._manifest.files
+        calls = [partial(self._try, self._side, at) for at, side in enumerate(sides) if wanted(side.path)]
+        calls += [partial(self._try, self._file, at) for at, file in enumerate(files) if wanted(file.path)]
+        with ThreadPool(FILES_AT_ONCE - 1, "ckptd-verify") as pool:  # and whoever reads
+            for done in together(pool, calls):
+                done.result()
 
     def _try(self, check: Callable[..., object], *args: object) -> None:
         if len(self._report.problems) >= PROBLEMS_MAX:
@@ -122,9 +165,11 @@ class _Pass:
             self._report.problems.append(str(error))
 
     def _count(self, nbytes: int) -> None:
-        self._report.bytes_read += nbytes
-        if self._progress is not None:
-            self._progress(self._report.bytes_read, self._total)
+        wait_turn(self._pace, nbytes, self._cancelled.is_set)
+        with self._lock:
+            self._report.bytes_read += nbytes
+            if self._progress is not None:
+                self._progress(self._report.bytes_read, self._total)
 
     def _strangers(self) -> None:
         """A stock reader would load a foreign data file along with the rest."""
@@ -140,8 +185,8 @@ class _Pass:
         check_side(reader, bytes.fromhex(side.sum), self._checkpoint.files.where(side))
         self._count(side.size)
 
-    def _file(self, index: int, rows: list[tuple[Tensor, Chunk]]) -> None:
-        file = self._manifest.files[index]
+    def _file(self, index: int) -> None:
+        file, rows = self._manifest.files[index], self._rows.get(index, [])
         where = self._checkpoint.files.where(file)
         reader = self._checkpoint.files.data(index)
         head = bytearray(file.data_start)
@@ -150,13 +195,14 @@ class _Pass:
             raise CkptdError("damaged header", where=where)
         _check_header(head, file, rows, where)
         self._count(len(head))
+        buffer = memoryview(bytearray(min(SEGMENT_BYTES, file.size)))
         for tensor, chunk in rows:
-            self._try(self._chunk, tensor, chunk)
+            self._try(self._chunk, tensor, chunk, buffer)
 
-    def _chunk(self, tensor: Tensor, chunk: Chunk) -> None:
+    def _chunk(self, tensor: Tensor, chunk: Chunk, buffer: memoryview) -> None:
         stored = self._checkpoint.files.chunk(tensor.name, chunk)
         for at in range(0, chunk.nbytes, SEGMENT_BYTES):
-            part = self._buffer[: min(SEGMENT_BYTES, chunk.nbytes - at)]
+            part = buffer[: min(SEGMENT_BYTES, chunk.nbytes - at)]
             self._try(stored.read, at, part)
             self._count(len(part))
 

@@ -9,7 +9,7 @@ from tests.cluster.test_bad_storage import checkpoint
 from tests.waiting import until
 
 JOB = "store"
-READS_BACK_S = 6  # each checkpoint that retention reads back
+READS_BACK_S = 12  # after each checkpoint that retention has counted as read back
 
 
 def test_a_step_that_is_restored_meanwhile_stays(nodes: Cluster) -> None:
@@ -26,6 +26,7 @@ def test_a_step_that_is_restored_meanwhile_stays(nodes: Cluster) -> None:
         trainer.do("snapshot", must=True)
         assert trainer.do("wait", level="durable") == "durable"
     assert checkpoint(storage, 10).joinpath("manifest.json").exists(), "retention was too fast for this test"
+    until(checkpoint(storage, 50).joinpath("verified").exists, 60, "retention to begin, after what was written was read back")
     (trainer,) = nodes.again([trainer])
     assert trainer.do("restore", step=10) == 10
     until(lambda: _decided(node.log.read_text()) or not _shown(storage, 10), 60, "retention to come to its decision")

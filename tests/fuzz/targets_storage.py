@@ -244,7 +244,7 @@ TARGETS = [
         allocated_max=SCRATCH_BYTES,
     ),
     Target("manifest", _manifest, _manifests, (CkptdError,), "json", bytes, summed=True),
-    Target("manifest-forged", _sealed_manifest, _manifests, (CkptdError,), "json", bytes, allocated_max=SCRATCH_BYTES),
+    Target("manifest-forged", _sealed_manifest, _manifests, (CkptdError,), "json", allocated_max=SCRATCH_BYTES),
     Target("index-forged", _sealed_index, _indexes, (CkptdError,), allocated_max=SCRATCH_BYTES),
     Target("epoch-claim", _claim, _claim_files, (CkptdError,), "json", lineage._encode, summed=True),
     Target("epoch-claim-forged", _sealed_claim, _claim_bodies, (CkptdError,), "json"),

@@ -1,0 +1,89 @@
+"""Each node reads back what it wrote, once that is part of a checkpoint: older ones only go then, and no node reads it all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
+from ckptd.daemon.services import Services
+from ckptd.persist import report as r
+from ckptd.persist.names import step_dir, writer_of
+from ckptd.persist.storage.base import Storage
+from ckptd.persist.verify import VerifyReport, read_back
+
+READ_BACK_S = 600.0  # for one node's files; after that the retaining node reads what has no mark
+WRITTEN_MAX = 4  # checkpoints remembered as written and not read yet; what is older is left to the retaining node
+KIND = "retention"
+
+InFlush = Callable[[Callable[[], VerifyReport], "asyncio.Future[Any]"], Any]
+
+
+class ReadBack:
+    """``in_flush``: Durable's, so that storage that hangs takes no more threads than it may."""
+
+    def __init__(self, services: Services, job: str, in_flush: InFlush) -> None:
+        self._services, self._job, self._in_flush = services, job, in_flush
+        self._written: dict[SnapshotId, tuple[str, int]] = {}  # writer, bytes
+        self._due: dict[SnapshotId, None] = {}
+        self._running = False
+        self._cancelled = threading.Event()
+
+    def wrote(self, snapshot: SnapshotId, report: bytes) -> None:
+        files = r.decode(report)
+        if files.side is not None:
+            nbytes = files.side.size + sum(file.size for file in files.files)
+            self._written[snapshot] = writer_of(files.side.path), nbytes
+        while len(self._written) > WRITTEN_MAX:
+            self._written.pop(next(iter(self._written)))
+
+    def committed(self, snapshot: SnapshotId) -> None:
+        """Perhaps by another attempt than the one that wrote here: then none of its files is ours."""
+        if snapshot in self._written and self._services.storage is not None:
+            self._due[snapshot] = None
+            if not self._running:
+                self._running = True
+                self._services.spawn(self._run(self._services.storage), f"read back {self._job}")
+
+    def cancel(self) -> None:
+        self._due.clear()
+        self._written.clear()
+        self._cancelled.set()
+
+    async def _run(self, storage: Storage) -> None:
+        try:
+            while self._due:
+                snapshot = next(iter(self._due))
+                del self._due[snapshot]
+                if snapshot in self._written:
+                    await self._read(storage, snapshot, *self._written.pop(snapshot))
+        finally:
+            self._running = False
+            self._cancelled.set()  # the daemon stops: so does the thread
+
+    async def _read(self, storage: Storage, snapshot: SnapshotId, writer: str, nbytes: int) -> None:
+        self._cancelled = cancelled = threading.Event()
+        given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def give_up() -> None:
+            cancelled.set()
+            if not given_up.done():
+                given_up.set_result(None)
+
+        limit = asyncio.get_running_loop().call_later(READ_BACK_S, give_up)
+        try:
+            with self._services.pacer.transfer("flush", nbytes, READ_BACK_S / 2) as pace:
+                found = await self._in_flush(
+                    partial(read_back, storage, step_dir(self._job, snapshot), writer, pace, cancelled), given_up
+                )
+        except (CkptdError, OSError) as error:
+            self._services.health.event(KIND, f"step {snapshot.step}: {error}", job=self._job)
+            return
+        finally:
+            limit.cancel()
+        for problem in found.problems[:1] if not cancelled.is_set() else ():
+            self._services.health.event(KIND, f"{found.path}: {problem}", job=self._job)
