@@ -128,7 +128,7 @@ class Durable:
                     )  # fmt: skip
                     report = await self._in_flush(call, write.given_up)
                 ok, reason = True, ""
-                self.read_back.wrote(do.snapshot, report)
+                await self.read_back.wrote(do.snapshot, report)
                 self._services.metrics.flushed(self._job.job, self._services.now() - started, moved)
                 self._services.health.clear("flush", job=self._job.job)
                 self._services.health.clear("storage")

@@ -33,8 +33,8 @@ class ReadBack:
         self._running = False
         self._cancelled = threading.Event()
 
-    def wrote(self, snapshot: SnapshotId, report: bytes) -> None:
-        files = r.decode(report)
+    async def wrote(self, snapshot: SnapshotId, report: bytes) -> None:
+        files = await self._services.in_work(r.decode, report)
         if files.side is not None:
             nbytes = files.side.size + sum(file.size for file in files.files)
             self._written[snapshot] = writer_of(files.side.path), nbytes
