@@ -69,3 +69,11 @@ def test_nothing_stored_and_nothing_wanted() -> None:
     assert list(index.meetings(np.empty(0, np.int64), *columns_of([]))) == []
     none = np.array([-1])
     assert [meetings.want.tolist() for meetings in index.meetings(none, *columns_of([Box((0,), (3,))]))] == [[]]
+
+
+def test_the_same_boxes_under_other_keys() -> None:
+    index = BoxIndex.of({"a": [Box((0,), (2,)), Box((1,), (2,))], "b": [Box((0,), (1,))]})
+    other = index.named({"x": 1}.get)
+    assert [other.number(key) for key in ("a", "b", "x")] == [None, None, 1]
+    assert [index.number(key) for key in ("a", "b", "x")] == [0, 1, None]
+    assert other.apart is index.apart

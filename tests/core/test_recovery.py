@@ -220,3 +220,23 @@ def test_a_want_in_one_piece_is_not_cut_up() -> None:
     plan = plan_recovery([Want(0, "w", "F32", (4,), Box((0,), (4,)))], held, "a", 0)
     assert [(piece.rank, piece.box) for piece in plan.pieces] == [(1, Box((0,), (4,)))]
     assert covers((4,), [piece.box for piece in plan.pieces])
+
+
+def test_boxes_that_overlap_are_not_taken_for_the_whole_because_they_have_as_many_elements() -> None:
+    """Rows 0 to 2 twice over are no rows 0 to 4, in memory as on storage."""
+    whole, half, again = Box((0,), (4,)), Box((0,), (2,)), Box((0,), (3,))
+    items = [LayoutItem("w", "F32", (4,), box, "param", REPLICA, 1) for box in (half, Box((1,), (2,)))]
+    held = [Held("a", 0, 0, build_layout(0, 1, items))]
+    want = [Want(0, "w", "F32", (4,), whole)]
+    assert [box for _, box in plan_recovery(want, held, "a", 0).uncovered] == [Box((3,), (1,))]
+    stored = BoxIndex.of({"w": [Box((0,), (1,)), again]})
+    plan = plan_recovery(want, [], "a", 0, stored)
+    assert [box for _, box in plan.uncovered] == [Box((3,), (1,))]
+    assert sum(piece.nbytes for piece in plan.pieces) == 12
+
+
+def test_what_storage_has_whole_comes_in_one_piece() -> None:
+    """However it is cut there: the reader puts it together."""
+    halves = BoxIndex.of({"w": [Box((0,), (2,)), Box((2,), (2,))]})
+    plan = plan_recovery([Want(0, "w", "F32", (4,), Box((1,), (3,)))], [], "a", 0, halves)
+    assert [(piece.source, piece.box) for piece in plan.pieces] == [(DURABLE, Box((1,), (3,)))]

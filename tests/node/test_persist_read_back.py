@@ -51,7 +51,10 @@ def shown(storage: PosixStorage) -> list[SnapshotId]:
 
 def test_who_retains_waits_for_all_writers(storage: PosixStorage) -> None:
     first, second = writers(storage)
-    assert retained(storage, writers_s=600).unread
+    for writer in {writer_of(path.name) for path in path_of(storage, OLD).glob("*.side")}:
+        assert read_back(storage, step_dir(JOB, OLD), writer).ok
+    done = retained(storage, writers_s=600)
+    assert (done.unread, done.verified) == (True, []), "an older one is not read for want of the newest"
     assert read(storage, first) == []
     assert retained(storage, writers_s=600).unread
     assert shown(storage) == [OLD, NEW], "nothing goes for what is not read"

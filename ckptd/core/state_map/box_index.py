@@ -59,7 +59,11 @@ class BoxIndex:
 
     @cached_property
     def apart(self) -> Flags:
-        """Of which tensors no two boxes have an element in common. Those cut along one dimension are looked at together."""
+        """Of which tensors no two boxes have an element in common."""
+        return self._compare()
+
+    def _compare(self) -> Flags:
+        """Those that are cut along one dimension are looked at together."""
         counts = np.diff(self.first)
         apart: Flags = counts < 2
         if apart.all():
