@@ -123,6 +123,13 @@ def test_chunks_of_version_1_that_are_none(chunk: Chunk) -> None:
         Index.of([(TENSORS[0], [chunk])])
 
 
+def test_chunks_that_were_exchanged_are_not_taken_for_one_another() -> None:
+    """As many dimensions in all as there should be."""
+    flat, square = Chunk(0, 0, 8, 0, (0,), (2,)), Chunk(0, 0, 8, 0, (0, 0), (1, 2))
+    with pytest.raises(ValueError, match="other dimensions"):
+        Index.of([(Tensor("a", "F32", (1, 2), "param"), [flat]), (Tensor("b", "F32", (2,), "param"), [square])])
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

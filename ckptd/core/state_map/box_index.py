@@ -63,13 +63,13 @@ class BoxIndex:
         return self._compare()
 
     def _compare(self) -> Flags:
-        """Those that are cut along one dimension are looked at together."""
+        """Those that are cut along one dimension are looked at together. In the others all begin at the same place, and so
+        overlap."""
         counts = np.diff(self.first)
         apart: Flags = counts < 2
         if apart.all():
             return apart
         differs = self._extent(np.minimum, self._offsets) != self._extent(np.maximum, self._offsets)
-        differs |= self._extent(np.minimum, self._sizes) != self._extent(np.maximum, self._sizes)
         cuts = differs.sum(1)
         dim = differs.argmax(1)[self._tensor][:, None] if differs.shape[1] else np.empty((0, 0), np.int64)
         if cuts.max(initial=0) > 0:
