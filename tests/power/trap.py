@@ -27,14 +27,16 @@ class Trap:
         self.counts: Counter[str] = Counter()
         self.dark = False
         self._mount, self._log, self._point, self._nth, self._flags = mount, log, point, nth, flags
-        self._lock = threading.Lock()
+        self._lock, self._cut = threading.Lock(), threading.Lock()
 
     def passes(self, name: str) -> None:
         if self._due(name):
             self.cut(name)
 
     def cut(self, name: str) -> NoReturn:
-        """The other threads get no further than the system call they are in."""
+        """The other threads get no further than the system call they are in; nor does another that cuts, as a life at its end does."""
+        if not self._cut.acquire(blocking=False):
+            threading.Event().wait()
         self.dark = True
         self._log(name)
         shut_down(self._mount, self._flags)
