@@ -54,8 +54,8 @@ class Durable:
         self._services, self._job = services, job
         self._writing: dict[str, Write] = {}  # by attempt
         self._hung: set[asyncio.Future[Any]] = set()  # given up, and still at it
-        self._retention = Retention(services, job.job, self._hung, HUNG_MAX)
         self.read_back = ReadBack(services, job.job, self._in_flush)
+        self._retention = Retention(services, job.job, self._hung, HUNG_MAX, self.read_back.waits_for)
 
     # --- lineage ------------------------------------------------------------------------------------------------
     def read(self, do: ins.ReadDurable) -> None:
@@ -233,14 +233,14 @@ class Durable:
         log.info("job=%s epoch=%d step=%d is durable", self._job.job, do.snapshot.epoch, do.snapshot.step)
         self._retain()
 
-    def _retain(self) -> None:
+    def _retain(self, *, full: bool = False) -> None:
         if self._job.record is not None:
-            self._retention.begin(self._job.record)
+            self._retention.begin(self._job.record, full=full)
 
     def _make_room(self, error: CkptdError | OSError) -> None:
         """The steward tries the flush again; what may go is gone by then, or a minute later."""
         if getattr(error, "errno", 0) in FULL:
-            self._retain()
+            self._retain(full=True)
 
     def _claim_and_commit(self, do: ins.Commit) -> None:
         storage = self._services.storage

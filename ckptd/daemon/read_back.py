@@ -12,7 +12,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.daemon.services import Services
 from ckptd.persist import report as r
-from ckptd.persist.names import step_dir, writer_of
+from ckptd.persist.names import file_stem, step_dir, writer_of
 from ckptd.persist.storage.base import Storage
 from ckptd.persist.verify import VerifyReport, read_back
 
@@ -30,8 +30,15 @@ class ReadBack:
         self._services, self._job, self._in_flush = services, job, in_flush
         self._written: dict[SnapshotId, tuple[str, int]] = {}  # writer, bytes
         self._due: dict[SnapshotId, None] = {}
-        self._running = False
+        self._running, self._reads = False, ""
         self._cancelled = threading.Event()
+
+    def waits_for(self, writer: str) -> bool:
+        """Is it at work or about to be, or another node that may be? What an earlier life of this daemon wrote nobody reads.
+        Called from retention's thread."""
+        stem, _, _ = writer.rpartition("-")
+        ours = (written for written, _ in tuple(self._written.values()))
+        return stem != file_stem(self._services.node.node) or writer in (self._reads, *ours)
 
     async def wrote(self, snapshot: SnapshotId, report: bytes) -> None:
         files = await self._services.in_work(r.decode, report)
@@ -60,7 +67,9 @@ class ReadBack:
                 snapshot = next(iter(self._due))
                 del self._due[snapshot]
                 if snapshot in self._written:
-                    await self._read(storage, snapshot, *self._written.pop(snapshot))
+                    self._reads, nbytes = self._written[snapshot]
+                    del self._written[snapshot]
+                    await self._read(storage, snapshot, self._reads, nbytes)
         finally:
             self._running = False
             self._cancelled.set()  # the daemon stops: so does the thread
@@ -84,6 +93,7 @@ class ReadBack:
             self._services.health.event(KIND, f"step {snapshot.step}: {error}", job=self._job)
             return
         finally:
+            self._reads = ""
             limit.cancel()
         for problem in found.problems[:1] if not cancelled.is_set() else ():
             self._services.health.event(KIND, f"{found.path}: {problem}", job=self._job)

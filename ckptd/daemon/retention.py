@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,18 +28,22 @@ class Retention:
     """``hung``: threads of the job that storage does not let go of, shared with its flushes (Durable); a pass that hangs is
     one of them, and no other begins until it ends: several would take the threads of all jobs."""
 
-    def __init__(self, services: Services, job: str, hung: set[asyncio.Future[Any]], hung_max: int) -> None:
+    def __init__(
+        self, services: Services, job: str, hung: set[asyncio.Future[Any]], hung_max: int, waits_for: Callable[[str], bool]
+    ) -> None:
         self._services, self._job = services, job
         self._hung, self._hung_max = hung, hung_max
         self._due = self._running = False
         self._epoch: EpochRecord | None = None
         self._cancelled = threading.Event()
         self._again: asyncio.TimerHandle | None = None
-        self._unread_s = UNREAD_S
+        self._unread_s, self._writers_s, self._waits_for = UNREAD_S, READ_BACK_S, waits_for
 
-    def begin(self, epoch: EpochRecord) -> None:
-        """Something may go, of this epoch's job. One pass sees all that is there when it begins."""
+    def begin(self, epoch: EpochRecord, *, full: bool = False) -> None:
+        """Something may go, of this epoch's job. One pass sees all that is there when it begins. full: storage is, so that it does
+        not wait for those who read back what they wrote."""
         self._epoch, self._unread_s = epoch, UNREAD_S
+        self._writers_s = 0.0 if full else READ_BACK_S
         self._look()
 
     def _look(self) -> None:
@@ -73,7 +78,8 @@ class Retention:
             raise CkptdError("storage does not let go of earlier tries", where=self._services.node.node)
         self._cancelled = cancelled = threading.Event()
         call = partial(
-            retain, storage, self._job, self._services.policy, epoch=self._epoch, writers_s=READ_BACK_S, cancelled=cancelled
+            retain, storage, self._job, self._services.policy, epoch=self._epoch, writers_s=self._writers_s,
+            waits_for=self._waits_for, cancelled=cancelled,
         )
         thread = self._services.flush.submit(call)
         work = asyncio.wrap_future(thread)

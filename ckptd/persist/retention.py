@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from ckptd.core.errors import CkptdError
@@ -75,6 +75,7 @@ def retain(
     stale_s: float = LEASE_STALE_S,
     attempt_stale_s: float = ATTEMPT_STALE_S,
     writers_s: float = 0.0,
+    waits_for: Callable[[str], bool] = lambda writer: True,
     cancelled: threading.Event | None = None,
 ) -> Retained:
     """One pass; call it after every commit. Hides what is doomed, and deletes what an earlier pass (or, with a grace of 0,
@@ -82,14 +83,16 @@ def retain(
     called off; what it has not looked at by then stays.
 
     writers_s: for so long after a commit its writers are left to read back their own files; what they have not read by then is read
-    here. epoch: on whose behalf; only the newest one that is claimed on storage may delete. None: whichever that is now.
+    here, and at once what is of writers that are not to be waited for. epoch: on whose behalf; only the newest one that is claimed
+    on storage may delete. None: whichever that is now.
     """
     done = Retained()
     if storage.list(check_job(job)):
         done.deleted += delete_forgotten(storage, job)
         now_s = _storage_clock(storage, job)
         epoch = epoch or newest_record(storage, job)
-        run = _Pass(storage, job, policy, epoch, now_s, stale_s, writers_s, done, cancelled or threading.Event())
+        run = _Pass(storage, job, policy, epoch, now_s, stale_s, done, cancelled or threading.Event())
+        run.writers_s, run.waits_for = writers_s, waits_for
         try:
             run.hide_and_reveal()
             run.drop_hidden((_storage_clock(storage, job) if done.hidden else now_s) - grace_s)
@@ -108,13 +111,13 @@ class _Pass:
         epoch: EpochRecord | None,
         now_s: float,
         stale_s: float,
-        writers_s: float,
         done: Retained,
         cancelled: threading.Event,
     ) -> None:
         self._storage, self._job, self._policy, self._epoch = storage, job, policy, epoch
         self._now_s, self._stale_s = now_s, stale_s  # the storage's clock, as the pass began
-        self._writers_s, self._done, self._cancelled = writers_s, done, cancelled
+        self._done, self._cancelled = done, cancelled
+        self.writers_s, self.waits_for = 0.0, (lambda writer: True)
 
     def hide_and_reveal(self) -> None:
         standing = self._read_back(self._look())
@@ -221,7 +224,7 @@ class _Pass:
         there = {entry.name: entry.mtime_s for entry in storage.list(directory)}
         known = {name.removeprefix(READ) for name in there if name.startswith(READ)}
         left = {writer_of(name) for name in there if name.endswith((DATA, SIDE))} - known
-        if left and self._now_s - there.get(MANIFEST, self._now_s) < self._writers_s:
+        if any(map(self.waits_for, left)) and self._now_s - there.get(MANIFEST, self._now_s) < self.writers_s:
             self._done.unread = True
             return False
         report = verify_at(storage, directory, cancelled=self._cancelled, known=known)

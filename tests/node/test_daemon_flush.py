@@ -141,7 +141,7 @@ async def test_a_retention_that_hangs_keeps_one_thread_and_stops_nothing(
     """P5, P14: a delete that never ended kept a flush thread for ever, and each commit began another one."""
     go, passes = threading.Event(), []
 
-    def hangs(storage: Any, job: str, policy: Any, *, epoch: Any, cancelled: threading.Event) -> Retained:
+    def hangs(storage: Any, job: str, policy: Any, *, cancelled: threading.Event, **_: Any) -> Retained:
         passes.append(cancelled)
         assert go.wait(60)
         return Retained()
@@ -197,7 +197,7 @@ async def test_a_pass_after_the_grace_is_on_behalf_of_the_newest_epoch(tmp_path:
     monkeypatch.setattr(retention, "AGAIN_S", 0.3)
     async with rig(storage_root=tmp_path) as house:
         before, newest = epoch_record(1), epoch_record(2)
-        made = retention.Retention(house.daemon.services, "0/other", set(), 2)
+        made = retention.Retention(house.daemon.services, "0/other", set(), 2, lambda writer: False)
         made.begin(before)
         again = await eventually(lambda: made._again)
         made.begin(before)

@@ -79,6 +79,15 @@ def test_what_its_writer_has_read_is_not_read_again(storage: PosixStorage, suffi
         assert found and shown(storage) == [OLD, NEW], done.problems
 
 
+def test_who_is_not_waited_for_has_its_files_read_at_once(storage: PosixStorage) -> None:
+    first, second = writers(storage)
+    assert read(storage, first) == []
+    for awaited in (second, first):
+        done = retain(storage, JOB, ONE, grace_s=0, writers_s=600, waits_for=lambda writer, name=awaited: writer == name)
+        assert done.unread == (awaited == second)
+    assert shown(storage) == [NEW]
+
+
 def test_after_their_time_what_they_left_is_read_by_who_retains(storage: PosixStorage) -> None:
     assert read(storage, writers(storage)[0]) == []
     done = retained(storage)

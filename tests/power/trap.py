@@ -34,7 +34,7 @@ class Trap:
             self.cut(name)
 
     def cut(self, name: str) -> NoReturn:
-        """The other threads get no further than the system call they are in; nor does another that cuts, as a life at its end does."""
+        """The other threads get no further than the system call they are in; nor does another that cuts at its end."""
         if not self._cut.acquire(blocking=False):
             threading.Event().wait()
         self.dark = True

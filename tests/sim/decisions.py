@@ -33,6 +33,7 @@ class Told:
     read_turn: int = 0
     newest: EpochRecord | None = None  # that storage has a claim of
     reports: list[EpochRecord] = field(default_factory=list)
+    meanwhile: list[EpochRecord] = field(default_factory=list)  # that others declared since it began
     failures: set[str] = field(default_factory=set)  # codes of the votes against what it had decided
     decided: Told | None = None  # what it had been told at its last decision
 
@@ -92,8 +93,8 @@ class Decisions:
     def _outdated(self, node: str, life: int, record: EpochRecord) -> None:
         """Another start was declared while it gathers for its own."""
         for (who, when, attempt), told in self._told.items():
-            if (who, when) == (node, life) and attempt != record.nonce and record not in told.reports:
-                told.reports.append(record)
+            if (who, when) == (node, life) and attempt != record.nonce and record not in told.meanwhile:
+                told.meanwhile.append(record)
 
     def _answered(self, node: str, life: int, sender: str, message: Inventory) -> None:
         told = self._told.get((node, life, message.attempt))
@@ -127,5 +128,6 @@ class Decisions:
         if told is not None:
             told.decided = None
             told.decided = replace(
-                told, answers=dict(told.answers), reports=list(told.reports), failures=set(told.failures)
-            )
+                told, answers=dict(told.answers), reports=list(told.reports), meanwhile=list(told.meanwhile),
+                failures=set(told.failures),
+            )  # fmt: skip

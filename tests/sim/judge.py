@@ -58,7 +58,7 @@ class Judge:
     def nobody_knows(self, told: Told) -> bool:
         """An epoch that was declared after all that trained and of which those who answered know, and of which none of them could
         say that it never ran. Of some it is only known that another one was declared after them."""
-        known = {record.number: record for record in told.records()}
+        known = {record.number: record for record in (*told.records(), *told.meanwhile)}
         later = {number for record in known.values() for number in (record.number, record.before[0])}
         newest = max(later & self._oracle.done.keys(), default=0)
         return any(

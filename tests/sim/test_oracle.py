@@ -290,7 +290,7 @@ def test_a_start_that_was_declared_meanwhile_counts_for_what_is_decided_then(how
     world.oracle.claims(host, mine)
     start = told.of(host.name, host.life, mine.nonce)
     assert start is not None and start.decided is not None
-    assert start.decided.records() == [other]
+    assert (start.decided.records(), start.decided.meanwhile) == ([], [other])
     assert world.oracle.judge.nobody_knows(start.decided)
 
 
