@@ -54,7 +54,7 @@ class Durable:
         self._services, self._job = services, job
         self._writing: dict[str, Write] = {}  # by attempt
         self._hung: set[asyncio.Future[Any]] = set()  # given up, and still at it
-        self.read_back = ReadBack(services, job.job, self._in_flush)
+        self.read_back = ReadBack(services, job.job)
         self._retention = Retention(services, job.job, self._hung, HUNG_MAX, self.read_back.waits_for)
 
     # --- lineage ------------------------------------------------------------------------------------------------

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
@@ -20,14 +17,12 @@ READ_BACK_S = 600.0  # for one node's files; after that the retaining node reads
 WRITTEN_MAX = 4  # checkpoints remembered as written and not read yet; what is older is left to the retaining node
 KIND = "retention"
 
-InFlush = Callable[[Callable[[], VerifyReport], "asyncio.Future[Any]"], Any]
-
 
 class ReadBack:
-    """``in_flush``: Durable's, so that storage that hangs takes no more threads than it may."""
+    """In a thread that all jobs share, beside those that write: paced as it is, it may take minutes."""
 
-    def __init__(self, services: Services, job: str, in_flush: InFlush) -> None:
-        self._services, self._job, self._in_flush = services, job, in_flush
+    def __init__(self, services: Services, job: str) -> None:
+        self._services, self._job = services, job
         self._written: dict[SnapshotId, tuple[str, int]] = {}  # writer, bytes
         self._due: dict[SnapshotId, None] = {}
         self._running, self._reads = False, ""
@@ -76,24 +71,24 @@ class ReadBack:
 
     async def _read(self, storage: Storage, snapshot: SnapshotId, writer: str, nbytes: int) -> None:
         self._cancelled = cancelled = threading.Event()
-        given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def give_up() -> None:
-            cancelled.set()
-            if not given_up.done():
-                given_up.set_result(None)
-
-        limit = asyncio.get_running_loop().call_later(READ_BACK_S, give_up)
-        try:
+        def read() -> VerifyReport:
             with self._services.pacer.transfer("flush", nbytes, READ_BACK_S / 2) as pace:
-                found = await self._in_flush(
-                    partial(read_back, storage, step_dir(self._job, snapshot), writer, pace, cancelled), given_up
-                )
+                return read_back(storage, step_dir(self._job, snapshot), writer, pace, cancelled)
+
+        text = ""
+        try:
+            thread = self._services.rereading.submit(read)
+            work = asyncio.wrap_future(thread)
+            await asyncio.wait({work}, timeout=READ_BACK_S)
+            if not work.done():  # who retains reads it now; storage may hang, or other jobs have more to read
+                cancelled.set()
+                thread.cancel()
+                return
+            text = "; ".join(work.result().problems[:1])
         except (CkptdError, OSError) as error:
-            self._services.health.event(KIND, f"step {snapshot.step}: {error}", job=self._job)
-            return
+            text = str(error)
         finally:
             self._reads = ""
-            limit.cancel()
-        for problem in found.problems[:1] if not cancelled.is_set() else ():
-            self._services.health.event(KIND, f"{found.path}: {problem}", job=self._job)
+        if text and not cancelled.is_set():
+            self._services.health.event(KIND, f"step {snapshot.step}: {text}", job=self._job)

@@ -43,7 +43,8 @@ class Retention:
         """Something may go, of this epoch's job. One pass sees all that is there when it begins. full: storage is, so that it does
         not wait for those who read back what they wrote."""
         self._epoch, self._unread_s = epoch, UNREAD_S
-        self._writers_s = 0.0 if full else READ_BACK_S
+        if full or not self._due:
+            self._writers_s = 0.0 if full else READ_BACK_S
         self._look()
 
     def _look(self) -> None:

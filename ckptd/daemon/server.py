@@ -157,7 +157,7 @@ class Daemon:
             release=self._release,
             work=work,
             sizing=_pool(SIZING_THREADS_MAX, "sizing"),
-            disk=_pool(DISK_THREADS_MAX, "disk"),
+            disk=_pool(DISK_THREADS_MAX, "disk"), rereading=_pool(1, "read-back"),
             flush=_pool(FLUSH_THREADS_MAX, "flush"),
             forget_job=self._forget_job,
             forget_if_empty=self._forget_if_empty,
@@ -390,7 +390,8 @@ class Daemon:
         self.services.replicator.close()
         self.services.fetcher.close()
         self.transport.close()
-        for pool in (self.services.work, self.services.sizing, self.services.disk, self.services.flush):
+        services = self.services
+        for pool in (services.work, services.sizing, services.disk, services.flush, services.rereading):
             pool.shutdown(wait=False, cancel_futures=True)
         self.state.leave()
 

@@ -65,7 +65,10 @@ def assemble(
         sides=sides,
         without=sorted({pattern for layout in layouts.values() for pattern in layout.without}),
     )
-    return m.Contents(manifest, Index.of(proven))
+    try:
+        return m.Contents(manifest, Index.of(proven))
+    except ValueError as error:
+        raise CkptdError(f"this cannot be written as one checkpoint: {error}", where=f"{job} {snapshot}") from error
 
 
 def _order(item: tuple[_Key, list[Fragment]]) -> tuple[str, int]:

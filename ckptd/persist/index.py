@@ -19,7 +19,8 @@ from ckptd.persist.names import header_name
 from ckptd.persist.sums import FileDamage, digest
 
 INDEX_BYTES_MAX = 1 << 30
-ROWS_MAX = 4 << 20  # tensors, or chunks, of one checkpoint
+ROWS_MAX = 16 << 20  # tensors, or chunks, of one checkpoint
+CELLS_MAX = 1 << 28  # numbers of boxes and shapes, when each has as many dimensions as the one with the most
 VOLUME_MAX = 1 << 58  # elements of one tensor: its bytes are an int64
 _TENSOR = ("dtype", "role", "rank", "dims")  # one number per tensor
 _CHUNK = ("tensor", "file", "at", "nbytes", "block")  # one per chunk
@@ -95,6 +96,8 @@ class Index:
         width = int(self.dims.max(initial=0))
         if width > DIMENSIONS_MAX:
             raise ValueError(f"a tensor of {width} dimensions")
+        if width * max(len(self.dims), len(self.tensor)) > CELLS_MAX:
+            raise ValueError(f"too many rows for tensors of {width} dimensions")
         of_tensor, of_chunk = self._masks(width)
         self.shape = _spread(columns["shape"], of_tensor, 1)
         self.offsets, self.sizes = _spread(columns["offsets"], of_chunk, 0), _spread(columns["sizes"], of_chunk, 1)
@@ -116,6 +119,8 @@ class Index:
         chunks = [(at, chunk) for at, (_, chunks) in enumerate(rows) for chunk in chunks]
         if any({len(c.offsets), len(c.sizes)} != {len(tensors[at].shape)} for at, c in chunks):
             raise ValueError("a chunk of other dimensions than its tensor has")
+        if any(tensor.rank is not None and tensor.rank < 0 for tensor in tensors):
+            raise ValueError("a rank below 0")
         dtypes = {dtype: at for at, dtype in enumerate(sorted({tensor.dtype for tensor in tensors}))}
         roles = {role: at for at, role in enumerate(sorted({tensor.role for tensor in tensors}))}
         columns: dict[str, list[int]] = {
@@ -184,7 +189,7 @@ def decode_index(data: bytes, told: IndexFile, names: Names, where: str) -> Inde
     if len(data) != told.size or digest(data).hex() != told.sum:
         raise FileDamage("damaged index: its checksum does not match", where=where)
     try:
-        columns = unpack(data, told.columns)
+        columns = unpack(data, told.columns, (*_TENSOR, *_CHUNK, *_SPREAD, CODEC))
         if columns.pop(CODEC, np.zeros(1, np.int64)).any():
             raise CkptdError("chunks that this ckptd cannot decode", where=where, hint="upgrade ckptd on this node")
         return Index(names, columns)

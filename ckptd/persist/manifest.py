@@ -17,6 +17,7 @@ from ckptd.persist.names import DATA, SIDE
 
 FORMAT = "ckptd-checkpoint"
 VERSION = 2
+SIZE_MAX = 1 << 62  # of a file in bytes, and of any number about it: they are computed with as int64
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
@@ -128,7 +129,7 @@ def _check_file(file: DataFile, sides: list[SideFile]) -> None:
         raise ValueError(f"{file.path}: no such side file")
     numbers = (file.blocks, file.sums_at, file.data_start, file.size - file.data_start)
     sums = _is_sum(file.header_sum) and _is_sum(file.sums_sum)
-    if not (_is_name(file.path, DATA) and sums and min(numbers) >= 0):
+    if not (_is_name(file.path, DATA) and sums and min(numbers) >= 0 and max(file.size, *numbers) < SIZE_MAX):
         raise ValueError(f"{file.path}: not a data file")
 
 

@@ -113,11 +113,16 @@ class Checkpoint:
 
     def boxes_for(self, rank: int) -> BoxIndex:
         """Of all tensors, by key or alias; of a per-rank one those of ``rank``."""
-        return self._boxes.named(lambda key: self._find(key, rank))
+
+        def number(key: str, dims: int) -> int | None:
+            found = self._find(key, rank)
+            return found if found is not None and self.index.dims[found] == dims else None
+
+        return self._boxes.named(number)
 
     @cached_property
     def _boxes(self) -> BoxIndex:
-        return BoxIndex(lambda _: None, self.index.first, self.index.offsets, self.index.sizes)
+        return BoxIndex(lambda key, dims: None, self.index.first, self.index.offsets, self.index.sizes)
 
     # --- bytes --------------------------------------------------------------------------------------------------
     def read(self, key: str, box: Box, dest: memoryview, rank: int | None = None) -> None:

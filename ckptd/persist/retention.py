@@ -212,8 +212,6 @@ class _Pass:
                 continue
             if not info.verified and self._verify(info.snapshot):
                 found[info.snapshot] = replace(info, verified=True)
-            if self._done.unread:  # older ones need no look when it is done
-                break
             good += found[info.snapshot].verified
             if good >= max(self._policy.keep_last, 1):
                 break

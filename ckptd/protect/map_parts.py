@@ -26,12 +26,15 @@ class MapParts:
         self._send, self._work = send, work
         self._answers: Answers[MapPart] = Answers()
         self._tasks = Tasks()
+        self._serving: set[tuple[str, str]] = set()
         self.held: Callable[[str], Mapping[str, Layout]] = lambda job: {}
 
     def on_message(self, node: str, job: str, message: object) -> bool:
         """True: it was for us."""
         if isinstance(message, MapAsk):
-            self._tasks.spawn(self._serve(node, job, message))
+            if (node, message.transfer) not in self._serving:  # it says it again until it has an answer
+                self._serving.add((node, message.transfer))
+                self._tasks.spawn(self._serve(node, job, message))
         elif isinstance(message, MapPart):
             self._answers.came(message.transfer, message)
         else:
@@ -54,10 +57,13 @@ class MapParts:
             raise CkptdError(f"what was sent for a layout is none: {error}", where=node) from error
 
     async def _serve(self, node: str, job: str, request: MapAsk) -> None:
-        found, data = self.held(job).get(request.layout_id), b""
-        if found is not None:
-            data = await asyncio.get_running_loop().run_in_executor(self._work, _encode, found)
-        self._send(node, job, MapPart(request.transfer, data))
+        try:
+            found, data = self.held(job).get(request.layout_id), b""
+            if found is not None:
+                data = await asyncio.get_running_loop().run_in_executor(self._work, _encode, found)
+            self._send(node, job, MapPart(request.transfer, data))
+        finally:
+            self._serving.discard((node, request.transfer))
 
 
 def _encode(layout: Layout) -> bytes:

@@ -104,6 +104,9 @@ class Rebuild:
         async def one(name: str) -> None:
             nodes = holders[name]
             for node in dict.fromkeys(nodes[first % len(nodes) :] + nodes):  # as every node wants all of them
+                if node == host.node:
+                    reasons.add(f"{node}: what it held is gone")
+                    continue
                 try:
                     async with gate:
                         known[name] = await host.layout(node, name)

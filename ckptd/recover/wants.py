@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from ckptd.core.state_map.dtypes import ITEMSIZE
 WANTS_MAX = 1 << 18  # slices of one rank
 WANTS_BYTES_MAX = 64 << 20
 NDIM_MAX = 64
+VOLUME_MAX = 1 << 58  # elements: their bytes are an int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ def _check(row: Slice) -> None:
     box = row.box
     if row.dtype not in ITEMSIZE or len(row.shape) > NDIM_MAX:
         raise ValueError(f"wants: bad dtype or shape of {row.key}: {row.dtype}")
+    if math.prod(row.shape) > VOLUME_MAX:
+        raise ValueError(f"wants: {row.key} has more elements than there can be")
     if len(box.offsets) != len(row.shape) or len(box.sizes) != len(row.shape):
         raise ValueError(f"wants: box and shape of {row.key} differ in dimensions")
     for offset, size, extent in zip(box.offsets, box.sizes, row.shape, strict=True):

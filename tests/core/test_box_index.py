@@ -73,7 +73,8 @@ def test_nothing_stored_and_nothing_wanted() -> None:
 
 def test_the_same_boxes_under_other_keys() -> None:
     index = BoxIndex.of({"a": [Box((0,), (2,)), Box((1,), (2,))], "b": [Box((0,), (1,))]})
-    other = index.named({"x": 1}.get)
-    assert [other.number(key) for key in ("a", "b", "x")] == [None, None, 1]
-    assert [index.number(key) for key in ("a", "b", "x")] == [0, 1, None]
+    other = index.named(lambda key, dims: 1 if (key, dims) == ("x", 1) else None)
+    assert [other.number(key, 1) for key in ("a", "b", "x")] == [None, None, 1]
+    assert [index.number(key, 1) for key in ("a", "b", "x")] == [0, 1, None]
+    assert index.number("a", 2) is None
     assert other.apart is index.apart

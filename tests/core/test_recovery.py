@@ -240,3 +240,10 @@ def test_what_storage_has_whole_comes_in_one_piece() -> None:
     halves = BoxIndex.of({"w": [Box((0,), (2,)), Box((2,), (2,))]})
     plan = plan_recovery([Want(0, "w", "F32", (4,), Box((1,), (3,)))], [], "a", 0, halves)
     assert [(piece.source, piece.box) for piece in plan.pieces] == [(DURABLE, Box((1,), (3,)))]
+
+
+@pytest.mark.parametrize(("shape", "stored"), [((4, 2), (4,)), ((4, 1), (4,)), ((4,), (4, 2)), ((4,), ())])
+def test_what_storage_has_in_other_dimensions_is_not_it(shape: tuple[int, ...], stored: tuple[int, ...]) -> None:
+    want = Want(0, "w", "F32", shape, Box.whole(shape))
+    plan = plan_recovery([want], [], "a", 0, BoxIndex.of({"w": [Box.whole(stored)]}))
+    assert (plan.pieces, plan.uncovered) == ((), ((0, Box.whole(shape)),))

@@ -229,6 +229,14 @@ def test_what_is_no_manifest(saved: tuple[Path, World]) -> None:
         Checkpoint.at(PosixStorage(str(directory), create=False), "")
 
 
+def huge(manifest: m.Manifest) -> list[dict[str, object]]:
+    """Numbers that are no int64."""
+    first = manifest.files[0]
+    rest = manifest.files[1:]
+    changes: list[dict[str, int]] = [{"size": 1 << 63}, {"blocks": 1 << 63}, {"data_start": 1 << 63, "size": 1 << 64}]
+    return [{"files": [msgspec.structs.replace(first, **change), *rest]} for change in changes]
+
+
 def read_again(manifest: m.Manifest, rows: list[tuple[Tensor, list[Chunk]]]) -> m.Contents:
     made = encode(m.Contents(manifest, Index.of(rows)))
     return decode(made[MANIFEST], lambda: made[INDEX], "x")
@@ -257,7 +265,7 @@ def test_a_manifest_that_points_outside_is_refused(saved: tuple[Path, World]) ->
         with pytest.raises((FileDamage, ValueError)):
             read_again(manifest, rows)
     change = msgspec.structs.replace
-    for changes in ({"files": []}, {"sides": []}, {"block_bytes": 4096}, {"world": 1}):
+    for changes in ({"files": []}, {"sides": []}, {"block_bytes": 4096}, {"world": 1}, *huge(manifest)):
         made = encode(m.Contents(change(manifest, **changes), index))
         with pytest.raises(FileDamage):
             decode(made[MANIFEST], lambda data=made[INDEX]: data, "x")

@@ -27,7 +27,7 @@ ROWS = list(zip(TENSORS, CHUNKS, strict=True))
 
 def columns() -> tuple[dict[str, Ints], IndexFile, bytes]:
     data, told = Index.of(ROWS).encode("index.columns")
-    return unpack(data, told.columns), told, data
+    return unpack(data, told.columns, [column.name for column in told.columns]), told, data
 
 
 def test_what_was_written_is_read() -> None:
@@ -123,6 +123,17 @@ def test_chunks_of_version_1_that_are_none(chunk: Chunk) -> None:
         Index.of([(TENSORS[0], [chunk])])
 
 
+def test_memory_is_bounded_by_the_rows_and_not_by_the_one_with_the_most_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CELLS_MAX", 7)
+    with pytest.raises(ValueError, match="too many rows for tensors of 2 dimensions"):
+        Index.of(ROWS)
+
+
+def test_a_rank_below_0_is_none() -> None:
+    with pytest.raises(ValueError, match="rank below 0"):
+        Index.of([(Tensor("a", "F32", (), "param", -1), [])])
+
+
 def test_chunks_that_were_exchanged_are_not_taken_for_one_another() -> None:
     """As many dimensions in all as there should be."""
     flat, square = Chunk(0, 0, 8, 0, (0,), (2,)), Chunk(0, 0, 8, 0, (0, 0), (1, 2))
@@ -143,12 +154,13 @@ def test_chunks_that_were_exchanged_are_not_taken_for_one_another() -> None:
     ],
 )
 def test_columns_that_leave_their_file_or_are_none(wrong: list[Column]) -> None:
-    assert unpack(b"12345678", [Column("a", "<u1", 0, 8)])["a"].tolist() == list(b"12345678")
+    assert unpack(b"12345678", [Column("a", "<u1", 0, 8)], "a")["a"].tolist() == list(b"12345678")
+    assert unpack(b"12345678", wrong, "b") == {}, "what nobody reads may be of a later version"
     with pytest.raises(ValueError, match="column a"):
-        unpack(b"12345678", wrong)
+        unpack(b"12345678", wrong, "a")
 
 
 @pytest.mark.parametrize(("most", "kind"), [(255, "<u1"), (256, "<u2"), (65536, "<u4"), (1 << 32, "<i8")])
 def test_a_column_is_as_wide_as_its_largest_number(most: int, kind: str) -> None:
     data, (column,) = pack({"a": np.array([0, most], np.int64)})
-    assert (column.type, unpack(data, [column])["a"].tolist()) == (kind, [0, most])
+    assert (column.type, unpack(data, [column], "a")["a"].tolist()) == (kind, [0, most])

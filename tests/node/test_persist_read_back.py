@@ -54,7 +54,7 @@ def test_who_retains_waits_for_all_writers(storage: PosixStorage) -> None:
     for writer in {writer_of(path.name) for path in path_of(storage, OLD).glob("*.side")}:
         assert read_back(storage, step_dir(JOB, OLD), writer).ok
     done = retained(storage, writers_s=600)
-    assert (done.unread, done.verified) == (True, []), "an older one is not read for want of the newest"
+    assert (done.unread, done.verified) == (True, [OLD]), "what is read counts meanwhile: the newest may never be, or not in time"
     assert read(storage, first) == []
     assert retained(storage, writers_s=600).unread
     assert shown(storage) == [OLD, NEW], "nothing goes for what is not read"

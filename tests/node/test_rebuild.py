@@ -176,6 +176,16 @@ async def test_a_layout_is_asked_of_one_holder_after_the_other_and_of_nobody_whe
     assert host.told_by == []
 
 
+async def test_what_this_node_held_and_has_let_go_of_is_not_asked_of_itself(host: Host) -> None:
+    await brought(rebuild(host, "here", "a"), "w")
+    assert host.told_by == ["a"]
+    with pytest.raises(Unrecoverable) as raised:
+        await (made := rebuild(host, "here")).catalogue()
+    assert raised.value.code == "damage"
+    await made.ended()
+    await made.close()
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(Away("no answer", where="a"), "unreachable"), (CkptdError("not held", where="a"), "damage")]
 )

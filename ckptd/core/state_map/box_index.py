@@ -17,7 +17,7 @@ from ckptd.core.state_map.columns import Ints
 PAIRS_AT_ONCE = 1 << 20  # of a wanted and a stored box that are compared in one go; some 100 MB
 LINE_MAX = 1 << 62
 
-Number = Callable[[str], int | None]
+Number = Callable[[str, int], int | None]
 Flags = npt.NDArray[np.bool_]
 
 
@@ -32,8 +32,8 @@ class Meetings(NamedTuple):
 
 class BoxIndex:
     """``first``: of each tensor's rows among ``offsets`` and ``sizes``, and the end. Rows of a tensor are sorted by offsets; there
-    is a column per dimension, what a tensor does not have of them is 0 and 1. ``number``: of a tensor by its key, None:
-    not here."""
+    is a column per dimension, what a tensor does not have of them is 0 and 1. ``number``: of a tensor by its key and how
+    many dimensions it has, None: not here."""
 
     def __init__(self, number: Number, first: Ints, offsets: Ints, sizes: Ints) -> None:
         assert offsets.shape == sizes.shape and len(offsets) == first[-1], "a row per box"
@@ -43,9 +43,9 @@ class BoxIndex:
     @staticmethod
     def of(boxes: Mapping[str, Sequence[Box]]) -> BoxIndex:
         ordered = [sorted(found, key=lambda box: box.offsets) for found in boxes.values()]
-        numbers = {key: at for at, key in enumerate(boxes)}
+        numbers = {(key, len(found[0].sizes)): at for at, (key, found) in enumerate(boxes.items()) if found}
         first = np.cumsum([0, *map(len, ordered)])
-        return BoxIndex(numbers.get, first, *columns_of([box for found in ordered for box in found]))
+        return BoxIndex(lambda *asked: numbers.get(asked), first, *columns_of([box for found in ordered for box in found]))
 
     def named(self, number: Number) -> BoxIndex:
         """The same boxes under other keys."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,10 +38,12 @@ def pack(columns: Mapping[str, Ints]) -> tuple[bytes, list[Column]]:
     return b"".join(parts), found
 
 
-def unpack(data: bytes | bytearray | memoryview, columns: Sequence[Column]) -> dict[str, Ints]:
-    """The inverse of ``pack``. ValueError: not columns, or they leave the data."""
+def unpack(data: bytes | bytearray | memoryview, columns: Sequence[Column], names: Collection[str]) -> dict[str, Ints]:
+    """The inverse of ``pack``, of the columns that have one of these names. ValueError: not columns, or they leave the data."""
     found: dict[str, Ints] = {}
     for column in columns:
+        if column.name not in names:
+            continue
         if column.type not in TYPES or column.name in found:
             raise ValueError(f"column {column.name}: of type {column.type!r}, or twice")
         length = column.rows * np.dtype(column.type).itemsize

@@ -118,7 +118,7 @@ class SourceIndex:
         ordered = [sorted(found.items()) for found in rows]
         self.copies = [copies for found in ordered for _, copies in found]
         self.boxes = BoxIndex(
-            lambda key: None,
+            lambda key, dims: None,
             np.cumsum([0, *map(len, ordered)]),
             *columns_of([Box(*span) for found in ordered for span, _ in found]),
         )
@@ -225,7 +225,7 @@ class _Planner:
         """Among what is stored."""
         assert self.durable is not None
         for name in (key, want.key):
-            found = self.durable.number(name)
+            found = self.durable.number(name, len(want.box.sizes))
             if found is not None:
                 return found
         return -1
