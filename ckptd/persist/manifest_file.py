@@ -35,21 +35,12 @@ class _Lineage(msgspec.Struct):
     epoch: EpochRecord
 
 
-class _Chunk1(msgspec.Struct, array_like=True):
-    file: int
-    at: int
-    nbytes: int
-    block: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 class _Tensor1(msgspec.Struct):
     key: str
     dtype: str
     shape: tuple[int, ...]
     role: str
-    chunks: list[_Chunk1]
+    chunks: list[Chunk]
     rank: int | None
 
 
@@ -105,12 +96,8 @@ def decode(data: bytes, index: Callable[[], bytes], where: str) -> Contents:
 
 
 def _version_1(data: bytes, where: str) -> Index:
-    return Index.of(
-        [
-            (Tensor(t.key, t.dtype, t.shape, t.role, t.rank), [Chunk(*msgspec.structs.astuple(c)) for c in t.chunks])
-            for t in _typed(_Version1, data, where).tensors
-        ]
-    )
+    tensors = _typed(_Version1, data, where).tensors
+    return Index.of([(Tensor(t.key, t.dtype, t.shape, t.role, t.rank), t.chunks) for t in tensors])
 
 
 def lineage(storage: Storage, directory: str) -> EpochRecord:

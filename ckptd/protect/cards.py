@@ -23,7 +23,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.redundancy.parity_sets import PARITY_SET_PLAN
 from ckptd.core.state_map.layout import Layout
 from ckptd.protect.fetched import Away
-from ckptd.protect.settle import Answers, Tasks, ask
+from ckptd.protect.settle import Answers, Tasks
 from ckptd.wire.peer import Card, CardAsk
 
 CARD_TIMEOUT_S = 30.0
@@ -61,14 +61,13 @@ class Cards:
                 raise CkptdError(f"rank {rank}: {NOT_HELD}", where=node)
             return mine
         request = CardAsk(secrets.token_hex(16), snapshot, rank)
-        with self._answers.to(request.transfer) as answer:
-            heard = await ask(lambda: self._send(node, job, request), (answer,), CARD_TIMEOUT_S)
-        if not heard:
+        card = await self._answers.ask(request.transfer, lambda: self._send(node, job, request), CARD_TIMEOUT_S)
+        if card is None:
             raise Away(f"rank {rank}: no answer", where=node)
-        if not answer.result().ok:
-            raise CkptdError(f"rank {rank}: {answer.result().reason}", where=node)
+        if not card.ok:
+            raise CkptdError(f"rank {rank}: {card.reason}", where=node)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._work, _record, job, snapshot, rank, answer.result(), node)
+        return await loop.run_in_executor(self._work, _record, job, snapshot, rank, card, node)
 
     async def _serve(self, node: str, job: str, request: CardAsk) -> None:
         card = await self._mine(job, request.snapshot, request.rank)

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.layout import Layout
 from ckptd.protect.fetched import Away
-from ckptd.protect.settle import Answers, Tasks, ask
+from ckptd.protect.settle import Answers, Tasks
 from ckptd.wire.peer import MapAsk, MapPart
 
 ASK_TIMEOUT_S = 30.0
@@ -44,15 +44,13 @@ class MapParts:
     async def ask(self, job: str, node: str, layout_id: str) -> Layout:
         """Raises CkptdError: it is not there, or not what was asked for; Away when nobody answers."""
         request = MapAsk(secrets.token_hex(16), layout_id)
-        with self._answers.to(request.transfer) as answer:
-            heard = await ask(lambda: self._send(node, job, request), (answer,), ASK_TIMEOUT_S)
-        if not heard:
+        part = await self._answers.ask(request.transfer, lambda: self._send(node, job, request), ASK_TIMEOUT_S)
+        if part is None:
             raise Away("a layout was asked for: no answer", where=node)
-        data = answer.result().data
-        if not data:
+        if not part.data:
             raise CkptdError(NOT_HELD, where=node)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._work, _decode, layout_id, data)
+            return await asyncio.get_running_loop().run_in_executor(self._work, _decode, layout_id, part.data)
         except ValueError as error:
             raise CkptdError(f"what was sent for a layout is none: {error}", where=node) from error
 

@@ -73,6 +73,11 @@ class Answers(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
+    async def ask(self, transfer: str, say: Callable[[], bool], timeout_s: float) -> T | None:
+        """Says it, again until somebody answers. None: nobody does."""
+        with self.to(transfer) as answer:
+            return answer.result() if await ask(say, (answer,), timeout_s) else None
+
     @contextlib.contextmanager
     def to(self, transfer: str) -> Iterator[asyncio.Future[T]]:
         """The answer that is waited for meanwhile."""
