@@ -9,7 +9,9 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <cstring>
+#include <mutex>
 
 namespace sim {
 namespace {
@@ -115,8 +117,28 @@ struct Memory final : c10::DeviceAllocator {
 Memory memory;
 REGISTER_ALLOCATOR(KIND, &memory)
 
+// Pinned memory that was given back while streams were at work. Torch's allocator records an event for each copy, and lets nobody
+// else have the memory before that: here all that is queued by then is waited for, by whoever asks for memory next.
+struct GivenBack {
+  void* data;
+  std::vector<std::pair<Stream*, uint64_t>> users;
+};
+std::mutex given_back_lock;
+std::vector<GivenBack> given_back;
+
+void free_what_is_done() {
+  std::lock_guard<std::mutex> guard(given_back_lock);
+  auto over = [](const GivenBack& one) {
+    bool done = std::all_of(one.users.begin(), one.users.end(), [](auto& user) { return user.first->done(user.second); });
+    if (done) std::free(one.data);
+    return done;
+  };
+  given_back.erase(std::remove_if(given_back.begin(), given_back.end(), over), given_back.end());
+}
+
 struct Pinned final : at::HostAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
+    free_what_is_done();
     size_t room = (std::max<size_t>(nbytes, 1) + 4095) / 4096 * 4096;
     void* data = std::aligned_alloc(4096, room);
     Runtime::get().register_host(reinterpret_cast<uintptr_t>(data), room);
@@ -124,7 +146,11 @@ struct Pinned final : at::HostAllocator {
   }
   static void give_back(void* data) {  // torch's own keeps it for the next one, and asks nothing of a device
     Runtime::get().forget_host(reinterpret_cast<uintptr_t>(data));
-    std::free(data);
+    {
+      std::lock_guard<std::mutex> guard(given_back_lock);
+      given_back.push_back({data, Runtime::get().under_way()});
+    }
+    free_what_is_done();
   }
   void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
   bool record_event(void*, void*, c10::Stream) override { return true; }

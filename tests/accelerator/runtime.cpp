@@ -122,6 +122,14 @@ Stream& Runtime::new_stream(int device) {
   return *streams_.back();
 }
 
+std::vector<std::pair<Stream*, uint64_t>> Runtime::under_way() {
+  std::lock_guard<std::mutex> guard(lock);
+  std::vector<std::pair<Stream*, uint64_t>> found;
+  for (auto& stream : streams_)
+    if (!stream->done(stream->queued)) found.emplace_back(stream.get(), stream->queued);
+  return found;
+}
+
 void Runtime::synchronize(Stream& stream) {
   asks();
   uint64_t seq;

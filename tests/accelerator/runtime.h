@@ -110,6 +110,7 @@ class Runtime {
   Stream& new_stream(int device);
   Stream& stream(int number);
   Stream& default_stream(int device);
+  std::vector<std::pair<Stream*, uint64_t>> under_way();  // of each stream that is not done, what it was given last
   void synchronize_device(int device);
 
   // --- events: a host thread that asks learns what the event knows

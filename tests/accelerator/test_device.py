@@ -159,6 +159,21 @@ def test_what_is_not_contiguous_takes_memory_on_its_way() -> None:
     assert device.ops.peak(0) == before + value.nbytes
 
 
+def test_pinned_memory_is_nobody_elses_until_the_copies_into_it_are_done() -> None:
+    """As torch's caching allocator has it, which records an event for each copy: the copy below wrote into whoever came next."""
+    value = torch.ones(1 << 20, device=device.KIND)
+    torch.accelerator.synchronize()
+    with device.held():
+        pinned = torch.empty(1 << 20).pin_memory()
+        address = pinned.data_ptr()
+        pinned.copy_(value, non_blocking=True)
+        del pinned
+        others = [torch.zeros(1 << 20).pin_memory() for _ in range(4)]
+        assert address not in [other.data_ptr() for other in others]
+    torch.accelerator.synchronize()
+    assert all(not other.any() for other in others)
+
+
 def test_a_device_has_random_numbers_of_its_own_and_draws_them_without_waiting() -> None:
     generator, here = device.generator(0), torch.get_rng_state()
     torch.manual_seed(3)
