@@ -65,7 +65,7 @@ def _table(report: ListReport) -> object:
 def _marks(row: SnapshotReport) -> str:
     return ", ".join(
         word for word, on in (
-            ("keep", row.get("keep")), ("left behind", row.get("abandoned")),
+            ("DAMAGED", row.get("damaged")), ("keep", row.get("keep")), ("left behind", row.get("abandoned")),
             ("without optimizer state", row.get("without")),
         ) if on
     )

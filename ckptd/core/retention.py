@@ -13,7 +13,8 @@ from ckptd.core.policy import Policy
 class CommitInfo:
     """A committed checkpoint. verified: it was read back whole; only then does it count as restorable. hidden: retention took
     it out of sight and may still reveal it. without: optimizer state is left out on purpose. There is one of each step: the first
-    that was committed, whatever grant it was captured under, which ``grant`` says (0: not known) and ``snapshot`` does not."""
+    that was committed, whatever grant it was captured under, which ``grant`` says (0: not known) and ``snapshot`` does not.
+    damaged: so said who read it back."""
 
     snapshot: SnapshotId
     keep: bool = False
@@ -21,6 +22,7 @@ class CommitInfo:
     hidden: bool = False
     without: bool = False
     grant: int = 0
+    damaged: bool = False
 
     @property
     def captured(self) -> SnapshotId:

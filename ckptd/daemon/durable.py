@@ -266,7 +266,7 @@ class Durable:
             rows = {at: {**row, "durable": False} for at, row in rows.items()}
         for info in stored or ():
             row = rows.setdefault(info.snapshot.at, _row(info.snapshot, -1, 0, True, "storage"))
-            row["durable"], row["keep"] = True, info.keep
+            row["durable"], row["keep"], row["damaged"] = True, info.keep, info.damaged
             row["without"] = row["without"] or info.without
             row["abandoned"] = record is not None and record.abandons(info.snapshot)
             row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"
@@ -309,4 +309,5 @@ def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: st
     return {
         "epoch": snapshot.epoch, "step": snapshot.step, "level": level, "wanted": wanted, "durable": durable,
         "keep": False, "abandoned": False, "where": where, "without": without,
+        "damaged": False,
     }  # fmt: skip

@@ -7,7 +7,7 @@ import threading
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.daemon.services import Services
+from ckptd.daemon.services import Services, log
 from ckptd.persist import report as r
 from ckptd.persist.names import file_stem, step_dir, writer_of
 from ckptd.persist.storage.base import Storage
@@ -85,10 +85,20 @@ class ReadBack:
                 cancelled.set()
                 thread.cancel()
                 return
-            text = "; ".join(work.result().problems[:1])
+            found = work.result()
+            text = "; ".join(found.problems[:1])
+            if found.damaged:
+                self._damaged(snapshot, text)
+                return
         except (CkptdError, OSError) as error:
             text = str(error)
         finally:
             self._reads = ""
         if text and not cancelled.is_set():
             self._services.health.event(KIND, f"step {snapshot.step}: {text}", job=self._job)
+
+    def _damaged(self, snapshot: SnapshotId, text: str) -> None:
+        self._services.metrics.quarantined(self._job, "disk")
+        told = f"checkpoint of step {snapshot.step}, epoch {snapshot.epoch}: {text}"
+        self._services.health.event("damage", told, job=self._job)
+        log.warning("job=%s damaged on storage: %s", self._job, told)

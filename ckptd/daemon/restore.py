@@ -249,7 +249,7 @@ class Restore:
             log.warning("job=%s restore of rank %d: %s: %s", self._job.job, rank, code, error.what)
         elif isinstance(error, CkptdError | OSError | ValueError):
             code = "unreachable" if is_our_lack(error) else "damage"
-            log.error("job=%s restore of rank %d", self._job.job, rank, exc_info=error)
+            log.warning("job=%s restore of rank %d: %s: %s", self._job.job, rank, code, str(error) or repr(error))
         else:
             self._services.went_wrong(f"restore of rank {rank} of {self._job.job}", error, self._job.job)
         what = error.what if isinstance(error, Unrecoverable) else str(error) or repr(error)

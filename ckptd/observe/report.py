@@ -167,6 +167,7 @@ class SnapshotReport(TypedDict, total=False):
     life: str  # of its job: see JobReport; absent where a storage root was listed
     world: int
     bytes: int
+    damaged: bool  # a read-back of what storage holds found that: a restore that meets it goes further back
     without: bool  # optimizer state of some parameters is left out on purpose; the manifest names them
     per_rank: list[str]  # names that differed between ranks: the same world only
 

@@ -11,6 +11,7 @@ from ckptd.core.policy import Policy
 from ckptd.core.retention import CommitInfo, keep
 from ckptd.persist.lineage import forgotten_epoch, newest_record
 from ckptd.persist.names import (
+    DAMAGED,
     KEEP,
     VERIFIED,
     WITHOUT,
@@ -48,7 +49,7 @@ def list_stored(storage: Storage, wanted: Callable[[str], bool]) -> tuple[list[A
                 {
                     "job": job, "epoch": info.snapshot.epoch, "step": info.snapshot.step, "durable": True, "keep": info.keep,
                     "abandoned": record is not None and record.abandons(info.snapshot), "where": ["storage"],
-                    "without": info.without,
+                    "without": info.without, "damaged": info.damaged,
                 }
                 for info in reversed(list_commits(storage, job))
             ]  # fmt: skip
@@ -74,10 +75,11 @@ def list_all(storage: Storage, job: str) -> list[CommitInfo]:
         CommitInfo(
             snapshot,
             KEEP in pointer.marks,
-            VERIFIED in pointer.marks,
+            VERIFIED in pointer.marks and DAMAGED not in pointer.marks,
             pointer.sight is Sight.HIDDEN,
             WITHOUT in pointer.marks,
             grant_of(pointer.marks),
+            DAMAGED in pointer.marks,
         )
         for snapshot, pointer in found
     ]

@@ -18,6 +18,7 @@ WITHOUT = "without"  # marker file: optimizer state is left out on purpose; the 
 KEEP = "keep"  # marker file: retention leaves this checkpoint alone; may be put there by hand
 GRANT = "grant-"  # and a number, marker file: under which grant its step was captured
 VERIFIED = "verified"  # marker file: every byte was read back once
+DAMAGED = "damaged"  # marker file: whoever read it back found damage; it holds the first word of it
 READ = "read-"  # and the stem of a writer's files, marker file: it has read these back
 PART = ".part"
 GONE = ".gone"

@@ -6,7 +6,7 @@ import secrets
 
 from ckptd.core.errors import CkptdError
 from ckptd.persist.names import MANIFEST, PART, PROBE_DIR, file_stem
-from ckptd.persist.storage.base import NotFound, Storage, StorageError, read_file
+from ckptd.persist.storage.base import FULL, NotFound, Storage, StorageError, read_file
 
 TOKEN_BYTES_MAX = 256
 PROBE = "probe-"
@@ -64,6 +64,8 @@ def _probe_names(storage: Storage, path: str) -> None:
     try:
         won, lost = storage.put_if_absent(path, b"first"), storage.put_if_absent(path, b"second")
     except StorageError as error:
+        if error.errno in FULL:  # it says so itself
+            raise
         raise CkptdError(
             "the storage cannot give a name exclusively", where=error.where, hint=HINT
         ) from error

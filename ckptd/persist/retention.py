@@ -37,7 +37,7 @@ from ckptd.persist.names import (
 )
 from ckptd.persist.storage.base import FULL, Sight, Storage, StorageError, read_file
 from ckptd.persist.sums import digest
-from ckptd.persist.verify import verify_at
+from ckptd.persist.verify import mark_damaged, verify_at
 
 READER_GRACE_S = 60.0  # between hiding and deleting, for readers that could not leave a lease
 ATTEMPT_STALE_S = 3600.0  # without a write for so long an attempt is dead (write_timeout_s is minutes)
@@ -210,7 +210,7 @@ class _Pass:
                 standing.record is not None and not standing.record.is_candidate(info.snapshot)
             ):
                 continue
-            if not info.verified and self._verify(info.snapshot):
+            if not (info.verified or info.damaged) and self._verify(info.snapshot):
                 found[info.snapshot] = replace(info, verified=True)
             good += found[info.snapshot].verified
             if good >= max(self._policy.keep_last, 1):
@@ -229,6 +229,7 @@ class _Pass:
         self._stop_if_cancelled()
         if not report.ok:
             self._done.problems += [f"{report.path}: {problem}" for problem in report.problems]
+            mark_damaged(storage, directory, report)
             return False
         # Its committer may not have come to that yet, or never will: nothing may go for what a power cut would still take back.
         storage.secure(epoch_dir(self._job, snapshot.epoch))

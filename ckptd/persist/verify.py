@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -13,17 +14,18 @@ from typing import Any
 import numpy as np
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
 from ckptd.core.state_map.box import Box, uncovered
 from ckptd.core.storage_root import local_root
 from ckptd.persist import manifest as m
 from ckptd.persist.index import Chunk, Tensor
-from ckptd.persist.names import DATA, GONE, MANIFEST, PART, READ, writer_of
+from ckptd.persist.names import DAMAGED, DATA, GONE, MANIFEST, PART, READ, writer_of
 from ckptd.persist.preflight import is_probe
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.side import check_side
-from ckptd.persist.storage.base import NotFound, Storage
+from ckptd.persist.storage.base import NotFound, Storage, StorageError
 from ckptd.persist.storage.factory import storage_at
-from ckptd.persist.sums import digest
+from ckptd.persist.sums import FileDamage, digest
 from ckptd.thread_pool import ThreadPool, together
 from ckptd.wire.bulk import Pace, wait_turn
 
@@ -33,13 +35,14 @@ FILES_AT_ONCE = 4  # each with a buffer of SEGMENT_BYTES
 
 @dataclass
 class VerifyReport:
-    """``problems`` names every damage found; empty: each byte is what was captured."""
+    """``problems`` names every damage found; empty: each byte is what was captured. damaged: it is, and not only out of reach."""
 
     path: str
     problems: list[str] = field(default_factory=list)
     files: int = 0
     tensors: int = 0
     bytes_read: int = 0
+    damaged: bool = False
 
     @property
     def ok(self) -> bool:
@@ -83,7 +86,15 @@ def verify_at(
             _Pass(checkpoint, report, progress, cancelled or threading.Event(), None).run(known)
     except CkptdError as error:
         report.problems.append(str(error))
+        report.damaged |= isinstance(error, FileDamage)  # and not a version that this reader does not know
     return report
+
+
+def mark_damaged(storage: Storage, directory: str, report: VerifyReport) -> None:
+    """Lists say so from then on, and retention does not count on it; a restore tries it all the same."""
+    if report.damaged:
+        with contextlib.suppress(StorageError):  # it has gone, or storage is full
+            storage.mark(directory, DAMAGED, report.problems[0].encode())
 
 
 def read_back(
@@ -92,6 +103,7 @@ def read_back(
     """What one writer wrote of a committed checkpoint, by itself: each node reads its own files, all of them at once. If they are
     intact a mark says so, and nobody reads them again before older checkpoints go."""
     report = VerifyReport(storage.locate(directory))
+    failpoint("persist.read_back")
     try:
         with Checkpoint.at(storage, directory) as checkpoint:
             _Pass(checkpoint, report, None, cancelled or threading.Event(), pace).files_of(writer)
@@ -101,6 +113,8 @@ def read_back(
         pass  # it has gone already
     except CkptdError as error:
         report.problems.append(str(error))
+        report.damaged |= isinstance(error, FileDamage)
+    mark_damaged(storage, directory, report)
     return report
 
 
@@ -163,6 +177,7 @@ class _Pass:
             check(*args)
         except CkptdError as error:
             self._report.problems.append(str(error))
+            self._report.damaged |= not isinstance(error, StorageError)
 
     def _count(self, nbytes: int) -> None:
         wait_turn(self._pace, nbytes, self._cancelled.is_set)

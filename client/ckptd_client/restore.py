@@ -206,6 +206,9 @@ class Restore:
         if left_out:
             told = self._session.troubles.all_of("left out of the restore", left_out)
             log.warning("ckptd job %s: step %d was restored without %d: %s", self._session.job, step, len(left_out), told)
+        passed = self._outcome.facts["passed_over"]
+        if self._world.rank == 0 and any(text.startswith("step ") for text in passed):  # the same on all ranks
+            log.warning("ckptd job %s: step %d was restored and no newer one: %s", self._session.job, step, "; ".join(passed))
         for text in self._wanted.warnings:
             log.warning("ckptd job %s: %s", self._session.job, text)
         restored.notes += left_out + self._wanted.warnings

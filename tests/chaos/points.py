@@ -15,7 +15,7 @@ CODING = ("protect.parity.seal",)  # only in a job with parity
 WRITING = ("persist.write.begin", "persist.write.chunk", "persist.write.synced", "persist.write.report",
            "persist.commit.checked", "persist.commit.named", "persist.commit.synced", "persist.commit.manifest",
            "persist.commit.complete", "persist.commit.visible", "persist.commit.done")  # fmt: skip
-KEEPING = ("persist.retain.verified", "persist.retain.hidden", "persist.retain.moved")
+KEEPING = ("persist.read_back", "persist.retain.verified", "persist.retain.hidden", "persist.retain.moved")
 STARTING = (
     "epoch.entered",
     "epoch.persisted",

@@ -57,6 +57,9 @@ def test_damaged_files_are_named_and_an_older_checkpoint_serves(nodes: Cluster) 
     assert trainer.do("restore") == 2
     assert trainer.do("digest") == digests[0]
     passed = trainer.do("last_restore")["passed_over"]
+    told = trainer.log.read_text()
+    assert "step 2 was restored and no newer one:" in told and "; step 6 of epoch 1: " in told, told
+    assert "Traceback" not in fresh.log.read_text()
     assert any("step 6" in text for text in passed) and any("step 4" in text for text in passed), passed
     assert fresh.metric(f'ckptd_quarantines_total{{job="{os.geteuid()}/{JOB}",where="disk"}}') >= 2
     # The last one is of a version that this reader does not know: not taken for damage, not taken for nothing.

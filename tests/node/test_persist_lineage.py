@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,6 +205,12 @@ def test_storage_without_exclusive_names(storage: PosixStorage) -> None:
             self.delete_tree(target)
             return super().move_dir(source, target)
 
+    class Full(MemoryTree):
+        def publish(self, source: str, target: str) -> bool:
+            raise StorageError("no room", where=target, errno=errno.ENOSPC)
+
+    with pytest.raises(StorageError, match="no room"):
+        probe(Full())  # which is nothing that another file system would mend
     for bad in (Overwriting(), Unlinked(), Replacing()):
         with pytest.raises(CkptdError) as caught:
             probe(bad)

@@ -10,8 +10,9 @@ import pytest
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.persist.commits import list_commits
-from ckptd.persist.names import DATA, READ, step_dir, writer_of
+from ckptd.persist.names import DAMAGED, DATA, READ, step_dir, writer_of
 from ckptd.persist.retention import Retained, retain
+from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.verify import read_back
 from tests.node.checkpoints import JOB, save, small_world
@@ -101,8 +102,28 @@ def test_a_writer_that_finds_damage_leaves_no_mark(storage: PosixStorage) -> Non
     assert file.name in read(storage, first)[0]
     assert read(storage, second) == [], "it reads its own files alone"
     assert [path.name for path in path_of(storage).glob(f"{READ}*")] == [f"{READ}{second}"]
+    assert [info.damaged for info in list_commits(storage, JOB)] == [False, True], "lists say so"
+    done = retained(storage)
+    assert (done.problems, done.verified, shown(storage)) == ([], [OLD], [OLD, NEW]), "it is not counted on, and not read again"
+
+
+def test_who_retains_says_of_what_it_finds_damaged_that_it_is(storage: PosixStorage) -> None:
+    file = next(path_of(storage).glob(f"*{DATA}"))
+    flip(file, file.stat().st_size - 20)
     assert file.name in retained(storage).problems[0]
-    assert shown(storage) == [OLD, NEW]
+    assert [info.damaged for info in list_commits(storage, JOB)] == [False, True]
+    assert file.name in (path_of(storage) / DAMAGED).read_text()
+
+
+def test_what_is_out_of_reach_is_not_called_damaged(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = writers(storage)
+
+    def away(*args: object) -> object:
+        raise StorageError("does not answer", where="root")
+
+    monkeypatch.setattr(storage, "open", away)
+    assert "does not answer" in read(storage, first)[0]
+    assert not (path_of(storage) / DAMAGED).exists()
 
 
 def test_who_wrote_for_another_attempt_or_comes_too_late_or_is_called_off_marks_nothing(storage: PosixStorage) -> None:
