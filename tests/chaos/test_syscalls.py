@@ -9,7 +9,9 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -53,8 +55,18 @@ class Injection:
             ["strace", "-f", "-o", str(log), "-e", f"trace={calls}", "-e", inject, "-p", str(pid)],
             stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True,
         )  # fmt: skip
-        tracer = Path(f"/proc/{pid}/status")
-        until(lambda: f"TracerPid:\t{self._strace.pid}" in tracer.read_text(), ATTACH_S, "strace to attach")
+        try:
+            until(lambda: self._struck(Path(f"/proc/{pid}/status")), ATTACH_S, "strace to attach")
+        except BaseException:
+            self.close()
+            raise
+
+    def _struck(self, status: Path) -> bool:
+        """It is attached; or the process has ended since, of its first failed call (libuv aborts if it cannot wake its loop)."""
+        try:
+            return f"TracerPid:\t{self._strace.pid}" in status.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return self.count() > 0
 
     def count(self) -> int:
         return self._log.read_text(errors="replace").count("(INJECTED)") if self._log.exists() else 0
@@ -84,6 +96,19 @@ def job() -> Iterator[Job]:
             yield made
         finally:
             made.close()
+
+
+ABORTS = "import os\nout = os.open('/dev/null', os.O_WRONLY)\ntry:\n while True: os.write(out, b'x')\nexcept OSError: os.abort()"
+
+
+def test_a_process_that_ends_of_its_first_call_was_struck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", ABORTS]) as victim, ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(victim.wait)  # so that nothing is left of it
+        looks = until
+        monkeypatch.setattr(sys.modules[__name__], "until", lambda *how: (ended.result(ATTACH_S), looks(*how)))  # it looks too late
+        with closing(Injection(victim.pid, "write", "ENOSPC", tmp_path / "strace.log", 1)) as injection:
+            assert ended.result(ATTACH_S) == -signal.SIGABRT
+            assert injection.count() > 0
 
 
 @pytest.mark.parametrize(
