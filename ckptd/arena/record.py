@@ -15,7 +15,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.redundancy.parity_sets import ParityShard, packed_shard, unpacked_shard
 from ckptd.core.redundancy.policies import GROUP_MAX
 from ckptd.core.state_map.layout import Layout
-from ckptd.core.state_map.layout_check import FRAGMENTS_MAX
+from ckptd.core.state_map.layout_reader import FRAGMENTS_MAX
 from ckptd.core.state_map.record_size import SUM_BYTES
 
 RECORD_VERSION = 3

@@ -11,11 +11,13 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import xxhash
 
 from ckptd.arena.objects import split_objects
 from ckptd.arena.payload import Payload
 from ckptd.core.state_map.agreement import object_name, tensor_name
+from ckptd.core.state_map.columns import Ints
 from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, REPLICA, Layout
 from ckptd.core.state_map.record_size import SUM_BYTES
 
@@ -50,8 +52,8 @@ def live_blocks(layout: Layout, tier: int = 0) -> Blocks:
 
 def block_count(layout: Layout, tier: int = 0) -> int:
     """How many ``blocks_of`` has, without making that table: a forged layout may speak of a PiB."""
-    held = [f.nbytes for f in layout.fragments if f.tier >= tier]
-    return sum(-(-nbytes // BLOCK_BYTES) for nbytes in (layout.objects_capacity, *held))
+    held = layout.fragments.nbytes[layout.fragments.tier >= tier]
+    return -(-layout.objects_capacity // BLOCK_BYTES) + int((-(-held // BLOCK_BYTES)).sum())
 
 
 def block_sums(payload: Payload, layout: Layout, tier: int = 0) -> bytes:
@@ -99,8 +101,9 @@ def bad_blocks(
     if spans is None:
         chosen: Sequence[int] = range(len(blocks))
     else:
-        asked, held = list(spans), layout.spans(tier)
-        if not all(any(start <= at and at + length <= start + n for start, n in held) for at, length in asked):
+        asked = list(spans)
+        at, length = _columns(asked)
+        if not np.any([(at >= start) & (at + length <= start + n) for start, n in layout.spans(tier)], axis=0).all():
             raise ValueError(f"spans outside of a tier-{tier} copy")
         chosen = touched_blocks(blocks, asked)
     return [
@@ -128,16 +131,21 @@ def hash_shares(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]
     return shares
 
 
-def touched_blocks(blocks: Sequence[tuple[int, int]], spans: Iterable[tuple[int, int]]) -> list[int]:
+def touched_blocks(blocks: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
     """Indexes of the blocks that overlap any of the spans, ascending, each once."""
-    ends = [at + size for at, size in blocks]
-    found: set[int] = set()
-    for start, length in spans:
-        index = bisect_left(ends, start + 1)
-        while length > 0 and index < len(blocks) and blocks[index][0] < start + length:
-            found.add(index)
-            index += 1
-    return sorted(found)
+    starts, sizes = _columns(blocks)
+    at, length = _columns(spans)
+    some = length > 0
+    begins, ends = np.zeros(len(blocks) + 1, np.int64), np.zeros(len(blocks) + 1, np.int64)
+    np.add.at(begins, np.searchsorted(starts + sizes, at[some], "right"), 1)
+    np.add.at(ends, np.searchsorted(starts, (at + length)[some], "left"), 1)
+    found: list[int] = np.flatnonzero(np.cumsum(begins - ends)[:-1] > 0).tolist()
+    return found
+
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> Ints:
+    columns: Ints = np.array(pairs, np.int64).reshape(-1, 2).T
+    return columns
 
 
 def digests(

@@ -161,8 +161,8 @@ class Durable:
                 raise CkptdError("the slot to write is gone", where=f"slot {slot_id}")
             record = slot.record
             pieces.append(HeldPiece(piece, slot.payload, record, slot_id))
-            chosen = range(len(record.layout.fragments)) if piece.fragments is None else piece.fragments
-            moved += sum(record.layout.fragments[i].nbytes for i in chosen)
+            nbytes = record.layout.fragments.nbytes
+            moved += int((nbytes if piece.fragments is None else nbytes[list(piece.fragments)]).sum())
         return pieces, moved
 
     def cancel(self, do: ins.CancelWrite) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.state_map.box import Box, disjoint, uncovered
-from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Fragment, Layout
+from ckptd.core.state_map.fragments import Fragment
+from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Layout
 from ckptd.persist import manifest as m
 from ckptd.persist.index import Chunk, Index, Tensor
 from ckptd.persist.names import header_name

@@ -14,7 +14,7 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.catalogue import TensorEntry
 from ckptd.core.state_map.columns import Column, Ints, pack, unpack
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.layout_check import DIMENSIONS_MAX
+from ckptd.core.state_map.layout_reader import DIMENSIONS_MAX
 from ckptd.persist.names import header_name
 from ckptd.persist.sums import FileDamage, digest
 

@@ -11,7 +11,7 @@ import numpy as np
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import BLOCK_BYTES
-from ckptd.core.state_map.layout_check import WORLD_MAX
+from ckptd.core.state_map.layout_reader import WORLD_MAX
 from ckptd.persist.index import Index, IndexFile, Names
 from ckptd.persist.names import DATA, SIDE
 

@@ -13,7 +13,8 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.protocol.messages import WritePiece
 from ckptd.core.state_map.box import Box, contains, disjoint, merge
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Fragment, Layout
+from ckptd.core.state_map.fragments import Fragment
+from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Layout
 from ckptd.persist.names import header_name
 from ckptd.persist.strided import Bytes
 from ckptd.persist.sums import SUM_BYTES, SlotDamage, block_count, digest
@@ -160,9 +161,10 @@ def _sources(held: HeldPiece) -> list[Source]:
         raise CkptdError(
             "the order names another layout than the slot has", where=f"slot of rank {piece.rank}"
         )
-    wanted = range(len(layout.fragments)) if piece.fragments is None else piece.fragments
+    fragments = layout.fragments[:]
+    wanted = range(len(fragments)) if piece.fragments is None else piece.fragments
     first = _first_blocks(layout, held.record.tier)
-    return [_source(held, layout.fragments[index], first[index]) for index in wanted]
+    return [_source(held, fragments[index], first[index]) for index in wanted]
 
 
 def _source(held: HeldPiece, fragment: Fragment, block: int) -> Source:

@@ -20,7 +20,8 @@ from ckptd.core.redundancy.linear import linear_offset
 from ckptd.core.redundancy.parity_sets import ParitySet, ParityShard, decodable
 from ckptd.core.state_map.box import runs
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.layout import BLOCK_BYTES, Fragment, Layout
+from ckptd.core.state_map.fragments import Fragment
+from ckptd.core.state_map.layout import BLOCK_BYTES, Layout
 from ckptd.core.state_map.record_size import SUM_BYTES
 from ckptd.core.state_map.recovery import BY_PARITY, Held, Piece
 from ckptd.protect.columns import Columns, Undecodable
@@ -84,9 +85,10 @@ class ByParity:
             return False
         columns = self._columns(parity_set)
         layout, at = self._members(parity_set)[rank], 0
+        fragments = layout.fragments[:]
         try:
             for piece in pieces:
-                fragment = layout.fragments[piece.fragment]
+                fragment = fragments[piece.fragment]
                 room = into[at : at + piece.nbytes]
                 if piece.box == fragment.box:
                     await self._whole(parity_set, columns, layout, fragment, room)

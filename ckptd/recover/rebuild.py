@@ -194,7 +194,7 @@ class Rebuild:
     # --- one rank's slices --------------------------------------------------------------------------------------
     async def assemble(self, rank: int, wants: Wants) -> Handover:
         """Raises Unrecoverable when some wanted slice is nowhere to be had, naming it."""
-        asked = [Want(i, s.key, s.dtype, s.shape, s.box) for i, s in enumerate(wants.tensors)]
+        asked = list(wants.tensors)
         blobs = await self._blobs(rank, wants.objects)
         try:
             return Handover(await self._gather(rank, asked), blobs, wants.first)
@@ -310,10 +310,9 @@ class Rebuild:
         assembly = Assembly()
         by_index = {want.index: want for want in asked}
         try:
-            for piece in plan.pieces:
-                if piece.source == OWN and not self._add_own(assembly, piece):
-                    assembly.release()
-                    return None
+            if not self._add_own(assembly, [piece for piece in plan.pieces if piece.source == OWN]):
+                assembly.release()
+                return None
             if far and not await self._fetch_far(rank, assembly, far, by_index, room):
                 assembly.release()
                 return None
@@ -322,13 +321,19 @@ class Rebuild:
             raise
         return assembly
 
-    def _add_own(self, assembly: Assembly, piece: Piece) -> bool:
+    def _add_own(self, assembly: Assembly, own: Sequence[Piece]) -> bool:
         """False: what was verified of it is not what lies here now, or nothing does."""
-        slot = self._host.held(self._snapshot, piece.rank)
-        if slot is None or slot.record is None or piece.fragment not in self._verified.get(slot.id, ()):
-            return False
-        fragment = slot.record.layout.fragments[piece.fragment]
-        assembly.put(piece, slot, fragment.offset, fragment.box)
+        places: dict[int, tuple[Slot, list[int], frozenset[int]]] = {}
+        for rank in {piece.rank for piece in own}:
+            slot = self._host.held(self._snapshot, rank)
+            if slot is None or slot.record is None:
+                return False
+            places[rank] = slot, slot.record.layout.fragments.offset.tolist(), self._verified.get(slot.id, frozenset())
+        for piece in own:
+            slot, offsets, verified = places[piece.rank]
+            if piece.fragment not in verified:
+                return False
+            assembly.put(piece, slot, offsets[piece.fragment], piece.stored)
         return True
 
     async def _fetch_far(
@@ -373,10 +378,10 @@ class Rebuild:
             return await self._by_parity.fetch(holder, group, into)
         layout = next(held.layout for held in self._held if held.node == node and held.rank == holder)
         spans: list[tuple[int, int]] = []
+        places = layout.fragments.offset.tolist()
         for piece in group:
-            fragment = layout.fragments[piece.fragment]
-            for offset, length in runs(fragment.box, piece.box, ITEMSIZE[fragment.dtype]):
-                spans.append((fragment.offset + offset, length))
+            for offset, length in runs(piece.stored, piece.box, piece.nbytes // piece.box.volume):
+                spans.append((places[piece.fragment] + offset, length))
         at = 0
         for first in range(0, len(spans), FETCH_SPANS_MAX):
             part = spans[first : first + FETCH_SPANS_MAX]
@@ -398,11 +403,11 @@ class Rebuild:
                 return False
             known = self._verified.get(slot.id, frozenset())
             fresh = {piece.fragment for piece in own if piece.rank == rank} - known
-            fragments = slot.record.layout.fragments
-            if any(fragments[i].tier < slot.record.tier for i in fresh):
+            fragments, which = slot.record.layout.fragments, sorted(fresh)
+            if (fragments.tier[which] < slot.record.tier).any():
                 self._lose(self._host.node, rank)
                 return False
-            spans = [(fragments[i].offset, fragments[i].nbytes) for i in sorted(fresh)]
+            spans = list(zip(fragments.offset[which].tolist(), fragments.nbytes[which].tolist(), strict=True))
             if not await self._verify_spans(slot, spans):
                 return False
             self._verified[slot.id] = self._verified.get(slot.id, frozenset()) | fresh

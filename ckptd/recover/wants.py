@@ -12,6 +12,7 @@ from msgspec import Meta
 from ckptd.arena.objects import OBJECTS_MAX
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.recovery import Want
 
 WANTS_MAX = 1 << 18  # slices of one rank
 WANTS_BYTES_MAX = 64 << 20
@@ -20,20 +21,8 @@ VOLUME_MAX = 1 << 58  # elements: their bytes are an int64
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    key: str
-    dtype: str
-    shape: tuple[int, ...]  # global
-    box: Box
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.volume * ITEMSIZE[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
 class Wants:
-    tensors: tuple[Slice, ...]
+    tensors: tuple[Want, ...]  # their numbers are their places
     objects: tuple[str, ...]
     first: int = 0  # so many of the tensors are brought before all others
 
@@ -44,7 +33,7 @@ class Wants:
             body = _DECODER.decode(data)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ValueError(f"wants do not parse: {error}") from error
-        rows = tuple(Slice(key, dtype, shape, Box(at, sizes)) for key, dtype, shape, at, sizes in body.tensors)
+        rows = tuple([Want(i, row[0], row[1], row[2], Box(row[3], row[4])) for i, row in enumerate(body.tensors)])
         for row in rows:
             _check(row)
         return Wants(rows, tuple(body.objects), min(max(body.first, 0), len(rows)))
@@ -64,7 +53,7 @@ class _Body(msgspec.Struct):
 _DECODER = msgspec.msgpack.Decoder(_Body)
 
 
-def _check(row: Slice) -> None:
+def _check(row: Want) -> None:
     box = row.box
     if row.dtype not in ITEMSIZE or len(row.shape) > NDIM_MAX:
         raise ValueError(f"wants: bad dtype or shape of {row.key}: {row.dtype}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import compress
+from operator import and_, attrgetter, not_
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +17,8 @@ from ckptd_client.plan import AT_ONCE, Source
 from ckptd_client.races import LARGE_BYTES, Races
 from ckptd_client.statics import Statics, mark_of
 
+_on_cpu = attrgetter("is_cpu")
+
 
 def gather(tensors: Sequence[Tensor], job: Job, statics: Statics, races: Races) -> None:
     """Fill the job. ``tensors``: what each entry of the plan is now, plain or DTensor. Raises CkptdError naming what another
@@ -26,11 +30,8 @@ def gather(tensors: Sequence[Tensor], job: Job, statics: Statics, races: Races) 
     address = job.slot.address
     frozen = 0 if job.frozen is None else job.frozen.address - job.plan.layout.frozen_at
     proven = job.frozen is not None and statics.trusts(job.frozen)
-    for source in job.plan.sources:
+    for source in _copy_small(job, tensors):
         local = local_tensor(source, tensors)
-        if source.mode is Mode.SMALL and source.whole and local.is_cpu and local.is_contiguous():
-            libc.copy(address + source.offset, local.data_ptr(), source.nbytes)
-            continue
         copy = _copy_of(source, local, frozen if source.mode is Mode.STATIC else address)
         if not copy.source.is_cpu:
             _sort(copy, tensors[source.entry], source.mode, job, proven, late, early)
@@ -43,6 +44,20 @@ def gather(tensors: Sequence[Tensor], job: Job, statics: Statics, races: Races) 
     races.end(noted, tensors, large, lambda entries: _again(entries, tensors, job))
     held = [copy for copy in job.held if not copy.source.is_cpu]
     job.device = device.Batch.of(early, late, held, job.slots, late if job.audit else ())
+
+
+def _copy_small(job: Job, tensors: Sequence[Tensor]) -> list[Source]:
+    """What is left to copy: all that is not small, or lies on a device, or is not contiguous."""
+    small = job.plan.small
+    found = [tensors[entry] for entry in small.entries]
+    for at in small.sharded:
+        found[at] = found[at]._local_tensor  # type: ignore[attr-defined]
+    here = list(map(and_, map(_on_cpu, found), map(Tensor.is_contiguous, found)))
+    targets = [job.slot.address + offset for offset in small.offsets]
+    libc.copy_all(compress(targets, here), map(Tensor.data_ptr, compress(found, here)), compress(small.nbytes, here))
+    if all(here):
+        return small.others
+    return sorted((*small.others, *compress(small.sources, map(not_, here))), key=attrgetter("offset"))
 
 
 def _again(entries: Collection[int], tensors: Sequence[Tensor], job: Job) -> list[tuple[int, Copy]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
+from collections.abc import Iterable
 
 PROT_READ, PROT_WRITE = 0x1, 0x2
 MAP_SHARED = 0x1
@@ -26,6 +28,8 @@ _libc.mmap.argtypes = [
     ctypes.c_int,
     ctypes.c_long,
 ]
+_memmove = ctypes.PyDLL(None).memmove  # keeps the GIL
+_memmove.argtypes, _memmove.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -55,6 +59,11 @@ def advise(address: int, nbytes: int, advice: int) -> bool:
 
 def copy(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
+
+
+def copy_all(targets: Iterable[int], sources: Iterable[int], sizes: Iterable[int]) -> None:
+    """Of small ones: letting go of the GIL for each costs more than the copy (20,000 of 10 KB: 55 ms, and 38 without)."""
+    deque(map(_memmove, targets, sources, sizes), maxlen=0)
 
 
 def zero(address: int, nbytes: int) -> None:

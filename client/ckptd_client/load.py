@@ -68,6 +68,9 @@ class Memory:
 def check_pieces(targets: Sequence[Target], pieces: Iterable[Sequence[Any]], volumes: list[int]) -> None:
     """Every piece inside its target and its source. Adds their elements to ``volumes``. Raises CkptdError."""
     for want, offsets, sizes, _, _, source_offsets, source_sizes in pieces:
+        if 0 <= want < len(targets) and _is_whole(targets[want], offsets, sizes, source_offsets, source_sizes):
+            volumes[want] += targets[want].box.volume
+            continue
         box = Box(tuple(offsets), tuple(sizes))
         source = Box(tuple(source_offsets), tuple(source_sizes))
         if not 0 <= want < len(targets) or not contains(targets[want].box, box) or not contains(source, box):
@@ -86,12 +89,22 @@ def check_volumes(targets: Sequence[Target], volumes: Sequence[int], which: Iter
 def copy_pieces(
     targets: Sequence[Target], pieces: Iterable[Sequence[Any]], memory: Memory, which: set[int]
 ) -> None:
-    """Write the pieces of the targets in ``which`` into their tensors, bit by bit."""
+    """Write the pieces of the targets in ``which`` into their tensors, bit by bit. Most are all of a tensor that lies in memory as
+    here: that is a move of bytes, since thousands of small tensors would take longer by any other way."""
     devices: dict[torch.device, Callable[[Tensor, Tensor], object]] = {}
+    moved: list[Tensor] = []
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for want, offsets, sizes, segment, at, source_offsets, source_sizes in pieces:
             if want in which:
                 target = targets[want]
+                dest = target.dest
+                if (
+                    dest.is_cpu and dest.is_contiguous()
+                    and _is_whole(target, offsets, sizes, source_offsets, source_sizes)
+                ):  # fmt: skip
+                    libc.copy(dest.data_ptr(), memory.at(segment, at, dest.nbytes), dest.nbytes)
+                    moved.append(dest)
+                    continue
                 source = _narrow(_source(target, memory, segment, at, source_sizes), offsets, sizes, source_offsets)
                 dest = _narrow(_dest(target), offsets, sizes, target.box.offsets)
                 if dest.device.type in accelerator.WITHOUT_MEMORY:
@@ -100,6 +113,15 @@ def copy_pieces(
                 if dest.device not in devices:
                     devices[dest.device] = stack.enter_context(accelerator.of(dest.device).bringing())
                 devices[dest.device](source, dest)
+    torch.autograd.graph.increment_version(moved)
+
+
+def _is_whole(
+    target: Target, offsets: Sequence[int], sizes: Sequence[int], source_offsets: Sequence[int], source_sizes: Sequence[int]
+) -> bool:
+    """All that is wanted, stored as a box of its own."""
+    box = target.box
+    return sizes == box.sizes == source_sizes and offsets == box.offsets == source_offsets
 
 
 def _source(target: Target, memory: Memory, segment: int, at: int, sizes: Sequence[int]) -> Tensor:

@@ -28,6 +28,7 @@ _WRAPPERS = (
     ),
 )
 
+PLAIN = (Tensor, nn.Parameter)
 
 ModuleState = ExtraState | SavedState
 
@@ -164,6 +165,8 @@ def reshard(module: nn.Module) -> None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
+    if type(tensor) in PLAIN:
+        return False
     kind = loaded("torch.distributed.tensor", "DTensor")
     return kind is not None and isinstance(tensor, kind)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.balance import balanced_plan, plan_id, plan_id_apart
-from ckptd.core.state_map.layout import REPLICA, Fragment, Layout
+from ckptd.core.state_map.fragments import Fragment
+from ckptd.core.state_map.layout import REPLICA, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout, place
 from ckptd.core.state_map.record_size import predicted_record
 from ckptd_client import _switches, apart, gradients, nested, optim
@@ -32,8 +33,7 @@ AT_ONCE = (Mode.SMALL, Mode.SYNC)
 WORD_BYTES = 8  # copied in one move
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Fragment ``fragment`` of the layout is the box ``part`` of entry number ``entry``."""
 
     entry: int
@@ -46,6 +46,18 @@ class Source:
     mode: Mode
     sharded: bool  # a DTensor
     whole: bool  # the box is all of the local tensor
+
+
+class Small(NamedTuple):
+    """Column by column the sources that are copied in one call, and the others. A single one of them costs more to look at than to
+    copy, and there may be 20,000."""
+
+    sources: list[Source]
+    sharded: list[int]  # which of them are DTensors
+    entries: list[int]
+    offsets: list[int]
+    nbytes: list[int]
+    others: list[Source]
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,15 @@ class Plan:
             if source.nbytes > min(rows[source.entry][2].itemsize, WORD_BYTES)
         }
         return tuple(found.values())
+
+    @cached_property
+    def small(self) -> Small:
+        found = [source for source in self.sources if source.mode is Mode.SMALL and source.whole]
+        others = [source for source in self.sources if source.mode is not Mode.SMALL or not source.whole]
+        sharded = [at for at, source in enumerate(found) if source.sharded]
+        rows = [(source.entry, source.offset, source.nbytes) for source in found]
+        entries, offsets, nbytes = ([row[column] for row in rows] for column in range(3))
+        return Small(found, sharded, entries, offsets, nbytes, others)
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -259,7 +280,7 @@ def _unborn(registry: Registry, state: State, world: World, known: dict[int, lis
 def _unborn_of(owner: Owner, count: int, entry: Entry, parts: Sequence[Slice], world: World) -> list[Slice]:
     """``parts``: of the parameter, whose states lie as it does; nothing: they are to be found out."""
     parts = parts or (slices_of(_like(entry), world) if count else ())
-    found = [replace(p, key=f"{owner.name}.{p.key}.{n}", role="optim") for n in range(count) for p in parts]
+    found = [p._replace(key=f"{owner.name}.{p.key}.{n}", role="optim") for n in range(count) for p in parts]
     copies = None if is_dtensor(entry.tensor) else entry.copies
     return [*found, plain_slice(entry, f"{owner.name}.{entry.key}.step", _COUNTER, "optim", copies, world)]
 

@@ -154,7 +154,7 @@ class Restore:
         began = time.monotonic()
         try:
             failpoint("restore.load")
-            plan = msgpack.unpackb(body, strict_map_key=False)
+            plan = msgpack.unpackb(body, strict_map_key=False, use_list=False)
             memory = Memory(fds, message.segment_bytes, self._known)
             try:
                 last = loading.take(plan, memory)

@@ -6,9 +6,8 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,8 +23,7 @@ from ckptd_client.world import World
 Run = tuple[int, int]  # (start, length) along one dimension
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """One box of an entry's logical tensor that lies on this rank. ``at``: its offsets in the local tensor."""
 
     key: str

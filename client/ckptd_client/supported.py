@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd_client import accelerator, apart, dtypes
-from ckptd_client.naming import loaded, local_of
+from ckptd_client.naming import PLAIN, loaded, local_of
 from ckptd_client.tree import UNBIND
 
 _FSDP2 = "shard with fully_shard (FSDP2) instead"
@@ -68,6 +68,8 @@ def check_made(key: str, tensor: Tensor) -> None:
 
 def check_memory(key: str, tensor: Tensor) -> None:
     """Raises CkptdError for what cannot be copied as bytes."""
+    if _is_usual(tensor) and tensor.dtype in dtypes.NAME:
+        return
     local = local_of(tensor)
     accelerator.check(key, local.device)
     if local.is_nested:
@@ -90,3 +92,11 @@ def check_memory(key: str, tensor: Tensor) -> None:
     if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
         text = f"expanded: several of its elements are one in memory (strides {list(local.stride())}), so none can be written back"
         raise CkptdError(text, where=key, hint="register what clone() or contiguous() makes of it, or leave it out with exclude=")
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    """As nearly all are, of thousands: plain memory of the host in the order of its indices."""
+    return (
+        type(tensor) in PLAIN and tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested
+        and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    )  # fmt: skip

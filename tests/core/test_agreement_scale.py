@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ckptd.core.state_map import agreement
 from ckptd.core.state_map.agreement import Agreement, _different_plans, agree, object_name, tensor_name
 from ckptd.core.state_map.box import Box, disjoint, intersect
-from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
+from ckptd.core.state_map.fragments import Fragment
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.core.worlds import boxes_in, cells, digest, tilings
 

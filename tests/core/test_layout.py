@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.columns import pack
 from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.fragments import OWN, SHARED
 from ckptd.core.state_map.layout import ALIGN_BYTES, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.core.state_map.layout_check import decode_layout
 from tests.core.worlds import World, quick, worlds
 
 HEAD = ("version", "rank", "world", "objects_capacity", "payload_bytes", "plan_id", "aliases", "rows")
+NOW = (*HEAD[:-1], "frozen_bytes", "without", "keys", "words", "where", "data")
 ROW = ("key", "dtype", "shape", "offsets", "sizes", "offset", "nbytes", "role", "sharing", "tier")
 
 
@@ -65,19 +71,36 @@ def test_the_frozen_part_comes_last_behind_a_gap_and_is_a_layout_of_its_own() ->
     assert Layout.decode(layout.frozen.encoded) == layout.frozen
 
 
-def test_a_layout_without_frozen_parameters_is_written_as_before_there_were_any() -> None:
-    """P7: the ids in a segment header of an older daemon stay what they are."""
-    assert msgpack.unpackb(sample().encoded)[0] == 1
-    assert sample().layout_id == "f5fdb495340d6a297343aa9d8a034577"
+def in_rows(layout: Layout) -> bytes:
+    """As daemons wrote it before there were columns."""
+    rows = [[f.key, f.dtype, f.shape, *f.box, f.offset, f.nbytes, f.role, f.sharing, f.tier] for f in layout.fragments]
+    head = [layout.rank, layout.world, layout.objects_capacity, layout.payload_bytes, layout.plan_id, layout.aliases, rows]
+    tail = [3, layout.frozen_bytes, layout.without] if layout.without else [2, layout.frozen_bytes]
+    packed: bytes = msgpack.packb([tail[0], *head, *tail[1:]] if tail[1] or layout.without else [1, *head])
+    return packed
+
+
+@quick
+@given(worlds(), st.lists(st.text(min_size=1), max_size=2))
+def test_memory_of_an_older_daemon_is_read_and_keeps_its_ids(world: World, without: list[str]) -> None:
+    """P7: they are named by other nodes, and in segment headers."""
+    for layout in world.layouts.values():
+        older = in_rows(replace(layout, without=tuple(without)))
+        found = Layout.decode(older)
+        assert found == replace(layout, without=tuple(without))
+        assert found.encoded == older and found.layout_id == hashlib.blake2b(older, digest_size=16).hexdigest()
+    assert Layout.decode(in_rows(sample())).layout_id == "f5fdb495340d6a297343aa9d8a034577"  # as it was then
 
 
 @pytest.mark.parametrize("new", [0, -64, 63, 1 << 40, None, True])
 def test_a_frozen_part_outside_of_its_place_is_refused(new: Any) -> None:
     layout = build_layout(0, 1, [item("w", (5,)), item("base", (40,))._replace(frozen=True)], 64)
-    head = msgpack.unpackb(layout.encoded)
-    head[-1] = new
-    with pytest.raises(ValueError, match=r"."):
-        decode_layout(msgpack.packb(head))
+    older, now = msgpack.unpackb(in_rows(layout)), msgpack.unpackb(layout.encoded)
+    older[-1] = now[NOW.index("frozen_bytes")] = new
+    for head in (older, now):
+        if head is older or new != 0:  # without a frozen part it is another layout, that is all
+            with pytest.raises(ValueError, match=r"."):
+                decode_layout(msgpack.packb(head))
 
 
 @quick
@@ -97,7 +120,7 @@ def test_plain_tuples_are_items_and_an_unknown_dtype_is_refused() -> None:
 
 
 def tampered(name: str, new: Any, row: int = 0) -> bytes:
-    head = msgpack.unpackb(sample().encoded)
+    head = msgpack.unpackb(in_rows(sample()))
     if name in HEAD:
         head[HEAD.index(name)] = new
     else:
@@ -180,6 +203,75 @@ def test_nothing_unfolds_to_more_than_its_place_holds(where: str) -> None:
 def test_every_tampered_field_is_refused(name: str, new: Any) -> None:
     with pytest.raises(ValueError, match=r"."):  # whichever check is first; never another exception
         decode_layout(tampered(name, new))
+
+
+def columns(**changed: list[int]) -> dict[str, list[int]]:
+    _, _, found = sample().fragments.said()
+    return {name: column.tolist() for name, column in found.items()} | changed
+
+
+def anew(columns: dict[str, list[int]], **head: Any) -> bytes:
+    """The sample with these columns, and other values in its head."""
+    data, where = pack({name: np.array(values, np.int64) for name, values in columns.items()})
+    found = dict(zip(NOW, msgpack.unpackb(sample().encoded), strict=True)) | {"where": where, "data": data} | head
+    packed: bytes = msgpack.packb(list(found.values()))
+    return packed
+
+
+def test_what_is_packed_anew_is_the_same() -> None:
+    assert anew(columns()) == sample().encoded
+    assert decode_layout(anew(columns())) == sample()
+
+
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        ("dtype", [9, 9, 9, 9]), ("dtype", [1, 1, 1, 1]), ("dtype", [0, 0, 0]), ("role", [0, 0, 0, 0]), ("sharing", [0, 0, 0, 0]),
+        ("tier", [2, 1, 1, 256]), ("tier", [1, 2, 1, 0]), ("tier", [2, 1, 1]), ("dims", [2, 0, 2, 65]), ("dims", [2, 0, 2, 2]),
+        ("shape", [4, 3, 0, 7]), ("shape", [1, 3, 0, 7, 5]), ("offsets", [3, 0, 0, 0, 0]), ("offsets", [1 << 62, 0, 0, 0, 0]),
+        ("sizes", [2, 4, 0, 7, 5]), ("sizes", [1 << 62, 3, 0, 7, 5]), ("offset", [129, 192, 256, 256]),
+        ("offset", [64, 192, 256, 256]), ("offset", [192, 192, 256, 256]), ("offset", [128, 192, 256, 1 << 40]),
+        ("offset", [192, 128, 256, 256]),
+    ],
+)  # fmt: skip
+def test_every_column_that_does_not_fit_is_refused(name: str, new: list[int]) -> None:
+    with pytest.raises(ValueError, match="not a layout"):
+        decode_layout(anew(columns(**{name: new})))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"version": 5}, {"version": 1}, {"keys": ["w", "s", "none"]}, {"keys": ["w", "s", "none", 7]}, {"keys": None},
+        {"keys": ["w", "s", "none", ""]}, {"words": ["F32"]}, {"words": ["x"] * 100}, {"where": []},
+        {"where": [["dtype", "<u1", 0]]}, {"where": [["dtype", "<u1", 0, 4]] * 12}, {"where": [["dtype", "<f8", 0, 4]]},
+        {"where": 3}, {"data": b""}, {"data": "text"},
+        {"without": [3]}, {"frozen_bytes": 1 << 40}, {"rank": 2}, {"aliases": [["w", "s"]]}, {"payload_bytes": 192},
+    ],
+)  # fmt: skip
+def test_every_other_field_that_does_not_fit_is_refused(head: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not a layout"):
+        decode_layout(anew(columns(), **head))
+
+
+def test_more_elements_than_there_are_bytes_for_are_refused() -> None:
+    """Their product would not fit a number, and could look like a small one."""
+    wide = [1 << 32, 1 << 32, 0, 7, 5]
+    with pytest.raises(ValueError, match="more elements"):
+        decode_layout(anew(columns(shape=wide, sizes=wide)))
+
+
+def test_few_bytes_do_not_unfold_to_many_numbers() -> None:
+    """D20: columns may lie over each other, each as long as the data."""
+    data, names = bytes(32 << 20), (*SHARED, *OWN)
+    where = [[name, "<u1", 0, len(data)] for name in names]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="not a layout"):
+            Layout.decode(anew(columns(), where=where, data=data))
+        assert tracemalloc.get_traced_memory()[1] < 6 * len(data)
+    finally:
+        tracemalloc.stop()
 
 
 def test_one_key_is_one_tensor() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ckptd.core.protocol.messages import WritePiece
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.fragments import Fragments
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.core.state_map.writes import assign_writes
@@ -79,12 +80,12 @@ def agreed_as_copies(world: World) -> World:
     layouts = {}
     for rank, layout in world.layouts.items():
         fragments = tuple(
-            dataclasses.replace(f, sharing=REPLICA)
+            f._replace(sharing=REPLICA)
             if f.sharing == MAYBE and f"t:{f.key}" not in world.per_rank
             else f
             for f in layout.fragments
         )
-        layouts[rank] = dataclasses.replace(layout, fragments=fragments)
+        layouts[rank] = dataclasses.replace(layout, fragments=Fragments(fragments))
     return World(world.size, layouts, world.tensors, world.per_rank)
 
 

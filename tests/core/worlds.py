@@ -16,7 +16,8 @@ from ckptd.core.protocol.messages import HoldingFact
 from ckptd.core.state_map.agreement import object_name, tensor_name
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
+from ckptd.core.state_map.fragments import Fragment
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 
 quick = settings(max_examples=100, deadline=None)

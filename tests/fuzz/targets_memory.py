@@ -139,7 +139,7 @@ def _pack_wants(wants: Wants) -> bytes:
 
 def _wanted(data: bytes) -> Wants:
     wants = Wants.decode(data)
-    assert all(piece.nbytes >= 0 for piece in wants.tensors), "whose bytes are counted"
+    assert all(piece.box.volume >= 0 for piece in wants.tensors), "whose bytes are counted"
     return wants
 
 

@@ -13,6 +13,7 @@ from ckptd.arena.frozen import NO_SNAPSHOT
 from ckptd.arena.sums import block_sums, digests, live_sums
 from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.fragments import Fragments
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 
@@ -96,7 +97,7 @@ def fill_and_seal_frozen(
         frozen.seal(SlotRecord(job, NO_SNAPSHOT, layout.rank, 0, layout.frozen, 0, sums, ()))
     assert frozen.record is not None
     slot.fill(step)
-    live = replace(layout, fragments=tuple(f for f in layout.fragments if f.offset < layout.frozen_at))
+    live = replace(layout, fragments=Fragments(f for f in layout.fragments if f.offset < layout.frozen_at))
     objects_bytes = write_payload(slot.extent, live, seed=step)
     sums = live_sums(slot.extent, layout) + frozen.record.sums
     found = digests(layout, sums, slot.extent, objects_bytes)

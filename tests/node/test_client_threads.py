@@ -75,6 +75,12 @@ def write(tensor: torch.Tensor) -> None:
         tensor.add_(1)
 
 
+def copied_by(monkeypatch: pytest.MonkeyPatch, copy: Callable[[int, int, int], None]) -> None:
+    """Those that are copied many in one call, too."""
+    monkeypatch.setattr(libc, "copy", copy)
+    monkeypatch.setattr(libc, "copy_all", lambda *columns: [copy(*row) for row in zip(*columns, strict=True)])
+
+
 def written_amid(
     monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor, times: int, how: Callable[[torch.Tensor], None] = write
 ) -> list[int]:
@@ -93,7 +99,7 @@ def written_amid(
         thread.join()
         copy(target + half, source + half, length - half)
 
-    monkeypatch.setattr(libc, "copy", amid)
+    copied_by(monkeypatch, amid)
     return left
 
 
@@ -156,7 +162,7 @@ def test_many_such_tensors_are_counted(daemon: RankDaemonDouble, monkeypatch: py
         copy(target, source, length)
 
     with begun(daemon, many=tensors) as client:
-        monkeypatch.setattr(libc, "copy", amid)
+        copied_by(monkeypatch, amid)
         handle = client.snapshot(1, must=True)
         assert handle.status == CAUSE + "many.0, many.1, many.2, many.3, many.4 and 4 more"
 

@@ -21,6 +21,7 @@ from ckptd.core.redundancy.parity_sets import Member, ParitySet
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import UNIQUE, Layout
 from ckptd.core.state_map.layout_build import build_layout
+from ckptd.core.state_map.recovery import Want
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import StorageError
 from ckptd.protect.columns import Undecodable
@@ -31,7 +32,7 @@ from ckptd.recover.host import Unrecoverable
 from ckptd.recover.left_out import LeftOut
 from ckptd.recover.rebuild import Rebuild
 from ckptd.recover.stored import Stored
-from ckptd.recover.wants import Slice, Wants
+from ckptd.recover.wants import Wants
 from ckptd.thread_pool import NoThread
 from tests.node.slots import JOB, MIB, OWN, fill_and_seal, small_arena
 
@@ -138,7 +139,7 @@ def rebuild(host: Host, *nodes: str, durable: bool = False) -> Rebuild:
 
 def wants(*keys: str) -> Wants:
     rows = [f for f in LAYOUT.fragments if f.key in keys]
-    return Wants(tuple(Slice(f.key, f.dtype, f.shape, f.box) for f in rows), ("scheduler",))
+    return Wants(tuple(Want(i, f.key, f.dtype, f.shape, f.box) for i, f in enumerate(rows)), ("scheduler",))
 
 
 async def brought(made: Rebuild, *keys: str) -> None:

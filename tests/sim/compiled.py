@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("ckptd", "client", "tests")
 INTERPRETED = (
-    "box", "errors", "events", "failpoint", "ids", "instructions", "parity_sets", "layout", "messages", "policy", "recovery",
-    "policies", "retention",
+    "box", "errors", "events", "failpoint", "fragments", "ids", "instructions", "parity_sets", "layout", "messages", "policy",
+    "recovery", "policies", "retention",
 )  # fmt: skip
 SIMULATOR = (
     "clock", "copies", "decisions", "disk", "evidence", "faults", "fetch", "field", "forgetting", "host", "judge", "links",

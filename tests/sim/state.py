@@ -12,7 +12,8 @@ from functools import lru_cache
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.messages import HoldingFact
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
+from ckptd.core.state_map.fragments import Fragment
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import build_layout
 from tests.sim.training import COPIED, CUT, PLAIN, STAGE, Model, Origin, Tensor, objects
 

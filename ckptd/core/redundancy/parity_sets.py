@@ -19,7 +19,8 @@ from ckptd.core.ids import EpochRecord, parallel_groups
 from ckptd.core.redundancy.parity_groups import chunk_bytes, parity_groups, parity_positions
 from ckptd.core.redundancy.policies import GROUP_MAX, Parity, Redundancy
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.layout import ALIGN_BYTES, Fragment, Layout
+from ckptd.core.state_map.fragments import Fragment, Fragments
+from ckptd.core.state_map.layout import ALIGN_BYTES, Layout
 
 PARITY_SET_PLAN = "parity set "  # begins the plan of a part's layout
 NOBODY = -1  # a position without a rank: it only holds parity
@@ -119,7 +120,7 @@ def shard_layout(parity_set: ParitySet, cards_bytes: int) -> Layout:
     """The layout of each shard of this parity set: the members' cards in place of the objects, then the rows that the position
     holds."""
     capacity = -(-max(cards_bytes, 1) // ALIGN_BYTES) * ALIGN_BYTES
-    rows = tuple(
+    rows = Fragments(
         Fragment(f"parity/{row}", "U8", (parity_set.chunk,), Box((0,), (parity_set.chunk,)), capacity + row * parity_set.chunk,
                  parity_set.chunk, "extra", tier=0)
         for row in range(parity_set.parity)

@@ -88,15 +88,13 @@ def _classes(keyed: _Keyed) -> Classes:
     alone: dict[int, int] = {}
     copies: dict[tuple[str, object], dict[int, int]] = {}
     for (rank, _), layout in zip(keyed.ids, keyed.layouts, strict=True):
-        lowest = OBJECTS_TIER
-        for fragment in layout.fragments:
-            if fragment.nbytes == 0:
-                continue
-            if fragment.sharing == REPLICA:
-                copies.setdefault((fragment.key, fragment.box), {})[rank] = fragment.tier
-            elif fragment.tier < lowest:
-                lowest = fragment.tier
-        alone[rank] = lowest
+        fragments = layout.fragments
+        by_contract = fragments.shared_as(REPLICA)
+        alone[rank] = int(fragments.tier[(fragments.nbytes > 0) & ~by_contract].min(initial=OBJECTS_TIER))
+        if by_contract.any():
+            for fragment in fragments:
+                if fragment.nbytes and fragment.sharing == REPLICA:
+                    copies.setdefault((fragment.key, fragment.box), {})[rank] = fragment.tier
     shared = {tuple(sorted(where.items())) for where in copies.values()}
     # Whoever holds the rank's rarest slice holds this one as well: it cannot be the minimum.
     needed = sorted(where for where in shared if all(tier < alone[rank] for rank, tier in where))

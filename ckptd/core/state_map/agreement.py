@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 
+import numpy as np
+
 from ckptd.core.state_map.balance import plans_in
 from ckptd.core.state_map.box import Box, Span, disjoint_spans
-from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Fragment, Layout
+from ckptd.core.state_map.box_index import BoxIndex
+from ckptd.core.state_map.columns import Ints
+from ckptd.core.state_map.fragments import Fragment, Fragments, Table
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 
 CACHED_MAX = 32  # sets of layouts; a job has one or two alive
 
@@ -170,11 +175,34 @@ def _by_key(keyed: _Keyed) -> Iterable[tuple[str, Sequence[int], Sequence[Fragme
     """
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     fragments: defaultdict[str, list[Fragment]] = defaultdict(list)
+    plain = _plain([keyed.layouts[rank].fragments for rank, _ in keyed.ids])
     for rank, _ in keyed.ids:
-        for fragment in keyed.layouts[rank].fragments:
-            ranks[fragment.key].append(rank)
-            fragments[fragment.key].append(fragment)
+        of = keyed.layouts[rank].fragments
+        if not plain.issuperset(of.table.keys):
+            for fragment in of:
+                if fragment.key not in plain:
+                    ranks[fragment.key].append(rank)
+                    fragments[fragment.key].append(fragment)
     return [(key, ranks[key], fragments[key]) for key in sorted(fragments)]
+
+
+def _plain(all_ranks: Sequence[Fragments]) -> set[str]:
+    """Keys of which each rank has slices of its own: of one dtype and shape, none shared, and no element twice. That is nearly all
+    where a model is sharded, and is found for all of them together."""
+    kinds: dict[tuple[str, str, tuple[int, ...], bool], int] = {}
+    tables: dict[Table, Ints] = {}
+    for of in all_ranks:
+        if of.table not in tables:
+            alone = zip(of.kinds(), of.shared_as(UNIQUE).tolist(), strict=True)
+            tables[of.table] = np.array([kinds.setdefault((*kind, one), len(kinds)) for kind, one in alone], np.int64)
+    dims = max((table.dims_max for table in tables), default=0)
+    rows = [np.column_stack((tables[of.table], *of.boxes(dims)))[of.nbytes > 0] for of in all_ranks]
+    found = np.concatenate([np.empty((0, 1 + 2 * dims), np.int64), *rows])
+    found = found[np.lexsort(found[:, dims::-1].T)]  # by kind and offsets
+    first = np.searchsorted(found[:, 0], np.arange(len(kinds) + 1))
+    apart = BoxIndex(lambda key, dims: None, first, found[:, 1 : 1 + dims], found[:, 1 + dims :]).apart
+    single = Counter(key for key, *_ in kinds)
+    return {key for (key, _, _, one), number in kinds.items() if one and apart[number] and single[key] == 1}
 
 
 def _different_plans(layouts: Mapping[int, Layout]) -> list[str]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """``offsets[d] <= index[d] < offsets[d] + sizes[d]`` for each dimension; a 0-d tensor has empty tuples."""
 
     offsets: tuple[int, ...]

@@ -6,19 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ckptd.core.state_map.box import Box, disjoint
-from ckptd.core.state_map.columns import Ints
+from ckptd.core.state_map.box import Box, Span, disjoint
+from ckptd.core.state_map.columns import Flags, Ints
 
 PAIRS_AT_ONCE = 1 << 20  # of a wanted and a stored box that are compared in one go; some 100 MB
 LINE_MAX = 1 << 62
 
 Number = Callable[[str, int], int | None]
-Flags = npt.NDArray[np.bool_]
 
 
 class Meetings(NamedTuple):
@@ -53,6 +52,13 @@ class BoxIndex:
         other = copy(self)
         other.number = number
         return other
+
+    def equal(self, rows: Ints, offsets: Ints, sizes: Ints) -> Flags:
+        """Which of these rows are these very boxes."""
+        at, its_at = _as_wide(offsets, self._offsets[rows], 0)
+        size, its_size = _as_wide(sizes, self._sizes[rows], 1)
+        found: Flags = ((at == its_at) & (size == its_size)).all(1)
+        return found
 
     def box(self, row: int, dims: int) -> Box:
         return Box(tuple(self._offsets[row, :dims].tolist()), tuple(self._sizes[row, :dims].tolist()))
@@ -138,13 +144,13 @@ class BoxIndex:
         return Meetings(want[meets], row[meets], start[meets], length[meets])
 
 
-def columns_of(boxes: Sequence[Box]) -> tuple[Ints, Ints]:
+def columns_of(boxes: Sequence[Span]) -> tuple[Ints, Ints]:
     """Offsets and sizes, one column per dimension."""
-    dims = np.array([len(box.sizes) for box in boxes], np.int64)
+    dims = np.array([len(sizes) for _, sizes in boxes], np.int64)
     inside = np.arange(int(dims.max(initial=0))) < dims[:, None]
     offsets, sizes = np.zeros(inside.shape, np.int64), np.ones(inside.shape, np.int64)
-    offsets[inside] = [at for box in boxes for at in box.offsets]
-    sizes[inside] = [size for box in boxes for size in box.sizes]
+    offsets[inside] = list(chain.from_iterable(at for at, _ in boxes))
+    sizes[inside] = list(chain.from_iterable(size for _, size in boxes))
     return offsets, sizes
 
 

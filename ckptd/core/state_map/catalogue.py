@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from ckptd.core.state_map.fragments import Table
 from ckptd.core.state_map.layout import Layout
-from ckptd.core.state_map.layout_check import DIMENSIONS_MAX, KEY_CHARACTERS_MAX, WORLD_MAX
+from ckptd.core.state_map.layout_reader import DIMENSIONS_MAX, KEY_CHARACTERS_MAX, WORLD_MAX
 
 ALL = "all"
 CATALOGUE_BYTES_MAX = 256 << 20  # encoded
@@ -45,12 +46,17 @@ class Catalogue:
         tensors: dict[str, TensorEntry] = {}
         aliases: dict[str, str] = {}
         variants: dict[str, dict[int, TensorEntry]] = {}
+        others: dict[Table, dict[str, TensorEntry]] = {}  # what ranks of one shape have that is not as on the ranks before
         for rank, layout in sorted(layouts.items()):
             aliases.update(layout.aliases)
-            for fragment in layout.fragments:
-                entry = TensorEntry(fragment.dtype, fragment.shape, fragment.role)
-                if tensors.setdefault(fragment.key, entry) != entry:
-                    variants.setdefault(fragment.key, {})[rank] = entry
+            table = layout.fragments.table
+            if table not in others:
+                keys, dtypes, shapes, *_, roles, _, _ = layout.fragments.columns()
+                entries = dict(zip(keys, map(TensorEntry, dtypes, shapes, roles), strict=True))
+                tensors |= {key: entry for key, entry in entries.items() if key not in tensors}
+                others[table] = {key: entry for key, entry in entries.items() if tensors[key] != entry}
+            for key, entry in others[table].items():
+                variants.setdefault(key, {})[rank] = entry
         ranks: dict[str, list[int]] = {}
         for rank, names in sorted(objects.items()):
             for name in sorted(set(names)):

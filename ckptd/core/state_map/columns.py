@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 ALIGN_BYTES = 8  # each column starts on this
 TYPES = ("<u1", "<u2", "<u4", "<i8")  # the narrowest that has room for a column's values; numpy's names

@@ -12,44 +12,29 @@ this rank alone holds, less for what the balanced plan captures on other ranks a
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgpack
+import numpy as np
 
-from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.columns import pack
+from ckptd.core.state_map.fragments import Fragments
 
 ALIGN_BYTES = 64  # every fragment starts on this
 BLOCK_BYTES = 1 << 20  # integrity block (D14); a fragment's blocks start at its own first byte
-LAYOUT_VERSION = 1
-FROZEN_VERSION = 2  # has a frozen part; what has none is written as before, so that its id stays what it was
-WITHOUT_VERSION = 3  # says what it leaves out
+COLUMNS_VERSION = 4  # before there were columns a fragment was a row: layout_rows.py
 
 UNIQUE = "unique"  # this box lives on this rank only (DTensor shards)
 REPLICA = "replica"  # structural or declared copy: equal by contract, unequal sums void the snapshot
 MAYBE = "maybe"  # plain value of equal name elsewhere: each snapshot decides by its sums
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """One box of one logical tensor, stored contiguous (C order) in the payload at ``offset``."""
-
-    key: str
-    dtype: str  # safetensors name: F32, BF16, F8_E4M3, I64, BOOL, ...
-    shape: tuple[int, ...]  # global
-    box: Box
-    offset: int  # bytes from the payload's start, multiple of ALIGN_BYTES
-    nbytes: int
-    role: str  # param | buffer | optim | extra | rng
-    sharing: str = UNIQUE
-    tier: int = 1
-
-
 @dataclass(frozen=True)
 class Layout:
     rank: int
     world: int
-    fragments: tuple[Fragment, ...]  # ordered by offset, tiers descending
+    fragments: Fragments  # ordered by offset, tiers descending
     objects_capacity: int  # bytes of the objects region at offset 0, multiple of ALIGN_BYTES
     payload_bytes: int  # objects region and all fragments, from the live part's first byte to the frozen part's last
     plan_id: str = ""  # the balanced plan all ranks must agree on
@@ -59,20 +44,19 @@ class Layout:
 
     @cached_property
     def encoded(self) -> bytes:
-        rows = [
-            [f.key, f.dtype, f.shape, f.box.offsets, f.box.sizes, f.offset, f.nbytes, f.role, f.sharing, f.tier]
-            for f in self.fragments
-        ]
-        head = [self.rank, self.world, self.objects_capacity, self.payload_bytes, self.plan_id, self.aliases, rows]
-        body = [FROZEN_VERSION, *head, self.frozen_bytes] if self.frozen_bytes else [LAYOUT_VERSION, *head]
-        if self.without:
-            body = [WITHOUT_VERSION, *head, self.frozen_bytes, self.without]
-        packed: bytes = msgpack.packb(body)
+        """Kept from the first call on: who merely knows a layout, as a steward does all ranks', never makes it."""
+        return self._encode()
+
+    def _encode(self) -> bytes:
+        keys, words, columns = self.fragments.said()
+        data, where = pack(columns)
+        head = [self.rank, self.world, self.objects_capacity, self.payload_bytes, self.plan_id, self.aliases, self.frozen_bytes]
+        packed: bytes = msgpack.packb([COLUMNS_VERSION, *head, self.without, keys, words, where, data])
         return packed
 
     @cached_property
     def layout_id(self) -> str:
-        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
+        return hashlib.blake2b(self.__dict__.get("encoded") or self._encode(), digest_size=16).hexdigest()
 
     @staticmethod
     def decode(data: bytes) -> Layout:
@@ -95,26 +79,25 @@ class Layout:
     def frozen(self) -> Layout:
         """The frozen part as a layout of its own. The same for every snapshot that may share its bytes."""
         assert 0 < self.frozen_bytes < self.payload_bytes, "it has a live and a frozen part"
-        moved = tuple(
-            replace(f, offset=f.offset - self.frozen_at) for f in self.fragments if f.offset >= self.frozen_at
-        )
+        found = (f for f in self.fragments if f.offset >= self.frozen_at)
+        moved = Fragments(f._replace(offset=f.offset - self.frozen_at) for f in found)
         return Layout(self.rank, self.world, moved, 0, self.frozen_bytes, frozen_bytes=self.frozen_bytes)
 
     def live_bytes(self, tier: int) -> int:
         """Length of the live part's prefix in a tier-``tier`` replica. Tier 0 has all of it."""
-        if tier <= 0:
-            return self.frozen_at
-        ends = [f.offset + f.nbytes for f in self.fragments if f.tier >= tier and f.offset < self.frozen_at]
-        return max(ends, default=self.objects_capacity)
+        return self._end(tier, 0, self.frozen_at, self.objects_capacity) if tier > 0 else self.frozen_at
 
     def spans(self, tier: int) -> tuple[tuple[int, int], ...]:
         """(offset, length) of what a tier-``tier`` replica holds of the payload: one prefix per part, none of them empty."""
-        frozen_end = self.payload_bytes
-        if tier > 0:
-            ends = [f.offset + f.nbytes for f in self.fragments if f.tier >= tier and f.offset >= self.frozen_at]
-            frozen_end = max(ends, default=self.frozen_at)
+        frozen_end = self._end(tier, self.frozen_at, self.payload_bytes, self.frozen_at) if tier > 0 else self.payload_bytes
         parts = (0, self.live_bytes(tier)), (self.frozen_at, frozen_end - self.frozen_at)
         return tuple((at, length) for at, length in parts if length)
+
+    def _end(self, tier: int, begin: int, stop: int, none: int) -> int:
+        """Of the fragments of such tiers in one part; ``none``: where there are none."""
+        offset = self.fragments.offset
+        held = (self.fragments.tier >= tier) & (offset >= begin) & (offset < stop)
+        return int((offset + self.fragments.nbytes)[held].max(initial=none))
 
     def blocks(self) -> list[tuple[int, int]]:
         """(offset, length) of every integrity block in order: the objects region's, then each fragment's.
@@ -122,9 +105,9 @@ class Layout:
         The sums of a slot are one xxh3_128 (16 bytes, big-endian digest) per entry. The objects region counts with its full
         capacity; bytes past the objects' real length are zero.
         """
-        spans = [(0, self.objects_capacity)] + [(f.offset, f.nbytes) for f in self.fragments]
-        return [
-            (at, min(BLOCK_BYTES, start + length - at))
-            for start, length in spans
-            for at in range(start, start + length, BLOCK_BYTES)
-        ]
+        start = np.concatenate(([0], self.fragments.offset))
+        length = np.concatenate(([self.objects_capacity], self.fragments.nbytes))
+        count = -(-length // BLOCK_BYTES)
+        before = BLOCK_BYTES * (np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count))
+        sizes = np.minimum(BLOCK_BYTES, np.repeat(length, count) - before)
+        return list(zip((np.repeat(start, count) + before).tolist(), sizes.tolist(), strict=True))

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.layout import ALIGN_BYTES, Fragment, Layout
+from ckptd.core.state_map.fragments import Fragment, Fragments
+from ckptd.core.state_map.layout import ALIGN_BYTES, Layout
 
 BIG_FRAGMENT_BYTES = 1 << 20  # from this size on a fragment starts on a page,
 BIG_ALIGN_BYTES = 4096  # so that O_DIRECT writes it from where it lies, without a copy
@@ -56,7 +57,7 @@ def build_layout(
         at = align_up(at + nbytes)
     pairs = tuple((alias, key) for alias, key in aliases)
     frozen_bytes = at - frozen_at if frozen_at >= 0 else 0
-    return Layout(rank, world, tuple(fragments), objects_capacity, at, plan_id, pairs, frozen_bytes, tuple(without))
+    return Layout(rank, world, Fragments(fragments), objects_capacity, at, plan_id, pairs, frozen_bytes, tuple(without))
 
 
 def place(item: LayoutItem) -> tuple[bool, int]:

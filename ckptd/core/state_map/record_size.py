@@ -16,10 +16,10 @@ HEAD_BYTES = 64 * 1024  # job, snapshot, parity set, and the digests of a usual 
 def predicted_record(layout: Layout) -> int:
     """Bytes of the record of a slot that is captured under this layout, before its sums exist. What more than a few hundred objects
     (non-tensor entries) add is not in it: the layout does not name them."""
-    blocks = sum(-(-nbytes // BLOCK_BYTES) for nbytes in (layout.objects_capacity, *(f.nbytes for f in layout.fragments)))
+    blocks = -(-layout.objects_capacity // BLOCK_BYTES) + int((-(-layout.fragments.nbytes // BLOCK_BYTES)).sum())
     compared = sum(
         len(tensor_name(f.key, f.box).encode()) + SUM_BYTES + PACKING_BYTES
-        for f in layout.fragments
+        for f in (() if layout.fragments.shared_as(UNIQUE).all() else layout.fragments)
         if f.sharing != UNIQUE
     )
     return HEAD_BYTES + len(layout.encoded) + SUM_BYTES * blocks + compared

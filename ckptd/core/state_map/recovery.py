@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptd.core.state_map.box import Box, Span, contains, intersect, merge, without
-from ckptd.core.state_map.box_index import BoxIndex, Flags, Meetings, columns_of
-from ckptd.core.state_map.columns import Ints
+from ckptd.core.state_map.box import Box, contains, intersect, merge, without
+from ckptd.core.state_map.box_index import BoxIndex, Meetings, columns_of
+from ckptd.core.state_map.columns import Flags, Ints
 from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.fragments import Table
 from ckptd.core.state_map.layout import Layout
 
 OWN, PEER, PARITY, DURABLE = "own", "peer", "parity", "durable"
@@ -85,11 +86,21 @@ class Plan:
 
 
 _Kind = tuple[str, tuple[int, ...]]  # dtype and shape
-_Part = tuple[int, Box]  # a row of the memory sources, and what it has of a wanted box
+
+
+class _Holders(NamedTuple):
+    """Of one layout: the rank whose it is, (tier, node) of each holding, and the tiers of its fragments."""
+
+    rank: int
+    holdings: list[tuple[int, str]]
+    tiers: Ints
+
+
+_Part = tuple[int, Box, Box | None]  # a row of the memory sources, what it has of a wanted box, and its own if it is that very one
 
 
 class SourceIndex:
-    """Memory sources by key and box. Build it once for all ranks of a node: it walks every fragment of every layout.
+    """Memory sources by key and box, in columns. Build it once for all ranks of a node: it holds every fragment of every layout.
 
     A *kind* is what is stored under one key with one dtype and shape: each distinct box of it is a row, with its copies.
     """
@@ -97,31 +108,58 @@ class SourceIndex:
     def __init__(self, sources: Sequence[Held]) -> None:
         self._kinds: dict[str, dict[_Kind, int]] = {}
         self._aliases: dict[str, str] = {}
+        self._holders: list[_Holders] = []
+        self._count = 0  # of kinds
         by_layout: dict[tuple[int, str], list[Held]] = {}
         for source in sources:
             by_layout.setdefault((source.rank, source.layout.layout_id), []).append(source)
-        rows: list[dict[Span, list[Copy]]] = []
-        for (rank, _), held in sorted(by_layout.items()):
-            layout = held[0].layout
-            self._aliases.update(layout.aliases)
-            tiers = [(source.tier, source.node) for source in sorted(held, key=lambda s: (s.tier, s.node))]
-            for index, fragment in enumerate(layout.fragments):
-                copies = [
-                    Copy(node, rank, index) for tier, node in tiers if tier == 0 or fragment.tier >= tier
-                ]
-                if copies and fragment.nbytes:
-                    kinds = self._kinds.setdefault(fragment.key, {})
-                    kind = kinds.setdefault((fragment.dtype, fragment.shape), len(rows))
-                    if kind == len(rows):
-                        rows.append({})
-                    rows[kind].setdefault((fragment.box.offsets, fragment.box.sizes), []).extend(copies)
-        ordered = [sorted(found.items()) for found in rows]
-        self.copies = [copies for found in ordered for _, copies in found]
-        self.boxes = BoxIndex(
-            lambda key, dims: None,
-            np.cumsum([0, *map(len, ordered)]),
-            *columns_of([Box(*span) for found in ordered for span, _ in found]),
-        )
+        dims = max((source.layout.fragments.table.dims_max for source in sources), default=0)
+        numbers: dict[Table, Ints] = {}
+        parts = [self._rows(rank, held, dims, numbers) for (rank, _), held in sorted(by_layout.items())]
+        nothing = np.empty((0, 3 + 2 * dims), np.int64)
+        rows = np.concatenate([nothing, *parts])
+        rows = rows[np.lexsort((rows[:, -2], *rows[:, -3::-1].T))]  # by kind, offsets and sizes, then by who holds them
+        box = rows[:, :-2]
+        first = np.flatnonzero(np.concatenate((np.ones(len(rows[:1]), bool), (box[1:] != box[:-1]).any(1))))
+        kinds = np.searchsorted(box[first, 0], np.arange(self._count + 1))
+        self._first = np.append(first, len(rows))
+        self._copies = rows[:, -2:]
+        self.boxes = BoxIndex(lambda key, dims: None, kinds, box[first, 1 : 1 + dims], box[first, 1 + dims :])
+        self._forget(frozenset(np.flatnonzero(np.diff(kinds) == 0).tolist()))
+
+    def _rows(self, rank: int, held: Sequence[Held], dims: int, numbers: dict[Table, Ints]) -> Ints:
+        """Of each fragment that some holder has: kind, offsets, sizes, which of the holders, and its number in their layout."""
+        layout = held[0].layout
+        fragments = layout.fragments
+        if fragments.table not in numbers:
+            numbers[fragments.table] = np.array([*map(self._number, fragments.kinds())], np.int64)
+        self._aliases.update(layout.aliases)
+        tiers = sorted((source.tier, source.node) for source in held)
+        self._holders.append(_Holders(rank, tiers, fragments.tier))
+        kept = np.flatnonzero((fragments.nbytes > 0) & ((fragments.tier >= tiers[0][0]) | (tiers[0][0] == 0)))
+        who = np.full(len(kept), len(self._holders) - 1)
+        boxes = (column[kept] for column in fragments.boxes(dims))
+        return np.column_stack((numbers[fragments.table][kept], *boxes, who, kept))
+
+    def _number(self, kind: tuple[str, str, tuple[int, ...]]) -> int:
+        key, dtype, shape = kind
+        found = self._kinds.setdefault(key, {}).setdefault((dtype, shape), self._count)
+        self._count += found == self._count
+        return found
+
+    def _forget(self, idle: frozenset[int]) -> None:
+        """Kinds of which nothing is held."""
+        if idle:
+            left = ((key, {k: n for k, n in kinds.items() if n not in idle}) for key, kinds in self._kinds.items())
+            self._kinds = {key: kinds for key, kinds in left if kinds}
+
+    def copies(self, row: int) -> list[Copy]:
+        """Of one of the ``boxes``."""
+        found: list[Copy] = []
+        for who, fragment in self._copies[self._first[row] : self._first[row + 1]].tolist():
+            rank, holders, tier = self._holders[who]
+            found += [Copy(node, rank, fragment) for least, node in holders if least == 0 or tier[fragment] >= least]
+        return found
 
     def canonical(self, key: str) -> str:
         """The key under which an alias is stored."""
@@ -177,18 +215,20 @@ class _Planner:
         kinds = np.array([*map(self._kind, self.wants, keys)], np.int64)
         shared = np.array([f"t:{key}" not in self.per_rank for key in keys], bool)
         met: list[list[_Part]] = [[] for _ in self.wants]
+        found = np.zeros(len(keys), np.int64)
         for meetings in self.index.boxes.meetings(kinds, offsets, sizes):
-            self._note(met, meetings)
-        found = np.array([sum(box.volume for _, box in parts) for parts in met], np.int64)
-        whole = shared & (found == volumes) & _apart(self.index.boxes, kinds)
-        stored = (found == 0) & self._is_stored(keys, offsets, sizes, volumes)
+            self._note(met, meetings, offsets, sizes)
+            np.add.at(found, meetings.want, meetings.sizes.prod(1))
+        whole = (shared & (found == volumes) & _apart(self.index.boxes, kinds)).tolist()
+        stored = ((found == 0) & self._is_stored(keys, offsets, sizes, volumes)).tolist()
         # The largest first, so that the even use of peers is even in bytes.
-        for at in sorted(np.flatnonzero(volumes).tolist(), key=lambda at: (-volumes[at], self.wants[at].index)):
+        order = np.lexsort(([want.index for want in self.wants], -volumes))
+        for at in order[: np.count_nonzero(volumes)].tolist():
             want, key = self.wants[at], keys[at]
             if whole[at]:
-                for row, box in met[at]:
-                    source, copies = self._best(self.index.copies[row])
-                    self._piece(want, key, box, source, copies, self.index.boxes.box(row, len(box.sizes)))
+                for row, box, its in met[at]:
+                    source, copies = self._best(self.index.copies(row))
+                    self._piece(want, key, box, source, copies, its or self.index.boxes.box(row, len(box.sizes)))
             elif stored[at]:
                 self._piece(want, key, want.box, DURABLE, [Copy("", self.rank, -1)], want.box)
             else:
@@ -205,10 +245,17 @@ class _Planner:
             )
         return found
 
-    def _note(self, met: list[list[_Part]], meetings: Meetings) -> None:
-        for at, row, offsets, sizes in zip(*(column.tolist() for column in meetings), strict=True):
-            dims = len(self.wants[at].shape)
-            met[at].append((row, Box(tuple(offsets[:dims]), tuple(sizes[:dims]))))
+    def _note(self, met: list[list[_Part]], meetings: Meetings, offsets: Ints, sizes: Ints) -> None:
+        """``offsets``, ``sizes``: of the wants. Most are had as they are wanted: then no other box is made."""
+        want, row, *_ = meetings
+        alone = (meetings.sizes[:, : sizes.shape[1]] == sizes[want]).all(1).tolist()  # it has all of it
+        same = self.index.boxes.equal(row, offsets[want], sizes[want]).tolist()
+        columns = (column.tolist() for column in meetings)
+        for at, row_, offset, size, all_of_it, equal in zip(*columns, alone, same, strict=True):
+            box = self.wants[at].box
+            dims = len(box.sizes)
+            both = box if all_of_it else Box(tuple(offset[:dims]), tuple(size[:dims]))
+            met[at].append((row_, both, box if equal else None))
 
     def _is_stored(self, keys: Sequence[str], offsets: Ints, sizes: Ints, volumes: Ints) -> Flags:
         """Of which wants storage has every element."""
@@ -233,7 +280,7 @@ class _Planner:
     def _cover(self, want: Want, key: str, parts: Sequence[_Part]) -> None:
         """Box by box, those first that fill the want alone, then from the largest to the smallest."""
         dims, left = len(want.box.sizes), [want.box]
-        found = [(self.index.boxes.box(row, dims), self.index.copies[row]) for row, _ in parts]
+        found = [(self.index.boxes.box(row, dims), self.index.copies(row)) for row, *_ in parts]
         if f"t:{key}" in self.per_rank:
             found = [(box, [copy for copy in copies if copy.rank == self.rank]) for box, copies in found]
         found.sort(key=lambda entry: (not contains(entry[0], want.box), -entry[0].volume, entry[0].offsets))

@@ -94,7 +94,7 @@ def _why(attempt: str) -> str:
 def _covers(slot: Slot, piece: WritePiece) -> bool:
     if slot.layout is None or slot.fact is None or slot.layout.layout_id != piece.layout_id:
         return False
-    indexes = range(len(slot.layout.fragments)) if piece.fragments is None else piece.fragments
-    return all(
-        index < len(slot.layout.fragments) and slot.layout.fragments[index].tier >= slot.fact.tier for index in indexes
-    )
+    held = slot.layout.fragments.tier >= slot.fact.tier
+    if piece.fragments is None:
+        return bool(held.all())
+    return max(piece.fragments, default=-1) < len(held) and bool(held[list(piece.fragments)].all())

@@ -1,0 +1,39 @@
+"""Layouts of the versions 1 to 3, whose fragments are rows: memory that an older daemon left may hold them (P7)."""
+
+from __future__ import annotations
+
+import math
+
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.fragments import Fragment
+from ckptd.core.state_map.layout import ALIGN_BYTES, MAYBE, REPLICA, UNIQUE
+from ckptd.core.state_map.layout_reader import PAYLOAD_BYTES_MAX, TIER_MAX, Reader, is_key, is_whole, require
+
+ROLES = frozenset(("param", "buffer", "optim", "extra", "rng"))
+SHARINGS = frozenset((UNIQUE, REPLICA, MAYBE))
+HEAD_FIELDS = {1: 8, 2: 9, 3: 10}  # by version; 2 has a frozen part, 3 says what it leaves out
+ROW_FIELDS = 10
+
+
+def read_row(reader: Reader) -> Fragment:
+    require(reader.length() == ROW_FIELDS, "a fragment has ten fields")
+    value, numbers = reader.value, reader.numbers
+    key, dtype = value(), value()
+    require(is_key(key), "a fragment's key is not a text within bounds")
+    shape, offsets, sizes = numbers(), numbers(), numbers()
+    offset, nbytes, role, sharing, tier = value(), value(), value(), value(), value()
+    named = isinstance(dtype, str) and isinstance(role, str) and isinstance(sharing, str)
+    if not (named and dtype in ITEMSIZE and role in ROLES and sharing in SHARINGS):
+        raise ValueError(f"{key}: unknown dtype, role or sharing")
+    if not len(shape) == len(offsets) == len(sizes):
+        raise ValueError(f"{key}: box and shape differ in dimensions")
+    for size, start, length in zip(shape, offsets, sizes):  # noqa: B905 - lengths are equal, and this loop is hot
+        if start + length > size:
+            raise ValueError(f"{key}: box {offsets}+{sizes} outside shape {shape}")
+    if not (is_whole(tier, 0, TIER_MAX) and is_whole(offset, 0, PAYLOAD_BYTES_MAX) and offset % ALIGN_BYTES == 0):
+        raise ValueError(f"{key}: tier or offset out of bounds, or offset not aligned")
+    volume = math.prod(sizes) * ITEMSIZE[dtype]
+    if type(nbytes) is not int or nbytes != volume or volume > PAYLOAD_BYTES_MAX:
+        raise ValueError(f"{key}: nbytes is not volume times item size, or out of bounds")
+    return Fragment(key, dtype, shape, Box(offsets, sizes), offset, nbytes, role, sharing, tier)

@@ -1,0 +1,83 @@
+"""Fragments in columns are what they were as objects, and ranks of one shape share what they have in common (P16)."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.fragments import FEW_MAX, Fragment, Fragments
+from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
+from tests.core.worlds import quick
+
+BYTES_PER_FRAGMENT = 40  # of a rank's own columns; an object of each takes some 800
+TENSORS = 5_000
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Fragment]:
+    count = draw(st.integers(0, 2 * FEW_MAX))
+    noise, most = draw(st.randoms(use_true_random=False)), 1 << draw(st.sampled_from([3, 20, 40]))
+    found = []
+    for _ in range(count):
+        dims = noise.randrange(4)
+        shape, offsets, sizes = (tuple(noise.randrange(most) for _ in range(dims)) for _ in range(3))
+        words = noise.choice(["F32", "BF16"]), noise.choice(["param", "optim"]), noise.choice(["unique", "F32"])
+        key, places = "".join(noise.choices("ab\0.", k=2)), (noise.randrange(most), noise.randrange(most))
+        found.append(Fragment(key, words[0], shape, Box(offsets, sizes), *places, *words[1:], noise.randrange(256)))
+    return found
+
+
+@quick
+@given(rows())
+def test_what_was_put_in_comes_out(given_: list[Fragment]) -> None:
+    made = Fragments(given_)
+    assert list(made) == given_ and len(made) == len(given_)
+    assert [made[at] for at in range(len(made))] == given_
+    assert made[-3:] == tuple(given_[-3:]) and made[1:7:2] == tuple(given_[1:7:2])
+    assert [made.offset.tolist(), made.nbytes.tolist()] == [[f.offset for f in given_], [f.nbytes for f in given_]]
+    assert made.tier.tolist() == [f.tier for f in given_]
+    assert made == Fragments(given_)
+    assert all(type(number) is int for f in made for number in (*f.shape, *f.box.offsets, f.offset, f.nbytes, f.tier))
+    with pytest.raises(IndexError):
+        made[len(given_)]
+
+
+def shard(rank: int, world: int) -> Layout:
+    box = Box((4 * rank, 0), (4, 8))
+    items = [LayoutItem(f"layers.{i}.weight", "F32", (4 * world, 8), box, "param", "unique", 1) for i in range(TENSORS)]
+    return build_layout(rank, world, items, 64)
+
+
+def test_layouts_of_one_shape_cost_their_own_columns_only() -> None:
+    """Read, as a steward has them of each rank."""
+    encoded = [shard(rank, 16).encoded for rank in range(8)]
+    layouts = [Layout.decode(encoded[0])]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        layouts += map(Layout.decode, encoded[1:])
+        gc.collect()
+        took = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert took < 7 * TENSORS * BYTES_PER_FRAGMENT
+    assert [layout.fragments[17].box.offsets for layout in layouts] == [(4 * rank, 0) for rank in range(8)]
+
+
+def test_other_tensors_are_not_taken_for_the_same() -> None:
+    """Whatever their names are made of."""
+    whole = Box.whole((2,))
+
+    def named(*keys: str) -> list[str]:
+        made = Fragments(Fragment(key, "F32", (2,), whole, 64 * at, 8, "param") for at, key in enumerate(keys))
+        return [fragment.key for fragment in made]
+
+    for keys in (["a", "b"], ["a\0b"], ["a", "b", ""], ["", "a", "b"], ["ab", ""]):
+        many = keys * FEW_MAX
+        assert named(*many) == many
