@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from ckptd.arena.arena import NoMemory, Slot, SlotRecord, Tenant
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol.instructions import MakeParity
+from ckptd.core.state_map.fragments import Table
 from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.local_slots import settle
 from ckptd.daemon.services import Services
@@ -81,8 +82,8 @@ class RebuildHost:
     def layouts(self) -> dict[str, Layout]:
         return self._job.machine.slots.layouts()
 
-    async def layout(self, node: str, layout_id: str) -> Layout:
-        return await self._services.map_parts.ask(self._job.job, node, layout_id)
+    async def layout(self, node: str, layout_id: str, tables: Collection[Table]) -> Layout:
+        return await self._services.map_parts.ask(self._job.job, node, layout_id, tables)
 
     def set_columns(self, order: MakeParity, layouts: dict[int, Layout], parts: Layout) -> Columns:
         return self._services.parity.columns(self._job.job, order, layouts, parts, protects=False)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.fragments import Table
 from ckptd.core.state_map.layout import Layout
 from ckptd.protect.fetched import Away
 from ckptd.protect.settle import Answers, Tasks
 from ckptd.wire.peer import MapAsk, MapPart
 
 ASK_TIMEOUT_S = 30.0
+TABLES_MAX = 256  # named in one question: a job has as many shapes of ranks as pipeline stages, or a few more
 NOT_HELD = "nothing with this layout is held here"
 
 Send = Callable[[str, str, object], bool]
@@ -41,9 +43,10 @@ class MapParts:
             return False
         return True
 
-    async def ask(self, job: str, node: str, layout_id: str) -> Layout:
-        """Raises CkptdError: it is not there, or not what was asked for; Away when nobody answers."""
-        request = MapAsk(secrets.token_hex(16), layout_id)
+    async def ask(self, job: str, node: str, layout_id: str, tables: Collection[Table] = ()) -> Layout:
+        """``tables``: those that are here, and stay here until the answer has come. Raises CkptdError: it is not there, or not what
+        was asked for; Away when nobody answers."""
+        request = MapAsk(secrets.token_hex(16), layout_id, tuple(table.digest for table in tables)[:TABLES_MAX])
         part = await self._answers.ask(request.transfer, lambda: self._send(node, job, request), ASK_TIMEOUT_S)
         if part is None:
             raise Away("a layout was asked for: no answer", where=node)
@@ -58,18 +61,18 @@ class MapParts:
         try:
             found, data = self.held(job).get(request.layout_id), b""
             if found is not None:
-                data = await asyncio.get_running_loop().run_in_executor(self._work, _encode, found)
+                data = await asyncio.get_running_loop().run_in_executor(self._work, _encode, found, request.tables)
             self._send(node, job, MapPart(request.transfer, data))
         finally:
             self._serving.discard((node, request.transfer))
 
 
-def _encode(layout: Layout) -> bytes:
-    return layout.encoded
+def _encode(layout: Layout, tables: Collection[str]) -> bytes:
+    return layout.leaf if layout.fragments.table.digest in tables else layout.encoded
 
 
 def _decode(layout_id: str, data: bytes) -> Layout:
-    layout = Layout.decode(data)
+    layout = Layout.decode(data, leaf=True)
     if layout.layout_id != layout_id:
         raise ValueError("another layout")
     return layout

@@ -98,6 +98,7 @@ class Rebuild:
             for name in (source.layout_id, *(member.layout_id for member in members if member.rank != NOBODY)):
                 holders.setdefault(name, []).append(source.node)
         known = {name: layout for name, layout in host.layouts().items() if name in holders}
+        tables = {layout.fragments.table for layout in known.values()}  # most ranks have the same
         gate, first = asyncio.Semaphore(LAYOUTS_AT_ONCE), min(self._do.ranks, default=0)
         reasons: set[str] = set()
 
@@ -109,7 +110,8 @@ class Rebuild:
                     continue
                 try:
                     async with gate:
-                        known[name] = await host.layout(node, name)
+                        known[name] = await host.layout(node, name, tables)
+                    tables.add(known[name].fragments.table)
                     return
                 except CkptdError as error:
                     self._left_out.ever_away |= isinstance(error, Away)

@@ -101,15 +101,16 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class MapAsk:
-    """Tell me this layout, of a slot or of a parity set's member that you hold."""
+    """Tell me this layout, of a slot or of a parity set's member that you hold; its leaf, where its table is one of ``tables``."""
 
     transfer: str
     layout_id: str
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MapPart:
-    """Holder -> asker. data: encoded; empty where nothing with this layout is held."""
+    """Holder -> asker. data: encoded, or the leaf; empty where nothing with this layout is held."""
 
     transfer: str
     data: bytes = b""

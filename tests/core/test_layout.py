@@ -23,7 +23,8 @@ from ckptd.core.state_map.layout_check import decode_layout
 from tests.core.worlds import World, quick, worlds
 
 HEAD = ("version", "rank", "world", "objects_capacity", "payload_bytes", "plan_id", "aliases", "rows")
-NOW = (*HEAD[:-1], "frozen_bytes", "without", "keys", "words", "where", "data")
+NOW = (*HEAD[:-1], "frozen_bytes", "without", "table", "where", "data")
+TABLE = ("keys", "words", "where", "data")
 ROW = ("key", "dtype", "shape", "offsets", "sizes", "offset", "nbytes", "role", "sharing", "tier")
 
 
@@ -206,16 +207,23 @@ def test_every_tampered_field_is_refused(name: str, new: Any) -> None:
 
 
 def columns(**changed: list[int]) -> dict[str, list[int]]:
-    _, _, found = sample().fragments.said()
+    fragments = sample().fragments
+    found = {name: getattr(fragments.table, name) for name in SHARED} | fragments.own
     return {name: column.tolist() for name, column in found.items()} | changed
 
 
-def anew(columns: dict[str, list[int]], **head: Any) -> bytes:
-    """The sample with these columns, and other values in its head."""
-    data, where = pack({name: np.array(values, np.int64) for name, values in columns.items()})
-    found = dict(zip(NOW, msgpack.unpackb(sample().encoded), strict=True)) | {"where": where, "data": data} | head
-    packed: bytes = msgpack.packb(list(found.values()))
-    return packed
+def packed(columns: dict[str, list[int]], names: tuple[str, ...]) -> dict[str, Any]:
+    data, where = pack({name: np.array(columns[name], np.int64) for name in names})
+    return {"where": where, "data": data}
+
+
+def anew(columns: dict[str, list[int]], within: dict[str, Any] | None = None, **head: Any) -> bytes:
+    """The sample with these columns, and other values in the head of its table and in its own."""
+    fields = dict(zip(NOW, msgpack.unpackb(sample().encoded), strict=True))
+    table = dict(zip(TABLE, msgpack.unpackb(fields["table"]), strict=True)) | packed(columns, SHARED) | (within or {})
+    fields |= packed(columns, OWN) | {"table": msgpack.packb(list(table.values()))} | head
+    found: bytes = msgpack.packb(list(fields.values()))
+    return found
 
 
 def test_what_is_packed_anew_is_the_same() -> None:
@@ -239,19 +247,42 @@ def test_every_column_that_does_not_fit_is_refused(name: str, new: list[int]) ->
         decode_layout(anew(columns(**{name: new})))
 
 
+FOREIGN = [
+    {"keys": ["w", "s", "none"]}, {"keys": ["w", "s", "none", 7]}, {"keys": None}, {"keys": ["w", "s", "none", ""]},
+    {"words": ["F32"]}, {"words": ["x"] * 100}, {"where": []}, {"where": [["dtype", "<u1", 0]]}, {"where": 3}, {"data": b""},
+    {"where": [["dtype", "<u1", 0, 4]] * 12}, {"where": [["dtype", "<f8", 0, 4]]}, {"data": "text"}, {"more": 1},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "head",
     [
-        {"version": 5}, {"version": 1}, {"keys": ["w", "s", "none"]}, {"keys": ["w", "s", "none", 7]}, {"keys": None},
-        {"keys": ["w", "s", "none", ""]}, {"words": ["F32"]}, {"words": ["x"] * 100}, {"where": []},
-        {"where": [["dtype", "<u1", 0]]}, {"where": [["dtype", "<u1", 0, 4]] * 12}, {"where": [["dtype", "<f8", 0, 4]]},
-        {"where": 3}, {"data": b""}, {"data": "text"},
-        {"without": [3]}, {"frozen_bytes": 1 << 40}, {"rank": 2}, {"aliases": [["w", "s"]]}, {"payload_bytes": 192},
+        {"version": 5}, {"version": 1}, {"without": [3]}, {"frozen_bytes": 1 << 40}, {"rank": 2}, {"aliases": [["w", "s"]]},
+        {"payload_bytes": 192}, {"table": b""}, {"table": 7}, {"table": "0" * 32}, {"more": 1}, {"where": []}, {"data": b""},
+        *({"table": msgpack.packb(list(foreign.values()))} for foreign in FOREIGN),
     ],
 )  # fmt: skip
 def test_every_other_field_that_does_not_fit_is_refused(head: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not a layout"):
         decode_layout(anew(columns(), **head))
+
+
+@pytest.mark.parametrize("table", FOREIGN)
+def test_every_field_of_a_table_that_does_not_fit_is_refused(table: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not a layout"):
+        decode_layout(anew(columns(), table))
+
+
+def test_a_leaf_is_read_where_its_table_is() -> None:
+    layout = sample()
+    assert len(layout.leaf) < len(layout.encoded)
+    assert Layout.decode(layout.leaf, leaf=True) == layout
+    assert Layout.decode(layout.leaf, leaf=True).layout_id == layout.layout_id
+    with pytest.raises(ValueError, match="not here"):
+        Layout.decode(layout.leaf)  # a rank says all of it: it may not name what another user's has
+    leaf = build_layout(0, 1, [item("of.no.other.test", (5,))]).leaf
+    with pytest.raises(ValueError, match="not here"):
+        Layout.decode(leaf, leaf=True)  # nobody has it any more
 
 
 def test_more_elements_than_there_are_bytes_for_are_refused() -> None:
@@ -263,15 +294,17 @@ def test_more_elements_than_there_are_bytes_for_are_refused() -> None:
 
 def test_few_bytes_do_not_unfold_to_many_numbers() -> None:
     """D20: columns may lie over each other, each as long as the data."""
-    data, names = bytes(32 << 20), (*SHARED, *OWN)
-    where = [[name, "<u1", 0, len(data)] for name in names]
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match="not a layout"):
-            Layout.decode(anew(columns(), where=where, data=data))
-        assert tracemalloc.get_traced_memory()[1] < 6 * len(data)
-    finally:
-        tracemalloc.stop()
+    data = bytes(32 << 20)
+    for names in (SHARED, OWN):
+        long = {"where": [[name, "<u1", 0, len(data)] for name in names], "data": data}
+        said = anew(columns(), long) if names is SHARED else anew(columns(), **long)
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match="not a layout"):
+                Layout.decode(said)
+            assert tracemalloc.get_traced_memory()[1] < 6 * len(data)
+        finally:
+            tracemalloc.stop()
 
 
 def test_one_key_is_one_tensor() -> None:

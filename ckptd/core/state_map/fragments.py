@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.columns import Flags, Ints
+from ckptd.core.state_map.columns import Flags, Ints, pack
 
 SHARED = ("dtype", "role", "sharing", "tier", "dims", "shape")  # columns of a table, ``dims``: how many each fragment has
 OWN = ("offsets", "sizes", "offset")  # and of one rank's layout
@@ -57,26 +57,27 @@ class Fragments(Sequence[Fragment]):
             "shape": chain.from_iterable(shapes), "offsets": chain.from_iterable(offsets), "sizes": chain.from_iterable(sizes),
             "offset": offset,
         }  # fmt: skip
-        self._take(keys, words, {name: np.fromiter(column, np.int64) for name, column in columns.items()}, nbytes)
+        found_columns = {name: np.fromiter(column, np.int64) for name, column in columns.items()}
+        self._take(Table.of(keys, words, found_columns), found_columns, nbytes)
         self._few = found if len(found) <= FEW_MAX else None
 
     @classmethod
-    def of(cls, keys: tuple[str, ...], words: tuple[str, ...], columns: Mapping[str, Ints], nbytes: Ints) -> Fragments:
-        """The inverse of ``said``. ``nbytes``: what follows from sizes and dtypes."""
+    def of(cls, table: Table, columns: Mapping[str, Ints], nbytes: Ints) -> Fragments:
+        """The inverse of ``own``. ``nbytes``: what follows from sizes and dtypes."""
         made = cls.__new__(cls)
-        made._take(keys, words, columns, nbytes)
-        made._few = tuple(_made(made.columns())) if len(keys) <= FEW_MAX else None
+        made._take(table, columns, nbytes)
+        made._few = tuple(_made(made.columns())) if len(made) <= FEW_MAX else None
         return made
 
-    def _take(self, keys: tuple[str, ...], words: tuple[str, ...], columns: Mapping[str, Ints], nbytes: Iterable[int]) -> None:
-        self.table = Table.of(keys, words, {name: _narrow(columns[name]) for name in SHARED})
+    def _take(self, table: Table, columns: Mapping[str, Ints], nbytes: Iterable[int]) -> None:
+        self.table = table
         self._offsets, self._sizes, self._offset = (_narrow(columns[name]) for name in OWN)
         self._nbytes = _narrow(np.fromiter(nbytes, np.int64))
 
-    def said(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Ints]]:
-        """Keys, the words that columns name by number, and all columns but those that follow from others."""
-        own = dict(zip(OWN, (self._offsets, self._sizes, self._offset), strict=True))
-        return self.table.keys, self.table.words, {**{name: getattr(self.table, name) for name in SHARED}, **own}
+    @property
+    def own(self) -> dict[str, Ints]:
+        """All columns but the table's, and those that follow from others."""
+        return dict(zip(OWN, (self._offsets, self._sizes, self._offset), strict=True))
 
     @property
     def offset(self) -> Ints:
@@ -162,21 +163,36 @@ class Table:
     """What ranks of one shape share. ``words``: the dtypes, roles and sharings that the columns name by number. ``first``: of each
     fragment its first dimension among all; and the end. ``dims_max``: the most that one has."""
 
-    _known: ClassVar[WeakValueDictionary[bytes, Table]] = WeakValueDictionary()
+    _known: ClassVar[WeakValueDictionary[str, Table]] = WeakValueDictionary()
 
     @staticmethod
     def of(keys: tuple[str, ...], words: tuple[str, ...], columns: Mapping[str, Ints]) -> Table:
         """The same as long as somebody has it."""
-        digest = hashlib.blake2b(msgpack.packb([keys, words], unicode_errors="surrogatepass"), digest_size=16)
-        for column in columns.values():
-            digest.update(column.dtype.str.encode() + column.tobytes())
-        return Table._known.setdefault(digest.digest(), Table(keys, words, columns))
+        made = Table(keys, words, columns)
+        return Table._known.setdefault(made.digest, made)
+
+    @staticmethod
+    def known(digest: str) -> Table | None:
+        return Table._known.get(digest)
 
     def __init__(self, keys: tuple[str, ...], words: tuple[str, ...], columns: Mapping[str, Ints]) -> None:
         self.keys, self.words = keys, words
-        self.dtype, self.role, self.sharing, self.tier, self.dims, self.shape = (columns[name] for name in SHARED)
+        self._columns = {name: _narrow(columns[name]) for name in SHARED}
+        self.dtype, self.role, self.sharing, self.tier, self.dims, self.shape = self._columns.values()
         self.first = np.cumsum(np.append(0, self.dims), dtype=np.int64)
         self.dims_max = int(self.dims.max(initial=0))
+        self.encoded = self._encode()
+        self.digest = digest_of(self.encoded)
+
+    def _encode(self) -> bytes:
+        data, where = pack(self._columns)
+        packed: bytes = msgpack.packb([self.keys, self.words, where, data], unicode_errors="surrogatepass")
+        return packed
+
+
+def digest_of(encoded: bytes) -> str:
+    """What a table is named by."""
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def _narrow(column: Ints) -> Ints:

@@ -47,11 +47,17 @@ class Layout:
         """Kept from the first call on: who merely knows a layout, as a steward does all ranks', never makes it."""
         return self._encode()
 
-    def _encode(self) -> bytes:
-        keys, words, columns = self.fragments.said()
-        data, where = pack(columns)
+    @property
+    def leaf(self) -> bytes:
+        """The same for those who have its table."""
+        return self._encode(self.fragments.table.digest)
+
+    def _encode(self, table: bytes | str = b"") -> bytes:
+        data, where = pack(self.fragments.own)
         head = [self.rank, self.world, self.objects_capacity, self.payload_bytes, self.plan_id, self.aliases, self.frozen_bytes]
-        packed: bytes = msgpack.packb([COLUMNS_VERSION, *head, self.without, keys, words, where, data])
+        packed: bytes = msgpack.packb(
+            [COLUMNS_VERSION, *head, self.without, table or self.fragments.table.encoded, where, data]
+        )
         return packed
 
     @cached_property
@@ -59,11 +65,12 @@ class Layout:
         return hashlib.blake2b(self.__dict__.get("encoded") or self._encode(), digest_size=16).hexdigest()
 
     @staticmethod
-    def decode(data: bytes) -> Layout:
-        """Raises ValueError on anything that is not a well-formed layout (bounds and overlaps are checked)."""
+    def decode(data: bytes, *, leaf: bool = False) -> Layout:
+        """Raises ValueError on anything that is not a well-formed layout (bounds and overlaps are checked). leaf: it may be one,
+        whose table is here."""
         from ckptd.core.state_map.layout_check import decode_layout
 
-        return decode_layout(data)
+        return decode_layout(data, leaf)
 
     @property
     def frozen_at(self) -> int:

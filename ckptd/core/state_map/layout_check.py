@@ -8,7 +8,7 @@ import numpy as np
 from ckptd.core.state_map.box import disjoint_spans
 from ckptd.core.state_map.columns import Column, Ints, unpack
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.fragments import OWN, SHARED, Fragment, Fragments
+from ckptd.core.state_map.fragments import OWN, SHARED, Fragment, Fragments, Table, digest_of
 from ckptd.core.state_map.layout import ALIGN_BYTES, COLUMNS_VERSION, Layout
 from ckptd.core.state_map.layout_reader import (
     DIMENSIONS_MAX,
@@ -26,26 +26,25 @@ from ckptd.core.state_map.layout_rows import HEAD_FIELDS, ROLES, SHARINGS, read_
 
 RAGGED_BOXES_MAX = 2000  # of one key on one rank that lie in no grid; a flat range is at most 2 * ndim - 1
 WORDS_MAX = len(ITEMSIZE) + len(ROLES) + len(SHARINGS)
-FIELDS = 13
+FIELDS = 12
 DIMENSIONS_EACH_MAX = 8  # of a fragment, as a mean: columns may lie over each other, so that few bytes would unfold to many numbers
-PER_FRAGMENT = ("dtype", "role", "sharing", "tier", "dims", "offset")
-PER_DIMENSION = ("shape", "offsets", "sizes")
 
 
-def decode_layout(data: bytes) -> Layout:
-    """The inverse of ``Layout.encoded``. ValueError: anything else (bounds, alignment, overlap, order of tiers)."""
+def decode_layout(data: bytes, leaf: bool = False) -> Layout:
+    """The inverse of ``Layout.encoded``, and of ``Layout.leaf``. ValueError: anything else (bounds, alignment, overlap, order of
+    tiers)."""
     if len(data) > LAYOUT_BYTES_MAX:
         raise ValueError(f"layout of {len(data)} bytes, at most {LAYOUT_BYTES_MAX} are read")
     reader = Reader(data)
     try:
-        layout = _read(reader, data)
+        layout = _read(reader, data, leaf)
     except (ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"not a layout: {error}") from error
     require(reader.at_end(), "not a layout: it goes on")
     return layout
 
 
-def _read(reader: Reader, data: bytes) -> Layout:
+def _read(reader: Reader, data: bytes, leaf: bool) -> Layout:
     fields, version = reader.length(), reader.value()
     known = {**HEAD_FIELDS, COLUMNS_VERSION: FIELDS}
     require(type(version) is int and version in known, f"layout of another version, this reads {sorted(known)}")
@@ -61,7 +60,7 @@ def _read(reader: Reader, data: bytes) -> Layout:
     room = payload_bytes - objects_capacity
     if version == COLUMNS_VERSION:
         frozen_bytes, without = reader.whole(0, room, "frozen_bytes"), reader.keys(FRAGMENTS_MAX)
-        fragments = _columns(reader)
+        fragments = _fragments(reader, leaf)
     else:
         fragments = Fragments([read_row(reader) for _ in range(reader.count(FRAGMENTS_MAX, "fragments"))])
         frozen_bytes = reader.whole(version == 2, room, "frozen_bytes") if version > 1 else 0
@@ -80,28 +79,48 @@ def _read(reader: Reader, data: bytes) -> Layout:
     return layout
 
 
-def _columns(reader: Reader) -> Fragments:
-    keys, words = reader.keys(FRAGMENTS_MAX), reader.keys(WORDS_MAX)
-    where = [_column(reader) for _ in range(reader.count(len((*SHARED, *OWN)), "columns"))]
-    data = reader.value()
-    require(isinstance(data, bytes), "columns are bytes")
-    require(all(column.rows <= FRAGMENTS_MAX * DIMENSIONS_EACH_MAX for column in where), "more dimensions than there can be")
-    columns = unpack(data, where, (*SHARED, *OWN))
-    require(columns.keys() == {*SHARED, *OWN}, "columns are missing")
-    require(all(len(columns[name]) == len(keys) for name in PER_FRAGMENT), "columns of other lengths")
-    dims = columns["dims"]
-    require(int(dims.max(initial=0)) <= DIMENSIONS_MAX, "too many dimensions")
-    require(all(len(columns[name]) == dims.sum() for name in PER_DIMENSION), "box and shape differ in dimensions")
-    for name, most in (("shape", ELEMENTS_MAX), ("tier", TIER_MAX), ("offset", PAYLOAD_BYTES_MAX)):
-        require(columns[name].min(initial=0) >= 0 and columns[name].max(initial=0) <= most, f"{name} out of bounds")
-    shape, offsets, sizes = (columns[name] for name in PER_DIMENSION)
-    require(((sizes >= 0) & (sizes <= shape)).all(), "a box is larger than its tensor")
-    require(((offsets >= 0) & (offsets <= shape - sizes)).all(), "a box outside its shape")
+def _fragments(reader: Reader, leaf: bool) -> Fragments:
+    said = reader.value()
+    named = said if leaf and isinstance(said, str) else digest_of(said) if isinstance(said, bytes) else ""
+    table = Table.known(named) or _table(said)
+    columns = _columns(reader, OWN)
+    dims, shape, offsets, sizes = table.dims, table.shape, columns["offsets"], columns["sizes"]
+    require(len(columns["offset"]) == len(table.keys), "columns of other lengths")
+    require(len(offsets) == len(sizes) == len(shape), "box and shape differ in dimensions")
+    require(columns["offset"].max(initial=0) <= PAYLOAD_BYTES_MAX, "offset out of bounds")
     require(not (columns["offset"] % ALIGN_BYTES).any(), "offset not aligned")
+    require((sizes <= shape).all() and (offsets <= shape - sizes).all(), "a box outside its shape")
+    return Fragments.of(table, columns, _nbytes(table, dims.astype(np.int64), sizes))
+
+
+def _table(said: bytes | str) -> Table:
+    if not isinstance(said, bytes):
+        raise ValueError("its table is not here")
+    reader = Reader(said)
+    require(reader.count(4, "a table") == 4, "a table has four fields")
+    keys, words = reader.keys(FRAGMENTS_MAX), reader.keys(WORDS_MAX)
+    columns = _columns(reader, SHARED)
+    require(reader.at_end(), "a table goes on")
+    per_fragment = [column for name, column in columns.items() if name != "shape"]
+    require(all(len(column) == len(keys) for column in per_fragment), "columns of other lengths")
+    for name, most in (("dims", DIMENSIONS_MAX), ("shape", ELEMENTS_MAX), ("tier", TIER_MAX)):
+        require(columns[name].max(initial=0) <= most, f"{name} out of bounds")
+    require(len(columns["shape"]) == columns["dims"].sum(), "shape differs in dimensions")
     for name, known in (("dtype", ITEMSIZE), ("role", ROLES), ("sharing", SHARINGS)):
         used = np.unique(columns[name]).tolist()
         require(all(at < len(words) and words[at] in known for at in used), f"unknown {name}")
-    return Fragments.of(keys, words, columns, _nbytes(words, columns))
+    return Table.of(keys, words, columns)
+
+
+def _columns(reader: Reader, names: tuple[str, ...]) -> dict[str, Ints]:
+    where = [_column(reader) for _ in range(reader.count(len(names), "columns"))]
+    data = reader.value()
+    require(isinstance(data, bytes), "columns are bytes")
+    require(all(column.rows <= FRAGMENTS_MAX * DIMENSIONS_EACH_MAX for column in where), "more dimensions than there can be")
+    columns = unpack(data, where, names)
+    require(columns.keys() == set(names), "columns are missing")
+    require(all(column.min(initial=0) >= 0 for column in columns.values()), "numbers below 0")
+    return columns
 
 
 def _column(reader: Reader) -> Column:
@@ -111,12 +130,11 @@ def _column(reader: Reader) -> Column:
     return Column(name, kind, at, rows)
 
 
-def _nbytes(words: tuple[str, ...], columns: dict[str, Ints]) -> Ints:
+def _nbytes(table: Table, dims: Ints, sizes: Ints) -> Ints:
     """Of each fragment."""
-    dims, sizes = columns["dims"], columns["sizes"]
     some = dims > 0  # the others are numbers, of one element
     starts = (np.cumsum(dims) - dims)[some]
-    nbytes = np.array([ITEMSIZE.get(word, 0) for word in words], np.int64)[columns["dtype"]]
+    nbytes = np.array([ITEMSIZE.get(word, 0) for word in table.words], np.int64)[table.dtype]
     if len(starts):
         about = np.multiply.reduceat(sizes.astype(np.float64), starts) * nbytes[some]
         require((about <= PAYLOAD_BYTES_MAX).all(), "more elements than there can be")
