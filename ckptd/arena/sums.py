@@ -26,23 +26,28 @@ SPLIT_BYTES_MIN = 32 << 20  # below this a second thread costs more than it save
 TABLES_KEPT_MAX = 64  # layouts whose block tables are remembered
 
 Blocks = tuple[tuple[int, int], ...]
-_tables: OrderedDict[tuple[str, int], Blocks] = OrderedDict()
+_tables: OrderedDict[tuple[str, int], tuple[Blocks, Ints]] = OrderedDict()
 
 
 def blocks_of(layout: Layout, tier: int = 0) -> Blocks:
     """(offset, length) of the blocks of a tier-``tier`` replica, ascending: a prefix of each part's, because fragments
     lie by descending tier."""
+    return _table(layout, tier)[0]
+
+
+def _table(layout: Layout, tier: int) -> tuple[Blocks, Ints]:
+    """And the same in two columns."""
     key = (layout.layout_id, max(tier, 0))
-    found = _tables.get(key)
-    if found is None:
+    known = _tables.get(key)
+    if known is None:
         ends = {at >= layout.frozen_at: at + length for at, length in layout.spans(tier)}
         found = tuple(
             (at, size) for at, size in layout.blocks() if at + size <= ends.get(at >= layout.frozen_at, -1)
         )
-        _tables[key] = found
+        known = _tables[key] = found, _columns(found)
         while len(_tables) > TABLES_KEPT_MAX:
             _tables.popitem(last=False)
-    return found
+    return known
 
 
 def live_blocks(layout: Layout, tier: int = 0) -> Blocks:
@@ -101,11 +106,13 @@ def bad_blocks(
     if spans is None:
         chosen: Sequence[int] = range(len(blocks))
     else:
-        asked = list(spans)
-        at, length = _columns(asked)
-        if not np.any([(at >= start) & (at + length <= start + n) for start, n in layout.spans(tier)], axis=0).all():
+        at, length = asked = _columns(list(spans))
+        inside = np.zeros(len(at), bool)
+        for start, n in layout.spans(tier):
+            inside |= (at >= start) & (at <= start + n) & (length >= 0) & (length <= start + n - at)
+        if not inside.all():
             raise ValueError(f"spans outside of a tier-{tier} copy")
-        chosen = touched_blocks(blocks, asked)
+        chosen = _touched(_table(layout, tier)[1], asked)
     return [
         i
         for i in chosen
@@ -133,10 +140,13 @@ def hash_shares(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]
 
 def touched_blocks(blocks: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
     """Indexes of the blocks that overlap any of the spans, ascending, each once."""
-    starts, sizes = _columns(blocks)
-    at, length = _columns(spans)
+    return _touched(_columns(blocks), _columns(spans))
+
+
+def _touched(blocks: Ints, spans: Ints) -> list[int]:
+    (starts, sizes), (at, length) = blocks, spans
     some = length > 0
-    begins, ends = np.zeros(len(blocks) + 1, np.int64), np.zeros(len(blocks) + 1, np.int64)
+    begins, ends = np.zeros(len(starts) + 1, np.int64), np.zeros(len(starts) + 1, np.int64)
     np.add.at(begins, np.searchsorted(starts + sizes, at[some], "right"), 1)
     np.add.at(ends, np.searchsorted(starts, (at + length)[some], "left"), 1)
     found: list[int] = np.flatnonzero(np.cumsum(begins - ends)[:-1] > 0).tolist()
@@ -144,7 +154,11 @@ def touched_blocks(blocks: Sequence[tuple[int, int]], spans: Sequence[tuple[int,
 
 
 def _columns(pairs: Sequence[tuple[int, int]]) -> Ints:
-    columns: Ints = np.array(pairs, np.int64).reshape(-1, 2).T
+    """Raises ValueError for what is no place in any memory."""
+    try:
+        columns: Ints = np.array(pairs, np.int64).reshape(-1, 2).T
+    except OverflowError as error:
+        raise ValueError(f"spans outside of any copy: {error}") from error
     return columns
 
 

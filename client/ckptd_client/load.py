@@ -94,12 +94,13 @@ def copy_pieces(
     devices: dict[torch.device, Callable[[Tensor, Tensor], object]] = {}
     moved: list[Tensor] = []
     with torch.no_grad(), contextlib.ExitStack() as stack:
+        stack.callback(torch.autograd.graph.increment_version, moved)  # also of what was moved before something failed
         for want, offsets, sizes, segment, at, source_offsets, source_sizes in pieces:
             if want in which:
                 target = targets[want]
                 dest = target.dest
                 if (
-                    dest.is_cpu and dest.is_contiguous()
+                    dest.is_cpu and dest.is_contiguous() and not (dest.is_conj() or dest.is_neg())
                     and _is_whole(target, offsets, sizes, source_offsets, source_sizes)
                 ):  # fmt: skip
                     libc.copy(dest.data_ptr(), memory.at(segment, at, dest.nbytes), dest.nbytes)
@@ -113,7 +114,6 @@ def copy_pieces(
                 if dest.device not in devices:
                     devices[dest.device] = stack.enter_context(accelerator.of(dest.device).bringing())
                 devices[dest.device](source, dest)
-    torch.autograd.graph.increment_version(moved)
 
 
 def _is_whole(

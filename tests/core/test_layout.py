@@ -93,6 +93,13 @@ def test_memory_of_an_older_daemon_is_read_and_keeps_its_ids(world: World, witho
     assert Layout.decode(in_rows(sample())).layout_id == "f5fdb495340d6a297343aa9d8a034577"  # as it was then
 
 
+def test_the_frozen_part_of_an_older_layout_has_the_name_that_its_slot_has() -> None:
+    """The slot that holds it was written by itself: whoever leans on it would not find it."""
+    whole = build_layout(0, 1, [item("w", (5,)), item("base", (40, 2))._replace(frozen=True)], 64)
+    alone = Layout.decode(in_rows(whole.frozen))
+    assert Layout.decode(in_rows(whole)).frozen.layout_id == alone.layout_id != whole.frozen.layout_id
+
+
 @pytest.mark.parametrize("new", [0, -64, 63, 1 << 40, None, True])
 def test_a_frozen_part_outside_of_its_place_is_refused(new: Any) -> None:
     layout = build_layout(0, 1, [item("w", (5,)), item("base", (40,))._replace(frozen=True)], 64)
@@ -250,6 +257,7 @@ def test_every_column_that_does_not_fit_is_refused(name: str, new: list[int]) ->
 FOREIGN = [
     {"keys": ["w", "s", "none"]}, {"keys": ["w", "s", "none", 7]}, {"keys": None}, {"keys": ["w", "s", "none", ""]},
     {"words": ["F32"]}, {"words": ["x"] * 100}, {"where": []}, {"where": [["dtype", "<u1", 0]]}, {"where": 3}, {"data": b""},
+    {"words": ["F32", "F32", "param", "unique"]}, {"words": ["unique", "param", "F32"]},
     {"where": [["dtype", "<u1", 0, 4]] * 12}, {"where": [["dtype", "<f8", 0, 4]]}, {"data": "text"}, {"more": 1},
 ]  # fmt: skip
 
@@ -265,6 +273,36 @@ FOREIGN = [
 def test_every_other_field_that_does_not_fit_is_refused(head: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not a layout"):
         decode_layout(anew(columns(), **head))
+
+
+@pytest.mark.parametrize("name", [*SHARED, *OWN])
+@pytest.mark.parametrize("times", [1, 100])
+def test_numbers_below_zero_are_refused(name: str, times: int) -> None:
+    """They would be places from the end."""
+    items = [item(f"w{i}", (4,)) for i in range(times)]
+    fields = dict(zip(NOW, msgpack.unpackb(build_layout(0, 1, items).encoded), strict=True))
+    table = dict(zip(TABLE, msgpack.unpackb(fields["table"]), strict=True))
+    within = table if name in SHARED else fields
+    rows = next(rows for column, _, _, rows in within["where"] if column == name)
+    others = [row for row in within["where"] if row[0] != name]
+    within["where"] = [*others, [name, "<i8", len(within["data"]), rows]]
+    within["data"] += np.full(rows, -1, np.int64).tobytes()
+    fields["table"] = msgpack.packb(list(table.values()))
+    with pytest.raises(ValueError, match="numbers below 0"):
+        decode_layout(msgpack.packb(list(fields.values())))
+
+
+def test_many_tensors_of_many_dimensions_are_refused() -> None:
+    """Each row would be made as wide as the widest."""
+    items = [item(f"w{i}", (2,)) for i in range(1 << 15)]
+    assert len(decode_layout(build_layout(0, 1, [*items, item("wide", (1,) * 63)]).encoded).fragments) == len(items) + 1
+    with pytest.raises(ValueError, match="more dimensions"):
+        decode_layout(build_layout(0, 1, [*items, *items[:1], item("wide", (1,) * 64)]).encoded)
+
+
+def test_what_is_empty_may_be_as_wide_as_it_likes() -> None:
+    layout = build_layout(0, 1, [item("w", (1 << 62,) * 19 + (0,)), item("v", (2,))])
+    assert decode_layout(layout.encoded) == layout
 
 
 @pytest.mark.parametrize("table", FOREIGN)

@@ -153,3 +153,19 @@ def test_one_node_writes_everything_of_all_its_ranks() -> None:
     orders = assign_writes(world.layouts, {"a": [(0, 0), (1, 0)], "idle": []})
     assert [piece.fragments for piece in orders["a"]] == [None, None]
     assert set(orders) == {"a"}
+
+
+def test_what_one_node_alone_holds_counts_before_slots_stay_with_their_owners() -> None:
+    """Else that node would have its own slot on top of it."""
+
+    def item(key: str, sharing: str, size: int, tier: int) -> LayoutItem:
+        return LayoutItem(key, "U8", (size,), Box((0,), (size,)), "param", sharing, tier)
+
+    own = {rank: [item(f"k{rank}.{i}", UNIQUE, 10_000, 1) for i in range(50)] for rank in range(2)}
+    layouts = {rank: build_layout(rank, 2, [*items, item("c", REPLICA, 600_000, 0)]) for rank, items in own.items()}
+    orders = assign_writes(layouts, {"a": [(0, 0), (1, 1)], "b": [(1, 1), (0, 1)]})
+    chosen = {
+        node: sum(layouts[piece.rank].fragments.nbytes[list(piece.fragments or range(51))].sum() for piece in pieces)
+        for node, pieces in orders.items()
+    }
+    assert max(chosen.values()) <= 1.1 * 800_000, chosen

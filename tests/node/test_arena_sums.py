@@ -89,6 +89,11 @@ def test_of_what_a_copy_has_not_nothing_is_said(layout: Layout, payload: memoryv
     assert bad_blocks(payload, layout, sums, [(0, end)], tier) == []
     with pytest.raises(ValueError, match="outside"):
         bad_blocks(payload, layout, sums, [(0, 8), (end - 8, 16)], tier)
+    for span in ((1 << 62, (1 << 63) - 1), (1 << 63, 1), (-8, 8), (8, -8)):  # nor of sums that a number does not hold
+        with pytest.raises(ValueError, match="outside"):
+            bad_blocks(payload, layout, sums, [span], tier)
+    nothing = build_layout(0, 1, [])
+    assert bad_blocks(memoryview(b""), nothing, b"", [], 1) == []
 
 
 def test_digests_name_what_other_ranks_may_hold_too(layout: Layout, payload: memoryview) -> None:

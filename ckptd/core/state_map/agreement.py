@@ -17,6 +17,7 @@ from ckptd.core.state_map.columns import Ints
 from ckptd.core.state_map.fragments import Fragment, Fragments, Table
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 
+DIMENSIONS_MAX = 8  # of tensors that are looked at all together
 CACHED_MAX = 32  # sets of layouts; a job has one or two alive
 
 Digests = Sequence[tuple[str, bytes]]  # (name, 16 bytes)
@@ -196,6 +197,8 @@ def _plain(all_ranks: Sequence[Fragments]) -> set[str]:
             alone = zip(of.kinds(), of.shared_as(UNIQUE).tolist(), strict=True)
             tables[of.table] = np.array([kinds.setdefault((*kind, one), len(kinds)) for kind, one in alone], np.int64)
     dims = max((table.dims_max for table in tables), default=0)
+    if dims > DIMENSIONS_MAX:  # each row would be as wide as the widest
+        return set()
     rows = [np.column_stack((tables[of.table], *of.boxes(dims)))[of.nbytes > 0] for of in all_ranks]
     found = np.concatenate([np.empty((0, 1 + 2 * dims), np.int64), *rows])
     found = found[np.lexsort(found[:, dims::-1].T)]  # by kind and offsets

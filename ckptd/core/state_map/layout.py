@@ -30,6 +30,17 @@ REPLICA = "replica"  # structural or declared copy: equal by contract, unequal s
 MAYBE = "maybe"  # plain value of equal name elsewhere: each snapshot decides by its sums
 
 
+FROZEN_VERSION = 2
+
+
+def rows_of(frozen: Layout) -> bytes:
+    """As such a frozen part was written before there were columns (layout_rows.py reads it): its name is in memory of that time."""
+    rows = list(zip(*frozen.fragments.columns(), strict=True))
+    head = [frozen.rank, frozen.world, 0, frozen.payload_bytes, "", (), rows, frozen.frozen_bytes]
+    packed: bytes = msgpack.packb([FROZEN_VERSION, *head])
+    return packed
+
+
 @dataclass(frozen=True)
 class Layout:
     rank: int
@@ -88,22 +99,34 @@ class Layout:
         assert 0 < self.frozen_bytes < self.payload_bytes, "it has a live and a frozen part"
         found = (f for f in self.fragments if f.offset >= self.frozen_at)
         moved = Fragments(f._replace(offset=f.offset - self.frozen_at) for f in found)
-        return Layout(self.rank, self.world, moved, 0, self.frozen_bytes, frozen_bytes=self.frozen_bytes)
+        made = Layout(self.rank, self.world, moved, 0, self.frozen_bytes, frozen_bytes=self.frozen_bytes)
+        if self.in_rows:
+            made.was_in_rows(rows_of(made))
+        return made
+
+    @property
+    def in_rows(self) -> bool:
+        """Was it written by a version before there were columns?"""
+        return bool(self.__dict__.get("_in_rows"))
+
+    def was_in_rows(self, data: bytes) -> None:
+        """Its id is that of these bytes, wherever it is named."""
+        self.__dict__.update(encoded=data, _in_rows=True)
 
     def live_bytes(self, tier: int) -> int:
         """Length of the live part's prefix in a tier-``tier`` replica. Tier 0 has all of it."""
-        return self._end(tier, 0, self.frozen_at, self.objects_capacity) if tier > 0 else self.frozen_at
+        return self._end(tier, False, self.objects_capacity) if tier > 0 else self.frozen_at
 
     def spans(self, tier: int) -> tuple[tuple[int, int], ...]:
         """(offset, length) of what a tier-``tier`` replica holds of the payload: one prefix per part, none of them empty."""
-        frozen_end = self._end(tier, self.frozen_at, self.payload_bytes, self.frozen_at) if tier > 0 else self.payload_bytes
+        frozen_end = self._end(tier, True, self.frozen_at) if tier > 0 else self.payload_bytes
         parts = (0, self.live_bytes(tier)), (self.frozen_at, frozen_end - self.frozen_at)
         return tuple((at, length) for at, length in parts if length)
 
-    def _end(self, tier: int, begin: int, stop: int, none: int) -> int:
+    def _end(self, tier: int, frozen: bool, none: int) -> int:
         """Of the fragments of such tiers in one part; ``none``: where there are none."""
         offset = self.fragments.offset
-        held = (self.fragments.tier >= tier) & (offset >= begin) & (offset < stop)
+        held = (self.fragments.tier >= tier) & ((offset >= self.frozen_at) == frozen)
         return int((offset + self.fragments.nbytes)[held].max(initial=none))
 
     def blocks(self) -> list[tuple[int, int]]:

@@ -38,7 +38,7 @@ def decode_layout(data: bytes, leaf: bool = False) -> Layout:
     reader = Reader(data)
     try:
         layout = _read(reader, data, leaf)
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, IndexError, OverflowError, msgpack.UnpackException) as error:
         raise ValueError(f"not a layout: {error}") from error
     require(reader.at_end(), "not a layout: it goes on")
     return layout
@@ -75,7 +75,7 @@ def _read(reader: Reader, data: bytes, leaf: bool) -> Layout:
     named = _aliases(pairs, frozenset(fragments.table.keys))
     layout = Layout(rank, world, fragments, objects_capacity, payload_bytes, plan_id, named, frozen_bytes, without)
     if version != COLUMNS_VERSION:
-        layout.__dict__["encoded"] = data  # its id is that of these bytes, wherever it is named
+        layout.was_in_rows(data)
     return layout
 
 
@@ -106,6 +106,9 @@ def _table(said: bytes | str) -> Table:
     for name, most in (("dims", DIMENSIONS_MAX), ("shape", ELEMENTS_MAX), ("tier", TIER_MAX)):
         require(columns[name].max(initial=0) <= most, f"{name} out of bounds")
     require(len(columns["shape"]) == columns["dims"].sum(), "shape differs in dimensions")
+    wide = len(keys) * int(columns["dims"].max(initial=0))
+    require(wide <= FRAGMENTS_MAX * DIMENSIONS_EACH_MAX, "more dimensions than there can be")
+    require(list(words) == sorted(set(words)), "words are not in order, or twice")
     for name, known in (("dtype", ITEMSIZE), ("role", ROLES), ("sharing", SHARINGS)):
         used = np.unique(columns[name]).tolist()
         require(all(at < len(words) and words[at] in known for at in used), f"unknown {name}")
@@ -136,9 +139,11 @@ def _nbytes(table: Table, dims: Ints, sizes: Ints) -> Ints:
     starts = (np.cumsum(dims) - dims)[some]
     nbytes = np.array([ITEMSIZE.get(word, 0) for word in table.words], np.int64)[table.dtype]
     if len(starts):
-        about = np.multiply.reduceat(sizes.astype(np.float64), starts) * nbytes[some]
-        require((about <= PAYLOAD_BYTES_MAX).all(), "more elements than there can be")
-        nbytes[some] *= np.multiply.reduceat(sizes, starts)
+        empty = np.minimum.reduceat(sizes, starts) == 0
+        with np.errstate(all="ignore"):  # of what is empty any number of its other sizes is fine
+            about = np.multiply.reduceat(sizes.astype(np.float64), starts) * nbytes[some]
+        require(((about <= PAYLOAD_BYTES_MAX) | empty).all(), "more elements than there can be")
+        nbytes[some] *= np.where(empty, 0, np.multiply.reduceat(sizes, starts))
     return nbytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,7 +59,11 @@ def assign_writes(
     # What ranks have for themselves stays with their slots' owners where that is no burden for any: there may be millions of it.
     for own in owned:
         load[own.nodes[0]] += sum(own.nbytes)
-    if max(load.values(), default=0) <= fair:
+    elsewhere = Counter(load)
+    for piece in slices:
+        if _nodes(piece) == 1:
+            elsewhere[piece.copies[0][0]] += piece.nbytes
+    if max(elsewhere.values(), default=0) <= fair:
         for own in owned:
             chosen.setdefault(own.nodes[0], {}).setdefault(own.rank, []).extend(own.fragments)
     else:
