@@ -100,7 +100,8 @@ class Ckptd(Contender):
 
     def clean(self) -> None:
         for where in self.directory.glob("*/bench/epoch-*/step-*"):
-            shutil.rmtree(where)
+            while where.exists():
+                shutil.rmtree(where, ignore_errors=True)  # the daemon may be putting a mark there
 
     def close(self) -> None:
         self._open.close()

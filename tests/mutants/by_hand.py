@@ -192,8 +192,8 @@ EDITS = (
     Edit(
         "boxes that overlap are taken for the whole",
         "core/state_map/recovery.py",
-        "whole = shared & (found == volumes) & _apart(self.index.boxes, kinds)",
-        "whole = shared & (found == volumes)",
+        "whole = (shared & (found == volumes) & _apart(self.index.boxes, kinds)).tolist()",
+        "whole = (shared & (found == volumes)).tolist()",
     ),
     Edit(
         "another rank's own values are restored",
@@ -204,8 +204,8 @@ EDITS = (
     Edit(
         "a prefix is taken for the whole slot",
         "core/state_map/recovery.py",
-        "if tier == 0 or fragment.tier >= tier\n",
-        "if tier >= 0\n",
+        "in holders if least == 0 or tier[fragment] >= least]\n",
+        "in holders]\n",
     ),
     Edit(
         "what a prefix lacks is written from it",

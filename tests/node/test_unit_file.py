@@ -78,7 +78,7 @@ def test_the_launcher_starts_a_daemon_once_and_becomes_torchrun(tmp_path: Path, 
     if answers:
         up.touch()
     scripts = {
-        "ckptd": f"case $1 in status) test -e {up};; run) echo $$ >{started}; touch {up};; esac",
+        "ckptd": f"case $1 in status) test -e {up};; run) touch {started} {up}; while test -e {up}; do sleep 0.1; done;; esac",
         "torchrun": 'echo torchrun "$@"',
     }
     for name, body in scripts.items():
@@ -87,6 +87,7 @@ def test_the_launcher_starts_a_daemon_once_and_becomes_torchrun(tmp_path: Path, 
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CKPTD_LOG": str(tmp_path / "log")}
     command = [str(DEPLOY / "torchrun" / "launch.sh"), "--nnodes=1", "a b"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    up.unlink()  # the daemon ends
     assert done.stdout == "torchrun --nnodes=1 a b\n"
     assert started.exists() is not answers
 
