@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 from ckptd.persist.names import DATA
 from tests.cluster.damage import flip_in_file
@@ -13,6 +14,11 @@ from tests.waiting import until
 
 JOB = "store"
 PATIENCE_S = 60.0
+
+
+def marks(directory: Path) -> set[str]:
+    """Of whom; not what is about to be one."""
+    return {path.name.removeprefix("read-") for path in directory.glob("read-*") if not path.suffix}
 
 
 def test_every_writer_reads_its_own_files_and_older_checkpoints_go(nodes: Cluster) -> None:
@@ -26,9 +32,9 @@ def test_every_writer_reads_its_own_files_and_older_checkpoints_go(nodes: Cluste
         together(world, "snapshot", must=True)
         assert together(world, "wait", level="durable", timeout=PATIENCE_S) == ["durable"] * 2
         directory = checkpoint(storage, step)
-        until(lambda where=directory: len(list(where.glob("read-*"))) == 2, PATIENCE_S, "both to have read their own")
+        until(lambda where=directory: len(marks(where)) == 2, PATIENCE_S, "both to have read their own")
     writers = {path.name.rpartition("-")[0] for path in checkpoint(storage, 2).glob("*.side")}
-    assert {path.name.removeprefix("read-") for path in checkpoint(storage, 2).glob("read-*")} == writers
+    assert marks(checkpoint(storage, 2)) == writers
     until(lambda: (checkpoint(storage, 2) / "verified").exists(), PATIENCE_S, "who retains to count on it")
     until(lambda: not (checkpoint(storage, 1) / "manifest.json").exists(), PATIENCE_S, "the older one to be hidden")
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from ckptd.arena.arena import Slot
+from ckptd.arena.header import FILLING
 from ckptd.core.failpoint import arm
 from ckptd.core.ids import SnapshotId
 from ckptd.protect import replicate, settle
@@ -214,7 +215,7 @@ async def test_a_failure_between_verification_and_seal_leaves_no_slot(a: Peer, b
 async def test_a_sender_that_dies_leaves_no_slot(post: Post, a: Peer, b: Peer) -> None:
     arm("protect.push:sleep=1")
     sending = asyncio.ensure_future(a.replicator.replicate(JOB, a.sealed(), 0, "b"))
-    await eventually(lambda: b.arena.slots)
+    await eventually(lambda: [slot for slot in b.arena.slots.values() if slot.state == FILLING])
     slot = next(iter(b.arena.slots.values()))
     receiving = next(iter(b.replicator._tasks.running))
     sending.cancel()
