@@ -16,7 +16,10 @@ from tests.short import KEEP, kept
 
 FOLDER = pytest.StashKey[str]()
 END_TIMEOUT_S = 60.0
-LONGEST = "tests/sim/test_sim.py"  # half a minute on two quiet cores, and minutes beside other tests
+LONGEST = (  # half a minute and more on two quiet cores
+    "tests/sim/test_sim.py", "tests/cluster/test_retention_beside_restore.py", "tests/fuzz/test_sockets.py",
+    "tests/cluster/test_readme.py", "tests/cluster/test_client_parallel.py",
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -32,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest begins first: where it began last, the other workers would wait for it."""
+    """The longest begin first: where they began last, the other workers would wait for them."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
