@@ -20,6 +20,7 @@ from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import RankSocket, memfd_object, read_memfd_object
 from ckptd.wire.world import pack_world
+from tests.slot_views import SlotViews
 from tests.waiting import until
 
 ELEMENTS = 192  # of each tensor: shared evenly by 48 and by 64 ranks
@@ -44,8 +45,7 @@ class LightRank:
         self.heard: deque[tuple[Any, list[int]]] = deque()
         self.seen: list[str] = []  # what was told of snapshots and failures
         self.level, self.void = -1, False  # of the newest snapshot
-        self._slots: dict[int, tuple[str, int]] = {}
-        self._segments: dict[str, mmap.mmap] = {}
+        self._views = SlotViews()
         box = Box((self.first,), (self.count,))
         items = [LayoutItem(self._key(i), "U32", (ELEMENTS,), box, "param", UNIQUE, tier) for i in range(tensors)]
         self.layout = build_layout(rank, world, items, OBJECTS_BYTES)
@@ -97,9 +97,7 @@ class LightRank:
         raise AssertionError(f"rank {self.rank}: {message}")
 
     def _on_mapped(self, message: wire.Mapped, fds: list[int]) -> None:
-        for fd in fds:
-            self._segments[message.segment] = mmap.mmap(fd, message.segment_bytes)
-        self._slots[message.slot] = message.segment, message.offset
+        self._views.take(message, fds)
 
     # --- snapshots ----------------------------------------------------------------------------------------------
     def _on_grantslot(self, message: wire.GrantSlot, fds: list[int]) -> None:
@@ -118,8 +116,7 @@ class LightRank:
         """Under the grant that has come."""
         self.level, self.void = -1, False
         grant, _ = self.heard.popleft()
-        name, offset = self._slots[grant.slot]
-        memory = np.frombuffer(self._segments[name], np.uint32, self.layout.payload_bytes // 4, offset)
+        memory = np.frombuffer(self._views[grant.slot], np.uint32, self.layout.payload_bytes // 4)
         memory[: OBJECTS_BYTES // 4] = 0
         memory.view(np.uint8)[0] = 0x80  # an empty msgpack map
         content = values(self.tensors, self.first, self.count, step)
@@ -152,6 +149,11 @@ class LightRank:
             self.say(wire.Loaded(message.round, True))
         else:
             self.say(wire.LoadedPart(message.round, plan["part"]))
+
+    def holds(self, step: int) -> bool:
+        """Is all that it wanted back as it was after this step?"""
+        expected = values(self.tensors, self.first, self.count, step)
+        return self.step == step and self.restored is not None and np.array_equal(self.restored, expected)
 
     def close(self) -> None:
         self.link.close()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from tests.chaos.light import LightRank, pump, values
+from tests.chaos.light import LightRank, pump
 from tests.cluster.nodes import Cluster, Node, cluster
 
 JOB = "many"
@@ -27,19 +26,25 @@ def world(nodes: Sequence[Node], attempt: str, tensors: int) -> list[LightRank]:
     return made
 
 
-def run(place: Cluster, nodes: int, fewer: int, tensors: int) -> dict[str, float]:
-    """Seconds that each part took. ``fewer``: nodes of the second world."""
-    made = place.several(nodes, replicas=2, memory_budget="256MiB", inventory_timeout_s=60, steward_timeout_s=60)
-    took: dict[str, float] = {}
-    ranks = world(made, "first", tensors)
-    took["join"] = pump(ranks, lambda rank: rank.ready, ANSWER_S, "an epoch")
-    step = 0
-    while not all(rank.level >= 2 and not rank.void for rank in ranks):  # the first grants may be void, heard too late
+def protected(ranks: Sequence[LightRank]) -> tuple[int, float]:
+    """The step that survives the loss of any two nodes, and the seconds that took. The first grants may be void, heard too late."""
+    step, took = 0, 0.0
+    while not all(rank.level >= 2 and not rank.void for rank in ranks):
         step += 1
         pump(ranks, lambda rank: bool(rank.heard), ANSWER_S, "a grant")
         for rank in ranks:
             rank.capture(step)
-        took["protect"] = pump(ranks, lambda rank: rank.void or rank.level >= 2, ANSWER_S, "level 2")
+        took = pump(ranks, lambda rank: rank.void or rank.level >= 2, ANSWER_S, "level 2")
+    return step, took
+
+
+def without_what_it_had(place: Cluster, nodes: int, fewer: int, tensors: int) -> tuple[list[int], dict[str, float]]:
+    """Ranks of a second world, on ``fewer`` nodes, that did not get back what they wanted after two of the first one's nodes were
+    lost; and the seconds that each part took."""
+    made = place.several(nodes, replicas=2, memory_budget="256MiB", inventory_timeout_s=60, steward_timeout_s=60)
+    ranks = world(made, "first", tensors)
+    took = {"join": pump(ranks, lambda rank: rank.ready, ANSWER_S, "an epoch")}
+    step, took["protect"] = protected(ranks)
     for rank in ranks:
         rank.close()
     for victim in made[3:5]:
@@ -48,18 +53,19 @@ def run(place: Cluster, nodes: int, fewer: int, tensors: int) -> dict[str, float
     again = world(left[:fewer], "second", tensors)
     took["restore"] = pump(again, lambda rank: rank.ready, ANSWER_S, "the restore")
     for rank in again:
-        assert rank.step == step and rank.restored is not None
-        assert np.array_equal(rank.restored, values(tensors, rank.first, rank.count, step)), f"rank {rank.rank}"
         rank.close()
-    return took
+    return [rank.rank for rank in again if not rank.holds(step)], took
 
 
 def test_a_few_of_many_ranks() -> None:
     with cluster() as place:
-        run(place, nodes=6, fewer=3, tensors=200)
+        missing, _ = without_what_it_had(place, nodes=6, fewer=3, tensors=200)
+        assert missing == []
 
 
 @pytest.mark.chaos
 def test_64_ranks_of_10000_tensors() -> None:
     with cluster() as place:
-        print(run(place, nodes=32, fewer=24, tensors=10_000))
+        missing, took = without_what_it_had(place, nodes=32, fewer=24, tensors=10_000)
+        assert missing == [], took
+        print(took)

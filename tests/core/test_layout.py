@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,9 @@ from ckptd.core.state_map.fragments import OWN, SHARED
 from ckptd.core.state_map.layout import ALIGN_BYTES, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.core.state_map.layout_check import decode_layout
+from tests.core.old_layouts import in_rows
 from tests.core.worlds import World, quick, worlds
+from tests.peak import peak_below
 
 HEAD = ("version", "rank", "world", "objects_capacity", "payload_bytes", "plan_id", "aliases", "rows")
 NOW = (*HEAD[:-1], "frozen_bytes", "without", "table", "where", "data")
@@ -70,15 +71,6 @@ def test_the_frozen_part_comes_last_behind_a_gap_and_is_a_layout_of_its_own() ->
     assert [f.offset for f in layout.frozen.fragments] == [0, 192]
     assert layout.frozen.is_frozen and not layout.is_frozen
     assert Layout.decode(layout.frozen.encoded) == layout.frozen
-
-
-def in_rows(layout: Layout) -> bytes:
-    """As daemons wrote it before there were columns."""
-    rows = [[f.key, f.dtype, f.shape, *f.box, f.offset, f.nbytes, f.role, f.sharing, f.tier] for f in layout.fragments]
-    head = [layout.rank, layout.world, layout.objects_capacity, layout.payload_bytes, layout.plan_id, layout.aliases, rows]
-    tail = [3, layout.frozen_bytes, layout.without] if layout.without else [2, layout.frozen_bytes]
-    packed: bytes = msgpack.packb([tail[0], *head, *tail[1:]] if tail[1] or layout.without else [1, *head])
-    return packed
 
 
 @quick
@@ -147,13 +139,8 @@ def test_nothing_unfolds_to_more_than_its_place_holds(where: str) -> None:
         "fragments": head + b"\x90" + many, "aliases": head + many + b"\x90",
         "a fragment's key": head + b"\x90\x91\x9a" + many,
     }[where]  # fmt: skip
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match="not a layout"):
-            Layout.decode(data)
-        assert tracemalloc.get_traced_memory()[1] < 4 * len(data)
-    finally:
-        tracemalloc.stop()
+    with peak_below(4 * len(data)), pytest.raises(ValueError, match="not a layout"):
+        Layout.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -336,13 +323,8 @@ def test_few_bytes_do_not_unfold_to_many_numbers() -> None:
     for names in (SHARED, OWN):
         long = {"where": [[name, "<u1", 0, len(data)] for name in names], "data": data}
         said = anew(columns(), long) if names is SHARED else anew(columns(), **long)
-        tracemalloc.start()
-        try:
-            with pytest.raises(ValueError, match="not a layout"):
-                Layout.decode(said)
-            assert tracemalloc.get_traced_memory()[1] < 6 * len(data)
-        finally:
-            tracemalloc.stop()
+        with peak_below(6 * len(data)), pytest.raises(ValueError, match="not a layout"):
+            Layout.decode(said)
 
 
 def test_one_key_is_one_tensor() -> None:

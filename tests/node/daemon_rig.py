@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from ckptd.wire.world import pack_world
 from tests.node.links import eventually
 from tests.node.slots import small_layout, write_payload
 from tests.short import short_folder
+from tests.slot_views import SlotViews
 
 TICK_S = 0.02
 JOB = "rig"
@@ -38,9 +38,8 @@ class Rank:
         self.daemon, self.job = daemon, job
         self.link = RankSocket.connect(daemon.config.socket)
         self.seen: list[tuple[Any, list[int]]] = []
-        self.views: dict[int, memoryview] = {}
+        self.views = SlotViews()
         self.captured: dict[int, int] = {}  # step -> grant
-        self._segments: dict[str, mmap.mmap] = {}
         self.link.send(wire.Hello(wire.PROTOCOL_VERSION, job, os.getpid()))
 
     def say(self, message: object, fds: tuple[int, ...] = ()) -> None:
@@ -71,7 +70,7 @@ class Rank:
             if got is None:
                 return
             if isinstance(got[0], wire.Mapped):
-                self._map(*got)
+                self.views.take(*got)
             if not (isinstance(got[0], wire.TakeBack) and self._gave_up(got[0].grant)):
                 self.seen.append(got)
 
@@ -83,14 +82,6 @@ class Rank:
                 self.say(wire.GaveUp(number, -1, "taken back"))
                 return True
         return False
-
-    def _map(self, note: wire.Mapped, fds: list[int]) -> None:
-        while fds:
-            fd = fds.pop()
-            self._segments[note.segment] = mmap.mmap(fd, note.segment_bytes)
-            os.close(fd)
-        whole = memoryview(self._segments[note.segment])
-        self.views[note.slot] = whole[note.offset : note.offset + note.capacity]
 
     def join(self, attempt: str, state_bytes: int | None = None, rank: int = 0, **ask: Any) -> None:
         node = asdict(self.daemon.services.node)

@@ -13,6 +13,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.layout import Layout
 from ckptd.protect.map_parts import MapParts
 from ckptd.wire.peer import MapAsk, MapPart
+from tests.core.old_layouts import in_rows
 from tests.node.slots import small_layout
 
 JOB = "0/maps"
@@ -54,6 +55,14 @@ async def test_a_leaf_is_enough_for_who_has_the_table(pair: Pair) -> None:
     assert await pair.asker.ask(JOB, "holder", first.layout_id) == first
     assert await pair.asker.ask(JOB, "holder", second.layout_id, {first.fragments.table}) == second
     assert pair.parts() == [first.encoded, second.leaf]
+
+
+async def test_a_layout_of_an_older_daemons_memory_is_told_whole(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is that of its rows, which no table and leaf bring back: restores from memory after an upgrade."""
+    first, second = (Layout.decode(in_rows(layout)) for layout in HELD)
+    monkeypatch.setattr("tests.node.test_map_parts.HELD", [first, second])
+    assert await pair.asker.ask(JOB, "holder", second.layout_id, {first.fragments.table}) == second
+    assert pair.parts() == [in_rows(second)]
 
 
 async def test_what_is_not_held_or_of_another_job_is_said_to_be(pair: Pair) -> None:

@@ -13,11 +13,10 @@ import numpy as np
 from ckptd.core.state_map.balance import plans_in
 from ckptd.core.state_map.box import Box, Span, disjoint_spans
 from ckptd.core.state_map.box_index import BoxIndex
-from ckptd.core.state_map.columns import Ints
-from ckptd.core.state_map.fragments import Fragment, Fragments, Table
+from ckptd.core.state_map.fragments import Fragment, Fragments, Kinds
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 
-DIMENSIONS_MAX = 8  # of tensors that are looked at all together
+DIMENSIONS_TOGETHER_MAX = 8  # of tensors that are looked at all together
 CACHED_MAX = 32  # sets of layouts; a job has one or two alive
 
 Digests = Sequence[tuple[str, bytes]]  # (name, 16 bytes)
@@ -190,22 +189,20 @@ def _by_key(keyed: _Keyed) -> Iterable[tuple[str, Sequence[int], Sequence[Fragme
 def _plain(all_ranks: Sequence[Fragments]) -> set[str]:
     """Keys of which each rank has slices of its own: of one dtype and shape, none shared, and no element twice. That is nearly all
     where a model is sharded, and is found for all of them together."""
-    kinds: dict[tuple[str, str, tuple[int, ...], bool], int] = {}
-    tables: dict[Table, Ints] = {}
-    for of in all_ranks:
-        if of.table not in tables:
-            alone = zip(of.kinds(), of.shared_as(UNIQUE).tolist(), strict=True)
-            tables[of.table] = np.array([kinds.setdefault((*kind, one), len(kinds)) for kind, one in alone], np.int64)
-    dims = max((table.dims_max for table in tables), default=0)
-    if dims > DIMENSIONS_MAX:  # each row would be as wide as the widest
+    kinds, shared = Kinds(), set[int]()
+    dims = max((of.table.dims_max for of in all_ranks), default=0)
+    if dims > DIMENSIONS_TOGETHER_MAX:  # each row would be as wide as the widest
         return set()
-    rows = [np.column_stack((tables[of.table], *of.boxes(dims)))[of.nbytes > 0] for of in all_ranks]
-    found = np.concatenate([np.empty((0, 1 + 2 * dims), np.int64), *rows])
-    found = found[np.lexsort(found[:, dims::-1].T)]  # by kind and offsets
-    first = np.searchsorted(found[:, 0], np.arange(len(kinds) + 1))
-    apart = BoxIndex(lambda key, dims: None, first, found[:, 1 : 1 + dims], found[:, 1 + dims :]).apart
-    single = Counter(key for key, *_ in kinds)
-    return {key for (key, _, _, one), number in kinds.items() if one and apart[number] and single[key] == 1}
+    parts = [np.empty((0, 1 + 2 * dims), np.int64)]
+    for of in all_ranks:
+        numbers = kinds.of(of)
+        shared.update(np.unique(numbers[~of.shared_as(UNIQUE)]).tolist())
+        parts.append(np.column_stack((numbers, *of.boxes(dims)))[of.nbytes > 0])
+    rows = np.concatenate(parts)
+    rows = rows[np.lexsort(rows[:, dims::-1].T)]  # by kind and offsets
+    apart = BoxIndex.numbered(rows[:, 0], len(kinds.number), rows[:, 1 : 1 + dims], rows[:, 1 + dims :]).apart
+    single = Counter(key for key, *_ in kinds.number)
+    return {key for (key, *_), at in kinds.number.items() if at not in shared and apart[at] and single[key] == 1}
 
 
 def _different_plans(layouts: Mapping[int, Layout]) -> list[str]:

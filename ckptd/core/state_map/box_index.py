@@ -46,6 +46,11 @@ class BoxIndex:
         first = np.cumsum([0, *map(len, ordered)])
         return BoxIndex(lambda *asked: numbers.get(asked), first, *columns_of([box for found in ordered for box in found]))
 
+    @staticmethod
+    def numbered(numbers: Ints, count: int, offsets: Ints, sizes: Ints) -> BoxIndex:
+        """``numbers``: of each row's tensor, ascending, below ``count``. Tensors are asked for by their numbers alone."""
+        return BoxIndex(lambda key, dims: None, np.searchsorted(numbers, np.arange(count + 1)), offsets, sizes)
+
     def named(self, number: Number) -> BoxIndex:
         """The same boxes under other keys."""
         assert len(self.apart) == len(self.first) - 1, "looked at once, for all"

@@ -97,11 +97,6 @@ class Fragments(Sequence[Fragment]):
         found: Flags = table.sharing == (table.words.index(sharing) if sharing in table.words else len(table.words))
         return found
 
-    def kinds(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Key, dtype and shape of each. Who asks for many ranks' asks once for each ``table``."""
-        keys, dtypes, shapes, *_ = self.columns()
-        return zip(keys, dtypes, shapes, strict=True)
-
     def boxes(self, dims: int) -> tuple[Ints, Ints]:
         """Offsets and sizes of all of them, a column per dimension; what a fragment does not have of them is 0 and 1."""
         inside = np.arange(dims) < self.table.dims[:, None]
@@ -188,6 +183,22 @@ class Table:
         data, where = pack(self._columns)
         packed: bytes = msgpack.packb([self.keys, self.words, where, data], unicode_errors="surrogatepass")
         return packed
+
+
+class Kinds:
+    """Numbers of what ranks store under one key with one dtype and shape; once for each table."""
+
+    def __init__(self) -> None:
+        self.number: dict[tuple[str, str, tuple[int, ...]], int] = {}
+        self._tables: dict[Table, Ints] = {}
+
+    def of(self, fragments: Fragments) -> Ints:
+        table, number = fragments.table, self.number
+        if table not in self._tables:
+            keys, dtypes, shapes, *_ = fragments.columns()
+            found = [number.setdefault(kind, len(number)) for kind in zip(keys, dtypes, shapes, strict=True)]
+            self._tables[table] = np.array(found, np.int64)
+        return self._tables[table]
 
 
 def digest_of(encoded: bytes) -> str:

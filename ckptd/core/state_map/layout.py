@@ -30,17 +30,6 @@ REPLICA = "replica"  # structural or declared copy: equal by contract, unequal s
 MAYBE = "maybe"  # plain value of equal name elsewhere: each snapshot decides by its sums
 
 
-FROZEN_VERSION = 2
-
-
-def rows_of(frozen: Layout) -> bytes:
-    """As such a frozen part was written before there were columns (layout_rows.py reads it): its name is in memory of that time."""
-    rows = list(zip(*frozen.fragments.columns(), strict=True))
-    head = [frozen.rank, frozen.world, 0, frozen.payload_bytes, "", (), rows, frozen.frozen_bytes]
-    packed: bytes = msgpack.packb([FROZEN_VERSION, *head])
-    return packed
-
-
 @dataclass(frozen=True)
 class Layout:
     rank: int
@@ -60,8 +49,8 @@ class Layout:
 
     @property
     def leaf(self) -> bytes:
-        """The same for those who have its table."""
-        return self._encode(self.fragments.table.digest)
+        """The same for those who have its table; all of it where it was written in rows, whose name no table brings back."""
+        return self.encoded if self.in_rows else self._encode(self.fragments.table.digest)
 
     def _encode(self, table: bytes | str = b"") -> bytes:
         data, where = pack(self.fragments.own)
@@ -101,7 +90,9 @@ class Layout:
         moved = Fragments(f._replace(offset=f.offset - self.frozen_at) for f in found)
         made = Layout(self.rank, self.world, moved, 0, self.frozen_bytes, frozen_bytes=self.frozen_bytes)
         if self.in_rows:
-            made.was_in_rows(rows_of(made))
+            from ckptd.core.state_map.layout_rows import frozen_in_rows
+
+            made.was_in_rows(frozen_in_rows(made))
         return made
 
     @property

@@ -22,7 +22,14 @@ from ckptd.core.state_map.layout_reader import (
     Reader,
     require,
 )
-from ckptd.core.state_map.layout_rows import HEAD_FIELDS, ROLES, SHARINGS, read_row
+from ckptd.core.state_map.layout_rows import (
+    FROZEN_VERSION,
+    HEAD_FIELDS,
+    ROLES,
+    SHARINGS,
+    WITHOUT_VERSION,
+    read_row,
+)
 
 RAGGED_BOXES_MAX = 2000  # of one key on one rank that lie in no grid; a flat range is at most 2 * ndim - 1
 WORDS_MAX = len(ITEMSIZE) + len(ROLES) + len(SHARINGS)
@@ -63,9 +70,9 @@ def _read(reader: Reader, data: bytes, leaf: bool) -> Layout:
         fragments = _fragments(reader, leaf)
     else:
         fragments = Fragments([read_row(reader) for _ in range(reader.count(FRAGMENTS_MAX, "fragments"))])
-        frozen_bytes = reader.whole(version == 2, room, "frozen_bytes") if version > 1 else 0
-        without = reader.keys(FRAGMENTS_MAX) if version == 3 else ()
-        require(bool(without) == (version == 3), "nothing is left out")
+        frozen_bytes = reader.whole(version == FROZEN_VERSION, room, "frozen_bytes") if version > 1 else 0
+        without = reader.keys(FRAGMENTS_MAX) if version == WITHOUT_VERSION else ()
+        require(bool(without) == (version == WITHOUT_VERSION), "nothing is left out")
     frozen_at = payload_bytes - frozen_bytes
     require(not frozen_bytes or frozen_at % ALIGN_BYTES == 0, "the frozen part is not aligned")
     live = int((fragments.offset < frozen_at).sum())

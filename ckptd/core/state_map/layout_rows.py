@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 
+import msgpack
+
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.fragments import Fragment
-from ckptd.core.state_map.layout import ALIGN_BYTES, MAYBE, REPLICA, UNIQUE
+from ckptd.core.state_map.layout import ALIGN_BYTES, MAYBE, REPLICA, UNIQUE, Layout
 from ckptd.core.state_map.layout_reader import PAYLOAD_BYTES_MAX, TIER_MAX, Reader, is_key, is_whole, require
 
 ROLES = frozenset(("param", "buffer", "optim", "extra", "rng"))
 SHARINGS = frozenset((UNIQUE, REPLICA, MAYBE))
-HEAD_FIELDS = {1: 8, 2: 9, 3: 10}  # by version; 2 has a frozen part, 3 says what it leaves out
+FROZEN_VERSION, WITHOUT_VERSION = 2, 3  # has a frozen part; says what it leaves out
+HEAD_FIELDS = {1: 8, FROZEN_VERSION: 9, WITHOUT_VERSION: 10}  # by version
 ROW_FIELDS = 10
 
 
@@ -37,3 +40,11 @@ def read_row(reader: Reader) -> Fragment:
     if type(nbytes) is not int or nbytes != volume or volume > PAYLOAD_BYTES_MAX:
         raise ValueError(f"{key}: nbytes is not volume times item size, or out of bounds")
     return Fragment(key, dtype, shape, Box(offsets, sizes), offset, nbytes, role, sharing, tier)
+
+
+def frozen_in_rows(layout: Layout) -> bytes:
+    """As such a frozen part was written then: its slot is named so."""
+    rows = list(zip(*layout.fragments.columns(), strict=True))
+    head = [layout.rank, layout.world, 0, layout.payload_bytes, "", (), rows, layout.frozen_bytes]
+    packed: bytes = msgpack.packb([FROZEN_VERSION, *head])
+    return packed

@@ -13,7 +13,7 @@ from ckptd.core.state_map.box import Box, contains, intersect, merge, without
 from ckptd.core.state_map.box_index import BoxIndex, Meetings, columns_of
 from ckptd.core.state_map.columns import Flags, Ints
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.fragments import Table
+from ckptd.core.state_map.fragments import Kinds
 from ckptd.core.state_map.layout import Layout
 
 OWN, PEER, PARITY, DURABLE = "own", "peer", "parity", "durable"
@@ -106,52 +106,40 @@ class SourceIndex:
     """
 
     def __init__(self, sources: Sequence[Held]) -> None:
-        self._kinds: dict[str, dict[_Kind, int]] = {}
         self._aliases: dict[str, str] = {}
         self._holders: list[_Holders] = []
-        self._count = 0  # of kinds
         by_layout: dict[tuple[int, str], list[Held]] = {}
         for source in sources:
             by_layout.setdefault((source.rank, source.layout.layout_id), []).append(source)
         dims = max((source.layout.fragments.table.dims_max for source in sources), default=0)
-        numbers: dict[Table, Ints] = {}
-        parts = [self._rows(rank, held, dims, numbers) for (rank, _), held in sorted(by_layout.items())]
+        kinds = Kinds()
+        parts = [self._rows(rank, held, dims, kinds) for (rank, _), held in sorted(by_layout.items())]
         nothing = np.empty((0, 3 + 2 * dims), np.int64)
         rows = np.concatenate([nothing, *parts])
         rows = rows[np.lexsort((rows[:, -2], *rows[:, -3::-1].T))]  # by kind, offsets and sizes, then by who holds them
         box = rows[:, :-2]
         first = np.flatnonzero(np.concatenate((np.ones(len(rows[:1]), bool), (box[1:] != box[:-1]).any(1))))
-        kinds = np.searchsorted(box[first, 0], np.arange(self._count + 1))
         self._first = np.append(first, len(rows))
         self._copies = rows[:, -2:]
-        self.boxes = BoxIndex(lambda key, dims: None, kinds, box[first, 1 : 1 + dims], box[first, 1 + dims :])
-        self._forget(frozenset(np.flatnonzero(np.diff(kinds) == 0).tolist()))
+        box = box[first]
+        self.boxes = BoxIndex.numbered(box[:, 0], len(kinds.number), box[:, 1 : 1 + dims], box[:, 1 + dims :])
+        self._kinds: dict[str, dict[_Kind, int]] = {}
+        some = np.diff(self.boxes.first) > 0  # is held
+        for (key, dtype, shape), number in kinds.number.items():
+            if some[number]:
+                self._kinds.setdefault(key, {})[dtype, shape] = number
 
-    def _rows(self, rank: int, held: Sequence[Held], dims: int, numbers: dict[Table, Ints]) -> Ints:
+    def _rows(self, rank: int, held: Sequence[Held], dims: int, kinds: Kinds) -> Ints:
         """Of each fragment that some holder has: kind, offsets, sizes, which of the holders, and its number in their layout."""
         layout = held[0].layout
         fragments = layout.fragments
-        if fragments.table not in numbers:
-            numbers[fragments.table] = np.array([*map(self._number, fragments.kinds())], np.int64)
         self._aliases.update(layout.aliases)
         tiers = sorted((source.tier, source.node) for source in held)
         self._holders.append(_Holders(rank, tiers, fragments.tier))
         kept = np.flatnonzero((fragments.nbytes > 0) & ((fragments.tier >= tiers[0][0]) | (tiers[0][0] == 0)))
         who = np.full(len(kept), len(self._holders) - 1)
         boxes = (column[kept] for column in fragments.boxes(dims))
-        return np.column_stack((numbers[fragments.table][kept], *boxes, who, kept))
-
-    def _number(self, kind: tuple[str, str, tuple[int, ...]]) -> int:
-        key, dtype, shape = kind
-        found = self._kinds.setdefault(key, {}).setdefault((dtype, shape), self._count)
-        self._count += found == self._count
-        return found
-
-    def _forget(self, idle: frozenset[int]) -> None:
-        """Kinds of which nothing is held."""
-        if idle:
-            left = ((key, {k: n for k, n in kinds.items() if n not in idle}) for key, kinds in self._kinds.items())
-            self._kinds = {key: kinds for key, kinds in left if kinds}
+        return np.column_stack((kinds.of(fragments)[kept], *boxes, who, kept))
 
     def copies(self, row: int) -> list[Copy]:
         """Of one of the ``boxes``."""

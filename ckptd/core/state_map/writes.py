@@ -15,7 +15,7 @@ from ckptd.core.state_map.columns import Flags
 from ckptd.core.state_map.layout import MAYBE, UNIQUE, Layout
 
 OBJECTS = -1  # in place of a fragment's index
-TIER_MAX = 1 << 30  # above each that there is
+IN_ANY_COPY = 1 << 30  # a tier above each that there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _own(layout: Layout, per_rank: frozenset[str]) -> Flags:
 def _by_tier(layout: Layout, held: Sequence[tuple[int, str]], own: Flags) -> list[_Own]:
     """Raises ValueError naming what is held nowhere."""
     fragments, found = layout.fragments, []
-    tiers = np.where(fragments.nbytes > 0, fragments.tier, TIER_MAX)  # what has no bytes is in any copy
+    tiers = np.where(fragments.nbytes > 0, fragments.tier, IN_ANY_COPY)  # what has no bytes is in any copy
     for tier in np.unique(tiers[own]).tolist():
         which = np.flatnonzero(own & (tiers == tier))
         nodes = tuple(node for t, node in held if t <= tier)
