@@ -17,8 +17,8 @@ from tests.short import KEEP, kept
 FOLDER = pytest.StashKey[str]()
 END_TIMEOUT_S = 60.0
 LONGEST = (  # half a minute and more on two quiet cores
-    "tests/sim/test_sim.py", "tests/cluster/test_retention_beside_restore.py", "tests/fuzz/test_sockets.py",
-    "tests/cluster/test_readme.py", "tests/cluster/test_client_parallel.py",
+    "tests/sim/test_sim.py", "tests/cluster/test_retention_beside_restore.py", "tests/cluster/test_readme.py",
+    "tests/cluster/test_client_parallel.py",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 

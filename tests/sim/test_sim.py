@@ -7,12 +7,13 @@ import pytest
 from tests.sim.census import run_all
 from tests.sim.transitions import SITUATIONS
 
-SEEDS = 300
+EVERYDAY, MANY = range(100), range(100, 1000)
 
 
 @pytest.mark.timeout(900)
-def test_every_seed_holds_and_every_situation_happens() -> None:
-    *_, census = run_all(0, SEEDS)
+@pytest.mark.parametrize("seeds", [EVERYDAY, pytest.param(MANY, marks=pytest.mark.chaos)])
+def test_every_seed_holds_and_every_situation_happens(seeds: range) -> None:
+    *_, census = run_all(seeds.start, seeds.stop)
     assert not census.failures, "\n".join(census.failures)
     never = [name for name in SITUATIONS if not census.counts[name]]
-    assert not never, f"never happened in {SEEDS} seeds: {never}"
+    assert not never, f"never happened in {len(seeds)} seeds: {never}"
