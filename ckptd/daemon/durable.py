@@ -264,6 +264,7 @@ class Durable:
         stored = await self._listed(list_commits)
         if stored is not None:  # its word counts: a checkpoint that memory was told of may have been deleted since
             rows = {at: {**row, "durable": False} for at, row in rows.items()}
+            self.read_back.damaged |= {info.captured for info in stored if info.damaged}
         for info in stored or ():
             row = rows.setdefault(info.snapshot.at, _row(info.snapshot, -1, 0, True, "storage"))
             row["durable"], row["keep"], row["damaged"] = True, info.keep, info.damaged

@@ -27,6 +27,7 @@ class ReadBack:
         self._due: dict[SnapshotId, None] = {}
         self._running, self._reads = False, ""
         self._cancelled = threading.Event()
+        self.damaged: set[SnapshotId] = set()  # found here, or marked on storage when it was last listed
 
     def waits_for(self, writer: str) -> bool:
         """Is it at work or about to be, or another node that may be? What an earlier life of this daemon wrote nobody reads.
@@ -98,6 +99,7 @@ class ReadBack:
             self._services.health.event(KIND, f"step {snapshot.step}: {text}", job=self._job)
 
     def _damaged(self, snapshot: SnapshotId, text: str) -> None:
+        self.damaged.add(snapshot)
         self._services.metrics.quarantined(self._job, "disk")
         told = f"checkpoint of step {snapshot.step}, epoch {snapshot.epoch}: {text}"
         self._services.health.event("damage", told, job=self._job)

@@ -57,6 +57,7 @@ def test_damage_that_a_writer_finds_is_told_as_damage(nodes: Cluster) -> None:
     (row,) = json.loads(node.cli("ls", storage, "--json").stdout)["rows"]
     assert row["durable"] and row["damaged"], row
     assert "DAMAGED" in node.cli("ls").stdout
+    assert (node.newest(JOB, "sealed"), node.newest(JOB, "durable")) == (1, -1), "status calls it durable no more"
     assert node.metric(f'ckptd_quarantines_total{{job="{os.geteuid()}/{JOB}",where="disk"}}') == 1
     (line,) = [line for line in node.log.read_text().splitlines() if "damaged on storage" in line]
     assert file.name in line
