@@ -347,6 +347,7 @@ class JobShell:
         old_level = before.level if before else -1
         if old_level < 0 <= now.level:
             metrics.reached(self.job, "sealed")
+            self.services.health.clear("nothing_sealed", job=self.job)  # it was about a start before this one
         if old_level < max(now.wanted, 1) <= now.level:
             metrics.reached(self.job, "protected")
         if now.durable and not (before and before.durable):

@@ -91,10 +91,14 @@ def verify_at(
 
 
 def mark_damaged(storage: Storage, directory: str, report: VerifyReport) -> None:
-    """Lists say so from then on, and retention does not count on it; a restore tries it all the same."""
     if report.damaged:
-        with contextlib.suppress(StorageError):  # it has gone, or storage is full
-            storage.mark(directory, DAMAGED, report.problems[0].encode())
+        note_damage(storage, directory, report.problems[0])
+
+
+def note_damage(storage: Storage, directory: str, text: str) -> None:
+    """Lists say so from then on, and retention does not count on it; a restore tries it all the same."""
+    with contextlib.suppress(StorageError):  # it has gone, or storage is full
+        storage.mark(directory, DAMAGED, text.encode())
 
 
 def read_back(

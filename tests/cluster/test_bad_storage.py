@@ -62,6 +62,8 @@ def test_damaged_files_are_named_and_an_older_checkpoint_serves(nodes: Cluster) 
     assert "Traceback" not in fresh.log.read_text()
     assert any("step 6" in text for text in passed) and any("step 4" in text for text in passed), passed
     assert fresh.metric(f'ckptd_quarantines_total{{job="{os.geteuid()}/{JOB}",where="disk"}}') >= 2
+    marked = lambda: {row["step"] for row in json.loads(fresh.cli("ls", "--json").stdout)["rows"] if row["damaged"]}  # noqa: E731
+    until(lambda: marked() == {4, 6}, 20, "lists to say which ones the restore found damaged")
     # The last one is of a version that this reader does not know: not taken for damage, not taken for nothing.
     path = checkpoint(storage, 2) / MANIFEST
     found = read(PosixStorage(str(path.parent), create=False), "")
