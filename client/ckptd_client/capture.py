@@ -12,9 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from torch import Tensor
+
 from ckptd.core.failpoint import FailpointError, failpoint
 from ckptd_client import _switches, device, libc
 from ckptd_client.accelerator import Accelerator, aside
+from ckptd_client.collectives import storages
 from ckptd_client.copying import Copy
 from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
 from ckptd_client.segments import SlotView
@@ -73,6 +76,12 @@ class Engine:
     def idle(self) -> bool:
         with self._changed:
             return not self._jobs
+
+    def reads(self, tensors: list[Tensor]) -> bool:
+        """Does a capture that is under way read the storage of one of these?"""
+        asked = storages(tensors)
+        with self._changed:
+            return bool(asked) and any(asked & job.storages for job in self._jobs)
 
     def fence(self, timeout_s: float) -> float:
         """Return once no source is read any more, or after ``timeout_s`` with what was left void. Seconds it took.

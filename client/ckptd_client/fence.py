@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckptd_client import _switches, accelerator, graphs, hyper, watch
+from ckptd_client import _switches, accelerator, collectives, graphs, hyper, watch
 
 log = logging.getLogger("ckptd")
 
@@ -31,6 +32,9 @@ class Fenced(Protocol):
 
     def hold(self) -> None:
         """Wait, bounded, until nothing that training may write is still being read."""
+
+    def reads(self, tensors: list[Tensor]) -> bool:
+        """Is one of these, or another one of its storage, still being read?"""
 
 
 class _Clients:
@@ -65,6 +69,7 @@ def join(client: Fenced) -> None:
         _wrap_averaged_model()
         _wrap_swap()
         graphs.install(_fence_for_graph, _counters)
+        collectives.install(_before_collective)
 
 
 def leave(client: Fenced) -> None:
@@ -119,6 +124,15 @@ def _fencing(closure: Callable[..., Any]) -> Callable[..., Any]:
 def _fence_for_graph() -> None:
     if _switches.FENCE:
         _fence_all()
+
+
+def _before_collective(tensors: list[Tensor]) -> None:
+    def hold(client: Fenced) -> None:
+        if client.reads(tensors):
+            client.hold()
+
+    for client in list(_clients.live) if _switches.FENCE else ():
+        _safely(hold, client)
 
 
 def _counters() -> object:

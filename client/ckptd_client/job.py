@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ckptd_client.collectives import storages
 from ckptd_client.copying import Copy
 from ckptd_client.handles import Handle
 from ckptd_client.plan import Plan
@@ -91,6 +92,7 @@ class Job:
     in_flight: int = 0
     began: float = field(default_factory=time.monotonic)
     capture_s: float = 0.0
+    _storages: set[int] | None = None
     _chunks: Iterator[Chunk] | None = None
     _exhausted: bool = False
 
@@ -119,6 +121,13 @@ class Job:
         for name, stepped in self.plan.stepped.items():
             if 2 * len(stepped & keys) > len(stepped):
                 self.written[name] = set()
+
+    @property
+    def storages(self) -> set[int]:
+        """Addresses of what it reads in the background; asked for only by whoever is to write past version counters."""
+        if self._storages is None:
+            self._storages = storages([*self.versions.tensors, *self.of_state.tensors])
+        return self._storages
 
     @property
     def slots(self) -> list[SlotView]:

@@ -41,13 +41,13 @@ class Versions:
         round, so both are watched."""
         sharded = [one for one in watched if one.sharded]
         self.watched = [*watched, *sharded]
-        self._tensors: list[Tensor] = [tensors[one.entry] for one in watched]
-        self._tensors += [tensors[one.entry]._local_tensor for one in sharded]  # type: ignore[attr-defined]
-        self._noted = _counters(self._tensors)
+        self.tensors: list[Tensor] = [tensors[one.entry] for one in watched]
+        self.tensors += [tensors[one.entry]._local_tensor for one in sharded]  # type: ignore[attr-defined]
+        self._noted = _counters(self.tensors)
 
     def moved(self) -> list[Watched]:
         """What was written since."""
-        now = _counters(self._tensors)
+        now = _counters(self.tensors)
         if now == self._noted:
             return []
         changed = (one for one, then, at in zip(self.watched, self._noted, now, strict=True) if then != at)

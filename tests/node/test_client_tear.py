@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from ckptd_client import Client, _switches
 from ckptd_client.dtypes import TORCH
 from torch import nn
@@ -140,3 +141,36 @@ def test_all_the_delays_are_real(daemon: RankDaemonDouble) -> None:
     large = [f for f in plan.fragments if f.nbytes > 16 * 1024]
     assert len(large) >= 10
     assert {f.dtype for f in plan.fragments} <= set(TORCH)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
+def test_a_collective_waits_for_what_it_is_to_write(daemon: RankDaemonDouble, call: str) -> None:
+    """P1: the backend writes below autograd, and no version counter tells (`dist.all_reduce(p)` after snapshot(), two ranks on
+    gloo: snapshots of old, new and half-reduced tensors were sealed)."""
+    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=optimizer)
+        client.restore()
+        model(torch.randn(2, 96)).sum().backward()
+        optimizer.step()
+        before = {f"model.{key}": value.clone() for key, value in model.state_dict().items()}
+        handle = client.snapshot(1, must=True)
+        dist.all_reduce(torch.ones(3))
+        assert handle.status == "capturing", "what is not ours does not wait"
+        with torch.no_grad():
+            for parameter in model.parameters():
+                getattr(dist, call)(parameter.detach(), **({"src": 0} if call == "broadcast" else {}))
+                parameter.data.zero_()  # of one rank alone the collective itself changes nothing
+        assert handle.wait("sealed", 30) in ("sealed", "durable")
+    (ranks,) = daemon.held.values()
+    found = stored(ranks[0])
+    assert not [key for key, value in before.items() if not bits_equal(found[key], value)], "torn"
