@@ -176,7 +176,8 @@ _FORMS: dict[type, tuple[int, Callable[[Any], Any]]] = {
 
 def _numpy_form(value: Any) -> tuple[int, Any]:
     numpy, masked = sys.modules.get("numpy"), sys.modules.get("numpy.ma")  # imported by nobody, there are none
-    if masked is not None and isinstance(value, masked.MaskedArray):
+    # Another thread may be importing it at this moment: then nobody has one yet.
+    if isinstance(value, getattr(masked, "MaskedArray", ())):
         raise _Unfit("a masked array: save its data and its mask")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         if value.dtype.hasobject or value.dtype.fields is not None:

@@ -214,3 +214,9 @@ def test_an_enum_is_looked_up_without_running_anything(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="not imported"):
         tree.decode(msgpack.packb(msgpack.ExtType(tree.ENUM, body)))
     assert asked == []
+
+
+def test_a_module_that_another_thread_is_importing_fails_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch imports numpy.ma at leisure, and a snapshot failed of that."""
+    monkeypatch.setitem(sys.modules, "numpy.ma", types.ModuleType("numpy.ma"))
+    tree.encode(np.arange(3), "here")
