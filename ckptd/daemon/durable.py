@@ -54,7 +54,8 @@ class Durable:
         self._services, self._job = services, job
         self._writing: dict[str, Write] = {}  # by attempt
         self._hung: set[asyncio.Future[Any]] = set()  # given up, and still at it
-        self.read_back = ReadBack(services, job.job)
+        self.damaged: set[SnapshotId] = set()  # found here, or marked on storage when it was last listed
+        self.read_back = ReadBack(services, job.job, self.was_damaged)
         self._retention = Retention(services, job.job, self._hung, HUNG_MAX, self.read_back.waits_for)
 
     # --- lineage ------------------------------------------------------------------------------------------------
@@ -256,6 +257,14 @@ class Durable:
             storage, self._job.job, do.snapshot, do.attempt, do.record, do.reports, do.layouts, do.per_rank, do.keep
         )  # fmt: skip
 
+    def was_damaged(self, snapshot: SnapshotId, text: str) -> None:
+        """Whoever read it, back or for a restore, found that."""
+        self.damaged.add(snapshot)
+        self._services.metrics.quarantined(self._job.job, "disk")
+        told = f"checkpoint of step {snapshot.step}, epoch {snapshot.epoch}: {text}"
+        self._services.health.event("damage", told, job=self._job.job)
+        log.warning("job=%s damaged on storage: %s", self._job.job, told)
+
     # --- lists --------------------------------------------------------------------------------------------------
     async def steps(self) -> list[dict[str, Any]]:
         """Snapshots in memory and on storage, newest first."""
@@ -264,7 +273,7 @@ class Durable:
         stored = await self._listed(list_commits)
         if stored is not None:  # its word counts: a checkpoint that memory was told of may have been deleted since
             rows = {at: {**row, "durable": False} for at, row in rows.items()}
-            self.read_back.damaged |= {info.captured for info in stored if info.damaged}
+            self.damaged |= {info.captured for info in stored if info.damaged}
         for info in stored or ():
             row = rows.setdefault(info.snapshot.at, _row(info.snapshot, -1, 0, True, "storage"))
             row["durable"], row["keep"], row["damaged"] = True, info.keep, info.damaged

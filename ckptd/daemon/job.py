@@ -329,6 +329,8 @@ class JobShell:
         if do.durable:
             self.durable.read_back.committed(do.snapshot)
         failpoint("level.certified")
+        if do.level >= 0 and not do.void:
+            self.services.health.clear("nothing_sealed", job=self.job)  # it was about a start before this one
         if not do.void and do.level >= do.wanted and do.snapshot == max(self.levels):
             for kind in ("degraded", "breakpoint"):
                 self.services.health.clear(kind, job=self.job)
@@ -347,7 +349,6 @@ class JobShell:
         old_level = before.level if before else -1
         if old_level < 0 <= now.level:
             metrics.reached(self.job, "sealed")
-            self.services.health.clear("nothing_sealed", job=self.job)  # it was about a start before this one
         if old_level < max(now.wanted, 1) <= now.level:
             metrics.reached(self.job, "protected")
         if now.durable and not (before and before.durable):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.daemon.services import Services, log
+from ckptd.daemon.services import Services
 from ckptd.persist import report as r
 from ckptd.persist.names import file_stem, step_dir, writer_of
 from ckptd.persist.storage.base import Storage
@@ -21,13 +22,12 @@ KIND = "retention"
 class ReadBack:
     """In a thread that all jobs share, beside those that write: paced as it is, it may take minutes."""
 
-    def __init__(self, services: Services, job: str) -> None:
-        self._services, self._job = services, job
+    def __init__(self, services: Services, job: str, on_damage: Callable[[SnapshotId, str], None]) -> None:
+        self._services, self._job, self._on_damage = services, job, on_damage
         self._written: dict[SnapshotId, tuple[str, int]] = {}  # writer, bytes
         self._due: dict[SnapshotId, None] = {}
         self._running, self._reads = False, ""
         self._cancelled = threading.Event()
-        self.damaged: set[SnapshotId] = set()  # found here, or marked on storage when it was last listed
 
     def waits_for(self, writer: str) -> bool:
         """Is it at work or about to be, or another node that may be? What an earlier life of this daemon wrote nobody reads.
@@ -89,7 +89,7 @@ class ReadBack:
             found = work.result()
             text = "; ".join(found.problems[:1])
             if found.damaged:
-                self._damaged(snapshot, text)
+                self._on_damage(snapshot, text)
                 return
         except (CkptdError, OSError) as error:
             text = str(error)
@@ -97,10 +97,3 @@ class ReadBack:
             self._reads = ""
         if text and not cancelled.is_set():
             self._services.health.event(KIND, f"step {snapshot.step}: {text}", job=self._job)
-
-    def _damaged(self, snapshot: SnapshotId, text: str) -> None:
-        self.damaged.add(snapshot)
-        self._services.metrics.quarantined(self._job, "disk")
-        told = f"checkpoint of step {snapshot.step}, epoch {snapshot.epoch}: {text}"
-        self._services.health.event("damage", told, job=self._job)
-        log.warning("job=%s damaged on storage: %s", self._job, told)

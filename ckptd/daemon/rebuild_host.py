@@ -21,7 +21,7 @@ from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.names import step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.sums import FileDamage
-from ckptd.persist.verify import note_damage
+from ckptd.persist.verify import mark_damaged
 from ckptd.protect.columns import Columns
 from ckptd.protect.fetched import Fetched
 from ckptd.recover.host import Unrecoverable
@@ -53,14 +53,13 @@ class RebuildHost:
         self._loop.call_soon_threadsafe(self._job.damaged, slot, record, reason)
 
     def unreadable(self, snapshot: SnapshotId, error: Exception) -> None:
-        """A durable checkpoint cannot be used. What is damaged there is counted and marked, such that lists say so; storage that is
-        away is not damage."""
-        if isinstance(error, FileDamage):
-            self._services.metrics.quarantined(self._job.job, "disk")
-            self._job.durable.read_back.damaged.add(snapshot)
-            if self._services.storage is not None:
-                marked = note_damage, self._services.storage, step_dir(self._job.job, snapshot), str(error)
-                self._services.spawn(self._services.in_work(*marked), f"mark damage of {self._job.job}")
+        """A durable checkpoint cannot be used. What is damaged there is marked, such that lists say so; storage that is away is not
+        damage."""
+        if isinstance(error, FileDamage) and self._services.storage is not None:
+            self._job.durable.was_damaged(snapshot, str(error))
+            mark = mark_damaged, self._services.storage, step_dir(self._job.job, snapshot), str(error)
+            self._services.spawn(self._services.in_work(*mark), f"mark damage of {self._job.job}")
+            return
         text = f"checkpoint of step {snapshot.step}, epoch {snapshot.epoch}: {error}"
         self._services.health.event("damage", text, job=self._job.job)
 

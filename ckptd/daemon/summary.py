@@ -27,7 +27,7 @@ def summary(job: JobShell) -> JobReport:
             level = told.level
         if told.level >= max(1, told.wanted):
             newest["protected"] = snapshot.step
-        if told.durable and snapshot not in job.durable.read_back.damaged:
+        if told.durable and snapshot not in job.durable.damaged:
             newest["durable"] = snapshot.step
     ranks = _rank_reports(job)
     lifetime = job.machine.lifetime

@@ -229,7 +229,8 @@ class _Pass:
         self._stop_if_cancelled()
         if not report.ok:
             self._done.problems += [f"{report.path}: {problem}" for problem in report.problems]
-            mark_damaged(storage, directory, report)
+            if report.damaged:
+                mark_damaged(storage, directory, report.problems[0])
             return False
         # Its committer may not have come to that yet, or never will: nothing may go for what a power cut would still take back.
         storage.secure(epoch_dir(self._job, snapshot.epoch))

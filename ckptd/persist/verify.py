@@ -90,12 +90,7 @@ def verify_at(
     return report
 
 
-def mark_damaged(storage: Storage, directory: str, report: VerifyReport) -> None:
-    if report.damaged:
-        note_damage(storage, directory, report.problems[0])
-
-
-def note_damage(storage: Storage, directory: str, text: str) -> None:
+def mark_damaged(storage: Storage, directory: str, text: str) -> None:
     """Lists say so from then on, and retention does not count on it; a restore tries it all the same."""
     with contextlib.suppress(StorageError):  # it has gone, or storage is full
         storage.mark(directory, DAMAGED, text.encode())
@@ -118,7 +113,8 @@ def read_back(
     except CkptdError as error:
         report.problems.append(str(error))
         report.damaged |= isinstance(error, FileDamage)
-    mark_damaged(storage, directory, report)
+    if report.damaged:
+        mark_damaged(storage, directory, report.problems[0])
     return report
 
 

@@ -81,7 +81,8 @@ class Engine:
         """Does a capture that is under way read the storage of one of these?"""
         asked = storages(tensors)
         with self._changed:
-            return bool(asked) and any(asked & job.storages for job in self._jobs)
+            jobs = list(self._jobs)
+        return any(asked & job.storages for job in jobs)
 
     def fence(self, timeout_s: float) -> float:
         """Return once no source is read any more, or after ``timeout_s`` with what was left void. Seconds it took.
