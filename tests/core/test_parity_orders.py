@@ -435,3 +435,20 @@ def test_parity_does_not_join_another_ones_where_its_data_lies_although_no_other
     node.others["b"].held(fact(7, 2, 1, epoch=step.epoch, world=3))
     node.tick(2 * PATIENCE_S)
     assert node.said(msg.ParityOrder, since=mark) == []
+
+
+def test_a_parity_set_of_which_one_position_came_to_live_in_two_domains_is_made_good_by_copies() -> None:
+    """Its parity was made at b and, when b was away, at c, so that position 2 has no place left: nothing more was ordered, and no
+    newer snapshot found room beside it and an older, better one (P14; simulator, seed 3209135199)."""
+    node, step = of_the_epoch_before(3, b=1, c=2), at(7, EPOCH - 1)
+    (parity_set,) = node.machine.steward.table.states[step].shards
+    node.others["c"].held(fact(7, 1, 1, epoch=step.epoch, world=3))
+    node.others["c"].held(replace(shard_fact(ParityShard(parity_set, 2)), snapshot=step), lost=True)
+    node.others["c"].held(replace(shard_fact(ParityShard(parity_set, 1)), snapshot=step))
+    mark = node.mark
+    node.tick(2 * REPEAT_S)
+    assert node.said(msg.ParityOrder, since=mark) == [], "position 2 has no place"
+    assert {asked.rank for to in "bc" for asked in node.said(msg.Holders, to, mark)} >= {2}
+    mark = lose(node, "b")
+    node.tick(REPEAT_S)
+    assert node.said(msg.Holders, since=mark) == [], "what is missing may come back with b"

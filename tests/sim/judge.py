@@ -32,7 +32,9 @@ class Judge:
         if before is not None:
             self._oracle.counts["one number, two records"] += 1
             if number in self._oracle.done:
-                return
+                if self._left_of(before):
+                    return
+                self._oracle.vanished(number)
         self._oracle.records[number] = message.record  # one that never took effect counts for nothing
         start = self._oracle.decisions.of(host.name, host.life, message.record.nonce)
         assert start is not None and start.decided is not None, "nobody has asked for this epoch"
@@ -51,6 +53,23 @@ class Judge:
                 raise Broken(f"P3 {message.snapshot} was chosen although {best} was there")
             self._oracle.counts["a start of which only its claim is left"] += 1
         self._everyone_was_asked(host, start)
+
+    def _left_of(self, record: EpochRecord) -> bool:
+        """Something, anywhere, that could be taken for what a second record of that number names: state directories that could not
+        write it down, and the memory of all its nodes, are lost together (seed 3209141664)."""
+        number, store = record.number, self._world.store
+        claim = store.claims.get(number)
+        if (claim is not None and claim.nonce == record.nonce) or any(commit.epoch == number for commit in store.commits):
+            return True
+        return any(self._knows(host, record) for host in self._world.hosts.values())
+
+    @staticmethod
+    def _knows(host: Host, record: EpochRecord) -> bool:
+        written = (host.state.visible, host.state.durable)
+        known = [host.record, host.ran, *(r for w in written for r in (w.record, w.ran))]
+        sealed = any(mem.snapshot is not None and mem.snapshot.epoch == record.number for mem in host.memory.values())
+        ranks = (*host.procs.values(), *host.standing.values(), *host.arriving)
+        return sealed or record in known or any((proc.epoch, proc.run.attempt) == (record.number, record.nonce) for proc in ranks)
 
     def _as_new(self, chosen: SnapshotId | None, best: SnapshotId) -> bool:
         return chosen is not None and (chosen == best or self._oracle.continues(chosen, self._oracle.origins[best]))

@@ -136,6 +136,15 @@ class Oracle:
                 return
             yield host, mem
 
+    def vanished(self, epoch: int) -> None:
+        """Nothing is left of it anywhere, and its number comes again."""
+        for known in (self.origins, self.promises, self.unpromised, self.certified_ever, self.known_at, self.told_void):
+            for snapshot in [s for s in known if s.epoch == epoch]:
+                del known[snapshot]  # type: ignore[attr-defined]
+        self.complete_uncertified = {s for s in self.complete_uncertified if s.epoch != epoch}
+        self.counts["an epoch of which nothing was left"] += 1
+        del self.done[epoch]
+
     def lost(self, host: Host) -> None:
         """A node dies with its memory."""
         memory = [mem for mem in host.memory.values() if mem.state == "sealed"]

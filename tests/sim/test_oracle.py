@@ -14,6 +14,7 @@ from ckptd.core.protocol.life import Tombstone
 from ckptd.core.protocol.messages import (
     Certificate,
     EpochOpen,
+    HoldingFact,
     Inventory,
     JoinReport,
     RestoreAsk,
@@ -21,13 +22,15 @@ from ckptd.core.protocol.messages import (
     Stale,
 )
 from ckptd.core.redundancy.policies import Parity, Replicas
+from ckptd.persist.lineage import claim_epoch
 from tests.sim import field
 from tests.sim.broken import Broken
 from tests.sim.decisions import Told
 from tests.sim.disk import Written
 from tests.sim.evidence import OBJECTS_BYTES, Evidence, Piece
 from tests.sim.oracle import Promise
-from tests.sim.store import Store
+from tests.sim.state import Mem
+from tests.sim.store import JOB, Store
 from tests.sim.training import Model, Origin, begin
 from tests.sim.world import World
 
@@ -258,11 +261,42 @@ def test_of_two_records_of_one_number_the_one_that_took_effect_counts() -> None:
         oracle.claims(host, record)
         oracle.judge.decided(host, EpochOpen(record.nonce, record, 5, None, False))
         assert oracle.records[5] == record
-    oracle.done[5] = Origin(begin("job", "a6", 1, None), 9)
+    oracle.done[5], host.record = Origin(begin("job", "a6", 1, None), 9), second
     oracle.judge.decided(host, EpochOpen("a2", first, 5, None, False))
     assert oracle.records[5] == second
     oracle._goes_on("a2", 1, 5, None)
     assert oracle.records[5] == first, "all was lost in between, memory and state directories (seed 8270288603)"
+
+
+@pytest.mark.parametrize("left", ["", "memory", "process", "state", "claim"])
+def test_an_epoch_of_which_nothing_is_left_anywhere_may_be_named_again_and_no_other(left: str) -> None:
+    """State directories that could not write it down, and the memory of all nodes, were lost together (seed 3209141664). P12 holds
+    as long as anything could be mistaken for what the second record names."""
+    world = World(1)
+    host, oracle = next(iter(world.hosts.values())), world.oracle
+    first, second = (EpochRecord(5, nonce, (host.name,), (host.info,)) for nonce in ("a2", "a6"))
+    at = SnapshotId(5, 9, 1)
+    origins = [Origin(begin("job", nonce, 1, None), 9) for nonce in ("a2", "a6")]
+    for record in (first, second):
+        report = JoinReport(record.nonce, record.ranks, record.nodes, (0,), RestoreAsk(allow_fresh=True), None)
+        oracle.decisions.heard(host.name, host.life, host.name, report, None)
+        oracle.claims(host, record)
+        oracle.judge.decided(host, EpochOpen(record.nonce, record, 5, None, False))
+        if record is second:
+            break
+        oracle.sent(host, RestoreDone(5, 5))
+        oracle.origins[at], oracle.known_at[at], oracle.certified_ever[at] = origins[0], 0.0, 1
+        if left == "memory":
+            mem = host.memory[1] = Mem(1, 0, own=True)
+            mem.state, mem.fact = "sealed", HoldingFact(at, 0, 0, "")
+        elif left == "process":
+            host.record = first
+        elif left == "state":
+            host.state.visible = Written(first)
+        elif left == "claim":
+            claim_epoch(world.store, JOB, first)
+    assert (at in oracle.origins, at in oracle.certified(), oracle.records[5] == first) == (bool(left),) * 3
+    assert 5 in oracle.done or not left
 
 
 def test_what_is_told_after_a_decision_does_not_count_for_it() -> None:

@@ -68,16 +68,23 @@ class Parities:
         return {rank for parity_set in self._parity_sets(state) for rank in parity_set.ranks()}
 
     def ranks_by_parity_alone(self, state: SnapshotState) -> set[int]:
-        """Without those of parity sets that are whole and yet survive less than they could, as two positions came to live in
-        one domain when something was lost: nothing is left to be made of them, so copies take their place."""
-        parity_sets = [parity_set for parity_set in self._parity_sets(state) if not self._ill_placed(self._held(state, parity_set))]
+        """Without those of parity sets of which nothing can be made any more and which yet survive less than they could, as two
+        positions came to live in one domain, or one in two of them, when something was lost: copies take their place."""
+        spare = self._spare(state)
+        parity_sets = [s for s in self._parity_sets(state) if not self._ill_placed(state, self._held(state, s), spare)]
         return {rank for parity_set in parity_sets for rank in parity_set.ranks()}
 
-    def _ill_placed(self, held: Held) -> bool:
-        whole = all(map(held.all_data.get, held.parity_set.ranks().values())) and all(
-            map(held.all_shards.get, range(len(held.parity_set.members)))
-        )
-        return whole and self._survives(held.parity_set, held.all_data, held.all_shards) < held.parity_set.parity
+    def _ill_placed(self, state: SnapshotState, held: Held, spare: list[str]) -> bool:
+        """Not while a member is away: what it holds has a place, its own."""
+        parity_set = held.parity_set
+        if not all(map(held.all_data.get, parity_set.ranks().values())):
+            return False
+        if self._survives(parity_set, held.all_data, held.all_shards) >= parity_set.parity:
+            return False
+        unmade = [at for at in range(len(parity_set.members)) if not held.all_shards.get(at)]
+        if unmade and not self._sessions.members_live():
+            return False
+        return not any(self._place_of(state, held, at, spare, anywhere=False, moves=False) for at in unmade)
 
     def order(self, state: SnapshotState, *, at_once: bool = False, anywhere: bool = False) -> None:
         """Ask for what is missing, of the most exposed parity sets first. at_once: also for data, however recently it was lost.
