@@ -68,6 +68,12 @@ def _collected_at_its_end() -> Iterator[None]:
         gc.collect()
 
 
+def _settled() -> None:
+    """What a worker has imported is no garbage: looking through it once per seed took a fifth of the time."""
+    gc.collect()
+    gc.freeze()
+
+
 def run_all(first: int, last: int | None, *, mutant: str = "", coverage: bool = False) -> Iterator[Census]:
     """The census so far, each time a chunk is done. last None: for as long as the caller takes."""
     starts = count(first, CHUNK) if last is None else iter(range(first, last, CHUNK))
@@ -76,7 +82,7 @@ def run_all(first: int, last: int | None, *, mutant: str = "", coverage: bool = 
         "spawn"
     )  # the caller has threads: a forked child may find a lock held for ever
     census, running = Census(), set[Future[Census]]()
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_settled) as pool:
         try:
             while True:
                 while len(running) < 2 * workers and (start := next(starts, None)) is not None:

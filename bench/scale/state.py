@@ -1,0 +1,143 @@
+"""What each of thousands of ranks would have captured, as layouts: no tensor is there (P16).
+
+A rank's layout is made of columns alone, in a millisecond, and kept by nobody here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+
+import numpy as np
+
+from ckptd.core.ids import NodeInfo
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.columns import Ints
+from ckptd.core.state_map.fragments import Fragments, Table
+from ckptd.core.state_map.layout import ALIGN_BYTES, MAYBE, REPLICA, UNIQUE, Layout
+from ckptd.core.state_map.recovery import Want
+
+MESHES = ("fsdp", "fsdp+tp", "fsdp+tp+pp", "zero", "ddp")
+WORDS = tuple(sorted(("F32", "param", UNIQUE, REPLICA, MAYBE)))
+OBJECTS_BYTES = 4096
+ITEM_BYTES = 4
+WIDTH = 16  # elements of each rank's share along one dimension
+STAGES = 16
+MAYBE_OF = 100  # one tensor of so many is a plain value of equal name on all ranks
+UNEQUAL_OF = 100  # ... and one of so many of those differs between ranks
+ODD_RANKS = 20  # have another layout
+
+
+@dataclass(frozen=True)
+class State:
+    """``total`` logical tensors of this shape. odd: ODD_RANKS have one tensor that the others lack."""
+
+    mesh: str
+    nodes: int
+    each: int  # ranks per node
+    total: int
+    shape: tuple[int, int]
+    odd: bool = False
+
+    @staticmethod
+    def of(mesh: str, nodes: int, each: int, tensors: int, odd: bool) -> State:
+        """tensors: that each rank has a part of, or all of them."""
+        made = State(mesh, nodes, each, tensors, (WIDTH, WIDTH), odd)
+        along, across, stages = made._cuts
+        shape = (WIDTH, WIDTH) if mesh in ("zero", "ddp") else (along * WIDTH, across * WIDTH)
+        return State(mesh, nodes, each, tensors * stages, shape, odd)
+
+    def into(self, nodes: int) -> State:
+        """The tensors that all ranks have, in another world."""
+        return replace(self, nodes=nodes, odd=False)
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.each
+
+    def members(self) -> tuple[NodeInfo, ...]:
+        return tuple(NodeInfo(f"n{i}", f"tcp://n{i}", f"n{i}", f"d{i}", f"n{i}#1") for i in range(self.nodes))
+
+    def ranks(self) -> tuple[str, ...]:
+        return tuple(f"n{rank // self.each}" for rank in range(self.world))
+
+    # --- the mesh -----------------------------------------------------------------------------------------------
+    @property
+    def _cuts(self) -> tuple[int, int, int]:
+        """(along dimension 0, along dimension 1, pipeline stages)."""
+        tp = self.each if self.mesh in ("fsdp+tp", "fsdp+tp+pp") else 1
+        pp = min(STAGES, self.nodes) if self.mesh == "fsdp+tp+pp" else 1
+        return self.world // tp // pp, tp, pp
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        along, across, _ = self._cuts
+        return rank // across % along, rank % across, rank // across // along
+
+    def _which(self, rank: int) -> tuple[range, ...]:
+        """Numbers of the logical tensors that the rank stores. Of what every rank has whole each captures its part of them, and of
+        copies that of a rank on the node before, too."""
+        if self.mesh in ("zero", "ddp"):
+            ranks = [rank] if self.mesh == "zero" else sorted({rank, (rank - self.each) % self.world})
+            return tuple(range(at * self.total // self.world, (at + 1) * self.total // self.world) for at in ranks)
+        stage, stages = self.place(rank)[2], self._cuts[2]
+        return (range(stage * self.total // stages, (stage + 1) * self.total // stages),)
+
+    def layout(self, rank: int) -> Layout:
+        odd = self.odd and rank < ODD_RANKS
+        table, shape, maybe = _table(self.mesh, self._which(rank), self.shape, odd)
+        offsets, sizes = np.zeros(shape.shape, np.int64), shape.copy()
+        if self.mesh not in ("zero", "ddp"):
+            cuts, whole = np.array(self._cuts[:2]), np.array(self.shape)
+            share = -(-whole // cuts)  # as torch.chunk cuts
+            first = np.minimum(share * self.place(rank)[:2], whole)
+            offsets[~maybe], sizes[~maybe] = first, np.minimum(share, whole - first)
+        nbytes = sizes.prod(axis=1) * ITEM_BYTES
+        padded = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        offset = OBJECTS_BYTES + np.cumsum(padded) - padded
+        columns = {"offsets": offsets.reshape(-1), "sizes": sizes.reshape(-1), "offset": offset}
+        fragments = Fragments.of(table, columns, nbytes)
+        return Layout(rank, self.world, fragments, OBJECTS_BYTES, OBJECTS_BYTES + int(padded.sum()), "plan")
+
+    def digests(self, layout: Layout, step: int) -> tuple[tuple[str, bytes], ...]:
+        """As the arena makes them. Of one in UNEQUAL_OF plain values each rank has its own."""
+        found = []
+        for key, sharing in _shared(layout.fragments.table):
+            number = zlib.crc32(key.encode())
+            own = sharing == MAYBE and number % UNEQUAL_OF == 0
+            found.append((f"t:{key}|0,0", f"{number} {step} {layout.rank if own else ''}".encode().ljust(16)[:16]))
+        return (*found, ("o:rng", str(layout.rank).encode().ljust(16)))
+
+    def wants(self, rank: int) -> list[Want]:
+        """What a rank of this world asks for of what any world stored."""
+        layout = self.layout(rank)
+        keys, dtypes, shapes, offsets, sizes, *_ = layout.fragments.columns()
+        rows = zip(keys, dtypes, shapes, offsets, sizes, strict=True)
+        return [Want(i, key, dtype, shape, Box(at, size)) for i, (key, dtype, shape, at, size) in enumerate(rows)]
+
+
+@lru_cache(maxsize=8)
+def _shared(table: Table) -> list[tuple[str, str]]:
+    names = (table.words[at] for at in table.sharing.tolist())
+    return [(key, sharing) for key, sharing in zip(table.keys, names, strict=True) if sharing != UNIQUE]
+
+
+@lru_cache(maxsize=64)
+def _table(mesh: str, which: tuple[range, ...], shape: tuple[int, int], odd: bool) -> tuple[Table, Ints, Ints]:
+    """The table, the shapes of its rows, which of them are plain values."""
+    numbers = [*chain.from_iterable(which)]
+    numbers += numbers[-1:] if odd else []
+    keys = [f"layers.{number // 16}.self_attn.projection_{number % 16}.weight" for number in numbers]
+    if odd and keys:
+        keys[-1] += ".more"
+    count = len(numbers)
+    maybe = np.array([mesh not in ("zero", "ddp") and number % MAYBE_OF == 0 for number in numbers], bool)
+    shapes = np.broadcast_to(np.array(shape, np.int64), (count, 2)).copy()
+    shapes[maybe] = (1, WIDTH)
+    sharing = np.where(maybe, WORDS.index(MAYBE), WORDS.index(REPLICA if mesh == "ddp" else UNIQUE))
+    columns = {
+        "dtype": np.full(count, WORDS.index("F32")), "role": np.full(count, WORDS.index("param")), "sharing": sharing,
+        "tier": np.full(count, 0 if mesh == "ddp" else 1), "dims": np.full(count, 2), "shape": shapes.reshape(-1),
+    }  # fmt: skip
+    return Table.of(tuple(keys), WORDS, columns), shapes, maybe
