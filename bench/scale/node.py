@@ -234,7 +234,9 @@ class Node:
         self.counts.fetched += sum(map(len, leaves.values()))
         took: dict[str, float] = {}
         began = time.thread_time()
-        known.update((name, Layout.decode(data, leaf=True)) for name, data in leaves.items())
+        tables = {table.digest: table for table in self._stored.tables()}
+        began = time.thread_time()
+        known.update((name, Layout.decode(data, tables)) for name, data in leaves.items())
         took["read"] = time.thread_time() - began
         held = [Held(s.node, s.rank, s.tier, known[s.layout_id]) for s in do.sources if s.layout_id in known]
         catalogue = Catalogue.from_layouts({one.rank: one.layout for one in held}, {}, do.per_rank)

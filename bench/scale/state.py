@@ -14,15 +14,13 @@ import numpy as np
 
 from ckptd.core.ids import NodeInfo
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.columns import Ints
 from ckptd.core.state_map.fragments import Fragments, Table
-from ckptd.core.state_map.layout import ALIGN_BYTES, MAYBE, REPLICA, UNIQUE, Layout
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout, align_up, following
 from ckptd.core.state_map.recovery import Want
 
 MESHES = ("fsdp", "fsdp+tp", "fsdp+tp+pp", "zero", "ddp")
 WORDS = tuple(sorted(("F32", "param", UNIQUE, REPLICA, MAYBE)))
 OBJECTS_BYTES = 4096
-ITEM_BYTES = 4
 WIDTH = 16  # elements of each rank's share along one dimension
 STAGES = 16
 MAYBE_OF = 100  # one tensor of so many is a plain value of equal name on all ranks
@@ -86,19 +84,18 @@ class State:
 
     def layout(self, rank: int) -> Layout:
         odd = self.odd and rank < ODD_RANKS
-        table, shape, maybe = _table(self.mesh, self._which(rank), self.shape, odd)
-        offsets, sizes = np.zeros(shape.shape, np.int64), shape.copy()
-        if self.mesh not in ("zero", "ddp"):
-            cuts, whole = np.array(self._cuts[:2]), np.array(self.shape)
-            share = -(-whole // cuts)  # as torch.chunk cuts
-            first = np.minimum(share * self.place(rank)[:2], whole)
-            offsets[~maybe], sizes[~maybe] = first, np.minimum(share, whole - first)
-        nbytes = sizes.prod(axis=1) * ITEM_BYTES
-        padded = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        offset = OBJECTS_BYTES + np.cumsum(padded) - padded
-        columns = {"offsets": offsets.reshape(-1), "sizes": sizes.reshape(-1), "offset": offset}
-        fragments = Fragments.of(table, columns, nbytes)
-        return Layout(rank, self.world, fragments, OBJECTS_BYTES, OBJECTS_BYTES + int(padded.sum()), "plan")
+        table = _table(self.mesh, self._which(rank), self.shape, self._cuts[:2], odd)
+        places = ((), self.place(rank)[:2]) if self.mesh not in ("zero", "ddp") else ((),)
+        nothing = np.empty(0, np.int64)
+        nbytes = table.nbytes(table.boxes(places, nothing, nothing)[1], 1 << 50)
+        offset = following(nbytes, OBJECTS_BYTES, len(nbytes))
+        end = align_up(int((offset + nbytes).max(initial=OBJECTS_BYTES)))
+        fragments = Fragments.of(table, places, {"offsets": nothing, "sizes": nothing, "offset": offset}, nbytes)
+        return Layout(rank, self.world, fragments, OBJECTS_BYTES, end, "plan")
+
+    def tables(self) -> set[Table]:
+        """Of all ranks."""
+        return {self.layout(rank).fragments.table for rank in range(self.world)}
 
     def digests(self, layout: Layout, step: int) -> tuple[tuple[str, bytes], ...]:
         """As the arena makes them. Of one in UNEQUAL_OF plain values each rank has its own."""
@@ -124,8 +121,7 @@ def _shared(table: Table) -> list[tuple[str, str]]:
 
 
 @lru_cache(maxsize=64)
-def _table(mesh: str, which: tuple[range, ...], shape: tuple[int, int], odd: bool) -> tuple[Table, Ints, Ints]:
-    """The table, the shapes of its rows, which of them are plain values."""
+def _table(mesh: str, which: tuple[range, ...], shape: tuple[int, int], cuts: tuple[int, ...], odd: bool) -> Table:
     numbers = [*chain.from_iterable(which)]
     numbers += numbers[-1:] if odd else []
     keys = [f"layers.{number // 16}.self_attn.projection_{number % 16}.weight" for number in numbers]
@@ -138,6 +134,8 @@ def _table(mesh: str, which: tuple[range, ...], shape: tuple[int, int], odd: boo
     sharing = np.where(maybe, WORDS.index(MAYBE), WORDS.index(REPLICA if mesh == "ddp" else UNIQUE))
     columns = {
         "dtype": np.full(count, WORDS.index("F32")), "role": np.full(count, WORDS.index("param")), "sharing": sharing,
-        "tier": np.full(count, 0 if mesh == "ddp" else 1), "dims": np.full(count, 2), "shape": shapes.reshape(-1),
+        "tier": np.full(count, 0 if mesh == "ddp" else 1), "dims": np.full(count, 2),
+        "rule": np.ones(count) if mesh in ("zero", "ddp") else np.where(maybe, 1, 2), "shape": shapes.reshape(-1),
     }  # fmt: skip
-    return Table.of(tuple(keys), WORDS, columns), shapes, maybe
+    rules = [(), *([tuple(enumerate(cuts))] if mesh not in ("zero", "ddp") else [])]
+    return Table.of(tuple(keys), WORDS, {name: column.astype(np.int64) for name, column in columns.items()}, rules)

@@ -163,7 +163,7 @@ class Durable:
             record = slot.record
             pieces.append(HeldPiece(piece, slot.payload, record, slot_id))
             nbytes = record.layout.fragments.nbytes
-            moved += int((nbytes if piece.fragments is None else nbytes[list(piece.fragments)]).sum())
+            moved += int(nbytes[piece.numbers(len(nbytes))].sum())
         return pieces, moved
 
     def cancel(self, do: ins.CancelWrite) -> None:

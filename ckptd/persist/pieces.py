@@ -162,9 +162,8 @@ def _sources(held: HeldPiece) -> list[Source]:
             "the order names another layout than the slot has", where=f"slot of rank {piece.rank}"
         )
     fragments = layout.fragments[:]
-    wanted = range(len(fragments)) if piece.fragments is None else piece.fragments
     first = _first_blocks(layout, held.record.tier)
-    return [_source(held, fragments[index], first[index]) for index in wanted]
+    return [_source(held, fragments[index], first[index]) for index in piece.numbers(len(fragments))]
 
 
 def _source(held: HeldPiece, fragment: Fragment, block: int) -> Source:

@@ -46,14 +46,15 @@ class MapParts:
     async def ask(self, job: str, node: str, layout_id: str, tables: Collection[Table] = ()) -> Layout:
         """``tables``: those that are here, and stay here until the answer has come. Raises CkptdError: it is not there, or not what
         was asked for; Away when nobody answers."""
-        request = MapAsk(secrets.token_hex(16), layout_id, tuple(table.digest for table in tables)[:TABLES_MAX])
+        known = {table.digest: table for table in tables}  # others add to them meanwhile
+        request = MapAsk(secrets.token_hex(16), layout_id, tuple(known)[:TABLES_MAX])
         part = await self._answers.ask(request.transfer, lambda: self._send(node, job, request), ASK_TIMEOUT_S)
         if part is None:
             raise Away("a layout was asked for: no answer", where=node)
         if not part.data:
             raise CkptdError(NOT_HELD, where=node)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._work, _decode, layout_id, part.data)
+            return await asyncio.get_running_loop().run_in_executor(self._work, _decode, layout_id, part.data, known)
         except ValueError as error:
             raise CkptdError(f"what was sent for a layout is none: {error}", where=node) from error
 
@@ -71,8 +72,8 @@ def _encode(layout: Layout, tables: Collection[str]) -> bytes:
     return layout.leaf if layout.fragments.table.digest in tables else layout.encoded
 
 
-def _decode(layout_id: str, data: bytes) -> Layout:
-    layout = Layout.decode(data, leaf=True)
+def _decode(layout_id: str, data: bytes, tables: Mapping[str, Table]) -> Layout:
+    layout = Layout.decode(data, tables)
     if layout.layout_id != layout_id:
         raise ValueError("another layout")
     return layout

@@ -184,7 +184,7 @@ def _watched(state: State, sources: Sequence[Source]) -> tuple[tuple[Watched, ..
 def _item(entry: Entry | None, part: Slice, tier: int) -> LayoutItem:
     """``entry``: whose part it is; None: of state that is not born yet."""
     frozen = entry is not None and _mode(entry, part.nbytes) is Mode.STATIC
-    return LayoutItem(part.key, part.dtype, part.shape, part.box, part.role, part.sharing, tier, frozen)
+    return LayoutItem(part.key, part.dtype, part.shape, part.box, part.role, part.sharing, tier, frozen, part.cuts)
 
 
 def _source(entry: Entry, index: int, part: Slice, at: int, fragment: Fragment) -> Source:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.cuts import Place
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE
 from ckptd_client import dtypes
 from ckptd_client.entries import Copies, Entry, Owner, State, matches
@@ -36,6 +37,7 @@ class Slice(NamedTuple):
     holders: tuple[int, ...] = ()  # REPLICA: all ranks that hold this box
     captured: bool = True  # False: by definition another rank's value (DDP buffers)
     declared: bool = False  # REPLICA by the user's word alone
+    cuts: tuple[Place, ...] | None = None  # that make the box, where it is one of those that they make
 
     @property
     def nbytes(self) -> int:
@@ -113,9 +115,8 @@ def _of_dtensor(entry: Entry, world: World) -> list[Slice]:
     shape = tuple(tensor.shape)
     local = local_of(tensor)
     mesh_shape = tuple(mesh.mesh.shape)
-    runs = [
-        _dim_runs(size, dim, mesh_shape, coordinate, placements, entry.key) for dim, size in enumerate(shape)
-    ]
+    by_dim = [_dim_cuts(dim, mesh_shape, coordinate, placements, entry.key) for dim in range(len(shape))]
+    runs = [_cut([(0, size)], cuts) for size, cuts in zip(shape, by_dim, strict=True)]
     expected = tuple(sum(length for _, length in dim) for dim in runs)
     if expected != tuple(local.shape):
         raise CkptdError(
@@ -129,7 +130,9 @@ def _of_dtensor(entry: Entry, world: World) -> list[Slice]:
         empty = MAYBE if sharing == MAYBE else UNIQUE
         return [Slice(entry.key, dtype, shape, whole, whole.offsets, entry.role, empty)]
     boxes = _boxes(runs) or [(_nothing(shape, expected), (0,) * len(shape))]
-    kind = (entry.role, sharing, holders, True, declared)
+    orders = list(map(_in_order, by_dim))
+    places = None if None in orders else tuple((dim, *cut) for dim, order in enumerate(orders) for cut in order or ())
+    kind = (entry.role, sharing, holders, True, declared, places)
     found = [Slice(entry.key, dtype, shape, box, at, *kind) for box, at in boxes]
     if any(placement.is_partial() for placement in placements):
         return [_stacked(part, world) for part in found]
@@ -145,7 +148,10 @@ def _stacked(part: Slice, world: World) -> Slice:
     """A Partial value means nothing without all the others: kept as row ``rank`` of a [world, ...] tensor, so that
     only the same world can take it back."""
     box = Box((world.rank, *part.box.offsets), (1, *part.box.sizes))
-    return Slice(part.key, part.dtype, (world.size, *part.shape), box, part.at, part.role, UNIQUE)
+    cuts = None
+    if part.cuts is not None:
+        cuts = ((0, world.size, world.rank), *((dim + 1, parts, at) for dim, parts, at in part.cuts))
+    return Slice(part.key, part.dtype, (world.size, *part.shape), box, part.at, part.role, UNIQUE, cuts=cuts)
 
 
 def _dtensor_sharing(
@@ -200,15 +206,10 @@ def _sisters(
 
 
 # --- index arithmetic ---------------------------------------------------------------------------------------
-def _dim_runs(
-    size: int,
-    dim: int,
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    placements: Sequence[Any],
-    key: str,
-) -> list[Run]:
-    """Which indices of this dimension the rank holds, as ascending runs."""
+def _dim_cuts(
+    dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any], key: str
+) -> list[tuple[int, int, int]]:
+    """How this dimension is cut: (parts, own part, split factor) per mesh dimension, left to right."""
     cuts = []
     for parts, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
         factor = getattr(placement, "split_factor", None)
@@ -217,11 +218,21 @@ def _dim_runs(
                 cuts.append((parts, at, int(factor or 1)))
         elif not (placement.is_replicate() or placement.is_partial()):
             raise CkptdError(f"placement {placement} is not understood", where=key)
-    return _cut([(0, size)], cuts)
+    return cuts
+
+
+def _in_order(cuts: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]] | None:
+    """(parts, own part) as ``_cut`` makes them one after the other; None: it takes a part of each of several pieces."""
+    if not cuts:
+        return []
+    (parts, at, factor), rest = cuts[0], _in_order(cuts[1:])
+    if rest is None or (factor > 1 and math.prod(cut[0] for cut in cuts[1:]) != factor):
+        return None
+    return [*rest, (parts, at)] if factor > 1 else [(parts, at), *rest]
 
 
 def _cut(runs: list[Run], cuts: Sequence[tuple[int, int, int]]) -> list[Run]:
-    """cuts: (parts, own part, split factor) per mesh dimension, left to right.
+    """Which indices of a dimension the rank holds, as ascending runs; cuts: as ``_dim_cuts`` tells them.
 
     A strided cut whose split factor is what the cuts to its right make was applied after them (FSDP2 on top of
     TP); without them it takes its part of each of ``split factor`` pieces.

@@ -5,17 +5,19 @@ from __future__ import annotations
 import gc
 import tracemalloc
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.fragments import FEW_MAX, Fragment, Fragments
+from ckptd.core.state_map.fragments import FEW_MAX, Fragment, Fragments, Rows
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.core.worlds import quick
 
 BYTES_PER_FRAGMENT = 40  # of a rank's own columns; an object of each takes some 800
+BYTES_PER_RANK = 4096  # where boxes follow from cuts, however many tensors there are
 TENSORS = 5_000
 
 
@@ -48,15 +50,16 @@ def test_what_was_put_in_comes_out(given_: list[Fragment]) -> None:
         made[len(given_)]
 
 
-def shard(rank: int, world: int) -> Layout:
-    box = Box((4 * rank, 0), (4, 8))
-    items = [LayoutItem(f"layers.{i}.weight", "F32", (4 * world, 8), box, "param", "unique", 1) for i in range(TENSORS)]
-    return build_layout(rank, world, items, 64)
+def shard(rank: int, world: int, *, cuts: bool = False) -> Layout:
+    box, said = Box((4 * rank, 0), (4, 8)), ((0, world, rank),) if cuts else None
+    rows = ("F32", (4 * world, 8), box, "param", "unique", 1, False, said)
+    return build_layout(rank, world, [LayoutItem(f"layers.{i}.weight", *rows) for i in range(TENSORS)], 64)
 
 
-def test_layouts_of_one_shape_cost_their_own_columns_only() -> None:
+@pytest.mark.parametrize(("cuts", "most"), [(False, TENSORS * BYTES_PER_FRAGMENT), (True, BYTES_PER_RANK)])
+def test_layouts_of_one_shape_cost_what_is_their_own_only(cuts: bool, most: int) -> None:
     """Read, as a steward has them of each rank."""
-    encoded = [shard(rank, 16).encoded for rank in range(8)]
+    encoded = [shard(rank, 16, cuts=cuts).encoded for rank in range(8)]
     layouts = [Layout.decode(encoded[0])]
     gc.collect()
     tracemalloc.start()
@@ -66,7 +69,7 @@ def test_layouts_of_one_shape_cost_their_own_columns_only() -> None:
         took = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert took < 7 * TENSORS * BYTES_PER_FRAGMENT
+    assert took < 7 * most
     assert [layout.fragments[17].box.offsets for layout in layouts] == [(4 * rank, 0) for rank in range(8)]
 
 
@@ -81,3 +84,18 @@ def test_other_tensors_are_not_taken_for_the_same() -> None:
     for keys in (["a", "b"], ["a\0b"], ["a", "b", ""], ["", "a", "b"], ["ab", ""]):
         many = keys * FEW_MAX
         assert named(*many) == many
+
+
+def test_fragments_of_ranks_that_stand_alike_are_made_once() -> None:
+    whole = [LayoutItem(f"buffer.{i}", "F32", (3,), Box.whole((3,)), "buffer", "maybe", 1) for i in range(FEW_MAX)]
+    cut = [LayoutItem("w", "F32", (8,), Box((4,), (4,)), "param", "unique", 1, False, ((0, 2, 1),))]
+    other = [LayoutItem("w", "F32", (8,), Box((0,), (4,)), "param", "unique", 1, False, ((0, 2, 0),))]
+    first, second = (build_layout(rank, 2, [*whole, *items]).fragments for rank, items in enumerate((cut, other)))
+    assert first.table is second.table and first.alike == second.alike
+    buffers, all_of_them = first.shared_as("maybe"), np.ones(len(first), bool)
+    rows = Rows()
+    assert rows.of(first, buffers) is rows.of(second, buffers)
+    assert rows.of(first, buffers) == [(at, fragment) for at, fragment in enumerate(first) if fragment.key != "w"]
+    rows = Rows()
+    assert [f.box.offsets for _, f in rows.of(first, all_of_them) if f.key == "w"] == [(4,)]
+    assert [f.box.offsets for _, f in rows.of(second, all_of_them) if f.key == "w"] == [(0,)]

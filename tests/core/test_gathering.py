@@ -16,7 +16,7 @@ from ckptd.core.protocol.machine.steward.restore import (
 )
 from ckptd.core.protocol.machine.uplink import REGISTER_S
 from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
-from tests.core.machines import at, member, only, sent
+from tests.core.machines import Member, at, layout, member, only, record_of, sent
 
 
 def test_inventories_are_asked_for_when_the_last_rank_stands_there() -> None:
@@ -198,7 +198,8 @@ def test_whoever_is_heard_of_late_is_asked_at_once_and_waited_for() -> None:
     known = replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))
     mark = len(node.done)
     node.answer("b", *BOTH, known=known, done=True)
-    assert sent(node.done[mark:], msg.InventoryRequest, "c") == [msg.InventoryRequest("now", (A, B, C), 1)]
+    (asked,) = sent(node.done[mark:], msg.InventoryRequest, "c")
+    assert (asked.attempt, asked.nodes, asked.turn) == ("now", (A, B, C), 1)
     node.tick(0.75)
     assert only(node.done, ins.ClaimEpoch) == []
     newer = tuple(replace(one, snapshot=at(6, OLD)) for one in BOTH)
@@ -399,3 +400,46 @@ def test_what_was_forgotten_is_said_only_of_who_still_holds_it() -> None:
     gather.said["b"] = msg.Inventory("now", BEFORE, ())  # it was asked once more
     gather.bury(Tombstone(OLD, OLD))
     assert gather.buried == {}
+
+
+def test_tables_that_the_asker_has_need_not_be_brought() -> None:
+    node = Elect(replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c")))
+    one, other = (layout(rank) for rank in (0, 1))
+    node.feed(ev.HoldingFound(50, at(5, OLD), 0, 0, True, one, ()))
+    node.start()
+    assert {asked.tables for asked in sent(node.done, msg.InventoryRequest)} == {(one.fragments.table.digest,)}
+    node.answer("b", *BOTH, layouts={other.layout_id: other.leaf})
+    gather = node.machine.steward.restoring.gathering.gather
+    assert gather is not None and gather.layouts()[other.layout_id] == other
+
+
+def test_an_answer_that_leans_on_a_table_that_is_not_here_is_none_and_the_node_is_asked_again() -> None:
+    """It may be late, and have been for another question of that number."""
+    node = Elect(replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))).start()
+    node.answer("b", *BOTH, layouts={layout(0).layout_id: layout(0).leaf})
+    gather = node.machine.steward.restoring.gathering.gather
+    assert gather is not None and "b" not in gather.answers
+    mark = len(node.done)
+    node.tick(0.75)
+    assert sent(node.done[mark:], msg.InventoryRequest, "b")
+
+
+def test_an_answer_whose_layout_is_none_is_an_answer() -> None:
+    node = Elect(replace(BEFORE, nodes=(A, B, C), ranks=("a", "b", "c"))).start()
+    one = layout(0)
+    node.answer("b", *BOTH, layouts={one.layout_id: b"nothing", layout(1).layout_id: layout(1).encoded})
+    gather = node.machine.steward.restoring.gathering.gather
+    assert gather is not None and "b" in gather.answers and gather.layouts().keys() == {layout(1).layout_id}
+
+
+def test_an_inventory_brings_the_tables_that_the_asker_lacks_once() -> None:
+    node = Member(record_of("abc"))
+    node.slots(1, 1)
+    node.capture(1, 7, rank=1)
+    one, peers = layout(1, 3), layout(2, 3)
+    node.feed(ev.ReplicaArrived(at(7), 2, 1, 60, peers, (), False))
+    table = one.fragments.table
+    assert peers.fragments.table is table
+    for tables, brought in (((), [one.encoded, peers.leaf]), ((table.digest,), [one.leaf, peers.leaf])):
+        node.hear("a", msg.InventoryRequest("next", (A,), 1, tables))
+        assert list(node.said(msg.Inventory, "a")[-1].layouts.values()) == brought

@@ -16,16 +16,18 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.columns import pack
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.fragments import OWN, SHARED
-from ckptd.core.state_map.layout import ALIGN_BYTES, UNIQUE, Layout
+from ckptd.core.state_map.layout import ALIGN_BYTES, PLACED, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.core.state_map.layout_check import decode_layout
+from ckptd.core.state_map.layout_reader import TableNotHere
+from ckptd.core.state_map.layout_rows import in_columns
 from tests.core.old_layouts import in_rows
 from tests.core.worlds import World, quick, worlds
 from tests.peak import peak_below
 
 HEAD = ("version", "rank", "world", "objects_capacity", "payload_bytes", "plan_id", "aliases", "rows")
-NOW = (*HEAD[:-1], "frozen_bytes", "without", "table", "where", "data")
-TABLE = ("keys", "words", "where", "data")
+NOW = (*HEAD[:-1], "frozen_bytes", "without", "table", "places", "live", "where", "data")
+TABLE = ("keys", "words", "where", "data", "rules")
 ROW = ("key", "dtype", "shape", "offsets", "sizes", "offset", "nbytes", "role", "sharing", "tier")
 
 
@@ -201,9 +203,11 @@ def test_every_tampered_field_is_refused(name: str, new: Any) -> None:
 
 
 def columns(**changed: list[int]) -> dict[str, list[int]]:
+    """With each box and each offset said, whether it follows or not."""
     fragments = sample().fragments
-    found = {name: getattr(fragments.table, name) for name in SHARED} | fragments.own
-    return {name: column.tolist() for name, column in found.items()} | changed
+    boxes = dict(zip(OWN, fragments.flat_boxes(), strict=False))
+    found = {name: getattr(fragments.table, name) for name in SHARED} | fragments.own | boxes
+    return {name: column.tolist() for name, column in found.items()} | {"rule": [0] * len(fragments)} | changed
 
 
 def packed(columns: dict[str, list[int]], names: tuple[str, ...]) -> dict[str, Any]:
@@ -214,14 +218,14 @@ def packed(columns: dict[str, list[int]], names: tuple[str, ...]) -> dict[str, A
 def anew(columns: dict[str, list[int]], within: dict[str, Any] | None = None, **head: Any) -> bytes:
     """The sample with these columns, and other values in the head of its table and in its own."""
     fields = dict(zip(NOW, msgpack.unpackb(sample().encoded), strict=True))
-    table = dict(zip(TABLE, msgpack.unpackb(fields["table"]), strict=True)) | packed(columns, SHARED) | (within or {})
-    fields |= packed(columns, OWN) | {"table": msgpack.packb(list(table.values()))} | head
+    table = dict(zip(TABLE, msgpack.unpackb(fields["table"]), strict=True)) | packed(columns, SHARED)
+    table |= {"rules": []} | (within or {})
+    fields |= packed(columns, OWN) | {"table": msgpack.packb(list(table.values())), "places": [], "live": PLACED} | head
     found: bytes = msgpack.packb(list(fields.values()))
     return found
 
 
 def test_what_is_packed_anew_is_the_same() -> None:
-    assert anew(columns()) == sample().encoded
     assert decode_layout(anew(columns())) == sample()
 
 
@@ -230,6 +234,7 @@ def test_what_is_packed_anew_is_the_same() -> None:
     [
         ("dtype", [9, 9, 9, 9]), ("dtype", [1, 1, 1, 1]), ("dtype", [0, 0, 0]), ("role", [0, 0, 0, 0]), ("sharing", [0, 0, 0, 0]),
         ("tier", [2, 1, 1, 256]), ("tier", [1, 2, 1, 0]), ("tier", [2, 1, 1]), ("dims", [2, 0, 2, 65]), ("dims", [2, 0, 2, 2]),
+        ("rule", [0, 0, 1, 0]), ("rule", [0, 0, 0]),
         ("shape", [4, 3, 0, 7]), ("shape", [1, 3, 0, 7, 5]), ("offsets", [3, 0, 0, 0, 0]), ("offsets", [1 << 62, 0, 0, 0, 0]),
         ("sizes", [2, 4, 0, 7, 5]), ("sizes", [1 << 62, 3, 0, 7, 5]), ("offset", [129, 192, 256, 256]),
         ("offset", [64, 192, 256, 256]), ("offset", [192, 192, 256, 256]), ("offset", [128, 192, 256, 1 << 40]),
@@ -246,13 +251,16 @@ FOREIGN = [
     {"words": ["F32"]}, {"words": ["x"] * 100}, {"where": []}, {"where": [["dtype", "<u1", 0]]}, {"where": 3}, {"data": b""},
     {"words": ["F32", "F32", "param", "unique"]}, {"words": ["unique", "param", "F32"]},
     {"where": [["dtype", "<u1", 0, 4]] * 12}, {"where": [["dtype", "<f8", 0, 4]]}, {"data": "text"}, {"more": 1},
+    {"rules": 3}, {"rules": [[[0]]]}, {"rules": [[[0, 0]]]}, {"rules": [[[0, 2]]] * 5000}, {"rules": [[[0, 2]] * 17]},
+    {"rules": [[[0, 1 << 11], [0, 1 << 11]]]},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "head",
     [
-        {"version": 5}, {"version": 1}, {"without": [3]}, {"frozen_bytes": 1 << 40}, {"rank": 2}, {"aliases": [["w", "s"]]},
+        {"version": 6}, {"version": 1}, {"places": [[0]]}, {"live": 0}, {"live": 5}, {"places": 3},
+        {"without": [3]}, {"frozen_bytes": 1 << 40}, {"rank": 2}, {"aliases": [["w", "s"]]},
         {"payload_bytes": 192}, {"table": b""}, {"table": 7}, {"table": "0" * 32}, {"more": 1}, {"where": []}, {"data": b""},
         *({"table": msgpack.packb(list(foreign.values()))} for foreign in FOREIGN),
     ],
@@ -266,11 +274,11 @@ def test_every_other_field_that_does_not_fit_is_refused(head: dict[str, Any]) ->
 @pytest.mark.parametrize("times", [1, 100])
 def test_numbers_below_zero_are_refused(name: str, times: int) -> None:
     """They would be places from the end."""
-    items = [item(f"w{i}", (4,)) for i in range(times)]
+    items = [item(f"w{i}", (4,), box=Box((1,), (2,))) for i in range(times)]
     fields = dict(zip(NOW, msgpack.unpackb(build_layout(0, 1, items).encoded), strict=True))
     table = dict(zip(TABLE, msgpack.unpackb(fields["table"]), strict=True))
     within = table if name in SHARED else fields
-    rows = next(rows for column, _, _, rows in within["where"] if column == name)
+    rows = max(times, next(rows for column, _, _, rows in within["where"] if column == name))
     others = [row for row in within["where"] if row[0] != name]
     within["where"] = [*others, [name, "<i8", len(within["data"]), rows]]
     within["data"] += np.full(rows, -1, np.int64).tobytes()
@@ -301,13 +309,14 @@ def test_every_field_of_a_table_that_does_not_fit_is_refused(table: dict[str, An
 def test_a_leaf_is_read_where_its_table_is() -> None:
     layout = sample()
     assert len(layout.leaf) < len(layout.encoded)
-    assert Layout.decode(layout.leaf, leaf=True) == layout
-    assert Layout.decode(layout.leaf, leaf=True).layout_id == layout.layout_id
+    tables = {layout.fragments.table.digest: layout.fragments.table}
+    assert Layout.decode(layout.leaf, tables) == layout
+    assert Layout.decode(layout.leaf, tables).layout_id == layout.layout_id
     with pytest.raises(ValueError, match="not here"):
         Layout.decode(layout.leaf)  # a rank says all of it: it may not name what another user's has
-    leaf = build_layout(0, 1, [item("of.no.other.test", (5,))]).leaf
-    with pytest.raises(ValueError, match="not here"):
-        Layout.decode(leaf, leaf=True)  # nobody has it any more
+    with pytest.raises(TableNotHere) as raised:
+        Layout.decode(layout.leaf, {})
+    assert raised.value.digest in tables
 
 
 def test_more_elements_than_there_are_bytes_for_are_refused() -> None:
@@ -361,3 +370,65 @@ def test_a_cut_or_flipped_layout_never_breaks_the_reader(data: st.DataObject) ->
     assert all(f.offset + f.nbytes <= layout.payload_bytes for f in layout.fragments)
     with pytest.raises(ValueError, match="layout"):
         decode_layout(bytes(encoded[:at]))
+
+
+# --- cuts -----------------------------------------------------------------------------------------------------------
+def shares(world: int, rank: int, *, cuts: bool = True, size: int = 12) -> Layout:
+    """Of a world in which each rank has its part of the first dimension, and two ranks each a half of the second."""
+    half, at = world // 2, rank // 2
+    share = -(-size // half)
+    box = Box((min(size, at * share), 3 * (rank % 2)), (min(share, max(0, size - at * share)), 3))
+    places = ((0, half, at), (1, 2, rank % 2)) if cuts else None
+    return build_layout(rank, world, [LayoutItem("w", "F32", (size, 6), box, "param", UNIQUE, 1, False, places), item("s", ())])
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_what_is_cut_is_what_was_said_of_it(rank: int) -> None:
+    layout = shares(8, rank)
+    assert layout == shares(8, rank, cuts=False) == decode_layout(layout.encoded)
+    assert layout.fragments.places == ((), (rank // 2, rank % 2)) or layout.fragments.places == ((rank // 2, rank % 2), ())
+    assert not len(layout.fragments.own["sizes"])
+    assert layout.fragments.table is shares(8, 0).fragments.table, "ranks differ in where they stand alone"
+    assert len(layout.leaf) < 256
+
+
+def test_a_box_that_is_not_what_its_cuts_make_is_kept_as_it_is() -> None:
+    wrong = LayoutItem("w", "F32", (12, 6), Box((1, 0), (3, 6)), "param", UNIQUE, 1, False, ((0, 4, 1),))
+    layout = build_layout(0, 1, [wrong])
+    assert layout.fragments.places == () and decode_layout(layout.encoded).fragments[0].box == wrong.box
+
+
+@pytest.mark.parametrize(("field", "value"), [("places", [[], [4, 0]]), ("places", [[], [0]]), ("places", [[]]), ("live", 3)])
+def test_a_place_outside_of_its_cut_is_refused(field: str, value: Any) -> None:
+    said = dict(zip(NOW, msgpack.unpackb(shares(8, 0).encoded), strict=True))
+    said["places"] = value if field == "places" else said["places"]
+    said["live"] = value if field == "live" else said["live"]
+    with pytest.raises(ValueError, match="not a layout"):
+        decode_layout(msgpack.packb(list(said.values())))
+
+
+def test_a_box_of_more_parts_than_there_can_be_ranks_is_said_as_a_box() -> None:
+    places = ((0, 1 << 11, 0), (1, 1 << 11, 0))
+    layout = build_layout(0, 1, [LayoutItem("w", "U8", (1 << 11, 1 << 11), Box((0, 0), (1, 1)), "param", UNIQUE, 1, False, places)])
+    assert layout.fragments.table.rules == () and decode_layout(layout.encoded) == layout
+
+
+def test_a_table_of_this_version_is_none_of_an_older_one() -> None:
+    """Whether it is known or not."""
+    layout = build_layout(0, 1, [item("w", (4,), box=Box((1,), (2,)))], 64)
+    old = msgpack.unpackb(in_columns(layout, [0, 1, 64, layout.payload_bytes, "", ()]))
+    old[9] = layout.fragments.table.encoded
+    with pytest.raises(ValueError, match="at most 4"):
+        decode_layout(msgpack.packb(old))
+
+
+def test_a_layout_with_columns_of_boxes_is_read_and_keeps_its_name() -> None:
+    """Memory that a daemon of before left (version 4)."""
+    items = [item("w", (5,), 2), item("base", (40,))._replace(frozen=True), item("none", (0, 7), 2)]
+    layout = build_layout(3, 5, items, 64, "plan", [("v", "w")], ["a.*"])
+    said = in_columns(layout, [3, 5, 64, layout.payload_bytes, "plan", layout.aliases])
+    older = decode_layout(said)
+    assert older == layout and older.is_old and older.encoded == said and older.leaf == said
+    assert older.layout_id == hashlib.blake2b(said, digest_size=16).hexdigest() != layout.layout_id
+    alone = in_columns(layout.frozen, [3, 5, 0, layout.frozen_bytes, "", ()])
+    assert older.frozen.layout_id == decode_layout(alone).layout_id

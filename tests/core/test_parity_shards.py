@@ -173,7 +173,7 @@ def test_layouts_of_a_parity_sets_members_are_told_with_their_parity(node: Membe
     made(node)
     node.hear("a", msg.LayoutRequest(EPOCH, layout(1, 3).layout_id))
     assert node.said(msg.LayoutReply, "a") == [
-        msg.LayoutReply(EPOCH, {layout(1, 3).layout_id: layout(1, 3).encoded})
+        msg.LayoutReply(EPOCH, {layout(1, 3).layout_id: layout(1, 3).leaf})
     ]
 
 

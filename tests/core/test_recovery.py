@@ -14,10 +14,12 @@ from ckptd.core.state_map import box_index
 from ckptd.core.state_map.box import Box, contains, covers, runs
 from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.layout import MAYBE, REPLICA
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.core.state_map.recovery import (
+    BY_PARITY,
     DURABLE,
+    HOLDERS_LOOKED_AT_MAX,
     OWN,
     PARITY,
     PEER,
@@ -247,3 +249,32 @@ def test_what_storage_has_in_other_dimensions_is_not_it(shape: tuple[int, ...], 
     want = Want(0, "w", "F32", shape, Box.whole(shape))
     plan = plan_recovery([want], [], "a", 0, BoxIndex.of({"w": [Box.whole(stored)]}))
     assert (plan.pieces, plan.uncovered) == ((), ((0, Box.whole(shape)),))
+
+
+# --- very many copies -----------------------------------------------------------------------------------------------
+def of_all(ranks: int, parity: int) -> list[Held]:
+    """One value that all ranks have; the first ones have it by parity alone."""
+    items = [LayoutItem("w", "F32", (8,), Box.whole((8,)), "buffer", REPLICA, 1)]
+    nodes = (BY_PARITY if rank < parity else f"n{rank}" for rank in range(ranks))
+    return [Held(node, rank, 1, build_layout(rank, ranks, items)) for rank, node in enumerate(nodes)]
+
+
+@pytest.mark.parametrize(("own", "source"), [("n39", OWN), ("elsewhere", PEER)])
+def test_of_very_many_copies_the_nearest_is_taken_although_not_all_are_looked_at(own: str, source: str) -> None:
+    plan = plan_recovery([Want(0, "w", "F32", (8,), Box.whole((8,)))], of_all(40, HOLDERS_LOOKED_AT_MAX), own, 0)
+    assert [piece.source for piece in plan.pieces] == [source]
+
+
+def test_ranks_take_a_value_that_all_have_from_different_nodes() -> None:
+    index = SourceIndex(of_all(64, 0))
+    want = [Want(0, "w", "F32", (8,), Box.whole((8,)))]
+    asked = {plan_recovery(want, index, "elsewhere", rank).pieces[0].node for rank in range(64)}
+    assert len(asked) > 2 * HOLDERS_LOOKED_AT_MAX
+
+
+def test_what_nobody_has_of_what_is_cut_is_not_in_the_snapshot() -> None:
+    """It is of a tier that no prefix holds: nothing is said of another dtype."""
+    item = LayoutItem("w", "F32", (8,), Box((0,), (4,)), "param", UNIQUE, 1, False, ((0, 2, 0),))
+    held = [Held("a", 0, 2, build_layout(0, 1, [item]))]
+    plan = plan_recovery([Want(0, "w", "BF16", (8,), Box.whole((8,)))], held, "b", 0)
+    assert plan.mismatched == () and plan.uncovered

@@ -252,9 +252,9 @@ def test_a_layout_goes_along_once_per_session(node: Member) -> None:
     node.capture(3, 9, rank=1)
     one = layout(1, 3)
     assert [m.layouts for m in node.said(msg.Sealed, "a")] == [
-        {one.layout_id: one.encoded},
+        {one.layout_id: one.leaf},
         {},
-        {one.layout_id: one.encoded},
+        {one.layout_id: one.leaf},
     ]
 
 
@@ -262,11 +262,12 @@ def test_a_layout_that_is_asked_for_is_sent(node: Member) -> None:
     node.slots(1, 1)
     node.capture(1, 7, rank=1)
     node.hear("a", msg.LayoutRequest(EPOCH, layout(1, 3).layout_id))
+    node.hear("a", msg.LayoutRequest(EPOCH, layout(1, 3).layout_id, whole=True))
     assert node.said(msg.LayoutReply, "a") == [
-        msg.LayoutReply(EPOCH, {layout(1, 3).layout_id: layout(1, 3).encoded})
+        msg.LayoutReply(EPOCH, {layout(1, 3).layout_id: data}) for data in (layout(1, 3).leaf, layout(1, 3).encoded)
     ]
     node.hear("a", msg.LayoutRequest(EPOCH, layout(2, 3).layout_id))
-    assert len(node.said(msg.LayoutReply, "a")) == 1
+    assert len(node.said(msg.LayoutReply, "a")) == 2
 
 
 def test_the_same_hello_again_is_answered_again(node: Member) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptd.core.policy import Policy
 from ckptd.core.protocol.instructions import Send
-from ckptd.core.protocol.machine.context import Context
+from ckptd.core.protocol.machine.context import RESEND_S, Context
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import RELEASED_KEPT_MAX, SnapshotTable
 from ckptd.core.protocol.messages import Certificate, HoldingFact, LayoutRequest
@@ -196,3 +196,28 @@ def test_that_it_was_weighed_anew_is_forgotten_with_its_release() -> None:
     books.release(7, *range(100, 100 + RELEASED_KEPT_MAX))
     books.slot("b", 0)
     assert not books.of().again
+
+
+def test_a_table_that_leaves_need_is_asked_for_once_and_all_are_read_then() -> None:
+    books = Books()
+    ones = [layout(rank, WORLD) for rank in range(WORLD)]
+    for rank, node in enumerate("abc"):
+        books.slot(node, rank)
+    assert books.asked() == {(node, ones[rank].layout_id) for rank, node in enumerate("abc")}, "of each its leaf"
+    books.table.learn_layouts({one.layout_id: one.leaf for one in ones})
+    assert not books.table.knows_layouts(books.of())
+    books.ctx.now += RESEND_S
+    books.ctx.out.clear()
+    books.table.ask_layouts(EPOCH)
+    assert [(do.to, do.message) for do in books.ctx.out if isinstance(do, Send)] == [
+        ("a", LayoutRequest(EPOCH, ones[0].layout_id, whole=True))
+    ], "they have one table"
+    books.table.learn_layouts({ones[0].layout_id: ones[0].encoded})
+    assert books.table.layouts_of(books.of()) == dict(enumerate(ones))
+
+
+def test_what_is_neither_a_layout_nor_a_leaf_is_left_out() -> None:
+    books = Books()
+    books.slot("a", 0)
+    books.table.learn_layouts({layout(0, WORLD).layout_id: b"nothing"})
+    assert not books.table.knows_layouts(books.of())

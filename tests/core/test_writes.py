@@ -14,7 +14,7 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.fragments import Fragments
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
-from ckptd.core.state_map.writes import assign_writes
+from ckptd.core.state_map.writes import SHARED_RANKS_MAX, assign_writes
 from tests.core.test_protection import complete
 from tests.core.worlds import World, fsdp, quick, worlds
 
@@ -35,7 +35,7 @@ def written(
             if piece.objects:
                 times["objects", piece.rank] += 1
                 load[node] += layout.objects_capacity
-            for index in range(len(layout.fragments)) if piece.fragments is None else piece.fragments:
+            for index in piece.numbers(len(layout.fragments)):
                 fragment = layout.fragments[index]
                 alone = fragment.sharing == UNIQUE or f"t:{fragment.key}" in world.per_rank
                 times[fragment.key, fragment.box, piece.rank if alone else -1] += 1
@@ -69,7 +69,7 @@ def test_each_slice_is_written_once_by_a_holder(data: st.DataObject, world: Worl
         for piece in pieces:
             tier = min(t for rank, t in holdings[node] if rank == piece.rank)
             fragments = world.layouts[piece.rank].fragments
-            indexes = range(len(fragments)) if piece.fragments is None else piece.fragments
+            indexes = piece.numbers(len(fragments))
             assert all(fragments[index].tier >= tier for index in indexes)
     shuffled = {node: list(reversed(holdings[node])) for node in sorted(holdings, reverse=True)}
     assert orders == assign_writes(world.layouts, shuffled, world.per_rank)
@@ -124,7 +124,7 @@ def test_copies_by_contract_even_out_what_whole_slots_left_uneven() -> None:
     layouts = {rank: build_layout(rank, 2, items + copies) for rank, items in own.items()}
     orders = assign_writes(layouts, {"a": [(0, 0), (1, 1)], "b": [(1, 0), (0, 1)]})
     assert {node: [piece.rank for piece in pieces] for node, pieces in orders.items()} == {"a": [0], "b": [1]}
-    assert orders["b"][0].fragments is None
+    assert orders["b"][0].runs is None
 
 
 def test_survivors_share_a_dead_nodes_slices() -> None:
@@ -151,7 +151,7 @@ def test_copies_are_spread_and_equal_plain_values_written_once() -> None:
 def test_one_node_writes_everything_of_all_its_ranks() -> None:
     world = fsdp(2, shape=(8, 4))
     orders = assign_writes(world.layouts, {"a": [(0, 0), (1, 0)], "idle": []})
-    assert [piece.fragments for piece in orders["a"]] == [None, None]
+    assert [piece.runs for piece in orders["a"]] == [None, None]
     assert set(orders) == {"a"}
 
 
@@ -169,5 +169,22 @@ def test_what_one_node_alone_holds_counts_before_slots_stay_with_their_owners() 
     for node, pieces in orders.items():
         for piece in pieces:
             nbytes = layouts[piece.rank].fragments.nbytes
-            chosen[node] += int(nbytes.sum() if piece.fragments is None else nbytes[list(piece.fragments)].sum())
+            chosen[node] += int(nbytes[piece.numbers(len(nbytes))].sum())
     assert max(chosen.values()) <= 1.1 * 800_000, chosen
+
+
+def test_what_very_many_ranks_have_is_written_by_many_of_them() -> None:
+    """Not all are looked at for each slice, and not the same for all."""
+    ranks = 4 * SHARED_RANKS_MAX
+    items = [LayoutItem(f"buffer.{i}", "F32", (8,), Box.whole((8,)), "buffer", MAYBE, 1) for i in range(ranks)]
+    layouts = {rank: build_layout(rank, ranks, items) for rank in range(ranks)}
+    orders = assign_writes(layouts, {f"n{rank:02}": [(rank, 0)] for rank in range(ranks)})
+    assert {len(pieces[0].numbers(ranks)) for pieces in orders.values()} == {1} and len(orders) == ranks
+
+
+def test_what_those_who_are_looked_at_lack_is_written_by_others() -> None:
+    ranks = 2 * SHARED_RANKS_MAX
+    items = [LayoutItem("buffer", "F32", (8,), Box.whole((8,)), "buffer", MAYBE, 1)]
+    layouts = {rank: build_layout(rank, ranks, items) for rank in range(ranks)}
+    holdings = {f"n{rank:02}": [(rank, 0 if rank == ranks - 1 else 2)] for rank in range(ranks)}
+    assert {node for node, pieces in assign_writes(layouts, holdings).items() if pieces} == {f"n{ranks - 1}"}

@@ -12,8 +12,8 @@ from ckptd.core.protocol.machine.writing import WRITES_KEPT_MAX
 from tests.core.machines import EPOCH, Member, at, layout, only, record_of, sent
 
 
-def piece(rank: int = 1, world: int = 3, fragments: tuple[int, ...] | None = None) -> msg.WritePiece:
-    return msg.WritePiece(rank, layout(rank, world).layout_id, fragments, True)
+def piece(rank: int = 1, world: int = 3, runs: tuple[tuple[int, int], ...] | None = None) -> msg.WritePiece:
+    return msg.WritePiece(rank, layout(rank, world).layout_id, runs, True)
 
 
 @pytest.fixture
@@ -54,7 +54,8 @@ def test_what_is_not_here_is_refused(writer: Member) -> None:
     assert answers(order(writer, "t2", 8)) == refused
     assert answers(order(writer, "t3", 7, piece(0))) == refused
     assert answers(order(writer, "t4", 7, msg.WritePiece(1, "another layout", None, True))) == refused
-    assert answers(order(writer, "t5", 7, piece(fragments=(0,)))) == refused, "there is no such fragment"
+    for number, runs in enumerate((((0, 1),), ((-1, 0),), ((0, 0), (-1, 0)), ((0, 1 << 60),))):
+        assert answers(order(writer, f"t5{number}", 7, piece(runs=runs))) == refused, "there are no such fragments"
     assert only(writer.done, ins.WriteFiles) == []
     assert only(writer.certify(1, 8, 0, releases=(at(7),)), ins.FreeSlot) == [ins.FreeSlot(1)], (
         "nothing is pinned"

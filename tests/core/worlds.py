@@ -15,6 +15,7 @@ from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol.messages import HoldingFact
 from ckptd.core.state_map.agreement import object_name, tensor_name
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.cuts import Place
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.fragments import Fragment
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
@@ -136,6 +137,26 @@ def digest(data: bytes) -> bytes:
 
 
 @st.composite
+def cut_tensors(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> list[tuple[int, Box, tuple[Place, ...] | None]]:
+    """(rank, box, places) of ranks that each have a part of the same cuts, as torch.chunk makes them, and mostly say so."""
+    cuts: list[tuple[int, int]] = []
+    while shape and len(cuts) < 3 and draw(st.booleans()):
+        cuts.append((draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 4))))
+    found = []
+    order = draw(st.permutations(range(ranks)))
+    for rank, at in zip(order, itertools.product(*(range(parts) for _, parts in cuts)), strict=False):
+        runs = [list(range(size)) for size in shape]
+        for (dim, parts), place in zip(cuts, at, strict=True):
+            share = -(-len(runs[dim]) // parts)
+            runs[dim] = runs[dim][place * share : (place + 1) * share]
+        if all(runs):
+            box = Box(tuple(run[0] for run in runs), tuple(map(len, runs)))
+            places = tuple((dim, parts, place) for (dim, parts), place in zip(cuts, at, strict=True))
+            found.append((rank, box, places if draw(st.integers(0, 5)) else None))
+    return found
+
+
+@st.composite
 def worlds(draw: st.DrawFn, ranks: int = 4, tensors: int = 4) -> World:
     """1..ranks ranks; each tensor is sharded, copied by contract to some ranks, or plain on all (equal or each rank's)."""
     size = draw(st.integers(1, ranks))
@@ -145,7 +166,12 @@ def worlds(draw: st.DrawFn, ranks: int = 4, tensors: int = 4) -> World:
     for number in range(draw(st.integers(1, tensors))):
         key, dtype, shape = f"k{number}", draw(st.sampled_from(DTYPES)), draw(solid_shapes)
         known[key] = dtype, shape
-        kind = draw(st.sampled_from(("shard", REPLICA, MAYBE, "own")))
+        kind = draw(st.sampled_from(("shard", "cut", REPLICA, MAYBE, "own")))
+        if kind == "cut":
+            tier, frozen = draw(st.integers(1, 2)), draw(st.booleans())
+            for rank, box, places in draw(cut_tensors(shape, size)):
+                items[rank].append(LayoutItem(key, dtype, shape, box, "param", UNIQUE, tier, frozen, places))
+            continue
         if kind == "shard":
             for box in draw(tilings(shape)):
                 rank = draw(st.integers(0, size - 1))

@@ -44,7 +44,7 @@ def _greetings() -> list[bytes]:
     return [
         lf.pack(lf.HELLO, "n0", "i1"),
         lf.pack(lf.REFUSED, lf.MISDIRECTED, "it is 'n1'"),
-        b"W\x00\x09anything",
+        b"W\x00\xffanything",
     ]
 
 

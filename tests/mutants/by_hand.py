@@ -192,8 +192,20 @@ EDITS = (
     Edit(
         "boxes that overlap are taken for the whole",
         "core/state_map/recovery.py",
-        "whole = (shared & (found == volumes) & _apart(self.index.boxes, kinds)).tolist()",
+        "whole = (shared & (found == volumes) & apart).tolist()",
         "whole = (shared & (found == volumes)).tolist()",
+    ),
+    Edit(
+        "two ranks at one place of a cut are taken for apart",
+        "core/state_map/apart.py",
+        "    return len(set(places)) == len(places)",
+        "    return True",
+    ),
+    Edit(
+        "other cuts of one tensor are taken for apart",
+        "core/state_map/apart.py",
+        " or len({table.rules[rule - 1] for table, rule in found}) > 1",
+        "",
     ),
     Edit(
         "another rank's own values are restored",
@@ -204,13 +216,13 @@ EDITS = (
     Edit(
         "a prefix is taken for the whole slot",
         "core/state_map/recovery.py",
-        "in holders if least == 0 or tier[fragment] >= least]\n",
+        "in holders if least == 0 or key[1] >= least]\n",
         "in holders]\n",
     ),
     Edit(
         "what a prefix lacks is written from it",
         "core/state_map/writes.py",
-        "if t <= fragment.tier or not fragment.nbytes]",
+        "if t <= tier or not nbytes]",
         "if t >= 0]",
     ),
     # --- which steps, which epoch (P12, P14)

@@ -24,6 +24,7 @@ from ckptd.core.state_map.agreement import Agreement, agree, tensor_name
 from ckptd.core.state_map.box import Box, covers, disjoint
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 
 OWNER = Owner("model", "module", None)
 
@@ -56,6 +57,12 @@ def cut(full: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         full = full.narrow(dim, offset, size)
     return full
+
+
+def follows(part: Slice) -> bool:
+    """Is its box what its cuts make?"""
+    item = LayoutItem(part.key, part.dtype, part.shape, part.box, part.role, part.sharing, 1, False, part.cuts)
+    return not len(build_layout(0, 1, [item]).fragments.own["sizes"])
 
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[int, ...], list[Any]]] = [
@@ -100,6 +107,8 @@ def test_a_ranks_boxes_are_its_local_tensor(mesh_shape: Any, shape: Any, placeme
             for part in slices_of(entry(tensor), world):
                 assert torch.equal(part.view(tensor.to_local()), cut(full, part.box))
                 everything[part.box] = part.sharing
+                alone = isinstance(placements[0], _StridedShard)
+                assert follows(part) == (not alone or (part.cuts is None and part.box == Box.whole(shape))) or not part.stored
                 assert (part.sharing == REPLICA) == any(p.is_replicate() for p in placements)
     assert covers(tuple(shape), everything)
     assert disjoint(list(everything))
@@ -118,7 +127,7 @@ def test_fsdp_on_tp_is_cut_right_to_left_even_where_that_is_uneven() -> None:
             tensor = dtensor(local.clone(), mesh, [_StridedShard(0, split_factor=2), Shard(0)], full)
             for part in slices_of(entry(tensor), world):
                 if part.box.volume:
-                    assert torch.equal(part.view(local), cut(full, part.box))
+                    assert torch.equal(part.view(local), cut(full, part.box)) and follows(part)
                     boxes.append(part.box)
     assert covers((9, 2), boxes)
     assert disjoint(boxes)
@@ -138,7 +147,7 @@ def test_partial_values_fit_only_the_same_world() -> None:
         (part,) = slices_of(
             entry(DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)), world
         )
-        assert (part.shape, part.box, part.sharing) == ((4, 3), Box((2, 0), (1, 3)), UNIQUE)
+        assert (part.shape, part.box, part.sharing) == ((4, 3), Box((2, 0), (1, 3)), UNIQUE) and follows(part)
 
 
 def test_who_shares_is_structure_or_declaration_never_a_guess() -> None:

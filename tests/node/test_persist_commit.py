@@ -237,7 +237,7 @@ def test_a_missing_rank_is_refused(storage: PosixStorage) -> None:
 def test_a_slice_written_twice_is_refused(storage: PosixStorage) -> None:
     world = small_world()
     reports = write_all(storage, world, SNAPSHOT, "a1")
-    piece = world.held(WritePiece(0, world.layouts[0].layout_id, (0,), False))
+    piece = world.held(WritePiece(0, world.layouts[0].layout_id, ((0, 1),), False))
     reports.append(write_pieces(storage, JOB, SNAPSHOT, "a1", "n9", [piece], threading.Event()))
     with pytest.raises(CkptdError, match="two files hold"):
         commit_all(storage, world, SNAPSHOT, reports)

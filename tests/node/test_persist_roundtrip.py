@@ -311,14 +311,14 @@ def test_a_tier_prefix_is_enough_for_its_fragments() -> None:
     layout = world.layouts[0]
     payload, record = world.slots[0]
     prefix = memoryview(payload)[: layout.live_bytes(2)]
-    piece = type(world.held(WritePiece(0, layout.layout_id, (0,), True)))
+    piece = type(world.held(WritePiece(0, layout.layout_id, ((0, 1),), True)))
     storage: Storage = MemoryStorage()
     replica = type(record)(layout, record.sums[: -16 * 1], record.objects_bytes, tier=2)
     reports = [
         write_pieces(storage, JOB, SNAPSHOT, "a1", "n0", [held], threading.Event())
         for held in (
-            piece(WritePiece(0, layout.layout_id, (0,), True), prefix, replica),
-            piece(WritePiece(0, layout.layout_id, (1,), False), memoryview(payload), record),
+            piece(WritePiece(0, layout.layout_id, ((0, 1),), True), prefix, replica),
+            piece(WritePiece(0, layout.layout_id, ((1, 2),), False), memoryview(payload), record),
         )
     ]
     commit_all(storage, world, SNAPSHOT, reports)

@@ -14,7 +14,7 @@ from ckptd.core.protocol.messages import HoldingFact
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.fragments import Fragment
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
-from ckptd.core.state_map.layout_build import build_layout
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.sim.training import COPIED, CUT, PLAIN, STAGE, Model, Origin, Tensor, objects
 
 OBJECTS_BYTES = 64
@@ -43,7 +43,7 @@ def layout_of(tensors: tuple[Tensor, ...], rank: int, domains: tuple[str, ...], 
     of its own."""
     world = len(domains)
     holders = [_holders(first, domains, replicas) for first in range(world)]
-    items = []
+    items: list[LayoutItem] = []
     for tensor in tensors:
         box, shape = cut(tensor, rank, world), (tensor.size,)
         if box is None:
@@ -51,11 +51,12 @@ def layout_of(tensors: tuple[Tensor, ...], rank: int, domains: tuple[str, ...], 
         if tensor.kind == COPIED:
             who = holders[tensor.number % world]
             if rank in who:
-                items.append((tensor.key, "U8", shape, box, "param", REPLICA, replicas + 1 - len(who)))
+                items.append(LayoutItem(tensor.key, "U8", shape, box, "param", REPLICA, replicas + 1 - len(who)))
         elif tensor.kind == PLAIN:
-            items.append((tensor.key, "U8", shape, box, "buffer", MAYBE, replicas))
+            items.append(LayoutItem(tensor.key, "U8", shape, box, "buffer", MAYBE, replicas))
         else:
-            items.append((tensor.key, "U8", shape, box, "param", UNIQUE, replicas))
+            cuts = ((0, world, rank),) if tensor.kind == CUT and tensor.number % 2 else None  # of some it is not known
+            items.append(LayoutItem(tensor.key, "U8", shape, box, "param", UNIQUE, replicas, False, cuts))
     return build_layout(rank, world, items, OBJECTS_BYTES, f"plan-{world}-{len(tensors)}", ())
 
 

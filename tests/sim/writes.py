@@ -128,7 +128,7 @@ class Writes:
             if not mem.intact:
                 self.host.feed(ev.SlotDamaged(slot, "found while writing"))
                 return None
-            every = range(len(mem.layout.fragments)) if piece.fragments is None else piece.fragments
+            every = piece.numbers(len(mem.layout.fragments))
             for index in every:
                 fragment = mem.layout.fragments[index]
                 rows.append((fragment.key, fragment.box, mem.piece(index)))

@@ -6,7 +6,9 @@ delayed, repeated and reordered: each is a fact or a request that can be said ag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, starmap
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol.written import Written
@@ -42,6 +44,7 @@ class InventoryRequest:
     attempt: str
     nodes: tuple[NodeInfo, ...]  # so that a daemon outside the new world can answer
     turn: int = 0  # which of this attempt's rounds of questions; the answer names it
+    tables: tuple[str, ...] = ()  # digests of those that the asker has: the answer brings each other one once
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Inventory:
     attempt: str
     known: EpochRecord | None
     holdings: tuple[HoldingFact, ...]
-    layouts: dict[str, bytes] = field(default_factory=dict)
+    layouts: dict[str, bytes] = field(default_factory=dict)  # leaves, and of each table that the asker lacks one layout
     certified: tuple[tuple[SnapshotId, int, bool], ...] = ()  # (snapshot, level, durable) the sender was told
     session: str = ""  # with serial: see OpenSession. Without a session and an attempt it is to register: who is the steward?
     serial: int = 0
@@ -189,7 +192,7 @@ class Sealed:
     epoch: int
     fact: HoldingFact
     plan_id: str
-    layouts: dict[str, bytes] = field(default_factory=dict)  # empty once the steward of this epoch knows the layout
+    layouts: dict[str, bytes] = field(default_factory=dict)  # its leaf; empty once the steward of this epoch knows it
     came_at: int | None = None  # newest step that the rank had called when the grant came to it
     session: str = ""
     serial: int = 0
@@ -308,8 +311,11 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class LayoutRequest:
+    """whole: with its table, of which the asker has the leaf."""
+
     epoch: int
     layout_id: str
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,12 +327,17 @@ class LayoutReply:
 # --- durable ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class WritePiece:
-    """Write these fragments (indexes into the layout, None: all) and, if objects, the rank's objects, of a held slot."""
+    """Write these fragments and, if objects, the rank's objects, of a held slot. ``runs``: (first, end) of their numbers in the
+    layout, ascending; None: all."""
 
     rank: int
     layout_id: str
-    fragments: tuple[int, ...] | None
+    runs: tuple[tuple[int, int], ...] | None
     objects: bool
+
+    def numbers(self, count: int) -> Sequence[int]:
+        """Of the fragments of a layout with so many, within which the runs lie."""
+        return range(count) if self.runs is None else [*chain.from_iterable(starmap(range, self.runs))]
 
 
 @dataclass(frozen=True, slots=True)

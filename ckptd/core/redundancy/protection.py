@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ckptd.core.state_map.columns import Flags
+from ckptd.core.state_map.fragments import Rows, Shared, Table
 from ckptd.core.state_map.layout import REPLICA, Layout
 
 CACHED_MAX = 32  # sets of layouts; a job has one or two alive
@@ -86,15 +88,20 @@ class _Keyed:
 @lru_cache(maxsize=CACHED_MAX)
 def _classes(keyed: _Keyed) -> Classes:
     alone: dict[int, int] = {}
+    rows = Rows()
+    known: dict[tuple[Table, Shared], tuple[Flags, int]] = {}
     copies: dict[tuple[str, object], dict[int, int]] = {}
     for (rank, _), layout in zip(keyed.ids, keyed.layouts, strict=True):
         fragments = layout.fragments
-        by_contract = fragments.shared_as(REPLICA)
-        alone[rank] = int(fragments.tier[(fragments.nbytes > 0) & ~by_contract].min(initial=OBJECTS_TIER))
-        if by_contract.any():
-            for fragment in fragments:
-                if fragment.nbytes and fragment.sharing == REPLICA:
-                    copies.setdefault((fragment.key, fragment.box), {})[rank] = fragment.tier
+        alike = fragments.alike
+        if alike not in known:
+            by_contract = fragments.shared_as(REPLICA)
+            rarest = int(fragments.tier[(fragments.nbytes > 0) & ~by_contract].min(initial=OBJECTS_TIER))
+            known[alike] = by_contract, rarest
+        by_contract, alone[rank] = known[alike]
+        for _, fragment in rows.of(fragments, by_contract) if by_contract.any() else ():
+            if fragment.nbytes:
+                copies.setdefault((fragment.key, fragment.box), {})[rank] = fragment.tier
     shared = {tuple(sorted(where.items())) for where in copies.values()}
     # Whoever holds the rank's rarest slice holds this one as well: it cannot be the minimum.
     needed = sorted(where for where in shared if all(tier < alone[rank] for rank, tier in where))

@@ -10,10 +10,12 @@ from operator import attrgetter
 
 import numpy as np
 
+from ckptd.core.state_map.apart import cut_apart
 from ckptd.core.state_map.balance import plans_in
 from ckptd.core.state_map.box import Box, Span, disjoint_spans
 from ckptd.core.state_map.box_index import BoxIndex
-from ckptd.core.state_map.fragments import Fragment, Fragments, Kinds
+from ckptd.core.state_map.columns import Flags
+from ckptd.core.state_map.fragments import Fragment, Fragments, Kinds, Rows, Table
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 
 DIMENSIONS_TOGETHER_MAX = 8  # of tensors that are looked at all together
@@ -176,31 +178,40 @@ def _by_key(keyed: _Keyed) -> Iterable[tuple[str, Sequence[int], Sequence[Fragme
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     fragments: defaultdict[str, list[Fragment]] = defaultdict(list)
     plain = _plain([keyed.layouts[rank].fragments for rank, _ in keyed.ids])
+    rows, others = Rows(), dict[Table, Flags]()
     for rank, _ in keyed.ids:
         of = keyed.layouts[rank].fragments
-        if not plain.issuperset(of.table.keys):
-            for fragment in of:
-                if fragment.key not in plain:
-                    ranks[fragment.key].append(rank)
-                    fragments[fragment.key].append(fragment)
+        which = others.get(of.table)
+        if which is None:
+            which = others[of.table] = np.array([key not in plain for key in of.table.keys], bool)
+        for _, fragment in rows.of(of, which):
+            ranks[fragment.key].append(rank)
+            fragments[fragment.key].append(fragment)
     return [(key, ranks[key], fragments[key]) for key in sorted(fragments)]
 
 
 def _plain(all_ranks: Sequence[Fragments]) -> set[str]:
     """Keys of which each rank has slices of its own: of one dtype and shape, none shared, and no element twice. That is nearly all
     where a model is sharded, and is found for all of them together."""
-    kinds, shared = Kinds(), set[int]()
-    dims = max((of.table.dims_max for of in all_ranks), default=0)
-    if dims > DIMENSIONS_TOGETHER_MAX:  # each row would be as wide as the widest
-        return set()
-    parts = [np.empty((0, 1 + 2 * dims), np.int64)]
+    kinds, tables = Kinds(), dict[Table, list[Fragments]]()
     for of in all_ranks:
-        numbers = kinds.of(of)
-        shared.update(np.unique(numbers[~of.shared_as(UNIQUE)]).tolist())
-        parts.append(np.column_stack((numbers, *of.boxes(dims)))[of.nbytes > 0])
+        tables.setdefault(of.table, []).append(of)
+    numbers = {table: kinds.of(found[0]) for table, found in tables.items()}
+    shared = {at for table, found in tables.items() for at in np.unique(numbers[table][~found[0].shared_as(UNIQUE)]).tolist()}
+    looked_at = np.array([at not in shared for at in range(len(kinds.number))], bool)
+    apart = cut_apart(tables, numbers, looked_at)
+    rest = [of for of in all_ranks if (looked_at & ~apart)[numbers[of.table]].any()]
+    dims = max((of.table.dims_max for of in rest), default=0)
+    if dims > DIMENSIONS_TOGETHER_MAX:  # each row would be as wide as the widest
+        rest, apart = [], apart & False
+    parts = [np.empty((0, 1 + 2 * dims), np.int64)]
+    for of in rest:
+        found = np.column_stack((numbers[of.table], *of.boxes(dims)))
+        parts.append(found[(of.nbytes > 0) & (looked_at & ~apart)[numbers[of.table]]])
     rows = np.concatenate(parts)
     rows = rows[np.lexsort(rows[:, dims::-1].T)]  # by kind and offsets
-    apart = BoxIndex.numbered(rows[:, 0], len(kinds.number), rows[:, 1 : 1 + dims], rows[:, 1 + dims :]).apart
+    boxes = BoxIndex.numbered(rows[:, 0], len(kinds.number), rows[:, 1 : 1 + dims], rows[:, 1 + dims :])
+    apart = apart | boxes.apart if rest else apart
     single = Counter(key for key, *_ in kinds.number)
     return {key for (key, *_), at in kinds.number.items() if at not in shared and apart[at] and single[key] == 1}
 

@@ -1,7 +1,7 @@
 """The fragments of a layout, in columns: as an object each, those of all ranks of a job would not fit into a daemon's memory (P16).
 
-A fragment costs about 50 bytes here and 800 as an object. What ranks of one shape have in common (names, dtypes, shapes) is there
-once, whoever's layout it came with.
+A fragment costs about 50 bytes here and 800 as an object. What ranks of one shape have in common (names, dtypes, shapes, and how
+they are cut) is there once, whoever's layout it came with; of a rank there is where it stands in each cut, whatever their number.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
+from math import prod
 from typing import ClassVar, NamedTuple, overload
 from weakref import WeakValueDictionary
 
@@ -17,9 +18,12 @@ import numpy as np
 
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.columns import Flags, Ints, pack
+from ckptd.core.state_map.cuts import CUTS_MAX, PARTS_MAX, RULES_MAX, Cut, Place, cut
+from ckptd.core.state_map.dtypes import ITEMSIZE
 
-SHARED = ("dtype", "role", "sharing", "tier", "dims", "shape")  # columns of a table, ``dims``: how many each fragment has
-OWN = ("offsets", "sizes", "offset")  # and of one rank's layout
+# Columns of a table. dims: how many each fragment has; rule: the number of its cuts, from 1 on, 0: its box follows from none.
+SHARED = ("dtype", "role", "sharing", "tier", "dims", "rule", "shape")
+OWN = ("offsets", "sizes", "offset")  # and of one rank's layout: boxes that follow from no cuts; where its fragments lie
 FEW_MAX = 64  # so many are kept as objects: what they cost is nothing, and looking them up in columns takes longer
 
 
@@ -43,49 +47,66 @@ class Fragments(Sequence[Fragment]):
 
     _few: tuple[Fragment, ...] | None
 
-    def __init__(self, rows: Iterable[Fragment]) -> None:
+    def __init__(self, rows: Iterable[Fragment], cuts: Sequence[Sequence[Place] | None] = ()) -> None:
+        """cuts: of each row how its box was cut, if that is known. One that is no box of these is kept as it is."""
         found = tuple(rows)
         transposed = list(zip(*found, strict=True)) or [()] * len(Fragment._fields)
         keys, dtypes, shapes, boxes, offset, nbytes, roles, sharings, tiers = transposed
-        offsets, sizes = zip(*boxes, strict=True) if boxes else ((), ())
         dims = list(map(len, shapes))
-        assert dims == list(map(len, offsets)) == list(map(len, sizes)), "equal dimensions"
+        assert all(len(at) == len(size) == count for (at, size), count in zip(boxes, dims, strict=True)), "equal dimensions"
         words = tuple(sorted({*dtypes, *roles, *sharings}))
         number = {word: at for at, word in enumerate(words)}.__getitem__
+        numbers: dict[tuple[Place, ...], int] = {}
+        rules = [_rule(numbers, row, of) for row, of in zip(found, cuts or [None] * len(found), strict=True)]
         columns = {
             "dtype": map(number, dtypes), "role": map(number, roles), "sharing": map(number, sharings), "tier": tiers, "dims": dims,
-            "shape": chain.from_iterable(shapes), "offsets": chain.from_iterable(offsets), "sizes": chain.from_iterable(sizes),
-            "offset": offset,
+            "rule": rules, "shape": chain.from_iterable(shapes), "offset": offset,
         }  # fmt: skip
         found_columns = {name: np.fromiter(column, np.int64) for name, column in columns.items()}
-        self._take(Table.of(keys, words, found_columns), found_columns, nbytes)
+        own = [box for box, rule in zip(boxes, rules, strict=True) if not rule]
+        for name, parts in zip(OWN, zip(*own, strict=True) if own else ((), ()), strict=False):
+            found_columns[name] = np.fromiter(chain.from_iterable(parts), np.int64)
+        made = [tuple((dim, parts) for dim, parts, _ in places) for places in numbers]
+        self.places = tuple(tuple(at for _, _, at in places) for places in numbers)
+        self._take(Table.of(keys, words, found_columns, made), found_columns, np.fromiter(nbytes, np.int64))
         self._few = found if len(found) <= FEW_MAX else None
 
     @classmethod
-    def of(cls, table: Table, columns: Mapping[str, Ints], nbytes: Ints) -> Fragments:
-        """The inverse of ``own``. ``nbytes``: what follows from sizes and dtypes."""
+    def of(cls, table: Table, places: tuple[tuple[int, ...], ...], columns: Mapping[str, Ints], nbytes: Ints) -> Fragments:
+        """The inverse of ``own``. ``places``: in each of the table's cuts. ``nbytes``: what follows from sizes and dtypes."""
         made = cls.__new__(cls)
+        made.places = places
         made._take(table, columns, nbytes)
         made._few = tuple(_made(made.columns())) if len(made) <= FEW_MAX else None
         return made
 
-    def _take(self, table: Table, columns: Mapping[str, Ints], nbytes: Iterable[int]) -> None:
+    def _take(self, table: Table, columns: Mapping[str, Ints], nbytes: Ints) -> None:
         self.table = table
-        self._offsets, self._sizes, self._offset = (_narrow(columns[name]) for name in OWN)
-        self._nbytes = _narrow(np.fromiter(nbytes, np.int64))
+        self._offsets, self._sizes = (_narrow(columns[name]) for name in OWN[:2])
+        self._offset, self._nbytes = table.once(columns["offset"]), table.once(nbytes)  # most ranks have the same
 
     @property
     def own(self) -> dict[str, Ints]:
         """All columns but the table's, and those that follow from others."""
-        return dict(zip(OWN, (self._offsets, self._sizes, self._offset), strict=True))
+        return dict(zip(OWN, (self._offsets, self._sizes, self._offset.column), strict=True))
+
+    @property
+    def said(self) -> tuple[bytes, bytes]:
+        """Of the boxes that follow from no cuts."""
+        return self._offsets.tobytes(), self._sizes.tobytes()
 
     @property
     def offset(self) -> Ints:
-        return self._offset.astype(np.int64)
+        return self._offset.column.astype(np.int64)
 
     @property
     def nbytes(self) -> Ints:
-        return self._nbytes.astype(np.int64)
+        return self._nbytes.column.astype(np.int64)
+
+    @property
+    def alike(self) -> tuple[Table, Shared]:
+        """The same for ranks of one table whose fragments are as large: where all shares are equal, for all."""
+        return self.table, self._nbytes
 
     @property
     def tier(self) -> Ints:
@@ -101,11 +122,15 @@ class Fragments(Sequence[Fragment]):
         """Offsets and sizes of all of them, a column per dimension; what a fragment does not have of them is 0 and 1."""
         inside = np.arange(dims) < self.table.dims[:, None]
         offsets, sizes = np.zeros(inside.shape, np.int64), np.ones(inside.shape, np.int64)
-        offsets[inside], sizes[inside] = self._offsets, self._sizes
+        offsets[inside], sizes[inside] = self.flat_boxes()
         return offsets, sizes
 
+    def flat_boxes(self) -> tuple[Ints, Ints]:
+        """The same, one dimension after the other. Not kept: of thousands of ranks they would be most of what is here."""
+        return self.table.boxes(self.places, self._offsets, self._sizes)
+
     def __len__(self) -> int:
-        return len(self._offset)
+        return len(self._offset.column)
 
     def __iter__(self) -> Iterator[Fragment]:
         return iter(self._few) if self._few is not None else _made(self.columns())
@@ -120,28 +145,34 @@ class Fragments(Sequence[Fragment]):
             return self._few[at]
         if isinstance(at, slice):
             return tuple(self)[at]
-        place = range(len(self))[at]
-        return next(_made(self.columns(place, place + 1)))
+        return next(self.at(np.array([range(len(self))[at]])))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fragments) and len(self) == len(other) and all(map(Fragment.__eq__, self, other))
 
     __hash__ = None  # type: ignore[assignment]
 
-    def columns(self, begin: int = 0, end: int | None = None) -> Columns:
-        """Of these, as Fragment has them, but for the box, which is offsets and sizes here."""
-        end, table = len(self) if end is None else end, self.table
-        first = table.first[begin : end + 1].tolist()
-        within, part = slice(first[0], first[-1]), slice(begin, end)
-        cuts = [slice(a - first[0], b - first[0]) for a, b in pairwise(first)]
+    def at(self, numbers: Ints) -> Iterator[Fragment]:
+        """These, one after the other."""
+        return _made(self.columns(numbers))
+
+    def columns(self, numbers: Ints | None = None) -> Columns:
+        """Of all, or of these, as Fragment has them, but for the box, which is offsets and sizes here."""
+        table = self.table
+        numbers = np.arange(len(self)) if numbers is None else numbers
+        dims = table.dims[numbers].astype(np.int64)
+        ends = np.cumsum(dims)
+        within = np.repeat(table.first[:-1][numbers] - (ends - dims), dims) + np.arange(int(dims.sum()))
+        cuts = [slice(a, b) for a, b in pairwise([0, *ends.tolist()])]
         shape, offsets, sizes = (
-            map(tuple(column[within].tolist()).__getitem__, cuts) for column in (table.shape, self._offsets, self._sizes)
+            map(tuple(column[within].tolist()).__getitem__, cuts) for column in (table.shape, *self.flat_boxes())
         )
         dtype, role, sharing = (
-            map(table.words.__getitem__, column[part].tolist()) for column in (table.dtype, table.role, table.sharing)
+            map(table.words.__getitem__, column[numbers].tolist()) for column in (table.dtype, table.role, table.sharing)
         )
-        places = self._offset[part].tolist(), self._nbytes[part].tolist()
-        return table.keys[part], dtype, shape, offsets, sizes, *places, role, sharing, table.tier[part].tolist()
+        keys = [table.keys[number] for number in numbers.tolist()]
+        places = self._offset.column[numbers].tolist(), self._nbytes.column[numbers].tolist()
+        return keys, dtype, shape, offsets, sizes, *places, role, sharing, table.tier[numbers].tolist()
 
 
 Numbers = Iterable[tuple[int, ...]]
@@ -161,28 +192,92 @@ class Table:
     _known: ClassVar[WeakValueDictionary[str, Table]] = WeakValueDictionary()
 
     @staticmethod
-    def of(keys: tuple[str, ...], words: tuple[str, ...], columns: Mapping[str, Ints]) -> Table:
+    def of(
+        keys: tuple[str, ...], words: tuple[str, ...], columns: Mapping[str, Ints], rules: Sequence[tuple[Cut, ...]] = ()
+    ) -> Table:
         """The same as long as somebody has it."""
-        made = Table(keys, words, columns)
+        made = Table(keys, words, columns, rules)
         return Table._known.setdefault(made.digest, made)
 
     @staticmethod
     def known(digest: str) -> Table | None:
         return Table._known.get(digest)
 
-    def __init__(self, keys: tuple[str, ...], words: tuple[str, ...], columns: Mapping[str, Ints]) -> None:
-        self.keys, self.words = keys, words
+    def __init__(
+        self, keys: tuple[str, ...], words: tuple[str, ...], columns: Mapping[str, Ints], rules: Sequence[tuple[Cut, ...]]
+    ) -> None:
+        self.keys, self.words, self.rules = keys, words, tuple(rules)
         self._columns = {name: _narrow(columns[name]) for name in SHARED}
-        self.dtype, self.role, self.sharing, self.tier, self.dims, self.shape = self._columns.values()
+        self.dtype, self.role, self.sharing, self.tier, self.dims, self.rule, self.shape = self._columns.values()
         self.first = np.cumsum(np.append(0, self.dims), dtype=np.int64)
         self.dims_max = int(self.dims.max(initial=0))
+        self.names = frozenset(keys)
         self.encoded = self._encode()
         self.digest = digest_of(self.encoded)
+        self._without_rule = np.repeat(self.rule == 0, self.dims)
+        self._starts = [self.first[:-1][self.rule == number + 1] for number in range(len(self.rules))]
+        self._item_bytes = np.array([ITEMSIZE.get(word, 0) for word in words], np.int64)[self.dtype]
+        self._once: WeakValueDictionary[tuple[str, bytes], Shared] = WeakValueDictionary()
 
     def _encode(self) -> bytes:
         data, where = pack(self._columns)
-        packed: bytes = msgpack.packb([self.keys, self.words, where, data], unicode_errors="surrogatepass")
+        fields = [self.keys, self.words, where, data, self.rules]
+        packed: bytes = msgpack.packb(fields, unicode_errors="surrogatepass")
         return packed
+
+    def boxes(self, places: tuple[tuple[int, ...], ...], offsets: Ints, sizes: Ints) -> tuple[Ints, Ints]:
+        """Of a rank that stands at these places; ``offsets``, ``sizes``: of what follows from no cuts."""
+        all_offsets, all_sizes = np.zeros(len(self.shape), np.int64), self.shape.astype(np.int64)
+        all_offsets[self._without_rule], all_sizes[self._without_rule] = offsets, sizes
+        for cuts, at, starts in zip(self.rules, places, self._starts, strict=True):
+            cut(all_offsets, all_sizes, starts, cuts, at)
+        return all_offsets, all_sizes
+
+    def nbytes(self, sizes: Ints, most: int) -> Ints:
+        """Of each fragment. ValueError: more than ``most``."""
+        some = self.dims > 0  # the others are numbers, of one element
+        starts, found = self.first[:-1][some], self._item_bytes.copy()
+        if len(starts):
+            empty = np.minimum.reduceat(sizes, starts) == 0
+            with np.errstate(all="ignore"):  # of what is empty any number of its other sizes is fine
+                about = np.multiply.reduceat(sizes.astype(np.float64), starts) * found[some]
+            if not ((about <= most) | empty).all():
+                raise ValueError("more elements than there can be")
+            found[some] *= np.where(empty, 0, np.multiply.reduceat(sizes, starts))
+        nbytes: Ints = found
+        return nbytes
+
+    def once(self, column: Ints) -> Shared:
+        """The same as long as somebody has it: where all shares are equal, all ranks' fragments are as large and lie alike."""
+        made = _narrow(column)
+        return self._once.setdefault((made.dtype.char, made.tobytes()), Shared(made))
+
+
+class Shared:
+    """A column that many ranks have."""
+
+    def __init__(self, column: Ints) -> None:
+        self.column = column
+
+
+class Rows:
+    """Some fragments of many ranks, made once for all that stand alike in their cuts. Their ``offset`` is nobody's."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], list[tuple[int, Fragment]]] = {}
+        self._rules: dict[Table, list[int]] = {}
+
+    def of(self, fragments: Fragments, which: Flags) -> list[tuple[int, Fragment]]:
+        """With the number of each among the rank's. ``which``: the same for each rank with that table."""
+        table = fragments.table
+        if table not in self._rules:
+            self._rules[table] = np.unique(table.rule[which]).tolist()
+        at = [fragments.places[rule - 1] if rule else fragments.said for rule in self._rules[table]]
+        key = (table, *at)
+        if key not in self._made:
+            numbers = np.flatnonzero(which)
+            self._made[key] = list(zip(numbers.tolist(), fragments.at(numbers), strict=True))
+        return self._made[key]
 
 
 class Kinds:
@@ -199,6 +294,21 @@ class Kinds:
             found = [number.setdefault(kind, len(number)) for kind in zip(keys, dtypes, shapes, strict=True)]
             self._tables[table] = np.array(found, np.int64)
         return self._tables[table]
+
+
+def _rule(numbers: dict[tuple[Place, ...], int], row: Fragment, cuts: Sequence[Place] | None) -> int:
+    """The number of these cuts, from 1 on; 0: the box is another one."""
+    if cuts is None:
+        if row.box.sizes != row.shape:
+            return 0
+        cuts = ()
+    if len(cuts) > CUTS_MAX or prod(parts for _, parts, _ in cuts) > PARTS_MAX or len(numbers) == RULES_MAX:
+        return 0
+    offsets, sizes = np.zeros(len(row.shape), np.int64), np.array(row.shape, np.int64)
+    cut(offsets, sizes, np.zeros(1, np.int64), [place[:2] for place in cuts], [at for _, _, at in cuts])
+    if (tuple(offsets.tolist()), tuple(sizes.tolist())) != (row.box.offsets, row.box.sizes):
+        return 0
+    return numbers.setdefault(tuple(cuts), len(numbers) + 1)
 
 
 def digest_of(encoded: bytes) -> str:

@@ -12,18 +12,23 @@ this rank alone holds, less for what the balanced plan captures on other ranks a
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgpack
 import numpy as np
 
-from ckptd.core.state_map.columns import pack
-from ckptd.core.state_map.fragments import Fragments
+from ckptd.core.state_map.columns import Ints, pack
+from ckptd.core.state_map.fragments import Fragments, Table
 
 ALIGN_BYTES = 64  # every fragment starts on this
 BLOCK_BYTES = 1 << 20  # integrity block (D14); a fragment's blocks start at its own first byte
-COLUMNS_VERSION = 4  # before there were columns a fragment was a row: layout_rows.py
+BIG_FRAGMENT_BYTES = 1 << 20  # from this size on a fragment starts on a page,
+BIG_ALIGN_BYTES = 4096  # so that O_DIRECT writes it from where it lies, without a copy
+VERSION = 5  # of what is written now; layout_check.py reads the others too
+PLACED = -1  # in place of how many fragments are live: they do not follow each other, each one's offset is said
+FOLLOWING_CACHED_MAX = 16  # where all shares are equal, those of all ranks are the same
 
 UNIQUE = "unique"  # this box lives on this rank only (DTensor shards)
 REPLICA = "replica"  # structural or declared copy: equal by contract, unequal sums void the snapshot
@@ -49,28 +54,34 @@ class Layout:
 
     @property
     def leaf(self) -> bytes:
-        """The same for those who have its table; all of it where it was written in rows, whose name no table brings back."""
-        return self.encoded if self.in_rows else self._encode(self.fragments.table.digest)
+        """The same for those who have its table; all of it where an older version wrote it, whose name no table brings back."""
+        return self.encoded if self.is_old else self._encode(self.fragments.table.digest)
 
     def _encode(self, table: bytes | str = b"") -> bytes:
-        data, where = pack(self.fragments.own)
+        fragments, own = self.fragments, self.fragments.own
+        live = int((own["offset"] < self.frozen_at).sum())
+        if np.array_equal(own["offset"], following(fragments.nbytes, self.objects_capacity, live)):
+            own["offset"] = own["offset"][:0]
+        else:
+            live = PLACED
+        data, where = pack(own)
         head = [self.rank, self.world, self.objects_capacity, self.payload_bytes, self.plan_id, self.aliases, self.frozen_bytes]
-        packed: bytes = msgpack.packb(
-            [COLUMNS_VERSION, *head, self.without, table or self.fragments.table.encoded, where, data]
-        )
+        columns = [table or fragments.table.encoded, fragments.places, live, where, data]
+        packed: bytes = msgpack.packb([VERSION, *head, self.without, *columns])
         return packed
 
     @cached_property
     def layout_id(self) -> str:
-        return hashlib.blake2b(self.__dict__.get("encoded") or self._encode(), digest_size=16).hexdigest()
+        """Of what the rank has for itself, its table's name among that."""
+        return hashlib.blake2b(self.leaf, digest_size=16).hexdigest()
 
     @staticmethod
-    def decode(data: bytes, *, leaf: bool = False) -> Layout:
-        """Raises ValueError on anything that is not a well-formed layout (bounds and overlaps are checked). leaf: it may be one,
-        whose table is here."""
+    def decode(data: bytes, tables: Mapping[str, Table] | None = None) -> Layout:
+        """Raises ValueError on anything that is not a well-formed layout (bounds and overlaps are checked). ``tables``, by their
+        digests: it may be a leaf of one of them."""
         from ckptd.core.state_map.layout_check import decode_layout
 
-        return decode_layout(data, leaf)
+        return decode_layout(data, tables)
 
     @property
     def frozen_at(self) -> int:
@@ -89,20 +100,20 @@ class Layout:
         found = (f for f in self.fragments if f.offset >= self.frozen_at)
         moved = Fragments(f._replace(offset=f.offset - self.frozen_at) for f in found)
         made = Layout(self.rank, self.world, moved, 0, self.frozen_bytes, frozen_bytes=self.frozen_bytes)
-        if self.in_rows:
-            from ckptd.core.state_map.layout_rows import frozen_in_rows
+        if self.is_old:
+            from ckptd.core.state_map.layout_rows import old_frozen
 
-            made.was_in_rows(frozen_in_rows(made))
+            made.was_written(old_frozen(made, self.__dict__["_version"]), self.__dict__["_version"])
         return made
 
     @property
-    def in_rows(self) -> bool:
-        """Was it written by a version before there were columns?"""
-        return bool(self.__dict__.get("_in_rows"))
+    def is_old(self) -> bool:
+        """Was it written by an older version?"""
+        return bool(self.__dict__.get("_version"))
 
-    def was_in_rows(self, data: bytes) -> None:
-        """Its id is that of these bytes, wherever it is named."""
-        self.__dict__.update(encoded=data, _in_rows=True)
+    def was_written(self, data: bytes, version: int) -> None:
+        """By an older one. Its id is that of these bytes, wherever it is named."""
+        self.__dict__.update(encoded=data, _version=version)
 
     def live_bytes(self, tier: int) -> int:
         """Length of the live part's prefix in a tier-``tier`` replica. Tier 0 has all of it."""
@@ -132,3 +143,29 @@ class Layout:
         before = BLOCK_BYTES * (np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count))
         sizes = np.minimum(BLOCK_BYTES, np.repeat(length, count) - before)
         return list(zip((np.repeat(start, count) + before).tolist(), sizes.tolist(), strict=True))
+
+
+def following(nbytes: Ints, start: int, live: int) -> Ints:
+    """Offsets of fragments of so many bytes that lie one after the other from ``start`` on, those from number ``live`` on in the
+    frozen part."""
+    return _following(nbytes.astype(np.int64).tobytes(), start, live)
+
+
+@lru_cache(maxsize=FOLLOWING_CACHED_MAX)
+def _following(nbytes: bytes, start: int, live: int) -> Ints:
+    found, at = [], start
+    for number, size in enumerate(np.frombuffer(nbytes, np.int64).tolist()):
+        if number == live:
+            at = (at // BIG_ALIGN_BYTES + 1) * BIG_ALIGN_BYTES  # a gap: no range of bytes lies in both parts
+        if size >= BIG_FRAGMENT_BYTES:
+            at = -(-at // BIG_ALIGN_BYTES) * BIG_ALIGN_BYTES
+        found.append(at)
+        at = align_up(at + size)
+    made: Ints = np.array(found, np.int64)
+    made.setflags(write=False)  # it is kept
+    return made
+
+
+def align_up(nbytes: int) -> int:
+    """The next multiple of ALIGN_BYTES."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.cuts import Place
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.fragments import Fragment, Fragments
-from ckptd.core.state_map.layout import ALIGN_BYTES, Layout
-
-BIG_FRAGMENT_BYTES = 1 << 20  # from this size on a fragment starts on a page,
-BIG_ALIGN_BYTES = 4096  # so that O_DIRECT writes it from where it lies, without a copy
+from ckptd.core.state_map.layout import Layout, align_up, following
 
 
 class LayoutItem(NamedTuple):
@@ -25,11 +25,7 @@ class LayoutItem(NamedTuple):
     sharing: str
     tier: int
     frozen: bool = False
-
-
-def align_up(nbytes: int) -> int:
-    """The next multiple of ALIGN_BYTES."""
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    cuts: Sequence[Place] | None = None  # that make the box of the shape, where that is known
 
 
 def build_layout(
@@ -43,21 +39,22 @@ def build_layout(
 ) -> Layout:
     """Assign offsets. ``objects_capacity`` is rounded up to ALIGN_BYTES. ValueError: a dtype without a safetensors name."""
     objects_capacity = align_up(objects_capacity)
-    at, frozen_at = objects_capacity, -1
-    fragments: list[Fragment] = []
-    for key, dtype, shape, box, role, sharing, tier, frozen in sorted((LayoutItem(*i) for i in items), key=place):
-        if frozen and frozen_at < 0:
-            at = frozen_at = (at // BIG_ALIGN_BYTES + 1) * BIG_ALIGN_BYTES  # a gap: no range of bytes lies in both parts
-        if dtype not in ITEMSIZE:
-            raise ValueError(f"{key}: dtype {dtype!r} has no safetensors name")
-        nbytes = box.volume * ITEMSIZE[dtype]
-        if nbytes >= BIG_FRAGMENT_BYTES:
-            at = -(-at // BIG_ALIGN_BYTES) * BIG_ALIGN_BYTES
-        fragments.append(Fragment(key, dtype, tuple(shape), box, at, nbytes, role, sharing, tier))
-        at = align_up(at + nbytes)
+    rows = sorted((LayoutItem(*item) for item in items), key=place)
+    for row in rows:
+        if row.dtype not in ITEMSIZE:
+            raise ValueError(f"{row.key}: dtype {row.dtype!r} has no safetensors name")
+    nbytes = [row.box.volume * ITEMSIZE[row.dtype] for row in rows]
+    live = sum(not row.frozen for row in rows)
+    offset = following(np.array(nbytes, np.int64), objects_capacity, live).tolist()
+    end = align_up(offset[-1] + nbytes[-1]) if rows else objects_capacity
+    frozen_bytes = end - offset[live] if live < len(rows) else 0
+    found = (
+        Fragment(row.key, row.dtype, tuple(row.shape), row.box, at, length, row.role, row.sharing, row.tier)
+        for row, at, length in zip(rows, offset, nbytes, strict=True)
+    )
+    fragments = Fragments(found, [row.cuts for row in rows])
     pairs = tuple((alias, key) for alias, key in aliases)
-    frozen_bytes = at - frozen_at if frozen_at >= 0 else 0
-    return Layout(rank, world, Fragments(fragments), objects_capacity, at, plan_id, pairs, frozen_bytes, tuple(without))
+    return Layout(rank, world, fragments, objects_capacity, end, plan_id, pairs, frozen_bytes, tuple(without))
 
 
 def place(item: LayoutItem) -> tuple[bool, int]:

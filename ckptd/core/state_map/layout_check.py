@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import chain
+from math import prod
+
 import msgpack
 import numpy as np
 
 from ckptd.core.state_map.box import disjoint_spans
 from ckptd.core.state_map.columns import Column, Ints, unpack
+from ckptd.core.state_map.cuts import CUTS_MAX, PARTS_MAX, RULES_MAX, Cut
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.fragments import OWN, SHARED, Fragment, Fragments, Table, digest_of
-from ckptd.core.state_map.layout import ALIGN_BYTES, COLUMNS_VERSION, Layout
+from ckptd.core.state_map.layout import ALIGN_BYTES, PLACED, VERSION, Layout, following
 from ckptd.core.state_map.layout_reader import (
     DIMENSIONS_MAX,
     ELEMENTS_MAX,
@@ -20,9 +25,12 @@ from ckptd.core.state_map.layout_reader import (
     TIER_MAX,
     WORLD_MAX,
     Reader,
+    TableNotHere,
     require,
 )
 from ckptd.core.state_map.layout_rows import (
+    COLUMNS_FIELDS,
+    COLUMNS_VERSION,
     FROZEN_VERSION,
     HEAD_FIELDS,
     ROLES,
@@ -33,27 +41,34 @@ from ckptd.core.state_map.layout_rows import (
 
 RAGGED_BOXES_MAX = 2000  # of one key on one rank that lie in no grid; a flat range is at most 2 * ndim - 1
 WORDS_MAX = len(ITEMSIZE) + len(ROLES) + len(SHARINGS)
-FIELDS = 12
+FIELDS = 14
+DIGEST_CHARACTERS_MAX = 32
+OLD_SHARED = tuple(name for name in SHARED if name != "rule")  # of COLUMNS_VERSION
 DIMENSIONS_EACH_MAX = 8  # of a fragment, as a mean: columns may lie over each other, so that few bytes would unfold to many numbers
 
 
-def decode_layout(data: bytes, leaf: bool = False) -> Layout:
-    """The inverse of ``Layout.encoded``, and of ``Layout.leaf``. ValueError: anything else (bounds, alignment, overlap, order of
-    tiers)."""
+Tables = Mapping[str, Table]
+
+
+def decode_layout(data: bytes, tables: Tables | None = None) -> Layout:
+    """The inverse of ``Layout.encoded``, and of ``Layout.leaf`` where its table is among ``tables`` by their digests (None: it must
+    come with its own). ValueError: anything else (bounds, alignment, overlap, order of tiers)."""
     if len(data) > LAYOUT_BYTES_MAX:
         raise ValueError(f"layout of {len(data)} bytes, at most {LAYOUT_BYTES_MAX} are read")
     reader = Reader(data)
     try:
-        layout = _read(reader, data, leaf)
+        layout = _read(reader, data, tables)
+    except TableNotHere:
+        raise
     except (ValueError, IndexError, OverflowError, msgpack.UnpackException) as error:
         raise ValueError(f"not a layout: {error}") from error
     require(reader.at_end(), "not a layout: it goes on")
     return layout
 
 
-def _read(reader: Reader, data: bytes, leaf: bool) -> Layout:
+def _read(reader: Reader, data: bytes, tables: Tables | None) -> Layout:
     fields, version = reader.length(), reader.value()
-    known = {**HEAD_FIELDS, COLUMNS_VERSION: FIELDS}
+    known = {**HEAD_FIELDS, COLUMNS_VERSION: COLUMNS_FIELDS, VERSION: FIELDS}
     require(type(version) is int and version in known, f"layout of another version, this reads {sorted(known)}")
     require(fields == known[version], "a field too many or too few")
     rank = reader.whole(0, WORLD_MAX, "rank")
@@ -65,9 +80,9 @@ def _read(reader: Reader, data: bytes, leaf: bool) -> Layout:
     require(isinstance(plan_id, str) and len(plan_id) <= KEY_CHARACTERS_MAX, "plan_id is not a short text")
     pairs = [reader.keys(2) for _ in range(reader.count(FRAGMENTS_MAX, "aliases"))]
     room = payload_bytes - objects_capacity
-    if version == COLUMNS_VERSION:
+    if version >= COLUMNS_VERSION:
         frozen_bytes, without = reader.whole(0, room, "frozen_bytes"), reader.keys(FRAGMENTS_MAX)
-        fragments = _fragments(reader, leaf)
+        fragments = _fragments(reader, version, tables, objects_capacity)
     else:
         fragments = Fragments([read_row(reader) for _ in range(reader.count(FRAGMENTS_MAX, "fragments"))])
         frozen_bytes = reader.whole(version == FROZEN_VERSION, room, "frozen_bytes") if version > 1 else 0
@@ -79,38 +94,63 @@ def _read(reader: Reader, data: bytes, leaf: bool) -> Layout:
     _check_order(fragments, slice(0, live), objects_capacity, frozen_at)
     _check_order(fragments, slice(live, len(fragments)), frozen_at, payload_bytes)
     _check_keys(fragments)
-    named = _aliases(pairs, frozenset(fragments.table.keys))
+    named = _aliases(pairs, fragments.table.names)
     layout = Layout(rank, world, fragments, objects_capacity, payload_bytes, plan_id, named, frozen_bytes, without)
-    if version != COLUMNS_VERSION:
-        layout.was_in_rows(data)
+    if version != VERSION:
+        layout.was_written(data, version)
     return layout
 
 
-def _fragments(reader: Reader, leaf: bool) -> Fragments:
-    said = reader.value()
-    named = said if leaf and isinstance(said, str) else digest_of(said) if isinstance(said, bytes) else ""
-    table = Table.known(named) or _table(said)
+def _fragments(reader: Reader, version: int, tables: Tables | None, objects_capacity: int) -> Fragments:
+    table = _table(reader.value(), version, tables)
+    places, live = ((), PLACED) if version == COLUMNS_VERSION else _places(reader, table)
     columns = _columns(reader, OWN)
-    dims, shape, offsets, sizes = table.dims, table.shape, columns["offsets"], columns["sizes"]
-    require(len(columns["offset"]) == len(table.keys), "columns of other lengths")
+    own = np.repeat(table.rule == 0, table.dims)
+    shape, offsets, sizes = table.shape[own], columns["offsets"], columns["sizes"]
     require(len(offsets) == len(sizes) == len(shape), "box and shape differ in dimensions")
+    require((sizes <= shape).all() and (offsets <= shape - sizes).all(), "a box outside its shape")
+    nbytes = table.nbytes(table.boxes(places, offsets, sizes)[1], PAYLOAD_BYTES_MAX)
+    if live != PLACED:
+        require(not len(columns["offset"]) and float(nbytes.sum(dtype=np.float64)) <= PAYLOAD_BYTES_MAX, "two offsets")
+        columns["offset"] = following(nbytes, objects_capacity, live)
+    require(len(columns["offset"]) == len(table.keys), "columns of other lengths")
     require(columns["offset"].max(initial=0) <= PAYLOAD_BYTES_MAX, "offset out of bounds")
     require(not (columns["offset"] % ALIGN_BYTES).any(), "offset not aligned")
-    require((sizes <= shape).all() and (offsets <= shape - sizes).all(), "a box outside its shape")
-    return Fragments.of(table, columns, _nbytes(table, dims.astype(np.int64), sizes))
+    return Fragments.of(table, places, columns, nbytes)
 
 
-def _table(said: bytes | str) -> Table:
+def _places(reader: Reader, table: Table) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Where the rank stands in each of the table's cuts, and how many of its fragments are live where they follow each other."""
+    places = tuple([reader.numbers() for _ in range(reader.count(RULES_MAX, "places"))])
+    require(list(map(len, places)) == list(map(len, table.rules)), "other places than cuts")
+    parts = [parts for cuts in table.rules for _, parts in cuts]
+    require(all(map(int.__lt__, chain.from_iterable(places), parts)), "a place outside of its cut")
+    return places, reader.whole(PLACED, len(table.keys), "live fragments")
+
+
+def _table(said: bytes | str, version: int, tables: Tables | None) -> Table:
+    if isinstance(said, str) and tables is not None:
+        named = tables.get(said)
+        if named is None:
+            raise TableNotHere(said[:DIGEST_CHARACTERS_MAX])
+        return named
     if not isinstance(said, bytes):
         raise ValueError("its table is not here")
-    reader = Reader(said)
-    require(reader.count(4, "a table") == 4, "a table has four fields")
+    known = Table.known(digest_of(said)) if version == VERSION else None
+    return known if known is not None else _read_table(Reader(said), version)
+
+
+def _read_table(reader: Reader, version: int) -> Table:
+    fields = 5 if version == VERSION else 4
+    require(reader.count(fields, "a table") == fields, "a table has another number of fields")
     keys, words = reader.keys(FRAGMENTS_MAX), reader.keys(WORDS_MAX)
-    columns = _columns(reader, SHARED)
+    columns = _columns(reader, SHARED if version == VERSION else OLD_SHARED)
+    columns.setdefault("rule", np.zeros(len(keys), np.int64))
+    rules = [_cuts(reader) for _ in range(reader.count(RULES_MAX, "cuts"))] if version == VERSION else []
     require(reader.at_end(), "a table goes on")
     per_fragment = [column for name, column in columns.items() if name != "shape"]
     require(all(len(column) == len(keys) for column in per_fragment), "columns of other lengths")
-    for name, most in (("dims", DIMENSIONS_MAX), ("shape", ELEMENTS_MAX), ("tier", TIER_MAX)):
+    for name, most in (("dims", DIMENSIONS_MAX), ("shape", ELEMENTS_MAX), ("tier", TIER_MAX), ("rule", len(rules))):
         require(columns[name].max(initial=0) <= most, f"{name} out of bounds")
     require(len(columns["shape"]) == columns["dims"].sum(), "shape differs in dimensions")
     wide = len(keys) * int(columns["dims"].max(initial=0))
@@ -119,7 +159,19 @@ def _table(said: bytes | str) -> Table:
     for name, known in (("dtype", ITEMSIZE), ("role", ROLES), ("sharing", SHARINGS)):
         used = np.unique(columns[name]).tolist()
         require(all(at < len(words) and words[at] in known for at in used), f"unknown {name}")
-    return Table.of(keys, words, columns)
+    for number, cuts in enumerate(rules):
+        fewest = int(columns["dims"][columns["rule"] == number + 1].min(initial=DIMENSIONS_MAX))
+        require(all(dim < fewest for dim, _ in cuts), "a cut along a dimension that is not there")
+    return Table.of(keys, words, columns, rules)
+
+
+def _cuts(reader: Reader) -> tuple[Cut, ...]:
+    found = []
+    for _ in range(reader.count(CUTS_MAX, "cuts of one tensor")):
+        require(reader.count(2, "a cut") == 2, "a cut is a dimension and parts")
+        found.append((reader.whole(0, DIMENSIONS_MAX, "dimension"), reader.whole(1, PARTS_MAX, "parts")))
+    require(prod(parts for _, parts in found) <= PARTS_MAX, "more parts than there can be ranks")
+    return tuple(found)
 
 
 def _columns(reader: Reader, names: tuple[str, ...]) -> dict[str, Ints]:
@@ -140,20 +192,6 @@ def _column(reader: Reader) -> Column:
     return Column(name, kind, at, rows)
 
 
-def _nbytes(table: Table, dims: Ints, sizes: Ints) -> Ints:
-    """Of each fragment."""
-    some = dims > 0  # the others are numbers, of one element
-    starts = (np.cumsum(dims) - dims)[some]
-    nbytes = np.array([ITEMSIZE.get(word, 0) for word in table.words], np.int64)[table.dtype]
-    if len(starts):
-        empty = np.minimum.reduceat(sizes, starts) == 0
-        with np.errstate(all="ignore"):  # of what is empty any number of its other sizes is fine
-            about = np.multiply.reduceat(sizes.astype(np.float64), starts) * nbytes[some]
-        require(((about <= PAYLOAD_BYTES_MAX) | empty).all(), "more elements than there can be")
-        nbytes[some] *= np.where(empty, 0, np.multiply.reduceat(sizes, starts))
-    return nbytes
-
-
 def _check_order(fragments: Fragments, part: slice, start: int, stop: int) -> None:
     """One part: in the order of offsets without overlap, tiers descending, so that every tier is a prefix."""
     offset, tier = fragments.offset[part], fragments.tier[part]
@@ -165,8 +203,7 @@ def _check_order(fragments: Fragments, part: slice, start: int, stop: int) -> No
 
 def _check_keys(fragments: Fragments) -> None:
     """A key is one tensor: one dtype, shape and role, and no element twice."""
-    keys = fragments.table.keys
-    if len(set(keys)) == len(keys):
+    if len(fragments.table.names) == len(fragments):
         return
     by_key: dict[str, list[Fragment]] = {}
     for fragment in fragments:

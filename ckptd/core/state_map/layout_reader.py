@@ -17,6 +17,14 @@ WORLD_MAX = 1 << 20
 TIER_MAX = 255
 
 
+class TableNotHere(ValueError):
+    """What was read is a rank's part alone, and the table that it names is not known. ``digest``: its name."""
+
+    def __init__(self, digest: str) -> None:
+        super().__init__("not a layout: its table is not here")
+        self.digest = digest
+
+
 class Reader:
     """Lists are read entry by entry, so that nothing is built of what does not fit."""
 

@@ -1,12 +1,15 @@
-"""Layouts of the versions 1 to 3, whose fragments are rows: memory that an older daemon left may hold them (P7)."""
+"""Layouts of the versions 1 to 3, whose fragments are rows, and of 4, whose boxes are columns: memory that an older daemon left may
+hold them (P7)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgpack
 
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.columns import pack
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.fragments import Fragment
 from ckptd.core.state_map.layout import ALIGN_BYTES, MAYBE, REPLICA, UNIQUE, Layout
@@ -15,6 +18,7 @@ from ckptd.core.state_map.layout_reader import PAYLOAD_BYTES_MAX, TIER_MAX, Read
 ROLES = frozenset(("param", "buffer", "optim", "extra", "rng"))
 SHARINGS = frozenset((UNIQUE, REPLICA, MAYBE))
 FROZEN_VERSION, WITHOUT_VERSION = 2, 3  # has a frozen part; says what it leaves out
+COLUMNS_VERSION, COLUMNS_FIELDS = 4, 12
 HEAD_FIELDS = {1: 8, FROZEN_VERSION: 9, WITHOUT_VERSION: 10}  # by version
 ROW_FIELDS = 10
 
@@ -42,9 +46,23 @@ def read_row(reader: Reader) -> Fragment:
     return Fragment(key, dtype, shape, Box(offsets, sizes), offset, nbytes, role, sharing, tier)
 
 
-def frozen_in_rows(layout: Layout) -> bytes:
+def old_frozen(layout: Layout, version: int) -> bytes:
     """As such a frozen part was written then: its slot is named so."""
-    rows = list(zip(*layout.fragments.columns(), strict=True))
-    head = [layout.rank, layout.world, 0, layout.payload_bytes, "", (), rows, layout.frozen_bytes]
-    packed: bytes = msgpack.packb([FROZEN_VERSION, *head])
+    head = [layout.rank, layout.world, 0, layout.payload_bytes, "", ()]
+    if version < COLUMNS_VERSION:
+        rows = list(zip(*layout.fragments.columns(), strict=True))
+        in_rows: bytes = msgpack.packb([FROZEN_VERSION, *head, rows, layout.frozen_bytes])
+        return in_rows
+    return in_columns(layout, head)
+
+
+def in_columns(layout: Layout, head: Sequence[object]) -> bytes:
+    """As version 4 had it. ``head``: from the rank to the aliases."""
+    table = layout.fragments.table
+    shared, where = pack({name: getattr(table, name) for name in ("dtype", "role", "sharing", "tier", "dims", "shape")})
+    named = msgpack.packb([table.keys, table.words, where, shared], unicode_errors="surrogatepass")
+    offsets, sizes = layout.fragments.flat_boxes()
+    own, where = pack({"offsets": offsets, "sizes": sizes, "offset": layout.fragments.offset})
+    fields = [COLUMNS_VERSION, *head, layout.frozen_bytes, layout.without, named, where, own]
+    packed: bytes = msgpack.packb(fields)
     return packed

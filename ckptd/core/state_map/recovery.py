@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ckptd.core.state_map.apart import Part, cut_apart, parts_of
 from ckptd.core.state_map.box import Box, contains, intersect, merge, without
 from ckptd.core.state_map.box_index import BoxIndex, Meetings, columns_of
 from ckptd.core.state_map.columns import Flags, Ints
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.fragments import Kinds
+from ckptd.core.state_map.fragments import Fragments, Kinds, Table
 from ckptd.core.state_map.layout import Layout
 
 OWN, PEER, PARITY, DURABLE = "own", "peer", "parity", "durable"
+HOLDERS_LOOKED_AT_MAX = 16  # of one slice
 BY_PARITY = "*parity"  # in place of a node: the rank's slot can be had from parity
 
 
@@ -93,41 +95,100 @@ class _Holders(NamedTuple):
 
     rank: int
     holdings: list[tuple[int, str]]
-    tiers: Ints
+    tiers: list[int]
 
 
-_Part = tuple[int, Box, Box | None]  # a row of the memory sources, what it has of a wanted box, and its own if it is that very one
+class Made(NamedTuple):
+    """A row that is made for one who asks: its box, and which fragments of which holders it is."""
+
+    box: Box
+    held: list[tuple[int, int]]
+
+
+# A row of the memory sources, what it has of a wanted box, and its own if it is that very one.
+_Part = tuple["int | Made", Box, "Box | None"]
 
 
 class SourceIndex:
     """Memory sources by key and box, in columns. Build it once for all ranks of a node: it holds every fragment of every layout.
 
-    A *kind* is what is stored under one key with one dtype and shape: each distinct box of it is a row, with its copies.
+    A *kind* is what is stored under one key with one dtype and shape: each distinct box of it is a row, with its copies. Of what
+    each rank has another part of the same cuts there are no boxes: rows are made of those that somebody asks for.
     """
 
     def __init__(self, sources: Sequence[Held]) -> None:
         self._aliases: dict[str, str] = {}
         self._holders: list[_Holders] = []
+        self._tiers: dict[Table, list[int]] = {}
+        self._usable: dict[tuple[int, int], list[tuple[str, int]]] = {}
         by_layout: dict[tuple[int, str], list[Held]] = {}
         for source in sources:
             by_layout.setdefault((source.rank, source.layout.layout_id), []).append(source)
         dims = max((source.layout.fragments.table.dims_max for source in sources), default=0)
         kinds = Kinds()
-        parts = [self._rows(rank, held, dims, kinds) for (rank, _), held in sorted(by_layout.items())]
+        layouts = {which: held[0].layout.fragments for which, held in sorted(by_layout.items())}
+        self._cut_kinds(kinds, list(layouts.values()))
+        parts = [self._rows(which[0], held, dims, kinds) for which, held in sorted(by_layout.items())]
         nothing = np.empty((0, 3 + 2 * dims), np.int64)
         rows = np.concatenate([nothing, *parts])
         rows = rows[np.lexsort((rows[:, -2], *rows[:, -3::-1].T))]  # by kind, offsets and sizes, then by who holds them
         box = rows[:, :-2]
         first = np.flatnonzero(np.concatenate((np.ones(len(rows[:1]), bool), (box[1:] != box[:-1]).any(1))))
-        self._first = np.append(first, len(rows))
+        self._copies_at, self._copies_end = first, np.append(first[1:], len(rows))
         self._copies = rows[:, -2:]
         box = box[first]
         self.boxes = BoxIndex.numbered(box[:, 0], len(kinds.number), box[:, 1 : 1 + dims], box[:, 1 + dims :])
         self._kinds: dict[str, dict[_Kind, int]] = {}
         some = np.diff(self.boxes.first) > 0  # is held
         for (key, dtype, shape), number in kinds.number.items():
-            if some[number]:
+            if some[number] or (0 not in shape and self._is_held(number)):
                 self._kinds.setdefault(key, {})[dtype, shape] = number
+
+    def _cut_kinds(self, kinds: Kinds, layouts: Sequence[Fragments]) -> None:
+        """Which kinds are cut apart, by which tables' rules, and who stands where in them."""
+        tables: dict[Table, list[Fragments]] = {}
+        self._places: dict[tuple[Table, int], dict[tuple[int, ...], int]] = {}  # -> which of the holders
+        for who, fragments in enumerate(layouts):
+            tables.setdefault(fragments.table, []).append(fragments)
+            for rule, place in enumerate(fragments.places, 1):
+                self._places.setdefault((fragments.table, rule), {})[place] = who
+        numbers = {table: kinds.of(found[0]) for table, found in tables.items()}
+        self._apart = cut_apart(tables, numbers, np.ones(len(kinds.number), bool))
+        self._cuts: dict[int, list[tuple[Table, int, int]]] = {}  # kind -> table, rule, fragment
+        for table, number in numbers.items():
+            for fragment in np.flatnonzero(self._apart[number]).tolist():
+                self._cuts.setdefault(int(number[fragment]), []).append((table, int(table.rule[fragment]), fragment))
+        self._known: dict[tuple[tuple[int, ...], tuple[tuple[Table, int], ...], Box], list[Part]] = {}
+
+    def parts(self, want: Want, kind: int) -> list[_Part]:
+        """What meets a wanted box of a kind that is cut apart, as rows made for it."""
+        rules = self._cuts.get(kind, ())
+        found: list[_Part] = []
+        if not rules:
+            return found
+        cuts = rules[0][0].rules[rules[0][1] - 1]
+        which = tuple((table, rule) for table, rule, _ in rules)
+        known = want.shape, which, want.box
+        if known not in self._known:
+            places = set().union(*map(self._places.__getitem__, which))
+            self._known[known] = parts_of(want.shape, cuts, want.box, places)
+        for place, box, both in self._known[known]:
+            there = ((self._places[table, rule].get(place), fragment) for table, rule, fragment in rules)
+            held = [(who, fragment) for who, fragment in there if who is not None and self.usable(who, fragment)]
+            if held:
+                found.append((Made(box, held), both, box if box == want.box else None))
+        return found
+
+    def _is_held(self, kind: int) -> bool:
+        """Of a kind that is cut apart."""
+        rules = self._cuts.get(kind, ())
+        return any(self.usable(who, of) for table, rule, of in rules for who in self._places[table, rule].values())
+
+    def is_cut(self, kind: int) -> bool:
+        return kind >= 0 and bool(self._apart[kind])
+
+    def box(self, row: int | Made, dims: int) -> Box:
+        return row.box if isinstance(row, Made) else self.boxes.box(row, dims)
 
     def _rows(self, rank: int, held: Sequence[Held], dims: int, kinds: Kinds) -> Ints:
         """Of each fragment that some holder has: kind, offsets, sizes, which of the holders, and its number in their layout."""
@@ -135,19 +196,46 @@ class SourceIndex:
         fragments = layout.fragments
         self._aliases.update(layout.aliases)
         tiers = sorted((source.tier, source.node) for source in held)
-        self._holders.append(_Holders(rank, tiers, fragments.tier))
-        kept = np.flatnonzero((fragments.nbytes > 0) & ((fragments.tier >= tiers[0][0]) | (tiers[0][0] == 0)))
+        if fragments.table not in self._tiers:
+            self._tiers[fragments.table] = fragments.table.tier.tolist()
+        self._holders.append(_Holders(rank, tiers, self._tiers[fragments.table]))
+        number = kinds.of(fragments)
+        if self._apart[number].all():
+            return np.empty((0, 3 + 2 * dims), np.int64)
+        some = (fragments.nbytes > 0) & ~self._apart[number]
+        kept = np.flatnonzero(some & ((fragments.tier >= tiers[0][0]) | (tiers[0][0] == 0)))
         who = np.full(len(kept), len(self._holders) - 1)
         boxes = (column[kept] for column in fragments.boxes(dims))
-        return np.column_stack((kinds.of(fragments)[kept], *boxes, who, kept))
+        return np.column_stack((number[kept], *boxes, who, kept))
 
-    def copies(self, row: int) -> list[Copy]:
-        """Of one of the ``boxes``."""
-        found: list[Copy] = []
-        for who, fragment in self._copies[self._first[row] : self._first[row + 1]].tolist():
-            rank, holders, tier = self._holders[who]
-            found += [Copy(node, rank, fragment) for least, node in holders if least == 0 or tier[fragment] >= least]
-        return found
+    def copies(self, row: int | Made) -> list[Copy]:
+        """Of one of the rows."""
+        return self.copies_of(self.held(row))
+
+    def copies_of(self, held: Sequence[tuple[int, int]]) -> list[Copy]:
+        return [Copy(node, rank, fragment) for who, fragment in held for node, rank in self.usable(who, fragment)]
+
+    def holders_on(self, node: str) -> set[int]:
+        """Of which layouts it holds something."""
+        return {who for who, holders in enumerate(self._holders) if any(node == other for _, other in holders.holdings)}
+
+    def held(self, row: int | Made) -> list[tuple[int, int]]:
+        """Which fragments of which holders one of the rows is."""
+        if isinstance(row, Made):
+            return row.held
+        rows: list[tuple[int, int]] = self._copies[self._copies_at[row] : self._copies_end[row]].tolist()
+        return rows
+
+    def usable(self, who: int, fragment: int) -> list[tuple[str, int]]:
+        """(node, rank) of those who hold that fragment; one list for all fragments of a tier."""
+        key = who, self.tier(who, fragment)
+        if key not in self._usable:
+            rank, holders, _ = self._holders[who]
+            self._usable[key] = [(node, rank) for least, node in holders if least == 0 or key[1] >= least]
+        return self._usable[key]
+
+    def tier(self, who: int, fragment: int) -> int:
+        return self._holders[who].tiers[fragment]
 
     def canonical(self, key: str) -> str:
         """The key under which an alias is stored."""
@@ -193,10 +281,13 @@ class _Planner:
     uncovered: list[tuple[int, Box]] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     _asked: dict[str, int] = field(default_factory=dict)  # bytes planned from each peer
+    _own_holders: set[int] = field(default_factory=set)
+    _known: dict[tuple[int, int], tuple[str, list[tuple[str, int]]]] = field(default_factory=dict)  # the nearest of a holder's tier
 
     def plan(self) -> None:
         """Nearly all is had from boxes in memory that have no element in common, or else from storage alone: that is found for all
         wants together. The others are covered one by one."""
+        self._own_holders = self.index.holders_on(self.own_node)
         keys = [self.index.canonical(want.key) for want in self.wants]
         offsets, sizes = columns_of([want.box for want in self.wants])
         volumes = sizes.prod(1)
@@ -207,7 +298,12 @@ class _Planner:
         for meetings in self.index.boxes.meetings(kinds, offsets, sizes):
             self._note(met, meetings, offsets, sizes)
             np.add.at(found, meetings.want, meetings.sizes.prod(1))
-        whole = (shared & (found == volumes) & _apart(self.index.boxes, kinds)).tolist()
+        apart = _apart(self.index.boxes, kinds)
+        for at, (want, kind) in enumerate(zip(self.wants, kinds.tolist(), strict=True)):
+            if self.index.is_cut(kind):
+                met[at] = self.index.parts(want, kind)
+                found[at], apart[at] = sum(both.volume for _, both, _ in met[at]), True
+        whole = (shared & (found == volumes) & apart).tolist()
         stored = ((found == 0) & self._is_stored(keys, offsets, sizes, volumes)).tolist()
         # The largest first, so that the even use of peers is even in bytes.
         order = np.lexsort(([want.index for want in self.wants], -volumes))
@@ -215,8 +311,8 @@ class _Planner:
             want, key = self.wants[at], keys[at]
             if whole[at]:
                 for row, box, its in met[at]:
-                    source, copies = self._best(self.index.copies(row))
-                    self._piece(want, key, box, source, copies, its or self.index.boxes.box(row, len(box.sizes)))
+                    source, copies = self._nearest(row)
+                    self._piece(want, key, box, source, copies, its or self.index.box(row, len(box.sizes)))
             elif stored[at]:
                 self._piece(want, key, want.box, DURABLE, [Copy("", self.rank, -1)], want.box)
             else:
@@ -268,7 +364,7 @@ class _Planner:
     def _cover(self, want: Want, key: str, parts: Sequence[_Part]) -> None:
         """Box by box, those first that fill the want alone, then from the largest to the smallest."""
         dims, left = len(want.box.sizes), [want.box]
-        found = [(self.index.boxes.box(row, dims), self.index.copies(row)) for row, *_ in parts]
+        found = [(self.index.box(row, dims), self.index.copies(row)) for row, *_ in parts]
         if f"t:{key}" in self.per_rank:
             found = [(box, [copy for copy in copies if copy.rank == self.rank]) for box, copies in found]
         found.sort(key=lambda entry: (not contains(entry[0], want.box), -entry[0].volume, entry[0].offsets))
@@ -284,6 +380,26 @@ class _Planner:
                     box = self.durable.box(row, dims)
                     left = self._take(want, key, left, box, DURABLE, [Copy("", self.rank, -1)])
         self.uncovered += [(want.index, box) for box in merge(left)]
+
+    def _nearest(self, row: int | Made) -> tuple[str, Sequence[Copy]]:
+        """Of its copies. Nearly all have one holder's fragment, and all such of a tier lie on the same nodes."""
+        held = self.index.held(row)
+        if len(held) > HOLDERS_LOOKED_AT_MAX:  # of a value that all ranks have; each rank looks at others
+            first = self.rank * HOLDERS_LOOKED_AT_MAX % len(held)
+            own = [one for one in held if one[0] in self._own_holders]
+            few = own or [*held[first:], *held[:first]][:HOLDERS_LOOKED_AT_MAX]
+            looked_at = self.index.copies_of(few)
+            if any(self._source(copy) != PARITY for copy in looked_at):
+                return self._best(looked_at)
+        if len(held) > 1:
+            return self._best(self.index.copies(row))
+        (who, fragment), = held
+        key = who, self.index.tier(who, fragment)
+        known = self._known.get(key)
+        if known is None:
+            source, copies = self._best(self.index.copies(row))
+            known = self._known[key] = source, [copy[:2] for copy in copies]
+        return known[0], [Copy(node, rank, fragment) for node, rank in known[1]]
 
     def _best(self, copies: Sequence[Copy]) -> tuple[str, Sequence[Copy]]:
         """The nearest of them."""

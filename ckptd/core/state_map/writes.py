@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,11 +11,15 @@ import numpy as np
 
 from ckptd.core.protocol.messages import WritePiece
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.columns import Flags
+from ckptd.core.state_map.columns import Flags, Ints
+from ckptd.core.state_map.fragments import Rows, Shared, Table
 from ckptd.core.state_map.layout import MAYBE, UNIQUE, Layout
 
 OBJECTS = -1  # in place of a fragment's index
 IN_ANY_COPY = 1 << 30  # a tier above each that there is
+SHARED_RANKS_MAX = 16  # of those that have a slice, one of which writes it: of each slice other ones
+
+_Copies = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class _Slice:
     """Something to be written once. copies: (node, rank, fragment index or OBJECTS); the preferred ones come first."""
 
     nbytes: int
-    copies: tuple[tuple[str, int, int], ...]
+    copies: _Copies
     tied: bool  # one rank's alone: stays with the slot's owner while that is no burden
 
 
@@ -32,12 +36,22 @@ class _Own(NamedTuple):
 
     rank: int
     nodes: tuple[str, ...]
-    fragments: list[int]
-    nbytes: list[int]
+    fragments: Ints
+    nbytes: Ints
+    total: int
 
     def slices(self) -> Iterator[_Slice]:
-        for nbytes, fragment in zip(self.nbytes, self.fragments, strict=True):
+        for nbytes, fragment in zip(self.nbytes.tolist(), self.fragments.tolist(), strict=True):
             yield _Slice(nbytes, tuple((node, self.rank, fragment) for node in self.nodes), True)
+
+
+class _Alone(NamedTuple):
+    """What ranks that are alike have for themselves, and what others may have too. by_tier: tier, which fragments, their bytes, and
+    all of those together."""
+
+    others: Flags
+    all: bool
+    by_tier: list[tuple[int, Ints, Ints, int]]
 
 
 def assign_writes(
@@ -53,19 +67,19 @@ def assign_writes(
     """
     slices, owned = _slices(layouts, _holders(holdings), frozenset(per_rank))
     load = dict.fromkeys(sorted(holdings), 0)
-    total = sum(piece.nbytes for piece in slices) + sum(sum(own.nbytes) for own in owned)
+    total = sum(piece.nbytes for piece in slices) + sum(own.total for own in owned)
     fair = -(-total // max(len(load), 1))
-    chosen: dict[str, dict[int, list[int]]] = {}
+    chosen: dict[str, dict[int, list[Ints]]] = {}
     # What ranks have for themselves stays with their slots' owners where that is no burden for any: there may be millions of it.
     for own in owned:
-        load[own.nodes[0]] += sum(own.nbytes)
+        load[own.nodes[0]] += own.total
     elsewhere = Counter(load)
     for piece in slices:
         if _nodes(piece) == 1:
             elsewhere[piece.copies[0][0]] += piece.nbytes
     if max(elsewhere.values(), default=0) <= fair:
         for own in owned:
-            chosen.setdefault(own.nodes[0], {}).setdefault(own.rank, []).extend(own.fragments)
+            chosen.setdefault(own.nodes[0], {}).setdefault(own.rank, []).append(own.fragments)
     else:
         load = dict.fromkeys(load, 0)
         slices += [one for own in owned for one in own.slices()]
@@ -73,7 +87,7 @@ def assign_writes(
     for piece in sorted(slices, key=lambda s: (_nodes(s) > 1, not s.tied, -s.nbytes, s.copies)):
         node, rank, fragment = _pick(piece, load, fair)
         load[node] += piece.nbytes
-        chosen.setdefault(node, {}).setdefault(rank, []).append(fragment)
+        chosen.setdefault(node, {}).setdefault(rank, []).append(np.array([fragment]))
     return {
         node: tuple(_piece(layouts[rank], found) for rank, found in sorted(ranks.items()))
         for node, ranks in sorted(chosen.items())
@@ -107,7 +121,9 @@ def _slices(
 ) -> tuple[list[_Slice], list[_Own]]:
     result: list[_Slice] = []
     owned: list[_Own] = []
-    shared: dict[tuple[str, Box], tuple[int, list[tuple[int, str, int, int]]]] = {}
+    shared: dict[tuple[str, Box], tuple[int, list[tuple[int, int, int]]]] = {}
+    alone: dict[tuple[Table, Shared], _Alone] = {}
+    rows = Rows()
     for rank, layout in sorted(layouts.items()):
         held = holders.get(rank, [])
         if not held:
@@ -115,47 +131,69 @@ def _slices(
         if layout.objects_capacity:
             everywhere = tuple((node, rank, OBJECTS) for _, node in held)
             result.append(_Slice(layout.objects_capacity, everywhere, True))
-        own = _own(layout, per_rank)
+        alike = layout.fragments.alike
+        own = alone.get(alike)
+        if own is None:
+            own = alone[alike] = _own(layout, per_rank)
         owned += _by_tier(layout, held, own)
-        if own.all():
+        if own.all:
             continue
-        for index, fragment in enumerate(layout.fragments):
-            if not own[index]:
-                copies = [(t, node, rank, index) for t, node in held if t <= fragment.tier or not fragment.nbytes]
-                shared.setdefault((fragment.key, fragment.box), (fragment.nbytes, []))[1].extend(copies)
-    result += [_slice(key, nbytes, copies, False) for (key, _), (nbytes, copies) in shared.items()]
+        for index, fragment in rows.of(layout.fragments, own.others):
+            shared.setdefault((fragment.key, fragment.box), (fragment.nbytes, []))[1].append((rank, index, fragment.tier))
+    for number, ((key, _), (nbytes, ranks)) in enumerate(shared.items()):
+        first = number * SHARED_RANKS_MAX % len(ranks)
+        few = [*ranks[first:], *ranks[:first]][:SHARED_RANKS_MAX]
+        copies = _copies(few, nbytes, holders) or _copies(ranks, nbytes, holders)
+        if not copies:
+            raise ValueError(f"{key}: a slice is held nowhere")
+        result.append(_Slice(nbytes, copies, False))
     return result, owned
 
 
-def _own(layout: Layout, per_rank: frozenset[str]) -> Flags:
+def _copies(ranks: Iterable[tuple[int, int, int]], nbytes: int, holders: Mapping[int, list[tuple[int, str]]]) -> _Copies:
+    """ranks: (rank, which of its fragments, tier). What has no bytes is in any copy."""
+    found = [(t, node, rank, index) for rank, index, tier in ranks for t, node in holders[rank] if t <= tier or not nbytes]
+    return tuple(copy[1:] for copy in sorted(found))
+
+
+def _own(layout: Layout, per_rank: frozenset[str]) -> _Alone:
     """Which of its fragments are the rank's alone in this snapshot."""
-    own = layout.fragments.shared_as(UNIQUE)
-    maybe = layout.fragments.shared_as(MAYBE)
+    fragments = layout.fragments
+    own = fragments.shared_as(UNIQUE)
+    maybe = fragments.shared_as(MAYBE)
     if maybe.any():
-        own |= maybe & np.array([f"t:{key}" in per_rank for key in layout.fragments.table.keys], bool)
-    return own
-
-
-def _by_tier(layout: Layout, held: Sequence[tuple[int, str]], own: Flags) -> list[_Own]:
-    """Raises ValueError naming what is held nowhere."""
-    fragments, found = layout.fragments, []
+        own |= maybe & np.array([f"t:{key}" in per_rank for key in fragments.table.keys], bool)
     tiers = np.where(fragments.nbytes > 0, fragments.tier, IN_ANY_COPY)  # what has no bytes is in any copy
+    by_tier = []
     for tier in np.unique(tiers[own]).tolist():
         which = np.flatnonzero(own & (tiers == tier))
+        nbytes = fragments.nbytes[which]
+        by_tier.append((tier, which, nbytes, int(nbytes.sum())))
+    return _Alone(~own, bool(own.all()), by_tier)
+
+
+def _by_tier(layout: Layout, held: Sequence[tuple[int, str]], own: _Alone) -> list[_Own]:
+    """Raises ValueError naming what is held nowhere."""
+    found = []
+    for tier, which, nbytes, total in own.by_tier:
         nodes = tuple(node for t, node in held if t <= tier)
         if not nodes:
-            raise ValueError(f"{fragments.table.keys[which[0]]}: a slice is held nowhere")
-        found.append(_Own(layout.rank, nodes, which.tolist(), fragments.nbytes[which].tolist()))
+            raise ValueError(f"{layout.fragments.table.keys[which[0]]}: a slice is held nowhere")
+        found.append(_Own(layout.rank, nodes, which, nbytes, total))
     return found
 
 
-def _slice(key: str, nbytes: int, copies: list[tuple[int, str, int, int]], tied: bool) -> _Slice:
-    if not copies:
-        raise ValueError(f"{key}: a slice is held nowhere")
-    return _Slice(nbytes, tuple(copy[1:] for copy in sorted(copies)), tied)
+def _piece(layout: Layout, found: Sequence[Ints]) -> WritePiece:
+    parts = np.concatenate(found)
+    objects = bool((parts == OBJECTS).any())
+    if len(parts) - objects == len(layout.fragments):
+        return WritePiece(layout.rank, layout.layout_id, None, objects)
+    return WritePiece(layout.rank, layout.layout_id, _runs(np.sort(parts[parts != OBJECTS])), objects)
 
 
-def _piece(layout: Layout, found: list[int]) -> WritePiece:
-    fragments = tuple(sorted(index for index in found if index != OBJECTS))
-    everything = len(fragments) == len(layout.fragments)
-    return WritePiece(layout.rank, layout.layout_id, None if everything else fragments, OBJECTS in found)
+def _runs(numbers: Ints) -> tuple[tuple[int, int], ...]:
+    if not len(numbers):
+        return ()
+    breaks = np.flatnonzero(np.diff(numbers) != 1)
+    first, last = numbers[np.append(0, breaks + 1)], numbers[np.append(breaks, len(numbers) - 1)]
+    return tuple(zip(first.tolist(), (last + 1).tolist(), strict=True))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.policy import Policy
@@ -12,6 +13,7 @@ from ckptd.core.protocol.instructions import Connect, Instruction, Send
 from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone
 from ckptd.core.protocol.messages import Message
 from ckptd.core.redundancy.policies import Redundancy
+from ckptd.core.state_map.fragments import Table
 from ckptd.core.state_map.layout import Layout
 
 RESEND_S = 0.5  # what was not answered is said again after this
@@ -24,6 +26,40 @@ def decode_layout(data: bytes) -> Layout:
     return Layout.decode(data)
 
 
+class Tables(Mapping[str, Table]):
+    """The tables of this job's layouts that this node knows, as long as somebody has them. What a user's ranks name is looked up
+    nowhere else."""
+
+    def __init__(self) -> None:
+        self._known: WeakValueDictionary[str, Table] = WeakValueDictionary()
+
+    def learn(self, layout: Layout) -> Layout:
+        table = layout.fragments.table
+        self._known[table.digest] = table
+        return layout
+
+    def read(self, data: bytes) -> Layout:
+        """Of a layout or a leaf. Raises TableNotHere; ValueError: it is neither."""
+        try:
+            layout = decode_layout(data)
+        except ValueError:
+            layout = Layout.decode(data, self)
+        return self.learn(layout)
+
+    def alive(self) -> list[Table]:
+        """Other threads may let go of tables meanwhile."""
+        return [table for reference in self._known.valuerefs() if (table := reference()) is not None]
+
+    def __getitem__(self, digest: str) -> Table:
+        return self._known[digest]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
 @dataclass
 class Context:
     job: str
@@ -31,6 +67,7 @@ class Context:
     policy: Policy
     now: float = 0.0
     out: list[Instruction] = field(default_factory=list)
+    tables: Tables = field(default_factory=Tables)
     in_force: Redundancy | None = None  # what the steward says of this epoch; None: what the policy wants
     record: EpochRecord | None = None
     ran: EpochRecord | None = None  # the newest one before ``record`` that trained here

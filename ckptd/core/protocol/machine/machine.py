@@ -307,7 +307,7 @@ class JobMachine:
         freeze = self.ctx.policy.inventory_timeout_s + FREEZE_PATIENCE_S
         self.slots.frozen_until = max(self.slots.frozen_until, self.ctx.now + freeze)
         self.slots.frozen_for = message.attempt
-        layouts = {name: layout.encoded for name, layout in self.slots.layouts().items()}
+        layouts = self.slots.leaves(message.tables)
         self.ctx.send(
             sender,
             msg.Inventory(message.attempt, self.ctx.record, self.slots.frozen_facts(), layouts, self.levels.certified(),

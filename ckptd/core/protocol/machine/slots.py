@@ -7,7 +7,7 @@ write) stays until the pin falls, even when its release came meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ckptd.core.ids import SnapshotId
@@ -96,6 +96,8 @@ class Slots:
     def hold(self, slot: Slot, fact: HoldingFact, layout: Layout, layouts: tuple[Layout, ...] = ()) -> None:
         slot.state, slot.fact, slot.layout, slot.released, slot.damaged = SEALED, fact, layout, False, False
         slot.layouts, slot.grant = layouts, 0
+        for known in (layout, *layouts):
+            self._ctx.tables.learn(known)
         self.by_id[slot.id] = slot
         self.sealed.setdefault(fact.snapshot, []).append(slot)
         if slot.own:
@@ -136,6 +138,15 @@ class Slots:
             if layout is not None
         ]
         return {layout.layout_id: layout for layout in found}
+
+    def leaves(self, tables: Collection[str] = ()) -> dict[str, bytes]:
+        """The same as bytes, for one who has these tables; each other one comes with the first of them."""
+        found, known = {}, set(tables)
+        for name, layout in self.layouts().items():
+            digest = layout.fragments.table.digest
+            found[name] = layout.leaf if digest in known else layout.encoded
+            known.add(digest)
+        return found
 
     def facts(self) -> tuple[HoldingFact, ...]:
         return tuple(slot.fact for slot in self.holdings() if slot.fact is not None and not slot.released)

@@ -198,7 +198,7 @@ class Uplink:
             self._say(RankState(*state, self.grant_seen))
 
     def tell_sealed(self, fact: HoldingFact, layout: Layout, came_at: int | None) -> None:
-        layouts = {} if fact.layout_id in self._known_layouts else {fact.layout_id: layout.encoded}
+        layouts = {} if fact.layout_id in self._known_layouts else {fact.layout_id: layout.leaf}
         self._known_layouts.add(fact.layout_id)
         self._say(Sealed(self._ctx.number, fact, layout.plan_id, layouts, came_at))
 
@@ -223,7 +223,8 @@ class Uplink:
     def on_layout_request(self, sender: str, message: LayoutRequest) -> None:
         found = self._slots.layouts().get(message.layout_id)
         if found is not None:
-            self._ctx.send(sender, LayoutReply(self._ctx.number, {message.layout_id: found.encoded}))
+            data = found.encoded if message.whole else found.leaf
+            self._ctx.send(sender, LayoutReply(self._ctx.number, {message.layout_id: data}))
 
     def _say(self, fact: Fact) -> None:
         if not self.session:

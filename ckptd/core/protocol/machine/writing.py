@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from ckptd.core.protocol.events import FilesWritten
 from ckptd.core.protocol.instructions import CancelWrite, WriteFiles
@@ -95,6 +96,6 @@ def _covers(slot: Slot, piece: WritePiece) -> bool:
     if slot.layout is None or slot.fact is None or slot.layout.layout_id != piece.layout_id:
         return False
     held = slot.layout.fragments.tier >= slot.fact.tier
-    if piece.fragments is None:
-        return bool(held.all())
-    return max(piece.fragments, default=-1) < len(held) and bool(held[list(piece.fragments)].all())
+    runs = ((0, len(held)),) if piece.runs is None else piece.runs
+    bounds = [0, *chain.from_iterable(runs), len(held)]
+    return bounds == sorted(bounds) and all(bool(held[first:end].all()) for first, end in runs)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import inf
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol.events import DurableRead
 from ckptd.core.protocol.instructions import ReadDurable
 from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone
-from ckptd.core.protocol.machine.context import RESEND_S, Context, decode_layout
+from ckptd.core.protocol.machine.context import RESEND_S, Context
 from ckptd.core.protocol.machine.joining import Joining
 from ckptd.core.protocol.messages import Inventory, InventoryRequest, JoinReport, RestoreAsk
+from ckptd.core.state_map.fragments import Table
 from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.layout_reader import TableNotHere
 
+TABLES_SAID_MAX = 64  # in one question; most ranks have the same
 FRESH_S = 3.0  # a rank's last report; they come every RESEND_S
 NEWCOMER_S = 1.0  # for the answer of a node that was heard of last; well within what the others' freeze has to spare
 
@@ -45,6 +49,8 @@ class Gather:
     tombstone: Tombstone = NO_TOMBSTONE  # the highest that any node has of this job
     buried: dict[str, SnapshotId] = field(default_factory=dict)  # node -> the newest that it holds and that was forgotten
     said_at: float = -1e9
+    read: dict[str, Layout] = field(default_factory=dict)  # by name, whoever answered with it
+    tables: dict[str, Table] = field(default_factory=dict)  # those that answers need not bring, and that stay here until then
 
     def missing(self) -> list[str]:
         return [node for node in self.asked if node not in self.answers]
@@ -155,14 +161,8 @@ class Gather:
         return [self.answers[n.node] for n in members if self.answers[n.node].incarnation == n.incarnation]
 
     def layouts(self) -> dict[str, Layout]:
-        found: dict[str, Layout] = {}
-        for answer in self.answers.values():
-            for name, data in answer.layouts.items():
-                try:
-                    found[name] = decode_layout(data)
-                except ValueError:
-                    continue  # its holdings stay without a layout and are not used
-        return found
+        """Of what those who answered hold."""
+        return {name: self.read[name] for answer in self.answers.values() for name in answer.layouts if name in self.read}
 
 
 def _without(answer: Inventory, ordered: int, kept: Collection[SnapshotId]) -> Inventory:
@@ -265,6 +265,13 @@ class Gathering:
             return
         if message.turn != gather.turn:
             return
+        for name, data in message.layouts.items():
+            try:
+                gather.read[name] = gather.read.get(name) or self._ctx.tables.read(data)
+            except TableNotHere:
+                return  # it is an answer to another question of this number; the node is asked again
+            except ValueError:
+                continue  # what is no layout is none: its holdings are not used
         gather.said[sender] = message
         gather.bury(Tombstone(message.buried, message.forgotten))
         for record in (message.known, message.ran):
@@ -311,5 +318,7 @@ class Gathering:
 
     def _request(self, gather: Gather, nodes: Iterable[str]) -> None:
         everyone = tuple(gather.asked.values())
+        gather.tables.update((table.digest, table) for table in self._ctx.tables.alive()[:TABLES_SAID_MAX])
+        tables = tuple(islice(gather.tables, TABLES_SAID_MAX))
         for node in nodes:
-            self._ctx.send(node, InventoryRequest(gather.attempt, everyone, gather.turn))
+            self._ctx.send(node, InventoryRequest(gather.attempt, everyone, gather.turn, tables))

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.protocol.machine.context import RESEND_S, Context, decode_layout
+from ckptd.core.protocol.machine.context import RESEND_S, Context
 from ckptd.core.protocol.machine.steward.snapshot import Phase, SnapshotState
 from ckptd.core.protocol.messages import HoldingFact, LayoutRequest
 from ckptd.core.redundancy.parity_sets import NOBODY, ParityShard, member_digests, tolerance
 from ckptd.core.redundancy.protection import Classes, level, slice_classes
 from ckptd.core.state_map.agreement import agree
 from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.layout_reader import TableNotHere
 
 RELEASED_KEPT_MAX = 64  # released snapshots named again in certificates, for a node that missed it
 
@@ -26,6 +27,7 @@ class SnapshotTable:
         self._ctx, self._live = ctx, live
         self.states: dict[SnapshotId, SnapshotState] = {}
         self.layouts: dict[str, Layout] = {}
+        self._leaves: dict[str, dict[str, bytes]] = {}  # digest of a table that is not known -> of which layouts
         self.durable: dict[tuple[int, int], SnapshotId] = {}  # (epoch, step) -> which capture of it storage has
         self.storage_read = False  # whether storage has said, in this office, what it has
         self.released: dict[SnapshotId, None] = {}
@@ -41,6 +43,7 @@ class SnapshotTable:
         self._again.clear()
         self.heard.clear()
         self.dirty.clear()
+        self._leaves.clear()
 
     # --- writing ------------------------------------------------------------------------------------------------
     def add(self, node: str, fact: HoldingFact) -> None:
@@ -121,12 +124,18 @@ class SnapshotTable:
 
     def learn_layouts(self, layouts: dict[str, bytes]) -> None:
         for name, data in layouts.items():
-            if name not in self.layouts:
-                try:
-                    self.layouts[name] = decode_layout(data)
-                except ValueError:
-                    continue  # not a layout: whoever sent it holds something nobody can use
-                self.dirty.update(s for s, state in self.states.items() if name in state.layout_ids.values())
+            if name in self.layouts:
+                continue
+            try:
+                layout = self._ctx.tables.read(data)
+            except TableNotHere as error:
+                self._leaves.setdefault(error.digest, {})[name] = data
+                continue
+            except ValueError:
+                continue  # not a layout: whoever sent it holds something nobody can use
+            self.layouts[name] = layout
+            self.dirty.update(s for s, state in self.states.items() if name in state.layout_ids.values())
+            self.learn_layouts(self._leaves.pop(layout.fragments.table.digest, {}))
 
     def mark_durable(self, snapshots: Iterable[SnapshotId]) -> None:
         """Whichever capture it is of: another one of that step is not needed any more either."""
@@ -254,17 +263,19 @@ class SnapshotTable:
 
     # --- layouts that nobody sent -------------------------------------------------------------------------------
     def ask_layouts(self, number: int) -> None:
-        """Ask a holder for each layout that a fact names and nobody has sent."""
+        """Ask a holder for each layout that a fact names and nobody has sent, and for each table that such a one needs."""
         if self._ctx.now - self._asked_at < RESEND_S:
             return
         asked: set[str] = set()
+        tables = {name: digest for digest, leaves in self._leaves.items() for name in leaves}
         for state in self.states.values():
             for rank, name in state.layout_ids.items():
-                if name in self.layouts or name in asked:
+                what = tables.get(name, name)
+                if name in self.layouts or what in asked:
                     continue
                 node = next(filter(self._live, state.vouching(rank)), None)
                 if node is not None:
-                    asked.add(name)
-                    self._ctx.send(node, LayoutRequest(number, name))
+                    asked.add(what)
+                    self._ctx.send(node, LayoutRequest(number, name, name in tables))
         if asked:
             self._asked_at = self._ctx.now
