@@ -89,10 +89,14 @@ class Job:
 
 
 def free_port(address: str) -> int:
-    """A TCP port that nobody listens on now, and that the system gives to no connection before it is used, if it can be had."""
+    """A TCP port that nobody listens on now, and that the system gives to no connection before it is used, if it can be had. At no
+    address of this machine: torch's store listens at all of them."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(PORT_TRIES_MAX):
-        with closing(socket.socket()) as probe, suppress(OSError):
+        with closing(socket.socket()) as probe, closing(socket.socket()) as everywhere, suppress(OSError):
             probe.bind((address, random.SystemRandom().randint(PORT_MIN, max(PORT_MIN, low - 1))))
-            return int(probe.getsockname()[1])
+            port = int(probe.getsockname()[1])
+            probe.close()
+            everywhere.bind(("", port))
+            return port
     raise OSError(f"no port from {PORT_MIN} to {low} is free at {address}")

@@ -47,7 +47,8 @@ class LightRank:
         self.level, self.void = -1, False  # of the newest snapshot
         self._views = SlotViews()
         box = Box((self.first,), (self.count,))
-        items = [LayoutItem(self._key(i), "U32", (ELEMENTS,), box, "param", UNIQUE, tier) for i in range(tensors)]
+        rows = ("U32", (ELEMENTS,), box, "param", UNIQUE, tier, False, ((0, world, rank),))
+        items = [LayoutItem(self._key(i), *rows) for i in range(tensors)]
         self.layout = build_layout(rank, world, items, OBJECTS_BYTES)
         self._offsets = np.array([fragment.offset for fragment in self.layout.fragments]) // 4
         self.say(wire.Hello(wire.PROTOCOL_VERSION, job, os.getpid()))

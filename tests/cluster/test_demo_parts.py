@@ -6,8 +6,10 @@ import io
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -401,3 +403,14 @@ def test_a_demo_that_cannot_write_says_so(tmp_path: Path) -> None:
 def test_a_port_is_one_that_the_system_gives_to_no_connection() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(port < max(low, PORT_MIN + 1) for port in (free_port("127.0.0.1") for _ in range(20)))
+
+
+def test_a_port_that_somebody_listens_on_at_another_address_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's store listens at all of them."""
+    taken, free = free_port("127.0.0.1"), free_port("127.0.0.1")
+    numbers = iter([taken, free])
+    monkeypatch.setattr("ckptd.demo.job.random.SystemRandom.randint", lambda *_: next(numbers))
+    with closing(socket.socket()) as other:
+        other.bind(("127.0.0.7", taken))
+        other.listen()
+        assert free_port("127.0.0.1") == free

@@ -271,7 +271,7 @@ class Gathering:
             except TableNotHere:
                 return  # it is an answer to another question of this number; the node is asked again
             except ValueError:
-                continue  # what is no layout is none: its holdings are not used
+                pass  # what is no layout is none: its holdings are not used
         gather.said[sender] = message
         gather.bury(Tombstone(message.buried, message.forgotten))
         for record in (message.known, message.ran):
