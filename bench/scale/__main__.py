@@ -108,6 +108,8 @@ def show(state: State, phases: list[Phase], planned: list[dict[str, float]], sor
         table.add_row(*row)
     Console(width=150).print(table)
     for phase in phases:
+        if phase.fetched:
+            print(f"{phase.name}: {phase.fetched / MB:.3f} MB of layouts fetched by the nodes that are whole")
         if phase.failed.total():
             print(f"{phase.name}: {dict(phase.failed)}")
     for found in planned[:1]:

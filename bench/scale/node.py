@@ -236,7 +236,7 @@ class Node:
         began = time.thread_time()
         tables = {table.digest: table for table in self._stored.tables()}
         began = time.thread_time()
-        known.update((name, Layout.decode(data, tables)) for name, data in leaves.items())
+        known.update((name, Layout.decode(data, tables.get)) for name, data in leaves.items())
         took["read"] = time.thread_time() - began
         held = [Held(s.node, s.rank, s.tier, known[s.layout_id]) for s in do.sources if s.layout_id in known]
         catalogue = Catalogue.from_layouts({one.rank: one.layout for one in held}, {}, do.per_rank)

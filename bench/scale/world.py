@@ -34,6 +34,7 @@ class Phase:
     messages: int = 0
     largest: tuple[int, str] = (0, "")
     failed: Counter[str] = field(default_factory=Counter)
+    fetched: int = 0  # bytes of layouts, over bulk, of the whole nodes
 
 
 class World:
@@ -107,6 +108,7 @@ class World:
         found.messages += counts.messages.total()
         found.largest = max(found.largest, counts.largest)
         found.failed += counts.failed
+        found.fetched += counts.fetched
         if node == self.steward:
             found.steward = counts
         elif whole and sum(counts.cpu.values()) >= sum(found.member.cpu.values()):

@@ -73,7 +73,7 @@ def _encode(layout: Layout, tables: Collection[str]) -> bytes:
 
 
 def _decode(layout_id: str, data: bytes, tables: Mapping[str, Table]) -> Layout:
-    layout = Layout.decode(data, tables)
+    layout = Layout.decode(data, tables.get)
     if layout.layout_id != layout_id:
         raise ValueError("another layout")
     return layout

@@ -310,12 +310,12 @@ def test_a_leaf_is_read_where_its_table_is() -> None:
     layout = sample()
     assert len(layout.leaf) < len(layout.encoded)
     tables = {layout.fragments.table.digest: layout.fragments.table}
-    assert Layout.decode(layout.leaf, tables) == layout
-    assert Layout.decode(layout.leaf, tables).layout_id == layout.layout_id
+    assert Layout.decode(layout.leaf, tables.get) == layout
+    assert Layout.decode(layout.leaf, tables.get).layout_id == layout.layout_id
     with pytest.raises(ValueError, match="not here"):
         Layout.decode(layout.leaf)  # a rank says all of it: it may not name what another user's has
     with pytest.raises(TableNotHere) as raised:
-        Layout.decode(layout.leaf, {})
+        Layout.decode(layout.leaf, {}.get)
     assert raised.value.digest in tables
 
 

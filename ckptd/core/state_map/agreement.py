@@ -203,7 +203,7 @@ def _plain(all_ranks: Sequence[Fragments]) -> set[str]:
     rest = [of for of in all_ranks if (looked_at & ~apart)[numbers[of.table]].any()]
     dims = max((of.table.dims_max for of in rest), default=0)
     if dims > DIMENSIONS_TOGETHER_MAX:  # each row would be as wide as the widest
-        rest, apart = [], apart & False
+        rest = []
     parts = [np.empty((0, 1 + 2 * dims), np.int64)]
     for of in rest:
         found = np.column_stack((numbers[of.table], *of.boxes(dims)))

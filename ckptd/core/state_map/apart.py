@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptd.core.state_map.box import Box, intersect
 from ckptd.core.state_map.columns import Flags, Ints
-from ckptd.core.state_map.cuts import Cut
+from ckptd.core.state_map.cuts import Cut, box_at, part
 from ckptd.core.state_map.fragments import Fragments, Table
 
 
@@ -30,9 +30,9 @@ def parts_of(shape: tuple[int, ...], cuts: Sequence[Cut], wanted: Box, places: C
         for _, box in found:
             met += len(_meeting(box, dim, count, wanted))
         if met > len(places):
-            found = [(place, _at(shape, cuts, place)) for place in places]
+            found = [(place, box_at(shape, [(*one, at) for one, at in zip(cuts, place, strict=True)])) for place in places]
             break
-        found = [((*place, at), _cut(box, dim, count, at)) for place, box in found for at in _meeting(box, dim, count, wanted)]
+        found = [((*place, at), part(box, dim, count, at)) for place, box in found for at in _meeting(box, dim, count, wanted)]
     parts = ((place, box, intersect(box, wanted)) for place, box in found if place in places)
     return [Part(place, box, both) for place, box, both in parts if both is not None]
 
@@ -42,22 +42,6 @@ def _meeting(box: Box, dim: int, count: int, wanted: Box) -> range:
     size, low = box.sizes[dim], wanted.offsets[dim] - box.offsets[dim]
     share = max(1, -(-size // count))
     return range(max(0, low) // share, min(count, -(-min(size, low + wanted.sizes[dim]) // share)))
-
-
-def _cut(box: Box, dim: int, count: int, at: int) -> Box:
-    size = box.sizes[dim]
-    share = -(-size // count)
-    begin = min(at * share, size)
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim], sizes[dim] = offsets[dim] + begin, min(share, size - begin)
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def _at(shape: tuple[int, ...], cuts: Sequence[Cut], place: Sequence[int]) -> Box:
-    box = Box.whole(shape)
-    for (dim, count), at in zip(cuts, place, strict=True):
-        box = _cut(box, dim, count, at)
-    return box
 
 
 def cut_apart(tables: Mapping[Table, Sequence[Fragments]], numbers: Mapping[Table, Ints], looked_at: Flags) -> Flags:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.columns import Flags, Ints, pack
-from ckptd.core.state_map.cuts import CUTS_MAX, PARTS_MAX, RULES_MAX, Cut, Place, cut
+from ckptd.core.state_map.cuts import CUTS_MAX, PARTS_MAX, RULES_MAX, Cut, Place, box_at, cut
 from ckptd.core.state_map.dtypes import ITEMSIZE
 
 # Columns of a table. dims: how many each fragment has; rule: the number of its cuts, from 1 on, 0: its box follows from none.
@@ -57,7 +57,7 @@ class Fragments(Sequence[Fragment]):
         words = tuple(sorted({*dtypes, *roles, *sharings}))
         number = {word: at for at, word in enumerate(words)}.__getitem__
         numbers: dict[tuple[Place, ...], int] = {}
-        rules = [_rule(numbers, row, of) for row, of in zip(found, cuts or [None] * len(found), strict=True)]
+        rules = list(map(_Rules(numbers).of, found, cuts or [None] * len(found)))
         columns = {
             "dtype": map(number, dtypes), "role": map(number, roles), "sharing": map(number, sharings), "tier": tiers, "dims": dims,
             "rule": rules, "shape": chain.from_iterable(shapes), "offset": offset,
@@ -214,7 +214,7 @@ class Table:
         self.names = frozenset(keys)
         self.encoded = self._encode()
         self.digest = digest_of(self.encoded)
-        self._without_rule = np.repeat(self.rule == 0, self.dims)
+        self.without_rule = np.repeat(self.rule == 0, self.dims)
         self._starts = [self.first[:-1][self.rule == number + 1] for number in range(len(self.rules))]
         self._item_bytes = np.array([ITEMSIZE.get(word, 0) for word in words], np.int64)[self.dtype]
         self._once: WeakValueDictionary[tuple[str, bytes], Shared] = WeakValueDictionary()
@@ -228,7 +228,7 @@ class Table:
     def boxes(self, places: tuple[tuple[int, ...], ...], offsets: Ints, sizes: Ints) -> tuple[Ints, Ints]:
         """Of a rank that stands at these places; ``offsets``, ``sizes``: of what follows from no cuts."""
         all_offsets, all_sizes = np.zeros(len(self.shape), np.int64), self.shape.astype(np.int64)
-        all_offsets[self._without_rule], all_sizes[self._without_rule] = offsets, sizes
+        all_offsets[self.without_rule], all_sizes[self.without_rule] = offsets, sizes
         for cuts, at, starts in zip(self.rules, places, self._starts, strict=True):
             cut(all_offsets, all_sizes, starts, cuts, at)
         return all_offsets, all_sizes
@@ -296,19 +296,21 @@ class Kinds:
         return self._tables[table]
 
 
-def _rule(numbers: dict[tuple[Place, ...], int], row: Fragment, cuts: Sequence[Place] | None) -> int:
-    """The number of these cuts, from 1 on; 0: the box is another one."""
-    if cuts is None:
-        if row.box.sizes != row.shape:
+class _Rules:
+    """The numbers of cuts, from 1 on, as they come; 0: the box is no such part."""
+
+    def __init__(self, numbers: dict[tuple[Place, ...], int]) -> None:
+        self._numbers = numbers
+        self._boxes: dict[tuple[tuple[int, ...], tuple[Place, ...]], Box | None] = {}  # many tensors have the same shape
+
+    def of(self, row: Fragment, cuts: Sequence[Place] | None) -> int:
+        places = tuple(cuts or ())
+        if (row.shape, places) not in self._boxes:
+            said = len(places) <= CUTS_MAX and prod(parts for _, parts, _ in places) <= PARTS_MAX
+            self._boxes[row.shape, places] = box_at(row.shape, places) if said else None
+        if row.box != self._boxes[row.shape, places] or len(self._numbers) == RULES_MAX:
             return 0
-        cuts = ()
-    if len(cuts) > CUTS_MAX or prod(parts for _, parts, _ in cuts) > PARTS_MAX or len(numbers) == RULES_MAX:
-        return 0
-    offsets, sizes = np.zeros(len(row.shape), np.int64), np.array(row.shape, np.int64)
-    cut(offsets, sizes, np.zeros(1, np.int64), [place[:2] for place in cuts], [at for _, _, at in cuts])
-    if (tuple(offsets.tolist()), tuple(sizes.tolist())) != (row.box.offsets, row.box.sizes):
-        return 0
-    return numbers.setdefault(tuple(cuts), len(numbers) + 1)
+        return self._numbers.setdefault(places, len(self._numbers) + 1)
 
 
 def digest_of(encoded: bytes) -> str:

@@ -12,7 +12,7 @@ this rank alone holds, less for what the balanced plan captures on other ranks a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -76,12 +76,12 @@ class Layout:
         return hashlib.blake2b(self.leaf, digest_size=16).hexdigest()
 
     @staticmethod
-    def decode(data: bytes, tables: Mapping[str, Table] | None = None) -> Layout:
-        """Raises ValueError on anything that is not a well-formed layout (bounds and overlaps are checked). ``tables``, by their
-        digests: it may be a leaf of one of them."""
+    def decode(data: bytes, find: Callable[[str], Table | None] | None = None) -> Layout:
+        """Raises ValueError on anything that is not a well-formed layout (bounds and overlaps are checked). ``find``: it may be a
+        leaf whose table this knows by its digest."""
         from ckptd.core.state_map.layout_check import decode_layout
 
-        return decode_layout(data, tables)
+        return decode_layout(data, find)
 
     @property
     def frozen_at(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from itertools import chain
 from math import prod
 
@@ -33,6 +33,7 @@ from ckptd.core.state_map.layout_rows import (
     COLUMNS_VERSION,
     FROZEN_VERSION,
     HEAD_FIELDS,
+    OLD_SHARED,
     ROLES,
     SHARINGS,
     WITHOUT_VERSION,
@@ -43,21 +44,19 @@ RAGGED_BOXES_MAX = 2000  # of one key on one rank that lie in no grid; a flat ra
 WORDS_MAX = len(ITEMSIZE) + len(ROLES) + len(SHARINGS)
 FIELDS = 14
 DIGEST_CHARACTERS_MAX = 32
-OLD_SHARED = tuple(name for name in SHARED if name != "rule")  # of COLUMNS_VERSION
 DIMENSIONS_EACH_MAX = 8  # of a fragment, as a mean: columns may lie over each other, so that few bytes would unfold to many numbers
 
+Find = Callable[[str], Table | None]
 
-Tables = Mapping[str, Table]
 
-
-def decode_layout(data: bytes, tables: Tables | None = None) -> Layout:
-    """The inverse of ``Layout.encoded``, and of ``Layout.leaf`` where its table is among ``tables`` by their digests (None: it must
-    come with its own). ValueError: anything else (bounds, alignment, overlap, order of tiers)."""
+def decode_layout(data: bytes, find: Find | None = None) -> Layout:
+    """The inverse of ``Layout.encoded``, and of ``Layout.leaf`` whose table ``find`` knows by its digest (None: it must come with
+    its own). TableNotHere: it does not. ValueError: anything else (bounds, alignment, overlap, order of tiers)."""
     if len(data) > LAYOUT_BYTES_MAX:
         raise ValueError(f"layout of {len(data)} bytes, at most {LAYOUT_BYTES_MAX} are read")
     reader = Reader(data)
     try:
-        layout = _read(reader, data, tables)
+        layout = _read(reader, data, find)
     except TableNotHere:
         raise
     except (ValueError, IndexError, OverflowError, msgpack.UnpackException) as error:
@@ -66,7 +65,7 @@ def decode_layout(data: bytes, tables: Tables | None = None) -> Layout:
     return layout
 
 
-def _read(reader: Reader, data: bytes, tables: Tables | None) -> Layout:
+def _read(reader: Reader, data: bytes, find: Find | None) -> Layout:
     fields, version = reader.length(), reader.value()
     known = {**HEAD_FIELDS, COLUMNS_VERSION: COLUMNS_FIELDS, VERSION: FIELDS}
     require(type(version) is int and version in known, f"layout of another version, this reads {sorted(known)}")
@@ -82,7 +81,7 @@ def _read(reader: Reader, data: bytes, tables: Tables | None) -> Layout:
     room = payload_bytes - objects_capacity
     if version >= COLUMNS_VERSION:
         frozen_bytes, without = reader.whole(0, room, "frozen_bytes"), reader.keys(FRAGMENTS_MAX)
-        fragments = _fragments(reader, version, tables, objects_capacity)
+        fragments = _fragments(reader, version, find, objects_capacity)
     else:
         fragments = Fragments([read_row(reader) for _ in range(reader.count(FRAGMENTS_MAX, "fragments"))])
         frozen_bytes = reader.whole(version == FROZEN_VERSION, room, "frozen_bytes") if version > 1 else 0
@@ -101,12 +100,11 @@ def _read(reader: Reader, data: bytes, tables: Tables | None) -> Layout:
     return layout
 
 
-def _fragments(reader: Reader, version: int, tables: Tables | None, objects_capacity: int) -> Fragments:
-    table = _table(reader.value(), version, tables)
+def _fragments(reader: Reader, version: int, find: Find | None, objects_capacity: int) -> Fragments:
+    table = _table(reader.value(), version, find)
     places, live = ((), PLACED) if version == COLUMNS_VERSION else _places(reader, table)
     columns = _columns(reader, OWN)
-    own = np.repeat(table.rule == 0, table.dims)
-    shape, offsets, sizes = table.shape[own], columns["offsets"], columns["sizes"]
+    shape, offsets, sizes = table.shape[table.without_rule], columns["offsets"], columns["sizes"]
     require(len(offsets) == len(sizes) == len(shape), "box and shape differ in dimensions")
     require((sizes <= shape).all() and (offsets <= shape - sizes).all(), "a box outside its shape")
     nbytes = table.nbytes(table.boxes(places, offsets, sizes)[1], PAYLOAD_BYTES_MAX)
@@ -128,9 +126,9 @@ def _places(reader: Reader, table: Table) -> tuple[tuple[tuple[int, ...], ...], 
     return places, reader.whole(PLACED, len(table.keys), "live fragments")
 
 
-def _table(said: bytes | str, version: int, tables: Tables | None) -> Table:
-    if isinstance(said, str) and tables is not None:
-        named = tables.get(said)
+def _table(said: bytes | str, version: int, find: Find | None) -> Table:
+    if isinstance(said, str) and find is not None:
+        named = find(said)
         if named is None:
             raise TableNotHere(said[:DIGEST_CHARACTERS_MAX])
         return named

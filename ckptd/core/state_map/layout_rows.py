@@ -11,7 +11,7 @@ import msgpack
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.columns import pack
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.fragments import Fragment
+from ckptd.core.state_map.fragments import SHARED, Fragment
 from ckptd.core.state_map.layout import ALIGN_BYTES, MAYBE, REPLICA, UNIQUE, Layout
 from ckptd.core.state_map.layout_reader import PAYLOAD_BYTES_MAX, TIER_MAX, Reader, is_key, is_whole, require
 
@@ -19,6 +19,7 @@ ROLES = frozenset(("param", "buffer", "optim", "extra", "rng"))
 SHARINGS = frozenset((UNIQUE, REPLICA, MAYBE))
 FROZEN_VERSION, WITHOUT_VERSION = 2, 3  # has a frozen part; says what it leaves out
 COLUMNS_VERSION, COLUMNS_FIELDS = 4, 12
+OLD_SHARED = tuple(name for name in SHARED if name != "rule")  # a table's columns then
 HEAD_FIELDS = {1: 8, FROZEN_VERSION: 9, WITHOUT_VERSION: 10}  # by version
 ROW_FIELDS = 10
 
@@ -59,7 +60,7 @@ def old_frozen(layout: Layout, version: int) -> bytes:
 def in_columns(layout: Layout, head: Sequence[object]) -> bytes:
     """As version 4 had it. ``head``: from the rank to the aliases."""
     table = layout.fragments.table
-    shared, where = pack({name: getattr(table, name) for name in ("dtype", "role", "sharing", "tier", "dims", "shape")})
+    shared, where = pack({name: getattr(table, name) for name in OLD_SHARED})
     named = msgpack.packb([table.keys, table.words, where, shared], unicode_errors="surrogatepass")
     offsets, sizes = layout.fragments.flat_boxes()
     own, where = pack({"offsets": offsets, "sizes": sizes, "offset": layout.fragments.offset})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from weakref import WeakValueDictionary
@@ -26,7 +26,7 @@ def decode_layout(data: bytes) -> Layout:
     return Layout.decode(data)
 
 
-class Tables(Mapping[str, Table]):
+class Tables:
     """The tables of this job's layouts that this node knows, as long as somebody has them. What a user's ranks name is looked up
     nowhere else."""
 
@@ -43,21 +43,12 @@ class Tables(Mapping[str, Table]):
         try:
             layout = decode_layout(data)
         except ValueError:
-            layout = Layout.decode(data, self)
+            layout = Layout.decode(data, self._known.get)
         return self.learn(layout)
 
     def alive(self) -> list[Table]:
         """Other threads may let go of tables meanwhile."""
         return [table for reference in self._known.valuerefs() if (table := reference()) is not None]
-
-    def __getitem__(self, digest: str) -> Table:
-        return self._known[digest]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
-
-    def __len__(self) -> int:
-        return len(self._known)
 
 
 @dataclass
