@@ -69,7 +69,7 @@ gpu:
 
 bench: $(STAMP)
 	@mkdir -p bench/results
-	@missed=""; for name in stall protect erasure persist restore peers; do \
+	@missed=""; for name in stall protect erasure persist restore tensors peers; do \
 		echo "== $$name"; $(BIN)/python -m bench.$$name --json bench/results/$$name.json || missed="$$missed $$name"; done; \
 	test -z "$$missed" || { echo "floors missed or benchmark failed:$$missed"; exit 1; }
 

@@ -116,9 +116,9 @@ def interleave(
     return taken
 
 
-def arguments(description: str, **extra: Any) -> argparse.Namespace:
+def arguments(description: str, nbytes: float = 2e9, **extra: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--bytes", type=float, default=2e9, help="size of the state (default 2 GB)")
+    parser.add_argument("--bytes", type=float, default=nbytes, help=f"size of the state (default {nbytes / GB:g} GB)")
     parser.add_argument("--repeats", type=int, default=REPEATS_MIN)
     parser.add_argument("--json", type=Path, default=None, help="also write the figures to this file")
     for name, how in extra.items():

@@ -65,14 +65,15 @@ class Daemon:
     def beyond_arena_bytes(self) -> int:
         """Resident memory of keeper and daemon that is no shared memory (the arena is all of that)."""
         total = 0
-        for pid in self._pids():
+        for pid in self.pids():
             status = Path(f"/proc/{pid}/status").read_text()
             for line in status.splitlines():
                 if line.startswith(("RssAnon:", "RssFile:")):
                     total += int(line.split()[1]) * 1024
         return total
 
-    def _pids(self) -> list[int]:
+    def pids(self) -> list[int]:
+        """Keeper and daemon."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [self.process.pid, *map(int, children)]
 

@@ -18,9 +18,11 @@ CALIBRATION_S = 0.5
 class Training:
     """A state of about ``nbytes``: weights and two AdamW moments; ``compute`` stands for forward and backward."""
 
-    def __init__(self, nbytes: float, device: str = "cpu") -> None:
-        width = min(WIDTH_MAX, max(1, int((nbytes / COPIES / FLOAT_BYTES / LAYERS_MIN) ** 0.5)))
-        layers = max(LAYERS_MIN, round(nbytes / COPIES / FLOAT_BYTES / width**2))
+    def __init__(self, nbytes: float, device: str = "cpu", tensors: int = 0) -> None:
+        """``tensors``: about so many, each as large (the optimizer's step counters are not among them); 0: as in a large model."""
+        least = round(tensors / COPIES) or LAYERS_MIN
+        width = min(WIDTH_MAX, max(1, int((nbytes / COPIES / FLOAT_BYTES / least) ** 0.5)))
+        layers = least if tensors else max(least, round(nbytes / COPIES / FLOAT_BYTES / width**2))
         self.model = nn.ParameterList(
             [nn.Parameter(torch.randn(width, width, device=device)) for _ in range(layers)]
         )

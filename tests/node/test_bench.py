@@ -15,7 +15,8 @@ from bench.netns import missing
 from tests.accelerator import device
 
 REPO = Path(__file__).resolve().parents[2]
-BENCHMARKS = ("stall", "protect", "erasure", "persist", "restore", "peers")
+BENCHMARKS = ("stall", "protect", "erasure", "persist", "restore", "tensors", "peers")
+SMALL = {"tensors": ("--many", "500", "--few", "20")}  # options beside the 10 MB
 RUN_TIMEOUT_S = 240.0
 
 
@@ -32,7 +33,7 @@ def told_by(name: str, folder: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_it_runs_to_its_end(name: str, tmp_path: Path) -> None:
-    told = told_by(name, tmp_path, "--bytes", "1e7", "--repeats", "1")
+    told = told_by(name, tmp_path, "--bytes", "1e7", "--repeats", "1", *SMALL.get(name, ()))
     assert told["rows"] and all(second >= 0 for row in told["rows"] for second in row["seconds"])
     assert not [row["name"] for row in told["rows"] if not row["seconds"]]
 
