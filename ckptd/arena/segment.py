@@ -94,14 +94,18 @@ class Segment:
         at = row.offset + row.capacity
         meta = bytes(self.view[at : at + row.meta_bytes])
         if xxhash.xxh3_128_digest(meta) != row.meta_sum:
+            slot.unread = "its record does not match its sum"
             return
         try:
             record = decode_record(meta, own=self.tenant.kind == "own")
-        except ValueError:
+        except ValueError as error:
+            slot.unread = str(error)
             return
         ours = fits(record, row.capacity) and record.job == self.tenant.job
         if ours and (self.tenant.kind != "own" or record.rank == self.tenant.rank):
             slot.restore(row, record)
+        else:
+            slot.unread = "its record is of another slot"
 
     def destroy(self) -> None:
         """Free the pages now, whoever maps them. May take a second per 10 GiB."""

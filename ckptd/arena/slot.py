@@ -47,7 +47,8 @@ class MetaTooLarge(SlotMisuse):
 
 
 class Slot:
-    """``extent``: its own memory, writable, ``capacity`` bytes. ``record`` is set while SEALED. ``frozen``: the slot that
+    """``extent``: its own memory, writable, ``capacity`` bytes. ``record`` is set while SEALED; ``unread``: why it is not, of a
+    slot that came back sealed. ``frozen``: the slot that
     holds the frozen part of what is captured here; ``leaning``: how many slots this one is that to. Its id stays the same
     over re-adoption."""
 
@@ -55,6 +56,7 @@ class Slot:
         self.segment, self.row = segment, replace(row, state=FREE, meta_bytes=0, meta_sum=b"")
         self.extent = segment.view[row.offset : row.offset + row.capacity]
         self.record: SlotRecord | None = None
+        self.unread = ""
         self.frozen: Slot | None = None
         self.leaning = 0
         self.grant = 0  # of the capture under way

@@ -209,9 +209,14 @@ class JobShell:
         if slot.record is not None and leans(slot.record) and slot.frozen is None:
             frozen = self.frozen.part_of(slot.record)
             if frozen is None:
-                slot.free()  # half of it is lost
+                slot.unread = "the slot of its frozen parameters is gone"
+                slot.free()
             else:
                 slot.lean(frozen)
+        if slot.unread:
+            text = f"memory of an earlier life of the daemon held a snapshot that cannot be used, and is free now: {slot.unread}"
+            self.services.health.event("memory", text, job=self.job)
+            log.warning("job=%s slot %d: %s", self.job, slot.id, text)
         own = slot.tenant.kind == "own"
         if own:
             self.local_slots.adopt(slot, free=slot.record is None)

@@ -322,7 +322,12 @@ class Ranks:
         decoding = own.layouts.get(message.layout_id)
         if decoding is None:
             raise ValueError("layout unknown")
-        layout = await asyncio.shield(decoding)
+        try:
+            layout = await asyncio.shield(decoding)
+        except ValueError as error:
+            text = f"no snapshot of rank {own.rank} can be taken: {error}; a trainer whose ckptd is newer needs a daemon as new"
+            self._services.health.event("layout", text, job=self._job.job)
+            raise
         if layout.layout_id != message.layout_id or layout.rank != own.rank:
             raise ValueError("layout does not match its id or rank")
         if layout.is_frozen or layout.frozen_at > slot.capacity or message.objects_bytes > layout.objects_capacity:

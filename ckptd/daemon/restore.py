@@ -39,6 +39,7 @@ HINTS = {
     "internal": "the daemon's log has the trace; please report it",
     "damage": "`ckptd status` names the damaged copies; an older step may be asked for with restore(step=...)",
 }
+PROBLEMS_TOLD_MAX = 4  # of links to other daemons, with the end of a start that waited for them
 DIRTY = "it had begun to write when the rest of its slices could not be had, its objects are dirty: {what}"
 
 
@@ -115,6 +116,9 @@ class Restore:
     def _refuse(self, attempt: str, ranks: list[int], code: str, reason: str) -> None:
         if self._joined_at.pop(attempt, None) is not None:  # the attempt's end and its round's are told, one after the other
             self._services.complaints.say(f"job={self._job.job}", f"restore refused: {reason} [{code}]")
+        if code == "timeout":  # a daemon of another release is never heard of by the core
+            others = [problem.text for problem in self._services.health.problems() if problem.kind == "control"]
+            reason = "; ".join([reason, *others[:PROBLEMS_TOLD_MAX]])
         for rank in ranks:
             self._tell(rank, wire.Failed(code, reason, self._hint(code)))
 

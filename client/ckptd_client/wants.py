@@ -359,7 +359,9 @@ class _Matcher:
         this rank is known to have saved it."""
         others = []
         for name in self._left_over():
-            if not self._world.of_others(family_of(name)):
+            if name in self._containers and self._below(name):
+                self.result.notes.append(f"{name}: also saved whole, by ranks where it held no object; left to them")
+            elif not self._world.of_others(family_of(name)):
                 self._problem(f"{name}: {UNREGISTERED}")
             elif self._had(name):
                 self._problem(f"{name}: {FORGOTTEN}")

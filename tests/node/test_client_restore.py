@@ -296,6 +296,17 @@ def test_what_was_each_ranks_own_is_for_the_object_to_divide_anew(daemon: RankDa
     assert place.read == first + second
 
 
+def test_a_dict_that_held_a_tensor_on_one_rank_and_nothing_on_another_comes_back(daemon: RankDaemonDouble) -> None:
+    """The second rank saved it whole, as there was nothing in it to look into."""
+    saved_by_two(daemon, {"t": torch.arange(6.0)}, {})
+    own = {"t": torch.zeros(6)}
+    load(daemon, own=own)
+    assert torch.equal(own["t"], torch.arange(6.0))
+    saved_by_two(daemon, {"n": 1}, {"n": 1})
+    with pytest.raises(CkptdError, match=r"own.t: not in the snapshot.*own: in the snapshot, but nobody registered it"):
+        load(daemon, own=own)
+
+
 class Counting(nn.Module):
     """FSDP2's modules have a method of that name, which is about something else."""
 
