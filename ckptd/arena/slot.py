@@ -48,9 +48,8 @@ class MetaTooLarge(SlotMisuse):
 
 class Slot:
     """``extent``: its own memory, writable, ``capacity`` bytes. ``record`` is set while SEALED; ``unread``: why it is not, of a
-    slot that came back sealed. ``frozen``: the slot that
-    holds the frozen part of what is captured here; ``leaning``: how many slots this one is that to. Its id stays the same
-    over re-adoption."""
+    slot that came back sealed. ``frozen``: the slot that holds the frozen part of what is captured here; ``leaning``: how many
+    slots this one is that to. Its id stays the same over re-adoption."""
 
     def __init__(self, segment: Segment, row: SlotRow) -> None:
         self.segment, self.row = segment, replace(row, state=FREE, meta_bytes=0, meta_sum=b"")

@@ -40,7 +40,7 @@ class Job:
 
     def start(self) -> Job:
         master = self.nodes[0].address
-        port = free_port(master)
+        port = free_port()
         for index, node in enumerate(self.nodes):
             environ = node.environ(f"job.{self.name}.") | {
                 "CKPTD_SOCKET": str(node.socket),
@@ -88,15 +88,12 @@ class Job:
         return "\n".join(parts)
 
 
-def free_port(address: str) -> int:
+def free_port() -> int:
     """A TCP port that nobody listens on now, and that the system gives to no connection before it is used, if it can be had. At no
     address of this machine: torch's store listens at all of them."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(PORT_TRIES_MAX):
-        with closing(socket.socket()) as probe, closing(socket.socket()) as everywhere, suppress(OSError):
-            probe.bind((address, random.SystemRandom().randint(PORT_MIN, max(PORT_MIN, low - 1))))
-            port = int(probe.getsockname()[1])
-            probe.close()
-            everywhere.bind(("", port))
-            return port
-    raise OSError(f"no port from {PORT_MIN} to {low} is free at {address}")
+        with closing(socket.socket()) as probe, suppress(OSError):
+            probe.bind(("", random.SystemRandom().randint(PORT_MIN, max(PORT_MIN, low - 1))))
+            return int(probe.getsockname()[1])
+    raise OSError(f"no port from {PORT_MIN} to {low} is free")

@@ -49,6 +49,8 @@ class Objects:
             except (ValueError, KeyError, TypeError, CkptdError) as error:
                 problems.append(f"{name}: {error}")
         problems += self._check_groups() + self._check_values()
+        filled = [f"{name}: another rank saved it whole, with values in it" for name in self._wanted.closed if self.trees.get(name)]
+        (self._wanted.left_out if self._wanted.partial else problems).extend(filled)
         self._born = self._find_born(problems)
         if problems:
             raise CkptdError(
@@ -63,7 +65,7 @@ class Objects:
         for owner in self._registry.owners.values():
             own = [*resolve.object_names(owner, self._state), *resolve.optional_names(owner)]
             yield from ((name, owner) for name in own if name in wanted)
-        yield from ((name, None) for name in self._wanted.born if name in wanted)
+        yield from ((name, None) for name in (*self._wanted.born, *self._wanted.closed) if name in wanted)
 
     def _decode(self, name: str, owner: Owner | None) -> Any:
         """This rank's own value, the one of all ranks, or what the owner makes of all ranks' values."""

@@ -21,6 +21,7 @@ from ckptd_client.collectives import storages
 from ckptd_client.copying import Copy
 from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
 from ckptd_client.segments import SlotView
+from ckptd_client.standing import may_be_in_the_same_call, standing
 from ckptd_client.statics import Statics, mark_of
 from ckptd_client.versions import Versions
 
@@ -30,8 +31,10 @@ DEVICE_POLL_S = (
     0.002  # is the device done? Asked, not waited for, so that the next job can be enqueued meanwhile
 )
 # A counter moves when the write is over. Without a fence the look at the counters comes this much later than the last byte, for a
-# write that was under way then; or twice as long as the capture took, if that is longer.
+# write that was under way then; or twice as long as the capture took, if that is longer; or until the thread that called snapshot()
+# has come out of the call that it was in then, but no longer than IN_A_CALL_MAX_S.
 WRITE_S = 0.2
+IN_A_CALL_MAX_S, IN_A_CALL_POLL_S = 10.0, 0.02
 
 
 class Engine:
@@ -286,8 +289,12 @@ class Engine:
         if job.looked:
             return 0.0
         now = time.monotonic()
-        job.copied_at = job.copied_at or now
-        return job.copied_at + max(WRITE_S, 2 * (job.copied_at - job.began)) - now
+        if not job.copied_at:
+            job.copied_at, job.stood = now, standing(job.thread)
+        left_s = job.copied_at + max(WRITE_S, 2 * (job.copied_at - job.began)) - now
+        if left_s > 0 or job.stood is None or now > job.copied_at + IN_A_CALL_MAX_S:
+            return left_s
+        return IN_A_CALL_POLL_S if may_be_in_the_same_call(job.stood) else left_s
 
     def _not_enqueued(self) -> Job | None:
         """Under the lock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from ckptd_client.copying import Copy
 from ckptd_client.handles import Handle
 from ckptd_client.plan import Plan
 from ckptd_client.segments import SlotView
+from ckptd_client.standing import Standing
 from ckptd_client.statics import Content, Mark
 from ckptd_client.versions import Versions, Watched
 
@@ -86,6 +88,8 @@ class Job:
     stop: str = ""
     looked: bool = False
     copied_at: float = 0.0
+    thread: int = field(default_factory=threading.get_ident)  # that called snapshot()
+    stood: Standing | None = None  # where it was when the last byte was copied
     written: dict[str, set[str]] = field(default_factory=dict)  # owner -> keys that were written past the fence
     over: bool = False
     enqueued: bool = False

@@ -68,6 +68,7 @@ class Wanted:
     inside: dict[str, Tensor] = field(default_factory=dict)  # tensors inside of objects, by key
     reshaped: list[reshaping.Reshaped] = field(default_factory=list)  # tensors of modules that take another shape
     born: dict[str, str] = field(default_factory=dict)  # what came into a registered dict or list later, and its name
+    closed: list[str] = field(default_factory=list)  # dicts and lists that held no object elsewhere: nothing may be in them
     problems: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # problems that strict=False passes over, or only=
     partial: bool = False  # nobody asked for all of the snapshot
@@ -359,8 +360,9 @@ class _Matcher:
         this rank is known to have saved it."""
         others = []
         for name in self._left_over():
-            if name in self._containers and self._below(name):
-                self.result.notes.append(f"{name}: also saved whole, by ranks where it held no object; left to them")
+            if name in self._containers and self._below(name) and not self._catalogue.is_per_rank("o", name):
+                self.result.closed.append(name)
+                self.result.objects.append(name)
             elif not self._world.of_others(family_of(name)):
                 self._problem(f"{name}: {UNREGISTERED}")
             elif self._had(name):

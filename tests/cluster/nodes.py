@@ -289,7 +289,7 @@ class Cluster:
 
     def world(self, nodes: Sequence[Node], job: str, *, kind: str = "plain", **how: Any) -> list[Trainer]:
         """One rank on each of these nodes, of one gloo world."""
-        port = free_port("127.0.0.1")
+        port = free_port()
         made = [
             Trainer(node, job, rank=i, world=len(nodes), port=port, kind=kind, **how)
             for i, node in enumerate(nodes)

@@ -58,7 +58,7 @@ def launch(folder: Path, part: str, ranks: int) -> Results:
     """case -> traceback per rank."""
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
-        f"--master-port={free_port('127.0.0.1')}", str(Path(__file__).with_name("client_ranks.py")), str(folder), part,
+        f"--master-port={free_port()}", str(Path(__file__).with_name("client_ranks.py")), str(folder), part,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     with subprocess.Popen(

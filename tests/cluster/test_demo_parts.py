@@ -144,7 +144,7 @@ def test_rows_follow_torch_chunk(rows: int, world: int) -> None:
 def test_the_record_gathers_what_full_tensor_gives_and_a_plain_save_resumes_bit_exactly(
     tmp_path: Path,
 ) -> None:
-    port = free_port("127.0.0.1")
+    port = free_port()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "client")])
     environ = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
     command = [sys.executable, str(Path(__file__).with_name("gather_worker.py"))]
@@ -402,15 +402,15 @@ def test_a_demo_that_cannot_write_says_so(tmp_path: Path) -> None:
 
 def test_a_port_is_one_that_the_system_gives_to_no_connection() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(port < max(low, PORT_MIN + 1) for port in (free_port("127.0.0.1") for _ in range(20)))
+    assert all(port < max(low, PORT_MIN + 1) for port in (free_port() for _ in range(20)))
 
 
 def test_a_port_that_somebody_listens_on_at_another_address_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's store listens at all of them."""
-    taken, free = free_port("127.0.0.1"), free_port("127.0.0.1")
+    taken, free = free_port(), free_port()
     numbers = iter([taken, free])
     monkeypatch.setattr("ckptd.demo.job.random.SystemRandom.randint", lambda *_: next(numbers))
     with closing(socket.socket()) as other:
         other.bind(("127.0.0.7", taken))
         other.listen()
-        assert free_port("127.0.0.1") == free
+        assert free_port() == free

@@ -64,7 +64,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.timeout(300)
 def test_agents_form_a_smaller_world_and_go_on_from_memory(nodes: Cluster) -> None:
     first, second = nodes.node(), nodes.node()
-    port = free_port("127.0.0.1")
+    port = free_port()
     agents = [agent(first, port, 60, 1, hosts=True)]
     try:
         agents.append(agent(second, port, 60, 1, hosts=False))

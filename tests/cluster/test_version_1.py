@@ -45,7 +45,7 @@ def test_it_is_restored_bit_exactly_and_the_next_one_has_an_index(nodes: Cluster
     node = nodes.node(storage_root=storage, replicas=0, flush_every_steps=1)
     environ = os.environ | {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CKPTD_SOCKET": str(node.socket), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")]),
     }  # fmt: skip
     ranks = [

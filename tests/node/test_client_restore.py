@@ -302,6 +302,9 @@ def test_a_dict_that_held_a_tensor_on_one_rank_and_nothing_on_another_comes_back
     own = {"t": torch.zeros(6)}
     load(daemon, own=own)
     assert torch.equal(own["t"], torch.arange(6.0))
+    saved_by_two(daemon, {"t": torch.arange(6.0)}, {"n": 1})
+    with pytest.raises(CkptdError, match="own: another rank saved it whole, with values in it"):
+        load(daemon, own=own)
     saved_by_two(daemon, {"n": 1}, {"n": 1})
     with pytest.raises(CkptdError, match=r"own.t: not in the snapshot.*own: in the snapshot, but nobody registered it"):
         load(daemon, own=own)

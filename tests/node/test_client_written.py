@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckptd_client import Client, _switches
+from ckptd_client import Client, _switches, capture
 from ckptd_client.handles import Handle
 from torch import nn
 
@@ -209,11 +209,15 @@ def test_without_a_fence_the_counters_are_asked_before_the_seal(daemon: RankDaem
         assert_same(daemon.held[1, 1][0], expected)
 
 
-def test_a_write_that_is_under_way_when_the_last_byte_is_copied_is_found(daemon: RankDaemonDouble) -> None:
-    """A counter moves when the write is over. Nothing is delayed here but the write."""
+@pytest.mark.parametrize("write_s", [capture.WRITE_S, 0.0])
+def test_a_write_that_is_under_way_when_the_last_byte_is_copied_is_found(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, write_s: float
+) -> None:
+    """A counter moves when the write is over. Nothing is delayed here but the write, which may take longer than is waited for."""
+    monkeypatch.setattr(capture, "WRITE_S", write_s)
     failpoint.arm("")
     torch.manual_seed(1)
-    weight = torch.rand(1 << 24)  # 64 MiB; copied while the slow write below runs
+    weight = torch.rand(1 << 24 if write_s else 1 << 20)  # copied while the slow write below runs
     parameter = nn.Parameter(weight)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     with begun(daemon, w=parameter, opt=optimizer) as client:
@@ -223,7 +227,10 @@ def test_a_write_that_is_under_way_when_the_last_byte_is_copied_is_found(daemon:
             expected = parameter.detach().clone()
             handle = client.snapshot(step, must=True)
             with torch.no_grad():
-                parameter.pow_(1.1).cos_() if step < 3 else None
+                if not write_s and step == 1:
+                    parameter.polygamma_(2)  # one call of a few tenths of a second
+                elif write_s and step < 3:
+                    parameter.pow_(1.1).cos_()
             until(lambda handle=handle: handle.status != "capturing", what="its end")  # type: ignore[misc]
             if (1, step) in daemon.held:
                 assert bits_equal(stored(daemon.held[1, step][0])["w"], expected), f"snapshot {step} is torn"

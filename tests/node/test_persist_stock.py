@@ -61,7 +61,7 @@ def training_state() -> World:
 
 
 def read_stock(directory: str, result: Path, ranks: int) -> dict[str, str]:
-    port = str(free_port("127.0.0.1"))
+    port = str(free_port())
     clean = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")
     }

@@ -1,0 +1,39 @@
+"""Where a thread of this process stands in its program, and whether it may still be in the very call that it was in.
+
+torch moves a tensor's counter when a write is over. So a counter that stands still proves nothing while the thread that may write
+is in one long call, as a busy machine makes them: that it has come out of it does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import NamedTuple
+
+BUSY_MIN = 0.05  # of the time, on a processor: a thread that waits or sleeps in a call uses next to nothing, one that writes more
+OBSERVED_MIN_S = 0.2  # before that no difference is seen: others may have the processor
+
+
+class Standing(NamedTuple):
+    thread: int
+    frame: int
+    instruction: int
+    cpu_s: float
+    at_s: float
+
+
+def standing(thread: int) -> Standing | None:
+    """None: the thread has ended. ``thread``: as threading.get_ident() told it."""
+    frame = sys._current_frames().get(thread)  # under the GIL until the clock is read, so that it does not end meanwhile
+    if frame is None:
+        return None
+    cpu_s = time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return Standing(thread, id(frame), frame.f_lasti, cpu_s, time.monotonic())
+
+
+def may_be_in_the_same_call(then: Standing) -> bool:
+    now = standing(then.thread)
+    if now is None or now[:3] != then[:3]:
+        return False
+    seconds = now.at_s - then.at_s
+    return seconds < OBSERVED_MIN_S or now.cpu_s - then.cpu_s >= BUSY_MIN * seconds
