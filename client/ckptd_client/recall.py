@@ -51,6 +51,7 @@ class Recall:
         self._params = [at for at, entry in enumerate(state.entries[:found]) if entry.role == "param"]
         self._kinds = self._kinds_of(tensors)
         self._seen = self._ids(hanging)
+        self._elsewhere = dict(self._optimizers())
 
     @staticmethod
     def can_hold(state: State) -> bool:
@@ -93,6 +94,8 @@ class Recall:
             hanging = self._hanging()
             if self._ids(hanging) != self._seen:
                 return None
+        if not self._optimizers() <= self._elsewhere.items():
+            return None
         found = [hanging[at] for at in self._places]
         if -1 in self._places or self._kinds_of(found) != self._kinds:
             return None
@@ -117,13 +120,16 @@ class Recall:
             *flags,
             int(_switches.SYNC_COPIES),
             *map(id, map(_still, hanging) if self._numbers else hanging),
-            *chain.from_iterable(map(self._has, watch.stepped())),
         ]
 
-    def _has(self, optimizer: Optimizer) -> tuple[int, ...]:
-        """What would be missed if nobody registered it (complete.py)."""
+    def _optimizers(self) -> set[tuple[int, tuple[int, bool]]]:
+        """All of the process, by identity: what would be missed if nobody registered one (complete.py). One that has gone since,
+        whenever the garbage is collected, is no news."""
+        return {(id(optimizer), self._has(optimizer)) for optimizer in watch.stepped()}
+
+    def _has(self, optimizer: Optimizer) -> tuple[int, bool]:
         changed = id(optimizer) not in self._registered and bool(hyper.changed(optimizer))
-        return id(optimizer), len(optimizer.state), changed
+        return len(optimizer.state), changed
 
     def _in_modules(self) -> Iterator[object]:
         return chain.from_iterable(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -100,6 +101,27 @@ def test_an_unchanged_structure_is_not_looked_up_again(
             assert client.wait("sealed", 30) == "durable"
             assert_same(daemon.held[1, step][0], expected)
     assert found == [True, True, True]
+
+
+def test_an_optimizer_of_others_that_goes_does_not_cost_the_known_structure(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the garbage collector came by, the next snapshot looked everything up by name."""
+    training, other = Training(), Training()
+    looked_up: list[int] = []
+    tensors = resolve.tensors
+    monkeypatch.setattr(resolve, "tensors", lambda registry: (looked_up.append(1), tensors(registry))[1])
+    other.step()
+    with restored(daemon, training) as client:
+        for step in range(1, 4):
+            training.step()
+            looked_up.clear()
+            client.snapshot(step, must=True)
+            assert client.wait("sealed", 30) == "durable"
+            if step == 2:
+                del other
+                gc.collect()
+    assert looked_up == []
 
 
 class Loader:

@@ -239,7 +239,7 @@ async def test_a_restarted_daemon_gets_its_id_although_the_dead_one_said_no_good
                 new.connect(a.info)
                 await eventually(lambda: new.up("a"))
                 a.connect(new.info)
-                await eventually(lambda: a.up("b"))
+                await eventually(lambda: a.up("b") and a._links["b"].verdict.incarnation == "new")  # it was up as the dead one
                 dead.signal(18)  # SIGCONT: it wakes up and finds its place taken
                 await stays(lambda: a.up("b"), QUICK_S)
                 assert a._links["b"].verdict.incarnation == "new"
