@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 
 from ckptd.core.ids import NodeInfo
+from ckptd.core.state_map.agreement import TENSORS
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.fragments import Fragments, Table
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout, align_up, following
@@ -103,8 +104,8 @@ class State:
         for key, sharing in _shared(layout.fragments.table):
             number = zlib.crc32(key.encode())
             own = sharing == MAYBE and number % UNEQUAL_OF == 0
-            found.append((f"t:{key}|0,0", f"{number} {step} {layout.rank if own else ''}".encode().ljust(16)[:16]))
-        return (*found, ("o:rng", str(layout.rank).encode().ljust(16)))
+            found.append(f"{number} {step} {layout.rank if own else ''}".encode().ljust(16)[:16])
+        return ((TENSORS, b"".join(found)), ("o:rng", str(layout.rank).encode().ljust(16)))
 
     def wants(self, rank: int) -> list[Want]:
         """What a rank of this world asks for of what any world stored."""

@@ -14,12 +14,14 @@ from ckptd.arena.sums import block_count
 from ckptd.core.ids import SnapshotId
 from ckptd.core.redundancy.parity_sets import ParityShard, packed_shard, unpacked_shard
 from ckptd.core.redundancy.policies import GROUP_MAX
+from ckptd.core.state_map.agreement import in_order
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.layout_reader import FRAGMENTS_MAX
 from ckptd.core.state_map.record_size import SUM_BYTES
 
-RECORD_VERSION = 3
+RECORD_VERSION = 4
 WITHOUT_GRANT = (1, 2)  # of earlier releases, still read: neither names a grant, and only 2 has a shard of a parity set
+READ = (*WITHOUT_GRANT, 3, RECORD_VERSION)  # those before the last named the digest of each fragment
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,12 @@ def decode_record(data: bytes, *, own: bool = False) -> SlotRecord:
         epoch, step, grant = (*numbers, 0) if version in WITHOUT_GRANT else numbers
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not a slot record: {error}") from error
-    if version not in (*WITHOUT_GRANT, RECORD_VERSION) or bool(more) != (version != WITHOUT_GRANT[0]):
+    if version not in READ or bool(more) != (version != WITHOUT_GRANT[0]):
         raise ValueError(f"slot record of version {version}, ours is {RECORD_VERSION}")
     if min(epoch, step, grant, rank, tier, objects_bytes) < 0:
         raise ValueError("slot record with a number below 0")
     at, layout_read = SnapshotId(epoch, step, grant), Layout.decode(layout)
-    record = SlotRecord(job, at, rank, tier, layout_read, objects_bytes, sums, tuple(digests), keep, shard)
+    record = SlotRecord(job, at, rank, tier, layout_read, objects_bytes, sums, tuple(in_order(layout_read, digests)), keep, shard)
     check_record(record)
     return record
 

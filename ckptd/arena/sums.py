@@ -7,7 +7,6 @@ over blocks do nothing but hash, and the block table of a layout is made once.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -16,9 +15,9 @@ import xxhash
 
 from ckptd.arena.objects import split_objects
 from ckptd.arena.payload import Payload
-from ckptd.core.state_map.agreement import object_name, tensor_name
+from ckptd.core.state_map.agreement import TENSORS, object_name
 from ckptd.core.state_map.columns import Ints
-from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, REPLICA, Layout
+from ckptd.core.state_map.layout import BLOCK_BYTES, UNIQUE, Layout
 from ckptd.core.state_map.record_size import SUM_BYTES
 
 HASH_THREADS = 2  # one alone would take a third of the time on fast links, and half of it from own memory
@@ -165,21 +164,19 @@ def _columns(pairs: Sequence[tuple[int, int]]) -> Ints:
 def digests(
     layout: Layout, sums: bytes, payload: Payload, objects_bytes: int
 ) -> tuple[tuple[str, bytes], ...]:
-    """What ranks compare (design D7): ``t:key|offsets`` for each fragment that may live elsewhere too, from
-    its block sums, and ``o:name`` for each entry of the objects map. Raises ValueError when the objects
-    region is no such map."""
+    """What ranks compare (design D7): under TENSORS those of the fragments that may live elsewhere too, from their block sums, and
+    ``o:name`` for each entry of the objects map. Raises ValueError when the objects region is no such map."""
     return (*_fragment_digests(layout, sums), *_object_digests(payload, layout, objects_bytes))
 
 
 def _fragment_digests(layout: Layout, sums: bytes) -> list[tuple[str, bytes]]:
-    starts = [at for at, _ in blocks_of(layout)]
+    count = -(-layout.fragments.nbytes // BLOCK_BYTES)
+    end = -(-layout.objects_capacity // BLOCK_BYTES) + np.cumsum(count)
+    shared = ~layout.fragments.shared_as(UNIQUE)
     digest = xxhash.xxh3_128_digest
-    made: list[tuple[str, bytes]] = []
-    for f in layout.fragments:
-        if f.sharing in (MAYBE, REPLICA):
-            first, last = bisect_left(starts, f.offset), bisect_left(starts, f.offset + f.nbytes)
-            made.append((tensor_name(f.key, f.box), digest(sums[first * SUM_BYTES : last * SUM_BYTES])))
-    return made
+    blocks = zip((end - count)[shared].tolist(), end[shared].tolist(), strict=True)
+    made = b"".join(digest(sums[first * SUM_BYTES : last * SUM_BYTES]) for first, last in blocks)
+    return [(TENSORS, made)] if made else []
 
 
 def _object_digests(payload: Payload, layout: Layout, objects_bytes: int) -> list[tuple[str, bytes]]:

@@ -9,7 +9,7 @@ from ckptd.arena.sums import bad_blocks
 from ckptd.core.errors import CkptdError
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
-from ckptd.core.redundancy.parity_sets import NOBODY
+from ckptd.core.redundancy.parity_sets import NOBODY, joined_digests
 from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.services import Services, log
 from ckptd.protect.cards import unpacked
@@ -31,7 +31,7 @@ class ParityShards:
         started = self._services.now()
         try:
             slot = await (maker.data(job.job, do) if do.data else maker.shard(job.job, do))
-            layouts = () if do.data else await self._services.in_work(_layouts, slot)
+            layouts, _ = ((), ()) if do.data else await self._services.in_work(_of_members, slot)
         except NoMemory as error:
             job.feed(ev.ParityFailed(do.snapshot, do.shard, do.data, f"{ev.NO_MEMORY}: {error.what}"))
             return
@@ -64,9 +64,10 @@ class ParityShards:
             self._services.arena.release(slot)
             return
         self._job.slots[slot.id] = slot
+        layouts, digests = _of_members(slot)  # what an earlier release wrote into the record named each fragment
         self._job.feed(
-            ev.HoldingFound(slot.id, record.snapshot, record.rank, 0, False, record.layout, record.digests, record.keep,
-                            record.shard, _layouts(slot))
+            ev.HoldingFound(slot.id, record.snapshot, record.rank, 0, False, record.layout, digests, record.keep, record.shard,
+                            layouts)
         )  # fmt: skip
 
     def _made(self, slot: Slot, layouts: tuple[Layout, ...]) -> None:
@@ -78,13 +79,13 @@ class ParityShards:
         )
 
 
-def _layouts(slot: Slot) -> tuple[Layout, ...]:
-    """Of the members of its parity set; their ids are made here too, which takes long for a large layout: in a thread for what is
-    made, on the event loop for what is adopted."""
+def _of_members(slot: Slot) -> tuple[tuple[Layout, ...], tuple[tuple[str, bytes], ...]]:
+    """Of its parity set; the layouts' ids are made here too, which takes long for a large one: in a thread for what is made, on the
+    event loop for what is adopted."""
     record = slot.record
     assert record is not None and record.shard is not None, "only parity comes here"
     cards = unpacked(record.job, record.snapshot, slot.extent[: record.objects_bytes])
     found = tuple(cards[member.rank].layout for member in record.shard.parity_set.members if member.rank != NOBODY)
     for layout in found:
         layout.layout_id  # noqa: B018 - made here, kept with it
-    return found
+    return found, joined_digests({rank: sorted(card.digests) for rank, card in cards.items()})

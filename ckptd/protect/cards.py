@@ -21,6 +21,7 @@ from ckptd.arena.sums import lower_tier
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.redundancy.parity_sets import PARITY_SET_PLAN
+from ckptd.core.state_map.agreement import in_order
 from ckptd.core.state_map.layout import Layout
 from ckptd.protect.fetched import Away
 from ckptd.protect.settle import Answers, Tasks
@@ -126,8 +127,8 @@ def unpacked(job: str, snapshot: SnapshotId, blob: bytes | memoryview) -> dict[i
         reader.feed(blob)
         rows: Any = reader.unpack()
         for rank, layout, objects_bytes, sums, digests, keep in rows[:CARDS_MAX]:
-            pairs = tuple((str(name), bytes(value)) for name, value in digests)
             decoded = Layout.decode(layout)
+            pairs = tuple(in_order(decoded, [(str(name), bytes(value)) for name, value in digests]))
             record = SlotRecord(job, snapshot, rank, 1, decoded, objects_bytes, sums, pairs, bool(keep))
             check_record(record)
             found[rank] = record

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from ckptd.core.state_map.agreement import Agreement, agree, object_name, tensor_name
+from ckptd.core.state_map import agreement
+from ckptd.core.state_map.agreement import TENSORS, Agreement, Digests, in_order, object_name, tensor_name
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
@@ -24,10 +25,13 @@ def ranks(
     return found
 
 
-def sums(*found: dict[str, str]) -> dict[int, list[tuple[str, bytes]]]:
-    return {
-        rank: [(name, digest(text.encode())) for name, text in of.items()] for rank, of in enumerate(found)
-    }
+def sums(*found: dict[str, str]) -> dict[int, Digests]:
+    """As an earlier release named them."""
+    return {rank: [(name, digest(text.encode())) for name, text in of.items()] for rank, of in enumerate(found)}
+
+
+def agree(layouts: dict[int, Layout], named: dict[int, Digests]) -> Agreement:
+    return agreement.agree(layouts, {rank: in_order(layouts[rank], found) for rank, found in named.items()})
 
 
 W = tensor_name("w", WHOLE)
@@ -125,3 +129,16 @@ def test_objects_are_compared_on_the_ranks_that_have_them() -> None:
     layouts = ranks([], [], [])
     found = agree(layouts, sums({"o:a": "1", "o:b": "1"}, {"o:a": "1", "o:b": "2"}, {"o:a": "1"}))
     assert found == Agreement(("o:b",), ())
+
+
+def test_digests_that_were_named_lie_in_the_order_of_the_layout() -> None:
+    """And one that is missing leaves none: which of them the others would be is not said."""
+    low, high = Box((0,), (2,)), Box((2,), (2,))
+    (layout,) = ranks([("own", WHOLE, UNIQUE), ("w", high, MAYBE), ("w", low, REPLICA)]).values()
+    named = sums({tensor_name("w", low): "l", "o:a": "a", tensor_name("w", high): "h"})[0]
+    texts = {low: b"l", high: b"h"}
+    whole = b"".join(digest(texts[f.box]) for f in layout.fragments if f.key == "w")
+    assert in_order(layout, named) == ((TENSORS, whole), ("o:a", digest(b"a")))
+    assert in_order(layout, named[1:]) == (("o:a", digest(b"a")),)
+    now = ((TENSORS, whole), ("o:a", b""))
+    assert in_order(layout, now) == now

@@ -10,7 +10,7 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.steward.certify import REPEAT_S
-from ckptd.core.state_map.agreement import tensor_name
+from ckptd.core.state_map.agreement import TENSORS
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import REPLICA
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
@@ -125,7 +125,7 @@ def test_copies_that_must_be_equal_and_differ_void_the_snapshot() -> None:
     for rank, digest in enumerate((b"x" * 16, b"y" * 16)):
         layouts.append(build_layout(rank, 2, [LayoutItem("w", "F32", (4,), box, "param", REPLICA, 1)], 64))
         held.append(
-            msg.HoldingFact(at(7), rank, 0, layouts[rank].layout_id, ((tensor_name("w", box), digest),))
+            msg.HoldingFact(at(7), rank, 0, layouts[rank].layout_id, ((TENSORS, digest),))
         )
     node = steward()
     node.others["b"].tell_inventory(*held, layouts=layouts)

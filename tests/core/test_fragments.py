@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.fragments import FEW_MAX, Fragment, Fragments, Rows
+from ckptd.core.state_map.fragments import FEW_MAX, Fragment, Fragments, standing_alike
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.core.worlds import quick
@@ -92,10 +92,11 @@ def test_fragments_of_ranks_that_stand_alike_are_made_once() -> None:
     other = [LayoutItem("w", "F32", (8,), Box((0,), (4,)), "param", "unique", 1, False, ((0, 2, 0),))]
     first, second = (build_layout(rank, 2, [*whole, *items]).fragments for rank, items in enumerate((cut, other)))
     assert first.table is second.table and first.alike == second.alike
-    buffers, all_of_them = first.shared_as("maybe"), np.ones(len(first), bool)
-    rows = Rows()
-    assert rows.of(first, buffers) is rows.of(second, buffers)
-    assert rows.of(first, buffers) == [(at, fragment) for at, fragment in enumerate(first) if fragment.key != "w"]
-    rows = Rows()
-    assert [f.box.offsets for _, f in rows.of(first, all_of_them) if f.key == "w"] == [(4,)]
-    assert [f.box.offsets for _, f in rows.of(second, all_of_them) if f.key == "w"] == [(0,)]
+    both = {0: first, 1: second}
+    (buffers,) = standing_alike(both, lambda of: of.shared_as("maybe"))
+    assert buffers.ranks == (0, 1)
+    assert buffers.rows == [(at, fragment) for at, fragment in enumerate(first) if fragment.key != "w"]
+    groups = standing_alike(both, lambda of: np.ones(len(of), bool))
+    assert [group.ranks for group in groups] == [(0,), (1,)]
+    assert [[f.box.offsets for _, f in group.rows if f.key == "w"] for group in groups] == [[(4,)], [(0,)]]
+    assert standing_alike(both, lambda of: np.zeros(len(of), bool)) == []

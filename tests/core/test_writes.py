@@ -188,3 +188,21 @@ def test_what_those_who_are_looked_at_lack_is_written_by_others() -> None:
     layouts = {rank: build_layout(rank, ranks, items) for rank in range(ranks)}
     holdings = {f"n{rank:02}": [(rank, 0 if rank == ranks - 1 else 2)] for rank in range(ranks)}
     assert {node for node, pieces in assign_writes(layouts, holdings).items() if pieces} == {f"n{ranks - 1}"}
+
+
+def test_what_is_shared_out_stays_in_few_runs() -> None:
+    """Fragment by fragment the plan of 512 nodes x 8 ranks x 10,000 tensors took 18 s and 2.8 GB after the loss of a node."""
+    world = fsdp(4, shape=(64, 4), keys=64)
+    holdings: Holdings = {"n0": [(0, 0), (3, 1)], "n1": [(1, 0), (0, 1)], "n2": [(2, 0), (1, 1)]}
+    orders = assign_writes(world.layouts, holdings)
+    assert max(len(piece.runs or ()) for pieces in orders.values() for piece in pieces) == 1
+    _, load = written(world, orders)
+    assert max(load.values()) <= 1.1 * sum(load.values()) / 3
+
+
+def test_two_who_have_more_than_their_share_halve_it() -> None:
+    """n2 holds nothing of what the other two do."""
+    world = fsdp(3, shape=(66, 4), keys=32)
+    holdings: Holdings = {"n0": [(0, 0), (1, 1)], "n1": [(0, 1), (1, 0)], "n2": [(2, 0)], "n3": []}
+    _, load = written(world, assign_writes(world.layouts, holdings))
+    assert load["n0"] == load["n1"]

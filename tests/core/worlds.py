@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol.messages import HoldingFact
-from ckptd.core.state_map.agreement import object_name, tensor_name
+from ckptd.core.state_map.agreement import TENSORS, object_name
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.cuts import Place
 from ckptd.core.state_map.dtypes import ITEMSIZE
@@ -111,11 +111,9 @@ class World:
         return bytes(data)
 
     def digests(self, rank: int) -> tuple[tuple[str, bytes], ...]:
-        found = [
-            (tensor_name(fragment.key, fragment.box), digest(self.content(rank, fragment)))
-            for fragment in self.layouts[rank].fragments
-            if fragment.sharing != UNIQUE
-        ]
+        layout = self.layouts[rank]
+        values = [digest(self.content(rank, fragment)) for fragment in layout.fragments if fragment.sharing != UNIQUE]
+        found = [(TENSORS, b"".join(values))] if values else []
         found += [
             (object_name(name), digest(blob)) for name, blob in sorted(self.objects.get(rank, {}).items())
         ]

@@ -215,14 +215,14 @@ EDITS = (
     ),
     Edit(
         "a prefix is taken for the whole slot",
-        "core/state_map/recovery.py",
-        "in holders if least == 0 or key[1] >= least]\n",
+        "core/state_map/source_index.py",
+        "in holders if least == 0 or tier >= least]\n",
         "in holders]\n",
     ),
     Edit(
         "what a prefix lacks is written from it",
         "core/state_map/writes.py",
-        "if t <= tier or not nbytes]",
+        "if t <= has[at][2] or not nbytes]",
         "if t >= 0]",
     ),
     # --- which steps, which epoch (P12, P14)

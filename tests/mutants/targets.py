@@ -11,7 +11,9 @@ PACKAGE = ROOT / "ckptd"
 _MACHINE, _STEWARD = "core/protocol/machine", "core/protocol/machine/steward"
 _NAMES = {
     "core": ("retention",),
-    "core/state_map": ("recovery", "box_index", "columns", "writes", "catalogue", "fragments", "agreement", "apart"),
+    "core/state_map": (
+        "recovery", "source_index", "box_index", "columns", "writes", "catalogue", "fragments", "agreement", "apart",
+    ),
     "core/redundancy": ("placement", "protection", "parity_sets", "linear", "degradation"),
     "core/protocol": ("candidates", "life", "written"),
     _MACHINE: (

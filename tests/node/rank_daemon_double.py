@@ -18,9 +18,9 @@ from typing import Any
 
 import msgpack
 
-from ckptd.core.state_map.agreement import agree, object_name, tensor_name
+from ckptd.core.state_map.agreement import TENSORS, agree, object_name
 from ckptd.core.state_map.box import Box, intersect, uncovered
-from ckptd.core.state_map.layout import REPLICA, UNIQUE, Layout
+from ckptd.core.state_map.layout import UNIQUE, Layout
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import FrameError, RankSocket, memfd_object, read_memfd_object
 from ckptd.wire.world import WORLD_BYTES_MAX
@@ -477,12 +477,8 @@ def _objects(held: Held) -> dict[str, bytes]:
 
 
 def _digests(held: Held) -> list[tuple[str, bytes]]:
-    sums = [
-        (tensor_name(f.key, f.box), _hash(held.payload[f.offset : f.offset + f.nbytes]))
-        for f in held.layout.fragments
-        if f.sharing != UNIQUE or f.sharing == REPLICA
-    ]
-    return sums + [(object_name(name), _hash(blob)) for name, blob in _objects(held).items()]
+    shared = [_hash(held.payload[f.offset : f.offset + f.nbytes]) for f in held.layout.fragments if f.sharing != UNIQUE]
+    return [(TENSORS, b"".join(shared))] + [(object_name(name), _hash(blob)) for name, blob in _objects(held).items()]
 
 
 def _hash(data: bytes) -> bytes:

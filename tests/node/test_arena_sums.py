@@ -22,7 +22,8 @@ from ckptd.arena.sums import (
     hash_shares,
     lower_tier,
 )
-from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.agreement import TENSORS
+from ckptd.core.state_map.layout import UNIQUE, Layout
 from ckptd.core.state_map.layout_build import build_layout
 from tests.node.slots import frozen_layout, small_layout, write_payload
 
@@ -99,12 +100,15 @@ def test_of_what_a_copy_has_not_nothing_is_said(layout: Layout, payload: memoryv
 def test_digests_name_what_other_ranks_may_hold_too(layout: Layout, payload: memoryview) -> None:
     objects_bytes = write_payload(payload, layout, seed=2)
     found = dict(digests(layout, block_sums(payload, layout), payload, objects_bytes))
-    assert found.keys() == {"t:norm|0", "t:mean|0", "t:step|", "t:none|0,0", "o:scheduler", "o:loader"}
-    assert all(len(digest) == 16 for digest in found.values())
+    shared = [f.key for f in layout.fragments if f.sharing != UNIQUE]
+    assert found.keys() == {TENSORS, "o:scheduler", "o:loader"} and sorted(shared) == ["mean", "none", "norm", "step"]
+    assert {name: len(digest) for name, digest in found.items()} == {TENSORS: 64, "o:scheduler": 16, "o:loader": 16}
     step = next(f for f in layout.fragments if f.key == "step")
     payload[step.offset] ^= 1
     changed = dict(digests(layout, block_sums(payload, layout), payload, objects_bytes))
-    assert {name for name in found if found[name] != changed[name]} == {"t:step|"}
+    assert {name for name in found if found[name] != changed[name]} == {TENSORS}
+    each = [found[TENSORS][at : at + 16] != changed[TENSORS][at : at + 16] for at in range(0, 64, 16)]
+    assert [key for key, differs in zip(shared, each, strict=True) if differs] == ["step"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.messages import HoldingFact
+from ckptd.core.state_map.agreement import TENSORS
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.fragments import Fragment
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
@@ -91,13 +92,9 @@ def _digest(data: bytes) -> bytes:
 
 
 def digests_of(layout: Layout, payload: bytes) -> tuple[tuple[str, bytes], ...]:
-    """As the arena makes them: of fragments that may be shared, and of objects. A prefix has those of what it holds."""
-    named = [
-        (f"t:{f.key}|{','.join(map(str, f.box.offsets))}", _digest(piece(payload, f)))
-        for f in layout.fragments
-        if f.sharing != UNIQUE and f.nbytes and f.offset + f.nbytes <= len(payload)
-    ]
-    return (*named, ("o:rng", _digest(payload[:OBJECTS_BYTES])))
+    """As the arena makes them: of fragments that may be shared, and of objects."""
+    shared = [_digest(piece(payload, f)) for f in layout.fragments if f.sharing != UNIQUE]
+    return (*([(TENSORS, b"".join(shared))] if shared else []), ("o:rng", _digest(payload[:OBJECTS_BYTES])))
 
 
 def piece(payload: bytes, fragment: Fragment) -> bytes:

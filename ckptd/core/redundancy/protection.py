@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ckptd.core.state_map.columns import Flags
-from ckptd.core.state_map.fragments import Rows, Shared, Table
+from ckptd.core.state_map.fragments import Shared, Table, standing_alike
 from ckptd.core.state_map.layout import REPLICA, Layout
 
 CACHED_MAX = 32  # sets of layouts; a job has one or two alive
@@ -88,23 +87,26 @@ class _Keyed:
 @lru_cache(maxsize=CACHED_MAX)
 def _classes(keyed: _Keyed) -> Classes:
     alone: dict[int, int] = {}
-    rows = Rows()
-    known: dict[tuple[Table, Shared], tuple[Flags, int]] = {}
-    copies: dict[tuple[str, object], dict[int, int]] = {}
+    known: dict[tuple[Table, Shared], int] = {}
     for (rank, _), layout in zip(keyed.ids, keyed.layouts, strict=True):
         fragments = layout.fragments
-        alike = fragments.alike
-        if alike not in known:
-            by_contract = fragments.shared_as(REPLICA)
-            rarest = int(fragments.tier[(fragments.nbytes > 0) & ~by_contract].min(initial=OBJECTS_TIER))
-            known[alike] = by_contract, rarest
-        by_contract, alone[rank] = known[alike]
-        for _, fragment in rows.of(fragments, by_contract) if by_contract.any() else ():
+        if fragments.alike not in known:
+            own = (fragments.nbytes > 0) & ~fragments.shared_as(REPLICA)
+            known[fragments.alike] = int(fragments.tier[own].min(initial=OBJECTS_TIER))
+        alone[rank] = known[fragments.alike]
+    copies: dict[tuple[str, object], dict[int, int]] = {}  # of each slice: which ranks, all that stand alike as one, and its tier
+    of_ranks = {rank: layout.fragments for (rank, _), layout in zip(keyed.ids, keyed.layouts, strict=True)}
+    groups = standing_alike(of_ranks, lambda fragments: fragments.shared_as(REPLICA))
+    for number, group in enumerate(groups):
+        for _, fragment in group.rows:
             if fragment.nbytes:
-                copies.setdefault((fragment.key, fragment.box), {})[rank] = fragment.tier
-    shared = {tuple(sorted(where.items())) for where in copies.values()}
+                copies.setdefault((fragment.key, fragment.box), {})[number] = fragment.tier
+    shared = [
+        tuple(sorted((rank, tier) for number, tier in where for rank in groups[number].ranks))
+        for where in {tuple(where.items()) for where in copies.values()}
+    ]
     # Whoever holds the rank's rarest slice holds this one as well: it cannot be the minimum.
-    needed = sorted(where for where in shared if all(tier < alone[rank] for rank, tier in where))
+    needed = sorted({where for where in shared if all(tier < alone[rank] for rank, tier in where)})
     worlds = {layout.world for layout in keyed.layouts}
     complete = len(worlds) == 1 and sorted(alone) == list(range(max(worlds)))
     return Classes(complete, tuple(sorted(alone.items())), tuple(needed))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,18 +15,21 @@ from ckptd.core.state_map.apart import cut_apart
 from ckptd.core.state_map.balance import plans_in
 from ckptd.core.state_map.box import Box, Span, disjoint_spans
 from ckptd.core.state_map.box_index import BoxIndex
-from ckptd.core.state_map.columns import Flags
-from ckptd.core.state_map.fragments import Fragment, Fragments, Kinds, Rows, Table
+from ckptd.core.state_map.columns import Ints
+from ckptd.core.state_map.fragments import Fragment, Fragments, Kinds, Table, standing_alike
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 
 DIMENSIONS_TOGETHER_MAX = 8  # of tensors that are looked at all together
 CACHED_MAX = 32  # sets of layouts; a job has one or two alive
 
-Digests = Sequence[tuple[str, bytes]]  # (name, 16 bytes)
+DIGEST_BYTES = 16
+TENSORS = "t"  # the digests of all fragments that are not UNIQUE, one after the other in the order of the layout
+
+Digests = Sequence[tuple[str, bytes]]  # (name, digest): TENSORS, and one "o:name" for each object
 
 
 def tensor_name(key: str, box: Box) -> str:
-    """Name of a fragment among a slot's digests: ``t:layer.weight|0,128``; nothing after the bar for 0-d."""
+    """How an earlier release named a fragment's digest: ``t:layer.weight|0,128``; nothing after the bar for 0-d."""
     return f"t:{key}|{','.join(map(str, box.offsets))}"
 
 
@@ -45,6 +49,17 @@ class Agreement:
     errors: tuple[str, ...]
 
 
+def in_order(layout: Layout, digests: Digests) -> Digests:
+    """As they are written now. An earlier release named the digest of each fragment; one of which any is missing has none."""
+    named = {name: value for name, value in digests if name.startswith("t:")}
+    if not named:
+        return digests
+    others = tuple(pair for pair in digests if pair[0] not in named)
+    values = [named.get(tensor_name(f.key, f.box), b"") for f in layout.fragments if f.sharing != UNIQUE]
+    whole = all(len(value) == DIGEST_BYTES for value in values)
+    return ((TENSORS, b"".join(values)), *others) if whole else others
+
+
 def agree(layouts: Mapping[int, Layout], digests: Mapping[int, Digests]) -> Agreement:
     """layouts and digests: of every rank of the snapshot.
 
@@ -54,70 +69,87 @@ def agree(layouts: Mapping[int, Layout], digests: Mapping[int, Digests]) -> Agre
     """
     claims = _claims(_Keyed(_ids(layouts), layouts))
     sums = {rank: dict(found) for rank, found in digests.items()}
+    tensors = {rank: found.get(TENSORS, b"") for rank, found in sums.items()}
     per_rank = {f"t:{key}" for key in claims.unlike}
-    errors = list(claims.errors)
-    for at in _differing(claims.maybe, sums, lacking=True):
-        per_rank.add(f"t:{claims.maybe.keys[at]}")
-    for at in _differing(claims.replica, sums, lacking=False):
-        errors += _copies_differ(claims.replica, at, sums)
+    for of in claims.maybe:
+        per_rank.update(f"t:{of.boxes[at].key}" for at in of.differing(tensors, lacking=True))
+    corrupt = {of.boxes[at].number: of.told(at, tensors) for of in claims.replica for at in of.differing(tensors, lacking=False)}
     per_rank.update(_unequal_objects(sums))
-    return Agreement(tuple(sorted(per_rank)), tuple(errors))
+    return Agreement(tuple(sorted(per_rank)), (*claims.errors, *(corrupt[number] for number in sorted(corrupt))))
 
-
-_Sums = Mapping[int, Mapping[str, bytes]]  # rank -> digest name -> digest
 
 _dtype, _shape, _sharing = attrgetter("dtype"), attrgetter("shape"), attrgetter("sharing")
 _offsets, _sizes = attrgetter("box.offsets"), attrgetter("box.sizes")
 
 
+class _Has(NamedTuple):
+    """Ranks that stand alike (the number of these among all such) have this fragment; ``at``: its digest among theirs."""
+
+    group: int
+    at: int
+    fragment: Fragment
+
+
+class _Box(NamedTuple):
+    """One that several ranks have. ``number``: in the order of all such."""
+
+    number: int
+    key: str
+    offsets: tuple[int, ...]
+
+
+class _Holders(NamedTuple):
+    """Ranks that stand alike, where the digest of each box lies among theirs, and how many bytes all of those are."""
+
+    ranks: tuple[int, ...]
+    at: Ints
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """Boxes that several ranks have. The lists run in parallel, ``together`` are their indices by who has them."""
+    """Boxes that the same ranks have."""
 
-    keys: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)  # of the digests
-    ranks: list[tuple[int, ...]] = field(default_factory=list)
-    together: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    boxes: list[_Box]
+    holders: list[_Holders]
 
-    def add(self, key: str, offsets: tuple[int, ...], ranks: tuple[int, ...]) -> None:
-        self.together.setdefault(ranks, []).append(len(self.keys))
-        self.keys.append(key)
-        self.names.append(f"t:{key}|{','.join(map(str, offsets))}")
-        self.ranks.append(ranks)
+    def differing(self, tensors: Mapping[int, bytes], *, lacking: bool) -> list[int]:
+        """Indices of boxes whose digests are not the same everywhere; ``lacking``: or are not known. Nearly all ranks that stand
+        alike say word for word the same: that is one comparison for each rank, whatever the number of boxes."""
+        differs = np.zeros(len(self.boxes), bool)
+        first: Ints | None = None
+        for holders in self.holders:
+            known = b""
+            for rank in holders.ranks:
+                said = tensors.get(rank, b"")
+                if len(said) != holders.nbytes:
+                    differs |= lacking
+                elif said != known:
+                    known, row = said, _rows(said)[holders.at]
+                    first = row if first is None else first
+                    differs |= (row != first).any(1)
+        found: list[int] = np.flatnonzero(differs).tolist()
+        return found
 
-
-def _differing(shared: _Shared, sums: _Sums, *, lacking: bool) -> list[int]:
-    """Indices of boxes whose digests are not the same everywhere; ``lacking``: or are not known.
-
-    Boxes of the same ranks are compared as one row per rank: one comparison where nothing differs.
-    """
-    found: list[int] = []
-    for ranks, together in shared.together.items():
-        names = [shared.names[at] for at in together]
-        rows = [list(map(sums.get(rank, {}).get, names)) for rank in ranks]
-        if rows.count(rows[0]) == len(rows) and not (lacking and None in rows[0]):
-            continue
-        for at, *values in zip(together, *rows, strict=True):
-            if values.count(values[0]) < len(values) or (lacking and None in values):
-                found.append(at)
-    return sorted(found)
-
-
-def _copies_differ(shared: _Shared, index: int, sums: _Sums) -> list[str]:
-    name = shared.names[index]
-    by_value: dict[bytes, list[int]] = {}
-    for rank in shared.ranks[index]:
-        value = sums.get(rank, {}).get(name)
-        if value is not None:
-            by_value.setdefault(value, []).append(rank)
-    if len(by_value) < 2:
-        return []
-    groups = " and ".join(f"rank {', '.join(map(str, group))}" for group in by_value.values())
-    at = name.rpartition("|")[2]
-    return [f"silent corruption: copies of {shared.keys[index]} at [{at}] differ between {groups}"]
+    def told(self, at: int, tensors: Mapping[int, bytes]) -> str:
+        """Which ranks have which value of one."""
+        box = self.boxes[at]
+        places = sorted((rank, int(holders.at[at]), holders.nbytes) for holders in self.holders for rank in holders.ranks)
+        by_value: dict[bytes, list[int]] = {}
+        for rank, place, nbytes in places:
+            said = tensors.get(rank, b"")
+            if len(said) == nbytes:
+                by_value.setdefault(said[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES], []).append(rank)
+        groups = " and ".join(f"rank {', '.join(map(str, group))}" for group in by_value.values())
+        return f"silent corruption: copies of {box.key} at [{','.join(map(str, box.offsets))}] differ between {groups}"
 
 
-def _unequal_objects(sums: _Sums) -> set[str]:
+def _rows(digests: bytes) -> Ints:
+    """Two numbers each."""
+    return np.frombuffer(digests, np.int64).reshape(-1, DIGEST_BYTES // 8)
+
+
+def _unequal_objects(sums: Mapping[int, Mapping[str, bytes]]) -> set[str]:
     first: dict[str, bytes] = {}
     unequal: set[str] = set()
     for found in sums.values():
@@ -140,8 +172,8 @@ class _Keyed:
 class _Claims:
     """What the layouts alone say: what to compare on which ranks, which keys cannot be compared, what is wrong."""
 
-    maybe: _Shared
-    replica: _Shared
+    maybe: list[_Shared]
+    replica: list[_Shared]
     unlike: tuple[str, ...]
     errors: tuple[str, ...]
 
@@ -152,42 +184,53 @@ def _ids(layouts: Mapping[int, Layout]) -> tuple[tuple[int, str], ...]:
 
 @lru_cache(maxsize=CACHED_MAX)
 def _claims(keyed: _Keyed) -> _Claims:
-    maybe, replica = _Shared(), _Shared()
+    groups = _Groups(keyed)
+    maybe, replica = _Compared(groups, MAYBE), _Compared(groups, REPLICA)
     unlike: list[str] = []
     errors = _different_plans(keyed.layouts)
-    for key, ranks, found in _by_key(keyed):
-        if len(found) == 1:
+    for key, found in groups.by_key():
+        if len(found) == 1 and len(groups.ranks(found[0])) == 1:
             continue
-        spans = list(zip(map(_offsets, found), map(_sizes, found), strict=True))
-        wrong = _wrong(key, ranks, found, spans)
-        if wrong and all(fragment.sharing == MAYBE for fragment in found):
+        wrong = _wrong(key, found, groups)
+        if wrong and all(has.fragment.sharing == MAYBE for has in found):
             unlike.append(key)
         elif wrong:
             errors.append(wrong)
-        elif len(set(spans)) < len(spans):
-            _compared(maybe, key, MAYBE, ranks, found, spans)
-            _compared(replica, key, REPLICA, ranks, found, spans)
-    return _Claims(maybe, replica, tuple(unlike), tuple(errors))
+        else:
+            maybe.add(key, found)
+            replica.add(key, found)
+    return _Claims(maybe.made(), replica.made(), tuple(unlike), tuple(errors))
 
 
-def _by_key(keyed: _Keyed) -> Iterable[tuple[str, Sequence[int], Sequence[Fragment]]]:
-    """(key, ranks, fragments) in the order of keys; the two sequences run in parallel, by rank.
+class _Groups:
+    """Ranks that stand alike in what is not plainly theirs alone."""
 
-    No tuple per fragment: a million objects more would set the garbage collector on all layouts.
-    """
-    ranks: defaultdict[str, list[int]] = defaultdict(list)
-    fragments: defaultdict[str, list[Fragment]] = defaultdict(list)
-    plain = _plain([keyed.layouts[rank].fragments for rank, _ in keyed.ids])
-    rows, others = Rows(), dict[Table, Flags]()
-    for rank, _ in keyed.ids:
-        of = keyed.layouts[rank].fragments
-        which = others.get(of.table)
-        if which is None:
-            which = others[of.table] = np.array([key not in plain for key in of.table.keys], bool)
-        for _, fragment in rows.of(of, which):
-            ranks[fragment.key].append(rank)
-            fragments[fragment.key].append(fragment)
-    return [(key, ranks[key], fragments[key]) for key in sorted(fragments)]
+    def __init__(self, keyed: _Keyed) -> None:
+        all_ranks = {rank: keyed.layouts[rank].fragments for rank, _ in keyed.ids}
+        plain = _plain(list(all_ranks.values()))
+        self._all = standing_alike(all_ranks, lambda of: np.array([key not in plain for key in of.table.keys], bool))
+        self._digested = [~all_ranks[group.ranks[0]].shared_as(UNIQUE) for group in self._all]
+
+    def by_key(self) -> Iterable[tuple[str, Sequence[_Has]]]:
+        """In the order of keys."""
+        found: dict[str, list[_Has]] = {}
+        for number, (group, digested) in enumerate(zip(self._all, self._digested, strict=True)):
+            before = (np.cumsum(digested) - 1).tolist()
+            for at, fragment in group.rows:
+                found.setdefault(fragment.key, []).append(_Has(number, before[at], fragment))
+        return sorted(found.items())
+
+    def ranks(self, has: _Has) -> tuple[int, ...]:
+        return self._all[has.group].ranks
+
+    def holders(self, group: int, at: Sequence[int]) -> _Holders:
+        nbytes = DIGEST_BYTES * int(np.count_nonzero(self._digested[group]))
+        return _Holders(self._all[group].ranks, np.array(at, np.int64), nbytes)
+
+    def each(self, found: Sequence[_Has]) -> Iterable[tuple[int, Fragment]]:
+        """By rank: to name two of them."""
+        by_rank = [(rank, number, has.fragment) for number, has in enumerate(found) for rank in self.ranks(has)]
+        return ((rank, fragment) for rank, _, fragment in sorted(by_rank, key=lambda one: one[:2]))
 
 
 def _plain(all_ranks: Sequence[Fragments]) -> set[str]:
@@ -229,34 +272,42 @@ def _different_plans(layouts: Mapping[int, Layout]) -> list[str]:
     ]
 
 
-def _compared(
-    shared: _Shared,
-    key: str,
-    sharing: str,
-    ranks: Sequence[int],
-    found: Sequence[Fragment],
-    spans: Sequence[Span],
-) -> None:
-    """Add the boxes of this sharing that several ranks have."""
-    holders: dict[Span, list[int]] = {}
-    for rank, fragment, span in zip(ranks, found, spans, strict=True):
-        if fragment.sharing == sharing and fragment.nbytes:
-            holders.setdefault(span, []).append(rank)
-    for (offsets, _), held in holders.items():
-        if len(held) > 1:
-            shared.add(key, offsets, tuple(held))
+class _Compared:
+    """Gathers the boxes of one sharing that several ranks have, by which ones."""
+
+    def __init__(self, groups: _Groups, sharing: str) -> None:
+        self._groups, self._sharing, self._count = groups, sharing, 0
+        self._found: dict[tuple[int, ...], list[tuple[_Box, tuple[int, ...]]]] = {}
+
+    def add(self, key: str, found: Sequence[_Has]) -> None:
+        holders: dict[Span, list[_Has]] = {}
+        for has in found:
+            if has.fragment.sharing == self._sharing and has.fragment.nbytes:
+                holders.setdefault((has.fragment.box.offsets, has.fragment.box.sizes), []).append(has)
+        for (offsets, _), held in holders.items():
+            if len(held) > 1 or len(self._groups.ranks(held[0])) > 1:
+                where, at = tuple(has.group for has in held), tuple(has.at for has in held)
+                self._found.setdefault(where, []).append((_Box(self._count, key, offsets), at))
+                self._count += 1
+
+    def made(self) -> list[_Shared]:
+        return [
+            _Shared([box for box, _ in boxes], list(map(self._groups.holders, where, zip(*(at for _, at in boxes), strict=True))))
+            for where, boxes in self._found.items()
+        ]
 
 
-def _wrong(key: str, ranks: Sequence[int], found: Sequence[Fragment], spans: Sequence[Span]) -> str:
+def _wrong(key: str, found: Sequence[_Has], groups: _Groups) -> str:
     """Why these fragments cannot be slices of one tensor; "" when they can."""
-    distinct = dict.fromkeys(spans)
-    if len(distinct) < len(spans):
-        clash = _clash(key, ranks, found, spans)
+    fragments = [has.fragment for has in found]
+    distinct = dict.fromkeys(zip(map(_offsets, fragments), map(_sizes, fragments), strict=True))
+    if len(distinct) < sum(len(groups.ranks(has)) for has in found):
+        clash = _clash(key, found, groups)
         if clash:
             return clash
-    if not (_same(map(_dtype, found)) and _same(map(_shape, found))):
+    if not (_same(map(_dtype, fragments)) and _same(map(_shape, fragments))):
         kinds: dict[tuple[str, tuple[int, ...]], int] = {}
-        for rank, fragment in zip(ranks, found, strict=True):
+        for rank, fragment in groups.each(found):
             kinds.setdefault((fragment.dtype, fragment.shape), rank)
         texts = (f"{dtype}{list(shape)} on rank {rank}" for (dtype, shape), rank in kinds.items())
         return f"{key}: {', '.join(texts)}"
@@ -265,12 +316,13 @@ def _wrong(key: str, ranks: Sequence[int], found: Sequence[Fragment], spans: Seq
     return ""
 
 
-def _clash(key: str, ranks: Sequence[int], found: Sequence[Fragment], spans: Sequence[Span]) -> str:
+def _clash(key: str, found: Sequence[_Has], groups: _Groups) -> str:
     """Equal boxes of two ranks that must not be equal; "" when there are none."""
-    if _same(map(_sharing, found)) and found[0].sharing != UNIQUE:
+    if _same(has.fragment.sharing for has in found) and found[0].fragment.sharing != UNIQUE:
         return ""
     first: dict[Span, tuple[int, str]] = {}
-    for rank, fragment, span in zip(ranks, found, spans, strict=True):
+    for rank, fragment in groups.each(found):
+        span = fragment.box.offsets, fragment.box.sizes
         other, sharing = first.setdefault(span, (rank, fragment.sharing))
         if other == rank or not fragment.nbytes:
             continue

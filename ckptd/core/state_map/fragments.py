@@ -7,7 +7,7 @@ they are cut) is there once, whoever's layout it came with; of a rank there is w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from math import prod
 from typing import ClassVar, NamedTuple, overload
@@ -94,6 +94,10 @@ class Fragments(Sequence[Fragment]):
     def said(self) -> tuple[bytes, bytes]:
         """Of the boxes that follow from no cuts."""
         return self._offsets.tobytes(), self._sizes.tobytes()
+
+    def standing(self, rules: Iterable[int]) -> tuple[object, ...]:
+        """The same for ranks that have the same boxes of what is cut by these rules of the table; 0: of what follows from none."""
+        return self.table, *(self.places[rule - 1] if rule else self.said for rule in rules)
 
     @property
     def offset(self) -> Ints:
@@ -260,24 +264,31 @@ class Shared:
         self.column = column
 
 
-class Rows:
-    """Some fragments of many ranks, made once for all that stand alike in their cuts. Their ``offset`` is nobody's."""
+class Alike(NamedTuple):
+    """Ranks that stand alike: with the same boxes of the fragments in question, which are here once, each with its number among a
+    rank's. Their ``offset`` is nobody's."""
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[object, ...], list[tuple[int, Fragment]]] = {}
-        self._rules: dict[Table, list[int]] = {}
+    ranks: tuple[int, ...]
+    rows: Sequence[tuple[int, Fragment]]
 
-    def of(self, fragments: Fragments, which: Flags) -> list[tuple[int, Fragment]]:
-        """With the number of each among the rank's. ``which``: the same for each rank with that table."""
+
+def standing_alike(all_ranks: Mapping[int, Fragments], which: Callable[[Fragments], Flags]) -> list[Alike]:
+    """By their first ranks. ``which`` are in question, the same for each rank of a table; who has none of them is left out."""
+    asked: dict[Table, tuple[Ints, list[int]]] = {}
+    found: dict[tuple[object, ...], list[int]] = {}
+    for rank, fragments in sorted(all_ranks.items()):
         table = fragments.table
-        if table not in self._rules:
-            self._rules[table] = np.unique(table.rule[which]).tolist()
-        at = [fragments.places[rule - 1] if rule else fragments.said for rule in self._rules[table]]
-        key = (table, *at)
-        if key not in self._made:
-            numbers = np.flatnonzero(which)
-            self._made[key] = list(zip(numbers.tolist(), fragments.at(numbers), strict=True))
-        return self._made[key]
+        if table not in asked:
+            numbers = np.flatnonzero(which(fragments))
+            asked[table] = numbers, np.unique(table.rule[numbers]).tolist()
+        if len(asked[table][0]):
+            found.setdefault(fragments.standing(asked[table][1]), []).append(rank)
+    made = []
+    for ranks in found.values():
+        fragments = all_ranks[ranks[0]]
+        numbers = asked[fragments.table][0]
+        made.append(Alike(tuple(ranks), list(zip(numbers.tolist(), fragments.at(numbers), strict=True))))
+    return made
 
 
 class Kinds:

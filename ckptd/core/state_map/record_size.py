@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptd.core.state_map.agreement import tensor_name
+import numpy as np
+
+from ckptd.core.state_map.agreement import DIGEST_BYTES
 from ckptd.core.state_map.layout import BLOCK_BYTES, UNIQUE, Layout
 
 SUM_BYTES = 16  # of one integrity block
@@ -17,11 +19,7 @@ def predicted_record(layout: Layout) -> int:
     """Bytes of the record of a slot that is captured under this layout, before its sums exist. What more than a few hundred objects
     (non-tensor entries) add is not in it: the layout does not name them."""
     blocks = -(-layout.objects_capacity // BLOCK_BYTES) + int((-(-layout.fragments.nbytes // BLOCK_BYTES)).sum())
-    compared = sum(
-        len(tensor_name(f.key, f.box).encode()) + SUM_BYTES + PACKING_BYTES
-        for f in (() if layout.fragments.shared_as(UNIQUE).all() else layout.fragments)
-        if f.sharing != UNIQUE
-    )
+    compared = DIGEST_BYTES * int(np.count_nonzero(~layout.fragments.shared_as(UNIQUE)))
     return HEAD_BYTES + len(layout.encoded) + SUM_BYTES * blocks + compared
 
 

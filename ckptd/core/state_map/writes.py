@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from ckptd.core.protocol.messages import WritePiece
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.columns import Flags, Ints
-from ckptd.core.state_map.fragments import Rows, Shared, Table
+from ckptd.core.state_map.fragments import Alike, Shared, Table, standing_alike
 from ckptd.core.state_map.layout import MAYBE, UNIQUE, Layout
 
 OBJECTS = -1  # in place of a fragment's index
@@ -40,10 +40,6 @@ class _Own(NamedTuple):
     nbytes: Ints
     total: int
 
-    def slices(self) -> Iterator[_Slice]:
-        for nbytes, fragment in zip(self.nbytes.tolist(), self.fragments.tolist(), strict=True):
-            yield _Slice(nbytes, tuple((node, self.rank, fragment) for node in self.nodes), True)
-
 
 class _Alone(NamedTuple):
     """What ranks that are alike have for themselves, and what others may have too. by_tier: tier, which fragments, their bytes, and
@@ -69,7 +65,7 @@ def assign_writes(
     load = dict.fromkeys(sorted(holdings), 0)
     total = sum(piece.nbytes for piece in slices) + sum(own.total for own in owned)
     fair = -(-total // max(len(load), 1))
-    chosen: dict[str, dict[int, list[Ints]]] = {}
+    chosen: _Chosen = {}
     # What ranks have for themselves stays with their slots' owners where that is no burden for any: there may be millions of it.
     for own in owned:
         load[own.nodes[0]] += own.total
@@ -82,16 +78,51 @@ def assign_writes(
             chosen.setdefault(own.nodes[0], {}).setdefault(own.rank, []).append(own.fragments)
     else:
         load = dict.fromkeys(load, 0)
-        slices += [one for own in owned for one in own.slices()]
-    # What has one holder first, then the rest from the largest to the smallest.
-    for piece in sorted(slices, key=lambda s: (_nodes(s) > 1, not s.tied, -s.nbytes, s.copies)):
-        node, rank, fragment = _pick(piece, load, fair)
-        load[node] += piece.nbytes
-        chosen.setdefault(node, {}).setdefault(rank, []).append(np.array([fragment]))
+    # What has one holder first, then what is shared out in runs, then the rest from the largest to the smallest.
+    slices.sort(key=lambda s: (_nodes(s) > 1, not s.tied, -s.nbytes, s.copies))
+    single = next((at for at, piece in enumerate(slices) if _nodes(piece) > 1), len(slices))
+    _write(slices[:single], load, fair, chosen)
+    if max(elsewhere.values(), default=0) > fair:
+        _share_out(owned, load, fair, chosen)
+    _write(slices[single:], load, fair, chosen)
     return {
         node: tuple(_piece(layouts[rank], found) for rank, found in sorted(ranks.items()))
         for node, ranks in sorted(chosen.items())
     }
+
+
+_Chosen = dict[str, dict[int, list[Ints]]]  # node -> rank -> fragments
+
+
+def _write(slices: Sequence[_Slice], load: dict[str, int], fair: int, chosen: _Chosen) -> None:
+    for piece in slices:
+        node, rank, fragment = _pick(piece, load, fair)
+        load[node] += piece.nbytes
+        chosen.setdefault(node, {}).setdefault(rank, []).append(np.array([fragment]))
+
+
+def _share_out(owned: Sequence[_Own], load: dict[str, int], fair: int, chosen: _Chosen) -> None:
+    """In one run of a rank's fragments for each of its holders, as long as a fair share has room for, or as makes them even: there
+    may be millions of fragments. Those with the fewest holders first."""
+    for own in sorted(owned, key=lambda own: (len(own.nodes), -own.total, own.rank)):
+        ends = np.cumsum(own.nbytes)
+        at = taken = 0
+        nodes = [own.nodes[0], *sorted(own.nodes[1:], key=lambda node: (load[node], node))]
+        most = max(fair, _even([load[node] for node in nodes], own.total))
+        for node in nodes:
+            fits = int(np.searchsorted(ends, taken + max(0, most - load[node]), "right"))
+            end = len(ends) if node == nodes[-1] else max(at, fits)
+            if end > at:
+                load[node] += int(ends[end - 1]) - taken
+                chosen.setdefault(node, {}).setdefault(own.rank, []).append(own.fragments[at:end])
+                at, taken = end, int(ends[end - 1])
+
+
+def _even(loads: Sequence[int], more: int) -> int:
+    """What all have that are not above it anyway, when so much more is shared out among them."""
+    ordered = sorted(loads)
+    levels = ((sum(ordered[:count]) + more) // count for count in range(1, len(ordered) + 1))
+    return min(levels)
 
 
 def _nodes(piece: _Slice) -> int:
@@ -121,9 +152,7 @@ def _slices(
 ) -> tuple[list[_Slice], list[_Own]]:
     result: list[_Slice] = []
     owned: list[_Own] = []
-    shared: dict[tuple[str, Box], tuple[int, list[tuple[int, int, int]]]] = {}
     alone: dict[tuple[Table, Shared], _Alone] = {}
-    rows = Rows()
     for rank, layout in sorted(layouts.items()):
         held = holders.get(rank, [])
         if not held:
@@ -132,27 +161,43 @@ def _slices(
             everywhere = tuple((node, rank, OBJECTS) for _, node in held)
             result.append(_Slice(layout.objects_capacity, everywhere, True))
         alike = layout.fragments.alike
-        own = alone.get(alike)
-        if own is None:
-            own = alone[alike] = _own(layout, per_rank)
-        owned += _by_tier(layout, held, own)
-        if own.all:
-            continue
-        for index, fragment in rows.of(layout.fragments, own.others):
-            shared.setdefault((fragment.key, fragment.box), (fragment.nbytes, []))[1].append((rank, index, fragment.tier))
-    for number, ((key, _), (nbytes, ranks)) in enumerate(shared.items()):
+        if alike not in alone:
+            alone[alike] = _own(layout, per_rank)
+        owned += _by_tier(layout, held, alone[alike])
+    groups = standing_alike(
+        {rank: layout.fragments for rank, layout in layouts.items()}, lambda fragments: alone[fragments.alike].others
+    )
+    return result + _shared(groups, holders), owned
+
+
+def _shared(groups: Sequence[Alike], holders: Mapping[int, list[tuple[int, str]]]) -> list[_Slice]:
+    """What several ranks may have, once."""
+    found: dict[tuple[str, Box], tuple[int, list[tuple[int, int, int]]]] = {}  # bytes; group, which of its fragments, tier
+    for number, group in enumerate(groups):
+        for index, fragment in group.rows:
+            found.setdefault((fragment.key, fragment.box), (fragment.nbytes, []))[1].append((number, index, fragment.tier))
+    everyone: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # the ranks of these groups, and of which group each is
+    result = []
+    for number, ((key, _), (nbytes, has)) in enumerate(found.items()):
+        which = tuple(group for group, _, _ in has)
+        if which not in everyone:
+            everyone[which] = sorted((rank, at) for at, group in enumerate(which) for rank in groups[group].ranks)
+        ranks = everyone[which]
         first = number * SHARED_RANKS_MAX % len(ranks)
-        few = [*ranks[first:], *ranks[:first]][:SHARED_RANKS_MAX]
-        copies = _copies(few, nbytes, holders) or _copies(ranks, nbytes, holders)
+        few = ranks[first : first + SHARED_RANKS_MAX]
+        few += ranks[: min(first, SHARED_RANKS_MAX - len(few))]
+        copies = _copies(few, has, nbytes, holders) or _copies(ranks, has, nbytes, holders)
         if not copies:
             raise ValueError(f"{key}: a slice is held nowhere")
         result.append(_Slice(nbytes, copies, False))
-    return result, owned
+    return result
 
 
-def _copies(ranks: Iterable[tuple[int, int, int]], nbytes: int, holders: Mapping[int, list[tuple[int, str]]]) -> _Copies:
-    """ranks: (rank, which of its fragments, tier). What has no bytes is in any copy."""
-    found = [(t, node, rank, index) for rank, index, tier in ranks for t, node in holders[rank] if t <= tier or not nbytes]
+def _copies(
+    ranks: Iterable[tuple[int, int]], has: Sequence[tuple[int, int, int]], nbytes: int, holders: Mapping[int, list[tuple[int, str]]]
+) -> _Copies:
+    """ranks: and which of ``has`` is theirs. What has no bytes is in any copy."""
+    found = [(t, node, rank, has[at][1]) for rank, at in ranks for t, node in holders[rank] if t <= has[at][2] or not nbytes]
     return tuple(copy[1:] for copy in sorted(found))
 
 
@@ -188,7 +233,7 @@ def _piece(layout: Layout, found: Sequence[Ints]) -> WritePiece:
     objects = bool((parts == OBJECTS).any())
     if len(parts) - objects == len(layout.fragments):
         return WritePiece(layout.rank, layout.layout_id, None, objects)
-    return WritePiece(layout.rank, layout.layout_id, _runs(np.sort(parts[parts != OBJECTS])), objects)
+    return WritePiece(layout.rank, layout.layout_id, _runs(np.sort(parts[parts != OBJECTS], kind="stable")), objects)
 
 
 def _runs(numbers: Ints) -> tuple[tuple[int, int], ...]:
