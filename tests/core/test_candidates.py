@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.protocol.candidates import Candidates, find_candidates
+from ckptd.core.protocol.candidates import Candidate, Candidates, find_candidates
 from ckptd.core.protocol.messages import HoldingFact, RestoreAsk
 from ckptd.core.redundancy.linear import linear_bytes
 from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard, joined_digests, shard_layout
@@ -32,8 +33,17 @@ def found(
     return holdings, {**world.by_id(), **(extra or {})}
 
 
-def steps(result: Candidates) -> list[SnapshotId]:
-    return [candidate.snapshot for candidate in result.restorable]
+def steps(*memory: Any, **more: Any) -> list[SnapshotId]:
+    """All that could be restored, each if those before it are left out."""
+    steps: list[SnapshotId] = []
+    while (best := find_candidates(*memory, **more, excluded=steps).best) is not None:
+        steps.append(best.snapshot)
+    return steps
+
+
+def best_of(result: Candidates) -> Candidate:
+    assert result.best is not None
+    return result.best
 
 
 @quick
@@ -45,9 +55,9 @@ def test_whole_in_memory_is_every_slice_of_every_rank(data: st.DataObject, world
     held = [(node, rank % world.size, tier) for node, rank, tier in held]
     holders = {r: [(node, tier) for node, rank, tier in held if rank == r] for r in range(world.size)}
     result = find_candidates(RECORD, *found(world, *((n, NEW, rank, tier) for n, rank, tier in held)))
-    assert bool(result.restorable) == complete(world, holders)
-    if result.restorable:
-        best = result.restorable[0]
+    best = result.best
+    assert (best is not None) == complete(world, holders)
+    if best is not None:
         own = set(world.per_rank) | ({"o:rng"} if world.size > 1 else set())
         assert (best.memory, best.durable, set(best.per_rank)) == (True, False, own)
         assert {(s.node, s.rank) for s in best.sources} == {(node, rank) for node, rank, _ in held}
@@ -63,7 +73,7 @@ def test_the_newest_complete_one_comes_first_and_the_others_are_explained() -> N
         *found(world, ("a", OLD, 0, 0), ("b", OLD, 1, 0), ("a", NEW, 0, 0)),
         certified=[(NEW, 1, False)],
     )
-    assert steps(result) == [OLD]
+    assert best_of(result).snapshot == OLD
     passed = result.passed_over[0]
     assert (passed.snapshot, passed.certified) == (NEW, 1)
     assert passed.reason == "memory of those who answered holds nothing of rank 1"
@@ -73,20 +83,19 @@ def test_only_this_epoch_and_its_ancestors_up_to_the_fork() -> None:
     """P12: a retrained step never mixes with the lost one."""
     world = fsdp(1)
     names = [SnapshotId(1, 9), SnapshotId(1, 8), SnapshotId(1, 4), SnapshotId(2, 3), SnapshotId(3, 1)]
-    result = find_candidates(RECORD, *found(world, *(("a", name, 0, 0) for name in names)), commits=names)
-    assert steps(result) == [SnapshotId(2, 3), SnapshotId(1, 8), SnapshotId(1, 4)]
+    memory = found(world, *(("a", name, 0, 0) for name in names))
+    assert steps(RECORD, *memory, commits=names) == [SnapshotId(2, 3), SnapshotId(1, 8), SnapshotId(1, 4)]
 
 
 def test_without_any_record_only_the_newest_epoch_counts() -> None:
-    result = find_candidates(None, *found(fsdp(1), ("a", SnapshotId(1, 9), 0, 0)), commits=[NEW])
-    assert steps(result) == [NEW]
-    assert find_candidates(None, {}, {}) == Candidates((), ())
+    assert steps(None, *found(fsdp(1), ("a", SnapshotId(1, 9), 0, 0)), commits=[NEW]) == [NEW]
+    assert find_candidates(None, {}, {}) == Candidates(None, ())
 
 
 def test_a_commit_fills_gaps_or_stands_alone() -> None:
     world = fsdp(2)
-    result = find_candidates(RECORD, *found(world, ("a", NEW, 0, 0)), commits=[NEW, OLD])
-    new, old = result.restorable
+    memory = found(world, ("a", NEW, 0, 0))
+    new, old = (best_of(find_candidates(RECORD, *memory, commits=[NEW, OLD], excluded=tried)) for tried in ([], [NEW]))
     assert (new.memory, new.durable, [s.rank for s in new.sources], new.per_rank) == (False, True, [0], ())
     assert (old.memory, old.durable, old.sources) == (False, True, ())
 
@@ -94,14 +103,15 @@ def test_a_commit_fills_gaps_or_stands_alone() -> None:
 def test_what_was_asked_narrows() -> None:
     world = fsdp(1)
     holdings = found(world, ("a", NEW, 0, 0))
-    memory = find_candidates(RECORD, *holdings, commits=[OLD, NEW], ask=RestoreAsk(source="memory"))
-    assert [(c.snapshot, c.memory, c.durable) for c in memory.restorable] == [(NEW, True, False)]
-    assert [p.reason for p in memory.passed_over] == ["memory holds nothing of it"]
+    of_memory: dict[str, Any] = {"commits": [OLD, NEW], "ask": RestoreAsk(source="memory")}
+    memory = best_of(find_candidates(RECORD, *holdings, **of_memory))
+    assert (memory.snapshot, memory.memory, memory.durable) == (NEW, True, False)
+    passed = find_candidates(RECORD, *holdings, **of_memory, excluded=[NEW]).passed_over
+    assert [p.reason for p in passed] == ["memory holds nothing of it"]
     durable = find_candidates(RECORD, *holdings, commits=[OLD], ask=RestoreAsk(source="durable"))
-    assert steps(durable) == [OLD]
+    assert best_of(durable).snapshot == OLD
     assert [(p.snapshot, p.reason) for p in durable.passed_over] == [(NEW, "not on durable storage")]
-    one = find_candidates(RECORD, *holdings, commits=[OLD], ask=RestoreAsk(step=10))
-    assert steps(one) == [OLD]
+    assert steps(RECORD, *holdings, commits=[OLD], ask=RestoreAsk(step=10)) == [OLD]
 
 
 def test_a_certified_snapshot_that_is_gone_is_named() -> None:
@@ -121,7 +131,7 @@ def test_copies_by_contract_that_differ_are_not_restored() -> None:
     result = find_candidates(RECORD, holdings, layouts)
     assert "silent corruption" in result.passed_over[0].reason
     durable = find_candidates(RECORD, holdings, layouts, commits=[NEW])
-    assert (durable.restorable[0].memory, durable.restorable[0].sources) == (False, ())
+    assert (best_of(durable).memory, best_of(durable).sources) == (False, ())
 
 
 def test_holders_that_contradict_each_other_are_not_believed() -> None:
@@ -147,12 +157,12 @@ def test_two_captures_of_a_step_are_never_put_together() -> None:
     second = dataclasses.replace(NEW, grant=2)
     holdings, layouts = found(world, ("a", first, 0, 0), ("b", second, 1, 0))
     result = find_candidates(RECORD, holdings, layouts)
-    assert not result.restorable
+    assert result.best is None
     assert [passed.snapshot for passed in result.passed_over] == [second, first]
     result = find_candidates(RECORD, holdings, layouts, commits=[first])
-    assert [(found.snapshot, found.durable, {source.node for source in found.sources}) for found in result.restorable] == [
-        (first, True, {"a"})
-    ]
+    best = best_of(result)
+    assert (best.snapshot, best.durable, {source.node for source in best.sources}) == (first, True, {"a"})
+    assert steps(RECORD, holdings, layouts, commits=[first]) == [first]
 
 
 def test_ranks_of_different_worlds_are_never_put_together() -> None:
@@ -162,7 +172,7 @@ def test_ranks_of_different_worlds_are_never_put_together() -> None:
     holdings["b"] = [large.fact(NEW, 1)]
     result = find_candidates(RECORD, holdings, layouts)
     assert [p.reason for p in result.passed_over] == ["ranks 0, 1 differ in world or capture plan"]
-    (durable,) = find_candidates(RECORD, holdings, layouts, commits=[NEW]).restorable
+    durable = best_of(find_candidates(RECORD, holdings, layouts, commits=[NEW]))
     assert (durable.memory, durable.sources) == (False, ())
 
 
@@ -178,7 +188,7 @@ def test_a_rank_whose_slots_are_all_gone_is_restored_from_parity() -> None:
     for position, node in enumerate("bc", 1):
         shard = ParityShard(parity_set, position)
         holdings[node].append(HoldingFact(NEW, known.rank, 0, known.layout_id, digests, shard=shard))
-    (best,) = find_candidates(RECORD, holdings, layouts).restorable
+    best = best_of(find_candidates(RECORD, holdings, layouts))
     assert (best.memory, best.per_rank) == (True, ("o:rng",))
     assert sorted((s.node, s.rank) for s in best.sources) == [("b", 1), ("b", 3), ("c", 2), ("c", 3)]
     del holdings["c"][1]
@@ -188,7 +198,7 @@ def test_a_rank_whose_slots_are_all_gone_is_restored_from_parity() -> None:
 
 def test_a_holding_whose_layout_nobody_knows_is_no_holding() -> None:
     holdings, _ = found(fsdp(1), ("a", NEW, 0, 0))
-    assert find_candidates(RECORD, holdings, {}) == Candidates((), ())
+    assert find_candidates(RECORD, holdings, {}) == Candidates(None, ())
 
 
 def test_only_slices_that_are_nowhere_are_named() -> None:

@@ -4,6 +4,7 @@ what it knew does not wait for an epoch that runs already."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.life import Tombstone
 from ckptd.core.protocol.machine.machine import JobMachine
+from ckptd.core.protocol.machine.steward.gather import FRESH_S
 from ckptd.core.protocol.machine.steward.restore import LEFT_PATIENCE_S
 from tests.core.machines import EPOCH, Node, at, layout, record_of, sent
 
@@ -68,6 +70,34 @@ class Machine:
             self.now += TICK_S
             self.feed(ev.Tick())
         return self.now - began
+
+
+def shortly(**more: Any) -> ev.Received:
+    """As node b goes on to say that its rank stands there."""
+    return ev.Received("b", msg.JoinReport("x", (), (), (1,), ASK, None, **more))
+
+
+def test_who_has_not_said_the_world_is_asked_for_it() -> None:
+    """Its first report was lost, or we were restarted since."""
+    machine = Machine()
+    machine.feed(shortly())
+    assert machine.sent_to("b", msg.ReportAgain) == [msg.ReportAgain("x")]
+    assert not machine.sent_to("b", msg.InventoryRequest), "it may be another world"
+    machine.other_reports()
+    assert machine.sent_to("b", msg.InventoryRequest)
+    machine.feed(ev.Received("b", msg.JoinReport("older", (), (), (1,), ASK, None)))
+    assert machine.sent_to("b", msg.ReportAgain)[1:] == [msg.ReportAgain("older")]
+
+
+def test_ranks_stand_there_as_long_as_they_say_so_however_shortly() -> None:
+    machine = Machine()
+    machine.other_reports()
+    assert FRESH_S < 4 < Policy().inventory_timeout_s
+    for _ in range(4):
+        machine.ticks(1.0)
+        machine.feed(shortly())
+        assert machine.machine.steward.restoring.gathering.complete()
+    assert not machine.sent_to("b", msg.ReportAgain)
 
 
 def test_a_rank_that_never_came_is_waited_for_as_long_as_the_policy_says() -> None:

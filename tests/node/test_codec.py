@@ -33,6 +33,7 @@ def test_the_map_names_every_message_once() -> None:
     [
         m.Stale(RECORD),
         m.JoinReport("a", ("n0",), (NODE,), (0,), m.RestoreAsk(step=4), None),
+        m.ReportAgain("a"),
         m.EpochOpen("a", RECORD, 1, SnapshotId(1, 40), True, (m.Source("n0", 0, 1, "id"),), ("t:a",)),
         m.Inventory("", RECORD, (), {}, ((SnapshotId(1, 2), -1, False),)),
         FetchAsk("t", SnapshotId(1, 2), 0, ((0, 10), (64, 1 << 40)), b"ticket"),

@@ -1,8 +1,8 @@
-"""Which snapshots could be restored from what was found, the newest first, and why others could not (design D9, D11)."""
+"""The newest snapshot that can be restored from what was found, and why newer ones cannot (design D9, D11)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.core.ids import EpochRecord, SnapshotId
@@ -42,8 +42,11 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Candidates:
-    restorable: tuple[Candidate, ...]  # newest first
-    passed_over: tuple[PassedOver, ...]  # newest first
+    """passed_over: the newest first, and none that is older than ``best``: of thousands of ranks each one that is judged takes a
+    while."""
+
+    best: Candidate | None
+    passed_over: tuple[PassedOver, ...]
 
 
 def find_candidates(
@@ -53,13 +56,15 @@ def find_candidates(
     commits: Iterable[SnapshotId] = (),
     certified: Iterable[tuple[SnapshotId, int, bool]] = (),
     ask: RestoreAsk | None = None,
+    excluded: Collection[SnapshotId] = (),
 ) -> Candidates:
     """record: the newest epoch known (None: then only the newest epoch found counts); holdings: node -> what its memory
     holds; layouts: by layout id, decoded; commits: durable ones (none when storage did not answer).
 
     A snapshot is whole in memory when every rank of its world has a holding of any tier (layout and objects) and every
     fragment is in a full enough holding of its rank or, for copies by contract, of another rank. One that damaged copies
-    or differing plans make doubtful is not used. ``ask`` narrows by step and source.
+    or differing plans make doubtful is not used. ``ask`` narrows by step and source; ``excluded`` are not
+    looked at.
     """
     ask = ask or RestoreAsk()
     durable = {commit for commit in commits if _related(record, commit)}
@@ -71,15 +76,13 @@ def find_candidates(
         everything = {snapshot for snapshot in everything if snapshot.epoch == newest}
     if ask.step is not None:
         everything = {snapshot for snapshot in everything if snapshot.step == ask.step}
-    restorable: list[Candidate] = []
     passed: list[PassedOver] = []
-    for snapshot in sorted(everything, reverse=True):
+    for snapshot in sorted(everything.difference(excluded), reverse=True):
         outcome = _judge(snapshot, found.get(snapshot, _Held()), layouts, snapshot in durable, ask.source)
         if isinstance(outcome, Candidate):
-            restorable.append(outcome)
-        else:
-            passed.append(PassedOver(snapshot, outcome, levels.get(snapshot, -1)))
-    return Candidates(tuple(restorable), tuple(passed))
+            return Candidates(outcome, tuple(passed))
+        passed.append(PassedOver(snapshot, outcome, levels.get(snapshot, -1)))
+    return Candidates(None, tuple(passed))
 
 
 @dataclass

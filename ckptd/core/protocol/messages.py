@@ -27,16 +27,24 @@ class RestoreAsk:
 
 @dataclass(frozen=True, slots=True)
 class JoinReport:
-    """Node -> steward-elect (node of rank 0 of the attempt): these local ranks stand ready."""
+    """Node -> steward-elect (node of rank 0 of the attempt): these local ranks stand ready. Said twice a second; the world, and
+    what else would be long, once, and when it is asked for (ReportAgain)."""
 
     attempt: str
-    ranks: tuple[str, ...]
+    ranks: tuple[str, ...]  # (): with what follows, as it was said
     nodes: tuple[NodeInfo, ...]
     here: tuple[int, ...]  # ranks on the sender
     ask: RestoreAsk | None
     known: EpochRecord | None  # newest epoch the sender knows of this job
     opened: bool = False  # the sender is at work on the epoch that was opened for this attempt
     trains: bool = False  # these ranks were let into that epoch, by a daemon that knew it
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAgain:
+    """Steward-elect -> node: it does not know the world of this attempt."""
+
+    attempt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,8 +457,8 @@ class Stale:
 
 
 Message = (
-    JoinReport | InventoryRequest | Inventory | EpochOpen | JoinRefused | Vote | RestoreGo | RestoreAbort | RestoreDone
-    | RankState | Grant | Sealed | Missed | Void | Held | Shortage | Leaving | Departures | Remainder | DegradationChanged
-    | Certificate | LayoutRequest | LayoutReply | WriteOrder | Wrote | WriteCancel | FlushAsk | LevelAsk | OpenSession | Ack
-    | Holders | ParityOrder | Stale
+    JoinReport | ReportAgain | InventoryRequest | Inventory | EpochOpen | JoinRefused | Vote | RestoreGo
+    | RestoreAbort | RestoreDone | RankState | Grant | Sealed | Missed | Void | Held | Shortage | Leaving
+    | Departures | Remainder | DegradationChanged | Certificate | LayoutRequest | LayoutReply | WriteOrder | Wrote
+    | WriteCancel | FlushAsk | LevelAsk | OpenSession | Ack | Holders | ParityOrder | Stale
 )  # fmt: skip

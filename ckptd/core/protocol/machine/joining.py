@@ -8,7 +8,7 @@ from ckptd.core.ids import NodeInfo
 from ckptd.core.protocol.events import RankJoined
 from ckptd.core.protocol.instructions import FailJoin
 from ckptd.core.protocol.machine.context import RESEND_S, Context
-from ckptd.core.protocol.messages import Inventory, JoinRefused, JoinReport, RestoreAsk
+from ckptd.core.protocol.messages import Inventory, JoinRefused, JoinReport, ReportAgain, RestoreAsk
 
 RESTORE_PATIENCE = 1.5  # times restore_timeout_s, before a node that hears nothing fails its own ranks
 PATIENCE_S = 5.0  # beyond the steward's own limits, before a node gives up on the steward
@@ -23,6 +23,7 @@ class Join:
     asks: dict[int, RestoreAsk | None] = field(default_factory=dict)  # of the local ranks that stand here
     since: float = 0.0  # the first rank came, the epoch was opened, or the steward began anew
     told_at: float = -1e9
+    said: object = None  # what the whole report said that was sent last, but for the world
     answered: bool = False  # the epoch is opening
     trains: bool = False  # the epoch of this attempt runs, and this daemon lost what it knew of it
 
@@ -58,6 +59,13 @@ class Joining:
     def on_refused(self, message: JoinRefused) -> None:
         if self.join is not None and self.join.attempt == message.attempt:
             self.fail(message.code, message.reason)
+
+    def on_again(self, sender: str, message: ReportAgain) -> None:
+        """What we said was lost, or forgotten."""
+        join = self.join
+        if join is not None and (join.attempt, join.ranks[0]) == (message.attempt, sender):
+            join.said = None
+            self._tell(join)
 
     def on_tick(self) -> None:
         join, policy = self.join, self._ctx.policy
@@ -115,10 +123,11 @@ class Joining:
         by_ask: dict[RestoreAsk | None, list[int]] = {}
         for rank, ask in sorted(join.asks.items()):
             by_ask.setdefault(ask, []).append(rank)
+        record = self._ctx.record
+        whole = (join.ranks, join.nodes, record) if join.said != (by_ask, record) else ((), (), None)
+        join.said = by_ask, record
         for ask, here in by_ask.items():
-            report = JoinReport(
-                join.attempt, join.ranks, join.nodes, tuple(here), ask, self._ctx.record, join.answered, join.trains
-            )
+            report = JoinReport(join.attempt, *whole[:2], tuple(here), ask, whole[2], join.answered, join.trains)
             self._ctx.send(join.ranks[0], report)
         self._seek(join)
 

@@ -101,6 +101,7 @@ class JobMachine:
         of_session = self.uplink.is_from_steward
         return {
             msg.JoinReport: self.steward.on_report,
+            msg.ReportAgain: self.joining.on_again,
             msg.InventoryRequest: self._inventory_request,
             msg.Inventory: self._inventory,
             msg.EpochOpen: self._epoch_open,

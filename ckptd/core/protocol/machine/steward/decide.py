@@ -46,7 +46,7 @@ def may_decide(gather: Gather, down: set[str]) -> bool:
     if not missing <= down or any(node.node in missing for node in gather.nodes):
         return False
     found = _find(gather, next(iter(gather.joined.values()), None))
-    return bool(found.restorable) and not _lost_newer(found)
+    return found.best is not None and not _lost_newer(found)
 
 
 def looks_torn(gather: Gather) -> bool:
@@ -56,13 +56,11 @@ def looks_torn(gather: Gather) -> bool:
     if ask is None or gather.looked_twice:
         return False
     found = _find(gather, ask)
-    return _lost_newer(found) or (not found.restorable and bool(found.passed_over))
+    return _lost_newer(found) or (found.best is None and bool(found.passed_over))
 
 
 def _lost_newer(found: Candidates) -> bool:
-    lost = [passed.snapshot for passed in found.passed_over if passed.certified >= 0]
-    best = [candidate.snapshot for candidate in found.restorable[:1]]
-    return max(lost, default=NOTHING) > max(best, default=NOTHING)
+    return any(passed.certified >= 0 for passed in found.passed_over)
 
 
 def decide(
@@ -79,12 +77,11 @@ def decide(
         said = _left_by_it(gather, "without restore()") or _unheard(gather)
         said += _buried(gather, f"{BEGINS_ANEW}: ")
         return Decision(_record(gather, None, floor, redundancy), errors=said)
-    found = _find(gather, ask)
-    errors = _errors(gather, found, excluded, damaged)
-    usable = [candidate for candidate in found.restorable if candidate.snapshot not in excluded]
-    if usable:
-        errors += _buried(gather, above=usable[0].snapshot)
-        return Decision(_record(gather, usable[0], floor, redundancy), usable[0], errors=errors)
+    found = _find(gather, ask, excluded)
+    errors = _errors(gather, found, damaged)
+    if found.best is not None:
+        errors += _buried(gather, above=found.best.snapshot)
+        return Decision(_record(gather, found.best, floor, redundancy), found.best, errors=errors)
     if ask.allow_fresh or (ask.step is None and _proven_fresh(gather)):
         said = errors + (_left_by_it(gather, "by allow_fresh=True") or _unsealed(gather)) + _buried(gather, f"{BEGINS_ANEW}: ")
         return Decision(_record(gather, None, floor, redundancy), errors=said, proven_fresh=not ask.allow_fresh)
@@ -97,17 +94,17 @@ def _left_by_it(gather: Gather, how: str) -> tuple[str, ...]:
     """A script that forgot restore(), or asked for a step that is not there, must not lose the run that it was to go on with
     without a word."""
     found = _find(gather, RestoreAsk())
-    left = [candidate.snapshot for candidate in found.restorable[:1]]
+    left = [found.best.snapshot] if found.best is not None else []
     then = "what storage has of that line goes once this one has keep_last checkpoints of its own"
     if not left:
         left = sorted(passed.snapshot for passed in found.passed_over if passed.certified >= 0)[-1:]
-        then = f"those who answered do not have it ({'; '.join(_errors(gather, found, (), {}))})"
+        then = f"those who answered do not have it ({'; '.join(_errors(gather, found, {}))})"
     return tuple(f"{BEGINS_ANEW} {how}, and step {s.step} of epoch {s.epoch} is left behind; {then}" for s in left)
 
 
 def _unheard(gather: Gather) -> tuple[str, ...]:
     """Nothing is known that it would leave behind, and not everybody was heard."""
-    missed = "; ".join(_errors(gather, Candidates((), ()), (), {}))
+    missed = "; ".join(_errors(gather, Candidates(None, ()), {}))
     return (f"{BEGINS_ANEW} without restore(), and nobody can say what is left behind: {missed}",) if missed else ()
 
 
@@ -183,11 +180,11 @@ def spread(attempt: str, number: int) -> int:
     return CLAIM_GAP + zlib.crc32(f"{attempt}/{number}".encode()) % CLAIM_SPREAD
 
 
-def _find(gather: Gather, ask: RestoreAsk | None) -> Candidates:
+def _find(gather: Gather, ask: RestoreAsk | None, excluded: Collection[SnapshotId] = ()) -> Candidates:
     holdings = {node: answer.holdings for node, answer in gather.answers.items()}
     certified = [fact for answer in gather.answers.values() for fact in answer.certified]
     commits = gather.durable.commits if gather.durable is not None else ()
-    return find_candidates(gather.lineage(), holdings, gather.layouts(), commits, certified, ask)
+    return find_candidates(gather.lineage(), holdings, gather.layouts(), commits, certified, ask, excluded)
 
 
 def _proven_fresh(gather: Gather) -> bool:
@@ -227,14 +224,11 @@ def _remembers_nothing(gather: Gather, record: EpochRecord) -> bool:
     return any(answer.incarnation and witness(answer) for answer in gather.lived_through(record))
 
 
-def _errors(
-    gather: Gather, found: Candidates, excluded: Collection[SnapshotId], damaged: Mapping[SnapshotId, str]
-) -> tuple[str, ...]:
+def _errors(gather: Gather, found: Candidates, damaged: Mapping[SnapshotId, str]) -> tuple[str, ...]:
     errors = [f"no answer from {', '.join(sorted(gather.missing()))}"] if gather.missing() else []
     if gather.durable is None or not gather.durable.ok:
         errors.append(f"storage did not answer: {gather.durable.reason if gather.durable is not None else 'timeout'}")
-    usable = [candidate.snapshot for candidate in found.restorable if candidate.snapshot not in excluded]
-    newest = usable[0] if usable else SnapshotId(-1, -1)
+    newest = found.best.snapshot if found.best is not None else SnapshotId(-1, -1)
     passed = {over.snapshot: over.reason for over in found.passed_over} | dict(damaged)
     errors += [
         f"step {snapshot.step} of epoch {snapshot.epoch}: {passed[snapshot]}"

@@ -34,6 +34,7 @@ class Gather:
     claims: bool = True  # there is storage on which numbers are claimed
     joined: dict[int, RestoreAsk | None] = field(default_factory=dict)
     heard_at: dict[int, float] = field(default_factory=dict)  # rank -> its last report
+    told: set[str] = field(default_factory=set)  # nodes that have said the world
     wrong: str = ""  # why these ranks cannot start together
     asking_since: float | None = None
     heard_of_at: float = -1e9  # when the last node to ask became known
@@ -198,8 +199,10 @@ class Gathering:
             gather.bury(self._ctx.forgotten)
             self._learn(gather, self._ctx.record)
         self._learn(gather, message.known)
-        if (gather.ranks, gather.nodes) != (message.ranks, message.nodes):
-            gather.wrong = f"ranks {list(message.here)} on {sender} name another world than the others"
+        if message.ranks:
+            gather.told.add(sender)
+            if (gather.ranks, gather.nodes) != (message.ranks, message.nodes):
+                gather.wrong = f"ranks {list(message.here)} on {sender} name another world than the others"
         for rank in message.here:
             if 0 <= rank < len(gather.ranks) and gather.ranks[rank] == sender:
                 gather.joined[rank] = message.ask

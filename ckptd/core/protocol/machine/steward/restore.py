@@ -29,6 +29,7 @@ from ckptd.core.protocol.messages import (
     Inventory,
     JoinRefused,
     JoinReport,
+    ReportAgain,
     RestoreAbort,
     RestoreDone,
     RestoreGo,
@@ -96,15 +97,21 @@ class Restoring:
         if refused is not None:
             self._ctx.send(sender, refused)
             return
-        if not message.ranks or message.ranks[0] != self._ctx.me.node:
+        if message.ranks and message.ranks[0] != self._ctx.me.node:
             return
         gather = self.gathering.gather
         if gather is None or gather.attempt != message.attempt:
             if self._joining.is_past(message.attempt) or (gather is not None and message.attempt in self._seen):
                 self._ctx.send(sender, JoinRefused(message.attempt, "superseded", NEWER))
                 return
+            if not message.ranks:
+                self._ctx.send(sender, ReportAgain(message.attempt))
+                return
             if gather is not None:
                 self._refuse("superseded", NEWER)
+        elif not message.ranks and sender not in gather.told:
+            self._ctx.send(sender, ReportAgain(message.attempt))
+            return
         self._seen[message.attempt] = None
         if self.gathering.gather is None:
             self._decisions, self._waits, self._tried, self.away = 0, 0, {}, ""
