@@ -21,7 +21,8 @@ from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.core.state_map.catalogue import Catalogue
 from ckptd.core.state_map.layout import Layout
-from ckptd.core.state_map.recovery import Held, SourceIndex, plan_recovery
+from ckptd.core.state_map.recovery import plan_recovery
+from ckptd.core.state_map.source_index import Held, SourceIndex
 from ckptd.wire.codec import decode, encode
 
 LINK_S = 0.001  # simulated
@@ -233,8 +234,9 @@ class Node:
                 leaves[source.layout_id] = self._stored.layout(source.rank).leaf
         self.counts.fetched += sum(map(len, leaves.values()))
         took: dict[str, float] = {}
-        began = time.thread_time()
         tables = {table.digest: table for table in self._stored.tables()}
+        wants = {rank: self.state.wants(rank) for rank in do.ranks}
+        keys = {want.key for of_rank in wants.values() for want in of_rank}
         began = time.thread_time()
         known.update((name, Layout.decode(data, tables.get)) for name, data in leaves.items())
         took["read"] = time.thread_time() - began
@@ -242,15 +244,14 @@ class Node:
         catalogue = Catalogue.from_layouts({one.rank: one.layout for one in held}, {}, do.per_rank)
         catalogue.to_bytes()
         took["catalogue"] = time.thread_time() - began - took["read"]
-        index = SourceIndex(held)
+        index = SourceIndex(held, keys)
         took["index"] = time.thread_time() - began - sum(took.values())
-        for rank in do.ranks:
-            wants = self.state.wants(rank)
+        for rank, asked in wants.items():
             planning = time.thread_time()
-            plan = plan_recovery(wants, index, self.name, rank, None, catalogue.per_rank)
+            plan = plan_recovery(asked, index, self.name, rank, None, catalogue.per_rank)
             took["plan"] = took.get("plan", 0.0) + time.thread_time() - planning
-            own = {f"t:{want.key}" for want in wants} & set(do.per_rank)  # as another world's ranks have them, or nobody
-            missing = [number for number, _ in plan.uncovered if f"t:{wants[number].key}" not in own]
+            own = {f"t:{want.key}" for want in asked} & set(do.per_rank)  # as another world's ranks have them, or nobody
+            missing = [number for number, _ in plan.uncovered if f"t:{asked[number].key}" not in own]
             if missing:
                 self.counts.failed["wants nowhere"] += len(missing)
         self.planned = took

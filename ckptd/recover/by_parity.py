@@ -23,7 +23,8 @@ from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.fragments import Fragment
 from ckptd.core.state_map.layout import BLOCK_BYTES, Layout
 from ckptd.core.state_map.record_size import SUM_BYTES
-from ckptd.core.state_map.recovery import BY_PARITY, Held, Piece
+from ckptd.core.state_map.recovery import BY_PARITY, Piece
+from ckptd.core.state_map.source_index import Held
 from ckptd.protect.columns import Columns, Undecodable
 from ckptd.protect.fetched import Away
 from ckptd.protect.settle import in_thread

@@ -29,13 +29,12 @@ from ckptd.core.state_map.recovery import (
     DURABLE,
     OWN,
     PARITY,
-    Held,
     Piece,
     Plan,
-    SourceIndex,
     Want,
     plan_recovery,
 )
+from ckptd.core.state_map.source_index import Held, SourceIndex
 from ckptd.persist.reader import Checkpoint
 from ckptd.protect.fetched import Away
 from ckptd.recover.assembly import Assembly
@@ -68,7 +67,7 @@ class Rebuild:
         self._by_parity = ByParity(host, do.snapshot, (), {}, self._left_out)
         self._threads = Threads(host.executor)
         self._stored = Stored(do.durable, self._open, lambda error: host.unreadable(self._snapshot, error))
-        self._index: tuple[object, SourceIndex] | None = None  # what was left out, what is left
+        self._index: tuple[object, set[str], SourceIndex] | None = None  # what was left out; what is left, of these keys
         self._objects: dict[int, dict[str, bytes]] = {}
         self._pools: list[Blobs] = []
         self._catalogue: Catalogue | None = None
@@ -280,10 +279,14 @@ class Rebuild:
 
     def _plan_now(self, rank: int, asked: list[Want], durable: BoxIndex | None) -> Plan:
         without = self._left_out.copies(), self._left_out.parity_sets()
-        if self._index is None or self._index[0] != without:
-            self._index = without, SourceIndex(self._left())
         assert self._catalogue is not None, "wants come after the catalogue"
-        return plan_recovery(asked, self._index[1], self._host.node, rank, durable, self._catalogue.per_rank)
+        keys = {want.key for want in asked}
+        keys.update(map(self._catalogue.canonical, keys))
+        index = self._index
+        if index is None or index[0] != without or not keys <= index[1]:  # the ranks of a node mostly want the same
+            keys |= index[1] if index is not None else set()
+            index = self._index = without, keys, SourceIndex(self._left(), keys)
+        return plan_recovery(asked, index[2], self._host.node, rank, durable, self._catalogue.per_rank)
 
     def _left(self, *, hopeful: bool = False) -> list[Held]:
         """Sources in memory that are not left out; ``hopeful``: nor those that could not be reached."""

@@ -23,12 +23,11 @@ from ckptd.core.state_map.recovery import (
     OWN,
     PARITY,
     PEER,
-    Held,
     Plan,
-    SourceIndex,
     Want,
     plan_recovery,
 )
+from ckptd.core.state_map.source_index import Held, SourceIndex
 from tests.core.worlds import World, boxes_in, cells, elements, fsdp, quick, rows_of, value, worlds
 
 
@@ -270,6 +269,20 @@ def test_ranks_take_a_value_that_all_have_from_different_nodes() -> None:
     want = [Want(0, "w", "F32", (8,), Box.whole((8,)))]
     asked = {plan_recovery(want, index, "elsewhere", rank).pieces[0].node for rank in range(64)}
     assert len(asked) > 2 * HOLDERS_LOOKED_AT_MAX
+
+
+def test_what_will_not_be_asked_for_is_not_looked_at() -> None:
+    """Of a pipeline a node wants one stage in sixteen."""
+
+    def stage(rank: int, key: str) -> Held:
+        item = LayoutItem(key, "F32", (8,), Box.whole((8,)), "param", UNIQUE, 1)
+        return Held(f"n{rank}", rank, 0, build_layout(rank, 2, [item]))
+
+    index = SourceIndex([stage(0, "first"), stage(1, "second")], {"second", "nowhere"})
+    wants = [Want(at, key, "F32", (8,), Box.whole((8,))) for at, key in enumerate(("first", "second"))]
+    plan = plan_recovery(wants, index, "n1", 0)
+    assert [(piece.key, piece.source) for piece in plan.pieces] == [("second", OWN)]
+    assert [number for number, _ in plan.uncovered] == [0]
 
 
 def test_what_nobody_has_of_what_is_cut_is_not_in_the_snapshot() -> None:

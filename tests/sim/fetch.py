@@ -14,13 +14,12 @@ from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.recovery import (
     BY_PARITY,
     PARITY,
-    Held,
     Piece,
     Plan,
-    SourceIndex,
     Want,
     plan_recovery,
 )
+from ckptd.core.state_map.source_index import Held, SourceIndex
 from tests.sim import parity
 from tests.sim.broken import Broken
 from tests.sim.state import Mem, cut

@@ -52,7 +52,9 @@ class Catalogue:
             table = layout.fragments.table
             if table not in others:
                 keys, dtypes, shapes, *_, roles, _, _ = layout.fragments.columns()
-                entries = dict(zip(keys, map(TensorEntry, dtypes, shapes, roles), strict=True))
+                rows = list(zip(dtypes, shapes, roles, strict=True))
+                entry_of = {row: TensorEntry(*row) for row in set(rows)}  # few kinds of very many tensors
+                entries = dict(zip(keys, map(entry_of.__getitem__, rows), strict=True))
                 tensors |= {key: entry for key, entry in entries.items() if key not in tensors}
                 others[table] = {key: entry for key, entry in entries.items() if tensors[key] != entry}
             for key, entry in others[table].items():
@@ -84,8 +86,9 @@ class Catalogue:
     def to_dict(self) -> dict[str, Any]:
         """Plain msgpack types, the format of wire.rank.Opened. "variants" is there only when there are any."""
         everyone = tuple(range(self.world))
+        row_of = {entry: _row(entry) for entry in set(self.tensors.values())}
         body: dict[str, Any] = {
-            "tensors": {key: _row(entry) for key, entry in self.tensors.items()},
+            "tensors": {key: row_of[entry] for key, entry in self.tensors.items()},
             "objects": {name: ALL if r == everyone else list(r) for name, r in self.objects.items()},
             "per_rank": sorted(self.per_rank),
             "aliases": dict(self.aliases),
