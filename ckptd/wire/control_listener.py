@@ -124,7 +124,7 @@ class ControlListener:
         connection = self._connections.get(identity)
         try:
             if kind == lf.HELLO:
-                self._greeted(identity, data, _descriptor(frame))
+                self._greeted(identity, data, _descriptor(frame), _address(frame))
             elif connection is None or not self._alive(connection):
                 self._forget(identity)
                 self._reply(identity, lf.pack(lf.REFUSED, lf.GREET_FIRST, "say hello first"))
@@ -144,23 +144,23 @@ class ControlListener:
         connection.heard = self._host.now()
         return self._host.claims.heard(connection.node, connection.incarnation, connection.heard)
 
-    def _greeted(self, identity: bytes, data: bytes, fd: int) -> None:
+    def _greeted(self, identity: bytes, data: bytes, fd: int, address: str) -> None:
         self.rate_limiter.serve()  # what ended before this hello must be known before it is judged
         self.rate_limiter.known(fd)
         fields = lf.unpack(data, 3)
         if isinstance(fields, lf.Skew):
             text = f"protocol version {fields.version}, this daemon speaks {lf.PROTOCOL_VERSION}"
-            self._host.problem(f"a peer was refused: {text}")
+            self._host.problem(f"a peer at {address} was refused: {text}")
             self._reply(identity, lf.pack(lf.REFUSED, lf.VERSION_CODE, text))
             return
         node, incarnation, meant = fields
-        refused = self._refusal(node, incarnation, meant)
+        refused = self._refusal(node, incarnation, meant, address)
         if refused is None:
             self._admit(identity, node, incarnation, fd)
         else:
             self._reply(identity, lf.pack(lf.REFUSED, *refused))
 
-    def _refusal(self, node: str, incarnation: str, meant: str) -> tuple[str, str] | None:
+    def _refusal(self, node: str, incarnation: str, meant: str, address: str) -> tuple[str, str] | None:
         """(code, text), None: welcome."""
         if meant != self._host.node:
             return lf.MISDIRECTED, f"this is node {self._host.node!r}, not {meant!r}"
@@ -169,7 +169,7 @@ class ControlListener:
             text = f"{CONNECTIONS_MAX} peers are connected"
         if not text:
             return None
-        self._host.problem(f"a peer was refused: {text}")
+        self._host.problem(f"a peer at {address} was refused: {text}")
         return lf.DUPLICATE, text
 
     def _admit(self, identity: bytes, node: str, incarnation: str, fd: int) -> None:
@@ -236,3 +236,8 @@ class ControlListener:
 def _descriptor(frame: zmq.Frame) -> int:
     """Of the connection that a frame came by; libzmq's own name for it."""
     return int(frame.get(zmq.SRCFD))
+
+
+def _address(frame: zmq.Frame) -> str:
+    """Whence it came, without a port, which is another one each time."""
+    return str(frame.get("Peer-Address"))

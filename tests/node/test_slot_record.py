@@ -10,7 +10,10 @@ import pytest
 from ckptd.arena.record import RECORD_VERSION, SlotRecord, decode_record, encode_record
 from ckptd.core.ids import SnapshotId
 from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard, packed_shard
-from ckptd.core.state_map.layout_build import build_layout
+from ckptd.core.state_map.agreement import TENSORS
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE
+from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 
 LAYOUT = build_layout(0, 2, [], objects_capacity=64)
 RECORD = SlotRecord("1/gpt", SnapshotId(3, 40, 7), 0, 0, LAYOUT, 9, bytes(16), (("o:rng", b"x" * 16),), True)
@@ -30,6 +33,18 @@ def test_records_of_releases_that_named_no_grant_are_read() -> None:
     body[2] = PART.parity_set.holding_rank
     parity = replace(before, rank=PART.parity_set.holding_rank, shard=PART)
     assert decode_record(msgpack.packb([2, *body, packed_shard(PART)])) == parity
+
+
+def test_digests_that_a_release_named_are_put_in_order() -> None:
+    items = [LayoutItem(key, "U8", (1,), Box.whole((1,)), "buffer", MAYBE, 1) for key in "ba"]
+    layout = build_layout(0, 1, items, objects_capacity=64)
+    order = [fragment.key for fragment in layout.fragments]
+    assert sorted(order) == ["a", "b"]
+    named = [(f"t:{key}|0", key.encode() * 16) for key in reversed(order)] + [("o:rng", b"x" * 16)]
+    body = ["1/gpt", [3, 40, 7], 0, 0, layout.encoded, 9, bytes(48), named, True, None]
+    assert decode_record(msgpack.packb([3, *body])).digests == (
+        (TENSORS, "".join(key * 16 for key in order).encode()), ("o:rng", b"x" * 16)
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
