@@ -74,7 +74,11 @@ class PeerLink:
         self._secure(host.secret)
         self.monitor: Socket = self.socket.get_monitor_socket(_EVENTS)
         self.outbox = Outbox(lambda frame: self.socket.send(frame, zmq.DONTWAIT) and None)
-        self.socket.connect(info.control)
+        try:
+            self.socket.connect(info.control)
+        except zmq.ZMQError:
+            self.close()  # what is left open keeps the context from ending, and sockets are counted
+            raise
 
     def _secure(self, secret: ClusterKey) -> None:
         sock = self.socket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import struct
@@ -261,6 +262,20 @@ async def test_late_words_of_a_process_are_not_taken_for_its_successors(
         old.signal(signal.SIGCONT)
         await eventually(lambda: not link.greeted or a.messages)
         assert not a.messages
+
+
+async def test_an_address_that_is_none_leaves_no_socket_open(a: Link) -> None:
+    """A peer's word for where a third one is: each such address kept two sockets, and the daemon could not end."""
+    assert a._context is not None
+    before = len(a._context._sockets)
+    gc.disable()
+    try:
+        for number in range(8):
+            a.connect(NodeInfo(f"bad{number}", "nowhere at all", "", ""))
+        await eventually(lambda: len(a.said("cannot connect to node")) == 8)
+        assert len(a._context._sockets) == before
+    finally:
+        gc.enable()
 
 
 # --- junk from a peer with the key ------------------------------------------------------------------------------
