@@ -131,7 +131,7 @@ def map_floors(maps: Maps, took: dict[int, dict[str, float]]) -> Iterator[Floor]
 def look_at_maps(state: State, sort: float) -> tuple[list[Floor], dict[str, Any]]:
     maps = Maps(state)
     print(f"{state.mesh}: {state.nodes} nodes x {state.each} ranks, {state.total} tensors: a map of {maps.nbytes / MB:.2f} MB")
-    took = {"read": maps.took, "snapshot": maps.snapshot()}
+    took = {"read": maps.read, "snapshot": maps.snapshot()}
     restores = {}
     for nodes in (state.nodes * 3 // 4, FEW):
         restores[nodes] = maps.restore(nodes)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
+from bench.scale.maps import Clock, planned
 from bench.scale.state import State
 from ckptd.core.errors import CkptdError
 from ckptd.core.policy import Policy
@@ -19,10 +20,8 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.machine import JobMachine
-from ckptd.core.state_map.catalogue import Catalogue
 from ckptd.core.state_map.layout import Layout
-from ckptd.core.state_map.recovery import plan_recovery
-from ckptd.core.state_map.source_index import Held, SourceIndex
+from ckptd.core.state_map.source_index import Held
 from ckptd.wire.codec import decode, encode
 
 LINK_S = 0.001  # simulated
@@ -233,28 +232,18 @@ class Node:
             if source.layout_id not in known and source.layout_id not in leaves:
                 leaves[source.layout_id] = self._stored.layout(source.rank).leaf
         self.counts.fetched += sum(map(len, leaves.values()))
-        took: dict[str, float] = {}
+        clock = Clock()
         tables = {table.digest: table for table in self._stored.tables()}
-        wants = {rank: self.state.wants(rank) for rank in do.ranks}
-        keys = {want.key for of_rank in wants.values() for want in of_rank}
-        began = time.thread_time()
-        known.update((name, Layout.decode(data, tables.get)) for name, data in leaves.items())
-        took["read"] = time.thread_time() - began
+        known |= clock.of("read", lambda: {name: Layout.decode(data, tables.get) for name, data in leaves.items()})
         held = [Held(s.node, s.rank, s.tier, known[s.layout_id]) for s in do.sources if s.layout_id in known]
-        catalogue = Catalogue.from_layouts({one.rank: one.layout for one in held}, {}, do.per_rank)
-        catalogue.to_bytes()
-        took["catalogue"] = time.thread_time() - began - took["read"]
-        index = SourceIndex(held, keys)
-        took["index"] = time.thread_time() - began - sum(took.values())
-        for rank, asked in wants.items():
-            planning = time.thread_time()
-            plan = plan_recovery(asked, index, self.name, rank, None, catalogue.per_rank)
-            took["plan"] = took.get("plan", 0.0) + time.thread_time() - planning
+        wants = {rank: self.state.wants(rank) for rank in do.ranks}
+        for rank, plan in planned(clock, held, wants, self.name, do.per_rank).items():
+            asked = wants[rank]
             own = {f"t:{want.key}" for want in asked} & set(do.per_rank)  # as another world's ranks have them, or nobody
             missing = [number for number, _ in plan.uncovered if f"t:{asked[number].key}" not in own]
             if missing:
                 self.counts.failed["wants nowhere"] += len(missing)
-        self.planned = took
+        self.planned = clock.took
 
 
 def _nothing(do: ins.Instruction) -> None:

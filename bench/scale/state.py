@@ -16,7 +16,7 @@ from ckptd.core.ids import NodeInfo
 from ckptd.core.state_map.agreement import TENSORS
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.fragments import Fragments, Table
-from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout, align_up, following
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout, align_up, followed
 from ckptd.core.state_map.recovery import Want
 
 MESHES = ("fsdp", "fsdp+tp", "fsdp+tp+pp", "zero", "ddp")
@@ -88,10 +88,10 @@ class State:
         table = _table(self.mesh, self._which(rank), self.shape, self._cuts[:2], odd)
         places = ((), self.place(rank)[:2]) if self.mesh not in ("zero", "ddp") else ((),)
         nothing = np.empty(0, np.int64)
-        nbytes = table.nbytes(table.boxes(places, nothing, nothing)[1], 1 << 50)
-        offset = following(nbytes, OBJECTS_BYTES, len(nbytes))
-        end = align_up(int((offset + nbytes).max(initial=OBJECTS_BYTES)))
-        fragments = Fragments.of(table, places, {"offsets": nothing, "sizes": nothing, "offset": offset}, nbytes)
+        nbytes = table.once(table.nbytes(table.boxes(places, nothing, nothing)[1], 1 << 50))
+        offset = followed(table, nbytes, OBJECTS_BYTES, len(nbytes.column))
+        fragments = Fragments.of(table, places, {"offsets": nothing, "sizes": nothing}, nbytes, offset)
+        end = align_up(int((fragments.offset + fragments.nbytes).max(initial=OBJECTS_BYTES)))
         return Layout(rank, self.world, fragments, OBJECTS_BYTES, end, "plan")
 
     def tables(self) -> set[Table]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckptd_client import accelerator
+from ckptd_client import accelerator, resolve
 
 from ckptd.cli import main
 from tests.accelerator import device
@@ -56,6 +56,15 @@ def daemon(tmp_path: Path) -> Iterator[RankDaemonDouble]:
     with RankDaemonDouble(tmp_path / "d.sock") as double:
         yield double
     assert double.corruptions == []
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each time that everything was looked up by name."""
+    found: list[int] = []
+    tensors = resolve.tensors
+    monkeypatch.setattr(resolve, "tensors", lambda registry: (found.append(1), tensors(registry))[1])
+    return found
 
 
 @pytest.fixture

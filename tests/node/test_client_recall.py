@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ckptd_client import Client, resolve
+from ckptd_client import Client
 from ckptd_client.recall import Recall
 from torch import nn
 
@@ -103,14 +103,9 @@ def test_an_unchanged_structure_is_not_looked_up_again(
     assert found == [True, True, True]
 
 
-def test_an_optimizer_of_others_that_goes_does_not_cost_the_known_structure(
-    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_of_others_that_goes_does_not_cost_the_known_structure(daemon: RankDaemonDouble, looked_up: list[int]) -> None:
     """Whenever the garbage collector came by, the next snapshot looked everything up by name."""
     training, other = Training(), Training()
-    looked_up: list[int] = []
-    tensors = resolve.tensors
-    monkeypatch.setattr(resolve, "tensors", lambda registry: (looked_up.append(1), tensors(registry))[1])
     other.step()
     with restored(daemon, training) as client:
         for step in range(1, 4):
@@ -137,14 +132,9 @@ class Loader:
         self.order = state["order"]
 
 
-def test_tensors_inside_of_objects_do_not_cost_the_known_structure(
-    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_inside_of_objects_do_not_cost_the_known_structure(daemon: RankDaemonDouble, looked_up: list[int]) -> None:
     """A GradScaler's scale on its device, or a loader's order, made every snapshot look everything up by name."""
     training, loader = Training(), Loader()
-    looked_up: list[int] = []
-    tensors = resolve.tensors
-    monkeypatch.setattr(resolve, "tensors", lambda registry: (looked_up.append(1), tensors(registry))[1])
     with connected(daemon, training) as client:
         client.register(loader=loader)
         client.restore()

@@ -14,13 +14,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import msgpack
 import numpy as np
 
 from ckptd.core.state_map.columns import Ints, pack
-from ckptd.core.state_map.fragments import Fragments, Table
+from ckptd.core.state_map.fragments import Fragments, Shared, Table
 
 ALIGN_BYTES = 64  # every fragment starts on this
 BLOCK_BYTES = 1 << 20  # integrity block (D14); a fragment's blocks start at its own first byte
@@ -60,7 +60,7 @@ class Layout:
     def _encode(self, table: bytes | str = b"") -> bytes:
         fragments, own = self.fragments, self.fragments.own
         live = int((own["offset"] < self.frozen_at).sum())
-        if np.array_equal(own["offset"], following(fragments.nbytes, self.objects_capacity, live)):
+        if np.array_equal(own["offset"], followed(*fragments.alike, self.objects_capacity, live).column):
             own["offset"] = own["offset"][:0]
         else:
             live = PLACED
@@ -148,13 +148,8 @@ class Layout:
 def following(nbytes: Ints, start: int, live: int) -> Ints:
     """Offsets of fragments of so many bytes that lie one after the other from ``start`` on, those from number ``live`` on in the
     frozen part."""
-    return _following(nbytes.astype(np.int64).tobytes(), start, live)
-
-
-@lru_cache(maxsize=FOLLOWING_CACHED_MAX)
-def _following(nbytes: bytes, start: int, live: int) -> Ints:
     found, at = [], start
-    for number, size in enumerate(np.frombuffer(nbytes, np.int64).tolist()):
+    for number, size in enumerate(nbytes.tolist()):
         if number == live:
             at = (at // BIG_ALIGN_BYTES + 1) * BIG_ALIGN_BYTES  # a gap: no range of bytes lies in both parts
         if size >= BIG_FRAGMENT_BYTES:
@@ -162,8 +157,17 @@ def _following(nbytes: bytes, start: int, live: int) -> Ints:
         found.append(at)
         at = align_up(at + size)
     made: Ints = np.array(found, np.int64)
-    made.setflags(write=False)  # it is kept
     return made
+
+
+def followed(table: Table, nbytes: Shared, start: int, live: int) -> Shared:
+    """The same, once for all ranks of a table whose fragments are as large."""
+    found = nbytes.follow.get((start, live))
+    if found is None:
+        found = nbytes.follow[start, live] = table.once(following(nbytes.column, start, live))
+        while len(nbytes.follow) > FOLLOWING_CACHED_MAX:
+            del nbytes.follow[next(iter(nbytes.follow))]
+    return found
 
 
 def align_up(nbytes: int) -> int:

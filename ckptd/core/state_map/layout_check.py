@@ -13,8 +13,8 @@ from ckptd.core.state_map.box import disjoint_spans
 from ckptd.core.state_map.columns import Column, Ints, unpack
 from ckptd.core.state_map.cuts import CUTS_MAX, PARTS_MAX, RULES_MAX, Cut
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.fragments import OWN, SHARED, Fragment, Fragments, Shared, Table, digest_of
-from ckptd.core.state_map.layout import ALIGN_BYTES, FOLLOWING_CACHED_MAX, PLACED, VERSION, Layout, following
+from ckptd.core.state_map.fragments import OWN, SHARED, Fragment, Fragments, Table, digest_of
+from ckptd.core.state_map.layout import ALIGN_BYTES, PLACED, VERSION, Layout, followed
 from ckptd.core.state_map.layout_reader import (
     DIMENSIONS_MAX,
     ELEMENTS_MAX,
@@ -111,29 +111,12 @@ def _fragments(reader: Reader, version: int, find: Find | None, objects_capacity
     if nbytes is None:
         nbytes = table.once(table.nbytes(table.boxes(places, offsets, sizes)[1], PAYLOAD_BYTES_MAX))
     if live != PLACED:
-        require(not len(columns["offset"]), "two offsets")
-        return Fragments.of(table, places, columns, nbytes, _following(table, nbytes, objects_capacity, live))
-    _check_offsets(columns["offset"], len(table.keys))
+        require(not len(columns["offset"]) and float(nbytes.column.sum(dtype=np.float64)) <= PAYLOAD_BYTES_MAX, "two offsets")
+        return Fragments.of(table, places, columns, nbytes, followed(table, nbytes, objects_capacity, live))
+    require(len(columns["offset"]) == len(table.keys), "columns of other lengths")
+    require(columns["offset"].max(initial=0) <= PAYLOAD_BYTES_MAX, "offset out of bounds")
+    require(not (columns["offset"] % ALIGN_BYTES).any(), "offset not aligned")
     return Fragments.of(table, places, columns, nbytes)
-
-
-def _following(table: Table, nbytes: Shared, objects_capacity: int, live: int) -> Shared:
-    """Where all shares are equal, once for all ranks."""
-    found = nbytes.follow.get((objects_capacity, live))
-    if found is None:
-        require(float(nbytes.column.sum(dtype=np.float64)) <= PAYLOAD_BYTES_MAX, "more bytes than there can be")
-        offset = following(nbytes.column, objects_capacity, live)
-        _check_offsets(offset, len(table.keys))
-        found = nbytes.follow[objects_capacity, live] = table.once(offset)
-        while len(nbytes.follow) > FOLLOWING_CACHED_MAX:
-            del nbytes.follow[next(iter(nbytes.follow))]
-    return found
-
-
-def _check_offsets(offset: Ints, count: int) -> None:
-    require(len(offset) == count, "columns of other lengths")
-    require(offset.max(initial=0) <= PAYLOAD_BYTES_MAX, "offset out of bounds")
-    require(not (offset % ALIGN_BYTES).any(), "offset not aligned")
 
 
 def _places(reader: Reader, table: Table) -> tuple[tuple[tuple[int, ...], ...], int]:

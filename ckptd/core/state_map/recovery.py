@@ -173,13 +173,8 @@ class _Planner:
             near = self._near[parts] = [
                 _Near(both, box, both.volume, *self._nearest(held)) for box, both, held in parts.parts
             ]
-        itemsize, fragments = ITEMSIZE[want.dtype], cut.fragments
-        for both, box, volume, source, copies in near:
-            node, rank, which = copies[0] if source != PEER else self._least_asked(key, copies)
-            nbytes = volume * itemsize
-            if source == PEER:
-                self._asked[node] = self._asked.get(node, 0) + nbytes
-            self.pieces.append(Piece(want.index, key, both, source, node, rank, fragments[which], box, nbytes))
+        for both, stored, volume, source, copies in near:
+            self._piece(want, key, both, source, copies, stored, volume, cut.fragments)
 
     def _parts(self, want: Want, met: Sequence[_Met], of: tuple[CutKind, CutParts] | None) -> list[tuple[Box, list[Copy]]]:
         """What memory has that meets it."""
@@ -303,13 +298,16 @@ class _Planner:
         return missing
 
     def _piece(
-        self, want: Want, key: str, box: Box, source: str, copies: Sequence[Copy], stored: Box
-    ) -> None:
-        nbytes = box.volume * ITEMSIZE[want.dtype]
-        copy = copies[0] if source != PEER else self._least_asked(key, copies)
+        self, want: Want, key: str, box: Box, source: str, copies: Sequence[Copy], stored: Box, volume: int | None = None,
+        fragments: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """fragments: those that the copies name by their number in there."""
+        nbytes = (box.volume if volume is None else volume) * ITEMSIZE[want.dtype]
+        node, rank, fragment = copies[0] if source != PEER else self._least_asked(key, copies)
         if source == PEER:
-            self._asked[copy.node] = self._asked.get(copy.node, 0) + nbytes
-        self.pieces.append(Piece(want.index, key, box, source, *copy, stored, nbytes))
+            self._asked[node] = self._asked.get(node, 0) + nbytes
+        number = fragments[fragment] if fragments else fragment
+        self.pieces.append(Piece(want.index, key, box, source, node, rank, number, stored, nbytes))
 
     def _least_asked(self, key: str, copies: Sequence[Copy]) -> Copy:
         """The peer with the fewest bytes planned so far; among equals another one for each rank and key."""

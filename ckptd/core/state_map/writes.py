@@ -73,7 +73,8 @@ def assign_writes(
     for piece in slices:
         if _nodes(piece) == 1:
             elsewhere[piece.copies[0][0]] += piece.nbytes
-    if max(elsewhere.values(), default=0) <= fair:
+    stays = max(elsewhere.values(), default=0) <= fair
+    if stays:
         for own in owned:
             chosen.setdefault(own.nodes[0], {}).setdefault(own.rank, []).append(own.fragments)
     else:
@@ -82,7 +83,7 @@ def assign_writes(
     slices.sort(key=lambda s: (_nodes(s) > 1, not s.tied, -s.nbytes, s.copies))
     single = next((at for at, piece in enumerate(slices) if _nodes(piece) > 1), len(slices))
     _write(slices[:single], load, fair, chosen)
-    if max(elsewhere.values(), default=0) > fair:
+    if not stays:
         _share_out(owned, load, fair, chosen)
     _write(slices[single:], load, fair, chosen)
     return {
