@@ -219,7 +219,7 @@ def _saves_more(name: str, holder: Any) -> bool:
     or has not stepped yet, is not asked."""
     if isinstance(holder, Optimizer) and not beside.overrides(holder):
         return False
-    if not any(optimizer.state or watch.has_stepped(optimizer) for optimizer in nested.optimizers(_inside(holder))):
+    if not any(optimizer.state or watch.first(optimizer) for optimizer in nested.optimizers(_inside(holder))):
         return True
     try:
         with NoCollectives(name), torch.no_grad():

@@ -27,7 +27,7 @@ _USUAL = ("state", "param_groups")
 def collect(name: str, value: Any) -> Tree:
     """``value``: the registered optimizer or list. Raises CkptdError when one runs a collective."""
     inside = nested.optimizers(value)
-    if not any(map(overrides, inside)) or not any(o.state or watch.has_stepped(o) for o in inside):
+    if not any(map(overrides, inside)) or not any(o.state or watch.first(o) for o in inside):
         return {}
     known = {id(leaf) for optimizer in inside for state in optimizer.state.values() for leaf in _tensors(state)}
     known |= {id(parameter) for _, group in nested.groups(value) for parameter in group["params"]}

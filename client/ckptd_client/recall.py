@@ -123,9 +123,9 @@ class Recall:
         ]
 
     def _optimizers(self) -> set[tuple[int, tuple[int, bool]]]:
-        """All of the process, by identity: what would be missed if nobody registered one (complete.py). One that has gone since,
-        whenever the garbage is collected, is no news."""
-        return {(id(optimizer), self._has(optimizer)) for optimizer in watch.stepped()}
+        """All of the process: what would be missed if nobody registered one (complete.py). One that has gone since, whenever the
+        garbage is collected, is no news, and one that lies in its place is another."""
+        return {(watch.first(optimizer), self._has(optimizer)) for optimizer in watch.stepped()}
 
     def _has(self, optimizer: Optimizer) -> tuple[int, bool]:
         changed = id(optimizer) not in self._registered and bool(hyper.changed(optimizer))

@@ -90,8 +90,9 @@ def last(optimizer: Optimizer) -> int:
     return _last.get(optimizer, 0)
 
 
-def has_stepped(optimizer: Optimizer) -> bool:
-    return optimizer in _first
+def first(optimizer: Optimizer) -> int:
+    """The serial of its first step, which is nobody else's; 0: none was seen."""
+    return _first.get(optimizer, 0)
 
 
 def took_over(optimizer: Optimizer, other: Optimizer, since: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ckptd_client import Client
+from ckptd_client import Client, recall
 from ckptd_client.recall import Recall
 from torch import nn
 
@@ -117,6 +117,27 @@ def test_an_optimizer_of_others_that_goes_does_not_cost_the_known_structure(daem
                 del other
                 gc.collect()
     assert looked_up == []
+
+
+def test_an_optimizer_in_the_place_of_one_that_is_gone_is_another(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody registered either of them; the first one stepped what is not registered. Where in memory they lie may be the same."""
+    monkeypatch.setattr(recall, "id", lambda one: 7 if isinstance(one, torch.optim.Optimizer) else id(one), raising=False)
+    training, other = Training(), Training()
+    other.step()
+    with restored(daemon, training) as client:
+        for step in (1, 2):
+            training.step()
+            assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
+        del other
+        gc.collect()
+        training.step()
+        assert client.snapshot(3, must=True).wait("sealed", 30) == "durable"
+        later = type(training.optimizer)(training.model.parameters())
+        training.step()
+        later.step()
+        assert "nobody registered" in client.snapshot(4, must=True).status
 
 
 class Loader:
