@@ -57,19 +57,34 @@ def sort_s() -> float:
     return time.thread_time() - began
 
 
+def life(world: World, into: int) -> Iterator[Phase]:
+    """Each phase begins when the one before has ended. The last node is lost; later the steward, while a snapshot is sealed and
+    not yet certified."""
+    state = world.state
+    yield world.start("join", state, "a1")
+    yield world.snapshot("first snapshot")
+    for _ in range(STEADY):
+        yield world.snapshot("steady snapshot")
+    yield world.flush()
+    world.lose({f"n{state.nodes - 1}"})
+    yield world.start("restore", state.into(into), "a2")
+    yield world.snapshot("first snapshot of it")
+    yield world.seal()
+    world.lose({world.steward})
+    yield world.start("restore by the successor", state.into(min(into, state.nodes - 2), first=1), "a3")
+
+
 def run(state: State, into: int, whole: int) -> tuple[list[Phase], list[int], list[dict[str, float]]]:
     """A life of the job; its restore goes into so many nodes."""
     world = World(state, whole)
+    phases: list[Phase] = []
+    books: list[int] = []
     try:
-        phases = [world.start(state, "a1")]
-        if phases[-1].ended:
-            phases += [world.snapshot("first snapshot"), *(world.snapshot("steady snapshot") for _ in range(STEADY))]
-        if phases[-1].ended:
-            phases.append(world.flush())
-        books = world.books()
-        if phases[-1].ended:
-            world.lose({f"n{state.nodes - 1}"})
-            phases.append(world.start(state.into(into), "a2"))
+        for phase in life(world, into):
+            phases.append(phase)
+            books = [*map(max, zip(books or [0] * whole, world.books(), strict=False))]
+            if not phase.ended:
+                break
         return phases, books, world.planned()
     finally:
         world.end()
@@ -85,8 +100,8 @@ def floors(phases: list[Phase], books: list[int], planned: list[dict[str, float]
         yield Floor("steward's CPU for a steady snapshot, s", 0.2, _cpu(phase.steward.cpu))
         yield Floor("a member's CPU for a steady snapshot, s", 0.01, _cpu(phase.member.cpu))
     for phase in phases:
-        if phase.name == "restore":
-            yield Floor("steward's CPU for a restore, s", 3, _cpu(phase.steward.cpu))
+        if phase.name.startswith("restore"):
+            yield Floor(f"steward's CPU for a {phase.name}, s", 3, _cpu(phase.steward.cpu))
     if planned:
         yield Floor("a restore's plan on one node, s", 1 if each <= EACH else 5, max(sum(found.values()) for found in planned))
     yield Floor("books of one daemon, MB", 200, max(books) / MB)

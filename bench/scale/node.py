@@ -63,6 +63,7 @@ class Node:
         self.machine = JobMachine("0/scale", me, policy)
         self.levels: dict[int, int] = {}  # step -> level that local ranks were told
         self.durable: set[int] = set()
+        self.sealed = -1  # newest step that a local rank has sealed
         self.trains = False
         self.planned: dict[str, float] = {}  # seconds of one restore, by what
         self._out: list[Out] = []
@@ -71,7 +72,7 @@ class Node:
         self.gone: set[str] = set()
         self._steps: dict[int, int] = {}  # rank -> newest step called
         self._layouts: WeakValueDictionary[str, Layout] = WeakValueDictionary()
-        self._stored: State | None = None  # whose snapshots memory holds
+        self._worlds: dict[int, State] = {}  # by epoch
 
     # --- what happens -------------------------------------------------------------------------------------------
     def do(self, now: float, item: tuple[Any, ...]) -> list[Out]:
@@ -121,7 +122,7 @@ class Node:
         """A start of the job. Ranks of an earlier one are gone."""
         for rank in self._steps:
             self._event(ev.RankLeft(rank, False), now)
-        self._stored, self.state, self.trains, self._steps = self.state, state, False, {}
+        self.state, self.trains, self._steps = state, False, {}
         ranks, nodes = state.ranks(), state.members()
         for rank, node in enumerate(ranks):
             if node == self.name:
@@ -138,26 +139,33 @@ class Node:
         if self._steps.get(rank, -1) < step:
             self._later(LINK_S, "sealed", rank, slot, grant, step)
             return
+        self.sealed = step
         layout = self.state.layout(rank)
-        name, data, digests = layout.layout_id, layout.encoded, self.state.digests(layout, step)
-        more = rank, slot, grant, step
-        self._feed(now, "SlotSealed", lambda: ev.SlotSealed(*more, self._decoded(name, data), digests))
+        digests, decoded = self.state.digests(layout, step), self._decoded(layout)
+        self._feed(now, "SlotSealed", lambda: ev.SlotSealed(rank, slot, grant, step, decoded(), digests))
 
-    def _decoded(self, name: str, data: bytes) -> Layout:
+    def _decoded(self, layout: Layout) -> Callable[[], Layout]:
         """A daemon decodes a layout once, as long as something has it."""
-        found = self._layouts.get(name)
-        if found is None:
-            found = self._layouts[name] = Layout.decode(data)
-        return found
+        found = self._layouts.get(layout.layout_id)
+        if found is not None:
+            return lambda: found
+        name, data = layout.layout_id, layout.encoded
+
+        def decode_now() -> Layout:
+            made = self._layouts[name] = Layout.decode(data)
+            return made
+
+        return decode_now
 
     def _on_copy(self, now: float, sender: str, do: ins.Replicate) -> None:
         refused = self.machine.admits_replica(do.snapshot, do.rank)
         if not refused:
             self._slots += 1
-            layout = self.state.layout(do.rank)
-            name, data, digests = layout.layout_id, layout.encoded, self.state.digests(layout, do.snapshot.step)
+            state = self._worlds[do.snapshot.epoch]
+            layout = state.layout(do.rank)
+            digests, decoded = state.digests(layout, do.snapshot.step), self._decoded(layout)
             more = do.snapshot, do.rank, do.tier, self._slots
-            self._feed(now, "ReplicaArrived", lambda: ev.ReplicaArrived(*more, self._decoded(name, data), digests))
+            self._feed(now, "ReplicaArrived", lambda: ev.ReplicaArrived(*more, decoded(), digests))
         sent = ev.ReplicaSent(do.snapshot, do.rank, do.tier, do.to, not refused, refused)
         self._out.append((LINK_S, sender, ("event", sent)))
 
@@ -182,10 +190,11 @@ class Node:
         self._later(LINK_S, "event", ev.EpochClaimed(do.attempt, do.record.number, True))
 
     def _do_PrepareRestore(self, do: ins.PrepareRestore) -> None:  # noqa: N802
+        self._worlds[do.record.number] = self.state
         if do.snapshot is None:
             return
         if self.whole:
-            self._plan(do)
+            self._plan(do, self._worlds[do.snapshot.epoch])
         for rank in do.ranks:
             self._later(COPY_S, "event", ev.RankFetched(rank, do.round, True))
 
@@ -223,17 +232,16 @@ class Node:
         self._later(LINK_S, "event", ev.CommitDone(do.snapshot, do.attempt, True))
 
     # --- restore ------------------------------------------------------------------------------------------------
-    def _plan(self, do: ins.PrepareRestore) -> None:
+    def _plan(self, do: ins.PrepareRestore, stored: State) -> None:
         """What each node does for its ranks (recover/rebuild.py): learn all layouts, read those that it lacks, index, plan."""
-        assert self._stored is not None, "there was a start before"
         known = {held.layout_id: held for held in self.machine.slots.layouts().values()}
         leaves = {}
         for source in do.sources:
             if source.layout_id not in known and source.layout_id not in leaves:
-                leaves[source.layout_id] = self._stored.layout(source.rank).leaf
+                leaves[source.layout_id] = stored.layout(source.rank).leaf
         self.counts.fetched += sum(map(len, leaves.values()))
         clock = Clock()
-        tables = {table.digest: table for table in self._stored.tables()}
+        tables = {table.digest: table for table in stored.tables()}
         known |= clock.of("read", lambda: {name: Layout.decode(data, tables.get) for name, data in leaves.items()})
         held = [Held(s.node, s.rank, s.tier, known[s.layout_id]) for s in do.sources if s.layout_id in known]
         wants = {rank: self.state.wants(rank) for rank in do.ranks}

@@ -22,6 +22,7 @@ class Told:
     trains: bool
     levels: dict[int, int]
     durable: set[int]
+    sealed: int
 
 
 class Process:
@@ -67,7 +68,7 @@ class Served:
         return self.do([(now, name, ("tick",)) for name in self.nodes])
 
     def told(self) -> dict[str, Told]:
-        return {name: Told(node.trains, node.levels, node.durable) for name, node in self.nodes.items()}
+        return {name: Told(node.trains, node.levels, node.durable, node.sealed) for name, node in self.nodes.items()}
 
     def lose(self, gone: set[str]) -> None:
         """These nodes die, and nobody reaches them any more."""

@@ -90,12 +90,12 @@ class World:
             self.put(at, name, item)
 
     # --- phases -------------------------------------------------------------------------------------------------
-    def phase(self, name: str, ended: Callable[[], bool]) -> Phase:
+    def phase(self, name: str, ended: Callable[[], bool], every_s: float = TICK_S) -> Phase:
         began, looked = self.now, self.now
         done = False
         while not done and self.now < began + PHASE_S:
             self._turn()
-            if self.now >= looked + TICK_S:
+            if self.now >= looked + every_s:
                 looked, done = self.now, ended()
         found = Phase(name, done, self.now - began)
         for process in self.processes:
@@ -119,15 +119,17 @@ class World:
         return next(name for name in self._where if name not in self.gone)
 
     def told(self) -> dict[str, Any]:
-        """What the whole nodes know."""
-        return {name: told for process in self.processes if process.whole for name, told in process.ask("told").items()}
+        """What those of the whole nodes know that have ranks."""
+        some = set(self.state.ranks())
+        asked = (process.ask("told") for process in self.processes if process.whole)
+        return {name: told for found in asked for name, told in found.items() if name in some}
 
-    def start(self, state: State, attempt: str) -> Phase:
+    def start(self, name: str, state: State, attempt: str) -> Phase:
         self._step_at, self.state = 1e18, state
-        for name in set(state.ranks()):
-            self.put(self.now + LINK_S, name, ("join", state, attempt))
+        for node in set(state.ranks()):
+            self.put(self.now + LINK_S, node, ("join", state, attempt))
         trains = lambda: all(told.trains for told in self.told().values())  # noqa: E731
-        found = self.phase("restore" if self.gone else "join", trains)
+        found = self.phase(name, trains)
         self._step_at = self.now + STEP_S
         return found
 
@@ -139,6 +141,15 @@ class World:
     @staticmethod
     def _safe(told: Any, after: int) -> bool:
         return any(step > after and level >= 1 for step, level in told.levels.items())
+
+    def seal(self) -> Phase:
+        """Until all nodes that are whole have sealed a step of which none has heard yet that it can be restored."""
+        before = max(told.sealed for told in self.told().values())
+        found = self.phase("seal", lambda: min(told.sealed for told in self.told().values()) > before, every_s=0)
+        told = self.told().values()
+        newest = min(one.sealed for one in told)
+        assert all(one.levels.get(newest, -1) < 0 for one in told), "a copy takes longer than a turn"
+        return found
 
     def flush(self) -> Phase:
         step = max(next(iter(self.told().values())).levels)

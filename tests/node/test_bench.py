@@ -57,9 +57,11 @@ def test_pacing_runs_to_its_end(tmp_path: Path) -> None:
 
 def test_a_small_world_of_scale_lives_its_whole_life(tmp_path: Path) -> None:
     """Steward, members, the nodes that share a process: each snapshot is protected, and nothing that is wanted is nowhere."""
-    world = "--nodes 8 --ranks-per-node 2 --tensors 100 --mesh fsdp+tp+pp --odd --whole 2"
+    world = "--nodes 8 --ranks-per-node 2 --tensors 100 --mesh fsdp+tp+pp+ep --odd --whole 3"
     (told,) = told_by("scale", tmp_path, *world.split())["worlds"]
-    assert [phase["name"] for phase in told["phases"]] == ["join", "first snapshot", *["steady snapshot"] * 2, "flush", "restore"]
+    first = ["join", "first snapshot", *["steady snapshot"] * 2, "flush"]
+    then = ["restore", "first snapshot of it", "seal", "restore by the successor"]
+    assert [phase["name"] for phase in told["phases"]] == [*first, *then]
     assert all(phase["ended"] and not phase["failed"] for phase in told["phases"])
     assert told["planned"] and all(phase["steward"]["cpu"] and phase["member"]["cpu"] for phase in told["phases"])
 
