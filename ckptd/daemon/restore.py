@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 NO_STORAGE = "; this daemon has no storage_root to look into"
 HINTS = {
     "unreachable": "bring the missing daemons or the storage back; restore(step=...) takes an older step, allow_fresh=True none",
-    "unrecoverable": "`ckptd ls` shows what exists; allow_fresh=True starts anew",
+    "unrecoverable": "`ckptd ls` shows what exists",
     "mismatch": "register the same objects as when the snapshot was taken, or use only=/strict=False/key_map",
     "timeout": "look at the daemons' logs for the rank that did not answer; restore_timeout_s bounds the wait",
     "memory": "raise memory_budget, or restore into more nodes",
@@ -87,6 +87,8 @@ class Restore:
         joined_at = self._joined_at.get(do.record.nonce)
         if joined_at is not None:
             self._job.meter.decided(self._round.started - joined_at)
+        if do.errors:
+            log.warning("job=%s epoch=%d: %s", self._job.job, do.record.number, "; ".join(do.errors))
         if do.snapshot is None:
             for rank in do.ranks:
                 self._tell(rank, wire.Opened(do.record.number, do.round, None, list(do.errors)))

@@ -14,6 +14,7 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.life import Tombstone
+from ckptd.core.protocol.machine.context import RESEND_S
 from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.core.protocol.machine.steward.gather import FRESH_S
 from ckptd.core.protocol.machine.steward.restore import LEFT_PATIENCE_S
@@ -28,12 +29,13 @@ SLACK_S = 5.0
 class Machine:
     """Node a, which is the steward-elect; what it says to itself arrives at once."""
 
-    def __init__(self, *first: ev.Event, trains: bool = False) -> None:
+    def __init__(self, *first: ev.Event, here: bool = True, trains: bool = False) -> None:
         self.machine, self.now = JobMachine("1/job", A, Policy(replicas=1)), 0.0
         self.done: list[ins.Instruction] = []
         for event in first:
             self.feed(event)
-        self.feed(ev.RankJoined(0, "x", RANKS, NODES, ASK, trains=trains))
+        if here:
+            self.feed(ev.RankJoined(0, "x", RANKS, NODES, ASK, trains=trains))
 
     def feed(self, event: ev.Event) -> None:
         asked = [do.turn for do in self.done if isinstance(do, ins.ReadDurable)]
@@ -112,6 +114,26 @@ def test_a_rank_that_left_again_is_not_waited_for_so_long() -> None:
     machine.other_reports()
     assert any(isinstance(do, ins.Send) and isinstance(do.message, msg.InventoryRequest) for do in machine.done)
     machine.until_failed(LEFT_PATIENCE_S + SLACK_S)
+
+
+OPENED = EpochRecord(1, "x", RANKS, NODES)
+
+
+@pytest.mark.parametrize(
+    ("known", "trains", "in_time"),
+    [(OPENED, False, True), (None, False, False), (replace(OPENED, nonce="older"), False, False), (OPENED, True, False)],
+)
+def test_a_steward_that_was_restarted_in_mid_restore_does_not_wait_long_for_its_own_ranks(
+    known: EpochRecord | None, trains: bool, in_time: bool
+) -> None:
+    """Their restore() raised with its death; the others hung in theirs for minutes (an operator). Ranks that train wait for
+    nothing, and of one that never came nobody knows whether it is about to."""
+    machine = Machine(here=False)
+    for _ in range(int((LEFT_PATIENCE_S + SLACK_S) / RESEND_S)):
+        machine.feed(ev.Received("b", msg.JoinReport("x", RANKS, NODES, (1,), ASK, known, trains=trains)))
+        machine.ticks(RESEND_S)
+    refused = machine.sent_to("b", msg.JoinRefused)
+    assert [message.reason for message in refused[:1]] == (["ranks 0 did not join, or left again"] if in_time else [])
 
 
 def test_a_rank_that_trains_makes_a_daemon_that_knows_nothing_ask_the_others() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
@@ -11,7 +13,7 @@ from ckptd.core.protocol.machine.steward.certify import REPEAT_S
 from ckptd.core.protocol.machine.steward.protecting import PATIENCE_S
 from tests.core.certificates import BOTH, released, steward
 from tests.core.flushes import step_of
-from tests.core.machines import Steward, at, fact, layout, only, record_of
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 
 
 def test_a_newer_one_of_the_same_level_releases_an_older_one() -> None:
@@ -32,6 +34,30 @@ def test_after_a_loss_a_newer_one_of_the_level_that_is_left_releases() -> None:
     node.feed(ev.NodeDown("c"))
     assert released(node) == set()
     node.tick(PATIENCE_S + 1.0)
+    assert released(node) == {7}
+
+
+@pytest.mark.parametrize("goes", ["b", "ab"])
+def test_where_nobody_else_can_hold_more_a_leaving_node_holds_up_no_release(goes: str) -> None:
+    """P14: each snapshot kept the older ones for ten seconds, for copies that nobody could make, and of 110 steps 7 were taken (an
+    operator who drained the only node)."""
+    node = steward(replicas=1).train().capture(7).protect(7)
+    for name in goes:
+        node.feed(ev.DrainAsked(True)) if name == "a" else node.others[name].tell(msg.Leaving(EPOCH, True))
+    node.capture(8)
+    assert released(node) == set(), "step 7 survives a loss, step 8 does not yet (P3)"
+    node.protect(8)
+    assert released(node) == {7}
+
+
+def test_a_leaving_nodes_newest_releases_what_does_without_it_once_it_does_so_itself() -> None:
+    """P3: another node can take what the leaving one holds, and is going to."""
+    node = steward(record_of("abc")).train().capture(7).protect(7).capture(8)
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    node.protect(8)
+    assert (node.level(8), released(node)) == (1, set())
+    node.copy(8, 1, to="a")
+    node.copy(8, 2, to="b")
     assert released(node) == {7}
 
 

@@ -13,6 +13,7 @@ from ckptd.core.state_map.agreement import agree
 from ckptd.core.state_map.balance import plans_in
 from ckptd.core.state_map.layout import Layout
 
+NOTHING_OF_IT = "memory holds nothing of it"
 REASONS_MAX = 8  # missing ranks or slices named per snapshot; the rest is counted
 
 
@@ -211,7 +212,7 @@ def _doubt(held: _Held, layouts: Mapping[str, Layout]) -> str:
 def _lacking(own: Mapping[int, Layout], held: _Held) -> str:
     """What memory lacks of this snapshot, in words; "" when it is whole."""
     if not own:
-        return "memory holds nothing of it"
+        return NOTHING_OF_IT
     world = next(iter(own.values())).world
     missing = [rank for rank in range(world) if rank not in own]
     if missing:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId, parallel_groups
 from ckptd.core.policy import ONE_COPY
-from ckptd.core.protocol.candidates import Candidate, Candidates, find_candidates
+from ckptd.core.protocol.candidates import NOTHING_OF_IT, Candidate, Candidates, find_candidates
 from ckptd.core.protocol.machine.steward.gather import Gather
 from ckptd.core.protocol.messages import Inventory, RestoreAsk
 from ckptd.core.redundancy.parity_groups import parity_members
@@ -21,6 +21,7 @@ NOTHING = SnapshotId(-1, -1)
 ERRORS_MAX = 16  # reasons told to the ranks
 NOTHING_SEALED = "nothing was ever sealed"
 BEGINS_ANEW = "this start begins anew"
+ELSEWHERE = "copied below another job's name it can be continued there"
 ALARMS = {NOTHING_SEALED: "nothing_sealed", BEGINS_ANEW: "begins_anew"}  # first words of what a decision says -> their kind
 
 
@@ -80,14 +81,15 @@ def decide(
     found = _find(gather, ask, excluded)
     errors = _errors(gather, found, damaged)
     if found.best is not None:
-        errors += _buried(gather, above=found.best.snapshot)
+        errors += _passed_by(gather, ask, found.best.snapshot, excluded) + _buried(gather, above=found.best.snapshot)
         return Decision(_record(gather, found.best, floor, redundancy), found.best, errors=errors)
     if ask.allow_fresh or (ask.step is None and _proven_fresh(gather)):
         said = errors + (_left_by_it(gather, "by allow_fresh=True") or _unsealed(gather)) + _buried(gather, f"{BEGINS_ANEW}: ")
         return Decision(_record(gather, None, floor, redundancy), errors=said, proven_fresh=not ask.allow_fresh)
     complete = not gather.missing() and gather.durable is not None and gather.durable.ok
     code = "unrecoverable" if complete or excluded else "unreachable"
-    return Decision(code=code, reason="; ".join(errors) or _nothing(gather, ask))
+    why = errors or _nothing(gather, ask)
+    return Decision(code=code, reason="; ".join(why + (_remedy(gather, ask) if code == "unrecoverable" else ())))
 
 
 def _left_by_it(gather: Gather, how: str) -> tuple[str, ...]:
@@ -108,18 +110,40 @@ def _unheard(gather: Gather) -> tuple[str, ...]:
     return (f"{BEGINS_ANEW} without restore(), and nobody can say what is left behind: {missed}",) if missed else ()
 
 
-def _nothing(gather: Gather, ask: RestoreAsk) -> str:
+def _nothing(gather: Gather, ask: RestoreAsk) -> tuple[str, ...]:
+    """Why there is nothing to be looked at."""
     left = _left_behind(gather, ask)
-    if left:
-        return left
     wanted = [f"of step {ask.step}"] if ask.step is not None else []
     wanted += ["on storage" if ask.source == "durable" else "in memory"] if ask.source else []
     if wanted:
-        return f"there is no checkpoint {' '.join(wanted)}"
-    return f"{_what_became(gather)}; allow_fresh=True begins anew"
+        return left or (f"there is no checkpoint {' '.join(wanted)}",)
+    became = _what_became(gather, " of that line" if left else "")
+    return (became, *left) if not left or gather.sealed() > _abandoned(gather, ask).epoch else left
 
 
-def _what_became(gather: Gather) -> str:
+def _remedy(gather: Gather, ask: RestoreAsk) -> tuple[str, ...]:
+    """Who mistook the number of a step is not told how to lose the others."""
+    if ask.step is None and not ask.source:
+        return ("allow_fresh=True begins anew",)
+    best = _find(gather, RestoreAsk()).best
+    return (f"restore() takes step {best.snapshot.step} of epoch {best.snapshot.epoch}",) if best is not None else ()
+
+
+def _passed_by(gather: Gather, ask: RestoreAsk, taken: SnapshotId, excluded: Collection[SnapshotId]) -> tuple[str, ...]:
+    """A newer one that this start leaves behind, or that one before it did which has taken nothing since: as a rule a program that
+    was only to look at an older step."""
+    record = gather.lineage()
+    if ask.step is None and not ask.source:
+        anew = record is not None and taken.epoch < record.number
+        return _left_behind(gather, ask) if anew and _abandoned(gather, ask) > taken else ()
+    best = _find(gather, RestoreAsk(), excluded).best
+    if best is None or best.snapshot <= taken:
+        return ()
+    step = f"step {best.snapshot.step} of epoch {best.snapshot.epoch}"
+    return (f"{step} is left behind by this start, and is deleted when it has a checkpoint of its own; {ELSEWHERE}",)
+
+
+def _what_became(gather: Gather, of_which: str = "") -> str:
     """Of the snapshots of a job that has run before."""
     epoch, record = gather.sealed(), gather.lineage()
     let_go = sorted(node for node, answer in gather.answers.items() if answer.buried >= max(epoch, 1))
@@ -130,7 +154,7 @@ def _what_became(gather: Gather) -> str:
     said = [f"its snapshots of epoch {epoch} are held {where}"] if epoch else []
     said += [f"{', '.join(let_go)} let go of the job when it was over and nothing of it was left"] if let_go else []
     said += [f"{', '.join(anew)} started anew since it ran and may have lost some"] if anew and not let_go else []
-    said += ["there is no storage" if not gather.claims else "storage has none"] if said and stored else []
+    said += ["there is no storage" if not gather.claims else f"storage has none{of_which}"] if said and stored else []
     return "this job has run before, and " + (", ".join(said) or "nobody can say that it has no checkpoint")
 
 
@@ -158,20 +182,21 @@ def _unsealed(gather: Gather) -> tuple[str, ...]:
     return (f"{NOTHING_SEALED}{after}: epoch {before.number} ran{where} and ended before a first snapshot was complete",)
 
 
-def _left_behind(gather: Gather, ask: RestoreAsk) -> str:
+def _abandoned(gather: Gather, ask: RestoreAsk) -> SnapshotId:
+    """The newest on storage that fits and is of a line that was left behind."""
+    record, commits = gather.lineage(), gather.durable.commits if gather.durable is not None else ()
+    left = (commit for commit in commits if record is not None and record.abandons(commit) and ask.step in (None, commit.step))
+    return max(left, default=NOTHING)
+
+
+def _left_behind(gather: Gather, ask: RestoreAsk) -> tuple[str, ...]:
     """It is listed, and yet refused: whoever asks for it must be told why."""
-    record, durable = gather.lineage(), gather.durable
-    if record is None or durable is None:
-        return ""
-    left = max((commit for commit in durable.commits if commit.step == ask.step and record.abandons(commit)), default=None)
-    if left is None:
-        return ""
+    record, left = gather.lineage(), _abandoned(gather, ask)
+    if record is None or left == NOTHING:
+        return ()
     passed = next((fork for fork in record.ancestry if fork.epoch <= left.epoch), None)  # the one that passed it by
     fork = f"went back to step {passed.step} of epoch {passed.epoch}" if passed else "started anew"
-    return (
-        f"step {left.step} of epoch {left.epoch} was left behind when the job {fork}; "
-        "copied below another job's name it can be continued there"
-    )
+    return (f"step {left.step} of epoch {left.epoch} was left behind when the job {fork}; {ELSEWHERE}",)
 
 
 def spread(attempt: str, number: int) -> int:
@@ -230,6 +255,9 @@ def _errors(gather: Gather, found: Candidates, damaged: Mapping[SnapshotId, str]
         errors.append(f"storage did not answer: {gather.durable.reason if gather.durable is not None else 'timeout'}")
     newest = found.best.snapshot if found.best is not None else SnapshotId(-1, -1)
     passed = {over.snapshot: over.reason for over in found.passed_over} | dict(damaged)
+    anywhere = not any(ask and ask.source for ask in gather.joined.values())
+    if anywhere and gather.claims and gather.durable is not None and gather.durable.ok:
+        passed |= {snapshot: f"{why}, nor does storage" for snapshot, why in passed.items() if why == NOTHING_OF_IT}
     errors += [
         f"step {snapshot.step} of epoch {snapshot.epoch}: {passed[snapshot]}"
         for snapshot in sorted(passed, reverse=True)

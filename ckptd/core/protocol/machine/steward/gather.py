@@ -35,6 +35,7 @@ class Gather:
     joined: dict[int, RestoreAsk | None] = field(default_factory=dict)
     heard_at: dict[int, float] = field(default_factory=dict)  # rank -> its last report
     told: set[str] = field(default_factory=set)  # nodes that have said the world
+    trains: bool = False  # some of its ranks were let into an epoch of it
     wrong: str = ""  # why these ranks cannot start together
     asking_since: float | None = None
     heard_of_at: float = -1e9  # when the last node to ask became known
@@ -52,6 +53,10 @@ class Gather:
     said_at: float = -1e9
     read: dict[str, Layout] = field(default_factory=dict)  # by name, whoever answered with it
     tables: dict[str, Table] = field(default_factory=dict)  # those that answers need not bring, and that stay here until then
+
+    def all_stood_here(self) -> bool:
+        """An epoch was opened for it, perhaps in an earlier life of this daemon, and is to be restored still."""
+        return not self.trains and any(record.nonce == self.attempt for record in self.records)
 
     def missing(self) -> list[str]:
         return [node for node in self.asked if node not in self.answers]
@@ -199,6 +204,7 @@ class Gathering:
             gather.bury(self._ctx.forgotten)
             self._learn(gather, self._ctx.record)
         self._learn(gather, message.known)
+        gather.trains |= message.trains
         if message.ranks:
             gather.told.add(sender)
             if (gather.ranks, gather.nodes) != (message.ranks, message.nodes):

@@ -400,7 +400,7 @@ class Restoring:
 
     def _watch_joins(self, gather: Gather) -> None:
         patience = self._ctx.policy.join_timeout_s
-        if gather.asking_since is not None:
+        if gather.asking_since is not None or gather.all_stood_here():
             patience = min(patience, LEFT_PATIENCE_S)
         if self.gathering.complete():
             gather.since = self._ctx.now
