@@ -113,6 +113,8 @@ def _print_end(state: DrainState, *, done: bool, cancelled: bool, as_json: bool)
         typer.echo(f"{state.node} stays")
     elif done:
         typer.echo(f"nothing on {state.node} is needed any more")
+        undone = f"`ckptd drain {state.node} --cancel` undoes that"
+        typer.echo(f"until it ends it gets nothing new to hold that another node could take: {undone}")
     else:
         for job in state.jobs:
             for line in _unfinished(job):

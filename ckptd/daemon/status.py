@@ -134,6 +134,7 @@ class Status:
                     rows.append({**row, "job": job, "where": where, "life": life})  # type: ignore[typeddict-item]
             except (CkptdError, OSError) as error:
                 errors.append(f"{job}: {error}")
+            errors += _unsaid(job, shell)
         storage, known = self._services.storage, frozenset(self._jobs)
         try:
             if storage is not None:  # of jobs that are forgotten here, or never were here: a new start would restore it
@@ -187,3 +188,12 @@ def _ranks(
         if 0 <= row.get("rank", -1) < len(homes) and homes[row["rank"]] == peer
     ]
     return sorted([*here, *others], key=lambda row: row["rank"])
+
+
+def _unsaid(job: str, shell: JobShell) -> list[str]:
+    """A daemon that was started again has its memory back before a steward has said what it is part of: that is not nothing."""
+    held = max(shell.machine.slots.sealed, default=None)
+    if held is None or held in shell.levels or shell.machine.uplink.session:
+        return []
+    return [f"{job}: memory here holds a part of step {held.step} of epoch {held.epoch}, and no steward has said yet whether it is "
+            "whole: look again in some seconds"]

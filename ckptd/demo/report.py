@@ -64,7 +64,7 @@ class Report:
         held = sum(claim.ok for chapter in self.chapters for claim in chapter.claims)
         total = sum(len(chapter.claims) for chapter in self.chapters)
         verdict = "[bold green]every claim holds[/]" if self.ok else "[bold red]the demo FAILED[/]"
-        console.print(f"{verdict}: {held} of {total} claims, {self.seconds:.0f} s", highlight=False)
+        console.print(f"{verdict}: {held} of the {total} claims that were looked at hold, {self.seconds:.0f} s", highlight=False)
         if self.failure:
             console.print(Text(self.failure, style="red"))
         for what, path in self.files.items():

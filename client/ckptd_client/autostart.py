@@ -68,7 +68,11 @@ def log_path(path: str) -> Path:
 def _start_once(path: str) -> None:
     """Under a lock: two jobs that start together on one node share one daemon."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(f"{path}.starting", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        lock = os.open(f"{path}.starting", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except PermissionError as error:
+        hint = "start the machine's daemon again, or remove that file if there is to be none; CKPTD_SOCKET names another place"
+        raise CkptdError("no daemon listens there, and this user may not start one", where=path, hint=hint) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not listening(path):

@@ -68,9 +68,10 @@ def meet(
     troubles = {r: answer["trouble"] for r, answer in enumerate(answers) if answer["node"] is None}
     if troubles:
         ranks = ", ".join(map(str, troubles))
+        there = "start `ckptd run` on every node; one that is started again finds its memory as it was"
         raise NoDaemon(
             f"no daemon for rank {ranks}: {next(iter(troubles.values()))}", where=job,
-            hint="start `ckptd run` on every node, or pass allow_fresh=True to train without a checkpoint",
+            hint=f"{there}; allow_fresh=True trains without a checkpoint",
         )  # fmt: skip
     _check_identities(job, [answer["node"] for answer in answers])
     alike = tuple(r for r, answer in enumerate(answers) if answer["declared"] == declared)

@@ -117,3 +117,22 @@ def test_commits_that_another_start_shuts_out_are_said_with_what_to_do(nodes: Cl
     until(lambda: "flush" in node.problems(), 30, "the flush to fail")
     page = " ".join(node.cli("status").stdout.split())
     assert "claimed by another start" in page and "start the job once more" in page, page
+
+
+def test_a_daemon_that_was_restarted_never_lists_its_memory_as_nothing(nodes: Cluster) -> None:
+    """An operator looks at that moment: "nothing yet", with status 0, while the only copy was there."""
+    made, world, _ = nodes.protected("kept", 2, "replicas=1")
+    for trainer in world:
+        trainer.kill()
+    made[0].kill()  # the steward's
+    made[1].crash()
+    told: list[int] = []
+
+    def listed() -> bool:
+        shown = made[1].cli("ls", "--json")
+        steps = [row["step"] for row in json.loads(shown.stdout)["rows"]]
+        assert 3 in steps or (shown.returncode, "step 3 of epoch 1" in shown.stdout) == (1, True), shown
+        told.append(len(steps))
+        return 3 in steps
+
+    until(listed, 60, "a steward that says what there is")

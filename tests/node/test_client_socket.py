@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ckptd_client import sockets
+from ckptd_client import autostart, sockets
 
 from ckptd.config import Config
 from ckptd.core.errors import CkptdError
@@ -63,3 +63,17 @@ def test_root_uses_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPTD_SOCKET", raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert sockets.default(to_start=True) == str(Config().socket) == sockets.SYSTEM
+
+
+def test_a_file_of_another_users_dead_daemon_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user was told "Permission denied: /run/ckptd/ckptd.sock.starting" and nothing else."""
+    path = tmp_path / "ckptd.sock"
+    path.touch()
+
+    def refused(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(autostart.os, "open", refused)
+    with pytest.raises(CkptdError, match="this user may not start one") as caught:
+        autostart.ensure(str(path))
+    assert "remove that file" in caught.value.hint and caught.value.where == str(path)

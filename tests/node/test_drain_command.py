@@ -82,6 +82,7 @@ def test_a_lost_answer_does_not_end_it(cli: Cli, scripted: Scripted, tmp_path: P
         "n1: 1 slots left, 1.0 MiB",
         "n1: no slots left",
         "nothing on n1 is needed any more",
+        "until it ends it gets nothing new to hold that another node could take: `ckptd drain n1 --cancel` undoes that",
     ]
 
 
