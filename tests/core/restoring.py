@@ -18,9 +18,9 @@ WHOLE = at(5, EPOCH - 1)
 ASK = msg.RestoreAsk()
 
 
-def member() -> Node:
+def member(policy: Policy = POLICY) -> Node:
     """Node b, with ranks 1 and 2, in the epoch before; it holds a snapshot of it."""
-    made = Node("b", BEFORE, POLICY)
+    made = Node("b", BEFORE, policy)
     for rank in (1, 2):
         made.feed(ev.HoldingFound(rank, WHOLE, rank, 0, True, layout(rank, 3), ()))
     return made

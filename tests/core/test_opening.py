@@ -12,7 +12,7 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.joining import RESTORE_PATIENCE
-from ckptd.core.protocol.machine.opening import REJOIN_S
+from ckptd.core.protocol.machine.opening import REJOIN_S, STEWARD_AWAY_S
 from tests.core.machines import EPOCH, Node, at, layout, only, record_of, sent
 from tests.core.restoring import (
     ASK,
@@ -261,6 +261,17 @@ def test_a_steward_that_is_not_heard_of_any_more_fails_the_restore(node: Node) -
     (failed,) = only(node.tick(0.5), ins.FailRestore)
     assert failed.code == "timeout"
     assert only(node.tick(limit + 1.0), ins.FailRestore) == []
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_steward_whose_node_is_gone_fails_the_restore_soon(back: bool) -> None:
+    """Nobody takes its place in a restore: its own ranks are gone as well, and the others hung for 900 s."""
+    node = restoring(member(replace(POLICY, restore_timeout_s=600.0)))
+    node.feed(ev.NodeDown("a"))
+    assert only(node.tick(POLICY.steward_timeout_s + STEWARD_AWAY_S - 1.0), ins.FailRestore) == []
+    if back:
+        node.feed(ev.NodeUp("a"))
+    assert [failed.code for failed in only(node.tick(2.0), ins.FailRestore)] == ([] if back else ["left"])
 
 
 def test_ranks_that_are_not_back_after_their_daemon_restarted_are_given_up(node: Node) -> None:

@@ -101,10 +101,10 @@ class Context:
         """Nobody has told us that it is gone. Our own daemon is always up."""
         return node not in self.down or node == self.me.node
 
-    def lost(self, node: str) -> bool:
-        """Gone for so long that others take its place."""
+    def lost(self, node: str, beyond_s: float = 0.0) -> bool:
+        """Gone for so long that others take its place, or for some seconds more."""
         since = self.down.get(node)
-        return since is not None and self.now - since >= self.policy.steward_timeout_s
+        return since is not None and self.now - since >= self.policy.steward_timeout_s + beyond_s
 
     def domain(self, node: str) -> str:
         known = self.nodes.get(node)

@@ -26,6 +26,7 @@ from ckptd.core.protocol.messages import (
     Vote,
 )
 
+STEWARD_AWAY_S = 20.0  # beyond steward_timeout_s, within which a successor that saw the restore completed says so
 REJOIN_S = 5.0  # all ranks stood there when the epoch was opened; one that is not back by then has failed its restore()
 
 
@@ -177,6 +178,8 @@ class Opening:
             return
         if self._ctx.now - self._since > RESTORE_PATIENCE * self._ctx.policy.restore_timeout_s:
             self._fail("timeout", f"nothing heard from the steward {self._steward}")
+        elif self._ctx.lost(self._steward, STEWARD_AWAY_S):
+            self._fail("left", f"{self._steward}, the node of rank 0, led the restore and is gone")
         elif self._votes and self._ctx.now - self._voted_at >= RESEND_S:
             self._repeat_votes()
         elif not self._prepared and not self._votes and self._ctx.now - self._since > REJOIN_S:
