@@ -114,8 +114,11 @@ def _job(job: JobReport) -> Iterator[RenderableType]:
     newest, lag = job.get("newest", {}), job.get("lag", {})
     levels = [[level, step(newest.get(level)), lag.get(level, NONE)] for level in LEVELS]
     level = job.get("level", -1)
-    held = "nothing in memory" if level < 0 else f"{level} of {job.get('wanted', NONE)} domains may be lost"
-    held += f" ({job.get('redundancy') or NONE}"
+    wanted, redundancy = job.get("wanted", NONE), job.get("redundancy") or NONE
+    held = "nothing in memory" if level < 0 else f"{level} of {wanted} domains may be lost"
+    if level == wanted == 0 and redundancy != "replicas=0":
+        held = "no node may be lost, for there is no second failure domain"
+    held += f" ({redundancy}"
     held += ", lowered for want of memory)" if job.get("degradation") else ")"
     over = f" for {seconds(job['life_s'])}" if job.get("life_s") else ""
     title = f"job {job.get('job', '')}: epoch {job.get('epoch', NONE)}, {job.get('phase', '')}{over}, "

@@ -90,7 +90,7 @@ class Metrics:
     def _make_pipeline(self) -> None:
         self._age = self._gauge(
             "ckptd_recovery_point_age_seconds",
-            "Age of the newest snapshot that a failure would fall back to",
+            "Age of the newest snapshot that a death of processes would fall back to; of a node: lag_steps of protected, durable",
             "job",
         )
         self._lag = self._gauge(
