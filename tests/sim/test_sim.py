@@ -10,7 +10,7 @@ from tests.sim.transitions import SITUATIONS
 EVERYDAY, MANY = range(100), range(100, 1000)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seeds", [EVERYDAY, pytest.param(MANY, marks=pytest.mark.chaos)])
 def test_every_seed_holds_and_every_situation_happens(seeds: range) -> None:
     *_, census = run_all(seeds.start, seeds.stop)
