@@ -338,7 +338,7 @@ def test_the_report_is_written_and_shown(tmp_path: Path) -> None:
     assert body["events"][0]["steps_lost"] == 1
     assert body["timeline"][0]["trained"] == 1
     text = shown(report)
-    assert "every claim holds: 2 of 2 claims" in text
+    assert "every claim holds: 2 of the 2 claims that were looked at hold" in text
     assert "steps lost" in text
     assert "peer 1.00 MiB" in text
     assert "[own] 3" in text, "evidence is text, not markup"
@@ -349,7 +349,7 @@ def test_one_false_claim_fails_the_demo() -> None:
     told[0].claim("a lie", False, "seen to be false")
     report = Report(told, 10.0)
     assert not report.ok
-    assert "the demo FAILED: 2 of 3 claims" in shown(report)
+    assert "the demo FAILED: 2 of the 3 claims that were looked at hold" in shown(report)
 
 
 def test_a_story_without_events_claims_or_end_fails() -> None:
