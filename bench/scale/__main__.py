@@ -74,15 +74,15 @@ def life(world: World, into: int) -> Iterator[Phase]:
     yield world.start("restore by the successor", state.into(min(into, state.nodes - 2), first=1), "a3")
 
 
-def run(state: State, into: int, whole: int) -> tuple[list[Phase], list[int], list[dict[str, float]]]:
-    """A life of the job; its restore goes into so many nodes."""
+def run(state: State, into: int, whole: int) -> tuple[list[Phase], int, list[dict[str, float]]]:
+    """A life of the job; its restores go into so many nodes. Also the most bytes that a daemon's books took, and what plans did."""
     world = World(state, whole)
     phases: list[Phase] = []
-    books: list[int] = []
+    books = 0
     try:
         for phase in life(world, into):
             phases.append(phase)
-            books = [*map(max, zip(books or [0] * whole, world.books(), strict=False))]
+            books = max(books, *world.books())
             if not phase.ended:
                 break
         return phases, books, world.planned()
@@ -90,7 +90,7 @@ def run(state: State, into: int, whole: int) -> tuple[list[Phase], list[int], li
         world.end()
 
 
-def floors(phases: list[Phase], books: list[int], planned: list[dict[str, float]], each: int) -> Iterator[Floor]:
+def floors(phases: list[Phase], books: int, planned: list[dict[str, float]], each: int) -> Iterator[Floor]:
     yield Floor("phases that came to their end (missing)", 0, sum(not phase.ended for phase in phases))
     yield Floor("largest control message, MiB", 1, max(phase.largest[0] for phase in phases) / 2**20)
     longest = max(max(phase.steward.longest[0], phase.member.longest[0]) for phase in phases)
@@ -104,7 +104,7 @@ def floors(phases: list[Phase], books: list[int], planned: list[dict[str, float]
             yield Floor(f"steward's CPU for a {phase.name}, s", 3, _cpu(phase.steward.cpu))
     if planned:
         yield Floor("a restore's plan on one node, s", 1 if each <= EACH else 5, max(sum(found.values()) for found in planned))
-    yield Floor("books of one daemon, MB", 200, max(books) / MB)
+    yield Floor("books of one daemon, MB", 200, books / MB)
 
 
 def _cpu(cpu: dict[str, float]) -> float:

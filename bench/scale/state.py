@@ -94,8 +94,8 @@ class State:
     def _places(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Where it stands in each of them."""
         at, beside, _ = self.place(rank)
-        number, (_, *cuts) = at * self._cuts[1] + beside, self._rules()
-        return ((), *[(at, beside), *(divmod(number, cut[1][1]) for cut in cuts[1:])][: len(cuts)])
+        number = at * self._cuts[1] + beside
+        return tuple(divmod(number, rule[1][1]) if rule else () for rule in self._rules())
 
     def _which(self, rank: int) -> tuple[range, ...]:
         """Numbers of the logical tensors that the rank stores. Of what every rank has whole each captures its part of them, and of

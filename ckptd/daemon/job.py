@@ -298,7 +298,7 @@ class JobShell:
         log.info(
             "job=%s epoch=%d opened: %d ranks on %s, %s", self.job, do.record.number, do.record.world,
             " ".join(node.node for node in do.record.nodes),
-            f"from step {parent.step} of epoch {parent.epoch}" if parent is not None else "from the beginning",
+            f"from {parent}" if parent is not None else "from the beginning",
         )  # fmt: skip
         here = frozenset(rank for rank, node in enumerate(do.record.ranks) if node == self.services.node.node)
         asyncio.get_running_loop().call_soon(self.local_slots.release_unused, here)

@@ -87,12 +87,12 @@ class Restore:
         joined_at = self._joined_at.get(do.record.nonce)
         if joined_at is not None:
             self._job.meter.decided(self._round.started - joined_at)
-        if do.errors:
-            log.warning("job=%s epoch=%d: %s", self._job.job, do.record.number, "; ".join(do.errors))
         if do.snapshot is None:
             for rank in do.ranks:
                 self._tell(rank, wire.Opened(do.record.number, do.round, None, list(do.errors)))
             return  # Ready follows with FinishRestore, when every node is in the epoch
+        if do.errors:
+            log.warning("job=%s epoch=%d restores %s: %s", self._job.job, do.record.number, do.snapshot, "; ".join(do.errors))
         self._spawn(self._offer(self._round), "offer")
 
     def load_now(self, do: ins.LoadNow) -> None:

@@ -195,5 +195,4 @@ def _unsaid(job: str, shell: JobShell) -> list[str]:
     held = max(shell.machine.slots.sealed, default=None)
     if held is None or held in shell.levels or shell.machine.uplink.session:
         return []
-    return [f"{job}: memory here holds a part of step {held.step} of epoch {held.epoch}, and no steward has said yet whether it is "
-            "whole: look again in some seconds"]
+    return [f"{job}: memory here holds a part of {held}, and no steward has said yet whether it is whole: look again soon"]

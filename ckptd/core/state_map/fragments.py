@@ -70,12 +70,13 @@ class Fragments(Sequence[Fragment]):
             found_columns[name] = np.fromiter(chain.from_iterable(parts), np.int64)
         made = [tuple((dim, parts) for dim, parts, _ in places) for places in numbers]
         self.places = tuple(tuple(at for _, _, at in places) for places in numbers)
-        self._take(Table.of(keys, words, found_columns, made), found_columns, np.fromiter(nbytes, np.int64))
+        table = Table.of(keys, words, found_columns, made)
+        self._take(table, found_columns, table.once(np.fromiter(nbytes, np.int64)))
         self._few = found if len(found) <= FEW_MAX else None
 
     @classmethod
     def of(
-        cls, table: Table, places: tuple[tuple[int, ...], ...], columns: Mapping[str, Ints], nbytes: Ints | Shared,
+        cls, table: Table, places: tuple[tuple[int, ...], ...], columns: Mapping[str, Ints], nbytes: Shared,
         offset: Shared | None = None,
     ) -> Fragments:  # fmt: skip
         """The inverse of ``own``. ``places``: in each of the table's cuts. ``nbytes``: what follows from sizes and dtypes.
@@ -86,10 +87,10 @@ class Fragments(Sequence[Fragment]):
         made._few = tuple(_made(made.columns())) if len(made) <= FEW_MAX else None
         return made
 
-    def _take(self, table: Table, columns: Mapping[str, Ints], nbytes: Ints | Shared, offset: Shared | None = None) -> None:
+    def _take(self, table: Table, columns: Mapping[str, Ints], nbytes: Shared, offset: Shared | None = None) -> None:
         self.table = table
         self._offsets, self._sizes = (_narrow(columns[name]) for name in OWN[:2])
-        self._offset, self._nbytes = offset or table.once(columns["offset"]), table.once(nbytes)  # most ranks have the same
+        self._offset, self._nbytes = offset or table.once(columns["offset"]), nbytes  # most ranks have the same
 
     @property
     def own(self) -> dict[str, Ints]:
@@ -283,10 +284,8 @@ class Table:
         which = [numbers.setdefault(row, len(numbers)) for row in rows]
         return list(numbers), np.array(which, np.int64)
 
-    def once(self, column: Ints | Shared) -> Shared:
+    def once(self, column: Ints) -> Shared:
         """The same as long as somebody has it: where all shares are equal, all ranks' fragments are as large and lie alike."""
-        if isinstance(column, Shared):
-            return column
         made = _narrow(column)
         return self._once.setdefault((made.dtype.char, made.tobytes()), Shared(made))
 

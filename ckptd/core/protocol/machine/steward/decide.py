@@ -101,7 +101,7 @@ def _left_by_it(gather: Gather, how: str) -> tuple[str, ...]:
     if not left:
         left = sorted(passed.snapshot for passed in found.passed_over if passed.certified >= 0)[-1:]
         then = f"those who answered do not have it ({'; '.join(_errors(gather, found, {}))})"
-    return tuple(f"{BEGINS_ANEW} {how}, and step {s.step} of epoch {s.epoch} is left behind; {then}" for s in left)
+    return tuple(f"{BEGINS_ANEW} {how}, and {s} is left behind; {then}" for s in left)
 
 
 def _unheard(gather: Gather) -> tuple[str, ...]:
@@ -112,13 +112,15 @@ def _unheard(gather: Gather) -> tuple[str, ...]:
 
 def _nothing(gather: Gather, ask: RestoreAsk) -> tuple[str, ...]:
     """Why there is nothing to be looked at."""
-    left = _left_behind(gather, ask)
+    left = _abandoned(gather, ask)
+    told = (_left_behind(gather, left),) if left > NOTHING else ()
     wanted = [f"of step {ask.step}"] if ask.step is not None else []
     wanted += ["on storage" if ask.source == "durable" else "in memory"] if ask.source else []
     if wanted:
-        return left or (f"there is no checkpoint {' '.join(wanted)}",)
-    became = _what_became(gather, " of that line" if left else "")
-    return (became, *left) if not left or gather.sealed() > _abandoned(gather, ask).epoch else left
+        return told or (f"there is no checkpoint {' '.join(wanted)}",)
+    if told and gather.sealed() <= left.epoch:
+        return told
+    return (_what_became(gather, left), *told)
 
 
 def _remedy(gather: Gather, ask: RestoreAsk) -> tuple[str, ...]:
@@ -126,25 +128,24 @@ def _remedy(gather: Gather, ask: RestoreAsk) -> tuple[str, ...]:
     if ask.step is None and not ask.source:
         return ("allow_fresh=True begins anew",)
     best = _find(gather, RestoreAsk()).best
-    return (f"restore() takes step {best.snapshot.step} of epoch {best.snapshot.epoch}",) if best is not None else ()
+    return (f"restore() takes {best.snapshot}",) if best is not None else ()
 
 
 def _passed_by(gather: Gather, ask: RestoreAsk, taken: SnapshotId, excluded: Collection[SnapshotId]) -> tuple[str, ...]:
     """A newer one that this start leaves behind, or that one before it did which has taken nothing since: as a rule a program that
     was only to look at an older step."""
-    record = gather.lineage()
     if ask.step is None and not ask.source:
+        record, left = gather.lineage(), _abandoned(gather, ask)
         anew = record is not None and taken.epoch < record.number
-        return _left_behind(gather, ask) if anew and _abandoned(gather, ask) > taken else ()
+        return (_left_behind(gather, left),) if anew and left > taken else ()
     best = _find(gather, RestoreAsk(), excluded).best
     if best is None or best.snapshot <= taken:
         return ()
-    step = f"step {best.snapshot.step} of epoch {best.snapshot.epoch}"
-    return (f"{step} is left behind by this start, and is deleted when it has a checkpoint of its own; {ELSEWHERE}",)
+    return (f"{best.snapshot} is left behind by this start, and is deleted when it has a checkpoint of its own; {ELSEWHERE}",)
 
 
-def _what_became(gather: Gather, of_which: str = "") -> str:
-    """Of the snapshots of a job that has run before."""
+def _what_became(gather: Gather, left: SnapshotId = NOTHING) -> str:
+    """Of the snapshots of a job that has run before; storage may have one of a line that was left."""
     epoch, record = gather.sealed(), gather.lineage()
     let_go = sorted(node for node, answer in gather.answers.items() if answer.buried >= max(epoch, 1))
     nodes = record.nodes if record is not None else ()
@@ -154,14 +155,15 @@ def _what_became(gather: Gather, of_which: str = "") -> str:
     said = [f"its snapshots of epoch {epoch} are held {where}"] if epoch else []
     said += [f"{', '.join(let_go)} let go of the job when it was over and nothing of it was left"] if let_go else []
     said += [f"{', '.join(anew)} started anew since it ran and may have lost some"] if anew and not let_go else []
-    said += ["there is no storage" if not gather.claims else f"storage has none{of_which}"] if said and stored else []
+    lacks = "storage has none" + (" of that line" if left > NOTHING else "")
+    said += ["there is no storage" if not gather.claims else lacks] if said and stored else []
     return "this job has run before, and " + (", ".join(said) or "nobody can say that it has no checkpoint")
 
 
 def _buried(gather: Gather, prefix: str = "", above: SnapshotId = NOTHING) -> tuple[str, ...]:
     """Where ranks lived, the job went on with the order unheard: what they have taken since is not passed over without a word."""
     return tuple(
-        f"{prefix}step {snapshot.step} of epoch {snapshot.epoch}, which {node} holds, was forgotten by the operator's order"
+        f"{prefix}{snapshot}, which {node} holds, was forgotten by the operator's order"
         for node, snapshot in sorted(gather.buried.items())
         if snapshot > above
     )
@@ -178,7 +180,7 @@ def _unsealed(gather: Gather) -> tuple[str, ...]:
     if before.number <= ordered:
         return ()
     where = " on " + ", ".join(node.node for node in before.nodes) if before.nodes else ""
-    after = f" after step {left.step} of epoch {left.epoch}, which an earlier start left behind" if left > NOTHING else ""
+    after = f" after {left}, which an earlier start left behind" if left > NOTHING else ""
     return (f"{NOTHING_SEALED}{after}: epoch {before.number} ran{where} and ended before a first snapshot was complete",)
 
 
@@ -189,14 +191,13 @@ def _abandoned(gather: Gather, ask: RestoreAsk) -> SnapshotId:
     return max(left, default=NOTHING)
 
 
-def _left_behind(gather: Gather, ask: RestoreAsk) -> tuple[str, ...]:
+def _left_behind(gather: Gather, left: SnapshotId) -> str:
     """It is listed, and yet refused: whoever asks for it must be told why."""
-    record, left = gather.lineage(), _abandoned(gather, ask)
-    if record is None or left == NOTHING:
-        return ()
-    passed = next((fork for fork in record.ancestry if fork.epoch <= left.epoch), None)  # the one that passed it by
-    fork = f"went back to step {passed.step} of epoch {passed.epoch}" if passed else "started anew"
-    return (f"step {left.step} of epoch {left.epoch} was left behind when the job {fork}; {ELSEWHERE}",)
+    record = gather.lineage()
+    ancestry = record.ancestry if record is not None else ()
+    passed = next((fork for fork in ancestry if fork.epoch <= left.epoch), None)  # the one that passed it by
+    fork = f"went back to {passed}" if passed else "started anew"
+    return f"{left} was left behind when the job {fork}; {ELSEWHERE}"
 
 
 def spread(attempt: str, number: int) -> int:
@@ -259,7 +260,7 @@ def _errors(gather: Gather, found: Candidates, damaged: Mapping[SnapshotId, str]
     if anywhere and gather.claims and gather.durable is not None and gather.durable.ok:
         passed |= {snapshot: f"{why}, nor does storage" for snapshot, why in passed.items() if why == NOTHING_OF_IT}
     errors += [
-        f"step {snapshot.step} of epoch {snapshot.epoch}: {passed[snapshot]}"
+        f"{snapshot}: {passed[snapshot]}"
         for snapshot in sorted(passed, reverse=True)
         if snapshot > newest
     ]

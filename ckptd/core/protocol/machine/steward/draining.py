@@ -17,7 +17,6 @@ from ckptd.core.protocol.machine.steward.sessions import Sessions
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from ckptd.core.protocol.messages import Departures, Holders, Leaving, Remainder
-from ckptd.core.redundancy.policies import attainable
 
 LOOK_S = 0.5
 AGAIN_S = 2.0  # what is still missing is asked for again after this; who leaves is said as often
@@ -122,18 +121,14 @@ class Draining:
         nothing is waited for."""
         if not self._sessions.leaving:
             return False
-        if self._without(state) >= min(self._level(state), self._left()):
+        stays = self._sessions.stays
+        most = self._certify.guards.wanted(stays)
+        if self._without(state) >= min(self._level(state), most) or not any(map(stays, self._sessions.by_node)):
             state.leans_since = None
             return False
         if state.leans_since is None:
             state.leans_since = self._ctx.now
         return self._ctx.now - state.leans_since < FOLLOWS_S
-
-    def _left(self) -> int:
-        """The most that the nodes that stay could give; -1: none does."""
-        record = self._ctx.record
-        domains = {node.domain for node in record.nodes if self._sessions.stays(node.node)} if record is not None else set()
-        return attainable(self._ctx.policy.tolerates, domains) if domains else -1
 
     def _level(self, state: SnapshotState) -> int:
         return min(state.level, self._certify.guards.wanted())

@@ -24,11 +24,11 @@ class Guards:
         self.follows: Callable[[SnapshotState], bool] = lambda state: False  # see Draining
         self.pinned: set[SnapshotId] = set()  # a flush needs them
 
-    def wanted(self) -> int:
-        """The most that the policy asks for and this epoch's nodes could give."""
+    def wanted(self, stays: Callable[[str], bool] = lambda _: True) -> int:
+        """The most that the policy asks for and this epoch's nodes could give, or those of them that stay."""
         record = self._ctx.record
         nodes = record.nodes if record is not None else ()
-        return attainable(self._ctx.policy.tolerates, (node.domain for node in nodes))
+        return attainable(self._ctx.policy.tolerates, (node.domain for node in nodes if stays(node.node)))
 
     # --- certificates -------------------------------------------------------------------------------------------
     def remembered(self, state: SnapshotState) -> bool:
