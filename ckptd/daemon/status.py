@@ -193,6 +193,6 @@ def _ranks(
 def _unsaid(job: str, shell: JobShell) -> list[str]:
     """A daemon that was started again has its memory back before a steward has said what it is part of: that is not nothing."""
     held = max(shell.machine.slots.sealed, default=None)
-    if held is None or held in shell.levels or shell.machine.uplink.session:
+    if held is None or shell.levels:
         return []
     return [f"{job}: memory here holds a part of {held}, and no steward has said yet whether it is whole: look again soon"]
