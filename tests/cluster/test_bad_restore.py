@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.cluster.nodes import Cluster, Trainer, TrainerError, together
+from tests.waiting import until
 
 JOB = "misfit"
 
@@ -97,3 +100,23 @@ def test_two_daemons_with_one_node_id(nodes: Cluster) -> None:
         assert str(error).startswith("CkptdError") and "twin" in str(error), error
         assert one.get("/status")["node"]["control"] in str(error), error
     assert world[0].do("train", steps=2)["step"] == 2  # training goes on without protection
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("lost", ["daemon", "node"])
+def test_nobody_hangs_when_the_steward_dies_in_mid_restore(nodes: Cluster, lost: str) -> None:
+    """Its own ranks are gone, or raised; the others heard nothing for 300 s and more (an operator, with SIGKILL)."""
+    made, world, _ = nodes.protected(JOB, 3, "replicas=1", steward_timeout_s=2)
+    made[1].kill()
+    made[1].start(failpoint="epoch.persisted:sleep=90")  # so long nobody can complete it
+    again = nodes.again(world, on=made)
+    for trainer in again:
+        trainer.ask("restore")
+    until(lambda: "epoch=2 opened" in made[2].log.read_text(), 60, "the restore to begin")
+    if lost == "daemon":
+        made[0].crash()
+    else:
+        made[0].kill()
+        again[0].kill()
+    with pytest.raises(TrainerError, match="led the restore and is gone" if lost == "node" else "ranks 0"):
+        again[2].answer(timeout=60)
