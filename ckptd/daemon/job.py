@@ -82,6 +82,7 @@ class JobShell:
         self._actions: dict[type, Callable[[Any], None]] = {
             ins.Send: self._send,
             ins.Connect: self._connect,
+            ins.Compute: self._compute,
             ins.PersistEpoch: self._persist_epoch,
             ins.PersistSealed: self._persist_sealed,
             ins.PersistLife: self._persist_life,
@@ -281,6 +282,17 @@ class JobShell:
             asyncio.get_running_loop().call_soon(self.feed, ev.Received(do.to, do.message))
         else:
             self.services.send(do.to, self.job, do.message)
+
+    def _compute(self, do: ins.Compute) -> None:
+        self.services.spawn(self._computed(do, self.machine), f"compute for {self.job}")
+
+    async def _computed(self, do: ins.Compute, machine: JobMachine) -> None:
+        try:
+            done = ev.Computed(do.number, await self.services.in_work(do.call))
+        except Exception as error:
+            done = ev.Computed(do.number, None, error)
+        if self.machine is machine:
+            self.feed(done)
 
     def _connect(self, do: ins.Connect) -> None:
         for node in do.nodes:

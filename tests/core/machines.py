@@ -90,6 +90,8 @@ class Node:
         while queue:
             for do in self.machine.handle(queue.pop(0), self.now):
                 self.done.append(do)
+                if isinstance(do, ins.Compute):
+                    queue.append(ev.Computed(do.number, do.call()))
                 if isinstance(do, ins.Send) and do.to == self.name:
                     queue.append(ev.Received(self.name, do.message))
             self.machine.validate()

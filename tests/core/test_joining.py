@@ -43,6 +43,8 @@ class Machine:
         while events:
             for do in self.machine.handle(events.pop(0), self.now):
                 self.done.append(do)
+                if isinstance(do, ins.Compute):
+                    events.append(ev.Computed(do.number, do.call()))
                 if isinstance(do, ins.Send) and do.to == "a":
                     events.append(ev.Received("a", do.message))
 

@@ -27,6 +27,8 @@ ORDER_S = (0.2, 3.0)  # after the end of a job's ranks
 SLOW_MOST = 50.0  # times, of a link for bulk
 FEW_OF = 0.15  # of the seeds
 SURVIVES_OF = 0.2  # of the ranks of a job that is killed
+COMPUTE_LATE = 0.3  # of the computations, and then up to this
+COMPUTE_S_MAX = 2.0
 
 
 class Faults:
@@ -387,6 +389,11 @@ class Faults:
         if not self.active or self.rng.random() > self.season.in_use_of:
             return ""
         return self.rng.choice([STILL_READ, OTHER_MAPPER])
+
+    def compute_s(self) -> float:
+        """Until a thread has computed what was asked of it."""
+        late = self.active and self.rng.random() < COMPUTE_LATE
+        return self.rng.uniform(0.0, COMPUTE_S_MAX) if late else 0.0
 
     def torn(self) -> bool:
         """Training wrote a tensor past its fence, while it was copied."""

@@ -284,6 +284,14 @@ class Host:
     def _Connect(self, do: ins.Connect) -> None:  # noqa: N802
         pass
 
+    def _Compute(self, do: ins.Compute) -> None:  # noqa: N802
+        """In a thread, at last: what it is made of must not change meanwhile."""
+        self.world.clock.after(self.world.faults.compute_s(), self._computed, self.life, self.machine, do)
+
+    def _computed(self, life: int, machine: JobMachine, do: ins.Compute) -> None:
+        if life == self.life and machine is self.machine:
+            self.feed(ev.Computed(do.number, do.call()))
+
     def _PersistEpoch(self, do: ins.PersistEpoch) -> None:  # noqa: N802
         self.world.oracle.persisted(self, do.record)
         self.record, self.ran = do.record, do.ran

@@ -193,6 +193,15 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """Answer to Compute, by the machine that asked. error: what the call raised."""
+
+    number: int
+    value: object
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EpochClaimed:
     """Answer to ClaimEpoch. ok=False with taken > 0: that number exists already, the highest is ``taken``."""
 
@@ -318,7 +327,8 @@ class Tick:
 Event = (
     RankJoined | RankLeft | SlotsReady | SlotsGone | SlotsShort | RankProgress | RankMissed | SlotSealed | SlotDamaged
     | HoldingFound
-    | ReplicaArrived | ReplicaSent | ParityMade | ParityFailed | NodeUp | NodeDown | Received | EpochClaimed | DurableRead
+    | ReplicaArrived | ReplicaSent | ParityMade | ParityFailed | NodeUp | NodeDown | Received | Computed | EpochClaimed
+    | DurableRead
     | FilesWritten | CommitDone | RankFetched | RankLoaded | FlushAsked | LevelAsked | DrainAsked | SpareAsked | ForgetOrdered
     | Restarted | Tick
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
@@ -26,6 +26,15 @@ class Connect:
     """These nodes matter to the job: keep links to them (NodeUp/NodeDown follow)."""
 
     nodes: tuple[NodeInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Call it where it holds up nothing else: with thousands of ranks it takes long. What comes of it depends on its arguments
+    alone, which nobody changes. Answered by Computed."""
+
+    number: int
+    call: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +248,7 @@ class Alarm:
 
 
 Instruction = (
-    Send | Connect | PersistEpoch | PersistSealed | PersistLife | Bury | ReadDurable | ClaimEpoch | PrepareRestore
+    Send | Connect | Compute | PersistEpoch | PersistSealed | PersistLife | Bury | ReadDurable | ClaimEpoch | PrepareRestore
     | LoadNow | FailJoin | FailRestore | FinishRestore | GiveSlot | TakeBack | TellWritten | Supersede | TellLevel | FreeSlot
     | Replicate | MakeParity | WriteFiles | CancelWrite | Commit | Alarm
 )  # fmt: skip

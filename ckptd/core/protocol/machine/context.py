@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.policy import Policy
-from ckptd.core.protocol.instructions import Connect, Instruction, Send
+from ckptd.core.protocol.events import Computed
+from ckptd.core.protocol.instructions import Compute, Connect, Instruction, Send
 from ckptd.core.protocol.life import NO_TOMBSTONE, Tombstone
 from ckptd.core.protocol.messages import Message
 from ckptd.core.redundancy.policies import Redundancy
 from ckptd.core.state_map.fragments import Table
 from ckptd.core.state_map.layout import Layout
+
+T = TypeVar("T")
 
 RESEND_S = 0.5  # what was not answered is said again after this
 LAYOUTS_CACHED_MAX = 512
@@ -73,6 +77,8 @@ class Context:
         default_factory=dict
     )  # node whose link is down, as we were told last -> when it spoke
     nodes: dict[str, NodeInfo] = field(default_factory=dict)
+    _computing: dict[int, Callable[[Any], None]] = field(default_factory=dict)  # by number: who goes on with what is computed
+    _computes: int = 0
 
     @property
     def forgotten(self) -> Tombstone:
@@ -84,6 +90,19 @@ class Context:
 
     def send(self, to: str, message: Message) -> None:
         self.out.append(Send(to, message))
+
+    def compute(self, call: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Elsewhere, and go on with what comes of it."""
+        self._computes += 1
+        self._computing[self._computes] = then
+        self.emit(Compute(self._computes, call))
+
+    def on_computed(self, event: Computed) -> None:
+        """Raises what the call raised."""
+        then = self._computing.pop(event.number)
+        if event.error is not None:
+            raise event.error
+        then(event.value)
 
     def learn(self, nodes: Iterable[NodeInfo]) -> None:
         """Keep links to these nodes; their domains count."""

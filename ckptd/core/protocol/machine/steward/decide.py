@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId, parallel_groups
 from ckptd.core.policy import ONE_COPY
@@ -37,17 +38,35 @@ class Decision:
     proven_fresh: bool = False  # storage said so, too: the next one's proof is this one's claim
 
 
-def may_decide(gather: Gather, down: set[str]) -> bool:
-    """Is there nobody left worth waiting for? Down: nodes that are known not to answer."""
-    if gather.durable is None:
-        return False
+class Verdict(Enum):
+    """Why nothing is decided yet."""
+
+    WAIT = "somebody who is missing is worth waiting for"
+    LOOK_AGAIN = "the answers are of different moments"
+
+
+def all_there_is(gather: Gather, down: set[str]) -> bool:
+    """Has everybody answered but who may have something and will not? Down: nodes that are known not to answer."""
     missing = gather.waited_for()
-    if not missing:
-        return True
-    if not missing <= down or any(node.node in missing for node in gather.nodes):
-        return False
-    found = _find(gather, next(iter(gather.joined.values()), None))
-    return found.best is not None and not _lost_newer(found)
+    return gather.durable is not None and missing <= down and not any(node.node in missing for node in gather.nodes)
+
+
+def judge(
+    gather: Gather,
+    patient: bool,
+    floor: int,
+    excluded: Collection[SnapshotId],
+    damaged: Mapping[SnapshotId, str],
+    redundancy: Redundancy,
+) -> Decision | Verdict:
+    """patient: who is missing is waited for where there is nothing without him, or something newer."""
+    if patient and gather.waited_for():
+        found = _find(gather, next(iter(gather.joined.values()), None))
+        if found.best is None or _lost_newer(found):
+            return Verdict.WAIT
+    if looks_torn(gather):
+        return Verdict.LOOK_AGAIN
+    return decide(gather, floor, excluded, damaged, redundancy)
 
 
 def looks_torn(gather: Gather) -> bool:

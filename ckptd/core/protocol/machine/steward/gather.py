@@ -54,6 +54,15 @@ class Gather:
     read: dict[str, Layout] = field(default_factory=dict)  # by name, whoever answered with it
     tables: dict[str, Table] = field(default_factory=dict)  # those that answers need not bring, and that stay here until then
 
+    def frozen(self) -> Gather:
+        """As it is now, for who looks at it elsewhere while answers go on coming in. Times are left out: two that are equal lead to
+        the same decision."""
+        return replace(
+            self, since=0.0, heard_at={}, told=set(), asking_since=None, heard_of_at=0.0, said_at=0.0, tables={},
+            joined=dict(self.joined), asked=dict(self.asked), said=dict(self.said), answers=dict(self.answers),
+            records=list(self.records), buried=dict(self.buried), read=dict(self.read),
+        )  # fmt: skip
+
     def all_stood_here(self) -> bool:
         """An epoch was opened for it, perhaps in an earlier life of this daemon, and is to be restored still."""
         return not self.trains and any(record.nonce == self.attempt for record in self.records)

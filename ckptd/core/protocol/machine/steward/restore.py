@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol.events import DurableRead, EpochClaimed
@@ -18,9 +19,9 @@ from ckptd.core.protocol.machine.joining import Joining
 from ckptd.core.protocol.machine.steward.decide import (
     ALARMS,
     Decision,
-    decide,
-    looks_torn,
-    may_decide,
+    Verdict,
+    all_there_is,
+    judge,
     spread,
 )
 from ckptd.core.protocol.machine.steward.gather import FRESH_S, Gather, Gathering
@@ -76,6 +77,7 @@ class Restoring:
         self.restore: Restore | None = None
         self._refused: dict[str, JoinRefused] = {}
         self._seen: dict[str, None] = {}  # attempts in the order they were first heard of
+        self._judging: Gather | None = None  # as it was when it was given away to be judged
         self._claiming: Decision | None = None
         self._claimed_at = 0.0
         self._floor = 0
@@ -134,36 +136,49 @@ class Restoring:
         self._decide_if_ready()
 
     def _decide_if_ready(self) -> None:
-        gather = self.gathering.gather
-        if (
-            gather is None
-            or gather.asking_since is None
-            or self._claiming is not None
-            or self.restore is not None
-        ):
+        if self._judging is not None or not self._undecided():
             return
-        if not self.gathering.complete():
-            return
-        if not self.gathering.waited_long() and not may_decide(gather, self.gathering.known_down()):
-            return
-        if looks_torn(gather):
-            self.gathering.look_again()
-        else:
-            self._decide()
-
-    def _decide(self) -> None:
         gather = self.gathering.gather
         assert gather is not None, "only a gathering decides"
+        patient = not self.gathering.waited_long()
+        if patient and not all_there_is(gather, self.gathering.known_down()):
+            return
+        excluded = tuple(s for s, (sources, _) in self._tried.items() if self._sources_now(s) >= sources)
+        damaged = {s: reason for s, (_, reason) in self._tried.items()}
+        self._judging, floor = gather.frozen(), self._least(gather)
+        call = partial(judge, self._judging, patient, floor, excluded, damaged, self._ctx.policy.redundancy)
+        self._ctx.compute(call, partial(self._judged, self._judging, floor))
+
+    def _undecided(self) -> bool:
+        """All ranks stand here, and who may know what there is was asked."""
+        gather = self.gathering.gather
+        asked = gather is not None and gather.asking_since is not None
+        return asked and self._claiming is None and self.restore is None and self.gathering.complete()
+
+    def _least(self, gather: Gather) -> int:
+        """The number of the epoch lies above it."""
+        return max(self._floor, self._ctx.number, gather.tombstone.epoch)
+
+    def _judged(self, frozen: Gather, floor: int, verdict: Decision | Verdict) -> None:
+        """What has changed meanwhile is looked at anew."""
+        self._judging = None
+        gather = self.gathering.gather
+        if gather is None or not self._undecided():
+            return
+        if gather.frozen() != frozen or self._least(gather) != floor:
+            self._decide_if_ready()
+        elif verdict is Verdict.LOOK_AGAIN:
+            self.gathering.look_again()
+        elif isinstance(verdict, Decision):
+            self._decided(gather, verdict)
+
+    def _decided(self, gather: Gather, decision: Decision) -> None:
         running = self._running(gather)
         if running is not None:
             self._ctx.send(self._ctx.me.node, Stale(running))
             return
         self._decisions += 1
         self._since = self._ctx.now if self._decisions == 1 else self._since
-        excluded = [s for s, (sources, _) in self._tried.items() if self._sources_now(s) >= sources]
-        damaged = {s: reason for s, (_, reason) in self._tried.items()}
-        floor = max(self._floor, self._ctx.number, gather.tombstone.epoch)
-        decision = decide(gather, floor, excluded, damaged, self._ctx.policy.redundancy)
         if decision.record is None:
             self._refuse(decision.code, decision.reason)
         elif self._decisions - self._waits > DECISIONS_MAX:
