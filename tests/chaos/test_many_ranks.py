@@ -41,7 +41,8 @@ def protected(ranks: Sequence[LightRank]) -> tuple[int, float]:
 def without_what_it_had(place: Cluster, nodes: int, fewer: int, tensors: int) -> tuple[list[int], dict[str, float]]:
     """Ranks of a second world, on ``fewer`` nodes, that did not get back what they wanted after two of the first one's nodes were
     lost; and the seconds that each part took."""
-    made = place.several(nodes, replicas=2, memory_budget="256MiB", inventory_timeout_s=60, steward_timeout_s=60)
+    made = place.several(nodes, replicas=2, memory_budget="256MiB", inventory_timeout_s=60, steward_timeout_s=60,
+                         restore_timeout_s=ANSWER_S)  # fmt: skip
     ranks = world(made, "first", tensors)
     took = {"join": pump(ranks, lambda rank: rank.ready, ANSWER_S, "an epoch")}
     step, took["protect"] = protected(ranks)

@@ -11,7 +11,7 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.machine import JobMachine
-from tests.core.machines import TICK_S, at, layout, member, only, sent
+from tests.core.machines import TICK_S, Thread, at, layout, member, only, sent
 
 OLD = 4
 ASK = msg.RestoreAsk()
@@ -36,7 +36,7 @@ class Elect:
         self.machine, self.now, self.done = JobMachine("1/job", me, Policy(**wanted)), 50.0, []  # type: ignore[var-annotated]
         self.nodes: tuple[NodeInfo, ...] = (A, B)
         self.ask = ask
-        self.slow, self.computing = False, list[ins.Compute]()  # slow: what is to be computed waits for the test's word
+        self.thread = Thread()
         self.feed(ev.Restarted(known))
 
     def feed(self, *events: ev.Event) -> list[ins.Instruction]:
@@ -44,23 +44,15 @@ class Elect:
         while queue:
             for do in self.machine.handle(queue.pop(0), self.now):
                 self.done.append(do)
-                if isinstance(do, ins.Compute):
-                    self.computing.append(do)
-                    queue += self._computed()
+                queue += self.thread.take(do)
                 if isinstance(do, ins.Send) and do.to == "a":
                     queue.append(ev.Received("a", do.message))
         return self.done[before:]
 
-    def _computed(self) -> list[ev.Event]:
-        if self.slow:
-            return []
-        done, self.computing = self.computing, []
-        return [ev.Computed(do.number, do.call()) for do in done]
-
     def computed(self) -> list[ins.Instruction]:
-        """What took its time is done, and what comes of it is handled at once."""
-        self.slow = False
-        return self.feed(*self._computed())
+        """What took its time is done; from now on it takes none."""
+        self.thread.slow = False
+        return self.feed(*self.thread.ends())
 
     def _as_asked(self, event: ev.Event) -> ev.Event:
         """Storage answers the newest question, if the test names none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
@@ -57,6 +57,22 @@ def usual_grant(step: int) -> int:
     return max(0, step - 6)
 
 
+@dataclass
+class Thread:
+    """Where machines have things computed: done at once, unless ``slow``."""
+
+    slow: bool = False
+    asked: list[ins.Compute] = field(default_factory=list)
+
+    def take(self, do: ins.Instruction) -> list[ev.Event]:
+        self.asked += [do] if isinstance(do, ins.Compute) else []
+        return [] if self.slow else self.ends()
+
+    def ends(self) -> list[ev.Event]:
+        done, self.asked = self.asked, []
+        return [ev.Computed(do.number, do.call()) for do in done]
+
+
 class Node:
     """A daemon's machine. What it sends to itself arrives at once; ``done`` keeps every instruction."""
 
@@ -67,6 +83,7 @@ class Node:
         self.machine = JobMachine("1/job", member(name), policy or Policy(replicas=1, durable=False))
         self.now = 100.0
         self.done: list[ins.Instruction] = []
+        self.thread = Thread()
         self.feed(ev.Restarted(record))
         if running:
             for rank in self.ranks:
@@ -90,12 +107,16 @@ class Node:
         while queue:
             for do in self.machine.handle(queue.pop(0), self.now):
                 self.done.append(do)
-                if isinstance(do, ins.Compute):
-                    queue.append(ev.Computed(do.number, do.call()))
+                queue += self.thread.take(do)
                 if isinstance(do, ins.Send) and do.to == self.name:
                     queue.append(ev.Received(self.name, do.message))
             self.machine.validate()
         return self.done[before:]
+
+    def computed(self) -> list[ins.Instruction]:
+        """What took its time is done; from now on it takes none."""
+        self.thread.slow = False
+        return self.feed(*self.thread.ends())
 
     def hear(self, sender: str, message: msg.Message) -> list[ins.Instruction]:
         return self.feed(ev.Received(sender, message))

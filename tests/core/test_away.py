@@ -109,6 +109,18 @@ def test_the_oldest_goes_when_a_rank_has_had_no_slot_for_long() -> None:
     assert voided(node) == {4, 5}, "no slot came of the first"
 
 
+def test_what_nobody_will_ever_read_holds_up_nothing_for_which_a_slot_is_needed() -> None:
+    """P14: it is newer, and what it is not known to be cannot be the better one for ever."""
+    strange = replace(fact(9, 1, epoch=OLD), layout_id="of a release that is to come")
+    node = steward(RECORD, replicas=1).train(free=0)
+    node.others["b"].tell_inventory(fact(4, 1, epoch=OLD), strange, layouts=BOTH)
+    node.others["c"].tell_inventory()
+    node.tick(FULL_S)
+    assert voided(node) == set()
+    node.tick(1.0)
+    assert voided(node) == {4}
+
+
 def test_a_slot_that_comes_of_it_ends_the_need() -> None:
     node = parts_left(4, 5).train(free=0)
     node.tick(FULL_S + 1.0)

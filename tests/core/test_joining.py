@@ -18,7 +18,7 @@ from ckptd.core.protocol.machine.context import RESEND_S
 from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.core.protocol.machine.steward.gather import FRESH_S
 from ckptd.core.protocol.machine.steward.restore import LEFT_PATIENCE_S
-from tests.core.machines import EPOCH, Node, at, layout, record_of, sent
+from tests.core.machines import EPOCH, Node, Thread, at, layout, record_of, sent
 
 A, B = (NodeInfo(name, f"tcp://{name}", name, name, f"{name}#1") for name in "ab")
 RANKS, NODES, ASK = ("a", "b"), (A, B), msg.RestoreAsk()
@@ -32,6 +32,7 @@ class Machine:
     def __init__(self, *first: ev.Event, here: bool = True, trains: bool = False) -> None:
         self.machine, self.now = JobMachine("1/job", A, Policy(replicas=1)), 0.0
         self.done: list[ins.Instruction] = []
+        self.thread = Thread()
         for event in first:
             self.feed(event)
         if here:
@@ -43,8 +44,7 @@ class Machine:
         while events:
             for do in self.machine.handle(events.pop(0), self.now):
                 self.done.append(do)
-                if isinstance(do, ins.Compute):
-                    events.append(ev.Computed(do.number, do.call()))
+                events += self.thread.take(do)
                 if isinstance(do, ins.Send) and do.to == "a":
                     events.append(ev.Received("a", do.message))
 

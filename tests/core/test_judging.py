@@ -21,10 +21,10 @@ NEWER = tuple(replace(one, snapshot=at(7, OLD)) for one in BOTH)
 def judging(known: EpochRecord = KNOWN) -> Elect:
     """Node c is down, and what the others hold is being judged."""
     node = Elect(known)
-    node.slow = True
+    node.thread.slow = True
     node.feed(ev.NodeDown("c"))
     node.start().answer("b", *BOTH, known=known, done=True)
-    assert len(node.computing) == 1
+    assert len(node.thread.asked) == 1
     return node
 
 
@@ -32,7 +32,7 @@ def test_it_is_decided_when_it_has_been_judged() -> None:
     node = judging()
     assert only(node.done, ins.ClaimEpoch) == []
     node.tick(0.5)
-    assert len(node.computing) == 1, "once"
+    assert len(node.thread.asked) == 1, "once"
     node.computed()
     assert node.claim.ancestry == (at(5, OLD),)
 
@@ -42,7 +42,7 @@ def test_what_is_heard_meanwhile_counts() -> None:
     node = judging()
     node.feed(ev.NodeUp("c"))
     node.answer("c", *NEWER, known=KNOWN, done=True)
-    assert len(node.computing) == 1, "one after the other"
+    assert len(node.thread.asked) == 1, "one after the other"
     node.computed()
     assert [do.record.ancestry for do in only(node.done, ins.ClaimEpoch)] == [(at(7, OLD),)]
 
@@ -79,4 +79,4 @@ def test_nothing_opens_for_a_start_that_another_one_took_the_place_of_meanwhile(
 def test_a_judgement_that_fails_is_a_failure_of_the_machine() -> None:
     node = judging()
     with pytest.raises(ZeroDivisionError):
-        node.machine.handle(ev.Computed(node.computing[0].number, None, ZeroDivisionError()), node.now)
+        node.machine.handle(ev.Computed(node.thread.asked[0].number, None, ZeroDivisionError()), node.now)

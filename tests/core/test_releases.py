@@ -212,18 +212,26 @@ def test_a_released_one_that_a_late_message_names_stays_released() -> None:
     assert released(node) == {7}
 
 
-def test_what_a_steward_before_this_one_released_is_no_news_to_a_node_that_had_not_heard() -> None:
+@pytest.mark.parametrize("readable", ["at once", "when a layout has come", "when they have been looked at together"])
+@pytest.mark.parametrize("epoch", [EPOCH, EPOCH - 1])
+def test_what_a_steward_before_this_one_released_is_no_news_to_a_node_that_had_not_heard(epoch: int, readable: str) -> None:
     """It died after it had certified step 8 and before node c heard that step 7 went for it: step 7 was void (P2)."""
-    node = steward(record_of("abc"), replicas=1)
-    three, told = [layout(rank, 3) for rank in range(3)], ((at(7), 1, False), (at(8), 1, False))
-    node.feed(ev.HoldingFound(1, at(8), 0, 0, True, three[0], ()), ev.HoldingFound(2, at(8), 2, 1, False, three[2], ()))
-    for name, held in (("b", [fact(8, 1, world=3), fact(8, 0, 1, world=3)]),
-                       ("c", [fact(8, 2, world=3), fact(8, 1, 1, world=3), fact(7, 2, world=3)])):  # fmt: skip
-        node.others[name].tell_inventory(*held, layouts=three, certified=told)
+    ancestry = (at(8, epoch),) if epoch < EPOCH else ()
+    node = steward(record_of("abc", ancestry=ancestry), replicas=1)
+    node.thread.slow = "together" in readable
+    three, told = [layout(rank, 3) for rank in range(3)], ((at(7, epoch), 1, False), (at(8, epoch), 1, False))
+    own = [(1, 0, 0, True), (2, 2, 1, False)]
+    node.feed(*(ev.HoldingFound(slot, at(8, epoch), rank, tier, mine, three[rank], ()) for slot, rank, tier, mine in own))
+    for name, held in (("b", [(8, 1, 0), (8, 0, 1)]), ("c", [(8, 2, 0), (8, 1, 1), (7, 2, 0)])):
+        facts = [fact(step, rank, tier, epoch=epoch, world=3) for step, rank, tier in held]
+        node.others[name].tell_inventory(*facts, layouts=[] if "has come" in readable else three, certified=told)
     node.tick(REPEAT_S)
-    assert node.level(8, to="c") == 1
+    node.hear("b", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in three}))
+    node.computed()
+    node.tick(REPEAT_S)
+    assert node.level(8, to="c", epoch=epoch) == 1
     assert [void.snapshot for void in node.said(msg.Void, "c")] == []
-    assert at(7) in node.certificates("c")[-1].releases
+    assert at(7, epoch) in node.certificates("c")[-1].releases
 
 
 def test_a_marked_one_that_is_being_flushed_does_not_go_because_a_link_blinks() -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.core.policy import Policy
-from ckptd.core.protocol.instructions import Send
+from ckptd.core.protocol.events import Computed
+from ckptd.core.protocol.instructions import Compute, Send
 from ckptd.core.protocol.machine.context import RESEND_S, Context
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import RELEASED_KEPT_MAX, SnapshotTable
@@ -52,8 +53,17 @@ class Books:
         return self
 
     def level(self) -> int:
-        self.table.weigh(self.of())
+        for _ in range(1 + self.computed()):
+            self.table.weigh(self.of())
         return self.of().level
+
+    def computed(self) -> int:
+        """How many sets of layouts were to be looked at together."""
+        self.table.weigh(self.of())
+        asked, self.ctx.out = [do for do in self.ctx.out if isinstance(do, Compute)], []
+        for do in asked:
+            self.ctx.on_computed(Computed(do.number, do.call()))
+        return len(asked)
 
     def release(self, *steps: int) -> None:
         for step in steps:
@@ -85,6 +95,37 @@ def test_a_new_term_knows_only_what_it_is_told_itself() -> None:
         (False, True),
     ]
     assert books.table.knows_layouts(books.of(5))
+
+
+# --- layouts that are looked at together ----------------------------------------------------------------------------------
+def test_of_layouts_that_are_not_looked_at_yet_nothing_can_be_said() -> None:
+    books = Books().parity_set()
+    assert not books.table.unread(books.of())
+    books.table.weigh(books.of())
+    assert (books.of().level, books.table.unread(books.of())) == (-1, True)
+    books.table.dirty.clear()
+    assert (books.level(), books.table.unread(books.of())) == (1, False)
+    assert books.table.dirty == {at(7)}, "to be weighed anew"
+
+
+def test_the_same_layouts_are_looked_at_once() -> None:
+    books = Books().parity_set()
+    assert [books.computed(), books.computed()] == [1, 0]
+    books.table.release(at(7))
+    books.table.weigh_anew(at(7))
+    books.parity_set()
+    assert (books.computed(), books.level()) == (0, 1)
+
+
+def test_layouts_of_a_part_of_the_ranks_are_not_looked_at() -> None:
+    """There would be one such set for each rank that seals."""
+    books = Books()
+    books.table.learn_layouts(LAYOUTS)
+    for rank in range(WORLD - 1):
+        books.slot("a", rank)
+        assert (books.computed(), books.level()) == (0, -1)
+    books.slot("a", WORLD - 1)
+    assert (books.computed(), books.level()) == (1, 0)
 
 
 # --- slots and parts ------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class Rig:
         defaults = {
             "node_id": "rig", "state_dir": root / "state", "socket": root / "s", "memory_budget": "64MiB",
             "plain_loopback": True, "bulk_mode": "none", "replicas": 0, "inventory_timeout_s": 1.0,
-            "steward_timeout_s": 2.0, "breakpoint_grace_s": 3600.0,
+            "steward_timeout_s": 20.0, "breakpoint_grace_s": 3600.0,
         }  # fmt: skip
         self.root = root
         self.daemon = Daemon(Config(**{**defaults, **settings}))

@@ -391,7 +391,7 @@ class Faults:
         return self.rng.choice([STILL_READ, OTHER_MAPPER])
 
     def compute_s(self) -> float:
-        """Until a thread has computed what was asked of it."""
+        """Until a thread begins with what was asked of it, which must not have changed meanwhile."""
         late = self.active and self.rng.random() < COMPUTE_LATE
         return self.rng.uniform(0.0, COMPUTE_S_MAX) if late else 0.0
 

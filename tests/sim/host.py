@@ -63,9 +63,7 @@ class Host:
         self._batch: deque[ins.Instruction] = deque()
         self._busy = self._waking = self._acting = False
         self._free_at = 0.0  # from then on the event loop can take the next event
-        self._held: tuple[ev.Event, float] | None = (
-            None  # with the time that was read for it before the process was stopped
-        )
+        self._held: tuple[ev.Event, float] | None = None  # with the time that was read for it before the process was stopped
         self._booted, self._rate = world.clock_of(name)
 
     @property
@@ -285,12 +283,11 @@ class Host:
         pass
 
     def _Compute(self, do: ins.Compute) -> None:  # noqa: N802
-        """In a thread, at last: what it is made of must not change meanwhile."""
         self.world.clock.after(self.world.faults.compute_s(), self._computed, self.life, self.machine, do)
 
     def _computed(self, life: int, machine: JobMachine, do: ins.Compute) -> None:
-        if life == self.life and machine is self.machine:
-            self.feed(ev.Computed(do.number, do.call()))
+        if machine is self.machine:
+            self.feed_if(life, ev.Computed(do.number, do.call()))
 
     def _PersistEpoch(self, do: ins.PersistEpoch) -> None:  # noqa: N802
         self.world.oracle.persisted(self, do.record)
@@ -406,13 +403,8 @@ class Host:
         parity.make(self, do)
 
     def known_layouts(self) -> dict[str, Layout]:
-        found = [
-            layout
-            for mem in self.memory.values()
-            for layout in (mem.layout, *mem.layouts)
-            if layout is not None
-        ]
-        return {layout.layout_id: layout for layout in found}
+        found = (layout for mem in self.memory.values() for layout in (mem.layout, *mem.layouts))
+        return {layout.layout_id: layout for layout in found if layout is not None}
 
     # --- own slots ----------------------------------------------------------------------------------------------
     def new_mem(self, rank: int, *, own: bool, room: int = 0) -> Mem:

@@ -82,7 +82,7 @@ class JobMachine:
             ev.NodeUp: self._node_up,
             ev.NodeDown: self._node_down,
             ev.Received: self._received,
-            ev.Computed: self.ctx.on_computed,
+            ev.Computed: self.steward.on_computed,
             ev.EpochClaimed: self.steward.on_claimed,
             ev.DurableRead: self._durable_read,
             ev.FilesWritten: self.writing.on_written,

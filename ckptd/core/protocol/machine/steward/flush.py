@@ -7,7 +7,9 @@ files of two tries never mix. First commit wins, so a second steward doing the s
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.events import CommitDone
@@ -22,6 +24,7 @@ from ckptd.core.protocol.machine.steward.sessions import Sessions
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from ckptd.core.protocol.messages import FlushAsk, WriteCancel, WriteOrder, WritePiece, Wrote
+from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.writes import assign_writes
 
 BACKOFF_FIRST_S = 1.0  # after a failed flush, doubled up to
@@ -31,6 +34,9 @@ ASKS_KEPT_MAX = 64
 MEND_S = 1.0  # what only parity can bring is asked for again after this
 ATTEMPT_BYTES = 12
 
+_Held = dict[str, list[tuple[int, int]]]  # node -> (rank, tier)
+_Orders = dict[str, tuple[WritePiece, ...]]
+
 
 @dataclass
 class Flush:
@@ -38,7 +44,7 @@ class Flush:
     attempt: str
     since: float  # began to write, then to commit
     said_at: float
-    orders: dict[str, tuple[WritePiece, ...]]
+    orders: _Orders
     per_rank: tuple[str, ...]
     reports: dict[str, bytes] = field(default_factory=dict)
     committing: bool = False
@@ -61,6 +67,7 @@ class Flushing:
         self._ctx, self._sessions, self._table = ctx, sessions, table
         self._grants, self._certify, self._parities = grants, certify, parities
         self.flush: Flush | None = None
+        self._planning: SnapshotState | None = None  # which is to be flushed next
         self.asked: set[int] = set()  # steps of this epoch
         self._count = 0
         self._failures = 0
@@ -73,7 +80,7 @@ class Flushing:
 
     def stop(self) -> None:
         """Out of office: whoever follows decides anew."""
-        self.flush = None
+        self.flush = self._planning = None
         self._certify.guards.pinned = set()
 
     def clear(self) -> None:
@@ -96,10 +103,8 @@ class Flushing:
         self._watch_ranks()
         if self.flush is not None:
             self._look_after(self.flush)
-        elif self._ctx.policy.durable and self._ctx.now >= self._not_before and self._sessions.settled():
-            for target in self._targets():
-                if self._begin(target):
-                    break
+        elif self._planning is None and self._ctx.now >= self._not_before and self._sessions.settled():
+            self._plan(self._targets() if self._ctx.policy.durable else [])
 
     def _targets(self) -> list[SnapshotState]:
         """The most wanted first: what waits for parity, perhaps for ever, holds up no other, and what failed often goes last."""
@@ -166,21 +171,35 @@ class Flushing:
         return self._alone_since is not None and self._ctx.now - self._alone_since >= grace
 
     # --- one flush ----------------------------------------------------------------------------------------------
-    def _begin(self, state: SnapshotState) -> bool:
-        """False: only parity can bring a part of it, which is asked for."""
+    def _plan(self, targets: list[SnapshotState]) -> None:
+        """Who writes what of the first of them. It is pinned meanwhile."""
+        if not targets:
+            return
+        state = self._planning = targets[0]
         assert state.agreement is not None, "a complete snapshot has been agreed upon"
-        layouts = self._table.layouts_of(state)
+        self._certify.guards.pinned = {state.snapshot}
+        held = self._table.live_holdings(state)
+        call = partial(_orders, self._table.layouts_of(state), held, state.agreement.per_rank)
+        self._ctx.compute(call, partial(self._planned, targets, held))
+
+    def _planned(self, targets: list[SnapshotState], held: _Held, orders: _Orders | None) -> None:
+        state = targets[0]
+        if self._planning is not state:
+            return  # out of office meanwhile
+        self._drop()
+        if self._is_gone(state) or state.durable or self._table.live_holdings(state) != held:
+            return  # the next tick looks at what there is then
+        if orders is not None:
+            self._begin(state, orders)
+            return
+        self._parities.order(state, at_once=True)  # only parity is left of a slot
+        self._not_before = self._ctx.now + MEND_S
+        self._count_wait(state)
+        self._plan(targets[1:])
+
+    def _begin(self, state: SnapshotState, orders: _Orders) -> None:
+        assert state.agreement is not None, "a complete snapshot has been agreed upon"
         per_rank = state.agreement.per_rank
-        try:
-            orders = assign_writes(layouts, self._table.live_holdings(state), per_rank)
-        except ValueError:
-            self._table.dirty.add(
-                state.snapshot
-            )  # a holder went while we looked, or only parity is left of a slot
-            self._parities.order(state, at_once=True)
-            self._not_before = self._ctx.now + MEND_S
-            self._count_wait(state)
-            return False
         state.lacks_since = None
         self._count += 1
         me, now = self._ctx.me, self._ctx.now
@@ -192,7 +211,6 @@ class Flushing:
             self._breakpoint_told = True
             self._ctx.emit(Alarm("breakpoint", f"ranks are gone: step {state.snapshot.step} is written from memory"))
         self._order(self.flush)
-        return True
 
     def _count_wait(self, state: SnapshotState) -> None:
         """Parity that nobody makes is a failure as well: what was to be kept would keep its slots for ever (P14)."""
@@ -213,7 +231,7 @@ class Flushing:
 
     def _look_after(self, flush: Flush) -> None:
         gone = [node for node in flush.orders if node not in flush.reports and not self._ctx.is_up(node)]
-        if self._is_gone(flush) and not flush.committing:
+        if self._is_gone(flush.state) and not flush.committing:
             self._fail("the snapshot is gone")
         elif gone and not flush.committing:
             self._fail(f"{', '.join(gone)} went while writing", count=False)
@@ -237,7 +255,7 @@ class Flushing:
     def _commit(self, flush: Flush) -> None:
         state = flush.state
         assert self._ctx.record is not None, "a steward has an epoch"
-        if self._is_gone(flush):
+        if self._is_gone(flush.state):
             self._fail("the snapshot is gone")
             return
         flush.committing, flush.since = True, self._ctx.now
@@ -247,9 +265,9 @@ class Flushing:
             Commit(flush.snapshot, flush.attempt, self._ctx.record, reports, layouts, flush.per_rank, state.keep)
         )
 
-    def _is_gone(self, flush: Flush) -> bool:
+    def _is_gone(self, state: SnapshotState) -> bool:
         """Void or let go."""
-        return self._table.states.get(flush.snapshot) is not flush.state or bool(flush.state.void)
+        return self._table.states.get(state.snapshot) is not state or bool(state.void)
 
     def on_committed(self, event: CommitDone) -> None:
         """A commit that was given up may still come to an end: the first one counts, so the try after it is over."""
@@ -289,7 +307,14 @@ class Flushing:
             self._ctx.send(node, WriteCancel(self._ctx.number, flush.snapshot, flush.attempt))
 
     def _drop(self) -> None:
-        if self.flush is not None:
-            self._table.dirty.add(self.flush.snapshot)
-        self.flush = None
+        self._table.dirty |= self._certify.guards.pinned
+        self.flush = self._planning = None
         self._certify.guards.pinned = set()
+
+
+def _orders(layouts: Mapping[int, Layout], held: _Held, per_rank: tuple[str, ...]) -> _Orders | None:
+    """None: something is held nowhere."""
+    try:
+        return assign_writes(layouts, held, per_rank)
+    except ValueError:
+        return None

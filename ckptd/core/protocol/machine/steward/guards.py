@@ -53,7 +53,7 @@ class Guards:
         and it is not durable."""
         if state.level >= 0 or state.snapshot.epoch != self._ctx.number or self._may_be_durable(state) or self._under_way(state):
             return False
-        return self._sessions.members_live() and not self._table.unread(state)
+        return self._sessions.members_live() and not self._replaced_unread(state)
 
     def not_whole(self, state: SnapshotState) -> bool:
         """It is of an earlier epoch and lacks a part that nobody who is away could bring, so that it would only keep slots from
@@ -72,7 +72,8 @@ class Guards:
         return state.durable or unread
 
     def _lacks_for_good(self, state: SnapshotState) -> bool:
-        return state.level < 0 and self._of_no_further_use(state) and not self._awaited(state)
+        lacks = state.level < 0 and self._of_no_further_use(state) and not self._awaited(state)
+        return lacks and not self._replaced_unread(state)
 
     def _outlived(self, state: SnapshotState) -> bool:
         if state.level < 0 or self._ctx.is_candidate(state.snapshot) or not self._of_no_further_use(state):
@@ -132,6 +133,13 @@ class Guards:
         if state.snapshot in self.pinned or self._kept(state) or self._table.unread(state):
             return True
         return state.level < 0 and self._under_way(state)
+
+    def _replaced_unread(self, state: SnapshotState) -> bool:
+        """It cannot be read yet, or a newer one for which an earlier steward may have released it (P2), as long as no slot is
+        needed (P14)."""
+        unread, states = self._table.unread, self._table.states.items()
+        newer = () if self._grants.full() else (other for snapshot, other in states if snapshot > state.snapshot)
+        return unread(state) or any(map(unread, newer))
 
     def _under_way(self, state: SnapshotState) -> bool:
         """A grant that stands could still complete it."""

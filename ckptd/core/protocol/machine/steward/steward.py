@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import islice
 
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.protocol.events import CommitDone, DurableRead, EpochClaimed
+from ckptd.core.protocol.events import CommitDone, Computed, DurableRead, EpochClaimed
 from ckptd.core.protocol.instructions import ClaimEpoch, ReadDurable
 from ckptd.core.protocol.machine.context import Context, audience, place_in_order, succession
 from ckptd.core.protocol.machine.joining import Joining
@@ -274,6 +274,10 @@ class Steward:
         if self.active and ours and event.reason:
             self._read_at = self._ctx.now + READ_AGAIN_S
         self.restoring.on_claimed(event)
+
+    def on_computed(self, event: Computed) -> None:
+        self._ctx.on_computed(event)
+        self._act()
 
     def on_committed(self, event: CommitDone) -> None:
         self.flushing.on_committed(event)

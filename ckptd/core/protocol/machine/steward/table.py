@@ -5,7 +5,8 @@ Only what a node said in its current session is in the table, so it can be throw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.machine.context import RESEND_S, Context
@@ -17,6 +18,7 @@ from ckptd.core.state_map.agreement import agree
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.layout_reader import TableNotHere
 
+STUDIED_MAX = 16  # sets of layouts; a job has one or two alive
 RELEASED_KEPT_MAX = 64  # released snapshots named again in certificates, for a node that missed it
 
 
@@ -28,6 +30,8 @@ class SnapshotTable:
         self.states: dict[SnapshotId, SnapshotState] = {}
         self.layouts: dict[str, Layout] = {}
         self._leaves: dict[str, dict[str, bytes]] = {}  # digest of a table that is not known -> of which layouts
+        self._studied: dict[frozenset[str], None] = {}  # layouts of one snapshot, by name
+        self._studying: set[frozenset[str]] = set()
         self.durable: dict[tuple[int, int], SnapshotId] = {}  # (epoch, step) -> which capture of it storage has
         self.storage_read = False  # whether storage has said, in this office, what it has
         self.released: dict[SnapshotId, None] = {}
@@ -134,7 +138,7 @@ class SnapshotTable:
             except ValueError:
                 continue  # not a layout: whoever sent it holds something nobody can use
             self.layouts[name] = layout
-            self.dirty.update(s for s, state in self.states.items() if name in state.layout_ids.values())
+            self.dirty.update(self.states)  # what becomes of one may depend on what the newer ones are
             self.learn_layouts(self._leaves.pop(layout.fragments.table.digest, {}))
 
     def mark_durable(self, snapshots: Iterable[SnapshotId]) -> None:
@@ -232,11 +236,11 @@ class SnapshotTable:
         return {rank: count for rank, count in found.items() if count >= 0}
 
     def unread(self, state: SnapshotState) -> bool:
-        """A layout is on its way from a live holder: until then nothing can be said about this snapshot."""
-        return any(
-            name not in self.layouts and any(map(self._live, state.vouching(rank)))
-            for rank, name in state.layout_ids.items()
-        )
+        """A layout is on its way from a live holder, or what they say together is: until then nothing can be said about this
+        snapshot."""
+        if any(name not in self.layouts and any(map(self._live, state.vouching(rank))) for rank, name in state.layout_ids.items()):
+            return True
+        return state.classes is None and bool(self._studying) and frozenset(state.layout_ids.values()) in self._studying
 
     def knows_layouts(self, state: SnapshotState) -> bool:
         return all(name in self.layouts for name in state.layout_ids.values())
@@ -254,12 +258,29 @@ class SnapshotTable:
         return found
 
     def _classes(self, state: SnapshotState) -> Classes | None:
-        """None until every rank of the snapshot's world is known with its layout."""
+        """None until every rank of the snapshot's world is known with its layout, and those have been looked at together."""
         if not state.layout_ids or not self.knows_layouts(state):
             return None
         layouts = self.layouts_of(state)
+        if len(layouts) < next(iter(layouts.values())).world or not self._are_studied(layouts):
+            return None
         classes = slice_classes(layouts)
         return classes if classes.complete else None
+
+    def _are_studied(self, layouts: dict[int, Layout]) -> bool:
+        """Of thousands of ranks that takes long, once; what comes of it is remembered by their ids."""
+        names = frozenset(layout.layout_id for layout in layouts.values())
+        if names not in self._studied and names not in self._studying:
+            self._studying.add(names)
+            self._ctx.compute(partial(_study, layouts), partial(self._now_studied, names))
+        return names in self._studied
+
+    def _now_studied(self, names: frozenset[str], _: None) -> None:
+        self._studying.discard(names)
+        self._studied[names] = None
+        while len(self._studied) > STUDIED_MAX:
+            del self._studied[next(iter(self._studied))]
+        self.dirty.update(self.states)
 
     # --- layouts that nobody sent -------------------------------------------------------------------------------
     def ask_layouts(self, number: int) -> None:
@@ -279,3 +300,8 @@ class SnapshotTable:
                     self._ctx.send(node, LayoutRequest(number, name, name in tables))
         if asked:
             self._asked_at = self._ctx.now
+
+
+def _study(layouts: Mapping[int, Layout]) -> None:
+    slice_classes(layouts)
+    agree(layouts, {})
