@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ckptd.core.protocol.machine.steward.decide import spread
+from ckptd.core.protocol.machine.steward.grants import FULL_S
 from ckptd.core.protocol.messages import RestoreAsk
 from ckptd.core.redundancy.policies import Replicas
 from tests.sim.trainer import Run
@@ -14,7 +15,7 @@ from tests.sim.world import World
 
 SEED = 2
 SIZE = 4
-START_S = 60.0  # simulated, for a start or for a few snapshots
+START_S = FULL_S + 30.0  # simulated, for a start or for a few snapshots, which may have to wait for slots
 INSTANT_S = 0.0005  # less than a message takes
 
 
