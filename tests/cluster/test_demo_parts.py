@@ -158,7 +158,7 @@ def test_the_record_gathers_what_full_tensor_gives_and_a_plain_save_resumes_bit_
         for rank in range(3)
     ]
     try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=200)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

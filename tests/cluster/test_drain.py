@@ -87,7 +87,7 @@ def as_nobody(node: Node) -> str:
         "link.send(rank.DrainAsk('on')); print(link.recv(10)[0])"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", script, str(node.socket)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script, str(node.socket)], capture_output=True, text=True, timeout=200, check=True
     )
     return answer.stdout
 

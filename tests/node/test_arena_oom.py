@@ -57,7 +57,7 @@ def cgroup() -> Iterator[MemoryGroup]:
 def inside(cgroup: MemoryGroup, *arguments: str) -> dict[str, Any]:
     command = [*cgroup.within, sys.executable, "-c", PROGRAM, *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT, timeout=200)
     assert done.returncode == 0, f"status {done.returncode}: {done.stderr}"
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

@@ -288,7 +288,7 @@ def child(
 ) -> subprocess.CompletedProcess[bytes]:
     command = [*wrap, sys.executable, "-m", "tests.node.persist_child", str(root), what, str(step)]
     environment = {**os.environ, "CKPTD_FAILPOINT": failpoint, "PYTHONPATH": str(REPO)}
-    return subprocess.run(command, env=environment, cwd=REPO, capture_output=True, timeout=60)
+    return subprocess.run(command, env=environment, cwd=REPO, capture_output=True, timeout=200)
 
 
 WRITE_POINTS = [f"persist.write.{name}" for name in ("begin", "chunk", "synced", "report")]

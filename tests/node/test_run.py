@@ -89,7 +89,7 @@ def test_a_second_one_with_the_same_state_directory_touches_nothing(tmp_path: Pa
     ports = (tmp_path / "state" / "ports.json").read_bytes()
     place = [*places(tmp_path), "--socket", str(tmp_path / "other.sock")]
     command = [sys.executable, "-m", "ckptd", "run", *place, "--plain-loopback", "--memory-budget", "32MiB"]
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 1
     assert "another daemon uses this state directory" in ran.stderr and "state_dir of its own" in ran.stderr
     assert (tmp_path / "state" / "ports.json").read_bytes() == ports
@@ -98,7 +98,7 @@ def test_a_second_one_with_the_same_state_directory_touches_nothing(tmp_path: Pa
 def test_bad_settings_end_it_at_once_with_the_reason(tmp_path: Path, environ: dict[str, str]) -> None:
     """Also under the keeper: what refuses to start would refuse for ever."""
     command = [sys.executable, "-m", "ckptd", "run", *places(tmp_path), "--memory-budget", "32MiB"]
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 1
     assert "ckptd keygen" in ran.stderr
     assert "Traceback" not in ran.stderr
