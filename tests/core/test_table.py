@@ -10,7 +10,7 @@ from ckptd.core.protocol.events import Computed
 from ckptd.core.protocol.instructions import Compute, Send
 from ckptd.core.protocol.machine.context import RESEND_S, Context
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
-from ckptd.core.protocol.machine.steward.table import RELEASED_KEPT_MAX, SnapshotTable
+from ckptd.core.protocol.machine.steward.table import RELEASED_KEPT_MAX, STUDIED_MAX, SnapshotTable
 from ckptd.core.protocol.messages import Certificate, HoldingFact, LayoutRequest
 from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard, joined_digests, shard_layout
 from tests.core.machines import EPOCH, at, fact, layout, member
@@ -115,6 +115,15 @@ def test_the_same_layouts_are_looked_at_once() -> None:
     books.table.weigh_anew(at(7))
     books.parity_set()
     assert (books.computed(), books.level()) == (0, 1)
+
+
+def test_layouts_that_many_others_came_after_are_looked_at_again() -> None:
+    books = Books().parity_set()
+    assert books.level() == 1
+    for number in range(STUDIED_MAX):
+        books.table._now_studied(frozenset([str(number)]), None)
+    books.of().classes = None
+    assert (books.computed(), books.level()) == (1, 1)
 
 
 def test_layouts_of_a_part_of_the_ranks_are_not_looked_at() -> None:
