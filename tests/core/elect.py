@@ -50,8 +50,6 @@ class Elect:
         return self.done[before:]
 
     def computed(self) -> list[ins.Instruction]:
-        """What took its time is done; from now on it takes none."""
-        self.thread.slow = False
         return self.feed(*self.thread.ends())
 
     def _as_asked(self, event: ev.Event) -> ev.Event:

@@ -69,6 +69,8 @@ class Thread:
         return [] if self.slow else self.ends()
 
     def ends(self) -> list[ev.Event]:
+        """What took its time is done; from now on it takes none."""
+        self.slow = False
         done, self.asked = self.asked, []
         return [ev.Computed(do.number, do.call()) for do in done]
 
@@ -114,8 +116,6 @@ class Node:
         return self.done[before:]
 
     def computed(self) -> list[ins.Instruction]:
-        """What took its time is done; from now on it takes none."""
-        self.thread.slow = False
         return self.feed(*self.thread.ends())
 
     def hear(self, sender: str, message: msg.Message) -> list[ins.Instruction]:

@@ -103,8 +103,8 @@ class Flushing:
         self._watch_ranks()
         if self.flush is not None:
             self._look_after(self.flush)
-        elif self._planning is None and self._ctx.now >= self._not_before and self._sessions.settled():
-            self._plan(self._targets() if self._ctx.policy.durable else [])
+        elif self._ctx.policy.durable and self._planning is None and self._ctx.now >= self._not_before and self._sessions.settled():
+            self._plan(self._targets())
 
     def _targets(self) -> list[SnapshotState]:
         """The most wanted first: what waits for parity, perhaps for ever, holds up no other, and what failed often goes last."""

@@ -136,10 +136,9 @@ class Restoring:
         self._decide_if_ready()
 
     def _decide_if_ready(self) -> None:
-        if self._judging is not None or not self._undecided():
+        gather = self._undecided()
+        if gather is None or self._judging is not None:
             return
-        gather = self.gathering.gather
-        assert gather is not None, "only a gathering decides"
         patient = not self.gathering.waited_long()
         if patient and not all_there_is(gather, self.gathering.known_down()):
             return
@@ -149,11 +148,12 @@ class Restoring:
         call = partial(judge, self._judging, patient, floor, excluded, damaged, self._ctx.policy.redundancy)
         self._ctx.compute(call, partial(self._judged, self._judging, floor))
 
-    def _undecided(self) -> bool:
-        """All ranks stand here, and who may know what there is was asked."""
+    def _undecided(self) -> Gather | None:
+        """Of a start whose ranks all stand here, and for which who may know what there is was asked."""
         gather = self.gathering.gather
-        asked = gather is not None and gather.asking_since is not None
-        return asked and self._claiming is None and self.restore is None and self.gathering.complete()
+        if gather is None or gather.asking_since is None or self._claiming is not None or self.restore is not None:
+            return None
+        return gather if self.gathering.complete() else None
 
     def _least(self, gather: Gather) -> int:
         """The number of the epoch lies above it."""
@@ -162,8 +162,8 @@ class Restoring:
     def _judged(self, frozen: Gather, floor: int, verdict: Decision | Verdict) -> None:
         """What has changed meanwhile is looked at anew."""
         self._judging = None
-        gather = self.gathering.gather
-        if gather is None or not self._undecided():
+        gather = self._undecided()
+        if gather is None:
             return
         if gather.frozen() != frozen or self._least(gather) != floor:
             self._decide_if_ready()

@@ -18,7 +18,7 @@ from ckptd.core.state_map.agreement import agree
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.layout_reader import TableNotHere
 
-STUDIED_MAX = 16  # sets of layouts; a job has one or two alive
+STUDIED_MAX = 16  # sets of layouts, fewer than agreement and classes are remembered for; a job has one or two alive
 RELEASED_KEPT_MAX = 64  # released snapshots named again in certificates, for a node that missed it
 
 
