@@ -32,10 +32,11 @@ HINTS = {
     "unreachable": "bring the missing daemons or the storage back; restore(step=...) takes an older step, allow_fresh=True none",
     "unrecoverable": "`ckptd ls` shows what exists",
     "mismatch": "register the same objects as when the snapshot was taken, or use only=/strict=False/key_map",
-    "timeout": "look at the daemons' logs for the rank that did not answer; restore_timeout_s bounds the wait",
+    "timeout": "look at the logs of ranks and daemons for who went or did not answer; join_timeout_s bounds the wait for ranks, "
+    "restore_timeout_s that for the restore",
     "memory": "raise memory_budget, or restore into more nodes",
     "superseded": "another start of this job took over; stop this one",
-    "left": "a rank died during the restore: start the job again",
+    "left": "a rank, or its node's daemon, died during the restore: start the job again",
     "internal": "the daemon's log has the trace; please report it",
     "damage": "`ckptd status` names the damaged copies; an older step may be asked for with restore(step=...)",
 }

@@ -331,7 +331,7 @@ class Session:
             text = f"the world of {world.size} ranks cannot be told to the daemon: {error}"
             raise CkptdError(text, where=self.job) from error
         if not sent:
-            lost = CkptdError("the daemon was lost before the join", where=self.link.path)
+            lost = CkptdError("the daemon was lost before the join", where=self.link.path, hint=LOST_HINT)
             self.left(lost)
             raise lost
 

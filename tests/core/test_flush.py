@@ -270,7 +270,7 @@ def test_when_a_rank_died_and_nobody_comes_back_the_newest_is_flushed() -> None:
     assert step_of(node) is None, "a new start of the job may come"
     node.tick(0.75)
     assert step_of(node) == 7
-    assert alarms(node, "breakpoint") == ["ranks are gone: step 7 is written from memory"]
+    assert alarms(node, "breakpoint") == ["ranks, or their daemons, are gone: step 7 is written from memory"]
     wrote(node, "b", ok=False)
     node.tick(5.0)
     assert step_of(node) == 7

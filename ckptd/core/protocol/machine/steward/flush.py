@@ -209,7 +209,8 @@ class Flushing:
         self._certify.guards.pinned = {state.snapshot}
         if self._nobody_trains() and not self._breakpoint_told and not self._all_clean():
             self._breakpoint_told = True
-            self._ctx.emit(Alarm("breakpoint", f"ranks are gone: step {state.snapshot.step} is written from memory"))
+            gone = "ranks, or their daemons, are gone"
+            self._ctx.emit(Alarm("breakpoint", f"{gone}: step {state.snapshot.step} is written from memory"))
         self._order(self.flush)
 
     def _count_wait(self, state: SnapshotState) -> None:
