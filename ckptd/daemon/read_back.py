@@ -16,7 +16,7 @@ from ckptd.persist.verify import VerifyReport, read_back
 
 READ_BACK_S = 600.0  # for one node's files; after that the retaining node reads what has no mark
 WRITTEN_MAX = 4  # checkpoints remembered as written and not read yet; what is older is left to the retaining node
-KIND = "retention"
+KIND, WHICH = "retention", "read-back"  # of health
 
 
 class ReadBack:
@@ -95,5 +95,7 @@ class ReadBack:
             text = str(error)
         finally:
             self._reads = ""
-        if text and not cancelled.is_set():
-            self._services.health.event(KIND, f"step {snapshot.step}: {text}", job=self._job)
+        if not text:  # storage that was away is back
+            self._services.health.clear(KIND, job=self._job, which=WHICH)
+        elif not cancelled.is_set():
+            self._services.health.event(KIND, f"step {snapshot.step}: {text}", job=self._job, which=WHICH)

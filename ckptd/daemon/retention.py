@@ -69,7 +69,7 @@ class Retention:
                 self._due = False
                 await self._pass(storage)
         except (CkptdError, OSError) as error:
-            self._services.health.event(KIND, str(error), job=self._job)
+            self._services.health.event(KIND, str(error), job=self._job, which="pass")
         finally:
             self._running = False
             self._cancelled.set()  # the daemon stops: so does the thread
@@ -92,6 +92,7 @@ class Retention:
         if work.cancelled():
             raise CkptdError(f"no flush thread was free for {RETENTION_TIMEOUT_S:.0f} s", where=self._job)
         done = work.result()
+        self._services.health.clear(KIND, job=self._job, which="pass")
         self._tell(done)
         self._stop_waiting()
         self._unread_s = min(2 * self._unread_s, AGAIN_S) if done.unread else UNREAD_S

@@ -118,7 +118,7 @@ def goes_on_unprotected(node: Node, trainer: Trainer, problem: str) -> None:
 def follows(node: Node, trainer: Trainer) -> None:
     newest = node.newest(JOB, "sealed")
     until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "durable") >= newest, 40, "durable to follow")
-    until(lambda: not node.problems(), 20, f"health to be well again: {node.problems()}")
+    until(lambda: trainer.do("train", steps=1) and not node.problems(), 40, "health to be well again")
     assert node.get("/healthz")["ok"]
 
 

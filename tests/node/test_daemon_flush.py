@@ -13,7 +13,7 @@ import pytest
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.machine.steward import flush, grants
-from ckptd.daemon import durable, retention, services
+from ckptd.daemon import durable, read_back, retention, services
 from ckptd.daemon.server import FLUSH_THREADS_MAX
 from ckptd.persist.commits import list_commits
 from ckptd.persist.names import attempt_dir, epoch_dir
@@ -164,6 +164,31 @@ async def test_a_retention_that_hangs_keeps_one_thread_and_stops_nothing(
         go.set()
         await eventually(lambda: len(passes) == 4)  # of both jobs, and once more for what each committed meanwhile
         await eventually(lambda: "retention" not in house.problems())
+
+
+@pytest.mark.parametrize(("where", "name"), [(read_back, "read_back"), (retention, "retain")])
+async def test_what_storage_failed_at_while_it_was_away_is_not_told_once_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
+) -> None:
+    """P14: for ten minutes after it was back, health said that it had vanished."""
+    real, away = getattr(where, name), [True]
+
+    def vanished(*arguments: Any, **options: Any) -> Any:
+        if away[0]:
+            raise StorageError("the storage directory has vanished")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(where, name, vanished)
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(3)
+        await rank.durable(3)
+        await eventually(lambda: "vanished" in house.problems().get("retention", ""))
+        away[0] = False
+        await rank.sealed(4)
+        await rank.durable(4)
+        await eventually(lambda: not house.problems())
 
 
 async def test_what_was_hidden_goes_after_its_grace_without_another_commit(
