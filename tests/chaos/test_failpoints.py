@@ -187,12 +187,12 @@ def test_a_keeper_that_dies_is_a_node_that_is_lost(root: Path, point: str) -> No
                 job.until_level(1)
                 job.places[1].signal_daemon(signal.SIGKILL)
             with suppress(AssertionError):
-                until(mark.exists, 5)
+                until(mark.exists, 60)
             if mark.exists():
                 break
             job.end()
         assert mark.exists(), "the failpoint was not met"
-        until(lambda: ended(job), 10, "its end")
+        until(lambda: ended(job), 60, "its end")
         dead = ended(job)
         assert len(dead) == 1
         job.lose(dead)
