@@ -143,7 +143,7 @@ def _outlook(job: JobReport) -> Iterator[RenderableType]:
 
 
 def _members(job: JobReport) -> Iterator[RenderableType]:
-    from ckptd.cli.show import good, size, step, table
+    from ckptd.cli.show import NONE, good, size, step, table
 
     nodes = [
         [n.get("node", ""), n.get("domain", ""), good(n.get("up", False), "up, leaving" if n.get("leaving") else "up", "DOWN"),
@@ -154,12 +154,16 @@ def _members(job: JobReport) -> Iterator[RenderableType]:
         yield table("", ("node", "domain", "link", ">memory used", ">budget"), nodes)
     gone = "GONE" if job.get("phase") != "idle" else "none yet"
     ranks = [
-        [r.get("rank"), r.get("node", ""), good(r.get("up", False) or r.get("finished", False), _process(r), gone),
-         step(r.get("step")), r.get("free_slots", "")]
+        [r.get("rank"), r.get("node", ""), good(r.get("up", False) or r.get("finished", False), _process(r), _away(r, gone)),
+         step(r.get("step")), NONE if r.get("silent") else r.get("free_slots", "")]
         for r in job.get("ranks", [])
     ]  # fmt: skip
     if ranks:
         yield table("", (">rank", "node", "process", ">step", ">free slots"), ranks)
+
+
+def _away(rank: RankReport, gone: str) -> str:
+    return "its daemon does not answer" if rank.get("silent") else gone
 
 
 def _process(rank: RankReport) -> str:

@@ -38,7 +38,7 @@ class Graveyard:
         self.stones.pop(job, None)
         self.stones[job] = tombstone
         self._unwritten.add(job)
-        how = "forgotten by order" if tombstone.ordered == tombstone.epoch else "forgotten: nothing of it is left here"
+        how = "forgotten by order" if tombstone.ordered == tombstone.epoch else "forgotten: no memory of it is left here"
         log.info("job=%s epoch=%d %s", job, tombstone.epoch, how)
 
     def tick(self, now: float) -> None:

@@ -59,7 +59,7 @@ def listen(make: Callable[[int], T], wanted: int, last: int) -> T:
     try:
         return make(last)
     except CkptdError as error:
-        log.info("port %d, kept for this daemon, is not free (%s): taking another", last, error.what)
+        log.info("port %d, kept for this daemon, cannot be had (%s): taking another", last, error.what)
         return make(0)
 
 
@@ -71,7 +71,7 @@ async def start(make: Callable[[int], ControlLink], wanted: int, last: int) -> C
             await link.start()
             return link
         except CkptdError as error:
-            log.info("port %d, kept for this daemon, is not free (%s): taking another", last, error.what)
+            log.info("port %d, kept for this daemon, cannot be had (%s): taking another", last, error.what)
             await link.stop()
     link = make(wanted)
     await link.start()

@@ -179,7 +179,7 @@ class Status:
 def _ranks(
     shell: JobShell, here: list[RankReport], told: Mapping[str, Mapping[str, Any]]
 ) -> list[RankReport]:
-    """The job's ranks: ours, and what the nodes that they live on say of theirs."""
+    """The job's ranks: ours, and what the nodes that they live on say of theirs, if they do."""
     homes = shell.record.ranks if shell.record is not None else ()
     others = [
         row
@@ -187,7 +187,12 @@ def _ranks(
         for row in body.get("ranks", {}).get(shell.job, [])
         if 0 <= row.get("rank", -1) < len(homes) and homes[row["rank"]] == peer
     ]
-    return sorted([*here, *others], key=lambda row: row["rank"])
+    silent: list[RankReport] = [
+        {"rank": rank, "node": node, "step": -1, "free_slots": 0, "up": False, "silent": True}
+        for rank, node in enumerate(homes)
+        if node not in told and node != shell.services.node.node
+    ]
+    return sorted([*here, *others, *silent], key=lambda row: row["rank"])
 
 
 def _unsaid(job: str, shell: JobShell) -> list[str]:

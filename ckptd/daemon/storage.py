@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from ckptd.wire.peer import StorageToken
 if TYPE_CHECKING:
     from ckptd.daemon.services import Services
 
+log = logging.getLogger("ckptd.daemon")
 NOT_SHARED = "storage_not_shared"
 IDENTITIES = "storage.json"  # in the state directory
 
@@ -33,6 +35,7 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
     if not root:
         return None, ""
     storage = known_storage(root, state.path, create=False)
+    was_there = os.path.lexists(storage.locate(""))
     try:
         storage = known_storage(root, state.path, create=True)
         probe(storage)
@@ -42,6 +45,8 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
             raise
         health.report("storage", str(error))
         return storage, ""
+    if not was_there:
+        log.warning("storage root %s was not there and was made: is it the one that was meant, and mounted?", storage.locate(""))
     known = identities(state.path)
     if storage.locate("") not in known:
         state.keep(IDENTITIES, msgspec.json.encode(known | {storage.locate(""): storage.identity}))

@@ -94,7 +94,8 @@ class Metrics:
             "job",
         )
         self._lag = self._gauge(
-            "ckptd_lag_steps", "Steps of training past the newest snapshot of a level", "job", "level"
+            "ckptd_lag_steps", "Steps of training past the newest snapshot of a level; before the first one, all of them",
+            "job", "level",
         )
         self._levels = self._count("ckptd_snapshots_total", "Snapshots that reached a level", "job", "level")
         self._capture_s = self._time(

@@ -65,6 +65,7 @@ class RankReport(TypedDict, total=False):
     step: int  # newest step for which snapshot() was called
     free_slots: int
     up: bool  # its process is connected
+    silent: bool  # its node's daemon does not answer: nothing is known of it but where it was placed
     finished: bool  # it said goodbye without an exception
     state_bytes: int  # of one snapshot, what it says its state needs
     frozen_bytes: int  # beside state_bytes: parameters that do not train

@@ -188,7 +188,7 @@ class Client:
         unless kept. strict=False: load what fits; what is left out is in the log and in ``last_restore["notes"]``.
         allow_fresh=True: None instead of an error when nothing can be reached or recovered. Raises CkptdError on all ranks;
         nothing is written unless every rank can load, and the error says so when a rank's objects are dirty all the same.
-        ``last_restore["mode"]``: "verified", "direct" where the daemon had no room for all bytes at once, or "fresh".
+        ``last_restore["mode"]``: "verified", "direct" (the daemon had no room for all bytes at once), "fresh", or "no daemon".
         """
         step = None if step is None else operator.index(step)
         if source not in (None, "memory", "durable"):
@@ -210,14 +210,13 @@ class Client:
                 resolve.whole(self._registry, state), ask, session.link.trouble, deadline
             )
         except NoDaemon:
-            if allow_fresh:
-                return None
-            raise
+            if not allow_fresh:
+                raise
+            self.last_restore = {**Outcome(None).told, "mode": "no daemon"}
+            return None
         patterns = [only] if isinstance(only, str) else only
-        outcome = self._run_restore(
-            Restore(session, self._registry, state, world, patterns, strict), deadline
-        )
-        self.last_restore = {**outcome.facts, "meta": outcome.restored.meta, "notes": outcome.restored.notes}
+        outcome = self._run_restore(Restore(session, self._registry, state, world, patterns, strict), deadline)
+        self.last_restore = outcome.told
         self.values = outcome.restored.values
         self._last = self._stale = None
         self._snapshots.begin_anew(state)

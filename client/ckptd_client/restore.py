@@ -47,6 +47,11 @@ class Outcome:
     )
     restored: Restored = field(default_factory=Restored)
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a program sees of it."""
+        return {**self.facts, "meta": self.restored.meta, "notes": self.restored.notes}
+
 
 def _fits(key: str, patterns: Sequence[str]) -> bool:
     return matches(key, patterns) or matches(key.rstrip("."), patterns)

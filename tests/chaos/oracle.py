@@ -19,6 +19,7 @@ from tests.chaos.state import EVERYTHING
 
 Made = tuple[int, int]  # generation, step
 RECENT_MAX = 500  # lines kept for the message of a failure
+NO_DAEMON = "no daemon"  # the mode of a restore with allow_fresh=True that none answered
 DEGRADED = re.compile(r"protected (\d+)/\d+, degraded")
 
 
@@ -67,6 +68,7 @@ class Oracle:
         self.tolerates = tolerates
         self.worlds: dict[int, int] = {}
         self.parents: dict[int, Made | None] = {}  # of generations that restored on some rank
+        self.apart: set[int] = set()  # of these no daemon was told when they began: they take effect with their first snapshot
         self.made: dict[Made, dict[str, str]] = {}
         self.makers: dict[Made, set[int]] = {}
         self.skipped: set[Made] = set()
@@ -96,7 +98,9 @@ class Oracle:
         )
         if kind in ("restored", "refused"):
             self.outcomes[generation][rank] = fact
-            if kind == "restored":
+            if kind == "restored" and fact.get("mode") == NO_DAEMON:
+                self.apart.add(generation)
+            elif kind == "restored":
                 self.parents[generation] = (
                     None if fact["step"] is None else (fact["made"][0], fact["made"][1])
                 )
@@ -147,6 +151,8 @@ class Oracle:
             raise Broken(f"P2 {made} is told at level {level}, but a rank skipped it")
         if len(self.makers.get(made, ())) < self.worlds[made[0]]:
             raise Broken(f"P2 {made} is told at level {level}, but not every rank has come to it")
+        if made[0] in self.apart:
+            self.parents.setdefault(made[0], None)
         if known is None or level - len(lost) >= known.left:
             self.acknowledged += known is None
             self.told[made] = Told(level, set(lost), known is not None and known.durable)
@@ -184,6 +190,8 @@ class Oracle:
     def owed(self, before: int) -> Made | None:
         """The newest snapshot that a restore of generation ``before`` must find, or one newer than it."""
         head = self.head(before)
+        if any((head or 0) < generation < before for generation in self.apart):
+            return None  # it may have begun anew meanwhile, in the background, and left the line before behind
         due = [made for made, told in self.told.items() if told.due and self.belongs(made, head)]
         return max(due, key=lambda made: made[::-1], default=None)
 
@@ -238,7 +246,8 @@ class Oracle:
             raise Broken(f"P1 start {generation} restored {made}, which was not captured")
         if not self.belongs(made, self.head(generation)):
             lineage = self.lineage(self.head(generation))
-            raise Broken(f"P1 start {generation} restored {made}, which is not of its lineage {lineage}")
+            before = {g: outcomes for g, outcomes in self.outcomes.items() if made[0] <= g < generation}
+            raise Broken(f"P1 start {generation} restored {made}, which is not of its lineage {lineage}; outcomes: {before}")
         restored: dict[str, str] = {}
         for outcome in self.outcomes[generation].values():
             restored |= outcome["digests"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.oracle import Broken, Oracle
+from tests.chaos.oracle import NO_DAEMON, Broken, Oracle
 from tests.chaos.state import EVERYTHING
 
 WORLD = 2
@@ -66,6 +66,23 @@ def test_the_newest_acknowledged_or_a_newer_one() -> None:
         assert not both(trained(levels={2: 1, 3: 0}), step).judge(2).error
     verdict = both(trained(levels={2: 1, 3: 0}), 2).judge(2)
     assert verdict.owed == (1, 3) and "was restored" in verdict.error
+
+
+def test_a_start_that_no_daemon_was_told_of_leaves_nothing_behind_before_its_first_snapshot() -> None:
+    """restore(allow_fresh=True) found its daemon restarting (make chaos): it trains on, and joins in the background."""
+    oracle = trained(levels={2: 1})
+    oracle.started(2, WORLD)
+    for rank in range(WORLD):
+        restored(oracle, 2, rank, None, (-1, -1), {"mode": NO_DAEMON})
+        oracle.heard(2, rank, {"k": "made", "step": 1, "digests": digests(2, 1, rank)})
+    oracle.started(3, WORLD)
+    for rank in range(WORLD):
+        restored(oracle, 3, rank, 2, (1, 2))
+    assert not oracle.judge(3).error
+    oracle.parents.pop(3)
+    oracle.heard(2, 0, {"k": "level", "step": 1, "level": 0, "durable": False, "void": ""})
+    with pytest.raises(Broken, match="not of its lineage"):
+        oracle.judge(3)
 
 
 def test_what_was_told_a_rank_is_not_taken_back_without_a_loss() -> None:

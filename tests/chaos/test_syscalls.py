@@ -24,7 +24,7 @@ from tests.waiting import until
 
 NODES = 3
 SICK = 1  # place of the daemon whose calls fail
-ATTACH_S = 20.0
+ATTACH_S = 120.0  # to a process of many threads, or away from it
 FAULT_S = 3.0
 BACK_S = 120.0  # its keeper aborts a daemon that hangs for 60 s
 pytestmark = [

@@ -36,6 +36,8 @@ def test_any_node_shows_all_ranks_and_what_is_lost(nodes: Cluster) -> None:
     assert "n1" in first.problems()["degraded"]
     page = first.cli("status").stdout
     assert "DEGRADED" in page and "DOWN" in page
+    assert [(row["rank"], row.get("silent", False)) for row in first.job(JOB)["ranks"]] == [(0, False), (1, True)]
+    assert "its daemon does not answer" in page
 
 
 def test_a_replaced_stewards_node_shows_what_is_durable(nodes: Cluster) -> None:

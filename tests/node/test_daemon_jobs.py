@@ -445,7 +445,9 @@ async def test_the_newest_durable_step_is_shown_however_many_come_after_it(
     async with rig(storage_root=tmp_path, flush_every_s=0.0) as house:
         rank = house.rank()
         await rank.begin("a")
+        assert house.shell().summary()["lag"] == {}, "nothing was trained"
         await rank.sealed(1)
+        assert house.shell().summary()["lag"] in ({"sealed": 0, "durable": 1}, {"sealed": 0, "durable": 0}), "none yet, all behind"
         rank.waits(1, "durable")
         await eventually(lambda: house.shell().summary()["newest"]["durable"] == 1)
         for step in range(2, 8):

@@ -56,6 +56,15 @@ def test_an_empty_mount_point_is_not_taken_for_a_new_storage(root: Path) -> None
     assert (root / MARKER).exists()
 
 
+def test_a_root_that_was_not_there_is_made_with_a_word(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A name with a slip of the pen became a storage of its own without one."""
+    start(root)
+    assert [record.getMessage() for record in caplog.records if str(root) in record.getMessage()], "the first time"
+    caplog.clear()
+    start(root)
+    assert not caplog.records
+
+
 def test_another_storage_at_the_same_place_is_refused(root: Path) -> None:
     start(root)
     root.rename(root.parent / "first")
