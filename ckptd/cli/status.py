@@ -154,7 +154,7 @@ def _members(job: JobReport) -> Iterator[RenderableType]:
         yield table("", ("node", "domain", "link", ">memory used", ">budget"), nodes)
     gone = "GONE" if job.get("phase") != "idle" else "none yet"
     ranks = [
-        [r.get("rank"), r.get("node", ""), good(r.get("up", False) or r.get("finished", False), _process(r), _away(r, gone)),
+        [r.get("rank"), r.get("node", ""), _process(r, gone),
          step(r.get("step")), NONE if r.get("silent") else r.get("free_slots", "")]
         for r in job.get("ranks", [])
     ]  # fmt: skip
@@ -162,9 +162,9 @@ def _members(job: JobReport) -> Iterator[RenderableType]:
         yield table("", (">rank", "node", "process", ">step", ">free slots"), ranks)
 
 
-def _away(rank: RankReport, gone: str) -> str:
-    return "its daemon does not answer" if rank.get("silent") else gone
+def _process(rank: RankReport, gone: str) -> RenderableType:
+    from ckptd.cli.show import good
 
-
-def _process(rank: RankReport) -> str:
-    return "here" if rank.get("up") else "finished"
+    if rank.get("silent"):
+        gone = "its daemon does not answer"
+    return good(rank.get("up", False) or rank.get("finished", False), "here" if rank.get("up") else "finished", gone)

@@ -35,8 +35,7 @@ def summary(job: JobShell) -> JobReport:
     trains = phase == "running" and bool(job.ranks.progress)
     trained = max([*job.ranks.progress.values(), *newest.values()])
     leaving = job.machine.ctx.leaving
-    reached = {"sealed": True, "protected": wanted > 0, "durable": job.services.storage is not None}
-    meant = {name for name, is_meant in reached.items() if is_meant and trains}  # before the first one all steps are behind
+    aims = {"sealed": trains, "protected": trains and wanted > 0, "durable": trains and job.services.storage is not None}
     nodes: list[PeerReport] = [
         {"node": n.node, "domain": n.domain, "leaving": n.node in leaving} for n in (record.nodes if record else ())
     ]
@@ -51,7 +50,7 @@ def summary(job: JobShell) -> JobReport:
         "nodes": nodes,
         "ranks": ranks,
         "newest": newest,
-        "lag": {name: trained - max(step, 0) for name, step in newest.items() if step >= 0 or name in meant},
+        "lag": {name: trained - max(step, 0) for name, step in newest.items() if step >= 0 or aims[name]},  # before the first: all
         "redundancy": str(view.get("redundancy", "")),
         "degradation": int(view.get("degradation", 0)),
         "waits": job.losses.waits,

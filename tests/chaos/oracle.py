@@ -190,10 +190,13 @@ class Oracle:
     def owed(self, before: int) -> Made | None:
         """The newest snapshot that a restore of generation ``before`` must find, or one newer than it."""
         head = self.head(before)
-        if any((head or 0) < generation < before for generation in self.apart):
-            return None  # it may have begun anew meanwhile, in the background, and left the line before behind
         due = [made for made, told in self.told.items() if told.due and self.belongs(made, head)]
         return max(due, key=lambda made: made[::-1], default=None)
+
+    def may_begin_anew(self, before: int) -> bool:
+        """Nothing is owed, or a start that no daemon was told of may have left it behind meanwhile, in the background."""
+        head = self.head(before) or 0
+        return self.owed(before) is None or any(head < generation < before for generation in self.apart)
 
     def newest_made(self, before: int) -> int:
         head = self.head(before)
@@ -223,14 +226,14 @@ class Oracle:
         if kinds == {"restored", "refused"}:
             raise Broken(f"D11 some ranks of start {generation} restored and others did not: {outcomes}")
         if kinds == {"refused"}:
-            verdict.error = f"refused: {outcomes[0]['error']}" if verdict.owed is not None else ""
+            verdict.error = "" if self.may_begin_anew(generation) else f"refused: {outcomes[0]['error']}"
             return verdict
         found = {(outcome["step"], *outcome["made"]) for outcome in outcomes.values()}
         if len(found) != 1:
             raise Broken(f"P1 ranks of start {generation} restored different snapshots: {found}")
         step, *made = found.pop()
         if step is None:
-            verdict.error = "a fresh start" if verdict.owed is not None else ""
+            verdict.error = "" if self.may_begin_anew(generation) else "a fresh start"
             return verdict
         verdict.restored = (made[0], made[1])
         self._whole(generation, step, verdict.restored)

@@ -81,7 +81,7 @@ def meet_all(job: Job, marks: list[Path]) -> None:
     assert not early, f"met before there is a job, so that nothing of it was interrupted: {early}"
     for turn in range(STARTS_MAX):
         until_back(job, waker)
-        nothing = job.oracle.owed(job.generation + 1) is None
+        nothing = job.oracle.may_begin_anew(job.generation + 1)
         job.start([(turn + rank) % NODES for rank in range(NODES if turn % 2 else NODES - 1)], fresh=nothing)
         until_restored_or_refused(job, waker)
         end = min(over, time.monotonic() + MET_S / STARTS_MAX)
@@ -114,7 +114,7 @@ def whole_again(job: Job) -> None:
     """P3, P7, P14: all daemons are back with their memory; what is owed is restored, protected, and survives a node."""
     until_back(job, Waker(job))
     for places in ([0, 1, 2], [1, 2]):
-        job.start(places, fresh=job.oracle.owed(job.generation + 1) is None)
+        job.start(places, fresh=job.oracle.may_begin_anew(job.generation + 1))
         verdict = job.judge()
         assert not verdict.error, verdict
         job.until_newer(1)
@@ -187,12 +187,12 @@ def test_a_keeper_that_dies_is_a_node_that_is_lost(root: Path, point: str) -> No
                 job.until_level(1)
                 job.places[1].signal_daemon(signal.SIGKILL)
             with suppress(AssertionError):
-                until(mark.exists, 60)
+                until(mark.exists, 5)
             if mark.exists():
                 break
             job.end()
         assert mark.exists(), "the failpoint was not met"
-        until(lambda: ended(job), 60, "its end")
+        until(lambda: ended(job), 10, "its end")
         dead = ended(job)
         assert len(dead) == 1
         job.lose(dead)

@@ -75,10 +75,15 @@ def test_a_start_that_no_daemon_was_told_of_leaves_nothing_behind_before_its_fir
     for rank in range(WORLD):
         restored(oracle, 2, rank, None, (-1, -1), {"mode": NO_DAEMON})
         oracle.heard(2, rank, {"k": "made", "step": 1, "digests": digests(2, 1, rank)})
+    assert oracle.may_begin_anew(3) and not oracle.may_begin_anew(2)
+    for step, error in ((2, ""), (1, "(1, 1) was restored"), (None, "")):  # older than what is owed it may not be
+        oracle.started(3, WORLD)
+        for rank in range(WORLD):
+            restored(oracle, 3, rank, step, (1, step) if step else (-1, -1))
+        assert oracle.judge(3).error == error
     oracle.started(3, WORLD)
     for rank in range(WORLD):
         restored(oracle, 3, rank, 2, (1, 2))
-    assert not oracle.judge(3).error
     oracle.parents.pop(3)
     oracle.heard(2, 0, {"k": "level", "step": 1, "level": 0, "durable": False, "void": ""})
     with pytest.raises(Broken, match="not of its lineage"):

@@ -51,9 +51,9 @@ def test_a_storage_root_that_fills_up(stack: ExitStack) -> None:
     job = job_on(
         stack, root, storage_root=disk / "storage", flush_every_steps=1, keep_last=1, write_timeout_s=20
     )
-    until(lambda: newest_durable(job) > 0, 60, "a durable step")
+    until(lambda: newest_durable(job) > 0, 45, "a durable step")
     fill(disk / "ballast")
-    until(lambda: "flush" in job.places[0].problems(), 60, "health to name the flush")
+    until(lambda: "flush" in job.places[0].problems(), 45, "health to name the flush")
     job.until_newer(1)
     told = newest_durable(job)
     job.train_for(1.0)

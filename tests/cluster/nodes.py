@@ -126,7 +126,7 @@ class Node:
         """kill -9 of the daemon alone; returns once the one that the keeper starts in its place answers."""
         before = self.daemon_pid()
         self.signal_daemon(signal.SIGKILL)
-        until(lambda: self.daemon_other_than(before), 60, "the daemon to be back")
+        until(lambda: self.daemon_other_than(before), 45, "the daemon to be back")
 
     def daemon_other_than(self, pid: int) -> int:
         """Its process id; 0 while it is that one or does not answer."""

@@ -74,7 +74,7 @@ def test_a_trainer_goes_on_with_a_daemon_that_lost_its_memory(nodes: Cluster) ->
     sealed(trainer, 2)
     node.kill()
     node.start()
-    until(lambda: node.newest(JOB, "sealed") == 2, 60, "the trainer to give it back")
+    until(lambda: node.newest(JOB, "sealed") == 2, 45, "the trainer to give it back")
     digest = sealed(trainer, 1)
     assert node.newest(JOB, "sealed") == 3
     (trainer,) = nodes.again([trainer])
@@ -147,7 +147,7 @@ def test_daemons_killed_while_they_protect_and_flush(nodes: Cluster) -> None:
         return all(file.exists() for file in (*sent, *received))
 
     until(all_died, 60, f"all of {sent + received} to be there")
-    until(lambda: back(first) and back(second), 60, "both daemons to be back")
+    until(lambda: back(first) and back(second), 45, "both daemons to be back")
     step = until(lambda: durable_step(world), 60, "durable again")
     digests = together(world, "digest")
     for trainer in world:
@@ -195,7 +195,7 @@ def test_a_daemon_that_dies_while_it_serves_a_restore(nodes: Cluster) -> None:
     assert files[0].exists(), "nothing was served"
     assert answers == [2, 2] or all(isinstance(answer, TrainerError) for answer in answers), answers
     if answers != [2, 2]:
-        until(lambda: back(second), 60, "the daemon to be back")
+        until(lambda: back(second), 45, "the daemon to be back")
         together(world, "again", job=JOB, kind="fsdp")
         assert together(world, "restore") == [2, 2]
     assert together(world, "digest") == [digest, digest]
@@ -216,7 +216,7 @@ def test_a_stopped_daemon_holds_nobody_up(nodes: Cluster) -> None:
         assert any("skipped" in status for status in answers[1]["statuses"])
     finally:
         second.signal_daemon(signal.SIGCONT)
-    until(lambda: together(world, "train", steps=1) and first.newest(JOB, "protected") > 32, 60, "protection to go on")
+    until(lambda: together(world, "train", steps=1) and first.newest(JOB, "protected") > 32, 45, "protection to go on")
     (nobody,) = nodes.world([nodes.node(start=False)], "nobody")  # and where no daemon ever was
     assert nobody.do("train", steps=1)["statuses"] == ["skipped: no daemon"]
     with pytest.raises(TrainerError, match="NoDaemon: no daemon for rank 0"):

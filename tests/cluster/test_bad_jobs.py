@@ -73,7 +73,7 @@ def test_a_stale_trainer_and_the_same_job_started_twice(nodes: Cluster) -> None:
     assert newer.do("digest") == digest
     newest = sealed(newer, 3)
     stale.signal(signal.SIGCONT)
-    until(lambda: "superseded" in stale.do("train", steps=1)["statuses"][0], 60, "the stale rank to hear of it")
+    until(lambda: "superseded" in stale.do("train", steps=1)["statuses"][0], 10, "the stale rank to hear of it")
     assert "superseded" in stale.do("snapshot", must=True)
     assert any("opened elsewhere" in text for text in stale.do("health")["problems"])
     # The same name once more, on the same daemon, while the newer one runs on.
@@ -100,7 +100,7 @@ def test_a_rank_that_skips_one_snapshot(nodes: Cluster) -> None:
     for trainer in world:
         trainer.ask("train", steps=1, snapshot=trainer.rank == 0)
     assert [trainer.answer()["statuses"] for trainer in world][1] == []
-    newest = until(lambda: in_step(world), 60, "later steps to be protected")
+    newest = until(lambda: in_step(world), 45, "later steps to be protected")
     for trainer in world:
         shown = {row["step"]: row["level"] for row in trainer.do("steps")}
         assert 3 not in shown and shown[newest] == 1

@@ -63,7 +63,7 @@ def test_damaged_files_are_named_and_an_older_checkpoint_serves(nodes: Cluster) 
     assert any("step 6" in text for text in passed) and any("step 4" in text for text in passed), passed
     assert fresh.metric(f'ckptd_quarantines_total{{job="{os.geteuid()}/{JOB}",where="disk"}}') >= 2
     marked = lambda: {row["step"] for row in json.loads(fresh.cli("ls", "--json").stdout)["rows"] if row["damaged"]}  # noqa: E731
-    until(lambda: marked() == {4, 6}, 60, "lists to say which ones the restore found damaged")
+    until(lambda: marked() == {4, 6}, 45, "lists to say which ones the restore found damaged")
     # The last one is of a version that this reader does not know: not taken for damage, not taken for nothing.
     path = checkpoint(storage, 2) / MANIFEST
     found = read(PosixStorage(str(path.parent), create=False), "")
@@ -108,17 +108,17 @@ def test_a_full_disk_and_a_storage_that_vanishes(nodes: Cluster, disk: Path) -> 
 
 def goes_on_unprotected(node: Node, trainer: Trainer, problem: str) -> None:
     newest = node.newest(JOB, "durable")
-    until(lambda: trainer.do("train", steps=1) and problem in node.problems(), 60, f"health to name {problem}")
+    until(lambda: trainer.do("train", steps=1) and problem in node.problems(), 45, f"health to name {problem}")
     sealed = node.newest(JOB, "sealed")
-    until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "sealed") > sealed, 60, "snapshots to go on")
+    until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "sealed") > sealed, 45, "snapshots to go on")
     assert node.newest(JOB, "durable") <= newest + 1  # what was under way may have made it
     assert trainer.do("health")["problems"]
 
 
 def follows(node: Node, trainer: Trainer) -> None:
     newest = node.newest(JOB, "sealed")
-    until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "durable") >= newest, 60, "durable to follow")
-    until(lambda: trainer.do("train", steps=1) and not node.problems(), 60, "health to be well again")
+    until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "durable") >= newest, 45, "durable to follow")
+    until(lambda: trainer.do("train", steps=1) and not node.problems(), 45, "health to be well again")
     assert node.get("/healthz")["ok"]
 
 
@@ -139,7 +139,7 @@ def test_storage_that_is_not_shared_is_said_on_both_nodes(nodes: Cluster) -> Non
     world = nodes.world([first, second], JOB, kind="fsdp")
     assert together(world, "restore") == [None, None]
     for node, other in ((first, second), (second, first)):
-        text = until(lambda node=node: node.problems().get("storage_not_shared"), 60, "the warning")  # type: ignore[misc]
+        text = until(lambda node=node: node.problems().get("storage_not_shared"), 10, "the warning")  # type: ignore[misc]
         assert other.name in str(text)
     together(world, "train", steps=2)
     assert together(world, "wait", level="protected") == ["protected", "protected"]

@@ -39,7 +39,7 @@ def test_from_durable_storage(nodes: Cluster) -> None:
     assert alone.do("digest") == digest
     mode, moved = how(alone)
     assert mode == "direct" and moved["own"] == moved["peer"] == 0 and moved["durable"] > 3e6
-    until(lambda: fresh.get("/status")["memory"]["used_bytes"] == 0, 60, "the scratch memory to be given back")
+    until(lambda: fresh.get("/status")["memory"]["used_bytes"] == 0, 45, "the scratch memory to be given back")
 
 
 def test_from_a_peer_and_a_failure_in_the_middle_of_it(nodes: Cluster) -> None:

@@ -73,7 +73,7 @@ def test_only_the_daemons_user_and_root_may(nodes: Cluster) -> None:
     made, _, _ = nodes.protected(JOB, 2, "replicas=1")
     refused = as_nobody(made[0])
     assert "only root and the daemon's own user" in refused
-    until(lambda: "draining" not in made[0].log.read_text(), 60, "nothing to be drained")
+    until(lambda: "draining" not in made[0].log.read_text(), 5, "nothing to be drained")
 
 
 def as_nobody(node: Node) -> str:

@@ -69,7 +69,7 @@ def test_agents_form_a_smaller_world_and_go_on_from_memory(nodes: Cluster) -> No
     try:
         agents.append(agent(second, port, 60, 1, hosts=False))
         until(lambda: any(e["world"] == 2 and e["step"] >= 40 for e in events(first, "step")), 90, "a world of two")
-        until(lambda: first.newest(JOB, "protected") >= 30, 60, "a protected step")
+        until(lambda: first.newest(JOB, "protected") >= 30, 45, "a protected step")
         protected = first.newest(JOB, "protected")
         second.kill()
         kill_tree(agents[1])

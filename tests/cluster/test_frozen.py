@@ -46,7 +46,7 @@ def protected_alone(trainer: Trainer, node: Node) -> int:
     """One more step of a job on one node, after which what it had before is not needed any more."""
     trainer.do("train", steps=1, snapshot=False)
     assert "skipped" not in trainer.do("snapshot", must=True)
-    until(lambda: node.newest(JOB, "sealed") == 6, 60, "the next step")
+    until(lambda: node.newest(JOB, "sealed") == 6, 45, "the next step")
     return 6
 
 
@@ -60,7 +60,7 @@ def test_a_killed_daemon_finds_the_frozen_part_again(nodes: Cluster) -> None:
     assert "skipped" not in trainer.do("snapshot", must=True)
     assert trainer.do("wait", level="sealed") == "sealed"
     node.crash()
-    until(lambda: node.newest(JOB, "sealed") == 3, 60, "the step that was sealed before")
+    until(lambda: node.newest(JOB, "sealed") == 3, 45, "the step that was sealed before")
     trainer.kill()
     (again,) = nodes.world([node], JOB, kind="adapters")
     assert again.do("restore") == 3
@@ -76,9 +76,9 @@ def test_training_goes_on_over_a_killed_daemon(nodes: Cluster) -> None:
     trainer.do("train", steps=2)
     trainer.do("snapshot", must=True)
     node.crash()
-    until(lambda: "skipped" not in trainer.do("train", steps=1)["statuses"][0], 60, "snapshots to go on")
+    until(lambda: "skipped" not in trainer.do("train", steps=1)["statuses"][0], 45, "snapshots to go on")
     trainer.do("train", steps=2)
-    until(lambda: node.newest(JOB, "sealed") > 3, 60, "a newer step")
+    until(lambda: node.newest(JOB, "sealed") > 3, 45, "a newer step")
     assert node.get("/status")["memory"]["own_bytes"] < 2 * FROZEN_BYTES
 
 
@@ -110,7 +110,7 @@ def test_a_start_with_another_base_model_does_not_lean_on_the_old_one(nodes: Clu
     (trainer,) = nodes.world([node], JOB, kind="adapters")
     assert trainer.do("restore") == 1
     trainer.do("thaw")
-    until(lambda: _taken(trainer), 60, "a snapshot of the new one")
+    until(lambda: _taken(trainer), 45, "a snapshot of the new one")
     digest, step = trainer.do("digest"), node.newest(JOB, "sealed")
     trainer.kill()
     (trainer,) = nodes.world([node], JOB, kind="adapters")
@@ -131,8 +131,8 @@ def test_a_new_base_model_is_captured_and_the_old_one_goes(nodes: Cluster) -> No
     for _ in range(5):
         digest = protected(world, steps=1)
     for node, memory in zip((first, second), before, strict=True):
-        until(lambda: node.get("/status")["memory"]["own_bytes"] <= memory["own_bytes"], 60, "the old copy to go")  # noqa: B023
-        until(lambda: node.get("/status")["memory"]["peer_bytes"] <= memory["peer_bytes"], 60, "the old copy to go")  # noqa: B023
+        until(lambda: node.get("/status")["memory"]["own_bytes"] <= memory["own_bytes"], 45, "the old copy to go")  # noqa: B023
+        until(lambda: node.get("/status")["memory"]["peer_bytes"] <= memory["peer_bytes"], 45, "the old copy to go")  # noqa: B023
     world = nodes.again(world)
     assert together(world, "restore") == [8, 8]
     assert together(world, "digest") == [digest, digest]

@@ -27,7 +27,7 @@ def protected(nodes: Cluster, *pair: Node) -> list[Trainer]:
 
 
 def until_life(life: str, *pair: Node) -> None:
-    until(lambda: [node.job(JOB).get("life", "forgotten") for node in pair] == [life] * len(pair), 60,
+    until(lambda: [node.job(JOB).get("life", "forgotten") for node in pair] == [life] * len(pair), 45,
           f"{life} on all nodes; they say {[node.job(JOB).get('life') for node in pair]}")  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_a_killed_job_is_orphaned_on_all_nodes_and_stays_so_over_a_crash_of_the_
     world = protected(nodes, *pair)
     until_life("running", *pair)
     world[0].kill()
-    until(lambda: pair[1].job(JOB)["ranks"][0]["up"] is False, 60, "the death of rank 0")
+    until(lambda: pair[1].job(JOB)["ranks"][0]["up"] is False, 45, "the death of rank 0")
     until_life("running", *pair)
     world[1].kill()
     until_life("orphaned", *pair)
@@ -47,7 +47,7 @@ def test_a_killed_job_is_orphaned_on_all_nodes_and_stays_so_over_a_crash_of_the_
     pair[1].crash()
     job = pair[1].job(JOB)
     assert job["life"] == "orphaned" and job["life_s"] >= age, "not counted from anew"
-    until(lambda: pair[1].newest(JOB, "protected") == 2, 60, "its memory is there")
+    until(lambda: pair[1].newest(JOB, "protected") == 2, 45, "its memory is there")
     world = nodes.world(pair, JOB)
     assert together(world, "restore") == [2, 2]
     until_life("running", *pair)
@@ -61,7 +61,7 @@ def test_a_node_that_was_away_when_its_job_was_forgotten_supersedes_nothing(node
     until_life("orphaned", first, second)
     epoch = second.job(JOB)["epoch"]
     second.kill()  # its state directory stays
-    until(lambda: not first.job(JOB)["nodes"][1]["up"], 60, "the node to be missed")
+    until(lambda: not first.job(JOB)["nodes"][1]["up"], 45, "the node to be missed")
     said = first.cli("forget", JOB)
     assert said.returncode == 0 and f"no answer from {second.name}" in said.stdout, said
     assert first.job(JOB) == {}
@@ -98,9 +98,9 @@ def test_memory_of_a_dead_job_goes_to_the_next_one_and_comes_back_from_storage(n
     rank.do("train", steps=2, snapshot=False)
     rank.do("snapshot", must=True)
     assert "sealed" in str(rank.do("wait", level="sealed", timeout=60))
-    until(lambda: node.get("/status")["memory"]["used_bytes"] > 8 << 20, 60, "the job to have all its slots")
+    until(lambda: node.get("/status")["memory"]["used_bytes"] > 8 << 20, 45, "the job to have all its slots")
     rank.kill()
-    until(lambda: node.newest(JOB, "durable") == 2, 60, "step 2 to be durable")
+    until(lambda: node.newest(JOB, "durable") == 2, 45, "step 2 to be durable")
     (other,) = nodes.world([node], "other")
     assert other.do("restore") is None
     other.do("train", steps=2, snapshot=False)
@@ -150,13 +150,13 @@ def test_a_daemon_that_dies_while_it_forgets_leaves_a_job_or_none(nodes: Cluster
     before = pair[0].daemon_pid()
     assert pair[0].cli("forget", JOB, "--storage").returncode == 1
     assert mark.exists()
-    until(lambda: pair[0].daemon_other_than(before), 60, "the daemon to be back")
+    until(lambda: pair[0].daemon_other_than(before), 45, "the daemon to be back")
     if point == "persist.forget.asked":
         assert [row["durable"] for row in json.loads(pair[0].cli("ls", "--json").stdout)["rows"]] == [True, True]
         assert together(nodes.world(pair, JOB), "restore") == [4, 4]
         return
     until_life("forgotten", *pair)
-    until(lambda: not list(place.glob("epoch-*")), 60, "what is left on storage to be deleted")
+    until(lambda: not list(place.glob("epoch-*")), 45, "what is left on storage to be deleted")
     for listed in (pair[0].cli("ls", "--json"), pair[0].cli("ls", nodes.root / "storage", "--json")):
         assert json.loads(listed.stdout)["rows"] == []
     assert together(nodes.world(pair, JOB), "restore") == [None, None]
@@ -168,10 +168,10 @@ def test_a_second_order_ends_what_the_first_one_began(nodes: Cluster) -> None:
     place = durable_orphan(nodes, node)
     before = node.daemon_pid()
     assert node.cli("forget", JOB, "--storage").returncode == 1
-    until(lambda: node.daemon_other_than(before), 60, "the daemon to be back")
+    until(lambda: node.daemon_other_than(before), 45, "the daemon to be back")
     said = node.cli("forget", JOB, "--storage")
     assert said.returncode == 0, said
-    until(lambda: not list(place.glob("epoch-*")), 60, "all to be deleted")
+    until(lambda: not list(place.glob("epoch-*")), 45, "all to be deleted")
     assert together(nodes.world([node], JOB), "restore") == [None]
 
 

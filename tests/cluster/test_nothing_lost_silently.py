@@ -19,7 +19,7 @@ def test_a_finished_job_whose_memory_went_is_not_begun_anew_without_a_word(nodes
     assert first.do("wait", level="sealed") == "sealed"
     first.do("close")
     first.kill()
-    until(lambda: node.job(JOB).get("phase", "forgotten") == "forgotten", 60, "its memory to go")
+    until(lambda: node.job(JOB).get("phase", "forgotten") == "forgotten", 45, "its memory to go")
     node.crash()  # what is remembered of it is written down
     again = nodes.again([first])[0]
     with pytest.raises(TrainerError) as error:
@@ -43,7 +43,7 @@ def test_a_job_that_ended_before_its_first_snapshot_begins_anew_with_an_error(no
     together(world, "snapshot", must=True)
     together(world, "wait", level="sealed")
     assert not any(text in problem for rank in world for problem in rank.do("health")["problems"])
-    until(lambda: not any("nothing_sealed" in node.problems() for node in made), 60, "health to let go of a start that is over")
+    until(lambda: not any("nothing_sealed" in node.problems() for node in made), 45, "health to let go of a start that is over")
 
 
 def test_snapshots_that_must_be_are_all_taken_although_nobody_called_restore(nodes: Cluster) -> None:
@@ -82,7 +82,7 @@ def test_a_start_that_does_not_restore_says_so_and_takes_nothing_away_at_once(no
     text = "this start begins anew without restore(), and step 3 of epoch 1 is left behind"
     assert any(text in problem for problem in again.do("health")["problems"])
     assert text in node.problems().get("begins_anew", "")
-    until(lambda: {row["step"]: row["abandoned"] for row in again.do("steps")} == {1: False, 3: True}, 60, "step 3 to be listed")
+    until(lambda: {row["step"]: row["abandoned"] for row in again.do("steps")} == {1: False, 3: True}, 10, "step 3 to be listed")
     third = nodes.again([again])[0]
     assert third.do("restore") == 1
     assert "begins_anew" not in node.problems(), "this one does not"

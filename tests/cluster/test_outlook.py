@@ -41,7 +41,7 @@ def test_a_lost_node_costs_what_was_promised(nodes: Cluster, redundancy: str, lo
     made, world = trained_on(nodes, 3, "fsdp", redundancy=redundancy)
     source = "parity" if redundancy.startswith("xor") else "peer"
     for node in made:
-        until(lambda node=node: promised(node, "node") == (2, source), 60, f"{node.name} to promise step 2")  # type: ignore[misc]
+        until(lambda node=node: promised(node, "node") == (2, source), 45, f"{node.name} to promise step 2")  # type: ignore[misc]
         assert promised(node, "process") == (2, "own") and promised(node, "all") == (-1, "")
     known = row(made[0], "node")
     assert known["exact"] and known["not_measured"] == [], known
@@ -50,13 +50,13 @@ def test_a_lost_node_costs_what_was_promised(nodes: Cluster, redundancy: str, lo
     made[lost].kill()
     world[lost].kill()
     left = [node for at, node in enumerate(made) if at != lost]
-    until(lambda: left[0].job(JOB)["degraded"], 60, "the loss to be known")
+    until(lambda: left[0].job(JOB)["degraded"], 45, "the loss to be known")
     assert promised(left[0], "process")[0] == 2
     for trainer in world:
         trainer.kill()
     again = nodes.world(left, JOB, kind="fsdp")
     assert together(again, "restore") == [2, 2]
-    until(lambda: row(left[0], "process").get("lost_steps") == 0, 60, "nothing to be lost just after a restore")
+    until(lambda: row(left[0], "process").get("lost_steps") == 0, 45, "nothing to be lost just after a restore")
     assert any("restore" in str(text) for text in row(left[0], "process")["basis"])  # type: ignore[attr-defined]
 
 
@@ -68,8 +68,8 @@ def test_what_storage_has_and_memory_no_more(nodes: Cluster) -> None:
     together(world, "snapshot", must=True)
     assert all("protected" in str(answer) for answer in together(world, "wait", level="protected"))
     for node in made:
-        until(lambda node=node: promised(node, "node") == (5, "peer"), 60, "step 5 to be protected")  # type: ignore[misc]
-        until(lambda node=node: promised(node, "all") == (2, "durable"), 60, "step 2 to be durable")  # type: ignore[misc]
+        until(lambda node=node: promised(node, "node") == (5, "peer"), 45, "step 5 to be protected")  # type: ignore[misc]
+        until(lambda node=node: promised(node, "all") == (2, "durable"), 45, "step 2 to be durable")  # type: ignore[misc]
     found = row(made[0], "all")
     assert found["lost_steps"] == 3 and "restore_s" not in found
     assert found["not_measured"] == ["transfer from durable"]
@@ -83,7 +83,7 @@ def test_what_storage_has_and_memory_no_more(nodes: Cluster) -> None:
         node.start()
     again = nodes.world(made, JOB)
     assert together(again, "restore") == [2, 2]
-    until(lambda: "restore_s" in row(made[0], "all"), 60, "reading storage to have been measured")
+    until(lambda: "restore_s" in row(made[0], "all"), 45, "reading storage to have been measured")
     assert "durable: 1 restore" in row(made[0], "all")["basis"]  # type: ignore[operator]
     assert made[0].metric('ckptd_outlook_restore_seconds{failure="all"') > 0
 
@@ -92,9 +92,9 @@ def test_a_repair_is_timed(nodes: Cluster) -> None:
     made, world = trained_on(nodes, 3, "fsdp")
     world[2].kill()
     made[2].kill()
-    until(lambda: made[0].job(JOB)["unprotected_s"] > 0, 60, "the loss to be known")
+    until(lambda: made[0].job(JOB)["unprotected_s"] > 0, 45, "the loss to be known")
     assert made[0].metric("ckptd_unprotected_seconds") > 0
     made[2].start()
-    until(lambda: made[0].metric('ckptd_time_to_protection_seconds_count{cause="repair"') == 1, 60, "copies to be made anew")
+    until(lambda: made[0].metric('ckptd_time_to_protection_seconds_count{cause="repair"') == 1, 45, "copies to be made anew")
     assert made[0].job(JOB)["unprotected_s"] == 0
     assert promised(made[0], "node") == (2, "peer")

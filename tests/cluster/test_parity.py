@@ -38,7 +38,7 @@ def test_parity_is_taken_back_after_a_crash_and_used(nodes: Cluster) -> None:
     made, world, digests = nodes.protected(JOB, 3, "xor(3)")
     for node in made[:2]:
         node.crash()
-    until(lambda: made[0].newest(JOB, "protected") == 3, 60, "the level to be certified anew")
+    until(lambda: made[0].newest(JOB, "protected") == 3, 45, "the level to be certified anew")
     made[2].kill()
     again = nodes.again(world, on=made[:2])
     assert together(again, "restore") == [3, 3]
@@ -78,7 +78,7 @@ def test_a_lost_part_is_made_again_where_there_is_room_for_it(nodes: Cluster) ->
     """A daemon loses its memory and comes back empty: protection returns to what is wanted without a new snapshot."""
     made, *_ = nodes.protected(JOB, 4, "xor(3)")
     made[3].kill()
-    until(lambda: made[0].job(JOB)["level"] == 0, 60, "the loss to be noticed")
+    until(lambda: made[0].job(JOB)["level"] == 0, 45, "the loss to be noticed")
     made[3].start()
     until(lambda: made[0].job(JOB)["level"] == 1, 60, "the lost parity and slot to be made again")
     assert made[0].newest(JOB, "protected") == 3

@@ -96,7 +96,7 @@ def test_one_goes_back_to_an_older_step_and_keeps_the_newer_as_another_job(nodes
     assert trainer.do("restore") == 50
     trainer.do("train", steps=10)
     assert trainer.do("wait", level="durable") == "durable"
-    until(lambda: not any(row["abandoned"] for row in trainer.do("steps")), 60, "retention to delete what was left behind")
+    until(lambda: not any(row["abandoned"] for row in trainer.do("steps")), 45, "retention to delete what was left behind")
     trainer.do("again", job="gpt-b", kind="plain")
     assert trainer.do("restore") == 70
     assert trainer.do("digest") == digests[70]

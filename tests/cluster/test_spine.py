@@ -26,7 +26,7 @@ def test_peer_memory_gives_the_step_back_into_a_smaller_world(nodes: Cluster) ->
     for _ in range(6):
         together(world, "train", steps=1)
     digests = together(world, "digest")
-    until(lambda: first.newest(JOB, "protected") >= 1, 60, "a protected step")
+    until(lambda: first.newest(JOB, "protected") >= 1, 45, "a protected step")
     assert together(world, "snapshot", must=True)[0]
     assert all("protected" in str(answer) for answer in together(world, "wait", level="protected"))
     second.kill()
@@ -88,16 +88,16 @@ def test_a_killed_daemon_comes_back_with_its_memory(nodes: Cluster) -> None:
     trainer.do("train", steps=3)
     trainer.do("snapshot", must=True)
     trainer.do("wait", level="sealed")
-    until(lambda: node.get("/status")["memory"]["own_bytes"] == SLOTS * SLOT_BYTES, 60, "all slots")
+    until(lambda: node.get("/status")["memory"]["own_bytes"] == SLOTS * SLOT_BYTES, 45, "all slots")
     before, used = node.daemon_pid(), node.get("/status")["memory"]["own_bytes"]
     node.signal_daemon(signal.SIGKILL)
     trainer.do("train", steps=3)
-    after = until(lambda: node.daemon_other_than(before), 60, "the daemon to be back")
+    after = until(lambda: node.daemon_other_than(before), 45, "the daemon to be back")
     assert after != before
     assert node.get("/status")["memory"]["own_bytes"] == used
-    until(lambda: node.newest(JOB, "sealed") >= 3, 60, "the step that was sealed before")
-    until(lambda: "skipped" not in trainer.do("train", steps=1)["statuses"][0], 60, "snapshots to go on")
-    until(lambda: node.newest(JOB, "sealed") > 3, 60, "a newer step")
+    until(lambda: node.newest(JOB, "sealed") >= 3, 45, "the step that was sealed before")
+    until(lambda: "skipped" not in trainer.do("train", steps=1)["statuses"][0], 45, "snapshots to go on")
+    until(lambda: node.newest(JOB, "sealed") > 3, 45, "a newer step")
 
 
 def test_durable_gives_the_step_back_after_everything_died(nodes: Cluster) -> None:

@@ -29,9 +29,9 @@ def test_any_node_shows_all_ranks_and_what_is_lost(nodes: Cluster) -> None:
         assert all(peer["memory"]["budget_bytes"] > 0 for peer in node.job(JOB)["nodes"])
         assert not node.job(JOB)["degraded"]
     world[1].kill()
-    until(lambda: [row["up"] for row in first.job(JOB)["ranks"]] == [True, False], 60, "rank 1 to be seen as gone")
+    until(lambda: [row["up"] for row in first.job(JOB)["ranks"]] == [True, False], 45, "rank 1 to be seen as gone")
     second.kill()
-    until(lambda: first.job(JOB)["degraded"], 60, "the level to fall")
+    until(lambda: first.job(JOB)["degraded"], 45, "the level to fall")
     assert first.newest(JOB, "protected") == -1 and first.newest(JOB, "sealed") == 2
     assert "n1" in first.problems()["degraded"]
     page = first.cli("status").stdout
@@ -54,11 +54,11 @@ def test_a_replaced_stewards_node_shows_what_is_durable(nodes: Cluster) -> None:
         together(world, "train", steps=1, snapshot=False)
         together(world, "snapshot", must=True)
         together(world, "wait", level="protected")
-    until(lambda: [n.newest(JOB, "durable") for n in (first, second)] == [2, 2], 60, "both nodes to know it")
+    until(lambda: [n.newest(JOB, "durable") for n in (first, second)] == [2, 2], 45, "both nodes to know it")
     first.kill()
     first.start()
-    until(lambda: len(first.job(JOB).get("ranks", [])) == 2, 60, "the job to be known again")
-    until(lambda: first.newest(JOB, "durable") == 2, 60, "step 2 to be shown")
+    until(lambda: len(first.job(JOB).get("ranks", [])) == 2, 45, "the job to be known again")
+    until(lambda: first.newest(JOB, "durable") == 2, 45, "step 2 to be shown")
     assert second.newest(JOB, "durable") == 2
 
 
@@ -73,7 +73,7 @@ def test_a_job_that_ended_is_shown_as_finished_and_can_be_planned_for(nodes: Clu
     budget = node.job(JOB)["nodes"][0]["memory"]["budget_bytes"]
     assert (plan["memory"]["own_bytes"], plan["memory"]["budget_bytes"]) == (3 * size, budget)
     rank.do("close")
-    until(lambda: node.job(JOB)["phase"] == "finished", 60, "the job to be seen as finished")
+    until(lambda: node.job(JOB)["phase"] == "finished", 45, "the job to be seen as finished")
     page = node.cli("status").stdout
     assert "epoch 1, finished" in page and "GONE" not in page
 
@@ -90,12 +90,12 @@ def test_a_job_of_which_only_storage_is_left_has_lost_nothing(nodes: Cluster, fi
     assert "durable" in str(rank.do("wait", level="durable"))
     if finished:
         rank.do("close")
-        until(lambda: node.job(JOB)["phase"] == "finished", 60, "its end to be known")
+        until(lambda: node.job(JOB)["phase"] == "finished", 45, "its end to be known")
     node.kill()
     if not finished:
         rank.do("close")
     node.start()
-    until(lambda: node.newest(JOB, "durable") == 2, 60, "step 2 to be shown")
+    until(lambda: node.newest(JOB, "durable") == 2, 45, "step 2 to be shown")
     job = node.job(JOB)
     assert (job["newest"]["sealed"], job["lag"], job["degraded"]) == (-1, {"durable": 0}, False)
     page = node.cli("status").stdout
@@ -116,7 +116,7 @@ def test_commits_that_another_start_shuts_out_are_said_with_what_to_do(nodes: Cl
     assert claim_epoch(PosixStorage(storage), f"{os.getuid()}/{JOB}", late) == (True, 9)
     rank.do("train", steps=2, snapshot=False)
     rank.do("snapshot", must=True)
-    until(lambda: "flush" in node.problems(), 60, "the flush to fail")
+    until(lambda: "flush" in node.problems(), 45, "the flush to fail")
     page = " ".join(node.cli("status").stdout.split())
     assert "claimed by another start" in page and "start the job once more" in page, page
 

@@ -222,7 +222,7 @@ def test_a_failed_transfer_lets_go_of_the_buffer(sender: Transport, receiver: Tr
     incoming.done.add_done_callback(lambda _: seen.set_result(True))
     assert seen.result(5)
     del incoming
-    until(lambda: _resizes(into), 60, "the transport still holds the buffer")
+    until(lambda: _resizes(into), 5, "the transport still holds the buffer")
 
 
 def _resizes(buffer: bytearray) -> bool:

@@ -124,7 +124,7 @@ def test_one_of_several_streams_breaking_fails_the_transfer(sender: TcpTransport
             sender.push(replace(incoming.ticket, address=proxy.address), [memoryview(bytes(nbytes))], streams=3)
         with pytest.raises(TransferError):
             incoming.done.result(10)
-    until(lambda: receiver.connections == 0, 60)
+    until(lambda: receiver.connections == 0, 5)
 
 
 def test_a_wire_that_stands_still_is_given_up_by_both(mode: str) -> None:
@@ -211,12 +211,12 @@ def test_done_waits_until_no_stream_can_touch_the_buffer() -> None:
     try:
         with ThreadPoolExecutor(1) as pool:
             pushing = pool.submit(sender.push, incoming.ticket, [memoryview(b"\x11" * CHUNK_BYTES)], streams=1)
-            until(lambda: any(incoming._seen), 60, "a chunk is claimed")
+            until(lambda: any(incoming._seen), 5, "a chunk is claimed")
             incoming.cancel()
             with pytest.raises(TransferError, match="cancelled"):
                 incoming.done.result(5)
             into[:] = b"\xee" * CHUNK_BYTES  # the memory is somebody else's now
-            until(lambda: receiver.connections == 0, 60)
+            until(lambda: receiver.connections == 0, 5)
             assert into == b"\xee" * CHUNK_BYTES
             with pytest.raises(TransferError):
                 pushing.result(5)

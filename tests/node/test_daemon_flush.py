@@ -184,11 +184,13 @@ async def test_what_storage_failed_at_while_it_was_away_is_not_told_once_it_is_b
         await rank.begin("a")
         await rank.sealed(3)
         await rank.durable(3)
-        await eventually(lambda: "vanished" in house.problems().get("retention", ""))
+        await eventually(lambda: "retention" in house.problems())
+        assert "vanished" in house.problems()["retention"]
         away[0] = False
         await rank.sealed(4)
         await rank.durable(4)
-        await eventually(lambda: not house.problems())
+        await eventually(lambda: "retention" not in house.problems())
+        assert house.problems() == {} and committed(house) == [3, 4]
 
 
 async def test_what_was_hidden_goes_after_its_grace_without_another_commit(

@@ -42,7 +42,7 @@ def daemon(tmp_path: Path, environ: dict[str, str]) -> Iterator[subprocess.Popen
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environ, stderr=log, stdout=log)
     try:
-        until((tmp_path / "ckptd.http").exists, 60, "the page's announcement")
+        until((tmp_path / "ckptd.http").exists, 45, "the page's announcement")
         yield process
     finally:
         process.terminate()
@@ -79,7 +79,7 @@ def test_a_daemon_that_dies_beside_a_lost_state_directory_keeps_its_name(
     shutil.rmtree(tmp_path / "state")
     (tmp_path / "ckptd.http").unlink()
     psutil.Process(daemon.pid).children()[0].kill()
-    until((tmp_path / "ckptd.http").exists, 60, "the page's announcement")
+    until((tmp_path / "ckptd.http").exists, 45, "the page's announcement")
     assert node() == before
 
 
@@ -116,7 +116,7 @@ def test_reed_solomon_without_isa_l_is_a_warning_with_a_remedy(
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environ, stderr=log, stdout=log)
     try:
-        until((tmp_path / "ckptd.http").exists, 60, "the page's announcement")
+        until((tmp_path / "ckptd.http").exists, 45, "the page's announcement")
     finally:
         process.terminate()
         process.wait(STOP_TIMEOUT_S)
