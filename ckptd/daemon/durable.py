@@ -24,7 +24,7 @@ from ckptd.persist.commits import list_commits, list_durable
 from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, newest_record
 from ckptd.persist.pieces import HeldPiece
-from ckptd.persist.storage.base import FULL, Storage
+from ckptd.persist.storage.base import AWAY, FULL, Storage
 from ckptd.persist.sums import SlotDamage
 from ckptd.persist.writer import write_pieces
 
@@ -140,7 +140,7 @@ class Durable:
                 self._job.damaged(slot, slot.record, reason)
         except (CkptdError, OSError) as error:
             reason = str(error)
-            self._make_room(error)
+            self._not_written(error)
             if not write.cancelled.is_set():
                 self._services.health.report("flush", reason, job=self._job.job)
                 cause = error.what if isinstance(error, CkptdError) else error.strerror or type(error).__name__
@@ -217,7 +217,7 @@ class Durable:
                 ok, reason = True, ""
         except (CkptdError, OSError) as error:
             reason = str(error)
-            self._make_room(error)
+            self._not_written(error)
             self._services.health.report("flush", reason, job=self._job.job)
         except Exception as error:  # the steward waits for an answer
             reason = f"internal: {error!r}"
@@ -238,10 +238,13 @@ class Durable:
         if self._job.record is not None:
             self._retention.begin(self._job.record, full=full)
 
-    def _make_room(self, error: CkptdError | OSError) -> None:
-        """The steward tries the flush again; what may go is gone by then, or a minute later."""
-        if getattr(error, "errno", 0) in FULL:
+    def _not_written(self, error: CkptdError | OSError) -> None:
+        """The steward tries the flush again; what may go of a full storage is gone by then, or a minute later."""
+        number = getattr(error, "errno", 0)
+        if number in FULL:
             self._retain(full=True)
+        elif number == AWAY:
+            self._services.health.report("storage", str(error))
 
     def _claim_and_commit(self, do: ins.Commit) -> None:
         storage = self._services.storage

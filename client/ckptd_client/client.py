@@ -209,10 +209,11 @@ class Client:
             world = self._joiner.now(
                 resolve.whole(self._registry, state), ask, session.link.trouble, deadline
             )
-        except NoDaemon:
+        except NoDaemon as error:
             if not allow_fresh:
                 raise
-            self.last_restore = {**Outcome(None).told, "mode": "no daemon"}
+            self._troubles.report("fresh", f"restore() begins anew, whatever memory and storage have of this job: {error.what}")
+            self.last_restore = {**Outcome(None).told, "mode": "no daemon", "passed_over": [error.what]}
             return None
         patterns = [only] if isinstance(only, str) else only
         outcome = self._run_restore(Restore(session, self._registry, state, world, patterns, strict), deadline)
@@ -380,7 +381,7 @@ class Client:
         session = self._session
         newest = session.called
         skipped = newest >= 0 and (self._last is None or self._last.step != newest or not self._last.taken)
-        if not skipped or not session.step_is_open or self._snapshots.progress.replays:
+        if not skipped or not session.step_is_open or self._snapshots.progress.left:
             return self._last
         handle = Handle(newest, "capturing", self._wait_for_handle)
         self._snapshots.wait_joined(deadline)

@@ -86,8 +86,13 @@ class Progress:
 
     @property
     def replays(self) -> bool:
-        """May a graph have made steps since the newest call?"""
+        """Are steps made by graphs?"""
         return any(owner.replayed for owner in self._registry.of_kind("optimizer"))
+
+    @property
+    def left(self) -> bool:
+        """May a graph have made steps since the newest call? One whose replays were seen before it would be seen again."""
+        return self.replays and not (self._replayed and graphs.replays() == self._replays)
 
     def _may_be_replayed(self, owner: Owner) -> bool:
         """A graph was replayed, or it is made for one, and nobody called its step() between the newest two snapshots."""

@@ -80,7 +80,7 @@ class Session:
         self._handles: dict[int, Handle] = {}
         self._inbox: deque[tuple[Any, bytes, list[int]]] = deque()
         self._replies: dict[int, Any] = {}
-        self._requests = 0
+        self._requests, self._unheard = 0, False  # the last one was waited for in vain, and not a word has come since
         self._join: tuple[wire.Join, bytes] | None = None  # as it was sent, and the world beside it
         self._layouts: set[str] = set()  # ids that this connection's daemon knows
         self._on: dict[type, Callable[[Any, list[int]], None]] = {
@@ -129,7 +129,7 @@ class Session:
 
     def _on_down(self, reason: str) -> None:
         with self.changed:
-            lost = self.connection
+            lost, self._unheard = self.connection, False
             self._lost_at = self._lost_at or time.monotonic()
             self.grants.clear()
             self._cold.clear()
@@ -166,6 +166,7 @@ class Session:
     # --- messages -----------------------------------------------------------------------------------------------
     def _on_message(self, message: Any, fds: list[int]) -> None:
         self.troubles.clear("daemon")
+        self._unheard = False
         try:
             with self.changed:
                 self._on[type(message)](message, fds)
@@ -203,9 +204,7 @@ class Session:
             for text in message.errors:
                 self.troubles.report("begins_anew", f"{text}. restore() goes on from it; another job name keeps both")
         else:
-            self.link.send(
-                wire.WantsRefused(message.round, "mismatch", "this rank did not ask for a restore")
-            )
+            self.link.send(wire.WantsRefused(message.round, "mismatch", "this rank did not ask for a restore"))
 
     def _load_plan(self, message: wire.LoadPlan, fds: list[int]) -> None:
         if self.restoring and fds:
@@ -347,9 +346,7 @@ class Session:
         self.wait(lambda: bool(self._inbox), deadline, RESTORE_SILENT_AFTER_S)
         with self.changed:
             if not self._inbox:
-                raise CkptdError(
-                    "the daemon did not answer in time", where=self.link.path, hint="see its log"
-                )
+                raise CkptdError("the daemon did not answer in time", where=self.link.path, hint="see its log")
             return self._inbox.popleft()
 
     def left(self, error: BaseException | None) -> None:
@@ -477,14 +474,18 @@ class Session:
 
     # --- questions ----------------------------------------------------------------------------------------------
     def ask(self, make: Callable[[int], object], timeout_s: float) -> Any | None:
-        """Send a request and wait for its reply; None when there is no daemon or no answer in time."""
+        """Send a request and wait for its reply; None when there is no daemon or no answer in time. One that hangs is waited for
+        once: until it has said a word again, it is not asked anything else (P5)."""
         with self.changed:
+            if self._unheard:
+                return None
             self._requests += 1
             number = self._requests
         if not self.link.send(make(number)):
             return None
         with self.changed:
             self.changed.wait_for(lambda: number in self._replies or not self.link.up, timeout_s)
+            self._unheard = self.link.up and number not in self._replies
             return self._replies.pop(number, None)
 
     @property

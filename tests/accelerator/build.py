@@ -16,6 +16,8 @@ from torch.utils import cpp_extension
 HERE = Path(__file__).resolve().parent
 BUILT = HERE.parents[1] / "build" / "accelerator"
 UNITS = ("runtime", "guard", "kernels")
+GRAPHS = "ATen/core/GraphImplInterface.h"
+NEEDS = f"a C++ compiler, and a torch with {GRAPHS}"
 FLAGS = ("-std=c++20", "-fPIC", "-Wall", "-Wno-unused-function", "-Wno-interference-size")
 
 
@@ -36,6 +38,11 @@ def library() -> Path:
 
 def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def has_graphs() -> bool:
+    """Has this torch an interface for graphs of a backend? Older ones have not, and what replays them could not be simulated."""
+    return any(Path(path, GRAPHS).is_file() for path in cpp_extension.include_paths())
 
 
 def _compiled(unit: str) -> Path:

@@ -13,19 +13,18 @@ import pytest
 import torch
 from ckptd_client.accelerator import REGISTRATIONS, Registration
 
-from tests.accelerator.build import compiler, library
+from tests.accelerator.build import NEEDS, compiler, has_graphs, library
 
 KIND = "sim"
 COUNT = 2  # devices
 HELD_S = 20.0  # a stream that the host waits for is let go then
 
 
-
 def available() -> bool:
-    return compiler() is not None
+    return compiler() is not None and has_graphs()
 
 
-NEEDED = pytest.mark.skipif(not available(), reason="the simulated accelerator needs a C++ compiler")
+NEEDED = pytest.mark.skipif(not available(), reason=f"the simulated accelerator needs {NEEDS}")
 ops: Any = torch.ops.sim
 
 

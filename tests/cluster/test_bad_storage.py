@@ -99,6 +99,7 @@ def test_a_full_disk_and_a_storage_that_vanishes(nodes: Cluster, disk: Path) -> 
     away = disk / "away"
     storage.rename(away)
     goes_on_unprotected(node, trainer, "flush")
+    assert not node.get("/status")["storage"]["ok"] and "vanished" in node.problems()["storage"]
     assert node.cli("ls").returncode in (0, 1)  # answers, and does not hang
     away.rename(storage)
     follows(node, trainer)

@@ -43,7 +43,7 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
             yield request.param
         return
     if not device.available():
-        pytest.skip("the simulated accelerator needs a C++ compiler")
+        pytest.skip(f"the simulated accelerator needs {device.NEEDS}")
     accelerator._known.clear()
     with device.simulated(), torch.device(device.KIND):
         yield device.KIND

@@ -21,7 +21,6 @@ from tests.node.rank_daemon_double import RankDaemonDouble
 QUEUED_S = 0.2
 WIDTH = 256
 
-pytestmark = device.NEEDED
 device.load_first()
 
 
@@ -31,7 +30,7 @@ def _disarmed() -> Iterator[None]:
     failpoint.arm("")
 
 
-@pytest.fixture(params=["sim", "cuda"])
+@pytest.fixture(params=[pytest.param("sim", marks=device.NEEDED), "cuda"])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """A device's kind. On the simulated one nothing may race."""
     if request.param == "cuda":

@@ -80,6 +80,8 @@ def test_restore_without_a_daemon_raises_unless_a_fresh_start_is_allowed(tmp_pat
         assert "none.sock" in str(caught.value)
         assert client.restore(allow_fresh=True) is None
         assert (client.last_restore["mode"], client.last_restore["step"]) == ("no daemon", None)
+        assert "no daemon for rank 0" in client.last_restore["passed_over"][0]
+        assert any("begins anew" in text and "no daemon for rank 0" in text for text in client.health().problems)
 
 
 def test_required_raises_at_once(tmp_path: Path) -> None:
@@ -358,6 +360,20 @@ def test_a_stopped_daemon_holds_up_nothing(
         began = time.monotonic()
     assert time.monotonic() - began < 8
     os.kill(process.pid, signal.SIGCONT)
+
+
+def test_a_stopped_daemon_is_asked_once(child: tuple[subprocess.Popen[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: health() after each step, as README suggests, waited its whole patience each time."""
+    process, path = child
+    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 0.3)
+    with Client.connect("job", socket=path) as client:
+        assert "daemon" in client.health().facts
+        os.kill(process.pid, signal.SIGSTOP)
+        asked = client._session._requests
+        assert all("the daemon does not answer" in client.health().problems for _ in range(5))
+        assert client._session._requests == asked + 1
+        os.kill(process.pid, signal.SIGCONT)
+        until(lambda: "daemon" in client.health().facts)
 
 
 def test_connect_to_a_stopped_daemon_is_bounded(child: tuple[subprocess.Popen[str], Path]) -> None:

@@ -18,7 +18,7 @@ ALIKE: list[tuple[Any, Any]] = [
     (torch.tensor([NAN, 1.0]), torch.tensor([NAN, 1.0])), ([torch.ones(2), NAN], [torch.ones(2), NAN]), ("x", "x"),
     (np.array([1.0, NAN]), np.array([1.0, NAN])), ({"m": [np.zeros(3)]}, {"m": [np.zeros(3)]}), ({1, 2}, {2, 1}),
     (torch.ones(3, 2).t(), torch.ones(2, 3)), (torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)),
-    (np.datetime64("NaT"), np.datetime64("NaT")),
+    (np.datetime64("NaT", "s"), np.datetime64("NaT", "s")),
 ]  # fmt: skip
 DIFFERENT: list[tuple[Any, Any]] = [
     (NAN, 1.0), (1, 2.0), (1, True), (0, None), (torch.ones(2), torch.ones(2, dtype=torch.float64)), (torch.ones(1), 1.0),

@@ -6,6 +6,7 @@ in turn, and then the test must see a torn snapshot.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -22,7 +23,8 @@ from tests.node.rank_daemon_double import RankDaemonDouble
 
 SNAPSHOTS = 4
 DELAY_S = 0.02  # before every tensor's copy
-LONG_DELAY_S = 0.1  # where a guard is off: on a busy machine too, a step takes less than all of these together
+LONG_DELAY_S = 0.1  # where a guard is off: on a busy machine too, a forward pass takes less than all of these together
+HELD_S = 30.0  # without the fence each copy waits until the step behind its snapshot is over, but no longer
 
 
 @pytest.fixture(autouse=True)
@@ -87,17 +89,28 @@ class Everything:
         return {name: value.clone() for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def torn(daemon: RankDaemonDouble, kind: str = "foreach", snapshots: int = SNAPSHOTS) -> list[str]:
-    """Keys that some sealed snapshot holds wrong."""
+def torn(
+    daemon: RankDaemonDouble, kind: str = "foreach", snapshots: int = SNAPSHOTS, stepped: threading.Event | None = None
+) -> list[str]:
+    """Keys that some sealed snapshot holds wrong. ``stepped``: set from the end of a step to the snapshot that follows it."""
     everything, expected, wrong = Everything(kind), {}, []
+    stepped = stepped or threading.Event()
+
+    def step_behind_it() -> None:
+        everything.step(client)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        stepped.set()
+
     with Client.connect("job", socket=daemon.path) as client:
         everything.register(client)
         client.restore()
         for step in range(1, snapshots + 1):
-            everything.step(client)
+            step_behind_it()
             expected[step] = everything.tensors()
+            stepped.clear()
             assert client.snapshot(step, must=True).taken
-        everything.step(client)
+        step_behind_it()
         assert client.wait("sealed", 30) == "durable"
     assert len(daemon.held) == snapshots
     for (_, step), ranks in daemon.held.items():
@@ -119,8 +132,9 @@ def test_without_the_fence_the_optimizers_tensors_are_torn(
 ) -> None:
     monkeypatch.setattr(_switches, "FENCE", False)
     monkeypatch.setattr(_switches, "VERSIONS", False)  # which find most of it, but not in the optimizer's own state
-    failpoint.arm(f"capture.tensor:sleep={LONG_DELAY_S}")
-    found = torn(daemon, snapshots=2)
+    stepped = threading.Event()
+    monkeypatch.setattr(failpoint, "_act", lambda *_: stepped.wait(HELD_S))
+    found = torn(daemon, snapshots=2, stepped=stepped)
     assert any(".exp_avg" in key for key in found), found
     assert any("averaged." in key for key in found), found
 

@@ -21,6 +21,7 @@ from ckptd.core.errors import CkptdError
 NAME_CHARS_MAX = 200  # of one path component
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]*")
 
+AWAY = errno.ENODEV  # the root is not there, or is another one
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # numbers of errors that more room would mend
 _FEWER = "keep fewer checkpoints if keep_last is above 1"
 _HINTS = {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptd.directory import make_directories
 from ckptd.persist.names import PART
-from ckptd.persist.storage.base import Entry, StorageError, split_path, storage_error
+from ckptd.persist.storage.base import AWAY, Entry, StorageError, split_path, storage_error
 from ckptd.persist.storage.posix_file import PosixReader, PosixWriter, ScratchPool, sync_entries
 from ckptd.persist.storage.tree import TreeStorage
 
@@ -235,7 +235,7 @@ class PosixStorage(TreeStorage):
         return fd
 
     def _away(self, what: str) -> StorageError:
-        return StorageError(what, where=self.root, hint=self._away_hint, errno=errno.ENODEV)
+        return StorageError(what, where=self.root, hint=self._away_hint, errno=AWAY)
 
     def _look_at_marker(self, root: int) -> None:
         """Raises OSError without one, StorageError for another storage's. One that was read before is not read again."""
