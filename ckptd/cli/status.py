@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptd.cli.flags import Loaded, with_settings
+from ckptd.core.errors import CkptdError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ckptd.observe.report import HealthReport, JobReport, PacingReport, RankReport, StatusReport
 
 LEVELS = ("sealed", "protected", "durable")
+OVER = ("orphaned", "finished")  # phases of jobs of which nobody trains
 STATE_WORDS = {
     "no step times": "no rank reports steps",
     "measuring": "not enough steps seen",
@@ -29,9 +31,10 @@ STATE_WORDS = {
 @with_settings
 def status(
     loaded: Loaded,
+    job: Annotated[str, typer.Argument(help="only this one: NAME, or UID/NAME")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
-    """Show this node and its jobs: nodes, ranks, newest step at each level, memory, lag, problems.
+    """Show this node and its jobs, those that run first: nodes, ranks, newest step at each level, memory, lag, problems.
 
     Exit status 0 when the daemon answered; whether all is well is said by health.ok in --json, and by GET /healthz.
     """
@@ -39,6 +42,8 @@ def status(
     from ckptd.cli.show import console, print_json
 
     report: StatusReport = fetch(loaded, "/status")  # type: ignore[assignment]
+    if job:
+        report["jobs"] = _named(job, report.get("jobs", []))
     if as_json:
         print_json(report)
     else:
@@ -53,8 +58,17 @@ def tables(report: StatusReport) -> Iterator[RenderableType]:
     jobs = report.get("jobs", [])
     if not jobs:
         yield "no job of yours is known here"
-    for job in jobs:
-        yield from _job(job)
+    for job in sorted(jobs, key=lambda job: job.get("phase") in OVER):
+        yield from _job(job, report.get("storage", {}).get("ok", True))
+
+
+def _named(name: str, jobs: list[JobReport]) -> list[JobReport]:
+    """Raises CkptdError when there is none."""
+    found = [job for job in jobs if name in (job.get("job", ""), job.get("job", "").partition("/")[2])]
+    if not found:
+        known = ", ".join(job.get("job", "") for job in jobs) or "none"
+        raise CkptdError("no job of yours of this name is known here", where=name, hint=f"known: {known}")
+    return found
 
 
 def _node(report: StatusReport) -> RenderableType:
@@ -106,7 +120,7 @@ def _problems(health: HealthReport) -> Iterator[RenderableType]:
         yield table("problems", ("kind", "job", "since", ">times", "what"), cells)
 
 
-def _job(job: JobReport) -> Iterator[RenderableType]:
+def _job(job: JobReport, stores: bool) -> Iterator[RenderableType]:
     from ckptd.cli.outlook import seconds
     from ckptd.cli.show import NONE, good, step, table
 
@@ -128,11 +142,11 @@ def _job(job: JobReport) -> Iterator[RenderableType]:
     if job.get("waits"):
         yield f"no snapshot is granted: {job['waits']}"
     yield table("", ("level", ">newest step", ">steps behind"), levels)
-    yield from _outlook(job)
+    yield from _outlook(job, stores)
     yield from _members(job)
 
 
-def _outlook(job: JobReport) -> Iterator[RenderableType]:
+def _outlook(job: JobReport, stores: bool) -> Iterator[RenderableType]:
     from ckptd.cli.outlook import COLUMNS, notes, row
     from ckptd.cli.show import table
 
@@ -140,6 +154,8 @@ def _outlook(job: JobReport) -> Iterator[RenderableType]:
     if rows:
         yield table("", COLUMNS, [row(outlook) for outlook in rows])
         yield from notes(rows)
+        if not stores and any(row.get("source") == "durable" for row in rows):
+            yield "storage is not usable now: what comes from there comes once it is"
 
 
 def _members(job: JobReport) -> Iterator[RenderableType]:

@@ -212,7 +212,7 @@ class Client:
         except NoDaemon as error:
             if not allow_fresh:
                 raise
-            self._troubles.report("fresh", f"restore() begins anew, whatever memory and storage have of this job: {error.what}")
+            self._troubles.pass_on(f"restore() begins anew, whatever memory and storage have of this job: {error.what}", "")
             self.last_restore = {**Outcome(None).told, "mode": "no daemon", "passed_over": [error.what]}
             return None
         patterns = [only] if isinstance(only, str) else only

@@ -45,6 +45,7 @@ class Joiner:
         session = self._session
         node = session.node if session.link.up else None
         world = rendezvous.meet(session.job, node, trouble, deadline, **self._own(state))
+        self._troubles.clear("meeting")
         session.join(world, *self._bytes(state, world), ask, restoring=True)
         return world
 
@@ -84,6 +85,7 @@ class Joiner:
                 session.job, session.node, session.link.trouble, deadline, self._given_up.is_set,
                 **self._own(state),
             )  # fmt: skip
+            self._troubles.clear("meeting")
             session.join(world, *self._bytes(state, world), None, restoring=False)
             with session.changed:
                 while session.phase == JOINING and not self._given_up.is_set():
@@ -97,8 +99,11 @@ class Joiner:
             self._not_before = time.monotonic() + AGAIN_AFTER_S
 
     def _own(self, state: State) -> dict[str, Any]:
-        """What the other ranks hear of it."""
-        return {"declared": declared_name(state), "claims": claims_of(self._registry, state)}
+        """What the other ranks hear of it, and what this one says of them."""
+        return {"declared": declared_name(state), "claims": claims_of(self._registry, state), "late": self._late}
+
+    def _late(self, who: str) -> None:
+        self._troubles.report("meeting", f"not protected: waits for {who}, where restore() or a first snapshot() is still to come")
 
     def _bytes(self, state: State, world: World) -> tuple[int, int, int]:
         """(live part, frozen part, record) of one snapshot."""

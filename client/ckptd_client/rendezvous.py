@@ -23,6 +23,7 @@ from ckptd_client.world import World
 
 POLL_S = 0.02
 POLL_PATIENT_S = 0.25  # in the background: nobody waits
+LATE_S = 15.0  # after which it is told who is waited for, and as often again
 
 
 class NoDaemon(CkptdError):
@@ -49,12 +50,14 @@ def meet(
     deadline: float,
     given_up: Callable[[], bool] | None = None,
     *,
+    late: Callable[[str], None] = lambda who: None,
     declared: str = "",
     claims: Mapping[str, str] | None = None,
 ) -> World:
     """Every rank calls it. ``node``: this rank's daemon (NodeInfo), or None with the ``trouble``; then all ranks raise
-    CkptdError, as they do at ``deadline`` (monotonic seconds). ``given_up``: checked while waiting. ``declared``: a name of
-    what this rank declares to be copies. ``claims``: what it registered (claims.py)."""
+    CkptdError, as they do at ``deadline`` (monotonic seconds). ``given_up``: checked while waiting. ``late``: told
+    which ranks are waited for. ``declared``: a name of what this rank declares to be copies. ``claims``: what it
+    registered (claims.py)."""
     rank, size = rank_and_size()
     mine: dict[str, Any] = {"node": node, "trouble": trouble, "token": secrets.token_hex(8), "declared": declared}
     mine["claims"] = dict(claims or {})
@@ -64,7 +67,7 @@ def meet(
     else:
         store = c10d.PrefixStore(f"ckptd/{job}", c10d._get_default_store())
         patience = POLL_S if given_up is None else POLL_PATIENT_S
-        attempt, answers = _Table(store, rank, size, mine, patience, deadline, given_up).sit()
+        attempt, answers = _Table(store, rank, size, mine, patience, deadline, given_up, late).sit()
     troubles = {r: answer["trouble"] for r, answer in enumerate(answers) if answer["node"] is None}
     if troubles:
         ranks = ", ".join(map(str, troubles))
@@ -103,10 +106,10 @@ def _world(rank: int, attempt: str, of_rank: list[dict[str, Any]]) -> World:
 class _Table:
     def __init__(
         self, store: Any, rank: int, size: int, mine: dict[str, Any], patience_s: float, deadline: float,
-        given_up: Callable[[], bool] | None,
+        given_up: Callable[[], bool] | None, late: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._store, self._rank, self._size, self._mine = store, rank, size, mine
-        self._patience_s, self._deadline, self._given_up = patience_s, deadline, given_up
+        self._patience_s, self._deadline, self._given_up, self._late = patience_s, deadline, given_up, late
 
     def sit(self) -> tuple[str, list[dict[str, Any]]]:
         return self._host() if self._rank == 0 else self._guest()
@@ -150,14 +153,19 @@ class _Table:
 
     def _until(self, true: Callable[[], bool], attempt: str | Callable[[], str]) -> None:
         """``check`` never waits, unlike ``wait`` and ``get``, which would hold the store's lock against the trainer."""
+        told_at = time.monotonic() + LATE_S
         while not true():
             if self._given_up is not None and self._given_up():
                 raise CkptdError("the client was closed while it waited for the other ranks")
-            if time.monotonic() > self._deadline:
-                at = attempt() if callable(attempt) else attempt
-                raise CkptdError("not all ranks came to restore() in time", where=self._absent(at))
+            now = time.monotonic()
+            if now > min(self._deadline, told_at):
+                absent = self._absent(attempt() if callable(attempt) else attempt)
+                if now > self._deadline:
+                    raise CkptdError("not all ranks came to restore() in time", where=f"missing {absent}")
+                self._late(absent)
+                told_at = now + LATE_S
             time.sleep(self._patience_s)
 
     def _absent(self, attempt: str) -> str:
-        missing = [rank for rank in range(1, self._size) if not self._store.check([f"{attempt}/{rank}"])]
-        return "missing ranks " + ", ".join(map(str, missing)) if missing else "rank 0"
+        missing = [rank for rank in range(1, self._size) if not self._store.check([f"{attempt}/{rank}"])] if attempt else []
+        return "ranks " + ", ".join(map(str, missing)) if missing else "rank 0"

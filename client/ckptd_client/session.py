@@ -26,7 +26,7 @@ from ckptd_client.handles import Handle, newest_of
 from ckptd_client.link import Link, close_all
 from ckptd_client.segments import Segments, SlotView
 from ckptd_client.stepclock import StepClock
-from ckptd_client.troubles import Troubles
+from ckptd_client.troubles import Troubles, brief
 from ckptd_client.world import World
 
 LEVELS_KEPT_MAX = 1024  # steps whose level is remembered
@@ -458,7 +458,7 @@ class Session:
         """A grant that was taken, of a step that is to be taken under another one."""
         with self.changed:
             self.grants.give_up(number, step)
-        self.link.send(wire.GaveUp(number, step, reason[:200]))
+        self.link.send(wire.GaveUp(number, step, brief(reason)))
 
     def follow(self, handle: Handle) -> None:
         with self.changed:

@@ -39,7 +39,7 @@ from ckptd_client.registry import Registry
 from ckptd_client.segments import SlotView
 from ckptd_client.session import IDLE, READY, SILENT, SUPERSEDED, TAKEN_BACK, Session
 from ckptd_client.tree import ForeignType
-from ckptd_client.troubles import Troubles
+from ckptd_client.troubles import Troubles, brief
 from ckptd_client.versions import Seen, Versions
 
 log = logging.getLogger("ckptd")
@@ -124,7 +124,7 @@ class Snapshots:
             if grant is None:
                 self._session.link.send_or_drop(wire.Skipped(handle.step, str(reason)))
         if grant is not None:
-            self._session.link.send(wire.GaveUp(grant.number, handle.step, handle.status[:200]))
+            self._session.link.send(wire.GaveUp(grant.number, handle.step, brief(handle.status)))
 
     @contextmanager
     def _failing(self, handle: Handle) -> Iterator[None]:
@@ -399,7 +399,7 @@ class Snapshots:
             owners = self._registry.owners
             found = {name: () if owners[name].writes_unfenced else keys for name, keys in job.written.items()}
             written = {name: list(keys) for name, keys in bounded(found).items()}
-            session.link.send(wire.GaveUp(job.grant, job.step, reason[:200], written))
+            session.link.send(wire.GaveUp(job.grant, job.step, brief(reason), written))
         with session.changed:
             self._lost(job.handle, f"void: {reason}")
             session.changed.notify_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import textwrap
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,16 @@ from ckptd.core.grouped import SHOWN_MAX, grouped
 
 SAID_MAX = 64  # different words of the daemon's that are passed on
 CAUSES_MAX = 64  # for which snapshots did not count
+REASON_CHARS_MAX = 200  # of what the daemon is told of one of them
 
 _CHANGING = re.compile(r" \[.*?\]|\d+")
 
 log = logging.getLogger("ckptd")
+
+
+def brief(reason: str) -> str:
+    """For the daemon, cut between words."""
+    return textwrap.shorten(reason, REASON_CHARS_MAX, placeholder=" ...")
 
 
 @dataclass(frozen=True)

@@ -270,6 +270,15 @@ def test_status_names_the_problems(cli: Cli, tmp_path: Path, answers: dict[str, 
 
 
 @pytest.mark.usefixtures("page")
+def test_status_promises_nothing_from_storage_that_is_away(cli: Cli, tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:
+    warned = "what comes from there comes once it is"
+    answers["status"]["jobs"][0]["outlook"][0]["source"] = "durable"
+    assert warned not in cli("status", *places(tmp_path)).out
+    answers["status"]["storage"]["ok"] = False
+    assert warned in cli("status", *places(tmp_path)).out
+
+
+@pytest.mark.usefixtures("page")
 def test_ls_for_machines_and_people(cli: Cli, tmp_path: Path) -> None:
     assert json.loads(cli("ls", "--json", *places(tmp_path)).out) == LISTED
     shown = cli("ls", *places(tmp_path))
@@ -315,6 +324,29 @@ def test_a_daemon_that_is_gone_is_told_from_one_that_never_was(cli: Cli, tmp_pat
     failed = cli("status", *places(tmp_path))
     assert failed.code == 1
     assert "is gone" in failed.err
+
+
+def test_a_daemon_that_hangs_is_told_from_one_that_is_gone(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.cli.page.TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (tmp_path / "ckptd.http").write_text(f"127.0.0.1:{silent.getsockname()[1]}\n")
+        failed = cli("status", *places(tmp_path))
+    assert failed.code == 1
+    assert "has not answered for 0 s" in failed.err and "finds its memory as it was" in failed.err
+
+
+@pytest.mark.usefixtures("page")
+def test_status_of_one_job_and_those_that_run_first(cli: Cli, tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:
+    job = answers["status"]["jobs"][0]
+    answers["status"]["jobs"] = [{**job, "job": "0/dead", "phase": "orphaned"}, {**job, "job": "0/gpt", "phase": "running"}]
+    shown = cli("status", *places(tmp_path)).out
+    assert 0 < shown.index("job 0/gpt") < shown.index("job 0/dead")
+    for name in ("gpt", "0/gpt"):
+        assert [job["job"] for job in json.loads(cli("status", name, "--json", *places(tmp_path)).out)["jobs"]] == ["0/gpt"]
+    failed = cli("status", "other", *places(tmp_path))
+    assert failed.code == 1 and "known: 0/dead, 0/gpt" in failed.err
 
 
 # --- durable checkpoints, without a daemon ----------------------------------------------------------------------------

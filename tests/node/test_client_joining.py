@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from ckptd_client import rendezvous
 from ckptd_client.entries import State
 from ckptd_client.joining import Joiner
 from ckptd_client.session import READY
 
+from ckptd.core.errors import CkptdError
 from ckptd.wire import rank as wire
 from tests.node.client_training import Training, connected, stepped
 from tests.node.rank_daemon_double import RankDaemonDouble
@@ -42,6 +47,21 @@ def test_a_rank_that_has_joined_before_the_call_ends_was_joining(
 
         monkeypatch.setattr(Joiner, "in_background", at_once)
         assert client.snapshot(0).status == "skipped: joining"
+
+
+@pytest.mark.parametrize(("rank", "absent"), [(0, "ranks 1, 2"), (1, "rank 0")])
+def test_who_is_waited_for_is_told_long_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, rank: int, absent: str
+) -> None:
+    """It said "joining" for a minute, and nothing else."""
+    told: list[str] = []
+    store = dist.PrefixStore("job", dist.HashStore())
+    monkeypatch.setattr(rendezvous, "LATE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "rank_and_size", lambda: (rank, 3))
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
+    with pytest.raises(CkptdError, match=f"not all ranks came .*missing {absent}"):
+        rendezvous.meet("job", {"node": "n"}, "", time.monotonic() + 0.2, late=told.append)
+    assert set(told) == {absent}
 
 
 @pytest.mark.parametrize("granting", ["always", "asked"])

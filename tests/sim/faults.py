@@ -12,7 +12,7 @@ from tests.sim import forgetting
 from tests.sim.disk import Written
 from tests.sim.moments import CUT_S, DAEMON, KEEPER, NODE, REBOOT, STORAGE_S, Moments
 from tests.sim.seasons import AIMED_OF, RATES, draw_season
-from tests.sim.state import OBJECTS_BYTES, Mem
+from tests.sim.state import OBJECTS_BYTES, Mem, fragments_of
 from tests.sim.traps import AT, SPRUNG_WITHIN_S, OldClock, Trap
 from tests.sim.writes import SYNC_S
 
@@ -425,7 +425,7 @@ class Faults:
         if mem.fact is not None and mem.fact.shard is not None:
             at = self._bits.randrange(OBJECTS_BYTES, len(mem.payload))
         else:
-            whole = [(0, OBJECTS_BYTES), *((f.offset, f.nbytes) for f in mem.layout.fragments)]
+            whole = [(0, OBJECTS_BYTES), *((f.offset, f.nbytes) for f in fragments_of(mem.layout))]
             spans = [(start, n) for start, n in whole if n and start + n <= len(mem.payload)]
             start, n = spans[self.rng.randrange(len(whole)) % len(spans)]
             at = start + self._bits.randrange(n)

@@ -18,7 +18,7 @@ from ckptd.core.redundancy.parity_sets import (
 )
 from ckptd.core.state_map.layout import Layout
 from tests.sim import field
-from tests.sim.state import OBJECTS_BYTES, Mem, piece
+from tests.sim.state import OBJECTS_BYTES, Mem, fragments_of, piece
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -154,4 +154,4 @@ class Lost:
         row, layout = self.rows.get(rank), self._layouts.get(rank)
         if row is None or layout is None:
             return b"", f"parity cannot bring rank {rank}"
-        return piece(row, layout.fragments[index]), ""
+        return piece(row, fragments_of(layout)[index]), ""

@@ -20,6 +20,8 @@ from tests.sim.training import COPIED, CUT, PLAIN, STAGE, Model, Origin, Tensor,
 
 OBJECTS_BYTES = 64
 DIGESTS_CACHED_MAX = 4096
+LAYOUTS_LISTED_MAX = 512
+_listed: dict[str, tuple[Fragment, ...]] = {}  # by layout id
 
 
 def shard(size: int, rank: int, world: int) -> Box:
@@ -70,12 +72,22 @@ def _holders(first: int, domains: tuple[str, ...], replicas: int) -> tuple[int, 
     return tuple(found)
 
 
+def fragments_of(layout: Layout) -> tuple[Fragment, ...]:
+    """As rows, which here are asked for one by one; the core has columns, and makes each row anew."""
+    found = _listed.get(layout.layout_id)
+    if found is None:
+        if len(_listed) >= LAYOUTS_LISTED_MAX:
+            _listed.clear()
+        found = _listed[layout.layout_id] = tuple(layout.fragments)
+    return found
+
+
 def captured(model: Model, origin: Origin, layout: Layout) -> bytes:
     """What a rank writes into its slot."""
     state, row = model.state(origin), bytearray(layout.payload_bytes)
     said = objects(origin, layout.rank)
     row[: len(said)] = said
-    for fragment in layout.fragments:
+    for fragment in fragments_of(layout):
         at = model.all[fragment.key].base + fragment.box.offsets[0]
         row[fragment.offset : fragment.offset + fragment.nbytes] = state[at : at + fragment.nbytes]
     return bytes(row)
@@ -93,7 +105,7 @@ def _digest(data: bytes) -> bytes:
 
 def digests_of(layout: Layout, payload: bytes) -> tuple[tuple[str, bytes], ...]:
     """As the arena makes them: of fragments that may be shared, and of objects."""
-    shared = [_digest(piece(payload, f)) for f in layout.fragments if f.sharing != UNIQUE]
+    shared = [_digest(piece(payload, f)) for f in fragments_of(layout) if f.sharing != UNIQUE]
     return (*([(TENSORS, b"".join(shared))] if shared else []), ("o:rng", _digest(payload[:OBJECTS_BYTES])))
 
 
@@ -130,9 +142,9 @@ class Mem:
 
     def lacks(self, index: int) -> bool:
         """Is this fragment of another tier than the copy?"""
-        return self.fact is not None and self.layout is not None and self.layout.fragments[index].tier < self.fact.tier
+        return self.fact is not None and self.layout is not None and fragments_of(self.layout)[index].tier < self.fact.tier
 
     def piece(self, index: int) -> bytes:
         """Of a fragment; -1: the objects."""
         assert self.payload is not None and self.layout is not None
-        return self.payload[:OBJECTS_BYTES] if index < 0 else piece(self.payload, self.layout.fragments[index])
+        return self.payload[:OBJECTS_BYTES] if index < 0 else piece(self.payload, fragments_of(self.layout)[index])

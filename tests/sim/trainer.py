@@ -12,7 +12,7 @@ from ckptd.core.protocol.messages import HoldingFact, RestoreAsk
 from ckptd.core.state_map.layout import REPLICA, Layout
 from tests.sim.broken import Broken
 from tests.sim.host import SIZING_S, UNIX_S, Host
-from tests.sim.state import Mem, captured, digests_of, layout_of
+from tests.sim.state import Mem, captured, digests_of, fragments_of, layout_of
 from tests.sim.training import Origin, Trail
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Proc:
 
     def _corrupted(self, step: int, payload: bytes) -> bytes:
         """Each rank in its own way: what is wrong everywhere alike nobody can find."""
-        at = next(f.offset for f in self._layout(step).fragments if f.sharing == REPLICA)
+        at = next(f.offset for f in fragments_of(self._layout(step)) if f.sharing == REPLICA)
         return payload[:at] + bytes([payload[at] ^ (1 + self.rank)]) + payload[at + 1 :]
 
     def _fills(self, conn: int, mem: Mem, give: GiveSlot) -> bool:

@@ -33,6 +33,7 @@ from tests.sim.mutants import MUTANTS
 from tests.sim.net import Net
 from tests.sim.oracle import Oracle
 from tests.sim.shape import Shape, draw
+from tests.sim.state import fragments_of
 from tests.sim.store import Store
 from tests.sim.trainer import Proc, Run
 from tests.sim.training import Model
@@ -139,7 +140,7 @@ class World:
     def corrupts(self, proc: Proc, layout: Layout) -> bool:
         """Silent corruption: one rank's copy by contract differs."""
         holders = min(self.policy.tolerates + 1, len(set(proc.run.domains)))
-        shared = holders > 1 and any(f.sharing == REPLICA for f in layout.fragments)
+        shared = holders > 1 and any(f.sharing == REPLICA for f in fragments_of(layout))
         return shared and not self.calm and self.faults.corruption and self.rng.random() < 0.01
 
     def wanted_now(self) -> int:

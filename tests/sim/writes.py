@@ -27,6 +27,7 @@ from ckptd.persist.retention import retain
 from ckptd.persist.side import SideWriter, check_side
 from ckptd.persist.sums import FileDamage
 from tests.sim.broken import Broken
+from tests.sim.state import fragments_of
 from tests.sim.steps import Steps
 from tests.sim.store import JOB, SYNC_S, Committed, Rows
 
@@ -128,9 +129,9 @@ class Writes:
             if not mem.intact:
                 self.host.feed(ev.SlotDamaged(slot, "found while writing"))
                 return None
-            every = piece.numbers(len(mem.layout.fragments))
-            for index in every:
-                fragment = mem.layout.fragments[index]
+            fragments = fragments_of(mem.layout)
+            for index in piece.numbers(len(fragments)):
+                fragment = fragments[index]
                 rows.append((fragment.key, fragment.box, mem.piece(index)))
             if piece.objects:
                 rows.append(("", piece.rank, mem.piece(-1)))
