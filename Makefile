@@ -64,7 +64,7 @@ mutants: $(STAMP)
 GPU_PYTHON ?= python3
 gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device, or a torch without CUDA")'
-	$(GPU_PYTHON) -m pytest -n 0 -k cuda tests/node
+	$(GPU_PYTHON) -m pytest -n 0 -k cuda tests/node tests/cluster/test_device.py
 	$(GPU_PYTHON) -m bench.stall --device cuda --bytes 4e9
 
 bench: $(STAMP)
