@@ -80,7 +80,7 @@ class Session:
         self._handles: dict[int, Handle] = {}
         self._inbox: deque[tuple[Any, bytes, list[int]]] = deque()
         self._replies: dict[int, Any] = {}
-        self._requests, self._unheard = 0, False  # the last one was waited for in vain, and not a word has come since
+        self._requests, self._unheard = 0, 0.0  # until then nothing is asked: one was waited for in vain, and not a word has come
         self._join: tuple[wire.Join, bytes] | None = None  # as it was sent, and the world beside it
         self._layouts: set[str] = set()  # ids that this connection's daemon knows
         self._on: dict[type, Callable[[Any, list[int]], None]] = {
@@ -129,7 +129,7 @@ class Session:
 
     def _on_down(self, reason: str) -> None:
         with self.changed:
-            lost, self._unheard = self.connection, False
+            lost, self._unheard = self.connection, 0.0
             self._lost_at = self._lost_at or time.monotonic()
             self.grants.clear()
             self._cold.clear()
@@ -166,7 +166,7 @@ class Session:
     # --- messages -----------------------------------------------------------------------------------------------
     def _on_message(self, message: Any, fds: list[int]) -> None:
         self.troubles.clear("daemon")
-        self._unheard = False
+        self._unheard = 0.0
         try:
             with self.changed:
                 self._on[type(message)](message, fds)
@@ -475,9 +475,9 @@ class Session:
     # --- questions ----------------------------------------------------------------------------------------------
     def ask(self, make: Callable[[int], object], timeout_s: float) -> Any | None:
         """Send a request and wait for its reply; None when there is no daemon or no answer in time. One that hangs is waited for
-        once: until it has said a word again, it is not asked anything else (P5)."""
+        once, until it has said a word again or SILENT_AFTER_S is over (P5)."""
         with self.changed:
-            if self._unheard:
+            if time.monotonic() < self._unheard:
                 return None
             self._requests += 1
             number = self._requests
@@ -485,7 +485,8 @@ class Session:
             return None
         with self.changed:
             self.changed.wait_for(lambda: number in self._replies or not self.link.up, timeout_s)
-            self._unheard = self.link.up and number not in self._replies
+            if self.link.up and number not in self._replies:
+                self._unheard = time.monotonic() + SILENT_AFTER_S
             return self._replies.pop(number, None)
 
     @property
