@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptd.cli.page import silent, socket_of
+from ckptd.cli.page import socket_of
 from ckptd.config_sources import Loaded
 from ckptd.core.errors import CkptdError
 from ckptd.wire.rank import Refused
@@ -27,7 +27,8 @@ def ask(link: RankSocket, message: object, timeout_s: float) -> Any:
         link.send(message, timeout_s=timeout_s)
         received = link.recv(timeout_s)
     except TimeoutError as error:
-        raise silent(timeout_s) from error
+        hint = "it may be at work on this still: see its log"
+        raise CkptdError(f"the daemon has not answered for {timeout_s:.0f} s", hint=hint) from error
     except OSError as error:
         raise CkptdError(f"the daemon did not answer: {error!r}") from error
     if received is None:

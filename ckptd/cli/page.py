@@ -28,7 +28,7 @@ def fetch(loaded: Loaded, path: str) -> dict[str, Any]:
     except ConnectionRefusedError as error:
         raise _nobody(announced, "the daemon that wrote it is gone") from error
     except TimeoutError as error:
-        raise silent(TIMEOUT_S, f"http://{host}:{port}{path}") from error
+        raise _silent(TIMEOUT_S, f"http://{host}:{port}{path}") from error
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise CkptdError(
             f"the daemon did not answer: {error!r}", where=f"http://{host}:{port}{path}"
@@ -66,7 +66,7 @@ def _address(announced: Path) -> tuple[str, int]:
         raise CkptdError(f"the daemon's page cannot be found: {error}", where=str(announced)) from error
 
 
-def silent(seconds: float, where: str = "") -> CkptdError:
+def _silent(seconds: float, where: str) -> CkptdError:
     hint = "it hangs, or its machine does: see its log; one that is started again finds its memory as it was"
     return CkptdError(f"the daemon is there, and has not answered for {seconds:.0f} s", where=where, hint=hint)
 

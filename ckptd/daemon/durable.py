@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 WRITE_SHARE = 0.5  # of write_timeout_s: by then pacing has let all bytes through
+AWAY_TOLD_S = 120.0  # after the newest try that found no storage
 CANCEL_PATIENCE_S = 5.0  # for a write that was called off: it notices within a few MiB, unless storage hangs
 HUNG_MAX = 2  # threads of one job that storage does not let go of; the others are for other jobs
 
@@ -243,8 +244,8 @@ class Durable:
         number = getattr(error, "errno", 0)
         if number in FULL:
             self._retain(full=True)
-        elif number == AWAY:
-            self._services.health.report("storage", str(error))
+        elif number == AWAY:  # until something answers; also a node that has nothing more to write forgets it
+            self._services.health.event("storage", str(error), ttl_s=AWAY_TOLD_S)
 
     def _claim_and_commit(self, do: ins.Commit) -> None:
         storage = self._services.storage

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 from functools import partial
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -421,7 +420,7 @@ class Ranks:
         for name in ("nodes", "ranks"):  # a large job's do not fit a frame
             facts[f"{name}_total"] = len(facts[name])
             facts[name] = facts[name][:HEALTH_ROWS_MAX]
-        told = [shorten(text, HEALTH_TEXT_CHARS_MAX, placeholder=" ...") for text in problems[:HEALTH_PROBLEMS_MAX]]
+        told = [text[:HEALTH_TEXT_CHARS_MAX] for text in problems[:HEALTH_PROBLEMS_MAX]]
         session.send(wire.Health(request, ok, told, facts))
 
 

@@ -370,7 +370,7 @@ class Client:
             if handle.status.startswith(("skipped", "failed")):
                 return self._ended(level, handle, handle.status if self._session.link.up else "unreachable")
             status = self._reach(handle, level, deadline)
-            again = status.startswith("void") and self._session.step_is_open  # also where its daemon was lost: it may be back soon
+            again = status.startswith("void") and self._snapshots.is_open  # also where its daemon was lost: it may be back soon
             if not again or time.monotonic() >= deadline:
                 return self._ended(level, handle, status)
 
@@ -381,7 +381,7 @@ class Client:
         session = self._session
         newest = session.called
         skipped = newest >= 0 and (self._last is None or self._last.step != newest or not self._last.taken)
-        if not skipped or not session.step_is_open or self._snapshots.progress.left:
+        if not skipped or not self._snapshots.is_open:
             return self._last
         handle = Handle(newest, "capturing", self._wait_for_handle)
         self._snapshots.wait_joined(deadline)

@@ -37,7 +37,8 @@ class _Known:
         self.captures: weakref.WeakKeyDictionary[Any, _Capture] = weakref.WeakKeyDictionary()  # under way, by graph
         self.inside = 0  # threads of ours that ask something of a device
         self.harmless: weakref.WeakSet[Any] = weakref.WeakSet()  # captured before our eyes, and writing nothing that is fenced
-        self.replays = 0
+        self.stepping: weakref.WeakSet[Any] = weakref.WeakSet()  # captured before our eyes, with what is fenced written in it
+        self.replays = self.steps = 0  # of all that are not harmless, and of those
         self.installed = False
 
 
@@ -48,6 +49,11 @@ _mine = threading.local()
 def replays() -> int:
     """How often graphs that may write what is fenced were replayed in this process."""
     return _known.replays
+
+
+def steps() -> int:
+    """How many of these were of graphs whose capture was seen to hold an optimizer's step, or a fence."""
+    return _known.steps
 
 
 def captured_s() -> float | None:
@@ -121,7 +127,9 @@ def _leave() -> None:
 def _ended(graph: Any, counters: object) -> None:
     with _known.changed:
         capture = _known.captures.pop(graph, None)
-        if capture is not None and not capture.writes and capture.counters == counters:
+        writes = capture is not None and capture.writes
+        (_known.stepping.add if writes else _known.stepping.discard)(graph)
+        if capture is not None and not writes and capture.counters == counters:
             _known.harmless.add(graph)
         else:
             _known.harmless.discard(graph)
@@ -163,6 +171,7 @@ def _wrap(kind: Any, fence: Callable[[], None], counters: Callable[[], object]) 
     def replayed(self: Any) -> Any:
         if self not in _known.harmless:
             _known.replays += 1
+            _known.steps += self in _known.stepping
             fence()
         return replay(self)
 

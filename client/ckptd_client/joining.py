@@ -44,8 +44,10 @@ class Joiner:
         self.give_up()
         session = self._session
         node = session.node if session.link.up else None
-        world = rendezvous.meet(session.job, node, trouble, deadline, **self._own(state))
-        self._troubles.clear("meeting")
+        try:
+            world = rendezvous.meet(session.job, node, trouble, deadline, **self._own(state))
+        finally:
+            self._troubles.clear("meeting")
         session.join(world, *self._bytes(state, world), ask, restoring=True)
         return world
 
@@ -95,6 +97,8 @@ class Joiner:
             joined = False
             if not self._given_up.is_set():
                 self._troubles.report("join", f"not protected: {error}")
+        finally:
+            self._troubles.clear("meeting")
         if not joined:
             self._not_before = time.monotonic() + AGAIN_AFTER_S
 

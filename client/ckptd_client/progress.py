@@ -31,6 +31,7 @@ class Progress:
         self._called = -1  # newest step of a snapshot()
         self._serial = self._before = 0  # of watch.py, at that call and at the one before
         self._replays, self._replayed = graphs.replays(), False  # at that call; and was a graph replayed since the one before?
+        self._graph_steps, self._graph_stepped = graphs.steps(), False  # the same of those that are known to make steps
         self._fenced = False  # by the user, since the newest step that he told of
         self._skipped: set[int] = set()  # steps, since the newest capture
 
@@ -44,6 +45,7 @@ class Progress:
         if step > self._called:
             self._called, self._before, self._serial = step, self._serial, watch.now()
             self._replayed, self._replays = graphs.replays() > self._replays, graphs.replays()
+            self._graph_stepped, self._graph_steps = graphs.steps() > self._graph_steps, graphs.steps()
         for owner in self._registry.of_kind("optimizer"):
             owner.replayed = owner.captured or self._may_be_replayed(owner)
 
@@ -91,8 +93,9 @@ class Progress:
 
     @property
     def left(self) -> bool:
-        """May a graph have made steps since the newest call? One whose replays were seen before it would be seen again."""
-        return self.replays and not (self._replayed and graphs.replays() == self._replays)
+        """May a graph have made steps since the newest call? None was replayed, and those before it are known to have been made by
+        replays that are seen."""
+        return graphs.replays() != self._replays or (self.replays and not self._graph_stepped)
 
     def _may_be_replayed(self, owner: Owner) -> bool:
         """A graph was replayed, or it is made for one, and nobody called its step() between the newest two snapshots."""

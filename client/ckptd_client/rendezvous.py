@@ -24,6 +24,7 @@ from ckptd_client.world import World
 POLL_S = 0.02
 POLL_PATIENT_S = 0.25  # in the background: nobody waits
 LATE_S = 15.0  # after which it is told who is waited for, and as often again
+SHOWN_MAX = 16  # ranks
 
 
 class NoDaemon(CkptdError):
@@ -110,6 +111,7 @@ class _Table:
     ) -> None:  # fmt: skip
         self._store, self._rank, self._size, self._mine = store, rank, size, mine
         self._patience_s, self._deadline, self._given_up, self._late = patience_s, deadline, given_up, late
+        self._told_at = time.monotonic() + LATE_S
 
     def sit(self) -> tuple[str, list[dict[str, Any]]]:
         return self._host() if self._rank == 0 else self._guest()
@@ -153,19 +155,19 @@ class _Table:
 
     def _until(self, true: Callable[[], bool], attempt: str | Callable[[], str]) -> None:
         """``check`` never waits, unlike ``wait`` and ``get``, which would hold the store's lock against the trainer."""
-        told_at = time.monotonic() + LATE_S
         while not true():
             if self._given_up is not None and self._given_up():
                 raise CkptdError("the client was closed while it waited for the other ranks")
             now = time.monotonic()
-            if now > min(self._deadline, told_at):
-                absent = self._absent(attempt() if callable(attempt) else attempt)
-                if now > self._deadline:
-                    raise CkptdError("not all ranks came to restore() in time", where=f"missing {absent}")
-                self._late(absent)
-                told_at = now + LATE_S
+            at = attempt() if callable(attempt) else attempt
+            if now > self._deadline:
+                raise CkptdError("not all ranks came to restore() in time", where=f"missing {self._absent(at)}")
+            if now > self._told_at:  # what a guest answered may be an old offer, and a thousand of them would ask for each rank
+                self._late(self._absent(at) if self._rank == 0 else "rank 0, or others: rank 0 says which" if at else "rank 0")
+                self._told_at = now + LATE_S
             time.sleep(self._patience_s)
 
     def _absent(self, attempt: str) -> str:
         missing = [rank for rank in range(1, self._size) if not self._store.check([f"{attempt}/{rank}"])] if attempt else []
-        return "ranks " + ", ".join(map(str, missing)) if missing else "rank 0"
+        more = f" and {len(missing) - SHOWN_MAX} more" if len(missing) > SHOWN_MAX else ""
+        return "ranks " + ", ".join(map(str, missing[:SHOWN_MAX])) + more if missing else "rank 0"

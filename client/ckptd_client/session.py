@@ -480,12 +480,12 @@ class Session:
             if time.monotonic() < self._unheard:
                 return None
             self._requests += 1
-            number = self._requests
+            number, connection, asked = self._requests, self.connection, time.monotonic()
         if not self.link.send(make(number)):
             return None
         with self.changed:
             self.changed.wait_for(lambda: number in self._replies or not self.link.up, timeout_s)
-            if self.link.up and number not in self._replies:
+            if connection == self.connection and number not in self._replies and self.link.heard_at < asked:
                 self._unheard = time.monotonic() + SILENT_AFTER_S
             return self._replies.pop(number, None)
 

@@ -92,6 +92,11 @@ class Snapshots:
         self._recall = None
         self._engine.statics.doubt()
 
+    @property
+    def is_open(self) -> bool:
+        """Is the state still that of the step called last?"""
+        return self._session.step_is_open and not self.progress.left
+
     # --- the call -----------------------------------------------------------------------------------------------
     def take(
         self, handle: Handle, meta: dict[str, Any], *, keep: bool, must: bool, wait_s: float | None = None
@@ -239,9 +244,9 @@ class Snapshots:
             self._joiner.in_background(resolve.whole(self._registry, state))
 
     def _check_progress(self, step: int, forced: bool) -> None:
+        self.progress.called(step)
         if not self._registry.of_kind("optimizer"):
             return
-        self.progress.called(step)
         if forced or self.progress.moved(self._looks()):
             return
         self.progress.skipped(step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import textwrap
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from ckptd.core.grouped import SHOWN_MAX, grouped
 
 SAID_MAX = 64  # different words of the daemon's that are passed on
 CAUSES_MAX = 64  # for which snapshots did not count
-REASON_CHARS_MAX = 200  # of what the daemon is told of one of them
+REASON_CHARS_MAX, CUT = 200, " ..."  # of what the daemon is told of one of them
 
 _CHANGING = re.compile(r" \[.*?\]|\d+")
 
@@ -21,8 +20,11 @@ log = logging.getLogger("ckptd")
 
 
 def brief(reason: str) -> str:
-    """For the daemon, cut between words."""
-    return textwrap.shorten(reason, REASON_CHARS_MAX, placeholder=" ...")
+    """For the daemon, cut between words where there are any."""
+    if len(reason) <= REASON_CHARS_MAX:
+        return reason
+    begin, _, word = reason[: REASON_CHARS_MAX - len(CUT)].rpartition(" ")
+    return (begin if len(begin) > len(word) else f"{begin} {word}".strip()) + CUT
 
 
 @dataclass(frozen=True)

@@ -118,4 +118,4 @@ def simulated() -> Iterator[str]:
         found = races()
     finally:
         fresh()
-    assert found == []
+    assert found == [], found

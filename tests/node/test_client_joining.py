@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,23 @@ def test_who_is_waited_for_is_told_long_before_the_deadline(
     monkeypatch.setattr(rendezvous, "rank_and_size", lambda: (rank, 3))
     monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
     with pytest.raises(CkptdError, match=f"not all ranks came .*missing {absent}"):
-        rendezvous.meet("job", {"node": "n"}, "", time.monotonic() + 0.2, late=told.append)
+        rendezvous.meet("job", {"node": "n"}, "", time.monotonic() + 1.0, late=told.append)
     assert set(told) == {absent}
+
+
+def test_nobody_is_waited_for_after_a_meeting_that_ended_in_an_error(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, late: Callable[[str], None], **__: object) -> None:
+        late("ranks 1")
+        assert any("waits for ranks 1" in text for text in client.health().problems)
+        raise CkptdError("two daemons of one name")
+
+    monkeypatch.setattr(rendezvous, "meet", fails)
+    with connected(daemon, Training()) as client:
+        with pytest.raises(CkptdError, match="of one name"):
+            client.restore()
+        assert client.health().problems == []
 
 
 @pytest.mark.parametrize("granting", ["always", "asked"])

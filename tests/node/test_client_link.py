@@ -367,9 +367,9 @@ def test_a_stopped_daemon_holds_up_nothing(
 def test_a_stopped_daemon_is_asked_once(child: tuple[subprocess.Popen[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: health() after each step, as README suggests, waited its whole patience each time."""
     process, path = child
-    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 0.3)
     with Client.connect("job", socket=path) as client:
         assert "daemon" in client.health().facts
+        monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 0.3)
         os.kill(process.pid, signal.SIGSTOP)
         until(lambda: "the daemon does not answer" in client.health().problems)  # what it sent before has come by then
         asked = client._session._requests
