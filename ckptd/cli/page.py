@@ -14,6 +14,7 @@ from ckptd.core.errors import CkptdError
 TIMEOUT_S = 15.0  # the daemon itself gives up after 10 s
 ANSWER_BYTES_MAX = 64 << 20
 PORT_MAX = 65535
+HANGS = "it hangs, or its machine does: see its log; one that is started again finds its memory as it was"
 
 
 def fetch(loaded: Loaded, path: str) -> dict[str, Any]:
@@ -28,7 +29,9 @@ def fetch(loaded: Loaded, path: str) -> dict[str, Any]:
     except ConnectionRefusedError as error:
         raise _nobody(announced, "the daemon that wrote it is gone") from error
     except TimeoutError as error:
-        raise _silent(TIMEOUT_S, f"http://{host}:{port}{path}") from error
+        raise CkptdError(
+            f"the daemon is there, and has not answered for {TIMEOUT_S:.0f} s", where=f"http://{host}:{port}{path}", hint=HANGS
+        ) from error
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise CkptdError(
             f"the daemon did not answer: {error!r}", where=f"http://{host}:{port}{path}"
@@ -64,11 +67,6 @@ def _address(announced: Path) -> tuple[str, int]:
         raise _nobody(announced, "none has announced itself") from error
     except (OSError, ValueError) as error:
         raise CkptdError(f"the daemon's page cannot be found: {error}", where=str(announced)) from error
-
-
-def _silent(seconds: float, where: str) -> CkptdError:
-    hint = "it hangs, or its machine does: see its log; one that is started again finds its memory as it was"
-    return CkptdError(f"the daemon is there, and has not answered for {seconds:.0f} s", where=where, hint=hint)
 
 
 def _nobody(announced: Path, why: str) -> CkptdError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ckptd.core.errors import CkptdError
@@ -44,10 +45,7 @@ class Joiner:
         self.give_up()
         session = self._session
         node = session.node if session.link.up else None
-        try:
-            world = rendezvous.meet(session.job, node, trouble, deadline, **self._own(state))
-        finally:
-            self._troubles.clear("meeting")
+        world = self._meet(state, node, trouble, deadline)
         session.join(world, *self._bytes(state, world), ask, restoring=True)
         return world
 
@@ -83,11 +81,7 @@ class Joiner:
                 while not session.link.up and not self._given_up.is_set():
                     session.changed.wait(POLL_S)
             deadline = time.monotonic() + FOREVER_S
-            world = rendezvous.meet(
-                session.job, session.node, session.link.trouble, deadline, self._given_up.is_set,
-                **self._own(state),
-            )  # fmt: skip
-            self._troubles.clear("meeting")
+            world = self._meet(state, session.node, session.link.trouble, deadline, self._given_up.is_set)
             session.join(world, *self._bytes(state, world), None, restoring=False)
             with session.changed:
                 while session.phase == JOINING and not self._given_up.is_set():
@@ -97,14 +91,19 @@ class Joiner:
             joined = False
             if not self._given_up.is_set():
                 self._troubles.report("join", f"not protected: {error}")
-        finally:
-            self._troubles.clear("meeting")
         if not joined:
             self._not_before = time.monotonic() + AGAIN_AFTER_S
 
-    def _own(self, state: State) -> dict[str, Any]:
-        """What the other ranks hear of it, and what this one says of them."""
-        return {"declared": declared_name(state), "claims": claims_of(self._registry, state), "late": self._late}
+    def _meet(
+        self, state: State, node: dict[str, Any] | None, trouble: str, deadline: float, given_up: Callable[[], bool] | None = None
+    ) -> World:
+        claims = claims_of(self._registry, state)
+        try:
+            return rendezvous.meet(
+                self._session.job, node, trouble, deadline, given_up, late=self._late, declared=declared_name(state), claims=claims
+            )
+        finally:
+            self._troubles.clear("meeting")
 
     def _late(self, who: str) -> None:
         self._troubles.report("meeting", f"not protected: waits for {who}, where restore() or a first snapshot() is still to come")

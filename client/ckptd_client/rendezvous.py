@@ -162,8 +162,8 @@ class _Table:
             at = attempt() if callable(attempt) else attempt
             if now > self._deadline:
                 raise CkptdError("not all ranks came to restore() in time", where=f"missing {self._absent(at)}")
-            if now > self._told_at:  # what a guest answered may be an old offer, and a thousand of them would ask for each rank
-                self._late(self._absent(at) if self._rank == 0 else "rank 0, or others: rank 0 says which" if at else "rank 0")
+            if now > self._told_at:  # only rank 0 asks who: a thousand others would ask for a thousand ranks each
+                self._late(self._absent(at) if self._rank == 0 else "rank 0, or whom it waits for")
                 self._told_at = now + LATE_S
             time.sleep(self._patience_s)
 

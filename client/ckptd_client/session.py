@@ -80,7 +80,7 @@ class Session:
         self._handles: dict[int, Handle] = {}
         self._inbox: deque[tuple[Any, bytes, list[int]]] = deque()
         self._replies: dict[int, Any] = {}
-        self._requests, self._unheard = 0, 0.0  # until then nothing is asked: one was waited for in vain, and not a word has come
+        self._requests, self._in_vain = 0, -SILENT_AFTER_S  # monotonic seconds of the question that was not answered in time
         self._join: tuple[wire.Join, bytes] | None = None  # as it was sent, and the world beside it
         self._layouts: set[str] = set()  # ids that this connection's daemon knows
         self._on: dict[type, Callable[[Any, list[int]], None]] = {
@@ -129,7 +129,7 @@ class Session:
 
     def _on_down(self, reason: str) -> None:
         with self.changed:
-            lost, self._unheard = self.connection, 0.0
+            lost = self.connection
             self._lost_at = self._lost_at or time.monotonic()
             self.grants.clear()
             self._cold.clear()
@@ -166,7 +166,6 @@ class Session:
     # --- messages -----------------------------------------------------------------------------------------------
     def _on_message(self, message: Any, fds: list[int]) -> None:
         self.troubles.clear("daemon")
-        self._unheard = 0.0
         try:
             with self.changed:
                 self._on[type(message)](message, fds)
@@ -477,16 +476,17 @@ class Session:
         """Send a request and wait for its reply; None when there is no daemon or no answer in time. One that hangs is waited for
         once, until it has said a word again or SILENT_AFTER_S is over (P5)."""
         with self.changed:
-            if time.monotonic() < self._unheard:
+            asked = time.monotonic()
+            if self.link.heard_at < self._in_vain and asked < self._in_vain + SILENT_AFTER_S:
                 return None
             self._requests += 1
-            number, connection, asked = self._requests, self.connection, time.monotonic()
+            number = self._requests
         if not self.link.send(make(number)):
             return None
         with self.changed:
             self.changed.wait_for(lambda: number in self._replies or not self.link.up, timeout_s)
-            if connection == self.connection and number not in self._replies and self.link.heard_at < asked:
-                self._unheard = time.monotonic() + SILENT_AFTER_S
+            if number not in self._replies:
+                self._in_vain = asked
             return self._replies.pop(number, None)
 
     @property
