@@ -314,6 +314,17 @@ def test_an_extra_copy_is_kept_when_the_steward_names_the_usual_ones() -> None:
     assert copies(holders(node, 7, ("b", 0), ("a", 1))) == []
 
 
+def test_an_extra_copy_that_its_node_has_lost_takes_no_place_from_a_usual_one() -> None:
+    """A soak, seed 740178386473: its node was started again without its memory, and counted as having one for ever."""
+    node = member(record_of("ab"))
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    assert copies(holders(node, 7, ("b", 0), tier=0)) == [(7, 0, "a")]
+    sent(node, 7, "a", tier=0)
+    node.now += 2 * RECHECK_S
+    assert copies(holders(node, 7, ("b", 0))) == [(7, 1, "a")]
+
+
 def test_what_lies_beyond_the_fork_is_not_copied() -> None:
     node = Member(
         record_of("abcd", ancestry=(at(5, EPOCH - 1),)), Policy(replicas=1, durable=False), running=False

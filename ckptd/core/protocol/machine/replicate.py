@@ -103,9 +103,11 @@ class Replication:
             self._add_extra(copies, message)
             return
         copies.asked = True
+        known = {node for node, _ in message.nodes}
         fresh = {t: made for t, made in copies.done.items() if self._ctx.now - made[1] < RECHECK_S}
-        extras = {n: made for n, made in copies.done.items() if n >= EXTRA}
+        extras = {n: made for n, made in copies.done.items() if n >= EXTRA and made[0] in known}  # a node may have lost it since
         copies.done = {**extras, **fresh}
+        copies.extra = {n: need for n, need in copies.extra.items() if n in copies.done or n in copies.flying}
         self._count_known(copies, message)
         self.act()
 
