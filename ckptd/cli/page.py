@@ -27,7 +27,8 @@ def fetch(loaded: Loaded, path: str) -> dict[str, Any]:
         answer = connection.getresponse()
         body = json.loads(answer.read(ANSWER_BYTES_MAX))
     except ConnectionRefusedError as error:
-        raise _nobody(announced, "the daemon that wrote it is gone") from error
+        died = "its keeper starts it again in seconds if it died; else "
+        raise _nobody(announced, "the daemon that wrote it is gone", died) from error
     except TimeoutError as error:
         raise CkptdError(
             f"the daemon is there, and has not answered for {TIMEOUT_S:.0f} s", where=f"http://{host}:{port}{path}", hint=HANGS
@@ -69,8 +70,8 @@ def _address(announced: Path) -> tuple[str, int]:
         raise CkptdError(f"the daemon's page cannot be found: {error}", where=str(announced)) from error
 
 
-def _nobody(announced: Path, why: str) -> CkptdError:
-    hint = "start one with `ckptd run`, or name its socket with --socket or CKPTD_SOCKET"
+def _nobody(announced: Path, why: str, first: str = "") -> CkptdError:
+    hint = f"{first}start one with `ckptd run`, or name its socket with --socket or CKPTD_SOCKET"
     return CkptdError(f"no ckptd daemon runs here: {why}", where=str(announced), hint=hint)
 
 

@@ -221,7 +221,7 @@ class ControlListener:
     def _on_denied(self, what: str) -> None:
         self._denied += 1
         if self._denied & (self._denied - 1) == 0:  # 1, 2, 4, 8...: a flood must not flood the log, which says each text seldom
-            self._denial = f"{self._denied} connections were refused, the last: {what} (another cluster key?)"
+            self._denial = f"{self._denied} connections were refused, the last: {what} (another key, or this daemon stood still?)"
         self._host.problem(self._denial)
 
     def _forget(self, identity: bytes) -> None:

@@ -449,7 +449,7 @@ class Client:
         return reply.rows
 
     def health(self) -> HealthReport:
-        """What keeps this rank from being protected, ours and the daemon's words. Never raises."""
+        """What keeps this rank from being protected, ours and the daemon's words. Never raises; waits 5 s once if it hangs."""
         if self._gone == FORKED:
             return HealthReport(False, [f"not protected: {FORKED}"])
         session = self._session

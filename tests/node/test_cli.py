@@ -323,7 +323,7 @@ def test_a_daemon_that_is_gone_is_told_from_one_that_never_was(cli: Cli, tmp_pat
     (tmp_path / "ckptd.http").write_text(f"127.0.0.1:{port}\n")
     failed = cli("status", *places(tmp_path))
     assert failed.code == 1
-    assert "is gone" in failed.err
+    assert "is gone" in failed.err and "its keeper starts it again" in failed.err
 
 
 def test_a_daemon_that_hangs_is_told_from_one_that_is_gone(
