@@ -138,7 +138,11 @@ def _job(job: JobReport, stores: bool) -> Iterator[RenderableType]:
     title = f"job {job.get('job', '')}: epoch {job.get('epoch', NONE)}, {job.get('phase', '')}{over}, "
     title += f"{job.get('world', NONE)} ranks, steward {job.get('steward') or NONE}"
     yield title
-    yield good(not job.get("degraded", False), f"protection: {held}", f"DEGRADED: {held}")
+    if job.get("steward_up", True) or job.get("phase") in OVER:
+        yield good(not job.get("degraded", False), f"protection: {held}", f"DEGRADED: {held}")
+    else:
+        away = f"NOT KNOWN NOW: steward {job.get('steward')} is down, all below is of before"
+        yield good(False, "", f"{away}; protection was: {held}")
     if job.get("waits"):
         yield f"no snapshot is granted: {job['waits']}"
     yield table("", ("level", ">newest step", ">steps behind"), levels)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 T = TypeVar("T")
 
-WRITE_SHARE = 0.5  # of write_timeout_s: by then pacing has let all bytes through
+WRITE_SHARE = 0.5  # of write_timeout_s, and of the time from one flush to the next: by then pacing has let all bytes through
 AWAY_TOLD_S = 120.0  # after the newest try that found no storage
 CANCEL_PATIENCE_S = 5.0  # for a write that was called off: it notices within a few MiB, unless storage hangs
 HUNG_MAX = 2  # threads of one job that storage does not let go of; the others are for other jobs
@@ -116,14 +116,19 @@ class Durable:
         self._writing[do.attempt] = write
         self._services.spawn(self._write(do, write), f"write {self._job.job} {do.snapshot}")
 
+    def within_s(self) -> float:
+        """How soon a flush must be done, whatever it costs training: so often durable steps were asked for."""
+        config, step_s = self._services.config, self._job.meter.step_s
+        every_s = [config.flush_every_s, config.flush_every_steps * (step_s or 0.0)]
+        return WRITE_SHARE * min([config.write_timeout_s, *filter(None, every_s)])
+
     async def _write(self, do: ins.WriteFiles, write: Write) -> None:
         storage, started = self._services.storage, self._services.now()
         ok, reason, report = False, "no storage", b""
         try:
             pieces, moved = self._held(do)
             if storage is not None:
-                within_s = WRITE_SHARE * self._services.config.write_timeout_s
-                with self._services.pacer.transfer("flush", moved, within_s) as pace:
+                with self._services.pacer.transfer("flush", moved, self.within_s()) as pace:
                     call = partial(
                         write_pieces, storage, self._job.job, do.snapshot, do.attempt, self._services.node.node,
                         pieces, write.cancelled, per_rank=do.per_rank, pace=pace,

@@ -49,6 +49,11 @@ class Meter:
         """A local rank called snapshot() for this step."""
         self._pace.stepped(step, self._services.now())
 
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of one training step; None: not two steps yet."""
+        return self._pace.seconds
+
     def begin(self) -> None:
         """A new epoch."""
         self._pace.restart()
@@ -94,7 +99,7 @@ class Meter:
 
     def _report(self, outlook: Outlook) -> OutlookReport:
         worst = max([outlook.lost_steps, *self._peaks.get(outlook.failure, ())])
-        estimate, step_s = outlook.estimate, self._pace.seconds
+        estimate, step_s = outlook.estimate, self.step_s
         report: OutlookReport = {
             "failure": outlook.failure,
             "victim": outlook.victim,

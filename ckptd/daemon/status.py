@@ -80,6 +80,7 @@ class Status:
                     if peer["node"] in memory:
                         peer["memory"] = memory[peer["node"]]
                     peer["up"] = peer["node"] == node.node or up.get(peer["node"], False)
+                report["steward_up"] = all(peer["up"] for peer in report.get("nodes", []) if peer["node"] == report["steward"])
                 jobs.append(report)
         return {
             "node": {

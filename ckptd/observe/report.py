@@ -117,6 +117,7 @@ class JobReport(TypedDict, total=False):
     life: str  # core.protocol.life.Life: "running", "orphaned" (no rank lives), "finished" (all said goodbye)
     life_s: float  # for how long it has been over, by this node; 0.0: it is not
     steward: str
+    steward_up: bool  # false: it is down, and what is said of levels is what it had said before
     world: int
     nodes: list[PeerReport]
     ranks: list[RankReport]

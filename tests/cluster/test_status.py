@@ -40,6 +40,17 @@ def test_any_node_shows_all_ranks_and_what_is_lost(nodes: Cluster) -> None:
     assert "its daemon does not answer" in page
 
 
+def test_what_a_dead_steward_had_said_is_not_called_protection(nodes: Cluster) -> None:
+    first, second = nodes.several(2, steward_timeout_s=60)
+    world = nodes.world([first, second], JOB)
+    assert together(world, "restore") == [None, None]
+    together(world, "train", steps=2)
+    assert second.job(JOB)["steward_up"] and "NOT KNOWN NOW" not in second.cli("status").stdout
+    first.kill()
+    until(lambda: not second.job(JOB)["steward_up"], 45, "the steward's node to be missed")
+    assert "NOT KNOWN NOW: steward n0 is down" in " ".join(second.cli("status").stdout.split())
+
+
 def test_a_replaced_stewards_node_shows_what_is_durable(nodes: Cluster) -> None:
     """Its memory is lost and with it what it knew; what is durable is in no memory any more (P2)."""
     storage = nodes.root / "storage"

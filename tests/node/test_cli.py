@@ -259,6 +259,18 @@ def test_status_for_people(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("page")
+def test_status_does_not_call_protected_what_only_a_dead_steward_said(
+    cli: Cli, tmp_path: Path, answers: dict[str, dict[str, Any]]
+) -> None:
+    """A user read "protection: 1 of 1" for ten seconds after the steward's node was gone."""
+    job = answers["status"]["jobs"][0]
+    job.update(steward="n1", steward_up=False, level=1, degraded=False)
+    shown = " ".join(cli("status", *places(tmp_path)).out.split())
+    assert "NOT KNOWN NOW: steward n1 is down, all below is of before" in shown
+    assert "protection was: 1 of 1 domains" in shown
+
+
+@pytest.mark.usefixtures("page")
 def test_status_names_the_problems(cli: Cli, tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:
     problem = {"kind": "storage", "text": "disk full", "job": "", "first": 1.7e9, "count": 3}
     answers["status"]["health"] = {"ok": False, "problems": [problem]}

@@ -107,12 +107,31 @@ async def test_a_copy_must_be_made_before_the_calls_use_up_the_slots() -> None:
             await eventually(lambda step=step: ranks.progress.get(0) == step)  # type: ignore[misc]
         assert ranks.cadence.seconds is not None
         assert ranks.within_s() == 2 * ranks.cadence.seconds
-        calls, pace = list(ranks.cadence.calls), house.shell().meter._pace.seconds
+        calls, pace = list(ranks.cadence.calls), house.shell().meter.step_s
         for step in (20, 30):  # ranks of a node are a step apart, and say a step again
             rank.say(wire.Called(step))
             await eventually(lambda step=step: ranks.progress.get(0) == step)  # type: ignore[misc]
-        assert (list(ranks.cadence.calls), house.shell().meter._pace.seconds) == (calls, pace)
+        assert (list(ranks.cadence.calls), house.shell().meter.step_s) == (calls, pace)
         for step in range(31, 60):  # at each step: as many as there can be
             rank.say(wire.Called(step))
         await eventually(lambda: ranks.progress.get(0) == 59)
         assert ranks.within_s() == 100.0
+
+
+async def test_a_flush_must_be_done_before_the_next_one_is_due() -> None:
+    """A user's durable steps fell 180 steps behind, for a flush had five minutes whatever cadence was asked for."""
+    async with rig(flush_every_steps=10, flush_every_s=50.0, write_timeout_s=300.0) as house:
+        rank = await joined(house)
+        shell = house.shell()
+        assert shell.durable.within_s() == 25.0, "how long a step takes is not known yet"
+        for step in (1, 2, 3):
+            rank.say(wire.Called(step))
+            await eventually(lambda step=step: shell.ranks.progress.get(0) == step)  # type: ignore[misc]
+        assert shell.meter.step_s is not None
+        assert shell.durable.within_s() == pytest.approx(5 * shell.meter.step_s)
+
+
+async def test_a_flush_that_nobody_asked_for_by_a_cadence_has_half_of_its_timeout() -> None:
+    async with rig(flush_every_s=0.0, write_timeout_s=300.0) as house:
+        await joined(house)
+        assert house.shell().durable.within_s() == 150.0
