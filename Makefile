@@ -11,6 +11,8 @@ MUTANTS_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start hundreds of daemons and trainers: each would compile every module anew, 0.5 s of its 1.4 s of imports.
+unexport PYTHONDONTWRITEBYTECODE
 # One thread per process: the tests start many processes, and torch takes every core in each unless told.
 RUN_ENV := OMP_NUM_THREADS=1
 PYTEST := $(RUN_ENV) $(BIN)/pytest -n $(TEST_WORKERS) --dist=worksteal

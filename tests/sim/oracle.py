@@ -401,14 +401,13 @@ class Oracle:
     def _claimed(self, snapshot: SnapshotId) -> bool:
         """Storage has heard of a start that trained on the way to it. If not, the first was declared while storage was away, and
         nobody but its nodes can tell a later start that the job has run before."""
-        heard = [self._trails.get(claim.nonce) for claim in self.world.store.claims.values()]
-        line: list[Trail] = []
+        heard = {claim.nonce for claim in self.world.store.claims.values()}
+        line: list[str] = []  # attempts; one may have begun two trails, so that it is the attempts that are compared
         at = self.origins.get(snapshot)
         while at is not None:
-            line.append(at.trail)
+            line.append(at.trail.attempt)
             at = at.trail.parent
-        began = [attempt for attempt, trail in self._trails.items() if trail in line[-1:]]
-        unheard = self.world.policy.durable and any(map(self._declared, began)) and not any(trail in heard for trail in line)
+        unheard = self.world.policy.durable and any(map(self._declared, line[-1:])) and heard.isdisjoint(line)
         self.counts["a line of which storage never heard"] += unheard
         return not unheard
 

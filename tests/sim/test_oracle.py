@@ -462,3 +462,23 @@ def test_what_storage_said_before_it_was_asked_anew_is_not_expected_of_a_decisio
     decisions.reads(host, 1, "a", 2)
     decisions.read(host, 1, "a", 1, None, [SnapshotId(1, 5)])
     assert told.commits is None
+
+
+def test_storage_never_heard_of_a_start_whose_claims_failed_however_often_it_began() -> None:
+    """It trained on without restore() after its daemon, and with it the lineage, was lost; then its node went, and with that all
+    that anybody could know (seed 98318801661)."""
+    world = World(1)
+    host, oracle = next(iter(world.hosts.values())), world.oracle
+    world.policy = replace(world.policy, durable=True)
+    at = SnapshotId(5, 1, 1)
+    for number, ask in ((5, RestoreAsk(allow_fresh=True)), (6, None)):
+        record = EpochRecord(number, "a4", (host.name,), (host.info,))
+        report = JoinReport("a4", record.ranks, record.nodes, (0,), ask, None)
+        oracle.decisions.heard(host.name, host.life, host.name, report, None)
+        oracle.claims(host, record)
+        oracle.judge.decided(host, EpochOpen("a4", record, number, None, False))
+        oracle.sent(host, RestoreDone(number, number))
+        oracle.origins.setdefault(at, Origin(oracle.done[5].trail, 1))
+    assert not oracle._claimed(at)
+    claim_epoch(world.store, JOB, oracle.records[6])
+    assert oracle._claimed(at)

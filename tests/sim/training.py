@@ -30,6 +30,7 @@ class Trail:
     name: bytes  # NAME_BYTES
     world: int  # ranks
     parent: Origin | None  # what it loaded; None: it began anew
+    attempt: str
 
 
 class Origin(NamedTuple):
@@ -53,7 +54,7 @@ class Origin(NamedTuple):
 def begin(job: str, attempt: str, world: int, parent: Origin | None) -> Trail:
     before = parent.trail.name + _moment(parent) if parent is not None else b""
     named = hashlib.blake2b(f"{job} {attempt}".encode(), key=before, digest_size=NAME_BYTES)
-    return Trail(named.digest(), world, parent)
+    return Trail(named.digest(), world, parent, attempt)
 
 
 class Tensor(NamedTuple):
