@@ -140,7 +140,7 @@ def test_rows_follow_torch_chunk(rows: int, world: int) -> None:
     assert [rows_of(rows, rank, world) for rank in range(world)] == chunks + [0] * (world - len(chunks))
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_the_record_gathers_what_full_tensor_gives_and_a_plain_save_resumes_bit_exactly(
     tmp_path: Path,
 ) -> None:

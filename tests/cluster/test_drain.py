@@ -21,7 +21,7 @@ JOB = "drain"
 NODES = 4
 
 
-@pytest.mark.parametrize("redundancy", ["replicas=1", "xor(3)"])
+@pytest.mark.parametrize("redundancy", ["replicas=1", pytest.param("xor(3)", marks=pytest.mark.chaos)])
 def test_the_drained_node_and_any_other_may_go(nodes: Cluster, redundancy: str) -> None:
     """Without the drain these two are all that holds something: a pair of copies, a group of parity of two."""
     made, world, digests = nodes.protected(JOB, NODES, redundancy)
@@ -37,6 +37,7 @@ def test_the_drained_node_and_any_other_may_go(nodes: Cluster, redundancy: str) 
     assert together(again, "digest") == digests[: len(left)]
 
 
+@pytest.mark.chaos
 def test_from_another_node_as_json_and_called_off(nodes: Cluster) -> None:
     made, _, _ = nodes.protected(JOB, 3, "replicas=1")
     done = made[0].cli("drain", made[2].name, "--deadline", "1m", "--json")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.damage import flip_in_memory
 from tests.cluster.nodes import Cluster, Node, Trainer, together
 from tests.cluster.test_bad_restore import protected
@@ -82,6 +84,7 @@ def test_training_goes_on_over_a_killed_daemon(nodes: Cluster) -> None:
     assert node.get("/status")["memory"]["own_bytes"] < 2 * FROZEN_BYTES
 
 
+@pytest.mark.chaos
 def test_a_trainer_that_starts_again_leans_on_what_was_kept(nodes: Cluster) -> None:
     """P14: no memory beyond what there is, and nothing is sent to the peer again."""
     first, second, world, _ = trained(nodes, 3)

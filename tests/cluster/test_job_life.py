@@ -72,6 +72,7 @@ def test_a_node_that_was_away_when_its_job_was_forgotten_supersedes_nothing(node
     assert first.job(JOB)["epoch"] > epoch
 
 
+@pytest.mark.chaos
 def test_a_node_that_was_stopped_when_its_job_was_forgotten_forgets_it_too(nodes: Cluster) -> None:
     """It saw no link go and had nothing to say, so it claimed level 1 for as long as it lived."""
     first, second = nodes.several(2)
@@ -162,6 +163,7 @@ def test_a_daemon_that_dies_while_it_forgets_leaves_a_job_or_none(nodes: Cluster
     assert together(nodes.world(pair, JOB), "restore") == [None, None]
 
 
+@pytest.mark.chaos
 def test_a_second_order_ends_what_the_first_one_began(nodes: Cluster) -> None:
     """Right after the daemon is back, and whoever else comes to it."""
     (node,) = mortal(nodes, 1, f"persist.forget.claimed:kill_once={nodes.root / 'met'}")

@@ -60,6 +60,7 @@ def test_a_lost_node_costs_what_was_promised(nodes: Cluster, redundancy: str, lo
     assert any("restore" in str(text) for text in row(left[0], "process")["basis"])  # type: ignore[attr-defined]
 
 
+@pytest.mark.chaos
 def test_what_storage_has_and_memory_no_more(nodes: Cluster) -> None:
     """All nodes at once: storage's step, from the beginning on; the seconds are not known before something was read there."""
     storage = nodes.root / "storage"

@@ -74,6 +74,7 @@ def test_what_only_parity_can_bring_becomes_durable(nodes: Cluster) -> None:
     assert together(again, "digest") == digests[:2]
 
 
+@pytest.mark.chaos
 def test_a_lost_part_is_made_again_where_there_is_room_for_it(nodes: Cluster) -> None:
     """A daemon loses its memory and comes back empty: protection returns to what is wanted without a new snapshot."""
     made, *_ = nodes.protected(JOB, 4, "xor(3)")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.nodes import Cluster, together
 from tests.cluster.test_bad_storage import checkpoint
 from tests.waiting import until
@@ -12,6 +14,7 @@ JOB = "store"
 READS_BACK_S = 12  # after each checkpoint that retention has counted as read back
 
 
+@pytest.mark.chaos
 def test_a_step_that_is_restored_meanwhile_stays(nodes: Cluster) -> None:
     """It was doomed by the epoch that retention knew at its beginning, and is all that the next one can go back to."""
     storage = nodes.root / "storage"

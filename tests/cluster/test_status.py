@@ -89,7 +89,7 @@ def test_a_job_that_ended_is_shown_as_finished_and_can_be_planned_for(nodes: Clu
     assert "epoch 1, finished" in page and "GONE" not in page
 
 
-@pytest.mark.parametrize(("finished", "process"), [(False, "none yet"), (True, "finished")])
+@pytest.mark.parametrize(("finished", "process"), [(False, "none yet"), pytest.param(True, "finished", marks=pytest.mark.chaos)])
 def test_a_job_of_which_only_storage_is_left_has_lost_nothing(nodes: Cluster, finished: bool, process: str) -> None:
     """It was shown as degraded, -1 of 0 domains, 2 steps less than none behind, its ranks gone. Whether it had finished depends on
     what its daemon had heard before it died."""

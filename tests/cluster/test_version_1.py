@@ -37,6 +37,7 @@ def test_damage_is_found(tmp_path: Path, name: str) -> None:
     assert not verify(str(copy)).ok
 
 
+@pytest.mark.chaos
 def test_it_is_restored_bit_exactly_and_the_next_one_has_an_index(nodes: Cluster) -> None:
     storage = nodes.root / "storage"
     job = storage / str(os.geteuid()) / "version-1"

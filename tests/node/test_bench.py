@@ -55,6 +55,7 @@ def test_pacing_runs_to_its_end(tmp_path: Path) -> None:
     assert told["rows"][1]["moved_mb_s"] > 0, "nothing was copied beside the steps"
 
 
+@pytest.mark.chaos
 def test_a_small_world_of_scale_lives_its_whole_life(tmp_path: Path) -> None:
     """Steward, members, the nodes that share a process: each snapshot is protected, and nothing that is wanted is nowhere."""
     world = "--nodes 8 --ranks-per-node 2 --tensors 100 --mesh fsdp+tp+pp+ep --odd --whole 3"

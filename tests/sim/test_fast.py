@@ -28,13 +28,13 @@ def test_a_stall_now_and_then_does_not_keep_grants_far_ahead(
     assert sum(done) / len(done) >= at_least, done
 
 
-@pytest.mark.parametrize("link_s", [pytest.param(0.0001, marks=LONG), 0.001, 0.02, 0.1])
+@pytest.mark.parametrize("link_s", [pytest.param(0.0001, marks=LONG), pytest.param(0.001, marks=LONG), 0.02, 0.1])
 def test_ways_of_any_length_complete(link_s: float) -> None:
     """Up to 25 steps of training between a grant and its arrival."""
     assert FastWorld(1, Speed(link_s=link_s), nodes=2).train(4 * STEPS) >= 5
 
 
-@pytest.mark.parametrize("own_slots", [2, 3, 4])
+@pytest.mark.parametrize("own_slots", [2, 3, pytest.param(4, marks=LONG)])
 @pytest.mark.parametrize("replicate_s", [0.02, 0.05, 0.2])
 def test_copies_slower_than_captures_are_finished(own_slots: int, replicate_s: float) -> None:
     """D9: a snapshot in protection is not evicted for a newer one. Copies take 5 to 50 steps of 4 ms; when a newer snapshot, whole
@@ -64,7 +64,10 @@ def test_the_margin_follows_what_was_measured_both_ways() -> None:
     assert margin.steps == 64
 
 
-@pytest.mark.parametrize(("own_slots", "replicate_s"), [(2, 0.2), (3, 0.01), (3, 0.2), (4, 0.05)])
+@pytest.mark.parametrize(
+    ("own_slots", "replicate_s"),
+    [(2, 0.2), (3, 0.2), pytest.param(3, 0.01, marks=LONG), pytest.param(4, 0.05, marks=LONG)],
+)
 def test_copies_slower_than_steps_are_finished_all_the_same(own_slots: int, replicate_s: float) -> None:
     """Each newer sealed snapshot took the memory of the one whose copies were under way: of 800 steps one was protected."""
     world = FastWorld(1, Speed(replicate_s=replicate_s), nodes=2, own_slots=own_slots)
