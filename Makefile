@@ -42,15 +42,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(RUN_ENV) $(BIN)/ckptd demo
 
-# Every part runs, pytest last (its closing line is the end); the status is nonzero if any part failed.
+# Every part runs, mypy beside pytest, whose closing line is the end unless something failed; the status is nonzero then.
 test: $(STAMP)
-	@failed=""; \
+	@failed=""; said=$$(mktemp); \
 	echo "== ruff"; $(BIN)/ruff check . || failed="$$failed ruff"; \
-	echo "== mypy --strict"; $(BIN)/mypy || failed="$$failed mypy"; \
-	[ -z "$$failed" ] || echo "== FAILED so far:$$failed"; \
+	echo "== mypy --strict, beside"; $(BIN)/mypy > $$said 2>&1 & mypy=$$!; \
 	echo "== pytest (tests that need root and are skipped are listed with their reason at the end)"; \
 	$(PYTEST) -m '$(EVERYDAY)' $(TEST_ARGS) || failed="$$failed pytest"; \
-	test -z "$$failed"
+	wait $$mypy || { failed="$$failed mypy"; cat $$said; }; \
+	rm -f $$said; \
+	[ -z "$$failed" ] || { echo "== FAILED:$$failed"; exit 1; }
 
 chaos: $(STAMP)
 	@$(RUN_ENV) $(BIN)/pytest -v -m 'chaos or elastic' --timeout=1800 $(TEST_ARGS)
