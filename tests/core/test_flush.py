@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ckptd.core.ids import EpochRecord
+from ckptd.core.policy import Policy
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
@@ -34,7 +35,7 @@ from tests.core.flushes import (
     written,
     wrote,
 )
-from tests.core.machines import EPOCH, Steward, at, fact, layout, only, sent
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of, sent
 
 
 # --- what and when ----------------------------------------------------------------------------------------------------
@@ -471,3 +472,13 @@ def test_an_epoch_that_opened_without_its_claim_is_claimed_when_storage_answers(
     for newest in (node.record, replace(node.record, number=EPOCH + 1, nonce="newer")):
         node.feed(ev.DurableRead("", True, newest))
     assert claims() == [node.record], "it has it, or a newer one"
+
+
+def test_a_start_that_counts_its_steps_anew_is_flushed_by_its_own_steps() -> None:
+    """It goes on from a durable step 1000, and nothing was written until it had come to 1005."""
+    record = record_of(ancestry=(at(1000, EPOCH - 1),))
+    node = Steward(record, Policy(replicas=1, durable=True, flush_every_steps=5))
+    node.feed(ev.DurableRead("", True, record, (at(1000, EPOCH - 1),)))
+    node.train().capture(7).protect(7)
+    node.tick(1.0)
+    assert step_of(node) == 7

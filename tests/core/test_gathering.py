@@ -443,3 +443,38 @@ def test_an_inventory_brings_the_tables_that_the_asker_lacks_once() -> None:
     for tables, brought in (((), [one.encoded, peers.leaf]), ((table.digest,), [one.leaf, peers.leaf])):
         node.hear("a", msg.InventoryRequest("next", (A,), 1, tables))
         assert list(node.said(msg.Inventory, "a")[-1].layouts.values()) == brought
+
+
+def moved(known: EpochRecord, newer: EpochRecord) -> Elect:
+    """Epoch 3 ran here and on c; c came back at another address, in another domain, for epoch 4, when this node was away."""
+    node = Elect(known)
+    node.start(known=newer)
+    return node
+
+
+def test_a_holder_that_moved_is_asked_where_the_newest_record_says_it_is() -> None:
+    """Where it had been for an older epoch nobody answered: a snapshot was not found although its holder was there."""
+    then = replace(C, control="tcp://old", bulk="old", domain="r3")
+    now = replace(C, control="tcp://new", bulk="new", domain="a", incarnation="c#2")
+    third = EpochRecord(3, "third", ("a", "c"), (A, then), (), (), (-1, ()))
+    fourth = EpochRecord(4, "fourth", ("b", "c"), (B, now), (at(5, 3),), (A,), (3, ()))
+    node = moved(third, fourth)
+    dialed = [info.control for do in only(node.done, ins.Connect) for info in do.nodes if info.node == "c"]
+    assert dialed[-1] == "tcp://new" and node.machine.ctx.domain("c") == "a"
+    node.answer("b", *(msg.HoldingFact(at(5, 3), rank, 0, layout(rank).layout_id) for rank in (0, 1)), known=fourth, done=True)
+    node.answer("a", known=third)
+    node.feed(ev.NodeDown("c"))
+    node.tick(6.0)
+    node.claimed()
+    assert [info.control for info in node.opens()[-1].record.holders if info.node == "c"] == ["tcp://new"]
+
+
+def test_and_not_where_an_older_record_that_is_heard_of_later_says() -> None:
+    then, now = replace(C, control="tcp://old"), replace(C, control="tcp://new")
+    third = EpochRecord(3, "third", ("b", "c"), (B, then), (), (), (-1, ()))
+    fourth = EpochRecord(4, "fourth", ("a", "c"), (A, now), (at(5, 3),), (B,), (3, ()))
+    node = moved(fourth, third)
+    assert [info.control for do in only(node.done, ins.Connect) for info in do.nodes if info.node == "c"] == ["tcp://new"]
+    later = EpochRecord(5, "fifth", ("b",), (B,), (at(6, 3),), (then,), (3, ()))  # decided by those who knew the third only
+    node.hear("b", msg.JoinReport("new", (), (), (), None, later))
+    assert node.machine.ctx.nodes["c"].control == "tcp://new"

@@ -497,3 +497,49 @@ def test_an_order_that_waited_takes_nothing_that_was_sealed_after_it() -> None:
     node.feed(ev.RankLeft(0, False))
     node.tick(1.0, reporting=False)
     assert only(node.done, ins.Bury) == [], "step 9 was sealed after the order"
+
+
+def test_a_steward_that_was_restarted_hears_the_others_before_it_forgets_a_job_that_is_over() -> None:
+    """Its memory was lost in a reboot and its disk said "orphaned, for 700 s": it forgot the job in its first tick, and nobody
+    spoke for what the others held."""
+    node = Node("a", record_of("abc"), Policy(replicas=1, durable=False, job_linger_s=LINGER_S), running=False)
+    node.feed(ev.Restarted(record_of("abc"), life="orphaned", life_s=LINGER_S + 100))
+    for _ in range(3):
+        node.tick(0.1)
+    assert node.machine.steward.active and only(node.done, ins.Bury) == []
+    node.tick(30.0)
+    assert len(only(node.done, ins.Bury)) == 1, "nobody holds anything"
+
+
+def test_a_node_that_forgot_a_job_by_itself_is_woken_by_who_takes_it_for_the_steward() -> None:
+    """It was up, so that nobody else spoke: what others held was never certified, copied or written again."""
+    node = Member(record_of("abc"), Policy(replicas=1, durable=False, steward_timeout_s=3.0))
+    node.feed(ev.NodeDown("a"))
+    node.tick(1.0)
+    node.feed(ev.NodeUp("a"))
+    mark = node.mark
+    node.tick(10.0)
+    (registers, *_) = sent(node.done[mark:], msg.Inventory, "a")
+    assert revives(registers, Tombstone(EPOCH)), "it has forgotten what is gone there"
+    assert not revives(registers, Tombstone(EPOCH, EPOCH)) and not revives(registers, Tombstone(EPOCH + 1))
+    assert not revives(replace(registers, attempt="x"), Tombstone(EPOCH)), "an answer"
+    woken = Node("a", record_of("abc"), running=False)
+    woken.machine.ctx.record = None
+    woken.feed(ev.Restarted(None, tombstone=Tombstone(EPOCH)))
+    woken.feed(ev.Received("b", registers))
+    woken.tick(1.0)
+    assert woken.machine.steward.active
+
+
+def test_an_orphan_gives_away_nothing_that_is_better_protected_than_what_it_keeps() -> None:
+    node = Member(record_of("abcd"), Policy(replicas=1, durable=False, orphan_linger_s=50.0))
+    node.slots(1, 1, 2, 3)
+    for slot, step, level in ((1, 7, 1), (2, 8, 0)):
+        node.capture(slot, step, rank=1)
+        node.certify(slot, step, level)
+    node.feed(ev.RankLeft(1, False))
+    for _ in range(60):
+        heard(node, Life.ORPHANED)
+        node.tick(1.0)
+    node.feed(ev.SpareAsked(Order.ORPHANED_LAST))
+    assert {held.snapshot.step for held in node.machine.slots.facts()} == {7}

@@ -465,3 +465,16 @@ def test_levels_and_grants_that_were_seen_are_told_in_a_new_session(node: Member
 def test_nothing_is_said_of_ranks_before_the_restore_is_done() -> None:
     node = Member(record_of("abc"), POLICY, running=False)
     assert node.said(msg.RankState, "a") == []
+
+
+def test_whoever_registers_for_ever_and_never_answers_holds_up_nobody() -> None:
+    """It hears nothing of what the steward says: each of its words began the patience with it anew."""
+    node = Steward(record_of("ab", outside="c"), Policy(replicas=1, durable=False, steward_timeout_s=3.0)).train()
+    for _ in range(8):
+        node.hear("c", msg.Inventory("", node.record, ()))
+        node.tick(1.0)
+    node.capture(7).protect(7)
+    for _ in range(3):
+        node.hear("c", msg.Inventory("", node.record, ()))
+        node.tick(1.0)
+    assert node.level(7) == 1

@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
-from ckptd.core.protocol.messages import InventoryRequest, JoinReport, Message
+from ckptd.core.protocol.messages import Inventory, InventoryRequest, JoinReport, Message
 
 
 class Life(str, Enum):
@@ -90,12 +90,14 @@ def is_grave(record: EpochRecord) -> bool:
 
 def revives(message: Message, tombstone: Tombstone) -> bool:
     """Does this word of another node concern a life of the job after the one that lies here? A keep-alive, a question of a steward
-    or a copy on its way for what was forgotten does not; a new start of the job does, whatever its nodes know of it."""
+    or a copy on its way for what was forgotten does not; a new start of the job does, whatever its nodes know of it. So does a
+    node that registers for the epoch which only this one has forgotten, having nothing of it: it takes this one for its steward."""
     if isinstance(message, (JoinReport, InventoryRequest)):
         return True
     known = getattr(message, "record", None) or getattr(message, "known", None)
     number = known.number if known is not None else getattr(message, "epoch", 0)
-    return tombstone.epoch == 0 or number > tombstone.epoch
+    registers = isinstance(message, Inventory) and not message.attempt and number > tombstone.ordered
+    return tombstone.epoch == 0 or number > tombstone.epoch or (number == tombstone.epoch and registers)
 
 
 class Order(IntEnum):
@@ -144,7 +146,7 @@ def spare(
     is_candidate: Callable[[SnapshotId], bool],
     policy: Policy,
 ) -> set[SnapshotId]:
-    """Which of the ``held`` snapshots go. ``complete``: the newest that is certified whole. ``durable``: as storage
+    """Which of the ``held`` snapshots go. ``complete``: what is kept of the whole ones. ``durable``: as storage
     said just now."""
     if order is Order.RELEASED:
         return set()

@@ -77,6 +77,7 @@ class Context:
         default_factory=dict
     )  # node whose link is down, as we were told last -> when it spoke
     nodes: dict[str, NodeInfo] = field(default_factory=dict)
+    placed: dict[str, int] = field(default_factory=dict)  # node -> the epoch as of which it is where ``nodes`` says
     _computing: dict[int, Callable[[Any], None]] = field(default_factory=dict)  # by number: who goes on with what is computed
     _computes: int = 0
 
@@ -104,12 +105,20 @@ class Context:
             raise event.error
         then(event.value)
 
-    def learn(self, nodes: Iterable[NodeInfo]) -> None:
-        """Keep links to these nodes; their domains count."""
-        new = tuple(node for node in nodes if self.nodes.get(node.node) != node)
+    def learn(self, nodes: Iterable[NodeInfo], number: int) -> None:
+        """Keep links to these nodes; their domains count. ``number``: the epoch as of which they are there: a node may have moved
+        since an older one."""
+        newest = [node for node in nodes if number >= self.placed.get(node.node, number)]
+        self.placed.update((node.node, number) for node in newest)
+        new = tuple(node for node in newest if self.nodes.get(node.node) != node)
         if new:
             self.nodes.update((node.node, node) for node in new)
             self.emit(Connect(new))
+
+    def learn_of(self, record: EpochRecord) -> None:
+        """Its holders are where those who decided it knew them to be: as of an epoch before it."""
+        self.learn(record.nodes, record.number)
+        self.learn(record.holders, record.before[0])
 
     def trained_in(self, attempt: str) -> bool:
         """The epoch we know is the one that ranks of this attempt train in. It is an older one of the same attempt, whose restore

@@ -43,7 +43,7 @@ class Joining:
             if join is not None:
                 self.fail("superseded", "a newer start of the job joined")
             join = self.join = Join(event.attempt, event.ranks, event.nodes, since=self._ctx.now)
-            self._ctx.learn(event.nodes)
+            self._ctx.learn(event.nodes, self._ctx.number + 1)
         if (join.ranks, join.nodes) != (event.ranks, event.nodes):
             self.fail("mismatch", "local ranks disagree about the world")
             return

@@ -142,10 +142,10 @@ class Lifetime:
         return expired(self.life.state, self.age(self._ctx.now), self._ctx.policy) if self._slots.sealed else ()
 
     def complete(self) -> SnapshotId | None:
-        """The newest snapshot that is certified whole."""
-        told = self._levels.told.items()
-        whole = (s for s, said in told if said.level >= 0 and self._ctx.is_candidate(s) and s not in self._levels.released)
-        return max(whole, default=None)
+        """Of those that are certified whole the best protected, of those the newest: none gives way to a worse one (P3)."""
+        told, released = self._levels.told, self._levels.released
+        whole = [s for s, said in told.items() if said.level >= 0 and self._ctx.is_candidate(s) and s not in released]
+        return max(whole, key=lambda s: (min(told[s].level, told[s].wanted), s), default=None)
 
     def refusal(self) -> tuple[str, float]:
         """Why `ckptd forget` may not have it, "" when it may; and for how many seconds that holds, 0 where nobody can say."""

@@ -165,7 +165,7 @@ class JobMachine:
     def _restarted(self, event: ev.Restarted) -> None:
         if event.known is not None and self.ctx.record is None:
             self.ctx.record, self.ctx.ran = event.known, event.ran
-            self.ctx.learn((*event.known.nodes, *event.known.holders))
+            self.ctx.learn_of(event.known)
         self.lifetime.on_restarted(event)
 
     def _tick(self, event: ev.Tick) -> None:
@@ -305,7 +305,7 @@ class JobMachine:
 
     # --- epochs -------------------------------------------------------------------------------------------------
     def _inventory_request(self, sender: str, message: msg.InventoryRequest) -> None:
-        self.ctx.learn(node for node in message.nodes if node.node not in self.ctx.nodes)
+        self.ctx.learn((node for node in message.nodes if node.node not in self.ctx.nodes), -1)
         freeze = self.ctx.policy.inventory_timeout_s + FREEZE_PATIENCE_S
         self.slots.frozen_until = max(self.slots.frozen_until, self.ctx.now + freeze)
         self.slots.frozen_for = message.attempt

@@ -84,7 +84,7 @@ class Opening:
         ctx.never = False
         if record.parent is not None:
             self._slots.keep(record.parent)
-        ctx.learn((*record.nodes, *record.holders))
+        ctx.learn_of(record)
         self._ranks.restart(())
         self._forget()
 

@@ -142,7 +142,8 @@ class Flushing:
         if self._nobody_trains():
             return True
         policy = self._ctx.policy
-        durable = max((snapshot.step for snapshot in known), default=0)
+        own = [s.step for s in known if s.epoch == newest.snapshot.epoch]  # a start may count its steps anew
+        durable = max(own or [s.step for s in known if s.step <= newest.snapshot.step], default=0)
         by_steps = policy.flush_every_steps and newest.snapshot.step - durable >= policy.flush_every_steps
         assert self._last_at is not None, "only who is in office flushes"
         by_time = policy.flush_every_s and self._ctx.now - self._last_at >= policy.flush_every_s

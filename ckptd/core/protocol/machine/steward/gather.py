@@ -209,7 +209,7 @@ class Gathering:
             gather = self.gather = Gather(
                 message.attempt, message.ranks, message.nodes, self._ctx.now, self._ctx.policy.durable
             )
-            self._ctx.learn(message.nodes)
+            self._ctx.learn(message.nodes, self._ctx.number + 1)
             gather.bury(self._ctx.forgotten)
             self._learn(gather, self._ctx.record)
         self._learn(gather, message.known)
@@ -315,18 +315,21 @@ class Gathering:
             self._say(gather)
 
     def _learn(self, gather: Gather, record: EpochRecord | None, *, on_storage: bool = False) -> None:
-        """Members of every epoch somebody knows may hold memory."""
+        """Members of every epoch somebody knows may hold memory, and are where the newest one that names them says."""
         if record is None or record in gather.records:
             return
         if on_storage or record.number > gather.tombstone.ordered:
             gather.records.append(record)
             gather.bury(gather.tombstone)
-        new = {node.node: node for node in (*record.nodes, *record.holders) if node.node not in gather.asked}
+        self._ctx.learn_of(record)
+        start = {node.node for node in gather.nodes}
+        known = {info.node: self._ctx.nodes[info.node] for info in (*record.nodes, *record.holders) if info.node not in start}
+        new = {node: info for node, info in known.items() if gather.asked.get(node) != info}
         gather.asked |= new
-        self._ctx.learn(n for n in (*record.nodes, *record.holders) if n.node not in self._ctx.nodes)
-        if new and gather.asking_since is not None:
+        unheard = [node for node in new if node not in gather.said]
+        if unheard and gather.asking_since is not None:
             gather.heard_of_at = self._ctx.now
-            self._request(gather, new)
+            self._request(gather, unheard)
 
     def _say(self, gather: Gather) -> None:
         gather.said_at = self._ctx.now

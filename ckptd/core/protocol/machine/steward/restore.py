@@ -275,7 +275,7 @@ class Restoring:
             for words, kind in ALARMS.items():
                 if text.startswith(words):
                     self._ctx.emit(Alarm(kind, text))
-        self._ctx.learn((*record.nodes, *record.holders))
+        self._ctx.learn_of(record)
         for node in self._everyone():
             self._say_open(self.restore, node)
 

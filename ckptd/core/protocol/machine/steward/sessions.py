@@ -57,7 +57,8 @@ class Sessions:
         self._count += 1
         self.leaving.discard(node)  # it says so again
         me = self._ctx.me
-        self.by_node[node] = Session(f"{me.node}.{me.incarnation}.{self._count}", now, now, now)
+        since = now if session is None or session.established else session.opened_at  # whoever never answers is not waited for
+        self.by_node[node] = Session(f"{me.node}.{me.incarnation}.{self._count}", now, since, now)
         self._reset(node)
         self._hello(node)
 

@@ -78,8 +78,8 @@ class Steward:
         )
 
     def holds(self) -> bool:
-        """Is there something that only this office looks after?"""
-        return self.active and bool(self.table.states or self.flushing.flush is not None)
+        """Is there something that only this office looks after? Before all were heard, nobody knows."""
+        return self.active and bool(self.table.states or self.flushing.flush is not None or not self.sessions.settled())
 
     @property
     def record(self) -> EpochRecord:
