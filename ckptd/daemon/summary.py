@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.protocol.machine.context import audience
 from ckptd.core.protocol.machine.ranks import FINISHED
 from ckptd.observe.report import JobReport, PeerReport, RankReport
 
@@ -16,16 +17,17 @@ def summary(job: JobShell) -> JobReport:
     record, view = job.record, job.machine.view()
     newest = {"sealed": -1, "protected": -1, "durable": -1}
     level, wanted = -1, 0
+    told_of = record is not None and job.services.node.node in audience(record)  # else nobody says what has become of it
     for snapshot, told in sorted(job.levels.items()):
         if told.void or record is None or not record.is_candidate(snapshot):
             continue
         if snapshot in job.machine.levels.released and not told.durable:
             continue  # P2: its memory went for a newer one
-        wanted = told.wanted
-        if told.level >= 0:
+        wanted = told.wanted if told_of else 0
+        if told_of and told.level >= 0:
             newest["sealed"] = snapshot.step
             level = told.level
-        if told.level >= max(1, told.wanted):
+        if told_of and told.level >= max(1, told.wanted):
             newest["protected"] = snapshot.step
         if told.durable and snapshot not in job.durable.damaged:
             newest["durable"] = snapshot.step

@@ -543,3 +543,36 @@ def test_an_orphan_gives_away_nothing_that_is_better_protected_than_what_it_keep
         node.tick(1.0)
     node.feed(ev.SpareAsked(Order.ORPHANED_LAST))
     assert {held.snapshot.step for held in node.machine.slots.facts()} == {7}
+
+
+def test_a_node_that_holds_nothing_keeps_a_job_as_long_as_its_steward_speaks() -> None:
+    """It forgot the job by itself, and answered nobody any more: its steward waited for it, and had nobody to succeed it."""
+    node = Member(record_of("abcd"), Policy(replicas=1, durable=False, job_linger_s=LINGER_S))
+    node.feed(ev.RankLeft(1, False))
+    for _ in range(int(LINGER_S) + 10):
+        heard(node, Life.ORPHANED)
+        node.tick(1.0)
+    assert only(node.done, ins.Bury) == []
+    node.feed(ev.NodeDown("a"))
+    node.tick(LINGER_S / 2)
+    assert node.machine.steward.active, "it succeeds who has spoken so far"
+
+
+def test_and_forgets_it_when_nobody_has_spoken_for_as_long() -> None:
+    node = Node("c", record_of("abc"), Policy(replicas=1, durable=False, job_linger_s=LINGER_S), running=False)
+    node.feed(ev.Restarted(record_of("abc"), life="finished", life_s=10 * LINGER_S))
+    node.tick(LINGER_S - 10)
+    assert only(node.done, ins.Bury) == []
+    node.tick(20.0)
+    assert len(only(node.done, ins.Bury)) == 1
+
+
+def test_a_steward_wakes_who_has_forgotten_its_job_by_itself() -> None:
+    asks = msg.OpenSession(EPOCH, "s")
+    assert revives(asks, Tombstone(EPOCH))
+    assert not revives(asks, Tombstone(EPOCH, EPOCH)) and not revives(asks, Tombstone(EPOCH + 1))
+    node = Node("b", record_of("ab"), running=False)
+    node.machine.ctx.record = None
+    node.feed(ev.Restarted(None, tombstone=Tombstone(EPOCH)))
+    answered = sent(node.hear("a", asks), msg.Inventory, "a")
+    assert answered and answered[0].holdings == ()

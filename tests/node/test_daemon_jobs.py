@@ -437,6 +437,21 @@ async def test_a_job_that_trains_with_nothing_in_memory_is_degraded() -> None:
         await eventually(lambda: not house.shell().summary()["degraded"])
 
 
+async def test_a_node_that_an_epoch_does_not_concern_shows_no_level_of_an_older_one() -> None:
+    """The job had moved to other nodes: this one went on to show as protected what had long been given up (P2)."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(3)
+        await eventually(lambda: house.shell().summary()["newest"]["sealed"] == 3)
+        record = house.shell().record
+        assert record is not None
+        other = replace(record.nodes[0], node="elsewhere")
+        moved = replace(record, number=record.number + 1, nonce="b", ranks=("elsewhere",), nodes=(other,))
+        house.shell().record = replace(moved, ancestry=(max(house.shell().levels),))
+        assert house.shell().summary()["newest"]["sealed"] == -1
+
+
 async def test_the_newest_durable_step_is_shown_however_many_come_after_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -53,14 +53,14 @@ def trains_on_after_an_order_that_none_of_its_nodes_heard() -> World:
 def test_a_job_that_goes_on_where_an_order_was_not_heard_is_told_its_levels() -> None:
     """They were said, and the oracle was deaf to them: a loop that waited for one seemed to stand still (seed 9326709207)."""
     world = trains_on_after_an_order_that_none_of_its_nodes_heard()
-    world._wait("snapshots keep completing", partial(world._keep_completing, world.oracle.certified()))
+    world.wait("snapshots keep completing", partial(world._keep_completing, world.oracle.certified()))
     world.clock.run(world.clock.now + WAITING_S)
     assert world.oracle.counts["a loop that waited for a level"]
     world._finish()
     newest = world._newest()
     assert newest in world.oracle.unpromised and newest not in world.oracle.promises
     world.oracle.unpromised[newest] = world.wanted_now() - 1
-    assert not world._protected()
+    assert not world.protected()
 
 
 def test_a_job_that_goes_on_where_an_order_was_not_heard_and_is_told_no_level_still_stands_still() -> None:

@@ -191,11 +191,11 @@ def test_what_storage_alone_has_needs_no_copies() -> None:
     assert world.clock.run(30.0, lambda: len(world.oracle.certified_ever) >= 3)
     world._finish()
     newest = world._newest()
-    assert newest in world.store.commits and world._protected()
+    assert newest in world.store.commits and world.protected()
     world.oracle.promises[newest] = Promise(-1)
-    assert not world._protected(), "memory has it"
+    assert not world.protected(), "memory has it"
     flip_all(world)
-    assert world._protected()
+    assert world.protected()
 
 
 def test_an_epoch_that_was_forgotten_may_be_entered_again_where_that_could_not_be_written_down() -> None:

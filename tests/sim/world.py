@@ -23,6 +23,7 @@ from ckptd.core.protocol.events import (
 )
 from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.core.state_map.layout import REPLICA, Layout
+from tests.sim.aftermath import aftermath
 from tests.sim.broken import Broken
 from tests.sim.clock import Clock
 from tests.sim.faults import Faults
@@ -212,10 +213,12 @@ class World:
         self._calm_down()
         before = {world.job: world.oracle.certified() for world in self.everyone}
         for world in self.everyone:
-            world._wait("snapshots keep completing", partial(world._keep_completing, before[world.job]))
+            world.wait("snapshots keep completing", partial(world._keep_completing, before[world.job]))
         for world in self.everyone:
             world._finish()
             world.oracle.check_all()
+            if world.policy.job_linger_s < world.policy.write_timeout_s and len(world.everyone) == 1:
+                aftermath(world)
             if world is not self:
                 self.oracle.counts += world.oracle.counts
         return self.oracle
@@ -245,9 +248,9 @@ class World:
         self.launcher.ended = True
         if self._goodbye:
             run.say_goodbye()
-        self._wait("everything becomes protected", self._protected)
+        self.wait("everything becomes protected", self.protected)
         if self.policy.durable:
-            self._wait("everything becomes durable", self._durable)
+            self.wait("everything becomes durable", self._durable)
 
     def _newest(self) -> SnapshotId | None:
         """That there still is: a bit may have flipped in the last one before anybody had a copy. None: so it went with all of
@@ -260,7 +263,7 @@ class World:
             return set()
         return {s for s in self.oracle.certified() if records[s.epoch].nonce == run.attempt}
 
-    def _protected(self) -> bool:
+    def protected(self) -> bool:
         """What storage alone has was given up for that, or lacks a part in memory: it is safe there."""
         newest = self._newest()
         if newest is None or (self.store.shows(newest) and self.oracle.truth(newest) < 0):
@@ -289,6 +292,6 @@ class World:
                 host.feed(FlushAsked(newest.step))
         return self.store.shows(newest)
 
-    def _wait(self, what: str, condition: Callable[[], bool]) -> None:
+    def wait(self, what: str, condition: Callable[[], bool]) -> None:
         if not self.clock.run(self.clock.now + CALM_S, condition):
             raise Broken(f"P14 not within {CALM_S} simulated seconds: {what}")

@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
-from ckptd.core.protocol.messages import Inventory, InventoryRequest, JoinReport, Message
+from ckptd.core.protocol.messages import Inventory, InventoryRequest, JoinReport, Message, OpenSession
 
 
 class Life(str, Enum):
@@ -29,7 +29,7 @@ TRANSITIONS: dict[tuple[Life, Life], str] = {
     (Life.ORPHANED, Life.RUNNING): "a rank is here, or joins; or the steward: a rank lives",
     (Life.ORPHANED, Life.FINISHED): "the steward: the last goodbye was heard late",
     (Life.FINISHED, Life.RUNNING): "a new start of the job joins",
-    (Life.ORPHANED, Life.FORGOTTEN): "nothing of it is in memory, for job_linger_s; or `ckptd forget`",
+    (Life.ORPHANED, Life.FORGOTTEN): "nothing of it is in memory here, and no steward speaks, for job_linger_s; or `ckptd forget`",
     (Life.FINISHED, Life.FORGOTTEN): "the same",
 }
 
@@ -90,14 +90,14 @@ def is_grave(record: EpochRecord) -> bool:
 
 def revives(message: Message, tombstone: Tombstone) -> bool:
     """Does this word of another node concern a life of the job after the one that lies here? A keep-alive, a question of a steward
-    or a copy on its way for what was forgotten does not; a new start of the job does, whatever its nodes know of it. So does a
-    node that registers for the epoch which only this one has forgotten, having nothing of it: it takes this one for its steward."""
+    or a copy on its way for what was forgotten does not; a new start of the job does, whatever its nodes know of it. What this node
+    has forgotten by itself may live elsewhere: so does a steward of that epoch, and whoever takes this node for its steward."""
     if isinstance(message, (JoinReport, InventoryRequest)):
         return True
     known = getattr(message, "record", None) or getattr(message, "known", None)
     number = known.number if known is not None else getattr(message, "epoch", 0)
-    registers = isinstance(message, Inventory) and not message.attempt and number > tombstone.ordered
-    return tombstone.epoch == 0 or number > tombstone.epoch or (number == tombstone.epoch and registers)
+    lives = isinstance(message, OpenSession) or (isinstance(message, Inventory) and not message.attempt)
+    return tombstone.epoch == 0 or number > tombstone.epoch or (number == tombstone.epoch > tombstone.ordered and lives)
 
 
 class Order(IntEnum):

@@ -24,7 +24,7 @@ RETURN_S = 30.0  # ranks come back to a restarted daemon within some seconds (th
 
 
 class Lifetime:
-    """``steward_holds``: does this node speak as the steward of something that is held anywhere?"""
+    """``steward_holds``: does this node speak as the steward of something that is held anywhere? None: it is not the steward."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Lifetime:
         uplink: Uplink,
         joining: Joining,
         opening: Opening,
-        steward_holds: Callable[[], bool],
+        steward_holds: Callable[[], bool | None],
     ) -> None:
         self._ctx, self._ranks, self._slots, self._levels = ctx, ranks, slots, levels
         self._uplink, self._joining, self._opening = uplink, joining, opening
@@ -44,6 +44,7 @@ class Lifetime:
         self.buried = False
         self._began_at: float | None = None  # the first tick of this machine
         self._known_at = 0.0  # when somebody last knew of the ranks: the steward, or we of our own
+        self._spoken_at = 0.0  # when the steward last spoke, or we began to listen
 
     # --- what happens -------------------------------------------------------------------------------------------
     def on_restarted(self, event: Restarted) -> None:
@@ -58,6 +59,7 @@ class Lifetime:
 
     def on_heard(self, message: msg.Ack) -> None:
         """The steward's word, in our session."""
+        self._spoken_at = self._ctx.now
         if not message.life:
             return
         self._known_at = self._ctx.now
@@ -73,7 +75,7 @@ class Lifetime:
     def on_tick(self) -> None:
         now = self._ctx.now
         if self._began_at is None:
-            self._began_at = self._known_at = now
+            self._began_at = self._known_at = self._spoken_at = now
         self._tell_missing()
         if self.here():
             self._known_at = now
@@ -175,13 +177,15 @@ class Lifetime:
             self._ctx.emit(Bury(Tombstone(max(epoch, sealed), ordered, sealed).over(self._ctx.tombstone)))
 
     def _nothing_is_left(self, seconds: float) -> bool:
-        """``seconds``: of this machine. One without an epoch is somebody's question, or a word of a node that was away."""
-        if self.here() or self._slots.sealed or self._slots.filling() or self._steward_holds():
+        """``seconds``: of this machine. One without an epoch is somebody's question, or a word of a node that was away. What is not
+        here may be elsewhere: as long as a steward speaks there is a job, and this node may have to succeed it."""
+        holds = self._steward_holds()
+        if self.here() or self._slots.sealed or self._slots.filling() or holds:
             return False
-        linger_s = self._ctx.policy.job_linger_s
+        linger_s, now = self._ctx.policy.job_linger_s, self._ctx.now
         if self._ctx.record is None:
             return seconds >= linger_s
-        return self.life.over and self.age(self._ctx.now) >= linger_s
+        return self.life.over and self.age(now) >= linger_s and (holds is False or now - self._spoken_at >= linger_s)
 
     def _tell_missing(self) -> None:
         """Ranks that lived with an earlier process of this daemon, and have not come back to it."""

@@ -77,9 +77,11 @@ class Steward:
             [gone.get(rank) or DIED if node in lost else gone.get(rank) for rank, node in enumerate(record.ranks)]
         )
 
-    def holds(self) -> bool:
-        """Is there something that only this office looks after? Before all were heard, nobody knows."""
-        return self.active and bool(self.table.states or self.flushing.flush is not None or not self.sessions.settled())
+    def holds(self) -> bool | None:
+        """Is there something that only this office looks after? Before all were heard, nobody knows. None: it is another node's."""
+        if not self.active:
+            return None
+        return bool(self.table.states or self.flushing.flush is not None or not self.sessions.settled())
 
     @property
     def record(self) -> EpochRecord:
