@@ -307,9 +307,10 @@ class Durable:
         return {record.snapshot for record in records if record is not None and record.layout.without}
 
     async def durable_now(self) -> tuple[SnapshotId, ...] | None:
-        """What storage holds of this job at this moment, such that a power cut takes none of it back; None: it does not answer."""
+        """What storage holds of this job at this moment, such that a power cut takes none of it back, and that is not known to be
+        damaged; None: it does not answer."""
         commits = await self._listed(list_durable, self._services.policy)
-        return None if commits is None else tuple(info.captured for info in commits)
+        return None if commits is None else tuple(info.captured for info in commits if not info.damaged)
 
     async def _listed(self, call: Callable[..., list[CommitInfo]], *args: Any) -> list[CommitInfo] | None:
         """None: there is no storage, or it does not answer, as health says."""

@@ -11,6 +11,7 @@ import pytest
 from ckptd.daemon import reclaim
 from ckptd.daemon.job import JobShell
 from ckptd.observe.sight import ALL
+from ckptd.persist.names import DAMAGED, step_dir
 from ckptd.wire import rank as wire
 from tests.node.daemon_rig import Rig, rig
 from tests.node.links import eventually, stays
@@ -120,3 +121,24 @@ async def test_a_durable_orphan_goes_after_its_linger_although_nobody_lacks_memo
         rank.join("again", SMALL)
         opened, _ = await rank.heard(wire.Opened)
         assert opened.snapshot is not None and opened.snapshot[1] == 5, "what is on storage comes back"
+
+
+async def test_memory_does_not_go_for_what_is_known_to_be_damaged_on_storage(tmp_path: Path) -> None:
+    """A job's last step had been read back, and `ckptd ls` called it damaged: the good copy in memory went all the same."""
+    async with rig(storage_root=tmp_path, breakpoint_grace_s=0.2) as house:
+        async with rank_child(house, "first", BIG) as child:
+            await child.order("seal 5")
+            await child.kill()
+        await until_durable(house, "first", 5)
+        shell = house.shell("first")
+        (snapshot,) = shell.machine.slots.sealed
+        storage = house.daemon.services.storage
+        assert storage is not None
+        directory = Path(storage.locate(step_dir(shell.job, snapshot)))
+        await eventually(lambda: list(directory.glob("read-*")))
+        (directory / DAMAGED).write_text("block 0 is not what was written")
+        house.daemon.reclaim.short(os.getuid(), 60 * MIB)
+        await stays(lambda: bool(shell.machine.slots.sealed), 1.0)
+        (directory / DAMAGED).unlink()
+        house.daemon.reclaim.short(os.getuid(), 60 * MIB)
+        await eventually(lambda: not shell.machine.slots.sealed)
