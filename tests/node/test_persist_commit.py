@@ -105,6 +105,8 @@ def test_two_committers_at_the_same_instant(storage: PosixStorage, monkeypatch: 
     real = PosixStorage.move_dir
 
     def together(self: PosixStorage, source: str, target: str) -> bool:
+        if target != step_dir(JOB, SNAPSHOT):  # the loser clears up
+            return real(self, source, target)
         ready.wait()
         moved.append(real(self, source, target))
         return moved[-1]

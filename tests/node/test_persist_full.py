@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,14 +18,14 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.persist.commits import list_commits
-from ckptd.persist.names import attempt_dir
+from ckptd.persist.names import DATA, attempt_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
-from ckptd.persist.storage.base import StorageError
+from ckptd.persist.storage.base import NotFound, StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from tests import places
-from tests.node.checkpoints import JOB, check_all, save, small_world, write_all
+from tests.node.checkpoints import JOB, check_all, commit_all, save, small_world, write_all
 from tests.node.memory_tree import MemoryTree
 
 SNAPSHOT = SnapshotId(1, 10)
@@ -131,6 +132,40 @@ def test_a_storage_that_vanishes_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "away").rename(tmp_path / "root")
     save(storage, world, SnapshotId(1, 20))
     assert [info.snapshot.step for info in list_commits(storage, JOB)] == [10, 20]
+
+
+def test_a_commit_that_hung_for_an_hour_is_not_acknowledged_once_its_attempt_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P4: storage lets go of its rename, the last step, and of a pass that took the attempt for dead at one moment."""
+    storage, world = PosixStorage(str(tmp_path / "root")), small_world(rows=40)
+    save(storage, world, SnapshotId(1, 5))
+    reports = write_all(storage, world, SNAPSHOT, "a1")
+    attempt, pointer = attempt_dir(JOB, SNAPSHOT, "a1"), step_dir(JOB, SNAPSHOT)
+    move_dir, unlink, renamed = storage.move_dir, os.unlink, Future[bool]()
+
+    def hangs(source: str, target: str) -> bool:
+        if target != pointer or renamed.done():
+            return move_dir(source, target)
+        for file in Path(storage.locate(attempt)).iterdir():
+            os.utime(file, (1, 1))
+        monkeypatch.setattr(os, "unlink", goes_on)
+        retain(storage, JOB, Policy())
+        return renamed.result()
+
+    def goes_on(name: str, *, dir_fd: int | None = None) -> None:
+        if name.endswith(DATA) and not renamed.done():
+            try:
+                renamed.set_result(move_dir(attempt, pointer))
+            except NotFound as error:
+                renamed.set_exception(error)
+        unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(storage, "move_dir", hangs)
+    with pytest.raises(NotFound):
+        commit_all(storage, world, SNAPSHOT, reports)
+    assert renamed.done()
+    assert [info.snapshot.step for info in list_commits(storage, JOB)] == [5]
 
 
 @places.for_root

@@ -79,6 +79,7 @@ def acknowledge_before_the_commit() -> None:
             mark(self, *rest)
 
     PosixStorage.move_dir = move_dir  # type: ignore[method-assign]
+    PosixStorage.discard = _nothing  # type: ignore[method-assign]
     PosixStorage.delete_tree = _nothing  # type: ignore[method-assign]
     PosixStorage.mark = mark_later  # type: ignore[method-assign]
     PosixStorage.secure = _nothing  # type: ignore[method-assign]

@@ -112,7 +112,11 @@ class TreeStorage(ABC):
             self.unlink(f"{path}{PART}")
 
     def discard(self, path: str) -> None:
-        self.delete_tree(path)
+        if not path.endswith(PART):
+            self.delete_tree(path)
+            return
+        with suppress(NotFound):  # it was committed meanwhile, or is gone: of two renames one wins
+            self._delete_renamed(path)
 
     def secure(self, *paths: str) -> None:
         """The directories and all above them."""
@@ -228,12 +232,15 @@ class TreeStorage(ABC):
         except NotFound:
             if not any(entry.name == DROPPED for entry in self.list(pointer)):
                 return False
-        gone = f"{pointer}.{secrets.token_hex(4)}{GONE}"
-        if self.move_dir(pointer, gone):  # in one step, so that no stock reader meets half of it
-            self.sync_dir(_above(pointer))
-            failpoint(_of_a_checkpoint(pointer, "persist.retain.moved"))
-            self.delete_tree(gone)
+        self._delete_renamed(pointer)
         return True
+
+    def _delete_renamed(self, path: str) -> None:
+        gone = f"{path}.{secrets.token_hex(4)}{GONE}"
+        if self.move_dir(path, gone):  # in one step, so that neither a stock reader nor a commit meets half of it
+            self.sync_dir(_above(path))
+            failpoint(_of_a_checkpoint(path, "persist.retain.moved"))
+            self.delete_tree(gone)
 
 
 class _Put:
