@@ -11,13 +11,17 @@ from random import Random
 import pytest
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
+from ckptd.persist.names import DATA, step_dir
+from ckptd.persist.retention import retain
 from ckptd.persist.storage.base import Entry, Storage, StorageError, read_file
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import MARKER, PosixStorage
 from ckptd.persist.storage.posix_file import ALIGN_BYTES, SCRATCH_BYTES, PosixWriter
 from tests.descriptors import opened, opened_since
+from tests.node.checkpoints import JOB, save, small_world
 from tests.node.crash_storage import CrashStorage
 from tests.node.storage_conformance import StorageConformance, pattern
 from tests.sim.store import Store
@@ -209,6 +213,31 @@ def test_errors_carry_a_hint(root: Path) -> None:
     with pytest.raises(StorageError) as caught:
         storage.list("file")
     assert caught.value.hint
+
+
+def test_a_file_that_somebody_holds_open_on_nfs_keeps_no_other_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is open on this client gets another name when it is deleted, which cannot be deleted: its directory is not empty."""
+    storage, unlink, held = PosixStorage(str(root)), os.unlink, ".nfs000000000001"
+    for step in (10, 20, 30):
+        save(storage, small_world(rows=40), SnapshotId(1, step))
+
+    def unlinks(name: str, *, dir_fd: int | None = None) -> None:
+        if name == held:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        here = os.readlink(f"/proc/self/fd/{dir_fd}")
+        if name.endswith(DATA) and "step-0000000010" in here and not list(Path(here).glob(f"{held}*")):
+            os.rename(name, held, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        else:
+            unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlinks)
+    done = [retain(storage, JOB, Policy(keep_last=1), grace_s=0) for _ in range(2)]
+    assert [len(one.deleted) for one in done] == [2, 0]
+    (left,) = (root / JOB / "epoch-000001").glob("*.gone")
+    assert [path.name for path in left.iterdir()] == [held]
+    monkeypatch.undo()
+    retain(storage, JOB, Policy(keep_last=1))
+    assert [path.name for path in left.parent.iterdir()] == [step_dir(JOB, SnapshotId(1, 30)).rpartition("/")[2]]
 
 
 @pytest.mark.parametrize("root", ["s3://bucket/x", "gs://bucket", "file://elsewhere/x"])

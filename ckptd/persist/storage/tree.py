@@ -6,6 +6,7 @@ The order of renames and syncs is what a power cut can be read back from; a back
 
 from __future__ import annotations
 
+import errno
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +14,7 @@ from contextlib import suppress
 
 from ckptd.core.failpoint import failpoint
 from ckptd.persist.names import GONE, MANIFEST, PART, PROBE_DIR
-from ckptd.persist.storage.base import Entry, FileReader, FileWriter, NotFound, Pointer, Sight
+from ckptd.persist.storage.base import Entry, FileReader, FileWriter, NotFound, Pointer, Sight, StorageError
 
 HIDDEN = "manifest.gone"  # what the manifest is called while its checkpoint is hidden ...
 DROPPED = "manifest.dropped"  # ... and from when the checkpoint cannot come back any more
@@ -131,7 +132,7 @@ class TreeStorage(ABC):
     def sweep(self, path: str, before_s: float) -> None:
         for entry in self.list(path):
             if entry.is_dir and entry.name.endswith(GONE):
-                self.delete_tree(f"{path}/{entry.name}")
+                self._delete_gone(f"{path}/{entry.name}")
             elif not entry.is_dir and entry.name.endswith(PART) and entry.mtime_s <= before_s:
                 self.unlink(f"{path}/{entry.name}")
 
@@ -240,7 +241,15 @@ class TreeStorage(ABC):
         if self.move_dir(path, gone):  # in one step, so that neither a stock reader nor a commit meets half of it
             self.sync_dir(_above(path))
             failpoint(_of_a_checkpoint(path, "persist.retain.moved"))
+            self._delete_gone(gone)
+
+    def _delete_gone(self, gone: str) -> None:
+        """NFS keeps what somebody on this node has open, under a name of its own (``.nfs...``): a later sweep deletes that."""
+        try:
             self.delete_tree(gone)
+        except StorageError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+                raise
 
 
 class _Put:
