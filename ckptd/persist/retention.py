@@ -136,9 +136,7 @@ class _Pass:
             self._stop_if_cancelled()
             pointer = step_dir(self._job, snapshot)
             if found.sight is Sight.HIDDEN:
-                if found.hidden_s is None:  # lost with the power: the grace time begins anew
-                    self._storage.hide(pointer)
-                if found.hidden_s is None or found.hidden_s > before_s:
+                if found.hidden_s is not None and found.hidden_s > before_s:
                     self._done.waiting = True
                     continue
                 if not self._may_go(snapshot):

@@ -52,7 +52,7 @@ class MemoryTree(TreeStorage):
             above, name = self._parent(path)
             if name in above.entries:
                 raise StorageError("create: File exists", where=self.locate(path), errno=errno.EEXIST)
-            file = above.entries[name] = MemoryFile(mtime_s=self._now())
+            file = above.entries[name] = MemoryFile(mtime_s=self._changed(above))
             return MemoryWriter(self, file, path)
 
     def publish(self, source: str, target: str) -> bool:
@@ -64,6 +64,7 @@ class MemoryTree(TreeStorage):
             if target_name in target_above.entries:
                 return False
             target_above.entries[target_name] = above.entries.pop(name)
+            self._changed(target_above)
             return True
 
     def move_file(self, source: str, target: str) -> None:
@@ -73,6 +74,7 @@ class MemoryTree(TreeStorage):
             if name not in above.entries:
                 raise NotFound("rename: no such file", where=self.locate(source), errno=errno.ENOENT)
             target_above.entries[target_name] = above.entries.pop(name)
+            self._changed(target_above)
 
     def move_dir(self, source: str, target: str) -> bool:
         with self._lock:
@@ -85,6 +87,7 @@ class MemoryTree(TreeStorage):
             if there is not None and not (isinstance(there, MemoryDir) and not there.entries):
                 return False
             target_above.entries[target_name] = above.entries.pop(name)
+            self._changed(target_above)
             return True
 
     def sync_dir(self, path: str) -> None:
@@ -104,6 +107,11 @@ class MemoryTree(TreeStorage):
             found = self._dir(path).entries
             return [_entry(name, found[name]) for name in sorted(found)]
 
+    def inside(self, path: str) -> tuple[list[str], float]:
+        with self._lock:
+            found = self._dir(path)
+            return [name for name, item in found.entries.items() if isinstance(item, MemoryFile)], found.mtime_s
+
     def unlink(self, path: str) -> None:
         self._drop(path, MemoryFile)
 
@@ -122,9 +130,14 @@ class MemoryTree(TreeStorage):
                 return
             if isinstance(above.entries.get(name), kind):
                 del above.entries[name]
+                self._changed(above)
 
     def _now(self) -> float:
         return float(next(self._clock))
+
+    def _changed(self, directory: MemoryDir) -> float:
+        directory.mtime_s = self._now()
+        return directory.mtime_s
 
     def _dir(self, path: str) -> MemoryDir:
         here = self.root

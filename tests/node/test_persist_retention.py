@@ -214,8 +214,7 @@ def test_grace_for_readers_without_a_lease(storage: PosixStorage, world: World) 
     assert list(directory.glob("*.safetensors")), "deleted later"
     with pytest.raises(CkptdError, match="no such checkpoint"):
         Checkpoint.open(storage, JOB, SnapshotId(1, 10))
-    old = time.time() - 100
-    os.utime(directory / "retired", (old, old))
+    age(directory)
     assert len(retain(storage, JOB, Policy(keep_last=1), grace_s=60).deleted) == 1
     assert not directory.exists()
 
@@ -226,29 +225,30 @@ def test_a_pass_says_what_it_kept_and_leaves_no_clock_behind(storage: PosixStora
     assert not [entry.name for entry in storage.list(JOB) if entry.name.startswith("clock")]
 
 
-def test_the_mark_of_a_pass_that_died_does_not_shorten_the_grace(storage: PosixStorage, world: World) -> None:
-    """It died before it hid the manifest; readers came since."""
-    fill(storage, world, (10, 20))
-    directory = Path(storage.locate(step_dir(JOB, SnapshotId(1, 10))))
-    (directory / "retired").touch()
+def age(directory: Path) -> None:
+    """Nothing happened to it for 100 seconds."""
     old = time.time() - 100
-    os.utime(directory / "retired", (old, old))
-    for _ in range(2):
-        assert retain(storage, JOB, Policy(keep_last=1), grace_s=60).deleted == []
-    assert list(directory.glob("*.safetensors"))
+    for path in (*directory.iterdir(), directory):
+        os.utime(path, (old, old))
 
 
-def test_a_retired_one_whose_mark_a_power_cut_took_has_its_grace_anew_and_goes(
-    storage: PosixStorage, world: World
+def test_the_grace_begins_when_the_manifest_is_out_of_sight(
+    storage: PosixStorage, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """However long the pass before hung, or since when it is dead: whoever opened it meanwhile without a lease reads on."""
     fill(storage, world, (10, 20))
-    retain(storage, JOB, Policy(keep_last=1), grace_s=60)
-    directory = Path(storage.locate(step_dir(JOB, SnapshotId(1, 10))))
-    (directory / "retired").unlink()
-    done = retain(storage, JOB, Policy(keep_last=1), grace_s=60)
-    assert (done.deleted, done.waiting) == ([], True), "or no pass comes when its grace is over"
-    old = time.time() - 100
-    os.utime(directory / "retired", (old, old))
+    directory, move = Path(storage.locate(step_dir(JOB, SnapshotId(1, 10)))), storage.move_file
+
+    def hangs(source: str, target: str) -> None:
+        age(directory)
+        move(source, target)
+
+    monkeypatch.setattr(storage, "move_file", hangs)
+    for _ in range(2):
+        done = retain(storage, JOB, Policy(keep_last=1), grace_s=60)
+        assert (done.deleted, done.waiting) == ([], True), "or no pass comes when its grace is over"
+    assert list(directory.glob("*.safetensors"))
+    age(directory)
     done = retain(storage, JOB, Policy(keep_last=1), grace_s=60)
     assert (len(done.deleted), done.waiting) == (1, False)
 

@@ -13,8 +13,10 @@ import pytest
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
+from ckptd.persist.commits import list_all
 from ckptd.persist.names import DATA, step_dir
 from ckptd.persist.retention import retain
+from ckptd.persist.storage import posix
 from ckptd.persist.storage.base import Entry, Storage, StorageError, read_file
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.memory import MemoryStorage
@@ -238,6 +240,18 @@ def test_a_file_that_somebody_holds_open_on_nfs_keeps_no_other_checkpoint(root: 
     monkeypatch.undo()
     retain(storage, JOB, Policy(keep_last=1))
     assert [path.name for path in left.parent.iterdir()] == [step_dir(JOB, SnapshotId(1, 30)).rpartition("/")[2]]
+
+
+def test_a_list_of_checkpoints_looks_at_none_of_their_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 512 nodes have some 1500 each, a network file system is asked for each, and a pass of retention lists many times."""
+    storage, looked, real = PosixStorage(str(root)), [], posix._entry
+    for step in range(1, 11):
+        storage.make_dir(directory := step_dir(JOB, SnapshotId(1, step)))
+        for name in ("manifest.json", "verified", *(f"n{number}-0000.safetensors" for number in range(20))):
+            (root / directory / name).touch()
+    monkeypatch.setattr(posix, "_entry", lambda item: looked.append(item.name) or real(item))
+    assert [info.verified for info in list_all(storage, JOB)] == [True] * 10
+    assert sorted(looked) == ["epoch-000001", *(f"step-{step:010d}" for step in range(1, 11))]
 
 
 @pytest.mark.parametrize("root", ["s3://bucket/x", "gs://bucket", "file://elsewhere/x"])

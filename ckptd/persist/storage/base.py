@@ -95,8 +95,8 @@ class Sight(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A commit. marks: small files put beside its own, such as ``keep``. hidden_s: when it was hidden, on the storage's clock;
-    None when that was lost."""
+    """A commit. marks: small files put beside its own, such as ``keep``. hidden_s: when it was hidden, on the storage's clock, or
+    when something was put beside it since; None: it is shown."""
 
     name: str
     sight: Sight
@@ -194,8 +194,7 @@ class Storage(Protocol):
         """Put a small file beside the commit's own, if it has none of that name. NotFound: it is gone."""
 
     def hide(self, pointer: str) -> bool:
-        """No reader opens it any more; those who have it open read on. False: it is not shown. One that is hidden, and nobody
-        knows since when, is hidden since now."""
+        """No reader opens it any more; those who have it open read on. False: it is not shown. Takes no room."""
 
     def reveal(self, pointer: str) -> bool:
         """The opposite. False: it is not hidden."""

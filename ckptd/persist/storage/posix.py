@@ -142,6 +142,11 @@ class PosixStorage(TreeStorage):
             entries = [entry for item in found if (entry := _entry(item)) is not None]
         return sorted(entries, key=lambda entry: entry.name)
 
+    def inside(self, path: str) -> tuple[list[str], float]:
+        with self._mapped("list the directory", path), self._at(path) as fd, os.scandir(fd) as found:
+            names = [item.name for item in found if item.is_file(follow_symlinks=False)]
+            return names, os.fstat(fd).st_mtime
+
     def unlink(self, path: str) -> None:
         with (
             self._mapped("delete the file", path),

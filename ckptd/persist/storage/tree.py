@@ -18,7 +18,6 @@ from ckptd.persist.storage.base import Entry, FileReader, FileWriter, NotFound, 
 
 HIDDEN = "manifest.gone"  # what the manifest is called while its checkpoint is hidden ...
 DROPPED = "manifest.dropped"  # ... and from when the checkpoint cannot come back any more
-RETIRED = "retired"  # a mark as old as the hiding
 COMMITTERS_MAX = 4  # of one attempt at once: a steward that stood still, and its successors
 _SIGHTS = {MANIFEST: Sight.SHOWN, HIDDEN: Sight.HIDDEN, DROPPED: Sight.DROPPED}
 
@@ -60,6 +59,10 @@ class TreeStorage(ABC):
     @abstractmethod
     def entries(self, path: str) -> list[Entry]:
         """Of a directory, by name."""
+
+    @abstractmethod
+    def inside(self, path: str) -> tuple[list[str], float]:
+        """The names of a directory's files, none of which is looked at, and when last one came, went or got another name."""
 
     @abstractmethod
     def unlink(self, path: str) -> None:
@@ -186,12 +189,12 @@ class TreeStorage(ABC):
         found = []
         for entry in self.list(path):
             if entry.is_dir and not entry.name.endswith((PART, GONE)):
-                inner = {item.name: item.mtime_s for item in self.list(f"{path}/{entry.name}")}
-                sight = next((sight for name, sight in _SIGHTS.items() if name in inner), None)
-                if sight is not None:
-                    marks = frozenset(name for name in inner if "." not in name) - {RETIRED}
-                    hidden_s = None if sight is Sight.SHOWN else inner.get(RETIRED)
-                    found.append(Pointer(entry.name, sight, marks, hidden_s))
+                with suppress(NotFound):
+                    names, changed_s = self.inside(f"{path}/{entry.name}")
+                    sight = next((sight for name, sight in _SIGHTS.items() if name in names), None)
+                    if sight is not None:
+                        marks = frozenset(name for name in names if "." not in name)
+                        found.append(Pointer(entry.name, sight, marks, None if sight is Sight.SHOWN else changed_s))
         return found
 
     def mark(self, pointer: str, name: str, data: bytes) -> None:
@@ -200,10 +203,8 @@ class TreeStorage(ABC):
     def hide(self, pointer: str) -> bool:
         shown, hidden = f"{pointer}/{MANIFEST}", f"{pointer}/{HIDDEN}"
         try:
-            self.unlink(f"{pointer}/{RETIRED}")  # of a hiding that died before it came to the manifest
-            self._put_small(f"{pointer}/{RETIRED}", b"")
             self.move_file(shown, hidden)
-            if any(entry.name == MANIFEST for entry in self.entries(pointer)):
+            if MANIFEST in self.inside(pointer)[0]:
                 self._finish_link(shown, hidden)
             self.sync_dir(pointer)
         except NotFound:
@@ -221,7 +222,6 @@ class TreeStorage(ABC):
     def reveal(self, pointer: str) -> bool:
         try:
             self.move_file(f"{pointer}/{HIDDEN}", f"{pointer}/{MANIFEST}")
-            self.unlink(f"{pointer}/{RETIRED}")
             self.sync_dir(pointer)
         except NotFound:
             return False
