@@ -7,7 +7,6 @@ opens a checkpoint: one of them sees the other. What was hidden in error is reve
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -41,7 +40,7 @@ from ckptd.persist.verify import mark_damaged, verify_at
 
 READER_GRACE_S = 60.0  # between hiding and deleting, for readers that could not leave a lease
 ATTEMPT_STALE_S = 3600.0  # without a write for so long an attempt is dead (write_timeout_s is minutes)
-CLOCK = "clock"  # a file written to learn the storage's time
+CLOCK = "clock"  # of files that earlier versions wrote to learn the storage's time
 
 
 @dataclass
@@ -89,13 +88,13 @@ def retain(
     done = Retained()
     if storage.list(check_job(job)):
         done.deleted += delete_forgotten(storage, job)
-        now_s = _storage_clock(storage, job)
+        now_s = storage.clock_s(job)
         epoch = epoch or newest_record(storage, job)
         run = _Pass(storage, job, policy, epoch, now_s, stale_s, done, cancelled or threading.Event())
         run.writers_s, run.waits_for = writers_s, waits_for
         try:
             run.hide_and_reveal()
-            run.drop_hidden((_storage_clock(storage, job) if done.hidden else now_s) - grace_s)
+            run.drop_hidden((storage.clock_s(job) if done.hidden else now_s) - grace_s)
         except Superseded as error:
             done.ended = str(error)
         run.sweep(now_s - attempt_stale_s)
@@ -259,13 +258,3 @@ def _ended(ours: EpochRecord | None, newest: EpochRecord | None) -> str:
 
 def _newest(storage: Storage, path: str, own_s: float) -> float:
     return max((entry.mtime_s for entry in storage.list(path)), default=own_s)
-
-
-def _storage_clock(storage: Storage, job: str) -> float:
-    """The time as the storage stamps it: leases and grace times are compared on one clock only."""
-    name = f"{CLOCK}-{secrets.token_hex(4)}"
-    storage.put_if_absent(f"{job}/{name}", b"")
-    try:
-        return next(entry.mtime_s for entry in storage.list(job) if entry.name == name)
-    finally:
-        storage.delete(f"{job}/{name}")

@@ -122,6 +122,10 @@ class MemoryTree(TreeStorage):
         with self._lock:
             return self.capacity_bytes - _bytes(self.root)
 
+    def clock_s(self, path: str) -> float:
+        with self._lock:
+            return self._changed(self._dir(path))
+
     def _drop(self, path: str, kind: type[MemoryDir | MemoryFile]) -> None:
         with self._lock:
             try:

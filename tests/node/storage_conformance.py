@@ -160,6 +160,14 @@ class StorageConformance:
         assert (first.name, first.size, first.is_dir) == ("first", 5, False)
         assert first.mtime_s <= second.mtime_s
 
+    def test_the_clock_is_the_one_that_stamps_files(self, storage: Storage) -> None:
+        storage.begin("top")
+        storage.put_if_absent("top/before", b"")
+        now_s = storage.clock_s("top")
+        storage.put_if_absent("top/later", b"")
+        before, later = storage.list("top")
+        assert before.mtime_s <= now_s <= later.mtime_s
+
     def test_what_lies_deeper_is_a_directory(self, storage: Storage) -> None:
         for path in ("a/b/c", "a/b/d"):
             storage.begin(path)

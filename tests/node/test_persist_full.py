@@ -205,6 +205,25 @@ def test_old_checkpoints_go_from_a_full_disk(small_disk: Path) -> None:
     assert storage.free_bytes() > 0
 
 
+@places.for_root
+def test_old_checkpoints_go_where_no_file_can_be_made(tmp_path: Path) -> None:
+    """No inode is left, or a quota of files is used up: retention makes none to free some."""
+    with places.small_disk(tmp_path / "few", "64m,nr_inodes=100") as few:
+        storage = PosixStorage(str(few / "root"))
+        for step in (10, 20, 30):
+            save(storage, small_world(1, rows=40), SnapshotId(1, step))
+        with suppress(OSError):
+            for number in range(100):
+                (few / f"other-{number}").touch()
+        with pytest.raises(StorageError, match="No space"):
+            storage.put_if_absent("file", b"")
+        done = retain(storage, JOB, Policy(keep_last=1), grace_s=60.0)
+        assert [snapshot.step for snapshot in done.hidden] == [10, 20]
+        retain(storage, JOB, Policy(keep_last=1), grace_s=0.0)
+        assert [info.snapshot.step for info in list_commits(storage, JOB)] == [30]
+        assert storage.put_if_absent("file", b"")
+
+
 def test_nothing_goes_from_a_storage_that_failed_to_take_the_mark_of_what_was_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

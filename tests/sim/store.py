@@ -166,6 +166,9 @@ class Store(MemoryStorage):
         return lost
 
     # --- the contract, step by step -----------------------------------------------------------------------------
+    def clock_s(self, path: str) -> float:
+        return self._read(lambda: MemoryStorage.clock_s(self, path))
+
     def put_if_absent(self, path: str, data: bytes) -> bool:
         return self._change(lambda: MemoryStorage.put_if_absent(self, path, data))
 

@@ -150,6 +150,9 @@ class Storage(Protocol):
     def free_bytes(self) -> int:
         """Bytes this user may still write."""
 
+    def clock_s(self, path: str) -> float:
+        """The time that what is put below ``path``, where something is, would get now. Takes no room."""
+
     # --- small files and what is there --------------------------------------------------------------------------
     def begin(self, path: str) -> None:
         """Files may be put below ``path`` from now on. An attempt is begun by each of its writers."""

@@ -44,6 +44,9 @@ class MemoryStorage:
         with self._lock:
             return self.capacity_bytes - sum(len(found.data) for found in self.objects.values())
 
+    def clock_s(self, path: str) -> float:
+        return self.now_s()
+
     def now_s(self) -> float:
         return float(next(self._clock))
 

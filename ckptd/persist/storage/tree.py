@@ -23,7 +23,7 @@ _SIGHTS = {MANIFEST: Sight.SHOWN, HIDDEN: Sight.HIDDEN, DROPPED: Sight.DROPPED}
 
 
 class TreeStorage(ABC):
-    """Storage but for ``locate`` and ``free_bytes``. Subclasses give the steps."""
+    """Storage but for ``locate``, ``free_bytes`` and ``clock_s``. Subclasses give the steps."""
 
     identity = ""
 
