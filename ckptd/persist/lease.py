@@ -11,6 +11,7 @@ import errno
 import secrets
 import threading
 import time
+from contextlib import suppress
 
 from ckptd.core.ids import SnapshotId
 from ckptd.persist.names import lease_of, lease_prefix, leases_dir
@@ -44,19 +45,22 @@ class Lease:
         return lease
 
     def refresh(self) -> None:
-        """Called on every read; renews a lease that is getting old."""
+        """Called on every read; renews a lease that is getting old. Where that fails the old one counts, and the next read tries
+        again: what is to be read may be readable all the same, and says so itself if it is not."""
         if not self._path or time.monotonic() - self._taken_at < LEASE_REFRESH_S:
             return
-        with self._lock:
+        with self._lock, suppress(StorageError):
             old = self._path
             if time.monotonic() - self._taken_at >= LEASE_REFRESH_S:
                 self._renew()
                 self._storage.delete(old)
 
     def drop(self) -> None:
-        if self._path:
-            self._storage.delete(self._path)
-            self._path = ""
+        """One that cannot be deleted runs out."""
+        path, self._path = self._path, ""
+        if path:
+            with suppress(StorageError):
+                self._storage.delete(path)
 
     def _renew(self) -> None:
         path = f"{self._stem}{secrets.token_hex(8)}"

@@ -17,11 +17,12 @@ import pytest
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
+from ckptd.persist import lease
 from ckptd.persist.commits import list_commits
-from ckptd.persist.names import DATA, attempt_dir, step_dir
+from ckptd.persist.names import DATA, attempt_dir, leases_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
-from ckptd.persist.storage.base import NotFound, StorageError
+from ckptd.persist.storage.base import FULL, NotFound, StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from tests import places
@@ -190,6 +191,31 @@ def test_a_directory_without_rights() -> None:
 
 def test_nothing_is_there_to_begin_with() -> None:
     assert MemoryStorage().list("1000/gpt") == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_reader_goes_on_where_its_lease_cannot_be_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """P10: of a restore that took more than two minutes that was taken for damage, and an older step was restored."""
+    storage, world = PosixStorage(str(tmp_path / "root")), small_world(rows=40)
+    save(storage, world)
+    monkeypatch.setattr(lease, "LEASE_REFRESH_S", 0.0)
+
+    def fails(path: str) -> None:
+        raise StorageError("it does not write", where=path, errno=number)
+
+    with Checkpoint.open(storage, JOB, SNAPSHOT) as checkpoint:
+        held = storage.list(leases_dir(JOB))
+        for name in ("create", "unlink"):
+            monkeypatch.setattr(storage, name, fails)
+        check_all(checkpoint, world)
+        assert storage.list(leases_dir(JOB)) == held
+        if number in FULL:  # there is room again
+            monkeypatch.delattr(storage, "create")
+            monkeypatch.delattr(storage, "unlink")
+            check_all(checkpoint, world)
+            assert len(storage.list(leases_dir(JOB))) == 1 and storage.list(leases_dir(JOB)) != held
 
 
 @places.for_root
