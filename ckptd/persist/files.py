@@ -1,8 +1,9 @@
-"""The files of an open checkpoint: opened when first used, sums read and checked once."""
+"""The files of an open checkpoint: data files are opened when first used, sums read and checked once."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 from ckptd.core.errors import CkptdError
 from ckptd.persist import manifest as m
@@ -39,10 +40,24 @@ class OpenFiles:
     def data(self, index: int) -> FileReader:
         """Raises FileDamage when the file is missing or has another size."""
         file = self._manifest.files[index]
-        return self._open(file)
+        path = self._path(file)
+        with self._lock:
+            reader = self._readers.get(path)
+            if reader is None:
+                reader = self._readers[path] = self._open(path, file.size)
+            return reader
+
+    def done(self, index: int) -> None:
+        """Nobody reads this data file just now. There may be more of them than descriptors."""
+        with self._lock:
+            reader = self._readers.pop(self._path(self._manifest.files[index]), None)
+        if reader is not None:
+            reader.close()
 
     def side(self, index: int) -> FileReader:
-        return self._open(self._manifest.sides[index])
+        """The caller closes it: of most of them little is read, once."""
+        side = self._manifest.sides[index]
+        return self._open(self._path(side), side.size)
 
     def chunk(self, name: str, chunk: Chunk) -> StoredChunk:
         """Everything needed to read ranges of a chunk."""
@@ -70,12 +85,12 @@ class OpenFiles:
 
     def checked(self, side: int, at: int, nbytes: int, expected: str, what: str) -> bytes:
         """Bytes of a side file that must match their checksum. Raises FileDamage."""
-        reader = self.side(side)
         where = self.where(self._manifest.sides[side])
-        if at < 0 or nbytes < 0 or at + nbytes > reader.size:
-            raise FileDamage(f"the {what} leave the side file", where=where, hint=HINT)
-        data = bytearray(nbytes)
-        reader.read_into(at, memoryview(data))
+        with closing(self.side(side)) as reader:
+            if at < 0 or nbytes < 0 or at + nbytes > reader.size:
+                raise FileDamage(f"the {what} leave the side file", where=where, hint=HINT)
+            data = bytearray(nbytes)
+            reader.read_into(at, memoryview(data))
         if digest(data).hex() != expected:
             raise FileDamage(f"damaged {what}", where=where, hint=HINT)
         return bytes(data)
@@ -86,15 +101,7 @@ class OpenFiles:
                 reader.close()
             self._readers.clear()
 
-    def _open(self, file: m.DataFile | m.SideFile) -> FileReader:
-        path = self._path(file)
-        with self._lock:
-            reader = self._readers.get(path)
-            if reader is None:
-                reader = self._readers[path] = self._open_new(path, file.size)
-            return reader
-
-    def _open_new(self, path: str, size: int) -> FileReader:
+    def _open(self, path: str, size: int) -> FileReader:
         where = self._storage.locate(path)
         try:
             reader = self._storage.open(path)

@@ -162,7 +162,7 @@ class _Pass:
         """Several files at once."""
         sides, files = self._manifest.sides, self._manifest.files
         calls = [partial(self._try, self._side, at) for at, side in enumerate(sides) if wanted(side.path)]
-        calls += [partial(self._try, self._file, at) for at, file in enumerate(files) if wanted(file.path)]
+        calls += [partial(self._try, self._file_and_done, at) for at, file in enumerate(files) if wanted(file.path)]
         with ThreadPool(FILES_AT_ONCE - 1, "ckptd-verify") as pool:  # and whoever reads
             for done in together(pool, calls):
                 done.result()
@@ -196,9 +196,15 @@ class _Pass:
 
     def _side(self, index: int) -> None:
         side = self._manifest.sides[index]
-        reader = self._checkpoint.files.side(index)
-        check_side(reader, bytes.fromhex(side.sum), self._checkpoint.files.where(side))
+        with contextlib.closing(self._checkpoint.files.side(index)) as reader:
+            check_side(reader, bytes.fromhex(side.sum), self._checkpoint.files.where(side))
         self._count(side.size)
+
+    def _file_and_done(self, index: int) -> None:
+        try:
+            self._file(index)
+        finally:
+            self._checkpoint.files.done(index)
 
     def _file(self, index: int) -> None:
         file, rows = self._manifest.files[index], self._rows.get(index, [])

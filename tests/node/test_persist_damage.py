@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,8 @@ from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage, digest
 from ckptd.persist.verify import find_checkpoints, verify
-from tests.node.checkpoints import JOB, World, save, small_world
+from tests.descriptors import opened
+from tests.node.checkpoints import JOB, World, commit_all, save, small_world, write_all
 
 SNAPSHOT = SnapshotId(1, 10)
 
@@ -88,6 +90,21 @@ def test_intact(saved: tuple[Path, World]) -> None:
     assert verify(str(saved[0])).ok
     assert never_wrong(*saved) == 0
     assert find_checkpoints(str(saved[0].parents[2])) == [str(saved[0])]
+
+
+def test_a_checkpoint_of_more_files_than_descriptors_is_intact(tmp_path: Path) -> None:
+    """Of many nodes; the limit of a shell is 1024. What this process lacks is no damage."""
+    storage, world = PosixStorage(str(tmp_path / "root")), small_world(2, rows=400)
+    commit_all(storage, world, SNAPSHOT, write_all(storage, world, SNAPSHOT, "a1", bytes_max=1 << 15))
+    directory = tmp_path / "root" / step_dir(JOB, SNAPSHOT)
+    assert len(data_files(directory)) > 40
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(opened()) + 30, before[1]))
+    try:
+        report = verify(str(directory))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert report.problems == []
 
 
 def test_what_a_killed_preflight_or_commit_left_is_no_checkpoint(saved: tuple[Path, World]) -> None:
