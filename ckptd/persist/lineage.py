@@ -134,11 +134,16 @@ def _read(storage: Storage, path: str) -> EpochRecord:
 
 def _from_manifests(storage: Storage, job: str, number: int) -> EpochRecord | None:
     directory = epoch_dir(job, number)
+    unread: StorageError | None = None  # which proves nothing
     for pointer in storage.pointers(directory):
         if step_of_dir(pointer.name) is None or pointer.sight is not Sight.SHOWN:
             continue
         try:
             return lineage(storage, f"{directory}/{pointer.name}")
-        except (FileDamage, StorageError):
+        except (FileDamage, NotFound):
             continue
+        except StorageError as error:
+            unread = error
+    if unread is not None:
+        raise unread
     return None

@@ -14,11 +14,12 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.persist.commits import list_stored
 from ckptd.persist.lineage import claim_epoch, highest_epoch, newest_record
-from ckptd.persist.names import epochs_dir, record_path
+from ckptd.persist.names import MANIFEST, epochs_dir, record_path, step_dir
 from ckptd.persist.preflight import check_tokens, place_token, probe
 from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
+from ckptd.persist.storage.posix_file import PosixReader
 from tests.chaos import points
 from tests.node.checkpoints import JOB, commit_all, epoch_record, save, small_world, write_all
 from tests.node.memory_tree import MemoryTree
@@ -116,6 +117,30 @@ def test_an_epoch_that_never_got_to_storage_is_passed_over(storage: PosixStorage
     assert highest_epoch(storage, JOB) == 2
     assert newest_record(storage, JOB) == first
     assert claim_epoch(storage, JOB, epoch_record(2)) == (True, 2)
+
+
+def test_an_epoch_whose_claim_is_lost_is_not_passed_over_while_its_checkpoints_cannot_be_read(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D11: the job would go on from an older epoch. A copy that can be read is enough."""
+    world, opens = small_world(rows=40), storage.open_file
+    claim_epoch(storage, JOB, epoch_record(1, 2))
+    for step in (10, 20):
+        save(storage, world, SnapshotId(2, step))
+    stale: list[str] = []
+
+    def opened(path: str) -> PosixReader:
+        if path in stale:
+            raise StorageError("open the file", where=path, errno=errno.ESTALE)
+        return opens(path)
+
+    monkeypatch.setattr(storage, "open_file", opened)
+    for step in (10, 20):
+        record = newest_record(storage, JOB)
+        assert record is not None and record.number == 2
+        stale.append(f"{step_dir(JOB, SnapshotId(2, step))}/{MANIFEST}")
+    with pytest.raises(StorageError, match="open the file"):
+        newest_record(storage, JOB)
 
 
 @pytest.mark.parametrize("at", [20, 60, 100])
