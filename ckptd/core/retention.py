@@ -14,7 +14,7 @@ class CommitInfo:
     """A committed checkpoint. verified: it was read back whole; only then does it count as restorable. hidden: retention took
     it out of sight and may still reveal it. without: optimizer state is left out on purpose. There is one of each step: the first
     that was committed, whatever grant it was captured under, which ``grant`` says (0: not known) and ``snapshot`` does not.
-    damaged: so said who read it back."""
+    damaged: so said who read it back. of: older checkpoints that hold files of this one."""
 
     snapshot: SnapshotId
     keep: bool = False
@@ -23,6 +23,7 @@ class CommitInfo:
     without: bool = False
     grant: int = 0
     damaged: bool = False
+    of: frozenset[SnapshotId] = frozenset()
 
     @property
     def captured(self) -> SnapshotId:
@@ -40,7 +41,8 @@ class Standing:
 
     def may_go(self, policy: Policy) -> set[SnapshotId]:
         """The checkpoints that nobody needs as things stand. Whatever else is hidden was hidden in error, and comes back."""
-        return {info.snapshot for info in keep(self.commits, policy, self.record)[1]} - self.leased
+        read = (info.of for info in self.commits if info.snapshot in self.leased)
+        return {info.snapshot for info in keep(self.commits, policy, self.record)[1]} - self.leased.union(*read)
 
 
 def keep(
@@ -50,8 +52,9 @@ def keep(
 
     record: the newest epoch. Only what may be restored after it (its own steps, ancestors up to each fork) counts as one of
     the last; a commit of an abandoned branch goes once the job has a verified one after it, and one of a line that a start left
-    as a whole once there are ``keep_last`` verified ones. None: every commit counts. Nothing goes while no restorable commit
-    is verified, nor when there is a commit of a later epoch than ``record``: then we are the stale ones.
+    as a whole once there are ``keep_last`` verified ones. None: every commit counts. What holds files of one that stays, stays.
+    Nothing goes while no restorable commit is verified, nor when there is a commit of a later epoch than ``record``: then we are
+    the stale ones.
     """
     ordered = sorted(commits, key=lambda commit: commit.snapshot)
     restorable = [commit for commit in ordered if record is None or record.is_candidate(commit.snapshot)]
@@ -65,12 +68,14 @@ def keep(
     few = len(good) < policy.keep_last
     kept: list[CommitInfo] = []
     doomed: list[CommitInfo] = []
-    for commit in ordered:
+    needed: set[SnapshotId] = set()
+    for commit in reversed(ordered):
         nth = commit.snapshot in branch and _nth(commit, policy)
         left = few and commit.snapshot.epoch < first
-        stays = commit.keep or commit.snapshot in last or commit.snapshot > good[-1] or nth or left
+        stays = commit.keep or commit.snapshot in last | needed or commit.snapshot > good[-1] or nth or left
         (kept if stays else doomed).append(commit)
-    return kept, doomed
+        needed |= commit.of if stays else set()
+    return kept[::-1], doomed[::-1]
 
 
 def _nth(commit: CommitInfo, policy: Policy) -> bool:

@@ -16,7 +16,7 @@ from ckptd.persist import report as r
 from ckptd.persist.assemble import assemble
 from ckptd.persist.manifest import Contents
 from ckptd.persist.manifest_file import encode, read
-from ckptd.persist.names import DATA, GRANT, KEEP, SIDE, WITHOUT, attempt_dir, step_dir
+from ckptd.persist.names import DATA, GRANT, KEEP, OF, SIDE, WITHOUT, attempt_dir, step_dir
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import FileReader, NotFound, Storage, StorageError
 from ckptd.persist.sums import FileDamage, digest
@@ -90,6 +90,8 @@ def _publish(storage: Storage, directory: str, pointer: str, contents: Contents)
     grant = manifest.snapshot.grant
     marks = (KEEP, manifest.keep), (WITHOUT, manifest.without), (f"{GRANT}{grant}", grant)
     beside = {name: b"" for name, wanted in marks if wanted}
+    others = {file.of for file in manifest.files} | {side.of for side in manifest.sides}
+    beside |= {f"{OF}{of.epoch}-{of.step}": b"" for of in others if of is not None}
     if storage.commit_if_absent(directory, pointer, names, {**beside, **encode(contents)}):
         return True
     if not _committed(storage, pointer):

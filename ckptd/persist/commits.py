@@ -20,6 +20,7 @@ from ckptd.persist.names import (
     epoch_of_dir,
     grant_of,
     is_job,
+    of_marks,
     step_dir,
     step_of_dir,
 )
@@ -80,6 +81,7 @@ def list_all(storage: Storage, job: str) -> list[CommitInfo]:
             WITHOUT in pointer.marks,
             grant_of(pointer.marks),
             DAMAGED in pointer.marks,
+            of_marks(pointer.marks),
         )
         for snapshot, pointer in found
     ]

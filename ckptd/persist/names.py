@@ -17,6 +17,7 @@ INDEX = "index.columns"  # the chunks that the manifest names; never *.safetenso
 WITHOUT = "without"  # marker file: optimizer state is left out on purpose; the manifest names the parameters
 KEEP = "keep"  # marker file: retention leaves this checkpoint alone; may be put there by hand
 GRANT = "grant-"  # and a number, marker file: under which grant its step was captured
+OF = "of-"  # and an epoch and a step, marker file: files of this checkpoint lie in that one's directory
 VERIFIED = "verified"  # marker file: every byte was read back once
 DAMAGED = "damaged"  # marker file: whoever read it back found damage; it holds the first word of it
 READ = "read-"  # and the stem of a writer's files, marker file: it has read these back
@@ -35,6 +36,7 @@ _STEP = re.compile(rf"step-{_STEP_NUMBER}")
 _ATTEMPT = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.part")
 _LEASE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})-.+")
 _GRANT = re.compile(rf"{GRANT}([0-9]{{1,18}})")
+_OF = re.compile(rf"{OF}([0-9]{{1,19}})-([0-9]{{1,19}})")
 _RECORD = re.compile(rf"epoch-{_EPOCH_NUMBER}\.json")
 
 
@@ -110,6 +112,12 @@ def step_of_dir(name: str) -> int | None:
 def grant_of(marks: Collection[str]) -> int:
     """Among a checkpoint's marker files. 0: it was written before they named it."""
     return next((int(found[1]) for found in map(_GRANT.fullmatch, marks) if found), 0)
+
+
+def of_marks(marks: Collection[str]) -> frozenset[SnapshotId]:
+    """Among a checkpoint's marker files: in whose directories files of it lie."""
+    found = filter(None, map(_OF.fullmatch, marks))
+    return frozenset(SnapshotId(int(of[1]), int(of[2])) for of in found)
 
 
 def is_attempt(name: str) -> bool:

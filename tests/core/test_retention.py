@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
-from ckptd.core.retention import CommitInfo, keep
+from ckptd.core.retention import CommitInfo, Standing, keep
 from tests.core.worlds import epoch, quick
 
 
@@ -53,6 +55,18 @@ def test_a_line_that_was_left_stays_until_the_next_one_has_as_many_of_its_own() 
     for count, gone in ((1, []), (2, []), (3, [30, 40, 50])):
         commits = [*before, *(commit(step, 2) for step in range(1, count + 1))]
         assert steps(keep(commits, Policy(keep_last=3), epoch(2))[1]) == gone
+
+
+def test_what_holds_files_of_one_that_stays_or_is_read_stays() -> None:
+    """Also where that one stays for the same reason only."""
+    chain = [replace(commit(step), of=frozenset({SnapshotId(1, step - 10)})) for step in (20, 30)]
+    commits = [commit(10), *chain, commit(40), commit(50), commit(60)]
+    assert steps(keep(commits, Policy(keep_last=1), epoch(1))[1]) == [10, 20, 30, 40, 50]
+    commits[4] = replace(commits[4], of=frozenset({SnapshotId(1, 30)}))
+    assert steps(keep(commits, Policy(keep_last=1), epoch(1))[1]) == [10, 20, 30, 40, 50]
+    assert steps(keep(commits, Policy(keep_last=2), epoch(1))[1]) == [40]
+    leased = Standing(epoch(1), commits, frozenset({SnapshotId(1, 50)}))
+    assert {found.step for found in leased.may_go(Policy(keep_last=1))} == {10, 20, 40}
 
 
 def test_a_stale_daemon_deletes_nothing() -> None:

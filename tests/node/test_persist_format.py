@@ -13,13 +13,17 @@ from hypothesis import HealthCheck, given, settings
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
+from ckptd.core.policy import Policy
 from ckptd.core.state_map.columns import pack
+from ckptd.persist.commit import commit_made
+from ckptd.persist.commits import list_commits
 from ckptd.persist.index import CODEC, decode_index
 from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.manifest import Contents
-from ckptd.persist.manifest_file import encode, read
-from ckptd.persist.names import INDEX, record_path, step_dir
+from ckptd.persist.manifest_file import read
+from ckptd.persist.names import INDEX, attempt_dir, record_path, step_dir
 from ckptd.persist.reader import Checkpoint
+from ckptd.persist.retention import retain
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import digest
 from ckptd.persist.verify import verify, verify_at
@@ -91,24 +95,25 @@ def test_headers_are_what_the_page_says(tmp_path: Path) -> None:
         assert 8 + length + ends[-1][1] == len(data)
 
 
-def test_a_file_may_lie_in_another_checkpoint_of_the_job(tmp_path: Path) -> None:
-    """What did not change need not be written again: the manifest names whose it is."""
+def test_a_file_may_lie_in_another_checkpoint_of_the_job_which_retention_keeps(tmp_path: Path) -> None:
+    """What did not change need not be written again: the manifest names whose it is, and a mark beside it."""
     storage, world = PosixStorage(str(tmp_path)), small_world()
+    save(storage, world, SnapshotId(1, 5))
     save(storage, world, snapshot := SnapshotId(1, 10))
-    save(storage, world, later := SnapshotId(1, 20))
-    directory = Path(storage.locate(step_dir(JOB, later)))
+    directory = step_dir(JOB, later := SnapshotId(1, 20))
     found = read(storage, step_dir(JOB, snapshot))
     files = [msgspec.structs.replace(file, of=snapshot) for file in found.manifest.files]
     sides = [msgspec.structs.replace(side, of=snapshot) for side in found.manifest.sides]
     manifest = msgspec.structs.replace(found.manifest, snapshot=later, files=files, sides=sides)
-    for name, data in encode(Contents(manifest, found.index)).items():
-        (directory / name).write_bytes(data)
-    for path in (*directory.glob("*.safetensors"), *directory.glob("*.side")):
-        path.unlink()
+    storage.begin(attempt := attempt_dir(JOB, later, "a1"))
+    commit_made(storage, attempt, directory, lambda: Contents(manifest, found.index), keep=False)
+    for _ in range(2):
+        retain(storage, JOB, Policy(keep_last=1), grace_s=0)
+        assert [info.snapshot for info in list_commits(storage, JOB)] == [snapshot, later]
     with Checkpoint.open(storage, JOB, later) as checkpoint:
         check_all(checkpoint, world)
-    assert verify_at(storage, step_dir(JOB, later)).ok
-    problems = verify(str(directory)).problems
+    assert verify_at(storage, directory).ok
+    problems = verify(storage.locate(directory)).problems
     assert "open this checkpoint below its storage root" in problems[0]
 
 
