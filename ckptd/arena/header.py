@@ -25,6 +25,7 @@ EXTENTS_AT = 2 * HEADER_BYTES  # the first byte of a segment that may belong to 
 SLOTS_PER_SEGMENT_MAX = 96
 MAPPERS_MAX = 64  # processes that may still map one segment
 SERIAL_MAX = 1 << 62
+PID_MAX = 1 << 22  # the kernel gives no higher one
 NUMBER_MAX = (1 << 52) - 1  # of a segment (13 digits of its name) or a slot
 
 FREE, FILLING, SEALED = "free", "filling", "sealed"
@@ -159,6 +160,8 @@ def _check(header: Header, name: str, size: int) -> None:
         raise ValueError("its tenant is not the one of its name")
     if header.size != size or size % PAGE or len(header.mappers) > MAPPERS_MAX:
         raise ValueError(f"it says {header.size} bytes, the memory has {size}")
+    if not all(0 < pid <= PID_MAX for pid, _ in header.mappers):
+        raise ValueError("lent to what no process is")
     _check_slots(header.slots, size)
 
 

@@ -132,6 +132,7 @@ FORGERIES: dict[str, Callable[[Header], Header]] = {
     "a slot twice": lambda h: replace(h, slots=(h.slots[0], replace(h.slots[0], offset=h.slots[0].end))),
     "an unknown state": lambda h: replace(h, slots=(replace(h.slots[0], state="golden"),)),
     "a huge record": lambda h: replace(h, slots=(replace(h.slots[0], meta_bytes=1 << 40),)),
+    "a process that the kernel has no number for": lambda h: replace(h, mappers=((1 << 40, 5),)),
     "a serial that cannot grow": lambda h: replace(h, serial=(1 << 64) - 1),
 }
 
