@@ -3,12 +3,14 @@ by now."""
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
 import struct
 
 SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it yet
+NO_PROCESS = (errno.ESRCH, errno.ENOENT, errno.EINVAL)  # the last two: the number is a thread's; which one depends on the kernel
 UNKNOWN_START = 0  # /proc did not show it (hidepid): then only the pid is compared
 
 
@@ -39,11 +41,13 @@ class Process:
 
     @classmethod
     def find(cls, pid: int, started: int) -> Process | None:
-        """The process that had this pid and start; None is the proof that it is gone."""
+        """The process that had this pid and start; None is the proof that it is gone. Raises OSError: it cannot be known now."""
         try:
             found = cls.open(pid)
-        except ProcessLookupError:
-            return None
+        except OSError as error:
+            if error.errno in NO_PROCESS:
+                return None
+            raise
         if UNKNOWN_START not in (started, found.started) and found.started != started:
             found.close()
             return None

@@ -175,7 +175,7 @@ class Arena:
     def adopt(self, fds: Mapping[str, int]) -> list[Slot]:
         """The segments that an earlier life left with the keeper: every slot with its old id, SEALED ones with their
         record, the rest FREE. Takes the descriptors. What cannot be trusted is listed in ``refused``, closed and
-        forgotten."""
+        forgotten; what cannot be looked at for what this process lacks is kept for the next life."""
         found: list[Slot] = []
         for name, fd in sorted(fds.items()):
             if not is_segment_name(name):
@@ -183,9 +183,11 @@ class Arena:
                 continue
             try:
                 found += self._take(Segment.adopt(name, fd, self._pool.incarnation))
-            except (HeaderCorrupt, OSError) as error:
+            except HeaderCorrupt as error:
                 self._refuse(name, fd, error)
                 self._pool.keeper.remove(name)
+            except OSError as error:
+                self._refuse(name, fd, error)
         return found
 
     def take_offer(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -23,6 +25,7 @@ from ckptd.arena.header import (
 from ckptd.arena.segment import Segment
 from ckptd.arena.sums import bad_blocks
 from ckptd.core import failpoint
+from ckptd.process import Process
 from tests.node.slots import JOB, MIB, OWN, PEER, fill_and_seal, small_arena
 
 
@@ -203,8 +206,6 @@ def test_the_fullest_header_fits_its_place() -> None:
 
 def test_adoption_remembers_who_maps_the_memory() -> None:
     """D1: the daemon was restarted, the trainer was not; its memory is still given to no other process."""
-    from ckptd.process import Process
-
     arena = small_arena()
     slot = arena.allocate(OWN, MIB)
     here = Process.open(os.getpid())
@@ -215,3 +216,55 @@ def test_adoption_remembers_who_maps_the_memory() -> None:
     assert not again.foreign_mapper(slots[slot.id], here)
     assert isinstance(slots[slot.id].segment, Segment)
     other.close()
+
+
+@pytest.fixture
+def thread_number() -> Iterator[int]:
+    """What is a thread's of some process: threads are numbered among the processes."""
+    go, begun, numbers = threading.Event(), threading.Event(), []
+
+    def stand() -> None:
+        numbers.append(threading.get_native_id())
+        begun.set()
+        go.wait(30)
+
+    thread = threading.Thread(target=stand)
+    thread.start()
+    begun.wait(10)
+    yield numbers[0]
+    go.set()
+    thread.join()
+
+
+def test_memory_comes_back_though_the_number_of_its_rank_is_a_threads_by_now(arena: Arena, thread_number: int) -> None:
+    """P7: the rank died hours ago and its job's memory lies orphaned; the kernel has given its number to something else."""
+    slot = arena.allocate(OWN, 3 * MIB)
+    rank = Process.open(os.getpid())
+    rank.pid, rank.started = thread_number, 5
+    assert arena.lend(slot, rank)
+    record = fill_and_seal(slot, step=8)
+    again, slots = reborn(slot)
+    assert again.refused == []
+    assert slots[slot.id].record == record
+    assert not again.foreign_mapper(slots[slot.id])
+
+
+def test_memory_whose_ranks_cannot_be_looked_at_now_stays_with_the_keeper(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P7: the daemon lacks a descriptor while it starts; its next start has the memory, and only damage is given up."""
+    slot = arena.allocate(OWN, MIB)
+    assert arena.lend(slot, Process.open(os.getpid()))
+    fd, name, forgotten = os.dup(slot.segment.fd), slot.segment.name, []
+
+    def lacks(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    again = small_arena()
+    monkeypatch.setattr(again._pool.keeper, "remove", forgotten.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", lacks)
+        assert again.adopt({name: fd}) == []
+    assert [of for of, _ in again.refused] == [name] and forgotten == []
+    assert again.adopt({name: memory.make_memfd("empty", MIB)}) == [] and forgotten == [name]
+    again.close()
