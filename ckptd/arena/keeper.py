@@ -235,6 +235,8 @@ class KeeperProcess:
             try:
                 _handle_no_signals(before)
                 self._become_daemon(keeper)
+            except OSError as error:
+                say(f"the daemon cannot be started: {error}")
             finally:
                 os._exit(127)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

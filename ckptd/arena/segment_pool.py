@@ -21,7 +21,7 @@ from ckptd.units import format_bytes
 
 log = logging.getLogger("ckptd.arena")
 
-SEGMENTS_MAX = 4096  # the fd store of the unit file holds as many
+SEGMENTS_MAX = 3072  # names come back in one environment variable of at most 128 KiB; with its colon one has at most 39 characters
 REAP_TIMEOUT_S = 60.0
 SEGMENTS_OFFERED_MAX = 1024  # of one user, until a daemon takes no more from his processes
 SHOWN_CHARS_MAX = 80
@@ -82,6 +82,7 @@ class SegmentPool:
         with self.lock:
             if not is_segment_name(name) or number_of(name) > _newest():
                 raise HeaderCorrupt("no name that a daemon gave", name[:SHOWN_CHARS_MAX])
+            self._admit_one_more()
             if sum(s.tenant.uid == uid for s in self.segments.values()) >= SEGMENTS_OFFERED_MAX:
                 raise NoMemory(f"{SEGMENTS_OFFERED_MAX} segments of uid {uid} exist", where=name)
             self.make_room(size, uid)
@@ -128,8 +129,7 @@ class SegmentPool:
         with self.lock:
             if not beyond_budget:
                 self.make_room(size, tenant.uid)
-            if len(self.segments) + len(self._pending) >= SEGMENTS_MAX:
-                raise NoMemory(f"{SEGMENTS_MAX} segments exist", hint="raise segment_bytes")
+            self._admit_one_more()
             number = self.number()
             self._pending[number] = (tenant.uid, size)
         try:
@@ -137,6 +137,10 @@ class SegmentPool:
         finally:
             with self.lock:
                 self._pending.pop(number, None)
+
+    def _admit_one_more(self) -> None:
+        if len(self.segments) + len(self._pending) >= SEGMENTS_MAX:
+            raise NoMemory(f"{SEGMENTS_MAX} segments exist", hint="use fewer copies or own slots")
 
     def make_room(self, size: int, uid: int) -> None:
         """Idle segments give way. Raises NoMemory when that is not enough for the budget, or for the user's share of it while

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ckptd.arena import segment_pool
 from ckptd.arena.arena import Arena, Slot, Tenant
 from ckptd.process import Process
 from tests.node.slots import JOB, MIB, OWN, PEER, fill_and_seal, small_arena
@@ -83,6 +84,18 @@ def test_an_offer_beyond_the_budget_is_refused(lost: Slot, trainer: Process) -> 
     said: list[str] = []
     assert offer(arena, lost, trainer, said) == []
     assert "no room" in said[0]
+    arena.close()
+
+
+def test_offers_do_not_make_more_segments_than_a_keeper_can_hand_back(
+    lost: Slot, trainer: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P7: each user may offer many, and there are many users."""
+    monkeypatch.setattr(segment_pool, "SEGMENTS_MAX", 1)
+    arena, said = small_arena(), list[str]()
+    arena.allocate(PEER, MIB)
+    assert offer(arena, lost, trainer, said) == []
+    assert "1 segments exist" in said[0]
     arena.close()
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from ckptd.arena import keeper as module
+from ckptd.arena.arena import SEGMENTS_MAX, Tenant
 from ckptd.arena.fdstore import Keeper, NullKeeper, has_service_manager
 from ckptd.arena.keeper import DIRECTORY_PREFIX, SOCKET_NAME, is_name
 from tests.short import short_folder
@@ -27,6 +29,22 @@ WRAPPER = """
 import sys
 from ckptd.arena.keeper import run_under_keeper
 sys.exit(run_under_keeper(sys.argv[2:], float(sys.argv[1])))
+"""
+FULL = """
+import os, signal, sys, time
+sys.path[:0] = [sys.argv[3]]
+from ckptd.arena.fdstore import Keeper
+link = Keeper.from_env()
+if taken := link.taken():
+    print(f"taken back {len(taken)}", flush=True)
+    os._exit(0)
+fd = os.memfd_create("x")
+for number in range(int(sys.argv[1])):
+    while not link.store(f"scratch-{(int(time.time()) << 16) + number:x}-{sys.argv[2]}", fd):
+        pass
+link.ready()
+time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -222,6 +240,28 @@ def test_a_terminal_interrupts_the_daemon_once(kept: Start) -> None:
     """Ctrl-C goes to the foreground group, where only the keeper is; it forwards."""
     pid = kept().daemon()["pid"]
     assert os.getpgid(pid) == pid
+
+
+def said_under_keeper(*command: str) -> str:
+    """All that a keeper and its daemons say until they end."""
+    keeper = [sys.executable, "-I", "-S", module.__file__, "0", *command]
+    with subprocess.Popen(keeper, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            return process.communicate(timeout=30)[0]
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            return process.communicate()[0]
+
+
+def test_as_many_segments_as_there_may_be_come_back_after_a_crash() -> None:
+    """P7: their names are one environment variable; beyond what the kernel takes no daemon would start any more."""
+    tag = Tenant("1000/gpt", 1000, "scratch").tag
+    command = [sys.executable, "-S", "-c", FULL, str(SEGMENTS_MAX), tag, str(ROOT)]
+    assert f"taken back {SEGMENTS_MAX}" in said_under_keeper(*command)
+
+
+def test_why_a_daemon_cannot_be_started_is_said() -> None:
+    assert "cannot be started: [Errno 2] No such file" in said_under_keeper("/no/such/daemon")
 
 
 def test_only_the_daemon_itself_is_listened_to(kept: Start) -> None:
