@@ -32,6 +32,8 @@ class Process:
         """The process that connected this unix socket. Raises OSError when it cannot be proven who that
         is."""
         pid, _, _ = peer_credentials(sock)
+        if pid <= 0:  # all such have the number 0, and since Linux 6.5 a pidfd
+            raise OSError("it is in a pid namespace that this one does not see")
         try:
             (pidfd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))
         except OSError:

@@ -8,6 +8,7 @@ a bound, then the connection is closed (it comes back by itself).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import stat
@@ -171,7 +172,7 @@ class RankLink:
 
     def _turn_away(self, sock: socket.socket, what: str, hint: str) -> None:
         self.turned_away += 1
-        with sock:
+        with sock, contextlib.suppress(OSError):  # it may have gone by itself
             RankSocket(sock, ()).send(wire.Refused(what, str(self.path), hint))
 
     def _forget(self, session: RankSession, reason: Reason) -> None:

@@ -185,13 +185,10 @@ class RankSocket:
         return True
 
     def _recv_now(self) -> tuple[Any, list[int]] | None:
-        space = socket.CMSG_SPACE(wire.FDS_PER_FRAME_MAX * array.array("i").itemsize)
         try:
-            size, ancillary, flags, _ = self.sock.recvmsg_into(
-                [self._buffer], space, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-            )
-        except ConnectionResetError:
-            return None  # the peer closed without reading all that we sent
+            size, ancillary, flags = self._recvmsg()
+        except ConnectionResetError:  # once, of a peer that closed without reading all that we sent: what it sent comes after
+            size, ancillary, flags = self._recvmsg()
         fds = _received_fds(ancillary)
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
@@ -206,6 +203,10 @@ class RankSocket:
             close_all(fds)
             raise
         return message, fds
+
+    def _recvmsg(self) -> tuple[int, list[tuple[int, int, bytes]], int]:
+        space = socket.CMSG_SPACE(wire.FDS_PER_FRAME_MAX * array.array("i").itemsize)
+        return self.sock.recvmsg_into([self._buffer], space, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)[:3]
 
 
 def _received_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

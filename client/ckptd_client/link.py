@@ -131,7 +131,8 @@ class Link:
         """Until the connection ends. True when it had been welcomed."""
         reason = "closed"
         try:
-            sock.send(wire.Hello(wire.PROTOCOL_VERSION, self._job, os.getpid()))
+            with contextlib.suppress(BrokenPipeError):  # a daemon that turned us away at once has said why before it closed
+                sock.send(wire.Hello(wire.PROTOCOL_VERSION, self._job, os.getpid()))
             self.trouble = f"the daemon at {self.path} does not answer"
             reason = self._pump(sock)
         except (OSError, FrameError) as error:

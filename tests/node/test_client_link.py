@@ -111,6 +111,18 @@ def test_a_refusal_is_passed_on(tmp_path: Path) -> None:
         assert caught.value.hint == "choose another"
 
 
+def test_a_refusal_is_passed_on_though_the_connection_ended_before_the_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(path: str) -> link.RankSocket:
+        mine, daemons = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with daemons:
+            link.RankSocket(daemons, ()).send(wire.Refused("too many connections"))
+        return link.RankSocket(mine, wire.TO_RANK)
+
+    monkeypatch.setattr(link.RankSocket, "connect", connect)
+    with pytest.raises(CkptdError, match="too many connections"):
+        Client.connect("job", socket="/nowhere", required=True, timeout_s=5)
+
+
 @pytest.mark.parametrize("says", [True, False])
 def test_a_daemon_that_takes_the_connection_and_not_the_rank_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: bool

@@ -26,8 +26,20 @@ from ckptd.wire.complaints import Complaints
 from ckptd.wire.rank_link import GARBAGE_FREE, RankLink, RankSession
 from ckptd.wire.seqpacket import FrameError, RankSocket, read_memfd_object
 from tests.descriptors import opened, opened_since
+from tests.short import short_folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+SERVER = """
+import asyncio, sys
+from ckptd.wire.rank_link import RankLink
+
+async def serve():
+    RankLink(sys.argv[1], *[lambda *_: None] * 3).start()
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(serve())
+"""
 
 
 class Rank:
@@ -307,6 +319,25 @@ async def test_a_flood_of_connections_is_turned_away_and_told_why(house: House) 
         assert await rank.order("hello") is True
     await settled(lambda: len(house.closed) == 5)
     assert (await house.rank())[1].alive, "there is room again"
+
+
+def test_a_trainer_that_the_daemons_pid_namespace_does_not_see_is_turned_away_and_told_why() -> None:
+    """D1: since Linux 6.5 such a one has a pidfd, but all have the number 0, so one would get memory that another maps."""
+    with short_folder() as folder:
+        path = str(folder / "s")
+        command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", SERVER, path]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as daemon:
+            assert daemon.stdout is not None
+            if daemon.stdout.readline() != "ready\n":
+                pytest.skip("no new pid namespace here")
+            trainer = RankSocket.connect(path)
+            try:
+                received = trainer.recv(5)
+            finally:
+                daemon.kill()
+                trainer.close()
+    assert received is not None
+    assert "a pid namespace that this one does not see" in received[0].what and "hostPID" in received[0].hint
 
 
 async def test_a_stopped_rank_costs_a_bounded_queue_and_then_its_connection(

@@ -52,6 +52,16 @@ def test_messages_arrive_as_they_were(pair: Pair, message: object) -> None:
     assert daemon.recv(1) == (message, [])
 
 
+def test_what_was_said_before_a_reset_is_heard(pair: Pair) -> None:
+    """A daemon that turns a connection away closes it without reading the Hello."""
+    trainer, daemon = pair
+    trainer.send(wire.Hello(1, "gpt", 4))
+    daemon.send(wire.Refused("too many connections"))
+    daemon.close()
+    assert trainer.recv(1) == (wire.Refused("too many connections"), [])
+    assert trainer.recv(1) is None
+
+
 def test_every_class_of_the_protocol_has_a_schema() -> None:
     for cls in (*wire.TO_DAEMON, *wire.TO_RANK):
         with pytest.raises(FrameError):
