@@ -25,6 +25,7 @@ from ckptd.persist.verify import mark_damaged
 from ckptd.protect.columns import Columns
 from ckptd.protect.fetched import Fetched
 from ckptd.recover.host import Unrecoverable
+from ckptd.recover.stored import is_away
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
@@ -61,7 +62,7 @@ class RebuildHost:
             self._services.spawn(self._services.in_work(*mark), f"mark damage of {self._job.job}")
             return
         text = f"checkpoint of step {snapshot.step}, epoch {snapshot.epoch}: {error}"
-        self._services.health.event("damage", text, job=self._job.job)
+        self._services.health.event("storage" if is_away(error) else "damage", text, job=self._job.job)
 
     def open_checkpoint(self, snapshot: SnapshotId) -> Checkpoint:
         """An epoch that was opened while storage did not answer has left no claim there, and without one retention cannot know

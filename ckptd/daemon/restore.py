@@ -18,7 +18,7 @@ from ckptd.daemon.services import Services, log
 from ckptd.recover.handover import DIRECT, Frame, Handover
 from ckptd.recover.host import Unrecoverable
 from ckptd.recover.rebuild import Rebuild
-from ckptd.recover.stored import is_our_lack
+from ckptd.recover.stored import is_away
 from ckptd.recover.wants import WANTS_BYTES_MAX, Wants
 from ckptd.wire import rank as wire
 from ckptd.wire.rank_link import RankSession
@@ -255,7 +255,7 @@ class Restore:
             code = error.code
             log.warning("job=%s restore of rank %d: %s: %s", self._job.job, rank, code, error.what)
         elif isinstance(error, CkptdError | OSError | ValueError):
-            code = "unreachable" if is_our_lack(error) else "damage"
+            code = "unreachable" if is_away(error) else "damage"
             log.warning("job=%s restore of rank %d: %s: %s", self._job.job, rank, code, str(error) or repr(error))
         else:
             self._services.went_wrong(f"restore of rank {rank} of {self._job.job}", error, self._job.job)

@@ -172,7 +172,7 @@ class Rebuild:
         if self._stored.ok:
             with contextlib.suppress(CkptdError, OSError):  # it knows why
                 return await self._stored.call(partial(stored_objects, rank))
-        hopeful = self._stored.our_lack or any(held.rank == rank for held in self._left(hopeful=True))
+        hopeful = self._stored.away or any(held.rank == rank for held in self._left(hopeful=True))
         what = f"no copy of rank {rank}'s objects is readable"
         raise Unrecoverable(
             "unreachable" if hopeful else "damage", "; ".join([what, *self._why()]), where=str(self._snapshot)
@@ -231,6 +231,7 @@ class Rebuild:
                     raise
             await asyncio.sleep(pause_s)
             self._left_out.ask_again()
+            self._stored.ask_again()
         return await self._gather(rank, asked, room)
 
     async def _gather(self, rank: int, asked: list[Want], room: Slot | None = None) -> Assembly:
@@ -255,12 +256,12 @@ class Rebuild:
         raise self._too_many()
 
     def _too_many(self) -> Unrecoverable:
-        code = "unreachable" if self._left_out.ever_away else "damage"
+        code = "unreachable" if self._left_out.ever_away or self._stored.away else "damage"
         return Unrecoverable(code, "; ".join([TOO_MANY, *self._why()]), where=str(self._snapshot))
 
     async def _is_hopeful(self, rank: int, asked: list[Want]) -> bool:
         """Would it do if those could be reached that could not? Another rank may be asking them again by now."""
-        if self._stored.our_lack:
+        if self._stored.away:
             return True
         durable = await self._stored.boxes(rank)
         index = await self._threads.run(SourceIndex, self._left(hopeful=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -11,24 +10,23 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.recovery import Piece
 from ckptd.persist.reader import Checkpoint
-from ckptd.persist.storage.base import StorageError
+from ckptd.persist.storage.base import NotFound, StorageError
 from ckptd.recover.threads import Threads, all_ended
 from ckptd.thread_pool import ThreadPool
 
-OUR_LACKS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # a thread, memory, a descriptor
 READERS_MAX = 4  # threads reading storage for one restore on this node; the reader splits long runs again
 
 T = TypeVar("T")
 
 
 class Stored:
-    """``ok``: may be used. False from the first failure on: ``why``. ``failed`` hears of each. ``our_lack``: it was for
-    what this process lacks."""
+    """``ok``: may be used. False from the first failure on: ``why``. ``failed`` hears of each. ``away``: it was no damage, and
+    may do later."""
 
     def __init__(
         self, ok: bool, opens: Callable[[], Checkpoint], failed: Callable[[Exception], None]
     ) -> None:
-        self.ok, self.why, self.our_lack = ok, "", False
+        self.ok, self.why, self.away = ok, "", False
         self._opens, self._failed = opens, failed
         self._pool = ThreadPool(READERS_MAX, "restore")
         self._threads = Threads(self._pool)
@@ -43,10 +41,14 @@ class Stored:
         except (CkptdError, OSError) as error:
             if self.ok:
                 self._failed(error)
-            self.our_lack = is_our_lack(error) and (self.ok or self.our_lack)  # whoever else failed may have found damage
+            self.away = is_away(error) and (self.ok or self.away)  # whoever else failed may have found damage
             self.ok = False
             self.why = f"{error.what} [{error.where}]" if isinstance(error, CkptdError) else str(error)
             raise
+
+    def ask_again(self) -> None:
+        """It may be back."""
+        self.ok, self.away, self.why = self.ok or self.away, False, ""
 
     async def boxes(self, rank: int) -> BoxIndex | None:
         """What is stored, of what is each rank's own that of ``rank``; None when it cannot be used."""
@@ -92,9 +94,12 @@ class Stored:
         await self.call(lambda checkpoint: checkpoint.read(piece.key, piece.box, dest, piece.rank))
 
 
-def is_our_lack(error: Exception) -> bool:
-    """Does this say what our process could not get, and nothing of what it was to read?"""
-    return isinstance(error, OSError | StorageError) and error.errno in OUR_LACKS
+def is_away(error: Exception) -> bool:
+    """Does this say what the system refused, as long as storage is away or our process lacks something, and nothing of what was to
+    be read?"""
+    if isinstance(error, StorageError):
+        return error.errno > 0 and not isinstance(error, NotFound)
+    return isinstance(error, OSError)
 
 
 def stored_objects(rank: int, checkpoint: Checkpoint) -> dict[str, bytes]:

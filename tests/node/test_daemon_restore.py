@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -16,6 +17,8 @@ from ckptd.core.state_map.box import Box, runs
 from ckptd.daemon.local_slots import LocalSlots
 from ckptd.daemon.restore import Round
 from ckptd.persist.reader import Checkpoint
+from ckptd.persist.storage.base import StorageError
+from ckptd.persist.sums import FileDamage
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import read_memfd_object
 from tests.node.daemon_rig import Rank, Rig, everything, layout_here, rig
@@ -286,7 +289,7 @@ async def test_damage_before_the_first_write_is_no_dirty_failure(
     def damaged(self: Checkpoint, *rest: Any) -> None:
         reads.append(1)
         if len(reads) == MANY // 2:
-            raise OSError(5, "Input/output error")
+            raise FileDamage("block 0 does not match its sum")
         real(self, *rest)
 
     async with rig(storage_root=tmp_path, memory_budget=TIGHT) as house:
@@ -301,7 +304,7 @@ async def test_damage_after_the_first_write_says_dirty(tmp_path: Path, monkeypat
     """D11: it cannot be undone, so it is said, with the remedy."""
 
     def gone(self: Checkpoint, *rest: Any) -> None:
-        raise OSError(5, "Input/output error")
+        raise FileDamage("block 0 does not match its sum")
 
     async with rig(storage_root=tmp_path, memory_budget=TIGHT) as house:
         again, number = await without_room(house, house.rank())
@@ -351,6 +354,31 @@ async def test_a_full_budget_leaves_one_megabyte_to_restore_through(
         assert "memory_budget" in failed.hint and "no room" in failed.reason
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENODEV])
+async def test_a_moment_in_which_storage_does_not_answer_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """P1, D11: what is durable and cannot be reached is no damage. It is asked for again instead of the step before it."""
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await durable_step(rank, 3)
+        await durable_step(rank, 6)
+        real, failed = house.daemon.services.storage.open_file, []
+
+        def once(path: str) -> object:
+            if path.endswith("step-0000000006/manifest.json") and not failed:
+                failed.append(path)
+                raise StorageError("open the file", where=path, errno=number)
+            return real(path)
+
+        again = await in_another_life(house, rank, "b")
+        monkeypatch.setattr(house.daemon.services.storage, "open_file", once)
+        opened, _ = await again.opened()
+        assert failed and opened.snapshot is not None and opened.snapshot[1] == 6
+        assert "damage" not in house.problems()
+
+
 async def test_one_failed_source_does_not_cost_a_second_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,7 +393,7 @@ async def test_one_failed_source_does_not_cost_a_second_slot(
         await eventually(lambda: len(shell.local_slots.by_rank[0].free) == 3)
 
         def unreadable(self: Checkpoint, *rest: Any) -> None:
-            raise OSError(5, "Input/output error")
+            raise FileDamage("block 0 does not match its sum")
 
         monkeypatch.setattr(Checkpoint, "read", unreadable)
         lent: list[int] = []

@@ -23,7 +23,8 @@ from ckptd.core.state_map.layout import UNIQUE, Layout
 from ckptd.core.state_map.layout_build import build_layout
 from ckptd.core.state_map.recovery import Want
 from ckptd.persist.reader import Checkpoint
-from ckptd.persist.storage.base import StorageError
+from ckptd.persist.storage.base import NotFound, StorageError
+from ckptd.persist.sums import FileDamage
 from ckptd.protect.columns import Undecodable
 from ckptd.protect.fetched import Away, Fetched
 from ckptd.recover import rebuild as module
@@ -57,7 +58,7 @@ class Host:
         self._arena = arena
         self.slot = arena.allocate(OWN, 3 * MIB)
         fill_and_seal(self.slot, STEP.step, layout=LAYOUT)
-        self.storage: OSError | StorageError = OSError("storage is away")
+        self.storage: OSError | CkptdError = OSError("storage is away")
         self.answers: dict[str, list[Fetched]] = {}
         self.asked: list[str] = []
         self.known: dict[str, Layout] = {}  # layouts of what lies here
@@ -221,9 +222,9 @@ async def test_a_lesser_copy_that_took_the_place_of_a_damaged_one_is_not_read_be
 @pytest.mark.parametrize("objects", [True, False])
 @pytest.mark.parametrize("durable", [False, True])
 async def test_what_is_said_of_the_only_copy(host: Host, answer: Fetched, code: str, objects: bool, durable: bool) -> None:
-    """Storage that is away does not help either."""
+    """Storage that is away may help later, where it has the snapshot."""
     error = await refused(host, rebuild(host, "a", durable=durable), {"a": [answer]}, objects=objects)
-    assert error.code == code, error.what
+    assert error.code == ("unreachable" if durable else code), error.what
     assert ("a: the stream broke" in error.what) == (answer is AWAY)
 
 
@@ -232,30 +233,62 @@ async def test_damage_of_one_copy_leaves_the_word_to_the_other(host: Host, first
     assert (await refused(host, rebuild(host, "a", "b"), {"a": [first], "b": [DAMAGED]})).code == code
 
 
-@pytest.mark.parametrize("lack", [NoThread(), StorageError("open: Too many open files", errno=errno.EMFILE)])
+LACK = StorageError("open: Too many open files", errno=errno.EMFILE)
+STALE = StorageError("open: Stale file handle", errno=errno.ESTALE)
+
+
+@pytest.mark.parametrize(
+    ("storage", "code"),
+    [
+        (NoThread(), "unreachable"),
+        (LACK, "unreachable"),
+        (STALE, "unreachable"),
+        (FileDamage("its checksum does not match"), "damage"),
+        (NotFound("no such checkpoint", errno=errno.ENOENT), "damage"),
+        (StorageError("the file ends at byte 5"), "damage"),
+    ],
+)
 @pytest.mark.parametrize("objects", [True, False])
-async def test_a_daemon_that_lacks_means_to_read_storage_says_nothing_against_it(
-    host: Host, objects: bool, lack: OSError | StorageError
+async def test_only_what_storage_lacks_or_has_damaged_is_said_against_it(
+    host: Host, objects: bool, storage: OSError | CkptdError, code: str
 ) -> None:
-    host.storage = lack
+    host.storage = storage
     error = await refused(host, rebuild(host, "a", durable=True), {"a": [DAMAGED]}, objects=objects)
-    assert error.code == "unreachable"
+    assert error.code == code
 
 
 @pytest.mark.parametrize("first_lacks", [True, False])
 async def test_damage_beside_a_lack_of_means_is_damage(first_lacks: bool) -> None:
     """Several readers fail at once, and any of them last."""
-    lack, damage = NoThread(), OSError(errno.EIO, "the disk")
+    lack, damage = NoThread(), FileDamage("the disk")
     stored = Stored(True, lambda: None, lambda error: None)  # type: ignore[arg-type,return-value]
 
-    def fails(error: OSError, checkpoint: object) -> None:
+    def fails(error: Exception, checkpoint: object) -> None:
         raise error
 
     for error in (lack, damage) if first_lacks else (damage, lack):
         stored._checkpoint = True  # type: ignore[assignment]
-        with pytest.raises(OSError, match=r"thread|disk"):
+        with pytest.raises((OSError, FileDamage), match=r"thread|disk"):
             await stored.call(partial(fails, error))
-    assert not stored.ok and not stored.our_lack
+    assert not stored.ok and not stored.away
+    stored.ask_again()
+    assert not stored.ok
+
+
+async def test_storage_that_was_away_is_asked_again_once_a_rank_has_begun_to_write() -> None:
+    stored, answers = Stored(True, lambda: None, lambda error: None), [STALE]  # type: ignore[arg-type,return-value]
+    stored._checkpoint = True  # type: ignore[assignment]
+
+    def reads(checkpoint: object) -> str:
+        if answers:
+            raise answers.pop()
+        return "read"
+
+    with pytest.raises(StorageError):
+        await stored.call(reads)
+    assert not stored.ok and stored.away and stored.why
+    stored.ask_again()
+    assert stored.ok and not stored.why and await stored.call(reads) == "read"
 
 
 class Beside:
