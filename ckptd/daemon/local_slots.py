@@ -207,7 +207,7 @@ class LocalSlots:
         first: one that such a process had mapped when the session began may have come free since."""
         slot = self.slots[slot_id]
         self._map(self.by_rank[slot.tenant.rank], slot)
-        return session in self._told[slot_id]
+        return session in self._told.get(slot_id, ())
 
     def lend(self, rank: int, nbytes: int) -> Slot | None:
         """A FREE slot of the rank for a restore to fetch into. Nobody else knows of it until it is ``returned``."""
@@ -265,8 +265,8 @@ class LocalSlots:
                 continue
             own.slots[slot.id] = self.slots[slot.id] = slot
             own.free.add(slot.id)
+            self._feed(SlotsReady(own.rank, (slot.id,)))  # first: the connection may end when it is told, and the slot go with it
             self._map(own, slot)
-            self._feed(SlotsReady(own.rank, (slot.id,)))
 
     def _fitting(self, own: RankSlots) -> int:
         return sum(1 for slot in own.slots.values() if self._fits(own, slot))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections import deque
@@ -18,6 +19,7 @@ QUEUE_FRAMES_MAX = 1024  # waiting for one rank
 QUEUE_BYTES_MAX = 8 << 20
 FRAMES_PER_TURN_MAX = 64  # of one rank before the others get their turn
 FRAMES_LAST_MAX = 4096  # read from a dead process; a socket buffer holds about as many
+GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)  # what sending to a peer says that has closed
 DEATH_GRACE_S = 0.25  # a dying process closes its socket a little before its pidfd fires
 
 Reason = Literal["dead", "closed", "garbage"]
@@ -97,12 +99,18 @@ class RankSession:
 
     # --- sending ------------------------------------------------------------------------------------
     def _send_now(self, data: bytes, fds: Sequence[int]) -> bool:
-        """False: it does not take it now. A peer that is gone takes everything; its end is seen by
-        reading."""
+        """False: it does not take it now. A peer that is gone takes everything; its end is seen by reading."""
         try:
             return self._sock.send_frame(data, fds)
-        except OSError:
-            return True
+        except OSError as error:
+            if error.errno not in GONE:
+                self._lacks(error)
+            return error.errno in GONE
+
+    def _lacks(self, error: OSError) -> None:
+        """What it was to hear is lost, for what the kernel or this process lacks: it comes back by itself, and hears all anew."""
+        self._complain(f"cannot be told: {error}, its connection is closed")
+        self.close()
 
     def _enqueue(self, data: bytes, fds: Sequence[int]) -> bool:
         if self.closed:
@@ -111,9 +119,17 @@ class RankSession:
             self._complain("takes no messages, its connection is closed")
             self.close()
             return False
+        kept: list[int] = []
+        try:
+            for fd in fds:
+                kept.append(os.dup(fd))  # noqa: PERF401 -- those before the one that fails are closed
+        except OSError as error:
+            close_all(kept)
+            self._lacks(error)
+            return False
         if not self._queue:
             self._loop.add_writer(self._sock.fileno(), self._writable)
-        self._queue.append((data, [os.dup(fd) for fd in fds]))
+        self._queue.append((data, kept))
         self._queued_bytes += len(data)
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -374,6 +375,41 @@ async def test_a_slow_rank_gets_everything_in_order(house: House) -> None:
     for _ in range(180):
         assert await rank.order("recv") == ["Level", 0]
     assert not session._queue
+
+
+@pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS])
+async def test_a_frame_that_the_kernel_does_not_take_ends_the_connection_so_that_all_is_told_anew(
+    house: House, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Of a rank that lives: what it was to hear counted as sent, and nobody said it again."""
+    _, session = await house.rank()
+
+    def short(*_: object) -> bool:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(RankSocket, "send_frame", short)
+    assert not session.send(wire.Ready(1))
+    assert house.closed == [(session, "closed")] and session.alive
+
+
+async def test_a_frame_that_cannot_be_queued_for_want_of_a_descriptor_ends_the_connection(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, session = await house.rank()
+    before, real, fd = opened(), os.dup, os.memfd_create("segment")
+
+    def lacks(of: int) -> int:
+        if of != fd:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankSocket, "send_frame", lambda *_: False)
+        patch.setattr(os, "dup", lacks)
+        assert not session.send(wire.LoadPlan(1, [1]), [fd, 0])
+    os.close(fd)
+    assert house.closed == [(session, "closed")]
+    assert opened_since(before) == []
 
 
 async def test_a_message_too_large_is_our_own_error(house: House) -> None:
