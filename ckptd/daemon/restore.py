@@ -46,13 +46,19 @@ DIRTY = "it had begun to write when the rest of its slices could not be had, its
 
 @dataclass
 class Loading:
-    """One rank's load plans. ``going``: every rank voted yes, the rank may write. ``bringing``: the next
-    part is under way."""
+    """One rank's load plans. ``plan``: a memfd of the next one, made before the vote. ``going``: every rank voted yes, the rank may
+    write. ``bringing``: the next part is under way."""
 
     handover: Handover
     frame: Frame
+    plan: int
     going: bool = False
     bringing: bool = False
+
+    def release(self) -> None:
+        self.handover.release()
+        if self.plan >= 0:
+            os.close(self.plan)
 
 
 @dataclass
@@ -157,7 +163,12 @@ class Restore:
             if own.rank in current.asked:
                 return  # once per round: its first answer is being looked for, or there
             current.asked.add(own.rank)
-            self._spawn(self._assemble(current, own.rank, os.dup(fds[0])), f"restore rank {own.rank}")
+            try:
+                fd = os.dup(fds[0])
+            except OSError as error:
+                self._failed(current, own.rank, error)
+                return
+            self._spawn(self._assemble(current, own.rank, fd), f"restore rank {own.rank}")
         elif isinstance(message, wire.WantsRefused):
             current.waiting.discard(own.rank)
             self._job.feed(ev.RankFetched(own.rank, current.do.round, False, message.code, message.reason))
@@ -192,7 +203,7 @@ class Restore:
         do = current.do
         try:
             current.rebuild = await self._services.in_work(Rebuild, current.host, do)
-            catalogue = await current.rebuild.catalogue()
+            fd = memfd_object(await current.rebuild.catalogue())
         except Exception as error:  # whatever it is, all ranks of the job wait for this vote
             for rank in do.ranks:
                 self._failed(current, rank, error)
@@ -201,7 +212,6 @@ class Restore:
         opened = wire.Opened(
             do.record.number, do.round, [do.snapshot.epoch, do.snapshot.step], list(do.errors)
         )
-        fd = memfd_object(catalogue)
         for rank in do.ranks:
             self._tell(rank, opened, [fd])
         os.close(fd)
@@ -222,14 +232,19 @@ class Restore:
             log.warning("job=%s no room for all of rank %d's slices: direct mode", self._job.job, rank)
         try:
             frame = await self._services.in_work(handover.frame)
+            loading = Loading(handover, frame, memfd_object(frame.plan))
+        except Exception as error:
+            handover.release()
+            self._failed(current, rank, error)
+            return
         except BaseException:
             handover.release()
             raise
         if self._round is current:
-            current.ready[rank] = Loading(handover, frame)
+            current.ready[rank] = loading
             self._fetched(current, rank, True)
         else:
-            handover.release()
+            loading.release()
 
     async def _next_part(self, current: Round, rank: int, loading: Loading) -> None:
         """The rank has begun to write: what fails here cannot be undone, and is said on all ranks."""
@@ -238,6 +253,7 @@ class Restore:
             await handover.advance()
             handover.seconds["transfer"] += self._services.now() - started
             loading.frame = await self._services.in_work(handover.frame)
+            loading.plan = memfd_object(loading.frame.plan)
         except Exception as error:  # whatever it is, all ranks of the job wait for this rank
             log.error("job=%s part %d of rank %d", self._job.job, handover.part, rank, exc_info=error)
             what = error.what if isinstance(error, CkptdError) else str(error) or repr(error)
@@ -269,12 +285,9 @@ class Restore:
             self._job.feed(ev.RankFetched(rank, current.do.round, ok, code, reason))
 
     def _send_plan(self, rank: int, number: int, loading: Loading) -> None:
-        frame = loading.frame
-        plan = memfd_object(frame.plan)
-        try:
-            self._tell(rank, wire.LoadPlan(number, frame.segment_bytes), [plan, *frame.fds])
-        finally:
-            os.close(plan)
+        plan, loading.plan = loading.plan, -1
+        self._tell(rank, wire.LoadPlan(number, loading.frame.segment_bytes), [plan, *loading.frame.fds])
+        os.close(plan)
 
     def _tell(self, rank: int, message: object, fds: list[int] | None = None) -> None:
         own = self._job.local_slots.by_rank.get(rank)
@@ -303,7 +316,7 @@ class Restore:
         if over.rebuild is not None:
             await over.rebuild.ended()
         for loading in over.ready.values():
-            loading.handover.release()
+            loading.release()
         await over.host.release()
         if over.rebuild is not None:
             try:

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -14,13 +15,14 @@ import pytest
 from ckptd.arena.arena import NoMemory
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.state_map.box import Box, runs
+from ckptd.daemon import restore as module
 from ckptd.daemon.local_slots import LocalSlots
 from ckptd.daemon.restore import Round
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import StorageError
 from ckptd.persist.sums import FileDamage
 from ckptd.wire import rank as wire
-from ckptd.wire.seqpacket import read_memfd_object
+from ckptd.wire.seqpacket import memfd_object, read_memfd_object
 from tests.node.daemon_rig import Rank, Rig, everything, layout_here, rig
 from tests.node.links import eventually, stays
 from tests.node.slots import write_payload
@@ -352,6 +354,47 @@ async def test_a_full_budget_leaves_one_megabyte_to_restore_through(
         again.want(opened.round, everything(layout_here()))
         failed, _ = await again.heard(wire.Failed, code="memory")
         assert "memory_budget" in failed.hint and "no room" in failed.reason
+
+
+@pytest.mark.parametrize("which", ["catalogue", "wants", "plan"])
+async def test_a_restore_that_lacks_a_descriptor_says_so_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """D11: nobody voted, so the ranks of all nodes waited until the restore's time was over."""
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await durable_step(rank, 3)
+        again = await in_another_life(house, rank, "b")
+        failed: list[str] = []
+
+        def lacks(real: Any) -> Any:
+            def once(*args: Any) -> Any:
+                if not failed:
+                    failed.append(which)
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return real(*args)
+
+            return once
+
+        def arm() -> None:
+            name = "os" if which == "wants" else "memfd_object"
+            lacking = SimpleNamespace(dup=lacks(os.dup), close=os.close) if which == "wants" else lacks(memfd_object)
+            monkeypatch.setattr(module, name, lacking)
+
+        if which == "catalogue":
+            arm()
+        opened, _ = await again.opened()
+        if which != "catalogue":
+            arm()
+            again.want(opened.round, everything(layout_here()))
+            await eventually(lambda: failed)
+            second, _ = await again.heard(wire.Opened)
+            assert second.round != opened.round and second.snapshot == opened.snapshot
+            opened = second
+        assert failed
+        again.want(opened.round, everything(layout_here()))
+        await again.heard(wire.LoadPlan)
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENODEV])
