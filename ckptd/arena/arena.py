@@ -223,7 +223,7 @@ class Arena:
             self._pool.admit_slots(segment)
             self._pool.make_room(segment.size, uid)
             slots = self._take(segment)
-        segment.lend(process)
+            segment.lend(process)  # before anybody else finds room in it
         self._pool.keep(segment)
         return slots
 

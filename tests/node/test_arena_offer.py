@@ -9,6 +9,7 @@ import pytest
 
 from ckptd.arena import segment_pool
 from ckptd.arena.arena import Arena, Slot, Tenant
+from ckptd.arena.segment import Segment
 from ckptd.process import Process
 from tests.node.slots import JOB, MIB, OWN, PEER, fill_and_seal, small_arena
 
@@ -57,6 +58,22 @@ def test_own_memory_is_taken_back_whole_and_the_mapper_is_known(lost: Slot, trai
     os.fstat(lost.segment.fd)  # the offered descriptor stays the caller's
     assert offer(arena, lost, trainer) == [slot], "an offer of what is there changes nothing"
     assert arena.used_bytes == lost.segment.size
+    arena.close()
+
+
+def test_nobody_finds_room_in_offered_memory_before_its_mapper_is_known(
+    lost: Slot, trainer: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D1: another thread could have placed a slot for another process there."""
+    arena, alone = small_arena(), list[bool]()
+    real = Segment.lend
+
+    def lend(segment: Segment, process: Process) -> bool:
+        alone.append(arena._pool.lock._is_owned())  # type: ignore[attr-defined]
+        return real(segment, process)
+
+    monkeypatch.setattr(Segment, "lend", lend)
+    assert offer(arena, lost, trainer) and alone == [True]
     arena.close()
 
 
