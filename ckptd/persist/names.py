@@ -34,6 +34,7 @@ _EPOCH_NUMBER, _STEP_NUMBER = r"([0-9]{6}|[1-9][0-9]{6,18})", r"([0-9]{10}|[1-9]
 _EPOCH = re.compile(rf"epoch-{_EPOCH_NUMBER}")
 _STEP = re.compile(rf"step-{_STEP_NUMBER}")
 _ATTEMPT = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.part")
+_ASIDE = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.(part|gone)")
 _LEASE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})-.+")
 _GRANT = re.compile(rf"{GRANT}([0-9]{{1,18}})")
 _OF = re.compile(rf"{OF}([0-9]{{1,19}})-([0-9]{{1,19}})")
@@ -122,6 +123,11 @@ def of_marks(marks: Collection[str]) -> frozenset[SnapshotId]:
 
 def is_attempt(name: str) -> bool:
     return _ATTEMPT.fullmatch(name) is not None
+
+
+def is_aside(name: str) -> bool:
+    """An attempt, or a checkpoint that is being deleted; a job may end in the same letters."""
+    return _ASIDE.fullmatch(name) is not None
 
 
 def header_name(key: str, rank: int | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from ckptd.core.errors import CkptdError
-from ckptd.persist.names import MANIFEST, PART, PROBE_DIR, file_stem
+from ckptd.persist.names import MANIFEST, PART, PROBE_DIR
 from ckptd.persist.storage.base import FULL, NotFound, Storage, StorageError, read_file
 
 TOKEN_BYTES_MAX = 256
@@ -57,7 +57,7 @@ def read_token(storage: Storage, node: str) -> str | None:
 
 
 def _token_path(node: str) -> str:
-    return f"{PROBE_DIR}/tokens/{file_stem(node)}"
+    return f"{PROBE_DIR}/tokens/{node}"
 
 
 def _probe_names(storage: Storage, path: str) -> None:

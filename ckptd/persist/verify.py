@@ -19,7 +19,7 @@ from ckptd.core.state_map.box import Box, uncovered
 from ckptd.core.storage_root import local_root
 from ckptd.persist import manifest as m
 from ckptd.persist.index import Chunk, Tensor
-from ckptd.persist.names import DAMAGED, DATA, GONE, MANIFEST, PART, READ, writer_of
+from ckptd.persist.names import DAMAGED, DATA, MANIFEST, READ, is_aside, writer_of
 from ckptd.persist.preflight import is_probe
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.side import check_side
@@ -65,7 +65,7 @@ def find_checkpoints(path: str) -> list[str]:
     found = []
     for where, below, names in os.walk(path):
         # What a killed preflight or commit left under a name of its own is no checkpoint.
-        below[:] = [name for name in below if not (name.endswith((PART, GONE)) or is_probe(where, name))]
+        below[:] = [name for name in below if not (is_aside(name) or is_probe(where, name))]
         if MANIFEST in names:
             found.append(where)
     return sorted(found)

@@ -116,6 +116,15 @@ def test_what_a_killed_preflight_or_commit_left_is_no_checkpoint(saved: tuple[Pa
     assert find_checkpoints(str(root)) == [str(saved[0])]
 
 
+@pytest.mark.parametrize("name", ["x.part", "x.gone"])
+def test_the_checkpoints_of_a_job_that_is_called_like_what_is_put_aside_are_verified(saved: tuple[Path, World], name: str) -> None:
+    root = saved[0].parents[3]
+    place = root / "1000" / name / "epoch-000001" / "step-0000000003"
+    place.mkdir(parents=True)
+    (place / MANIFEST).touch()
+    assert str(place) in find_checkpoints(str(root))
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_flipped_bit_is_found_and_its_file_named(saved: tuple[Path, World], seed: int) -> None:
     directory, world = saved

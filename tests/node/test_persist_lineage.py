@@ -215,6 +215,11 @@ def test_tokens_find_the_node_that_writes_elsewhere(tmp_path: Path) -> None:
     assert check_tokens(shared, tokens) == ["c"]
 
 
+def test_nodes_of_almost_the_same_name_do_not_take_each_others_token(storage: PosixStorage) -> None:
+    tokens = {node: place_token(storage, node) for node in ("gpu.1", "gpu_1", "g" * 99 + "1", "g" * 99 + "2")}
+    assert check_tokens(storage, tokens) == []
+
+
 def test_storage_without_exclusive_names(storage: PosixStorage) -> None:
     class Overwriting(MemoryTree):
         def publish(self, source: str, target: str) -> bool:
