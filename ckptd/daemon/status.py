@@ -162,19 +162,22 @@ class Status:
     async def _ask_peers(self) -> dict[str, dict[str, Any]]:
         """What each peer that answers in time says of itself."""
         asked = [peer for peer, up in self._peers_up().items() if up][:REQUESTS_MAX]
-        futures = [self._ask(peer) for peer in asked]
-        if futures:
-            await asyncio.wait(futures, timeout=PEER_ANSWER_TIMEOUT_S)
-        answers = [future.result() for future in futures if future.done() and not future.cancelled()]
-        self._asked.clear()
+        waiting = dict(self._ask(peer) for peer in asked)
+        try:
+            if waiting:
+                await asyncio.wait(waiting.values(), timeout=PEER_ANSWER_TIMEOUT_S)
+        finally:
+            for request in waiting:  # other callers wait for theirs
+                del self._asked[request]
+        answers = [future.result() for future in waiting.values() if future.done() and not future.cancelled()]
         return {str(answer["node"]): answer for answer in answers}
 
-    def _ask(self, peer: str) -> asyncio.Future[dict[str, Any]]:
+    def _ask(self, peer: str) -> tuple[str, asyncio.Future[dict[str, Any]]]:
         request = secrets.token_hex(8)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._asked[request] = future
         self._services.send(peer, "", StatusAsk(request))
-        return future
+        return request, future
 
 
 def _ranks(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 
 from ckptd.core.ids import NodeInfo
 from ckptd.wire import link_frames as lf
+from ckptd.wire.peer import StatusAsk, StatusReply
 from tests.node.daemon_rig import Rig, rig
 from tests.node.links import Link, RawPeer, eventually
 
@@ -61,3 +63,24 @@ async def test_connections_that_were_refused_are_no_problem_any_more_when_none_c
             assert any("were refused, the last: 10.0.0.9" in text for text in said(house))
         ahead[0] += 6.0
         assert not said(house)
+
+
+async def test_two_callers_of_status_do_not_take_each_others_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two peers is stopped; the second caller asks just before the first one's time is over."""
+    async with rig() as house:
+        status = house.daemon.status
+        house.daemon.peers_up.update({"well": True, "stopped": True})
+
+        def send(node: str, job: str, message: object) -> bool:
+            if isinstance(message, StatusAsk) and node == "well":
+                reply = StatusReply(message.request, {"memory": {"budget_bytes": 7}, "ranks": {}})
+                asyncio.get_running_loop().call_later(0.2, status.on_message, node, job, reply)
+            return True
+
+        monkeypatch.setattr(status._services, "send", send)
+        first = asyncio.ensure_future(status._ask_peers())
+        await asyncio.sleep(0.9)
+        second = asyncio.ensure_future(status._ask_peers())
+        assert "well" in await first
+        assert "well" in await second
+        assert not status._asked
