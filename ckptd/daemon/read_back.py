@@ -12,7 +12,7 @@ from ckptd.daemon.services import Services
 from ckptd.persist import report as r
 from ckptd.persist.names import file_stem, step_dir, writer_of
 from ckptd.persist.storage.base import Storage
-from ckptd.persist.verify import VerifyReport, read_back
+from ckptd.persist.verify import read_back
 
 READ_BACK_S = 600.0  # for one node's files; after that the retaining node reads what has no mark
 WRITTEN_MAX = 4  # checkpoints remembered as written and not read yet; what is older is left to the retaining node
@@ -72,16 +72,12 @@ class ReadBack:
 
     async def _read(self, storage: Storage, snapshot: SnapshotId, writer: str, nbytes: int) -> None:
         self._cancelled = cancelled = threading.Event()
-
-        def read() -> VerifyReport:
-            with self._services.pacer.transfer("flush", nbytes, READ_BACK_S / 2) as pace:
-                return read_back(storage, step_dir(self._job, snapshot), writer, pace, cancelled)
-
-        text = ""
+        directory, text = step_dir(self._job, snapshot), ""
         try:
-            thread = self._services.rereading.submit(read)
-            work = asyncio.wrap_future(thread)
-            await asyncio.wait({work}, timeout=READ_BACK_S)
+            with self._services.pacer.transfer("flush", nbytes, READ_BACK_S / 2) as pace:  # not in the thread, which may hang
+                thread = self._services.rereading.submit(read_back, storage, directory, writer, pace, cancelled)
+                work = asyncio.wrap_future(thread)
+                await asyncio.wait({work}, timeout=READ_BACK_S)
             if not work.done():  # who retains reads it now; storage may hang, or other jobs have more to read
                 cancelled.set()
                 thread.cancel()

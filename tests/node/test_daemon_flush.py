@@ -342,6 +342,28 @@ async def test_lists_do_not_wait_for_storage_that_hangs(
         go.set()
 
 
+async def test_a_read_back_that_hangs_does_not_hurry_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: it was given up, but what it had to read stayed with the pacer, overdue, so that nothing was paced any more."""
+    go, begun = threading.Event(), threading.Event()
+
+    def hangs(*_: object) -> object:
+        begun.set()
+        go.wait(30)
+        raise StorageError("at last")
+
+    monkeypatch.setattr(read_back, "read_back", hangs)
+    monkeypatch.setattr(read_back, "READ_BACK_S", 0.5)
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(3)
+        await rank.durable(3)
+        await eventually(begun.is_set)
+        await eventually(lambda: not house.shell().durable.read_back._running, what="it is given up")
+        assert not house.daemon.services.pacer._transfers
+        go.set()
+
+
 async def test_one_cause_of_failing_flushes_is_one_line_of_the_log_and_a_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
