@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptd.arena.arena import Arena
@@ -67,6 +68,7 @@ class Services:
     forget_if_empty: Callable[[str], None]  # a name somebody only asked about
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     complaints: Complaints = field(default_factory=lambda: Complaints(to=log))  # about local users
+    given_up: dict[str, asyncio.Future[Any]] = field(default_factory=dict)  # job -> a list of it that storage has not answered yet
     reading: dict[int, asyncio.Lock] = field(default_factory=dict)  # uid -> who reads an object of his
 
     def now(self) -> float:
@@ -120,12 +122,26 @@ class Services:
     async def on_disk(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.disk, call, *args)
 
-    async def listed(self, call: Callable[..., T], *args: Any) -> T:
-        """For people, who do not wait for storage. Raises CkptdError when it does not answer soon."""
-        try:
-            return await asyncio.wait_for(self.on_disk(call, *args), LIST_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            raise CkptdError(f"no answer within {LIST_TIMEOUT_S:.0f} s") from None
+    async def listed(self, call: Callable[..., T], storage: Storage, job: str, *args: Any) -> T:
+        """For people, who do not wait for storage. Raises CkptdError when it does not answer soon. As long as a list that was given
+        up has not ended, no other of its job is begun: they would pile up."""
+        until, before = self.now() + LIST_TIMEOUT_S, self.given_up.get(job)
+        if before is not None:
+            await asyncio.wait({before}, timeout=LIST_TIMEOUT_S)
+        if before is None or before.done():
+            asked = asyncio.ensure_future(self.on_disk(call, storage, job, *args))
+            await asyncio.wait({asked}, timeout=max(0.0, until - self.now()))
+            if asked.done():
+                return asked.result()
+            self.given_up[job] = asked
+            asked.add_done_callback(partial(self._list_ended, job))
+        raise CkptdError(f"no answer within {LIST_TIMEOUT_S:.0f} s")
+
+    def _list_ended(self, job: str, asked: asyncio.Future[Any]) -> None:
+        if self.given_up.get(job) is asked:
+            del self.given_up[job]
+        if not asked.cancelled():
+            asked.exception()  # looked at: whoever asked was told that there is no answer
 
 
 def _read_and(parse: Callable[[bytes], T]) -> Callable[[int, int], T]:

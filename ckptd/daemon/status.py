@@ -28,6 +28,7 @@ from ckptd.wire.peer import StatusAsk, StatusReply
 
 PEER_ANSWER_TIMEOUT_S = 1.0
 REQUESTS_MAX = 256
+ALL_JOBS = ""
 RANKS_TOLD_MAX = 1024  # of one job, to a peer
 
 
@@ -139,8 +140,9 @@ class Status:
         storage, known = self._services.storage, frozenset(self._jobs)
         try:
             if storage is not None:  # of jobs that are forgotten here, or never were here: a new start would restore it
-                stored = self._services.listed(list_stored, storage, lambda job: sight.sees(job) and job not in known)
-                others, unread = await stored
+                others, unread = await self._services.listed(
+                    lambda storage, _: list_stored(storage, lambda job: sight.sees(job) and job not in known), storage, ALL_JOBS
+                )
                 return {"rows": [*rows, *others], "errors": errors + unread}
         except (CkptdError, OSError) as error:
             errors.append(f"storage: {error}")

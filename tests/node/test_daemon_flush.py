@@ -15,6 +15,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.machine.steward import flush, grants
 from ckptd.daemon import durable, read_back, retention, services
 from ckptd.daemon.server import FLUSH_THREADS_MAX
+from ckptd.observe.sight import ALL
 from ckptd.persist.commits import list_commits
 from ckptd.persist.names import attempt_dir, epoch_dir
 from ckptd.persist.retention import Retained
@@ -340,6 +341,29 @@ async def test_lists_do_not_wait_for_storage_that_hangs(
             assert [row["step"] for row in answer.rows] == [3]
         assert "no answer" in house.problems()["storage"]
         go.set()
+
+
+async def test_lists_that_were_given_up_do_not_pile_up_while_storage_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody asks for them once a second, and storage hangs for a day."""
+    go = threading.Event()
+    monkeypatch.setattr(services, "LIST_TIMEOUT_S", 0.01)
+    async with rig(storage_root=tmp_path) as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(3)
+        await rank.durable(3)
+        with monkeypatch.context() as patch:
+            patch.setattr(house.daemon.services.storage, "entries", lambda path: go.wait(30) or [])
+            for _ in range(50):
+                await house.shell().durable.steps()
+                await house.daemon.status.ls(ALL)
+            assert house.daemon.services.disk._shared._queue.qsize() <= 2
+        go.set()
+        await eventually(lambda: not house.daemon.services.given_up)
+        monkeypatch.undo()
+        assert [row["step"] for row in await house.shell().durable.steps() if "storage" in row["where"]] == [3]
 
 
 async def test_a_read_back_that_hangs_does_not_hurry_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
