@@ -26,6 +26,7 @@ from ckptd_client.statics import Statics, mark_of
 from ckptd_client.versions import Versions
 
 log = logging.getLogger("ckptd")
+INTERRUPTED = "interrupted by an exception while it was copied"
 STOP_WAIT_S = 5.0  # at close, for the chunk in flight
 DEVICE_POLL_S = (
     0.002  # is the device done? Asked, not waited for, so that the next job can be enqueued meanwhile
@@ -175,12 +176,26 @@ class Engine:
     # --- the fence ----------------------------------------------------------------------------------------------
     def _copy_until(self, deadline: float) -> bool:
         """Copy along until all is copied. False: the deadline (monotonic seconds) came first."""
-        while not self._all_copied():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            self._help(left)
+        try:
+            while not self._all_copied():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._help(left)
+        except BaseException:  # Ctrl-C, or what a signal handler raises
+            self._interrupted()
+            raise
         return True
+
+    def _interrupted(self) -> None:
+        """This thread copies nothing any more, and nobody knows how much of its chunk."""
+        me = threading.get_ident()
+        with self._changed:
+            for job in self._jobs:
+                if me in job.in_flight:
+                    job.in_flight = [each for each in job.in_flight if each != me]
+                    job.stop = job.stop or INTERRUPTED
+            self._changed.notify_all()
 
     def _all_copied(self) -> bool:
         with self._changed:
@@ -209,10 +224,10 @@ class Engine:
             for job in jobs:
                 asked = _switches.VERSIONS and not job.looked
                 found = [*job.versions.moved(), *job.of_state.moved()] if asked else []
-                job.looked, job.of_state = True, Versions((), ())
                 if any(one.behind for one in found):
                     job.were_written([one for one in found if one.fenced], "written before the fence:")
                     job.were_stepped({one.key for one in found})
+                job.looked, job.of_state = True, Versions((), ())  # at last: who is interrupted before has not looked
             self._changed.notify_all()
 
     def _hold_back_devices(self) -> None:
@@ -305,7 +320,6 @@ class Engine:
         for job in self._jobs:
             chunk = job.next_chunk()
             if chunk is not None:
-                job.in_flight += 1
                 return job, chunk
             if not job.copied:
                 return None  # its slot may be the next job's slot
@@ -320,10 +334,10 @@ class Engine:
         except (RuntimeError, FailpointError) as error:
             trouble = f"copy of {chunk.copy.key} failed: {error}"
         with self._changed:
-            job.in_flight -= 1
+            job.in_flight.remove(threading.get_ident())
             if trouble:
                 job.stop = job.stop or trouble
-            if job.in_flight == 0:
+            if not job.in_flight:
                 self._changed.notify_all()
 
     def _enqueue(self, job: Job) -> None:

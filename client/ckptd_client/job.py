@@ -93,7 +93,7 @@ class Job:
     written: dict[str, set[str]] = field(default_factory=dict)  # owner -> keys that were written past the fence
     over: bool = False
     enqueued: bool = False
-    in_flight: int = 0
+    in_flight: list[int] = field(default_factory=list)  # the threads that copy a chunk of it
     began: float = field(default_factory=time.monotonic)
     capture_s: float = 0.0
     _storages: set[int] | None = None
@@ -101,15 +101,19 @@ class Job:
     _exhausted: bool = False
 
     def next_chunk(self) -> Chunk | None:
-        """Called under the engine's lock."""
+        """Called under the engine's lock, by the thread that copies it. That one is in flight before it has the chunk: where a signal
+        handler raises in between, the chunk is lost."""
         if self.stop:
             self._exhausted = True
         if self._exhausted:
             return None
+        self.in_flight.append(threading.get_ident())
         if self._chunks is None:
             self._chunks = _chunks(self.copies)
         chunk = next(self._chunks, None)
-        self._exhausted = chunk is None
+        if chunk is None:
+            self._exhausted = True
+            self.in_flight.remove(threading.get_ident())
         return chunk
 
     def were_written(self, found: Collection[Copy | Watched], how: str) -> None:
@@ -150,7 +154,7 @@ class Job:
     @property
     def copied(self) -> bool:
         device_done = self.device is None or self.enqueued
-        return self._exhausted and self.in_flight == 0 and (device_done or bool(self.stop))
+        return self._exhausted and not self.in_flight and (device_done or bool(self.stop))
 
 
 def _chunks(copies: list[Copy]) -> Iterator[Chunk]:

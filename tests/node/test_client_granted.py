@@ -1,13 +1,19 @@
-"""Grants on the client's side (D9): late, taken back, waited for and no longer waited for."""
+"""Grants on the client's side (D9): late, taken back, waited for, no longer waited for, and those of calls that are interrupted."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ckptd_client import Client
+from ckptd_client.capture import INTERRUPTED
 from ckptd_client.copying import Copy
 from ckptd_client.handles import Handle
+from ckptd_client.job import Job
 from ckptd_client.session import NO_GRANT_YET
 
 from ckptd.wire import rank as wire
@@ -108,3 +114,40 @@ def test_who_waits_no_longer_says_so(daemon: RankDaemonDouble) -> None:
         assert client.snapshot(1, must=True).status.startswith("skipped")
         daemon.wait_for(lambda: len(daemon.messages(wire.Called)) == 2)
     assert [(told.step, told.asks) for told in daemon.messages(wire.Called)] == [(1, True), (1, False)]
+
+
+def interrupting(call: Callable[..., Any], struck: threading.Event) -> Callable[..., Any]:
+    """The same call, with a Ctrl-C at its end where this thread makes it; another thread waits for that."""
+    me = threading.current_thread()
+
+    def interrupted(*args: Any) -> Any:
+        if threading.current_thread() is not me:
+            assert struck.wait(30)
+        found = call(*args)
+        if threading.current_thread() is me and not struck.is_set():
+            struck.set()
+            raise KeyboardInterrupt
+        return found
+
+    return interrupted
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Copy, "run"), (Job, "next_chunk")], ids=["in a copy", "with a chunk in hand"])
+def test_a_step_that_is_interrupted_in_the_fence_leaves_no_capture_that_never_ends(
+    kind: type, name: str, daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P5: every later step waited for fence_timeout_s. P1: what the interrupted thread was to copy is missing."""
+    struck = threading.Event()
+    with stepped(daemon) as (client, training):
+        with monkeypatch.context() as struck_once, client._engine._changed:  # the engine's thread waits, this one goes first
+            handle = client.snapshot(1, must=True)
+            struck_once.setattr(kind, name, interrupting(getattr(kind, name), struck))
+            with pytest.raises(KeyboardInterrupt):
+                training.step()
+        until(lambda: client._engine.idle, what="the end of the capture")
+        assert handle.status == f"void: {INTERRUPTED}"
+        daemon.wait_for(lambda: list(daemon.voided.values()) == [INTERRUPTED])
+        began = time.monotonic()
+        training.step()
+        assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
+        assert time.monotonic() - began < 10
