@@ -49,6 +49,7 @@ class Engine:
         self._closing = False
         self._thread: threading.Thread | None = None
         self.statics = Statics()
+        self.newest = -1  # the grant of the job that came last, which is answered when that is over
         self.fenced_s = 0.0  # seconds that optimizers have waited, all together
 
     # --- the trainer's side -------------------------------------------------------------------------------------
@@ -58,6 +59,7 @@ class Engine:
         with self._changed:
             if self._closing:
                 job.stop = "closed"
+            self.newest = job.grant
             self._jobs.append(job)
             self._start()
             self._changed.notify_all()

@@ -67,6 +67,11 @@ class Grants:
                 return self._untaken.pop(index)
         return None
 
+    @property
+    def taken(self) -> tuple[int, int]:
+        """The newest grant that was taken, and for which step; -1: that is to be said anew."""
+        return self._taken, self._taken_at
+
     def took(self, step: int) -> bool:
         """Did a grant take this step, the newest of which that can be said?"""
         return 0 <= step == self._taken_at

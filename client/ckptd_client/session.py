@@ -36,7 +36,6 @@ RESTORE_SILENT_AFTER_S = 60.0  # the same while it restores: it may be busy
 ASK_EVERY_S = 2.0
 LOST_HINT = "start the job again: a daemon that is started again finds its memory as it was; its log says why it ended"
 
-
 GRANTED_AHEAD, TAKEN_BACK = "granted ahead", "taken back"
 LARGER = "slots are being made larger"
 NO_GRANT_YET, SILENT = "no grant yet: none has arrived", "the daemon is silent"
@@ -396,15 +395,16 @@ class Session:
         taken: list[Grant] = []
 
         def look() -> bool:
-            grant = self.grants.take(step)
-            taken.extend([grant] if grant else [])
+            taken.extend(filter(None, [self.grants.take(step)]))
             return bool(taken) or self.phase != READY or not self.link.up or self.grants.passed_over(step, time.monotonic())
 
         self._asking = wait_s > 0
         if self._asking:
             self.clock.waits()
-        self.wait(look, time.monotonic() + wait_s)
-        self._asking = False
+        try:
+            self.wait(look, time.monotonic() + wait_s)
+        finally:
+            self._asking = False
         return taken[0] if taken else None
 
     def wait(

@@ -22,7 +22,7 @@ from ckptd.wire.seqpacket import memfd_object
 from ckptd_client import complete, fence, gradients, libc, resolve, tree
 from ckptd_client.again import Captured, Look, hashes, look_at
 from ckptd_client.attributes import Attributes
-from ckptd_client.capture import Engine
+from ckptd_client.capture import INTERRUPTED, Engine
 from ckptd_client.entries import State
 from ckptd_client.frozen import FrozenCapture, FrozenSlot
 from ckptd_client.gather import gather
@@ -105,6 +105,24 @@ class Snapshots:
         bound."""
         patience_s = min(self._must_timeout_s, self._must_timeout_s if wait_s is None else wait_s)
         deadline = time.monotonic() + (patience_s if must else 0.0)
+        before = self._session.grants.taken
+        try:
+            self._take(handle, meta, keep, must, deadline)
+        except BaseException:  # Ctrl-C, or what a signal handler raises
+            number, step = self._session.grants.taken
+            if (number, step) != before and step == handle.step:
+                self._interrupted(handle, number)
+            raise
+
+    def _interrupted(self, handle: Handle, grant: int) -> None:
+        """Nobody gets the handle. Its slot is free again once the grant is answered: by the end of the capture, where it has begun."""
+        if self._engine.newest == grant:
+            self._engine.stop(grant, INTERRUPTED)
+        else:
+            self._lost(handle, f"failed: {INTERRUPTED}")
+            self._session.give_up(grant, handle.step, INTERRUPTED)
+
+    def _take(self, handle: Handle, meta: dict[str, Any], keep: bool, must: bool, deadline: float) -> None:
         grant: Grant | None = None
         try:
             with self._failing(handle):

@@ -120,10 +120,10 @@ def interrupting(call: Callable[..., Any], struck: threading.Event) -> Callable[
     """The same call, with a Ctrl-C at its end where this thread makes it; another thread waits for that."""
     me = threading.current_thread()
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not me:
             assert struck.wait(30)
-        found = call(*args)
+        found = call(*args, **kwargs)
         if threading.current_thread() is me and not struck.is_set():
             struck.set()
             raise KeyboardInterrupt
@@ -151,3 +151,22 @@ def test_a_step_that_is_interrupted_in_the_fence_leaves_no_capture_that_never_en
         training.step()
         assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
         assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("where", ["take", "_capture", "submit"])
+def test_a_snapshot_that_is_interrupted_answers_its_grant(where: str, daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: its slot was never free again, and after three of them nothing was granted any more."""
+    owner = {"take": "_session", "_capture": "_snapshots", "submit": "_engine"}[where]
+    with stepped(daemon) as (client, training):
+        for step in range(1, 5):
+            until(lambda: client._session.grants, what="a grant")
+            training.step()
+            with monkeypatch.context() as interrupted:
+                call = interrupting(getattr(getattr(client, owner), where), threading.Event())
+                interrupted.setattr(getattr(client, owner), where, call)
+                with pytest.raises(KeyboardInterrupt):
+                    client.snapshot(step)
+            daemon.wait_for(lambda step=step: len(daemon.voided) == step)
+        assert set(daemon.voided.values()) == {INTERRUPTED}
+        training.step()
+        assert client.snapshot(5, must=True).wait("sealed", 30) == "durable"
