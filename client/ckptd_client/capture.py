@@ -19,6 +19,7 @@ from ckptd_client import _switches, device, libc
 from ckptd_client.accelerator import Accelerator, aside
 from ckptd_client.collectives import storages
 from ckptd_client.copying import Copy
+from ckptd_client.interrupts import by_a_signal
 from ckptd_client.job import Chunk, Job, OnSealed, OnVoid
 from ckptd_client.segments import SlotView
 from ckptd_client.standing import may_be_in_the_same_call, standing
@@ -26,7 +27,7 @@ from ckptd_client.statics import Statics, mark_of
 from ckptd_client.versions import Versions
 
 log = logging.getLogger("ckptd")
-INTERRUPTED = "interrupted by an exception while it was copied"
+INTERRUPTED = "interrupted by an exception"
 STOP_WAIT_S = 5.0  # at close, for the chunk in flight
 DEVICE_POLL_S = (
     0.002  # is the device done? Asked, not waited for, so that the next job can be enqueued meanwhile
@@ -334,6 +335,8 @@ class Engine:
                 failpoint("capture.helping" if helping else "capture.tensor")
             chunk.copy.run(chunk.begin, chunk.length)
         except (RuntimeError, FailpointError) as error:
+            if by_a_signal(error):
+                raise
             trouble = f"copy of {chunk.copy.key} failed: {error}"
         with self._changed:
             job.in_flight.remove(threading.get_ident())

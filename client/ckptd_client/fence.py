@@ -16,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptd_client import _switches, accelerator, collectives, graphs, hyper, watch
+from ckptd_client.interrupts import by_a_signal
 
 log = logging.getLogger("ckptd")
 
@@ -151,7 +152,9 @@ def _fence_all() -> None:
 def _safely(call: Callable[..., None], *args: Any) -> None:
     try:
         call(*args)
-    except Exception:
+    except Exception as error:
+        if by_a_signal(error):
+            raise
         log.exception("ckptd client: fence")  # never the trainer's problem (P5)
 
 

@@ -101,8 +101,8 @@ class Job:
     _exhausted: bool = False
 
     def next_chunk(self) -> Chunk | None:
-        """Called under the engine's lock, by the thread that copies it. That one is in flight before it has the chunk: where a signal
-        handler raises in between, the chunk is lost."""
+        """Called under the engine's lock, by the thread that copies it. That one is in flight before it has the chunk: where it is
+        interrupted in between, the chunk is lost."""
         if self.stop:
             self._exhausted = True
         if self._exhausted:

@@ -29,6 +29,7 @@ from ckptd_client.gather import gather
 from ckptd_client.gradients import Accumulation
 from ckptd_client.grants import Grant
 from ckptd_client.handles import Handle, Outgrown, Skip
+from ckptd_client.interrupts import by_a_signal
 from ckptd_client.job import NAMED_MAX, Job
 from ckptd_client.joining import Joiner
 from ckptd_client.plan import Plan, make_plan
@@ -115,7 +116,8 @@ class Snapshots:
             raise
 
     def _interrupted(self, handle: Handle, grant: int) -> None:
-        """Nobody gets the handle. Its slot is free again once the grant is answered: by the end of the capture, where it has begun."""
+        """Nobody gets the handle. The grant is answered, so that its slot is free again: by the end of the capture, where that has
+        begun."""
         if self._engine.newest == grant:
             self._engine.stop(grant, INTERRUPTED)
         else:
@@ -163,6 +165,8 @@ class Snapshots:
             self._lost(handle, f"failed: {error.what}")
             self._troubles.report("capture", f"snapshot {handle.step} failed: {error}")
         except Exception as error:
+            if by_a_signal(error):
+                raise
             self._lost(handle, f"failed: {type(error).__name__}: {error}")
             self._troubles.report("capture", f"snapshot {handle.step} failed: {error}")
             log.exception("ckptd client: snapshot %d", handle.step)

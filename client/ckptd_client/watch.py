@@ -14,6 +14,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ckptd_client.interrupts import by_a_signal
+
 log = logging.getLogger("ckptd")
 _serials = itertools.count(1)  # of steps and of registrations, in the order in which they happened
 _first: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -59,7 +61,9 @@ def _gradients_used(by: Optimizer | None) -> None:
     for each in list(_accumulating):
         try:
             each.used(by)
-        except Exception:
+        except Exception as error:
+            if by_a_signal(error):
+                raise
             log.exception("ckptd client: gradients")  # never the trainer's problem (P5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 from ckptd_client import Client
-from ckptd_client.capture import INTERRUPTED
+from ckptd_client.capture import INTERRUPTED, Engine
 from ckptd_client.copying import Copy
+from ckptd_client.gradients import Accumulation
 from ckptd_client.handles import Handle
 from ckptd_client.job import Job
 from ckptd_client.session import NO_GRANT_YET
+from ckptd_client.snapshots import Snapshots
 
 from ckptd.wire import rank as wire
 from tests.node.client_training import stepped
@@ -154,7 +157,9 @@ def test_a_step_that_is_interrupted_in_the_fence_leaves_no_capture_that_never_en
 
 
 @pytest.mark.parametrize("where", ["take", "_capture", "submit"])
-def test_a_snapshot_that_is_interrupted_answers_its_grant(where: str, daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_is_interrupted_answers_its_grant(
+    where: str, daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P5: its slot was never free again, and after three of them nothing was granted any more."""
     owner = {"take": "_session", "_capture": "_snapshots", "submit": "_engine"}[where]
     with stepped(daemon) as (client, training):
@@ -166,7 +171,49 @@ def test_a_snapshot_that_is_interrupted_answers_its_grant(where: str, daemon: Ra
                 interrupted.setattr(getattr(client, owner), where, call)
                 with pytest.raises(KeyboardInterrupt):
                     client.snapshot(step)
-            daemon.wait_for(lambda step=step: len(daemon.voided) == step)
-        assert set(daemon.voided.values()) == {INTERRUPTED}
+            daemon.wait_for(lambda step=step: list(daemon.voided.values()).count(INTERRUPTED) == step)
         training.step()
         assert client.snapshot(5, must=True).wait("sealed", 30) == "durable"
+
+
+class Alarm(RuntimeError):
+    """A watchdog's."""
+
+
+def named(number: int, frame: object) -> None:
+    raise Alarm(number)
+
+
+def starred(*of_a_signal: object) -> None:
+    raise Alarm(*of_a_signal)
+
+
+@pytest.mark.parametrize("handler", [named, starred])
+@pytest.mark.parametrize("where", ["snapshot", "fence", "copy", "end of a step"])
+def test_what_a_signal_handler_raises_reaches_the_program(
+    where: str, handler: Callable[..., None], daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for an error of ours, logged and swallowed (P5)."""
+    owner, name = {
+        "snapshot": (Snapshots, "_capture"),
+        "fence": (Engine, "fence"),
+        "copy": (Copy, "run"),
+        "end of a step": (Accumulation, "used"),
+    }[where]
+    call = getattr(owner, name)
+
+    def signalled(*args: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGALRM)
+        call(*args)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with stepped(daemon) as (client, training), client._engine._changed, monkeypatch.context() as watched:
+            until(lambda: client._session.grants, what="a grant")
+            watched.setattr(owner, name, signalled)
+            with pytest.raises(Alarm):
+                (client.snapshot(1), training.step())
+            watched.undo()
+    finally:
+        signal.signal(signal.SIGALRM, before)
