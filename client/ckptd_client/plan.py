@@ -118,13 +118,15 @@ class Plan:
 
 
 def signature_of(state: State) -> tuple[Any, ...]:
-    """Equal when the same layout fits: names, dtypes, shapes, placements and modes."""
+    """Equal when the same plan fits: names, dtypes, shapes, placements and modes, of the same owners. Those that are registered
+    again are others, and a plan that names the old ones would note of them what it finds out."""
     rows: list[Any] = [(tuple(state.aliases), state.without)]
     for entry in state.entries:
         tensor = entry.tensor
         spec: Any = getattr(tensor, "_spec", None) if is_dtensor(tensor) else None
         placing = None if spec is None else (id(spec.mesh), spec.placements)
-        rows.append((entry.key, entry.mode, tensor.dtype, tensor.shape, tensor.device, placing, entry.copies, entry.role))
+        kind = tensor.dtype, tensor.shape, tensor.device
+        rows.append((entry.key, entry.mode, *kind, placing, entry.copies, entry.role, entry.owner))
     return tuple(rows)
 
 

@@ -74,6 +74,21 @@ def test_parameters_called_frozen_that_change_all_the_time_are_captured_with_the
         assert not daemon.held[1, 8][0].layout.frozen_bytes
 
 
+def test_parameters_called_frozen_that_change_are_known_as_such_also_when_registered_again(daemon: RankDaemonDouble) -> None:
+    """P14: what was registered first was told so each time, and every snapshot from then on was skipped."""
+    training, teacher = with_frozen_module("teacher")
+    with restored(daemon, training) as client:
+        for number in range(1, 8):
+            if number == 3:
+                client.register(model=training.model, optimizer=training.optimizer)
+            with torch.no_grad():
+                teacher.weight.add_(1)
+            handle = client.snapshot(number, must=True)
+            handle.wait("sealed", 30)
+        assert handle.status == "durable"
+        assert_same(daemon.held[1, 7][0], training.tensors())
+
+
 def test_a_frozen_parameter_written_behind_our_back_is_found_and_soon_captured_with_the_others(
     daemon: RankDaemonDouble,
 ) -> None:
