@@ -12,7 +12,7 @@ from ckptd.wire import rank as wire
 from ckptd_client.capture import Engine
 from ckptd_client.entries import Mode
 from ckptd_client.gather import local_tensor
-from ckptd_client.handles import Skip
+from ckptd_client.handles import Skip, Thawed
 from ckptd_client.plan import Plan, Source
 from ckptd_client.segments import SlotView
 from ckptd_client.session import Session
@@ -37,8 +37,8 @@ class FrozenCapture:
         self._asked = False  # for a slot, since the newest one that was not needed
 
     def slot_for(self, plan: Plan, tensors: Sequence[Tensor], patience_s: float) -> FrozenSlot:
-        """For a plan with a frozen part; the slot comes pinned. Raises Skip: there is none now. ``patience_s``: to wait for
-        one."""
+        """For a plan with a frozen part; the slot comes pinned. Raises Skip: there is none now; Thawed: none is
+        needed. ``patience_s``: to wait for one."""
         self._wait_until_filled()
         session, statics = self._session, self._engine.statics
         with session.changed:
@@ -95,7 +95,7 @@ class FrozenCapture:
             sources = _sources(plan)
             for at in changed:
                 sources[at].owner.thawed = True
-            raise Skip(f"{sources[changed[0]].key} has requires_grad=False and changes: it is captured each time now")
+            raise Thawed(f"{sources[changed[0]].key} has requires_grad=False and changes: it is captured each time now")
 
     def _kept(self, layout_id: str) -> SlotView | None:
         """What an earlier life captured under the same layout, pinned; once."""

@@ -38,6 +38,10 @@ class Skip(Exception):
     """This snapshot will not be taken; the reason."""
 
 
+class Thawed(Skip):
+    """What was called frozen is not: from now on it is captured with everything else, by another plan."""
+
+
 class Outgrown(Skip):
     """The slot that was granted is too small for the state; a larger one has been asked for."""
 

@@ -28,7 +28,7 @@ from ckptd_client.frozen import FrozenCapture, FrozenSlot
 from ckptd_client.gather import gather
 from ckptd_client.gradients import Accumulation
 from ckptd_client.grants import Grant
-from ckptd_client.handles import Handle, Outgrown, Skip
+from ckptd_client.handles import Handle, Outgrown, Skip, Thawed
 from ckptd_client.interrupts import by_a_signal
 from ckptd_client.job import NAMED_MAX, Job
 from ckptd_client.joining import Joiner
@@ -133,7 +133,10 @@ class Snapshots:
                     grant, slot = self._grant(handle.step, must or keep, must, deadline)
                     try:
                         failpoint("capture.granted")
-                        self._capture(handle, grant, slot, meta, keep, deadline)
+                        try:
+                            self._capture(handle, grant, slot, meta, keep, deadline)
+                        except Thawed:  # the state is still that of this call
+                            self._capture(handle, grant, slot, meta, keep, deadline)
                         return
                     except Outgrown as reason:
                         if not must or time.monotonic() >= deadline:
