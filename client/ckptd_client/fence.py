@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from ckptd_client import _switches, accelerator, collectives, graphs, hyper, wat
 from ckptd_client.interrupts import by_a_signal
 
 log = logging.getLogger("ckptd")
+LAST = "ckptd"  # the key of our hook behind an optimizer's own
 
 
 class Fenced(Protocol):
@@ -94,6 +96,8 @@ def _before_step(
         _safely(client.not_fenced if capturing else client.before_step, optimizer)
     if capturing:
         return None
+    if _others(optimizer):
+        _safely(_fence_last, optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure) or not _evaluates_first(optimizer):
         _fence_all()
@@ -106,8 +110,27 @@ def _before_step(
 def _evaluates_first(optimizer: Optimizer) -> bool:
     """Does this optimizer write nothing before its closure has returned? All of torch's own do so: forward and backward pass
     run in the closure and need not wait. Another class may write first (SAM does), and so may a hook that runs after ours."""
-    others = len(torch_optimizer._global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks
-    return type(optimizer).step.__module__.startswith("torch.optim.") and not others
+    return type(optimizer).step.__module__.startswith("torch.optim.") and not _others(optimizer)
+
+
+def _others(optimizer: Optimizer) -> bool:
+    """Are there hooks that run after ours?"""
+    own = optimizer._optimizer_step_pre_hooks.keys() - {LAST}
+    return len(torch_optimizer._global_optimizer_pre_hooks) > 1 or bool(own)
+
+
+def _fence_last(optimizer: Optimizer) -> None:
+    """One of the hooks between ours and the step may take a snapshot, which no fence would follow: a fused step moves no counter
+    either. The optimizer's own hooks have not begun yet, so one more can be put behind them."""
+    hooks: OrderedDict[Any, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
+    hooks[LAST] = _behind_hooks
+    hooks.move_to_end(LAST)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _behind_hooks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _switches.FENCE and not accelerator.capturing():
+        _fence_all()
 
 
 def _fencing(closure: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptd.core import failpoint
 from tests.node.client_training import assert_same, begun
@@ -137,6 +138,31 @@ def test_a_hook_of_the_users_that_writes_before_the_step_is_waited_for(daemon: R
 
     run = stepped(daemon, TORCHS["SGD"], step)
     assert not run.seen[0]
+
+
+@pytest.mark.parametrize("register", [None, register_optimizer_step_pre_hook], ids=["its own", "of all"])
+@pytest.mark.parametrize("name", ["SGD", "fused"])
+def test_a_snapshot_in_a_hook_of_the_users_is_fenced_from_the_step_behind_it(
+    name: str, register: Callable[..., Any] | None, daemon: RankDaemonDouble
+) -> None:
+    """P1: our hook has run before it, and a fused step moves no counter that could tell."""
+    run, expected, handles = Run(TORCHS[name]), {}, []
+    with begun(daemon, model=run.model, optimizer=run.optimizer) as client:
+        run.optimizer.step(run.closure)
+
+        def hook(*_: object) -> None:
+            expected.update(run.tensors())
+            handles.append(client.snapshot(1, must=True))
+
+        failpoint.arm(f"capture.tensor:sleep={DELAY_S}")
+        hooked = (register or run.optimizer.register_step_pre_hook)(hook)
+        try:
+            run.optimizer.step()
+        finally:
+            hooked.remove()
+        failpoint.arm("")
+        assert handles[0].wait("sealed", 30) == "durable"
+    assert_same(daemon.held[1, 1][0], expected)
 
 
 def test_what_the_closure_raises_is_the_trainers(daemon: RankDaemonDouble) -> None:
