@@ -427,7 +427,8 @@ class Snapshots:
         self._registry.were_written(job.written, job.grant)
         if session.connection == job.connection:
             owners = self._registry.owners
-            found = {name: () if owners[name].writes_unfenced else keys for name, keys in job.written.items()}
+            unfenced = {name for name in job.written if name in owners and owners[name].writes_unfenced}  # one may be gone again
+            found = {name: () if name in unfenced else keys for name, keys in job.written.items()}
             written = {name: list(keys) for name, keys in bounded(found).items()}
             session.link.send(wire.GaveUp(job.grant, job.step, brief(reason), written))
         with session.changed:

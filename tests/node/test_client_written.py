@@ -319,3 +319,16 @@ def test_without_the_look_at_the_counters_these_snapshots_are_torn(
 ) -> None:
     monkeypatch.setattr(_switches, "VERSIONS", False)
     assert trained(daemon, make(), nothing if make is Words else clamp).torn != []
+
+
+def test_a_tensor_that_is_written_and_taken_out_of_its_dict_while_it_is_captured_is_void(daemon: RankDaemonDouble) -> None:
+    """P15: nobody was told of it by then, neither the handle nor the daemon, which waited for that grant's answer."""
+    training, more = Training(), {"x": torch.zeros(100, 100), "y": torch.zeros(100, 100)}
+    with restored(daemon, training) as client:
+        client.register(fenced=True, extra=more)
+        training.step()
+        handle = client.snapshot(1, must=True)
+        more.pop("x").add_(1)
+        client.snapshot(2, must=True)  # which looks at the dict again
+        assert until(lambda: not handle.taken and handle.status) == "void: written before the fence: extra.x"
+        daemon.wait_for(lambda: handle.status.removeprefix("void: ") in daemon.voided.values())
