@@ -5,20 +5,20 @@ What a program sets before that step it sets again after a restore; what was cha
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptd_client.same import differing
 from ckptd_client.statics import mark_of
 
 SMALL_MAX = 1024  # elements of a tensor that may be a counter or a table; larger ones are more likely scratch memory
-_first: weakref.WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = weakref.WeakKeyDictionary()  # marks of each group
+_first: MutableMapping[Optimizer, list[dict[str, Any]]] = WeakIdKeyDictionary()  # each group's marks
 
 
 def begins(optimizer: Optimizer) -> None:

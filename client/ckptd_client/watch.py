@@ -7,19 +7,20 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptd_client.interrupts import by_a_signal
 
 log = logging.getLogger("ckptd")
 _serials = itertools.count(1)  # of steps and of registrations, in the order in which they happened
-_first: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-_last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_first: MutableMapping[Optimizer, int] = WeakIdKeyDictionary()  # a class may have no hash
+_last: MutableMapping[Optimizer, int] = WeakIdKeyDictionary()
 _accumulating: weakref.WeakSet[Accumulating] = weakref.WeakSet()
 _lock = threading.Lock()
 _installed = False

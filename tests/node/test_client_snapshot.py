@@ -435,6 +435,24 @@ def test_values_and_tensors_under_any_names(daemon: RankDaemonDouble) -> None:
     assert tree.decode(objects["progress"]) == {"epoch": 3, "seen": {1, 2}}
 
 
+class Compared(torch.optim.SGD):
+    """A class with __eq__ has no hash unless it says so."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compared) and self.param_groups == other.param_groups
+
+
+def test_an_optimizer_without_a_hash_steps_and_is_captured(daemon: RankDaemonDouble) -> None:
+    """P5: its step() raised TypeError once any client was connected."""
+    training = Training()
+    training.optimizer = Compared(training.model.parameters(), lr=0.1, momentum=0.9)
+    with restored(daemon, training) as client:
+        training.step()
+        expected = training.tensors()
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        assert_same(daemon.held[1, 1][0], expected)
+
+
 def test_two_threads_never_wait_for_each_other(daemon: RankDaemonDouble) -> None:
     """The optimizer of another thread fences too; a snapshot in mid-copy is no deadlock."""
     training, other = Training(), Training()
