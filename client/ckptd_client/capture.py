@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ckptd.core.failpoint import FailpointError, failpoint
 from ckptd_client import _switches, device, libc
@@ -84,9 +84,9 @@ class Engine:
         with self._changed:
             return not self._jobs
 
-    def reads(self, tensors: list[Tensor]) -> bool:
+    def reads(self, written: Sequence[Tensor | UntypedStorage]) -> bool:
         """Does a capture that is under way read the storage of one of these?"""
-        asked = storages(tensors)
+        asked = storages(written)
         with self._changed:
             jobs = list(self._jobs)
         return any(asked & job.storages for job in jobs)

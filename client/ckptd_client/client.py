@@ -311,8 +311,8 @@ class Client:
         elif not self._gone and not self._engine.idle:
             self._engine.fence(self._fence_timeout_s)
 
-    def reads(self, tensors: list[torch.Tensor]) -> bool:
-        return not self._gone and not self._engine.idle and self._engine.reads(tensors)
+    def reads(self, written: Sequence[torch.Tensor | torch.UntypedStorage]) -> bool:
+        return not self._gone and not self._engine.idle and self._engine.reads(written)
 
     def stepped(self) -> None:
         """Call it after each step that is made without calling a torch optimizer's ``step()``: a replayed graph, an optimizer of

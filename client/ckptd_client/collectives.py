@@ -4,11 +4,11 @@ what a capture still reads waits first, as an optimizer's step does (P1)."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 # Methods of torch.distributed.ProcessGroup whose first argument is written; which there are depends on the version of torch.
 WRITING = (
@@ -46,12 +46,12 @@ def _tensors(found: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def storages(tensors: list[Tensor]) -> set[int]:
+def storages(written: Sequence[Tensor | UntypedStorage]) -> set[int]:
     """Addresses of what they lie in; of one without memory of its own there is none."""
     found = set()
-    for tensor in tensors:
+    for each in written:
         try:
-            found.add(tensor.untyped_storage().data_ptr())
+            found.add((each.untyped_storage() if isinstance(each, Tensor) else each).data_ptr())
         except (RuntimeError, NotImplementedError):  # a wrapper: its parts are given by themselves
             continue
     return found - {0}

@@ -7,11 +7,11 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -36,7 +36,7 @@ class Fenced(Protocol):
     def hold(self) -> None:
         """Wait, bounded, until nothing that training may write is still being read."""
 
-    def reads(self, tensors: list[Tensor]) -> bool:
+    def reads(self, written: Sequence[Tensor | UntypedStorage]) -> bool:
         """Is one of these, or another one of its storage, still being read?"""
 
 
@@ -72,7 +72,8 @@ def join(client: Fenced) -> None:
         _wrap_averaged_model()
         _wrap_swap()
         graphs.install(_fence_for_graph, _counters)
-        collectives.install(_before_collective)
+        collectives.install(_before_write)
+        _wrap_resize()
 
 
 def leave(client: Fenced) -> None:
@@ -150,9 +151,9 @@ def _fence_for_graph() -> None:
         _fence_all()
 
 
-def _before_collective(tensors: list[Tensor]) -> None:
+def _before_write(written: Sequence[Tensor | UntypedStorage]) -> None:
     def hold(client: Fenced) -> None:
-        if client.reads(tensors):
+        if client.reads(written):
             client.hold()
 
     for client in list(_clients.live) if _switches.FENCE else ():
@@ -193,6 +194,19 @@ def _wrap_swap() -> None:
         return swap(t1, t2)  # type: ignore[no-untyped-call]
 
     torch.utils.swap_tensors = torch._disable_dynamo(fenced)  # type: ignore[attr-defined]
+
+
+def _wrap_resize() -> None:
+    """A storage of another size lets its memory go, however many refer to it: who still copies from there would die (P5)."""
+    storage: Any = UntypedStorage
+    resize = storage.resize_
+
+    @functools.wraps(resize)
+    def fenced(self: UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        _before_write([self])
+        return resize(self, *args, **kwargs)
+
+    storage.resize_ = torch._disable_dynamo(fenced)  # type: ignore[attr-defined]
 
 
 def _wrap_averaged_model() -> None:

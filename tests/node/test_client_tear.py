@@ -7,7 +7,7 @@ in turn, and then the test must see a torn snapshot.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -164,11 +164,8 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
-def test_a_collective_waits_for_what_it_is_to_write(daemon: RankDaemonDouble, call: str) -> None:
-    """P1: the backend writes below autograd, and no version counter tells (`dist.all_reduce(p)` after snapshot(), two ranks on
-    gloo: snapshots of old, new and half-reduced tensors were sealed)."""
+def assert_waits(daemon: RankDaemonDouble, elsewhere: Callable[[], object], call: Callable[[torch.Tensor], object]) -> None:
+    """``call`` waits for the capture of the parameter that it is given; ``elsewhere``, of what is not captured, does not."""
     model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Client.connect("job", socket=daemon.path) as client:
@@ -178,13 +175,31 @@ def test_a_collective_waits_for_what_it_is_to_write(daemon: RankDaemonDouble, ca
         optimizer.step()
         before = {f"model.{key}": value.clone() for key, value in model.state_dict().items()}
         handle = client.snapshot(1, must=True)
-        dist.all_reduce(torch.ones(3))
+        elsewhere()
         assert handle.status == "capturing", "what is not ours does not wait"
         with torch.no_grad():
             for parameter in model.parameters():
-                getattr(dist, call)(parameter.detach(), **({"src": 0} if call == "broadcast" else {}))
-                parameter.data.zero_()  # of one rank alone the collective itself changes nothing
+                call(parameter.detach())
+                parameter.data.zero_()  # no counter moves, and a collective of one rank alone changes nothing itself
         assert handle.wait("sealed", 30) in ("sealed", "durable")
     (ranks,) = daemon.held.values()
     found = stored(ranks[0])
     assert not [key for key, value in before.items() if not bits_equal(found[key], value)], "torn"
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
+def test_a_collective_waits_for_what_it_is_to_write(daemon: RankDaemonDouble, call: str) -> None:
+    """P1: the backend writes below autograd, and no version counter tells (`dist.all_reduce(p)` after snapshot(), two ranks on
+    gloo: snapshots of old, new and half-reduced tensors were sealed)."""
+    options = {"src": 0} if call == "broadcast" else {}
+    assert_waits(daemon, lambda: dist.all_reduce(torch.ones(3)), lambda tensor: getattr(dist, call)(tensor, **options))
+
+
+def test_a_storage_that_is_resized_waits_for_what_reads_it(daemon: RankDaemonDouble) -> None:
+    """P5: its memory is gone then, and the trainer died of SIGSEGV where it was copied."""
+
+    def resize(tensor: torch.Tensor) -> None:
+        tensor.untyped_storage().resize_(2 * tensor.untyped_storage().size())
+
+    assert_waits(daemon, lambda: resize(torch.ones(3)), resize)
