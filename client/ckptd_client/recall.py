@@ -1,7 +1,7 @@
 """What the previous snapshot looked up, used again as long as a quick look says that nothing was replaced.
 
 Looking up a few thousand tensors by name costs as many times 10 µs. The quick look compares the identity of every module,
-parameter, buffer and piece of optimizer state, in C. No tensor is held, not even weakly: that would keep torch from swapping it.
+parameter, buffer, parameter group and piece of optimizer state, in C. No tensor is held, not even weakly: that would keep torch from swapping it.
 Where it hung is known, and what hangs there is looked at anew.
 """
 
@@ -147,7 +147,7 @@ class Recall:
         owners = self._registry.of_kind("optimizer")
         for optimizer in chain.from_iterable(nested.optimizers(owner.value) for owner in owners):
             yield optimizer
-            yield from chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            yield from chain.from_iterable((group, *group["params"]) for group in optimizer.param_groups)
             yield from optimizer.state
             yield from chain.from_iterable(state.values() for state in optimizer.state.values())
 

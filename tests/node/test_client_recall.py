@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from ckptd_client import Client, recall
 from ckptd_client.recall import Recall
 from torch import nn
 
-from tests.node.client_training import Training, assert_same, connected, first_snapshot, restored
+from tests.node.client_training import Training, assert_same, begun, connected, first_snapshot, load, net, restored
+from tests.node.optimizer_zoo import train
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 
@@ -81,6 +83,43 @@ def test_a_changed_structure_is_looked_up_anew(
         client.snapshot(3, must=True)
         assert client.wait("sealed", 30) == "durable"
     assert_same(daemon.held[1, 3][0], expected)
+
+
+def merge(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"].extend(groups.pop()["params"])
+
+
+def move(groups: list[dict[str, Any]]) -> None:
+    groups[1]["params"].insert(0, groups[0]["params"].pop())
+
+
+def split(groups: list[dict[str, Any]]) -> None:
+    groups.insert(1, {**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.5})
+
+
+@pytest.mark.parametrize("cut", [merge, move, split], ids=lambda cut: cut.__name__)
+def test_groups_that_are_cut_anew_in_mid_run_come_back_as_they_are(daemon: RankDaemonDouble, cut: Callable[..., None]) -> None:
+    """All parameters in their order were compared, not where one group ends: the snapshot had the options of the groups before."""
+
+    def grouped() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = net()
+        head, tail = (list(model[at].parameters()) for at in (0, 2))
+        return model, torch.optim.SGD([{"params": head, "lr": 0.1}, {"params": tail, "lr": 0.01}], lr=1.0, momentum=0.9)
+
+    model, optimizer = grouped()
+    with begun(daemon, model=model, optimizer=optimizer) as client:
+        train(model, [optimizer], 1)
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        cut(optimizer.param_groups)
+        train(model, [optimizer], 1)
+        assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
+    expected = train(model, [optimizer], 3)
+    fresh, other = grouped()
+    cut(other.param_groups)
+    for group in other.param_groups:
+        group["lr"] = 7.0
+    load(daemon, model=fresh, optimizer=other)
+    assert train(fresh, [other], 3) == expected
 
 
 def test_an_unchanged_structure_is_not_looked_up_again(
