@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ckptd.core.errors import CkptdError
 from ckptd_client import nested, optim, watch
 from ckptd_client.quiet import NoCollectives
+from ckptd_client.registry import Registry
 from ckptd_client.same import differing
 
 log = logging.getLogger("ckptd")
@@ -33,6 +34,12 @@ def collect(name: str, value: Any) -> Tree:
     known |= {id(parameter) for _, group in nested.groups(value) for parameter in group["params"]}
     found = {label: _beside(name, optimizer, known) for label, optimizer in nested.named(inside)}
     return {label: extra for label, extra in found.items() if extra}
+
+
+def of_all(registry: Registry) -> dict[str, Tree]:
+    """By the name under which it is registered, of those that have something."""
+    found = ((owner.name, collect(owner.name, owner.value)) for owner in registry.of_kind("optimizer"))
+    return {name: tree for name, tree in found if tree}
 
 
 def overrides(optimizer: Optimizer) -> bool:

@@ -158,7 +158,7 @@ class State:
     """Everything registered, at one moment. ``objects``: name -> encoded tree, filled at a capture. ``odd``: optimizer
     name -> its state that is not a tensor. ``params``: id(parameter) -> its entry, also of those not captured. ``groups``:
     optimizer name -> {parameter key: index of its group}. ``extras``: owner name -> {object: what gives and takes it}.
-    ``beside``: optimizers whose own state_dict() has more.
+    ``beside``: optimizer name -> what its own state_dict() has more.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -169,4 +169,4 @@ class State:
     groups: dict[str, dict[str, int]] = field(default_factory=dict)
     extras: dict[str, dict[str, Extra]] = field(default_factory=dict)
     without: tuple[str, ...] = ()  # patterns of parameters whose optimizer state is left out on purpose
-    beside: set[str] = field(default_factory=set)
+    beside: dict[str, dict[str, Any]] = field(default_factory=dict)

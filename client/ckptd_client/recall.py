@@ -1,8 +1,8 @@
 """What the previous snapshot looked up, used again as long as a quick look says that nothing was replaced.
 
 Looking up a few thousand tensors by name costs as many times 10 µs. The quick look compares the identity of every module,
-parameter, buffer, parameter group and piece of optimizer state, in C. No tensor is held, not even weakly: that would keep torch from swapping it.
-Where it hung is known, and what hangs there is looked at anew.
+parameter, buffer, parameter group and piece of optimizer state, and the names under which they hang, in C. No tensor is held, not
+even weakly: that would keep torch from swapping it. Where it hung is known, and what hangs there is looked at anew.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ckptd_client import _switches, apart, complete, hyper, naming, nested, optim, watch
+from ckptd_client import _switches, apart, beside, complete, hyper, naming, nested, optim, watch
 from ckptd_client.entries import State
 from ckptd_client.plan import Plan, signature_of
 from ckptd_client.registry import Registry
@@ -34,7 +34,6 @@ class Recall:
         self.aliases = state.aliases
         self.groups = state.groups
         self.extras = state.extras
-        self.beside = state.beside
         self._registry = registry
         self._registered = complete.registered(registry)
         self._version = registry.version
@@ -51,6 +50,7 @@ class Recall:
         self._params = [at for at, entry in enumerate(state.entries[:found]) if entry.role == "param"]
         self._kinds = self._kinds_of(tensors)
         self._seen = self._ids(hanging)
+        self._named = self._names()
         self._elsewhere = dict(self._optimizers())
 
     @staticmethod
@@ -67,6 +67,11 @@ class Recall:
             owner.name: optim.numbers(owner, self._keys[owner.name]) if self._numbers else {}
             for owner in self._registry.of_kind("optimizer")
         }
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """As ``State`` has it; asked anew, as it may appear with any step."""
+        return beside.of_all(self._registry)
 
     def with_inside(self, tensors: list[Tensor], state: State) -> list[Tensor] | None:
         """``tensors`` and, after them, those that were found inside of objects just now; None when these are others than the
@@ -94,7 +99,7 @@ class Recall:
             hanging = self._hanging()
             if self._ids(hanging) != self._seen:
                 return None
-        if not self._optimizers() <= self._elsewhere.items():
+        if self._names() != self._named or not self._optimizers() <= self._elsewhere.items():
             return None
         found = [hanging[at] for at in self._places]
         if -1 in self._places or self._kinds_of(found) != self._kinds:
@@ -122,6 +127,11 @@ class Recall:
             *map(id, map(_still, hanging) if self._numbers else hanging),
         ]
 
+    def _names(self) -> list[Any]:
+        """Under which all of it hangs, holder by holder, and what says that a module's are left out or saved otherwise: the same
+        tensors may be saved under another name by now, or be another parameter's."""
+        return [*map(_names_in, self._parts), *(tuple(state) for one in self._each_optimizer() for state in _states(one))]
+
     def _optimizers(self) -> set[tuple[int, tuple[int, bool]]]:
         """All of the process: what would be missed if nobody registered one (complete.py). One that has gone since, whenever the
         garbage is collected, is no news, and one that lies in its place is another."""
@@ -144,12 +154,25 @@ class Recall:
                 yield from (parameter.grad for parameter in owner.value.parameters())
 
     def _in_optimizers(self) -> Iterator[object]:
-        owners = self._registry.of_kind("optimizer")
-        for optimizer in chain.from_iterable(nested.optimizers(owner.value) for owner in owners):
+        for optimizer in self._each_optimizer():
             yield optimizer
             yield from chain.from_iterable((group, *group["params"]) for group in optimizer.param_groups)
             yield from optimizer.state
-            yield from chain.from_iterable(state.values() for state in optimizer.state.values())
+            yield from chain.from_iterable(state.values() for state in _states(optimizer))
+
+    def _each_optimizer(self) -> Iterator[Optimizer]:
+        return chain.from_iterable(nested.optimizers(owner.value) for owner in self._registry.of_kind("optimizer"))
+
+
+def _names_in(part: nn.Module) -> tuple[Any, ...]:
+    left_out = part._non_persistent_buffers_set
+    hanging = (tuple(part._parameters.keys()), tuple(part._buffers.keys()), tuple(part._modules.keys()))
+    return (part.__class__, len(part._state_dict_hooks), frozenset(left_out) if left_out else None, *hanging)
+
+
+def _states(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
+    """What it keeps under names of its own may be anything."""
+    return (state for state in optimizer.state.values() if isinstance(state, dict))
 
 
 def _still(value: Any) -> Any:

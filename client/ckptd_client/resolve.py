@@ -80,7 +80,7 @@ def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
         if state.odd.get(owner.name):
             yield f"{owner.name}.{ODD}", state.odd[owner.name]
         if owner.name in state.beside:
-            yield f"{owner.name}.{BESIDE}", beside.collect(owner.name, owner.value)
+            yield f"{owner.name}.{BESIDE}", state.beside[owner.name]
     elif owner.kind == "stateful":
         yield owner.name, _saved(owner)
     elif owner.kind == "value":
@@ -127,11 +127,10 @@ class _Resolver:
             if apart.is_apart(owner.value):
                 name = f"{owner.name}.{apart.FORMS}"
                 self.state.extras[owner.name] = {name: apart.Forms(name, {entry.key: owner.value})}
+        self.state.beside = beside.of_all(registry)
         for owner in self._optimizers:
             self.state.groups[owner.name] = optim.group_of_each(owner, self.state.params)
             entries, self.state.odd[owner.name] = optim.state_entries(owner, self.state.params)
-            if beside.collect(owner.name, owner.value):
-                self.state.beside.add(owner.name)
             for entry in entries:
                 self._add(entry)
 

@@ -12,7 +12,16 @@ from ckptd_client import Client, recall
 from ckptd_client.recall import Recall
 from torch import nn
 
-from tests.node.client_training import Training, assert_same, begun, connected, first_snapshot, load, net, restored
+from tests.node.client_training import (
+    Training,
+    assert_same,
+    begun,
+    connected,
+    first_snapshot,
+    load,
+    net,
+    restored,
+)
 from tests.node.optimizer_zoo import train
 from tests.node.rank_daemon_double import RankDaemonDouble
 
@@ -59,9 +68,27 @@ def new_name(training: Training, client: Client) -> None:
     client.register(scratch=nn.Linear(5, 5, bias=False))
 
 
+def rename_module(training: Training, client: Client) -> None:
+    training.model.add_module("last", training.model._modules.pop("2"))
+
+
+def rename_parameter(training: Training, client: Client) -> None:
+    training.model[2].register_parameter("shift", training.model[2]._parameters.pop("bias"))
+    training.model[2].register_parameter("bias", None)
+
+
+def rename_state(training: Training, client: Client) -> None:
+    for state in training.optimizer.state.values():
+        state["moment"] = state.pop("exp_avg")
+
+
+def leave_out(training: Training, client: Client) -> None:
+    training.model[1]._non_persistent_buffers_set.add("running_var")
+
+
 CHANGES: list[Callable[[Training, Client], None]] = [
     replace_parameter, replace_data, transpose_data, replace_buffer, replace_state, forget_state, other_dtype, add_module,
-    freeze, new_name,
+    freeze, new_name, rename_module, rename_parameter, rename_state, leave_out,
 ]  # fmt: skip
 
 
@@ -120,6 +147,32 @@ def test_groups_that_are_cut_anew_in_mid_run_come_back_as_they_are(daemon: RankD
         group["lr"] = 7.0
     load(daemon, model=fresh, optimizer=other)
     assert train(fresh, [other], 3) == expected
+
+
+def test_what_a_hook_adds_to_what_is_saved_is_saved_from_then_on(daemon: RankDaemonDouble) -> None:
+    """Of a module or an optimizer; a hook that came after the first snapshot, or a value that appeared then, was not asked for."""
+
+    def hooked(model: nn.Module, optimizer: Any, kept: dict[str, Any]) -> None:
+        model[0].register_state_dict_post_hook(lambda _, saved, prefix, __: saved.update({f"{prefix}scale": kept["scale"]}))
+        model[0].register_load_state_dict_pre_hook(lambda _, saved, prefix, *__: kept.update(scale=saved.pop(f"{prefix}scale", 1)))
+        optimizer.register_state_dict_post_hook(lambda _, saved: saved.update(ema=kept["ema"]) if kept["ema"] else None)
+        optimizer.register_load_state_dict_pre_hook(lambda _, saved: kept.update(ema=saved.get("ema")))
+
+    model, kept = net(), {"scale": 1, "ema": None}
+    optimizer = torch.optim.AdamW(model.parameters())
+    with begun(daemon, model=model, optimizer=optimizer) as client:
+        for step in range(1, 4):
+            train(model, [optimizer], 1)
+            assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
+            if step == 1:
+                hooked(model, optimizer, kept)
+            if step == 2:
+                kept.update(scale=2, ema=0.5)
+    fresh, back = net(), {"scale": 1, "ema": None}
+    other = torch.optim.AdamW(fresh.parameters())
+    hooked(fresh, other, back)
+    load(daemon, model=fresh, optimizer=other)
+    assert back == kept
 
 
 def test_an_unchanged_structure_is_not_looked_up_again(
