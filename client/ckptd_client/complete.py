@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.protocol.machine.waiting import shown
-from ckptd_client import hyper, nested, optim, watch
+from ckptd_client import hyper, nested, optim, resolve, watch
 from ckptd_client.entries import Entry, Owner, State, matches
 from ckptd_client.registry import Registry
 from ckptd_client.same import same
@@ -51,14 +51,26 @@ def _strangers(registry: Registry) -> Iterator[Optimizer]:
 
 
 def registered(registry: Registry) -> set[int]:
-    """ids of the optimizers whose state is saved."""
+    """ids of the optimizers whose state is saved, as far as names tell; others may be (``_Kept``)."""
     return {id(optimizer) for owner in registry.owners.values() for optimizer in _speaks_for(owner)}
 
 
 def _speaks_for(owner: Owner) -> list[Optimizer]:
     if owner.kind == "optimizer":
         return nested.optimizers(owner.value)
-    return nested.inside(owner.value) if owner.kind == "stateful" else []
+    inside = nested.inside(owner.value) if owner.kind == "stateful" else []
+    saved = list(_optimizer_states(resolve.saved(owner))) if inside else []
+    return [optimizer for optimizer in inside if any(len(state) == len(optimizer.state) for state in saved)]
+
+
+def _optimizer_states(saved: Any) -> Iterator[Mapping[Any, Any]]:
+    """Whatever in it looks like an optimizer's own ``state_dict()``: its tensors may be copies."""
+    if isinstance(saved, Mapping):
+        if isinstance(saved.get("state"), Mapping) and "param_groups" in saved:
+            yield saved["state"]
+        saved = list(saved.values())
+    for value in saved if isinstance(saved, list | tuple) else ():
+        yield from _optimizer_states(value)
 
 
 def _unsaved(optimizer: Optimizer, registry: Registry, state: State) -> Iterator[Entry]:

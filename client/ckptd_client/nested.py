@@ -52,7 +52,7 @@ def _collect(value: Any, found: dict[int, Optimizer], above: set[int]) -> None:
 
 def inside(value: Any) -> list[Optimizer]:
     """The optimizers in something that steps as an optimizer does without being one (Megatron's, Apex's): its own
-    ``state_dict()`` speaks for them. A scheduler holds an optimizer too, but has no ``zero_grad``."""
+    ``state_dict()`` may speak for them. A scheduler holds an optimizer too, but has no ``zero_grad``."""
     found: dict[int, Optimizer] = {}
     _below(value, found, set())
     return list(found.values())

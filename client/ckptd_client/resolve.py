@@ -82,12 +82,12 @@ def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
         if owner.name in state.beside:
             yield f"{owner.name}.{BESIDE}", state.beside[owner.name]
     elif owner.kind == "stateful":
-        yield owner.name, _saved(owner)
+        yield owner.name, saved(owner)
     elif owner.kind == "value":
         yield owner.name, owner.value
 
 
-def _saved(owner: Owner) -> Any:
+def saved(owner: Owner) -> Any:
     """Raises CkptdError that names it."""
     try:
         with NoCollectives(owner.name):

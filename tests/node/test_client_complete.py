@@ -382,3 +382,31 @@ def test_an_optimizer_that_another_object_saves_is_registered(
     other = made(fresh.parameters(), lr=1e-2)
     load(daemon, model=fresh, application=kind(other))
     assert train(fresh, [other], 4) == expected
+
+
+class Agent(Foreign):
+    """Steps and drops gradients as an optimizer does; its own saving has forgotten the optimizer, or one of two."""
+
+    def __init__(self, *optimizers: Optimizer, saved: int = 0) -> None:
+        self.first, *self.others = optimizers
+        self.saved = list(optimizers[:saved])
+
+    def zero_grad(self) -> None:
+        for optimizer in (self.first, *self.others):
+            optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1, "saved": [copy.deepcopy(optimizer.state_dict()) for optimizer in self.saved]}
+
+
+def test_an_optimizer_that_its_owners_state_dict_lacks_is_missed(daemon: RankDaemonDouble) -> None:
+    """Whatever had a zero_grad() was taken at its word, and the moments of an agent's optimizer were in no snapshot."""
+    model = net()
+    body, head = AdamW(model[0].parameters()), AdamW([model[2].weight])
+    with begun(daemon, model=model, agent=Agent(body, head)) as client:
+        train(model, [body, head], 1)
+        assert client.snapshot(1, must=True).status.startswith("failed: incomplete: model.0.weight, model.0.bias, model.2.weight: ")
+        client.register(agent=Agent(body, head, saved=1))
+        assert client.snapshot(2, must=True).status.startswith("failed: incomplete: model.2.weight: ")
+        client.register(agent=Agent(body, head, saved=2))
+        assert client.snapshot(3, must=True).wait("sealed", 30) == "durable"
