@@ -189,5 +189,6 @@ def _uncounted(tensor: Tensor) -> bool:
 
 
 def _averaged(module: Any) -> bool:
-    """AveragedModel.update_parameters is made to fence (fence.py)."""
-    return isinstance(module, torch.optim.swa_utils.AveragedModel)
+    """AveragedModel.update_parameters is made to fence (fence.py); what a subclass has in its place is not."""
+    averaged = torch.optim.swa_utils.AveragedModel
+    return isinstance(module, averaged) and getattr(module.update_parameters, "__func__", None) is averaged.update_parameters

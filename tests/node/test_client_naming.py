@@ -109,6 +109,23 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     assert "fully_shard" in caught.value.hint
 
 
+class HandWritten(AveragedModel):
+    def update_parameters(self, model: nn.Module) -> None:
+        for mine, its in zip(self.module.parameters(), model.parameters(), strict=True):
+            mine.data.mul_(0.5).add_(its.data, alpha=0.5)
+
+
+def test_an_average_whose_update_does_not_fence_is_copied_at_once() -> None:
+    """It was taken for AveragedModel's own, which waits: a write through .data behind snapshot() made a torn, durable one (P1)."""
+    own, instead = HandWritten(nn.Linear(3, 3)), AveragedModel(nn.Linear(3, 3))
+    instead.update_parameters = print
+    registry = Registry()
+    registry.register({"own": own, "instead": instead, "averaged": AveragedModel(nn.Linear(3, 3))})
+    modes = {entry.key: entry.mode for entry in resolve.tensors(registry).entries}
+    assert modes["own.module.weight"] is modes["instead.module.weight"] is Mode.SYNC
+    assert modes["averaged.module.weight"] is Mode.FENCED
+
+
 def test_who_copies_what_when() -> None:
     """D6: fenced what an optimizer steps, static what is frozen beside it, at once what the user writes by hand."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3).requires_grad_(False))
