@@ -120,8 +120,13 @@ def _place_of(entry: Entry) -> Callable[[], Tensor | None]:
     for part in parts:
         for name, parameter in part._parameters.items():
             if parameter is entry.tensor:
-                return partial(part._parameters.get, name)
+                return partial(_hanging_in, part, name)
     return lambda: owner.value if isinstance(owner.value, Tensor) else None
+
+
+def _hanging_in(part: nn.Module, name: str) -> Tensor | None:
+    """A scripted module's parameters have no get()."""
+    return next((parameter for own, parameter in part._parameters.items() if own == name), None)
 
 
 def _mark(gradient: Tensor) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ckptd.wire import rank as wire
-from tests.node.client_training import net
+from tests.node.client_training import begun, net
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
@@ -221,6 +221,20 @@ def test_an_ordinary_loop_is_not_warned_of(
             loop(model, optimizer, lambda step=step, handles=handles: handles.append(client.snapshot(step, must=True)))
             assert handles[0].wait("sealed", 30) == "durable"
     assert warnings(caplog) == []
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_the_gradients_of_a_scripted_module_are_looked_at(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
+    """Its parameters hang in no dict, and restore() raised a bare AttributeError."""
+    model = torch.jit.script(nn.Sequential(nn.Linear(20, 5)))
+    optimizer = AdamW(model.parameters())
+    with begun(daemon, model=model, optimizer=optimizer) as client:
+        accumulating(model, optimizer, range(ACCUMULATED))
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        assert warnings(caplog) == []
+        micro_batch(model, ACCUMULATED)
+        assert client.snapshot(2, must=True).wait("sealed", 30) == "durable"
+    assert len(warnings(caplog)) == 1
 
 
 def test_a_snapshot_in_a_hook_behind_the_step_is_not_amid_an_accumulation(
