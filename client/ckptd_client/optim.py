@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -57,20 +58,20 @@ def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, A
     for name_here, optimizer in nested.names(owner.value):
         for parameter, state in list(optimizer.state.items()):
             if not isinstance(parameter, Tensor):
-                odd.setdefault(name_here and f":{name_here}", {})[str(parameter)] = state
+                odd.setdefault(name_here and f":{name_here}", {})[parameter] = state
                 continue
             label = nested.label_of(optimizer, parameter, held)
             key = key_of(owner, parameter, known)
             copies = _copies_like(known[id(parameter)])
             for name, value in state.items():
-                for path, leaf in tensor_leaves(name, value):
+                for path, leaf in tensor_leaves(str(name), value):
                     full = f"{owner.name}.{key}.{_labelled(label, path)}"
                     if owner.takes(full):
                         mode = Mode.SYNC if owner.escapes(full) else Mode.FENCED
                         entries.append(Entry(full, leaf, "optim", owner, mode, copies))
-                if not isinstance(value, Tensor) or apart.is_apart(value):
+                if not (isinstance(name, str) and isinstance(value, Tensor)) or apart.is_apart(value):
                     above = f"{owner.name}.{key}.{_labelled(label, '')}"
-                    odd.setdefault(odd_key(label, key), {})[name] = skeleton(name, value, above)
+                    odd.setdefault(odd_key(label, key), {})[name] = skeleton(str(name), value, above)
     return entries, odd
 
 
@@ -132,32 +133,31 @@ def tensor_leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 def skeleton(path: str, value: Any, above: str) -> Any:
     """The same without tensors: each is replaced by {TENSOR_AT: its path}, a subclass by its form. ``above``: before the path in
-    its key. Raises CkptdError for what ``flesh`` could not make again."""
+    its key. Raises CkptdError for what ``flesh`` could not make again. What is made from such a container (a NamedTuple, a
+    defaultdict) stays whole: it is refused by name when it is encoded."""
     if apart.is_apart(value):
         form = apart.form_of(value, above + path)
         apart.check_buildable(form, above + path)
         return {TENSOR_AT: path, "form": form}
     if isinstance(value, Tensor):
         return {TENSOR_AT: path}
-    if isinstance(value, Mapping):
-        return {name: skeleton(f"{path}.{name}", item, above) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [skeleton(f"{path}.{index}", item, above) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((name, skeleton(f"{path}.{name}", item, above)) for name, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(skeleton(f"{path}.{index}", item, above) for index, item in enumerate(value))
     return value
 
 
 def flesh(bones: Any, tensors: dict[str, Tensor], like: Tensor) -> Any:
     """The inverse; takes the tensors it uses out of ``tensors``. ``like``: the parameter."""
-    if isinstance(bones, dict):
+    if type(bones) in (dict, OrderedDict):
         if set(bones) == {TENSOR_AT}:
             return tensors.pop(bones[TENSOR_AT])
         if set(bones) == {TENSOR_AT, "form"}:
             return apart.build(bones["form"], tensors.pop, bones[TENSOR_AT], like)
-        return {name: flesh(item, tensors, like) for name, item in bones.items()}
-    if isinstance(bones, list | tuple):
-        items = [flesh(item, tensors, like) for item in bones]
-        return items if isinstance(bones, list) else tuple(items)
+        return type(bones)((name, flesh(item, tensors, like)) for name, item in bones.items())
+    if type(bones) in (list, tuple):
+        return type(bones)(flesh(item, tensors, like) for item in bones)
     return bones
 
 

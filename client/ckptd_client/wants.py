@@ -271,7 +271,7 @@ class _Matcher:
         new = NewState(owner, holder, parameter, key)
         existing = holder.optimizer.state.get(parameter) or {}
         present = {
-            path: leaf for name, value in existing.items() for path, leaf in optim.tensor_leaves(name, value)
+            path: leaf for name, value in existing.items() for path, leaf in optim.tensor_leaves(str(name), value)
         }
         if saved:
             missing = [path for path in present if path not in saved]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -112,6 +113,50 @@ def test_what_is_shared_comes_back_into_state_that_is_there(daemon: RankDaemonDo
     assert not refused(daemon, model=model, optimizer=optimizer)
     assert torch.equal(optimizer.qmap, torch.linspace(-1, 1, 256))
     assert all(map(torch.equal, saved, (optimizer.state[parameter]["state1"] for parameter in model.parameters())))
+
+
+class Numbered(Optimizer):
+    """Keeps its momentum under a number and within an OrderedDict, and counts under a number of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state[0] = self.state.get(0, 0) + 1  # type: ignore[index]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update({0: torch.zeros_like(p), "deep": OrderedDict({1: torch.zeros_like(p), "size": p.shape})})
+                for moment in (state[0], state["deep"][1]):
+                    p.sub_(moment.mul_(0.9).add_(p.grad), alpha=group["lr"] / self.state[0])  # type: ignore[index,operator]
+
+
+def test_numbers_as_keys_and_kinds_of_containers_come_back_as_they_were(daemon: RankDaemonDouble) -> None:
+    """Momentum under the key 0 came back under "0", and the optimizer began with another."""
+    model, optimizer = assert_goes_on(daemon, lambda model: Numbered(model.parameters()))
+    deep = optimizer.state[model.get_parameter("0.bias")]["deep"]
+    assert (type(deep), type(deep["size"])) == (OrderedDict, torch.Size)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@pytest.mark.parametrize("value", [Pair(torch.ones(1), torch.ones(1)), defaultdict(int, {"a": 1})], ids=["named", "default"])
+def test_a_container_that_would_come_back_as_another_is_refused_by_name(daemon: RankDaemonDouble, value: Any) -> None:
+    """As everywhere else. It came back as a tuple or a dict, where torch would have failed."""
+    model = net()
+    optimizer = AdamW(model.parameters())
+    with begun(daemon, model=model, optimizer=optimizer) as client:
+        train(model, [optimizer], 1)
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        optimizer.state[model.get_parameter("2.bias")]["m"] = value
+        status = client.snapshot(2, must=True).status
+        assert status.startswith("failed: type: optimizer.state.model.2.bias.m: ") and type(value).__qualname__ in status
+        assert "cannot be saved without pickle" in status
 
 
 # --- what an optimizer keeps to itself ----------------------------------------------------------------------
