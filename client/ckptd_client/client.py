@@ -28,6 +28,7 @@ from ckptd_client.rendezvous import NoDaemon
 from ckptd_client.restore import Outcome, Restore, current_state
 from ckptd_client.session import Session
 from ckptd_client.snapshots import Snapshots
+from ckptd_client.steering import Steering
 from ckptd_client.stepclock import CALLS
 from ckptd_client.troubles import HealthReport, Troubles
 
@@ -62,17 +63,14 @@ class Client:
         self._session = Session(path, job, self._troubles)
         self._joiner = Joiner(self._session, self._registry, self._troubles, state_bytes)
         self._engine = Engine(self._sealed, self._void)
-        self._snapshots = Snapshots(
-            self._session, self._engine, self._registry, self._joiner, self._troubles, must_timeout_s
-        )
+        self._snapshots = Snapshots(self._session, self._engine, self._registry, self._joiner, self._troubles, must_timeout_s)
+        self._steering = Steering(self._registry, self._troubles)
         self._must_timeout_s = must_timeout_s
         self._last: Handle | None = None  # newest snapshot that was taken
         self._stale: Handle | None = None  # newest call, if its step was captured before with another state
         self._asked: tuple[int, dict[str, Any], bool] = (-1, {}, False)  # step, meta, keep of the newest call
         self._session.stop_capture = self._engine.stop
-        self._session.connection_lost = lambda lost: self._engine.stop_connection(
-            lost, "connection to the daemon lost"
-        )
+        self._session.connection_lost = lambda lost: self._engine.stop_connection(lost, "connection to the daemon lost")
         self._session.written_there = self._registry.were_written
         self._session.slot_mapped = self._engine.warm
 
@@ -163,8 +161,9 @@ class Client:
         ``client.fence()`` before you write these tensors by hand, so they may be copied in the background. key_map: renames
         keys, {old prefix: new prefix} or a function. without: keys of parameters whose optimizer state is meant to be absent;
         any other parameter that an unregistered optimizer steps fails its snapshots, once it has state or its groups' values
-        (``lr``) change. gradients: of modules, for snapshots in the middle of an accumulation. Raises TypeError naming the path of
-        a value that cannot be saved without pickle, or that no restore could write into (a number by itself), and its remedy.
+        (``lr``) change; "scheduler", "scaler": nobody is told that these are not registered. gradients: of modules, for snapshots
+        in the middle of an accumulation. Raises TypeError naming the path of a value that cannot be saved without pickle, or that
+        no restore could write into (a number by itself), and its remedy.
         """
         self._registry.register(
             objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map, without=without,
@@ -287,6 +286,7 @@ class Client:
         self._snapshots.take(handle, meta, **how)
         if handle.taken:
             self._last = handle
+            self._steering.look()
         elif handle.step < self._session.called:
             self._stale = handle  # it went backwards: what wait() says of the newest step would be taken for this one's
 

@@ -348,7 +348,7 @@ def test_an_unregistered_optimizer_without_state_is_missed_once_its_groups_chang
             assert status.startswith("failed: incomplete: model.0.weight, model.0.bias, model.2.weight, model.2.bias: "), status
             assert text in status
         assert "without=" in client.health().problems[0]
-        client.register(this=optimizer)
+        client.register(this=optimizer, without=["scheduler"])
         train(model, [optimizer], 1)
         assert client.snapshot(5, must=True).wait("sealed", 30) == "durable"
         assert client.health().problems == []
