@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -12,11 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.protocol.machine.waiting import shown
 from ckptd_client import apart, nested
 from ckptd_client.entries import Copies, Entry, Mode, Owner
 from ckptd_client.naming import is_dtensor
 from ckptd_client.same import same
 
+log = logging.getLogger("ckptd")
 # How this program runs its optimizer, not what the optimizer has learned: a restore leaves these alone.
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 TENSOR_AT = "$tensor"
@@ -51,9 +54,11 @@ def _holder(owner: Owner, parameter: Tensor) -> str:
 
 
 def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, Any]]:
-    """Tensors of the optimizer's state as entries, and what is not a tensor: {key: {path: value}}."""
+    """Tensors of the optimizer's state as entries, and what is not a tensor: {key: {path: value}}. What it has for a parameter that
+    left its groups is told and left out: no step reads it, and no restore would find where to put it."""
     entries: list[Entry] = []
     odd: dict[str, Any] = {}
+    idle: list[str] = []
     held = nested.holders(owner.value)
     for name_here, optimizer in nested.names(owner.value):
         for parameter, state in list(optimizer.state.items()):
@@ -62,6 +67,9 @@ def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, A
                 continue
             label = nested.label_of(optimizer, parameter, held)
             key = key_of(owner, parameter, known)
+            if id(parameter) not in held:
+                idle.append(key)
+                continue
             copies = _copies_like(known[id(parameter)])
             for name, value in state.items():
                 for path, leaf in tensor_leaves(str(name), value):
@@ -72,14 +80,21 @@ def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, A
                 if not (isinstance(name, str) and isinstance(value, Tensor)) or apart.is_apart(value):
                     above = f"{owner.name}.{key}.{_labelled(label, '')}"
                     odd.setdefault(odd_key(label, key), {})[name] = skeleton(str(name), value, above)
+    if idle:
+        _warn_once(owner.name, shown(idle))
     return entries, odd
 
 
+@lru_cache(maxsize=1024)
+def _warn_once(name: str, keys: str) -> None:
+    log.warning("ckptd: what %s has for %s is not saved: these parameters are in none of its groups any more", name, keys)
+
+
 def state_keys(owner: Owner, known: NameOf) -> list[str]:
-    """Of each parameter with state its key, in the order of the optimizers and their states."""
+    """Of each parameter with state its key, in the order of the optimizers and their states; "": it is in no group."""
     held = nested.holders(owner.value)
     return [
-        odd_key(nested.label_of(optimizer, parameter, held), key_of(owner, parameter, known))
+        odd_key(nested.label_of(optimizer, parameter, held), key_of(owner, parameter, known)) if id(parameter) in held else ""
         for _, optimizer in nested.names(owner.value)
         for parameter in optimizer.state
     ]
@@ -92,7 +107,7 @@ def numbers(owner: Owner, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
         key: {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         for key, state in zip(keys, states, strict=True)
     }
-    return {key: values for key, values in found.items() if values}
+    return {key: values for key, values in found.items() if key and values}
 
 
 def _labelled(label: str, path: str) -> str:

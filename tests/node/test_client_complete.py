@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from ckptd_client import CkptdError, Client
+from ckptd_client import CkptdError, Client, optim
 from ckptd_client.same import same
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -113,6 +113,30 @@ def test_what_is_shared_comes_back_into_state_that_is_there(daemon: RankDaemonDo
     assert not refused(daemon, model=model, optimizer=optimizer)
     assert torch.equal(optimizer.qmap, torch.linspace(-1, 1, 256))
     assert all(map(torch.equal, saved, (optimizer.state[parameter]["state1"] for parameter in model.parameters())))
+
+
+def test_the_state_of_parameters_that_left_their_group_is_told_and_left_out(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was saved, and then neither the program with that group nor the one without it could be restored."""
+
+    def make(model: nn.Module) -> Optimizer:
+        return SGD([{"params": list(model[at].parameters())} for at in (0, 2)], lr=1e-2, momentum=0.9)  # type: ignore[index]
+
+    optim._warn_once.cache_clear()
+    model = net()
+    optimizer = make(model)
+    train(model, [optimizer], 1)
+    del optimizer.param_groups[1]
+    save(daemon, model=model, optimizer=optimizer)
+    assert "optimizer has for model.2.weight, model.2.bias is not saved" in caplog.text
+    fresh = net()
+    other = make(fresh)
+    assert "no hyperparameters for model.2.weight" in refused(daemon, model=fresh, optimizer=other)
+    del other.param_groups[1]
+    expected = train(model, [optimizer], 3)
+    load(daemon, model=fresh, optimizer=other)
+    assert train(fresh, [other], 3) == expected
 
 
 class Numbered(Optimizer):
