@@ -54,7 +54,8 @@ class Steering:
     def look(self) -> None:
         """At a snapshot. Never the snapshot's problem (P5)."""
         try:
-            found = {SCHEDULER: self._scheduled(), SCALER: self._scaled()}
+            mine = [each for owner in self._registry.of_kind("optimizer") for each in nested.optimizers(owner.value)]
+            found = {SCHEDULER: self._scheduled(mine), SCALER: self._scaled(mine)}
             now = (self._registry.version, {kind: list(map(id, optimizers)) for kind, optimizers in found.items()})
             if now != self._seen:
                 self._seen = now
@@ -74,22 +75,18 @@ class Steering:
             f"client.register({kind}=...), or, if the program sets it again by itself, register(..., without=[{kind!r}])",
         )
 
-    def _optimizers(self) -> list[Optimizer]:
-        return [each for owner in self._registry.of_kind("optimizer") for each in nested.optimizers(owner.value)]
-
-    def _scheduled(self) -> list[Optimizer]:
-        """Optimizers with a scheduler, none of which is registered."""
+    def _scheduled(self, mine: list[Optimizer]) -> list[Optimizer]:
+        """Those with a scheduler, none of which is registered."""
         owners = self._registry.of_kind("stateful")
         known = {id(owner.value.optimizer) for owner in owners if isinstance(owner.value, LRScheduler)}
-        marked = (each for each in self._optimizers() if hasattr(each.step, "_wrapped_by_lr_sched"))
-        return [each for each in marked if id(each) not in known]
+        return [each for each in mine if hasattr(each.step, "_wrapped_by_lr_sched") and id(each) not in known]
 
-    def _scaled(self) -> list[Optimizer]:
-        """Optimizers that a scaler stepped last, which is not registered."""
+    def _scaled(self, mine: list[Optimizer]) -> list[Optimizer]:
+        """Those that a scaler stepped last, which is not registered."""
         owners = self._registry.of_kind("stateful")
         known = {id(owner.value.scaler) for owner in owners if isinstance(owner.value, ScalerState)}
         stepped = {id(which()) for scaler, which in list(_scaled.items()) if scaler.is_enabled() and id(scaler) not in known}
-        return [each for each in self._optimizers() if id(each) in stepped]
+        return [each for each in mine if id(each) in stepped]
 
     def _saves(self, key: str) -> bool:
         """Does another registered object save one?"""
