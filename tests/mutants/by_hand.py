@@ -88,8 +88,8 @@ EDITS = (
     Edit(
         "what a newer epoch revealed is deleted",
         "persist/storage/tree.py",
-        "                return False\n        gone",
-        "                pass\n        gone",
+        "                return False\n        self._delete_renamed",
+        "                pass\n        self._delete_renamed",
     ),
     Edit(
         "what was hidden in error stays hidden",
