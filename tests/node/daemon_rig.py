@@ -197,6 +197,15 @@ class Rig:
         self.ranks.append(made)
         return made
 
+    async def durable(self, *steps: int) -> Rank:
+        """A rank in its first epoch, whose steps storage has."""
+        rank = self.rank()
+        await rank.begin("a")
+        for step in steps:
+            await rank.sealed(step)
+            await rank.durable(step)
+        return rank
+
     def shell(self, job: str = JOB) -> JobShell:
         return self.daemon.jobs[f"{os.getuid()}/{job}"]
 

@@ -164,8 +164,9 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def assert_waits(daemon: RankDaemonDouble, elsewhere: Callable[[], object], call: Callable[[torch.Tensor], object]) -> None:
-    """``call`` waits for the capture of the parameter that it is given; ``elsewhere``, of what is not captured, does not."""
+def torn_behind(daemon: RankDaemonDouble, elsewhere: Callable[[], object], call: Callable[[torch.Tensor], object]) -> list[str]:
+    """Keys that are torn where parameters are written as soon as ``call``, which is given each of them amid its capture, returns.
+    ``elsewhere``, of what is not captured, must not wait."""
     model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Client.connect("job", socket=daemon.path) as client:
@@ -184,7 +185,7 @@ def assert_waits(daemon: RankDaemonDouble, elsewhere: Callable[[], object], call
         assert handle.wait("sealed", 30) in ("sealed", "durable")
     (ranks,) = daemon.held.values()
     found = stored(ranks[0])
-    assert not [key for key, value in before.items() if not bits_equal(found[key], value)], "torn"
+    return [key for key, value in before.items() if not bits_equal(found[key], value)]
 
 
 @pytest.mark.usefixtures("group")
@@ -193,7 +194,8 @@ def test_a_collective_waits_for_what_it_is_to_write(daemon: RankDaemonDouble, ca
     """P1: the backend writes below autograd, and no version counter tells (`dist.all_reduce(p)` after snapshot(), two ranks on
     gloo: snapshots of old, new and half-reduced tensors were sealed)."""
     options = {"src": 0} if call == "broadcast" else {}
-    assert_waits(daemon, lambda: dist.all_reduce(torch.ones(3)), lambda tensor: getattr(dist, call)(tensor, **options))
+    found = torn_behind(daemon, lambda: dist.all_reduce(torch.ones(3)), lambda tensor: getattr(dist, call)(tensor, **options))
+    assert found == []
 
 
 def test_a_storage_that_is_resized_waits_for_what_reads_it(daemon: RankDaemonDouble) -> None:
@@ -202,4 +204,4 @@ def test_a_storage_that_is_resized_waits_for_what_reads_it(daemon: RankDaemonDou
     def resize(tensor: torch.Tensor) -> None:
         tensor.untyped_storage().resize_(2 * tensor.untyped_storage().size())
 
-    assert_waits(daemon, lambda: resize(torch.ones(3)), resize)
+    assert torn_behind(daemon, lambda: resize(torch.ones(3)), resize) == []

@@ -99,10 +99,7 @@ async def test_a_commit_that_hangs_is_tried_again_and_may_end_late(
 
     monkeypatch.setattr(durable, "commit", hangs_once)
     async with rig(storage_root=tmp_path, write_timeout_s=2.0) as house:
-        rank = house.rank()
-        await rank.begin("a")
-        await rank.sealed(3)
-        await rank.durable(3)
+        await house.durable(3)
         assert len(calls) >= 2
         go.set()
         await eventually(lambda: not house.daemon.services.tasks)
@@ -181,10 +178,7 @@ async def test_what_storage_failed_at_while_it_was_away_is_not_told_once_it_is_b
 
     monkeypatch.setattr(where, name, vanished)
     async with rig(storage_root=tmp_path) as house:
-        rank = house.rank()
-        await rank.begin("a")
-        await rank.sealed(3)
-        await rank.durable(3)
+        rank = await house.durable(3)
         await eventually(lambda: "retention" in house.problems())
         assert "vanished" in house.problems()["retention"]
         away[0] = False
@@ -350,10 +344,7 @@ async def test_lists_that_were_given_up_do_not_pile_up_while_storage_hangs(
     go = threading.Event()
     monkeypatch.setattr(services, "LIST_TIMEOUT_S", 0.01)
     async with rig(storage_root=tmp_path) as house:
-        rank = house.rank()
-        await rank.begin("a")
-        await rank.sealed(3)
-        await rank.durable(3)
+        await house.durable(3)
         with monkeypatch.context() as patch:
             patch.setattr(house.daemon.services.storage, "entries", lambda path: go.wait(30) or [])
             for _ in range(50):
@@ -378,10 +369,7 @@ async def test_a_read_back_that_hangs_does_not_hurry_everything_else(tmp_path: P
     monkeypatch.setattr(read_back, "read_back", hangs)
     monkeypatch.setattr(read_back, "READ_BACK_S", 0.5)
     async with rig(storage_root=tmp_path) as house:
-        rank = house.rank()
-        await rank.begin("a")
-        await rank.sealed(3)
-        await rank.durable(3)
+        await house.durable(3)
         await eventually(begun.is_set)
         await eventually(lambda: not house.shell().durable.read_back._running, what="it is given up")
         assert not house.daemon.services.pacer._transfers

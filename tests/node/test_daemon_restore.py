@@ -66,9 +66,7 @@ async def test_room_is_lent_again_only_when_the_last_reader_has_ended(
     neither granted nor lent to the next round, until that thread is out of it."""
     stall = Stall()
     async with rig(storage_root=tmp_path) as house:
-        rank = house.rank()
-        await rank.begin("a")
-        await durable_step(rank, 3)
+        rank = await house.durable(3)
         again = await in_another_life(house, rank, "b")
         real, reads = Checkpoint.read, []
 
@@ -97,9 +95,7 @@ async def test_a_resize_leaves_a_lent_slot_alone(tmp_path: Path, monkeypatch: py
     """P10: its memory was given back to the machine under the thread that fetched into it."""
     stall = Stall()
     async with rig(storage_root=tmp_path) as house:
-        rank = house.rank()
-        await rank.begin("a")
-        await durable_step(rank, 3)
+        rank = await house.durable(3)
         again = await in_another_life(house, rank, "b")
         real = Checkpoint.read
 
@@ -129,9 +125,7 @@ async def test_memory_is_restored_while_storage_hangs(
     """P5: what memory holds is not asked of storage, and threads that hang there hold up nothing else."""
     stall = Stall()
     async with rig(storage_root=tmp_path) as house:
-        rank = house.rank()
-        await rank.begin("a")
-        await durable_step(rank, 3)
+        rank = await house.durable(3)
         rank.close()
         again = house.rank()
         again.join("b")
@@ -362,9 +356,7 @@ async def test_a_restore_that_lacks_a_descriptor_says_so_and_is_tried_again(
 ) -> None:
     """D11: nobody voted, so the ranks of all nodes waited until the restore's time was over."""
     async with rig(storage_root=tmp_path) as house:
-        rank = house.rank()
-        await rank.begin("a")
-        await durable_step(rank, 3)
+        rank = await house.durable(3)
         again = await in_another_life(house, rank, "b")
         failed: list[str] = []
 
@@ -403,10 +395,7 @@ async def test_a_moment_in_which_storage_does_not_answer_costs_no_step(
 ) -> None:
     """P1, D11: what is durable and cannot be reached is no damage. It is asked for again instead of the step before it."""
     async with rig(storage_root=tmp_path) as house:
-        rank = house.rank()
-        await rank.begin("a")
-        await durable_step(rank, 3)
-        await durable_step(rank, 6)
+        rank = await house.durable(3, 6)
         real, failed = house.daemon.services.storage.open_file, []
 
         def once(path: str) -> object:
@@ -427,9 +416,7 @@ async def test_one_failed_source_does_not_cost_a_second_slot(
 ) -> None:
     """P8: each plan anew took new room for the same bytes."""
     async with rig(storage_root=tmp_path) as house:
-        rank = house.rank()
-        await rank.begin("a")
-        await durable_step(rank, 3)
+        rank = await house.durable(3)
         again = await in_another_life(house, rank, "b")
         opened, _ = await again.opened()
         shell = house.shell()

@@ -43,7 +43,6 @@ for number in range(int(sys.argv[1])):
     while not link.store(f"scratch-{(int(time.time()) << 16) + number:x}-{sys.argv[2]}", fd):
         pass
 link.ready()
-time.sleep(0.5)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
