@@ -49,6 +49,9 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
         log.warning("storage root %s was not there and was made: is it the one that was meant, and mounted?", storage.locate(""))
     known = identities(state.path)
     if storage.locate("") not in known:
+        if known:
+            others = ", ".join(sorted(known))
+            log.warning("storage root %s is another one than this node has used: what lies in %s is not found here", root, others)
         state.keep(IDENTITIES, msgspec.json.encode(known | {storage.locate(""): storage.identity}))
     return storage, token
 

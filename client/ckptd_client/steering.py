@@ -72,7 +72,8 @@ class Steering:
         self._troubles.report(
             kind,
             f"nobody registered the {kind} of a registered optimizer ({names}): after a restore it begins anew. "
-            f"client.register({kind}=...), or, if the program sets it again by itself, register(..., without=[{kind!r}])",
+            f"client.register({kind}=...), where a first restore() of a snapshot without it wants strict=False; or, if the "
+            f"program sets it again by itself, register(..., without=[{kind!r}])",
         )
 
     def _scheduled(self, mine: list[Optimizer]) -> list[Optimizer]:

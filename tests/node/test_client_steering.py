@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from ckptd_client import Client
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from ckptd.core.errors import CkptdError
 from tests.node.client_training import begun, net
 from tests.node.rank_daemon_double import RankDaemonDouble
 
@@ -43,6 +45,21 @@ def test_a_scheduler_and_a_scaler_that_nobody_registered_are_told_of_once(
         stepped_by(steering["scaler"], model, optimizer)
         assert client.snapshot(4, must=True).wait("sealed", 30) == "durable"
         assert client.health().problems == []
+
+
+def test_what_is_registered_at_last_is_restored_over_a_snapshot_without_it_as_the_advice_says(daemon: RankDaemonDouble) -> None:
+    """A user did what health() said, and the next start refused: the scheduler is not in the snapshot."""
+    model = net()
+    optimizer, steering = steered(model)
+    with begun(daemon, model=model, optimizer=optimizer) as client:
+        stepped_by(steering["scaler"], model, optimizer)
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        assert all("strict=False" in text for text in client.health().problems)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=model, optimizer=optimizer, **steering)
+        with pytest.raises(CkptdError, match="scheduler"):
+            client.restore()
+        assert client.restore(strict=False) == 1
 
 
 class Loop:

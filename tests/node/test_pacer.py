@@ -41,11 +41,25 @@ def never() -> bool:
 
 
 @pytest.fixture(params=MODES)
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[TcpTransport, TcpTransport]]:
-    made = transport(request.param), transport(request.param, idle_timeout_s=1.5)
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def ends(mode: str) -> Iterator[tuple[TcpTransport, TcpTransport]]:
+    yield from _closed_after(transport(mode), transport(mode, idle_timeout_s=60.0))
+
+
+def _closed_after(*made: TcpTransport) -> Iterator[Any]:
     yield made
     for end in made:
         end.close()
+
+
+@pytest.fixture
+def impatient(mode: str) -> Iterator[tuple[TcpTransport, TcpTransport]]:
+    """The receiver gives up after 1.5 s without a byte."""
+    yield from _closed_after(transport(mode), transport(mode, idle_timeout_s=1.5))
 
 
 def push(ends: tuple[TcpTransport, TcpTransport], data: bytes, **options: Any) -> bytes:
@@ -98,15 +112,15 @@ def test_whoever_waits_can_be_called_off(ends: tuple[TcpTransport, TcpTransport]
 
 
 def test_a_stream_that_is_held_back_is_not_taken_for_dead(
-    ends: tuple[TcpTransport, TcpTransport], monkeypatch: pytest.MonkeyPatch
+    impatient: tuple[TcpTransport, TcpTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The receiver gives up after 1.5 s without a byte here. What trickles is no traffic in the eyes of the loop."""
+    """What trickles is no traffic in the eyes of the loop."""
     monkeypatch.setattr(shell, "KEEPALIVE_S", 0.3)
     pacer = limited(FAST, held=True)
     assert pacer.state == HELD
     data = random.Random(2).randbytes(30_000)
     with pacer.transfer("protect", len(data), LONG_S) as pace:
-        assert push(ends, data, streams=1, pace=pace) == data
+        assert push(impatient, data, streams=1, pace=pace) == data
     assert pacer._traffic.kind(0, pacer._clock()) == "quiet"
 
 

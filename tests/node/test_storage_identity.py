@@ -56,6 +56,16 @@ def test_an_empty_mount_point_is_not_taken_for_a_new_storage(root: Path) -> None
     assert (root / MARKER).exists()
 
 
+def test_another_root_than_before_is_told_with_those_of_before(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A root that was mistyped had "nothing yet", and restore() led to allow_fresh=True."""
+    start(root)
+    other = root.parent / "roof"
+    start(other)
+    start(other)
+    said = [record.getMessage() for record in caplog.records if "another one than this node has used" in record.getMessage()]
+    assert len(said) == 1 and str(other) in said[0] and f"in {root}" in said[0]
+
+
 def test_a_root_that_was_not_there_is_made_with_a_word(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A name with a slip of the pen became a storage of its own without one."""
     start(root)
