@@ -151,6 +151,9 @@ class ControlLink:
         moves = self._book.turn(self.now())
         for node in moves.close:
             self._disconnect(node)
+        for node in moves.gone:
+            self._verdicts.pop(node, None)
+            self._moves.say("links", f"node {node!r} was silent or never reached, and gave way to others: {NODES_MAX} are dialed")
         for info in moves.open:
             try:
                 self._open(info)

@@ -6,7 +6,7 @@ import pytest
 
 from ckptd.core.ids import NodeInfo
 from ckptd.wire import address_book
-from ckptd.wire.address_book import DIAL_S, DIALS_MAX, TURN_S, AddressBook
+from ckptd.wire.address_book import DIAL_S, DIALS_MAX, SILENT_S, TURN_S, AddressBook
 
 OURS, HIS = "0/ours", "12345/his"
 UNREACHED_S = 3.0
@@ -33,7 +33,7 @@ class Book(AddressBook):
         for _ in range(int(seconds * 4) + 1):
             moves = self.turn(self.now)
             for node in moves.close:
-                del self.links[node]
+                self.links.pop(node, None)
             for one in moves.open:
                 self.links[one.node] = one.control
                 dialed.append(one.control)
@@ -121,3 +121,33 @@ def test_there_is_an_end_to_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address_book, "NODES_MAX", 2)
     book = Book()
     assert [book.propose(info(node), HIS, 0.0) for node in "aabbc"] == [True, True, True, True, False]
+
+
+def test_nodes_of_months_ago_give_way_to_those_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose machines are replaced one after the other meets more of them than there are links."""
+    monkeypatch.setattr(address_book, "NODES_MAX", 3)
+    book = Book(**{node: f"tcp://{node}:1" for node in "abcde"})
+    book.says(OURS, *map(info, "abc"))
+    book.turns()
+    del book.at["a"], book.at["b"]
+    assert not book.propose(info("d"), OURS, book.now), "they may come back"
+    for _ in range(int(SILENT_S)):  # c works all the time
+        book.turn(book.now)
+        book.now += 1.0
+    book.says(OURS, *map(info, "de"))
+    assert book.turns() == ["tcp://d:1", "tcp://e:1"]
+    assert set(book.links) == {"c", "d", "e"}
+
+
+def test_who_names_thousands_does_not_keep_others_from_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_book, "NODES_MAX", 300)
+    book = Book(**{f"n{n}": f"tcp://n{n}:1" for n in range(100)})
+    book.says(HIS, *(info(f"nowhere{n}") for n in range(300)))
+    book.turns(1.0)
+    book.says(OURS, *(info(f"n{n}") for n in range(100)))
+    assert {f"tcp://n{n}:1" for n in range(100)} <= set(book.turns(10.0))
+    for job in ("12345/his", "12345/other"):
+        for n in range(300, 400):
+            book.propose(info(f"nowhere{n}"), job, book.now)
+    assert all(f"n{n}" in book.links for n in range(100))
+    assert len(book.links) <= 100 + DIALS_MAX
