@@ -14,7 +14,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.persist.commits import list_all
-from ckptd.persist.names import DATA, step_dir
+from ckptd.persist.names import DATA, MANIFEST, PART, step_dir
 from ckptd.persist.retention import retain
 from ckptd.persist.storage import posix
 from ckptd.persist.storage.base import Entry, Storage, StorageError, read_file
@@ -252,6 +252,25 @@ def test_a_list_of_checkpoints_looks_at_none_of_their_files(root: Path, monkeypa
     monkeypatch.setattr(posix, "_entry", lambda item: looked.append(item.name) or real(item))
     assert [info.verified for info in list_all(storage, JOB)] == [True] * 10
     assert sorted(looked) == ["epoch-000001", *(f"step-{step:010d}" for step in range(1, 11))]
+
+
+@pytest.mark.parametrize("stray", [".snapshots", "step-0000000010 (copy)", "step-0000000010~", "\udcff"])
+def test_what_others_put_among_the_checkpoints_hides_none(root: Path, stray: str) -> None:
+    """P12: one directory that a file system or an operator had put there ended each list of the job: nothing was restored from
+    storage any more, nothing became durable and nothing was deleted."""
+    storage = PosixStorage(str(root))
+    for step in (10, 20):
+        save(storage, small_world(rows=40), SnapshotId(1, step))
+    for above in (root / JOB, root / JOB / "epoch-000001", root / JOB / "leases"):
+        (above / stray).mkdir(parents=True)
+    attempt = f"{step_dir(JOB, SnapshotId(1, 30))}.a{PART}"
+    storage.begin(attempt)
+    (root / attempt / f"{stray}{PART}").touch()
+    assert [info.snapshot.step for info in list_all(storage, JOB)] == [10, 20]
+    assert [snapshot.step for snapshot in retain(storage, JOB, Policy(keep_last=1), grace_s=0).hidden] == [10]
+    assert storage.commit_if_absent(attempt, step_dir(JOB, SnapshotId(1, 30)), [], {MANIFEST: b""})
+    assert [info.snapshot.step for info in list_all(storage, JOB)] == [20, 30]
+    assert (root / JOB / "epoch-000001" / stray).is_dir()
 
 
 @pytest.mark.parametrize("root", ["s3://bucket/x", "gs://bucket", "file://elsewhere/x"])

@@ -61,13 +61,18 @@ def storage_error(error: OSError, what: str, where: str) -> StorageError:
     return kind(f"{what}: {reason}", where=where, hint=_HINTS.get(number, ""), errno=number)
 
 
+def is_name(name: str) -> bool:
+    """May it be a component of a path?"""
+    return len(name) <= NAME_CHARS_MAX and _NAME.fullmatch(name) is not None
+
+
 def split_path(path: str) -> list[str]:
     """The components of a relative path. Raises StorageError on anything that could leave the root."""
     if path == "":
         return []
     names = path.split("/")
     for name in names:
-        if len(name) > NAME_CHARS_MAX or not _NAME.fullmatch(name):
+        if not is_name(name):
             raise StorageError(
                 f"unsafe name {name!r}", where=path, hint="job, node and attempt names are [A-Za-z0-9._-]"
             )
@@ -162,7 +167,8 @@ class Storage(Protocol):
         taken."""
 
     def list(self, path: str) -> list[Entry]:
-        """By name; [] when nothing is there. A committed attempt is listed as its pointer only."""
+        """By name; [] when nothing is there. A committed attempt is listed as its pointer only; what others put there under a name
+        that no path of ours can have is not."""
 
     def open(self, path: str) -> FileReader:
         """A file for reading ranges: below a pointer, or below an attempt (then only one whose writer has finished it)."""

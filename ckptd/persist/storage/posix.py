@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptd.directory import make_directories
 from ckptd.persist.names import PART
-from ckptd.persist.storage.base import AWAY, Entry, StorageError, split_path, storage_error
+from ckptd.persist.storage.base import AWAY, Entry, StorageError, is_name, split_path, storage_error
 from ckptd.persist.storage.posix_file import PosixReader, PosixWriter, ScratchPool, sync_entries
 from ckptd.persist.storage.tree import TreeStorage
 
@@ -297,7 +297,10 @@ class PosixStorage(TreeStorage):
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:
-    """None: it vanished meanwhile, or is neither a file nor a directory of ours."""
+    """None: it vanished meanwhile, or is neither a file nor a directory of ours: a snapshot of the file system, a copy that an
+    operator made by hand."""
+    if not is_name(item.name):
+        return None
     try:
         facts = item.stat(follow_symlinks=False)
     except FileNotFoundError:
