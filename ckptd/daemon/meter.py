@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
 
 PEAKS_MAX = 8  # newest moments at which a class of failure got a newer step to come back to
+SECONDS_MAX = 1e9  # that a rank says something took: thirty years
+
+
+def check_seconds(*told: float) -> None:
+    """Raises ValueError for what no clock of a rank has measured: it is computed with on pages that everybody reads (D20)."""
+    if not all(0.0 <= seconds <= SECONDS_MAX for seconds in told):
+        raise ValueError(f"seconds that nobody measured: {told}")
 
 
 class Meter:

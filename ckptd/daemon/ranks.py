@@ -24,6 +24,7 @@ from ckptd.core.protocol.written import checked
 from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.local_slots import RankSlots
 from ckptd.daemon.losses import UNUSED
+from ckptd.daemon.meter import check_seconds
 from ckptd.daemon.services import Services, log
 from ckptd.identity import NODE_ID_PATTERN
 from ckptd.observe.sight import Sight
@@ -251,6 +252,8 @@ class Ranks:
 
     # --- snapshots ----------------------------------------------------------------------------------------------
     def _sealed(self, session: RankSession, own: RankSlots, message: wire.SealedSlot, fds: list[int]) -> None:
+        """Raises ValueError for seconds that are none."""
+        check_seconds(message.capture_s, message.blocked_s)
         slot = own.slots.get(message.slot)
         if slot is None or slot.id in self.sealing:
             self._job.feed(ev.RankMissed(own.rank, message.grant, "its slot is gone", message.step))

@@ -13,6 +13,7 @@ from ckptd.core.failpoint import failpoint
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.daemon.local_slots import RankSlots
+from ckptd.daemon.meter import check_seconds
 from ckptd.daemon.rebuild_host import RebuildHost
 from ckptd.daemon.services import Services, log
 from ckptd.recover.handover import DIRECT, Frame, Handover
@@ -156,6 +157,7 @@ class Restore:
 
     # --- the ranks' answers -------------------------------------------------------------------------------------
     def on_message(self, session: RankSession, own: RankSlots, message: Any, fds: list[int]) -> None:
+        """Raises ValueError for what no rank says."""
         current = self._current(getattr(message, "round", -1))
         if current is None or own.rank not in current.waiting | set(current.ready):
             return
@@ -173,6 +175,7 @@ class Restore:
             current.waiting.discard(own.rank)
             self._job.feed(ev.RankFetched(own.rank, current.do.round, False, message.code, message.reason))
         elif isinstance(message, wire.Loaded):
+            check_seconds(message.seconds)
             self._loaded(current, own.rank, message)
         elif isinstance(message, wire.LoadedPart):
             self._loaded_part(current, own.rank, message)

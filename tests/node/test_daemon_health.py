@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import os
 import time
 
 import pytest
 
 from ckptd.core.ids import NodeInfo
+from ckptd.observe.sight import ALL
 from ckptd.wire import link_frames as lf
+from ckptd.wire import rank as wire
 from ckptd.wire.peer import StatusAsk, StatusReply
-from tests.node.daemon_rig import Rig, rig
+from tests.node.daemon_rig import Rig, everything, layout_here, rig
 from tests.node.links import Link, RawPeer, eventually
 
 
@@ -84,3 +89,25 @@ async def test_two_callers_of_status_do_not_take_each_others_answers(monkeypatch
         assert "well" in await first
         assert "well" in await second
         assert not status._asked
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e308, -1.0])
+async def test_seconds_that_a_rank_makes_up_take_nobodys_pages_away(seconds: float) -> None:
+    """D20: with one frame any user of the machine took /metrics from everybody, and /status from root."""
+    async with rig() as house:
+        rank, sessions = house.rank(), house.daemon.rank_listener._link.sessions
+        await rank.begin("a")
+        await rank.sealed(1)
+        grant = await rank.capture(2, seal=False)
+        rank.say(wire.SealedSlot(grant.slot, grant.grant, 2, layout_here().layout_id, 0, capture_s=seconds))
+        await eventually(lambda: not sessions, what="it is garbage")
+        rank = house.rank()
+        rank.join("b")
+        note, _ = await rank.opened()
+        rank.want(note.round, everything(layout_here()))
+        await rank.heard(wire.LoadPlan)
+        rank.say(wire.Loaded(note.round, True, "", seconds))
+        await eventually(lambda: not sessions, what="this, too")
+        routes = house.daemon.status.routes()
+        assert f'job="{os.getuid()}/rig"'.encode() in routes.metrics(ALL)
+        assert json.dumps(await routes.status(ALL), allow_nan=False)
