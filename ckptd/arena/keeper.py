@@ -360,7 +360,12 @@ def is_name(name: str) -> bool:
 
 
 def say(text: str) -> None:
+    """Unless that would wait for whoever reads it: the daemon is worth more."""
+    taker = select.poll()
     with contextlib.suppress(OSError):
+        taker.register(sys.stderr, select.POLLOUT)
+        if not taker.poll(0):
+            return
         sys.stderr.write(f"ckptd keeper: {text}\n")
         sys.stderr.flush()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import select
 import sys
 from datetime import datetime, timezone
 from typing import IO
@@ -15,6 +16,7 @@ from typing import IO
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 TEXT_CHARS_MAX = 4000  # of one line
+PIECE_CHARS = 1024  # written at once: in UTF-8 no more than what a pipe takes without waiting when it says that it takes something
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -74,10 +76,50 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class PatientReader(logging.StreamHandler[IO[str]]):
+    """Never waits for whoever reads the log: a full pipe, or a terminal that was stopped, would stop the daemon for all its jobs.
+    What it does not take is lost, and counted with the next line that it takes."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__(stream)
+        self._lost = 0
+        self._poller: select.poll | None = select.poll()
+        try:
+            self._poller.register(stream.fileno(), select.POLLOUT)
+        except (OSError, ValueError):  # memory, which always takes it
+            self._poller = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if not self._takes():
+                self._lost += 1
+                return
+            lost, self._lost = self._lost, 0
+            if lost:
+                text = f"{lost} lines before this one are lost: whoever reads the log did not take them"
+                gap = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
+                self._write(self.format(logging.makeLogRecord(gap)))
+            self._write(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def _write(self, text: str) -> None:
+        line = text + self.terminator
+        for at in range(0, len(line), PIECE_CHARS):
+            if not self._takes():
+                self._lost += 1
+                return
+            self.stream.write(line[at : at + PIECE_CHARS])
+            self.stream.flush()
+
+    def _takes(self) -> bool:
+        return self._poller is None or bool(self._poller.poll(0))
+
+
 def setup(level: str = "info", form: str = "text", *, node: str = "", stream: IO[str] | None = None) -> None:
     """Send the logger ``ckptd`` (and all below it) to ``stream`` (stderr), replacing what an earlier call set up."""
     assert level in LEVELS and form in FORMATS, (level, form)
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = PatientReader(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(node) if form == "json" else TextFormatter(node))
     root = logging.getLogger("ckptd")
     root.handlers[:] = [handler]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import io
 import json
@@ -12,14 +13,16 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ckptd.arena import keeper
 from ckptd.core.errors import CkptdError
 from ckptd.observe import http as observed
 from ckptd.observe import log
@@ -246,6 +249,55 @@ def test_json_lines() -> None:
     assert line["text"] == "sealed 7"
     assert line["level"] == "info"
     assert (line["job"], line["path"], line["node"]) == (MINE, "/x", "n0")
+
+
+@contextmanager
+def a_reader_that_sleeps() -> Iterator[tuple[int, IO[str]]]:
+    """The two ends of a pipe that takes nothing more."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x")
+    os.set_blocking(writing, True)
+    stream = os.fdopen(writing, "w")
+    try:
+        yield reading, stream
+    finally:
+        os.close(reading)  # first: it wakes who waits
+        with contextlib.suppress(OSError):
+            stream.close()
+
+
+def done_in_time(call: Callable[[], None]) -> bool:
+    """In a thread that is left behind when it waits."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("form", log.FORMATS)
+def test_whoever_reads_the_log_and_stops_does_not_stop_the_daemon(form: str) -> None:
+    """P5: a container's log driver, a launcher that reads until "ready", Ctrl-S: all jobs of the machine stood still."""
+    said = logging.getLogger("ckptd.test")
+    with a_reader_that_sleeps() as (reading, stream):
+        log.setup("info", form, stream=stream)
+        assert done_in_time(lambda: said.info("nobody reads"))
+        assert done_in_time(lambda: said.info("nor this"))
+        os.read(reading, 1 << 20)
+        said.info("somebody does")
+        first, second = os.read(reading, 1 << 20).decode().splitlines()
+        assert "2 lines before this one are lost" in first and "somebody does" in second
+        os.set_blocking(reading, False)
+        assert done_in_time(lambda: said.info("trace", exc_info=ValueError("x" * (1 << 20)))), "longer than a pipe"
+
+
+def test_whoever_reads_the_log_and_stops_does_not_stop_the_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7: it had said that the daemon ended before it started it again."""
+    with a_reader_that_sleeps() as (_, stream):
+        monkeypatch.setattr(keeper.sys, "stderr", stream)
+        assert done_in_time(lambda: keeper.say("the daemon ended"))
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
