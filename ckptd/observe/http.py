@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
@@ -24,6 +25,8 @@ from starlette.routing import Route
 from ckptd.core.errors import CkptdError
 from ckptd.observe.sight import NOBODY, Sight, sight_of
 from ckptd.thread_pool import ThreadPool
+
+log = logging.getLogger("ckptd.observe")
 
 CONNECTIONS_MAX = 256  # at once; more are answered 503
 REQUEST_S = 5.0  # from the connection to the end of its first request's headers
@@ -84,6 +87,7 @@ class HttpServer:
         self._looks = ThreadPool(LOOKS_MAX, "sight", ready=LOOKS_MAX)
         self._task: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
+        self._unannounced = ""  # why the address does not stand in its file yet
         self.address: tuple[str, int] = self._wanted
 
     async def start(self) -> None:
@@ -93,13 +97,17 @@ class HttpServer:
         self._server = _Server(self._config())
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="ckptd-http")
         await asyncio.wait_for(self._server.up.wait(), START_TIMEOUT_S)
-        self._write_announcement()
+        self._unannounced = self._write_announcement()
+        if self._unannounced:
+            text = "no `ckptd status` finds this daemon until its address is written down: %s [%s]"
+            log.warning(text, self._unannounced, self._announce)
         self._sweeping = asyncio.create_task(self._sweep(self._server.server_state.connections), name="ckptd-http-sweep")
 
     async def _sweep(self, connections: Collection[Any]) -> None:
         """uvicorn waits for ever for a request that was begun, and counts who began one."""
         begun: dict[Any, float] = {}
         while True:
+            self._unannounced = self._unannounced and self._write_announcement()
             now = asyncio.get_running_loop().time()
             begun = {one: begun.get(one, now) for one in connections if getattr(one, "cycle", None) is None}
             for one, since in begun.items():
@@ -158,13 +166,20 @@ class HttpServer:
         }
         return Starlette(routes=[Route(path, answer) for path, answer in paths.items()], middleware=[hosts])
 
-    def _write_announcement(self) -> None:
+    def _write_announcement(self) -> str:
+        """Why it failed, "": it did not. A full disk is no reason not to serve: the memory may be nowhere else."""
         if self._announce is None:
-            return
+            return ""
         fresh = self._announce.with_name(self._announce.name + f".{os.getpid()}")
-        fresh.write_text("{}:{}\n".format(*self.address))
-        fresh.chmod(0o644)
-        fresh.replace(self._announce)
+        try:
+            fresh.write_text("{}:{}\n".format(*self.address))
+            fresh.chmod(0o644)
+            fresh.replace(self._announce)
+        except OSError as error:
+            with suppress(OSError):
+                fresh.unlink()
+            return str(error)
+        return ""
 
     async def _sight(self, request: Request) -> Sight:
         if request.client is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import io
 import json
@@ -30,6 +31,7 @@ from ckptd.observe.health import PROBLEMS_MAX, Health
 from ckptd.observe.http import HttpServer, Routes
 from ckptd.observe.metrics import OTHER, REASONS_MAX, Metrics
 from ckptd.observe.sight import ALL, NOBODY, Sight, caller_uid
+from tests.node.links import eventually
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "OPERATIONS.md"
 MINE, THEIRS = "1000/gpt", "2000/bert"
@@ -419,6 +421,26 @@ async def test_the_address_is_announced_while_it_holds(tmp_path: Path) -> None:
         assert announce.read_text() == "{}:{}\n".format(*server.address)
         assert announce.stat().st_mode & 0o777 == 0o644
     assert not announce.exists()
+
+
+async def test_a_full_disk_keeps_no_daemon_from_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7: where the socket lay on a full disk no daemon came back to the memory that its keeper had, for these 16 bytes."""
+    announce, written, room = tmp_path / "ckptd.http", Path.write_text, asyncio.Event()
+
+    def writes(path: Path, text: str) -> int:
+        path.touch()
+        if not room.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(path, text)
+
+    monkeypatch.setattr(Path, "write_text", writes)
+    monkeypatch.setattr(observed, "REQUEST_S", 0.05)
+    async with page(announce=announce) as server:
+        assert (await ask(server, "/healthz"))[0] == 200
+        assert os.listdir(tmp_path) == []
+        room.set()
+        await eventually(announce.exists)
+        assert announce.read_text() == "{}:{}\n".format(*server.address)
 
 
 async def test_a_taken_port_is_named() -> None:
