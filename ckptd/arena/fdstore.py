@@ -7,6 +7,7 @@ The other side is systemd, or ckptd's own keeper (keeper.py), which speaks the s
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import time
@@ -14,6 +15,7 @@ import time
 FIRST_FD = 3  # LISTEN_FDS begins here
 SEND_TIMEOUT_S = 5.0  # the service manager may be busy; it is never a reason to hang
 SEND_BUFFER_BYTES = 1 << 20
+NOBODY_LISTENS = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN)  # there any more; who does now has bound the name anew
 
 
 class NullKeeper:
@@ -48,7 +50,8 @@ class NullKeeper:
 
 
 class Keeper(NullKeeper):
-    """Speaks to whoever set NOTIFY_SOCKET. A message that cannot be sent returns False; it raises nothing."""
+    """Speaks to whoever set NOTIFY_SOCKET. A message that cannot be sent returns False; it raises nothing. It stays connected, as
+    the socket's name may go (/tmp is swept) while who listens is there."""
 
     present = True
 
@@ -60,6 +63,7 @@ class Keeper(NullKeeper):
         self._socket.settimeout(SEND_TIMEOUT_S)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._connect()
 
     @staticmethod
     def from_env() -> NullKeeper:
@@ -104,8 +108,18 @@ class Keeper(NullKeeper):
     def _send(self, text: str, fds: tuple[int, ...] = (), *, wait: bool = True) -> bool:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         flags = socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT)
+        for again in (True, False):
+            try:
+                self._socket.sendmsg([text.encode()], rights, flags)
+                return True
+            except OSError as error:
+                if not (again and error.errno in NOBODY_LISTENS and self._connect()):
+                    break
+        return False
+
+    def _connect(self) -> bool:
         try:
-            self._socket.sendmsg([text.encode()], rights, flags, self._address)
+            self._socket.connect(self._address)
         except OSError:
             return False
         return True

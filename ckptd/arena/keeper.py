@@ -206,6 +206,7 @@ class KeeperProcess:
     def run(self) -> int:
         try:
             while True:
+                self._be_there()
                 self._child = Child(self._start())
                 code = self._live(self._child)
                 if self._is_final(code):
@@ -225,6 +226,13 @@ class KeeperProcess:
     def _is_final(self, code: int) -> bool:
         """A daemon that refuses to start (status below 128, never ready) would refuse for ever."""
         return self._stops > 0 or code == 0 or (not self._was_ready and code < 128)
+
+    def _be_there(self) -> None:
+        """The daemon that lives is connected; the next one looks for a name, which may be gone (/tmp is swept)."""
+        if not os.path.exists(self._notify.path):
+            with contextlib.suppress(OSError):  # it is not kept then, but it lives
+                gone, self._notify = self._notify, NotifySocket()
+                gone.close()
 
     # --- one life of the daemon ---------------------------------------------------------------------
     def _start(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -174,6 +175,34 @@ def test_what_is_stored_in_the_last_moment_is_kept(kept: Start) -> None:
     os.kill(first["pid"], signal.SIGKILL)
     os.kill(keeper.process.pid, signal.SIGCONT)
     assert keeper.daemon(other_than=first["pid"])["sealed"] == sealed["sealed"]
+
+
+def test_a_swept_directory_costs_neither_the_daemon_nor_its_memory(kept: Start, runtime: Path) -> None:
+    """P7: with the name of their socket gone (/tmp is swept) nothing more was kept, and after a minute the daemon was killed."""
+    keeper = kept()
+    pid = keeper.daemon()["pid"]
+    for step in (41, 42):
+        (directory,) = runtime.glob(f"{DIRECTORY_PREFIX}*")
+        shutil.rmtree(directory)
+        keeper.order(f"seal {step}")
+        os.kill(pid, signal.SIGKILL)
+        found = keeper.daemon(other_than=pid)
+        pid = found["pid"]
+        assert sorted(found["sealed"].values())[-2:] == [step, step]
+
+
+def test_who_listens_under_the_same_name_anew_is_found(runtime: Path) -> None:
+    path = runtime / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as first:
+        first.bind(str(path))
+        keeper = Keeper(str(path))
+    assert not keeper.store("x", 0)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as second:
+        second.bind(str(path))
+        assert keeper.store("x", 0)
+        assert second.recv(100).startswith(b"FDSTORE=1")
+    keeper.close()
 
 
 def test_the_keeper_is_small_and_never_maps_the_memory(kept: Start) -> None:
