@@ -124,29 +124,35 @@ class Status:
         }
 
     async def ls(self, sight: Sight) -> ListReport:
+        """All jobs at once: where storage hangs each waits for it, and who asks waits no longer than for one."""
+        seen = [(job, shell) for job, shell in sorted(self._jobs.items()) if sight.sees(job)]
+        *ours, others = await asyncio.gather(*(self._ls_job(job, shell) for job, shell in seen), self._ls_others(sight))
+        rows = [row for found, _ in (*ours, others) for row in found]
+        return {"rows": rows, "errors": [error for _, errors in (*ours, others) for error in errors]}
+
+    async def _ls_job(self, job: str, shell: JobShell) -> tuple[list[SnapshotReport], list[str]]:
         rows: list[SnapshotReport] = []
         errors: list[str] = []
-        for job, shell in sorted(self._jobs.items()):
-            if not sight.sees(job):
-                continue
-            try:
-                for row in await shell.durable.steps():
-                    where = [place for place in ("memory", "storage") if place in row["where"]]
-                    life = shell.machine.lifetime.life.state.value
-                    rows.append({**row, "job": job, "where": where, "life": life})  # type: ignore[typeddict-item]
-            except (CkptdError, OSError) as error:
-                errors.append(f"{job}: {error}")
-            errors += _unsaid(job, shell)
-        storage, known = self._services.storage, frozenset(self._jobs)
         try:
-            if storage is not None:  # of jobs that are forgotten here, or never were here: a new start would restore it
-                others, unread = await self._services.listed(
-                    lambda storage, _: list_stored(storage, lambda job: sight.sees(job) and job not in known), storage, ALL_JOBS
-                )
-                return {"rows": [*rows, *others], "errors": errors + unread}
+            for row in await shell.durable.steps():
+                where = [place for place in ("memory", "storage") if place in row["where"]]
+                life = shell.machine.lifetime.life.state.value
+                rows.append({**row, "job": job, "where": where, "life": life})  # type: ignore[typeddict-item]
         except (CkptdError, OSError) as error:
-            errors.append(f"storage: {error}")
-        return {"rows": rows, "errors": errors}
+            errors.append(f"{job}: {error}")
+        return rows, errors + _unsaid(job, shell)
+
+    async def _ls_others(self, sight: Sight) -> tuple[list[SnapshotReport], list[str]]:
+        """Of jobs that are forgotten here, or never were here: a new start would restore it."""
+        storage, known = self._services.storage, frozenset(self._jobs)
+        if storage is None:
+            return [], []
+        try:
+            return await self._services.listed(
+                lambda storage, _: list_stored(storage, lambda job: sight.sees(job) and job not in known), storage, ALL_JOBS
+            )
+        except (CkptdError, OSError) as error:
+            return [], [f"storage: {error}"]
 
     def on_message(self, node: str, job: str, message: object) -> None:
         if isinstance(message, StatusAsk):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.machine.steward import flush, grants
 from ckptd.daemon import durable, read_back, retention, services
@@ -355,6 +356,27 @@ async def test_lists_that_were_given_up_do_not_pile_up_while_storage_hangs(
         await eventually(lambda: not house.daemon.services.given_up)
         monkeypatch.undo()
         assert [row["step"] for row in await house.shell().durable.steps() if "storage" in row["where"]] == [3]
+
+
+async def test_a_list_of_many_jobs_waits_for_hanging_storage_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: each job waited five seconds after the one before, and the page gives up after ten: `ckptd ls` showed nothing at all."""
+    asked = 0
+
+    async def listed(*_: object) -> object:
+        nonlocal asked
+        asked += 1
+        await eventually(lambda: asked == 3, what="all are asked before the first one has an answer")
+        raise CkptdError("no answer")
+
+    async with rig(storage_root=tmp_path) as house:
+        await house.durable(3)
+        other = house.rank("other")
+        await other.begin("b")
+        await other.sealed(1)
+        monkeypatch.setattr(house.daemon.services, "listed", listed)
+        found = await house.daemon.status.ls(ALL)
+        assert [(row["job"].partition("/")[2], row["step"]) for row in found["rows"]] == [("other", 1), ("rig", 3)]
+        assert found["errors"] == ["storage: no answer"]
 
 
 async def test_a_read_back_that_hangs_does_not_hurry_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
