@@ -95,6 +95,7 @@ class Registry:
         _check_names(item.name for item in found)
         _check_included(found, _tuple(include))
         self.without += _tuple(without)
+        self._let_go({owner.name for owner in found})
         self.owners.update({owner.name: owner for owner in found})
         self._opened = [old for old in self._opened if not any(map(old.replaced_by, opened))] + opened
         self.version += 1
@@ -121,8 +122,15 @@ class Registry:
             owner.value, owner.place = item.value, item.place
         if new or before - kept:
             self.version += 1
+        self._let_go(before - kept)
         self.owners = {name: owner for name, owner in self.owners.items() if name not in before - kept} | new
         root.inside = inside
+
+    def _let_go(self, names: set[str]) -> None:
+        """Plans of snapshots before may name these owners for long: an optimizer that only they hold would count as a live one
+        that nobody registered, and its memory would stay."""
+        for name in self.owners.keys() & names:
+            self.owners[name].value = None
 
     def were_written(self, written: Mapping[str, Collection[str]], grant: int) -> None:
         """Past the fence, on whatever rank: {name of an owner: keys; none: all of it}."""

@@ -294,6 +294,17 @@ def test_an_optimizer_that_appears_later_is_seen(daemon: RankDaemonDouble) -> No
         assert client.snapshot(4, must=True).wait("sealed", 30).startswith("failed: incomplete: model.2")
 
 
+def test_an_optimizer_that_was_replaced_and_let_go_is_not_kept_alive(daemon: RankDaemonDouble) -> None:
+    """The plan of the snapshot before held the one of the phase before, so it was missed, and no other plan was ever made."""
+    model = net()
+    with begun(daemon, model=model) as client:
+        for step, part in enumerate((model[:1], model[2:]), start=1):
+            optimizer = AdamW(part.parameters(), lr=1e-2)
+            client.register(optimizer=optimizer)
+            train(model, [optimizer], 1)
+            assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
+
+
 def test_an_optimizer_of_a_phase_that_is_over_is_not_missed(daemon: RankDaemonDouble) -> None:
     """A warm-up's optimizer is still in a variable when the next one has taken over."""
     model = net()
