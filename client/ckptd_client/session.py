@@ -29,8 +29,8 @@ from ckptd_client.stepclock import StepClock
 from ckptd_client.troubles import Troubles, brief
 from ckptd_client.world import World
 
-LEVELS_KEPT_MAX = 1024  # steps whose level is remembered
-HANDLES_KEPT_MAX = 256
+LEVELS_KEPT_MAX, HANDLES_KEPT_MAX = 1024, 256  # steps whose level is remembered, and whose handle
+LAYOUTS_KNOWN_MAX = 8  # of the newest that were sent; the daemon remembers twice as many of a rank
 SILENT_AFTER_S = 15.0  # a daemon that answers no question, or is away, for this long is not waited for
 RESTORE_SILENT_AFTER_S = 60.0  # the same while it restores: it may be busy
 ASK_EVERY_S = 2.0
@@ -66,10 +66,9 @@ class Session:
         self.called = -1  # newest step that snapshot() was called with
         self._before = -1  # the newest step called before that one which no grant took
         self._optimizer_steps = -1  # made when ``called`` was
-        self._asking = False  # must=True waits
+        self._asking = self.restoring = False  # must=True waits; restore() does
         self.waits, self._waits_at = "", 0.0  # why the daemon grants nothing, and since when we know that cause
         self.levels: dict[int, wire.Level] = {}
-        self.restoring = False
         self.stop_capture: Callable[[int, str], bool] = lambda grant, reason: False
         self.connection_lost: Callable[[int], None] = lambda connection: None
         self.written_there: Callable[[dict[str, list[str]], int], None] = lambda written, grant: None
@@ -81,7 +80,7 @@ class Session:
         self._replies: dict[int, Any] = {}
         self._requests, self._in_vain = 0, -SILENT_AFTER_S  # monotonic seconds of the question that was not answered in time
         self._join: tuple[wire.Join, bytes] | None = None  # as it was sent, and the world beside it
-        self._layouts: set[str] = set()  # ids that this connection's daemon knows
+        self._layouts: deque[str] = deque(maxlen=LAYOUTS_KNOWN_MAX)  # ids that this connection's daemon knows, the newest ones
         self._on: dict[type, Callable[[Any, list[int]], None]] = {
             wire.Mapped: self._mapped,
             wire.Retire: lambda m, _: self.segments.retire(m.slot),
@@ -270,6 +269,7 @@ class Session:
         if handle is not None:
             handle.told(message)
         if message.void:
+            self._layouts.clear()  # it may be void because the daemon does not know one of them
             self.grants.void(message.grant)
             self.troubles.lost(message.step, f"void: {message.void}")
             self.troubles.report("void", f"snapshot {message.step} is void: {message.void}")
@@ -468,7 +468,7 @@ class Session:
     def layout_is_new(self, layout_id: str) -> bool:
         with self.changed:
             new = layout_id not in self._layouts
-            self._layouts.add(layout_id)
+            self._layouts.extend([layout_id] * new)
             return new
 
     # --- questions ----------------------------------------------------------------------------------------------
@@ -496,5 +496,5 @@ class Session:
         return min(int(self.policy.get("replicas", 0)), domains - 1)
 
     def facts(self) -> dict[str, Any]:
-        facts = {"connected": self.link.up, "phase": self.phase, "epoch": self.epoch, "step": self.called}
-        return facts | {"newest": newest_of(self.levels)}
+        newest = newest_of(self.levels)
+        return {"connected": self.link.up, "phase": self.phase, "epoch": self.epoch, "step": self.called, "newest": newest}

@@ -21,6 +21,7 @@ import msgpack
 from ckptd.core.state_map.agreement import TENSORS, agree, object_name
 from ckptd.core.state_map.box import Box, intersect, uncovered
 from ckptd.core.state_map.layout import UNIQUE, Layout
+from ckptd.daemon.ranks import LAYOUTS_PER_RANK_MAX
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import FrameError, RankSocket, memfd_object, read_memfd_object
 from ckptd.wire.world import WORLD_BYTES_MAX
@@ -422,21 +423,24 @@ class RankDaemonDouble:
             layout = Layout.decode(read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX))
             assert layout.layout_id == message.layout_id
             peer.layouts[message.layout_id] = layout
-        layout = peer.layouts[message.layout_id]
+            while len(peer.layouts) > LAYOUTS_PER_RANK_MAX:
+                del peer.layouts[next(iter(peer.layouts))]
         slot = peer.granted.pop(message.grant, None)
         if slot is None:
             return  # of an earlier epoch
         assert slot == message.slot
-        fd, _ = peer.slots[slot]
+        peer.free.append(slot)
+        if message.layout_id not in peer.layouts and message.grant in self._grant_steps:
+            self._void(message.grant, "seal failed: layout unknown", peer)
+        if message.grant in self.voided:  # or another rank had given it up before
+            _send(peer, wire.Level(self.epoch, message.step, message.grant, -1, 1, False, self.voided[message.grant]))
+            self._grant_free()
+            return
+        fd, layout = peer.slots[slot][0], peer.layouts[message.layout_id]
         payload = os.pread(fd, layout.frozen_at, 4096)
         if layout.frozen_bytes:
             peer.sealed_frozen.add(message.frozen)
             payload += os.pread(peer.frozen[message.frozen][0], layout.frozen_bytes, 4096)
-        peer.free.append(slot)
-        if message.grant in self.voided:  # another rank had given it up before
-            _send(peer, wire.Level(self.epoch, message.step, message.grant, -1, 1, False, self.voided[message.grant]))
-            self._grant_free()
-            return
         snapshot = (self.epoch, message.step)
         held = self.held.setdefault(snapshot, {})
         held[peer.rank] = Held(layout, payload, message.objects_bytes)

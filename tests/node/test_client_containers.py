@@ -9,6 +9,7 @@ import pytest
 import torch
 from ckptd_client import CkptdError, Client
 
+from ckptd.daemon.ranks import LAYOUTS_PER_RANK_MAX
 from tests.node.client_training import Training, connected, load, save
 from tests.node.rank_daemon_double import RankDaemonDouble
 
@@ -126,6 +127,30 @@ def test_a_value_that_no_restore_could_give_back_is_refused_at_register(daemon: 
         with pytest.raises(TypeError, match=r"pair\.1: no restore"):
             client.register(pair=(torch.zeros(2), value))
         client.register(extra={"epoch": value}, nothing=None, progress={"epoch": value}, held=[torch.zeros(1), value])
+
+
+def test_a_structure_that_comes_back_after_many_others_is_told_to_the_daemon_again(daemon: RankDaemonDouble) -> None:
+    """It remembers a few layouts of each rank; the rank took all that it had ever sent for known, and what came back was void."""
+    training, values = Training(), {"carry": torch.zeros(1)}
+    with connected(daemon, training) as client:
+        client.register(values=values)
+        client.restore()
+        for step in range(2 * (LAYOUTS_PER_RANK_MAX + 2)):
+            training.step()
+            values["carry"] = torch.zeros(1 + step % (LAYOUTS_PER_RANK_MAX + 2))  # as long as the sequence of this batch
+            assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
+
+
+def test_a_layout_that_the_daemon_does_not_know_is_sent_again(daemon: RankDaemonDouble) -> None:
+    """It had not taken it: there were too many at once. The snapshots that followed were void until training ended."""
+    training = Training()
+    with connected(daemon, training) as client:
+        client.restore()
+        assert trained(client, training, live(), 2) == ["durable"] * 2
+        daemon._members()[0].layouts.clear()
+        for step, status in ((3, "void: seal failed: layout unknown"), (4, "durable")):
+            training.step()
+            assert client.snapshot(step, must=True).wait("sealed", 30) == status
 
 
 CHANGED: list[tuple[Any, Any]] = [
