@@ -187,6 +187,8 @@ class Objects:
         for name, extra in self._state.extras.get(owner.name, {}).items():
             if name in self.trees:
                 extra.set(self.trees[name])
+        if owner.kind == "module" and owner.name in self._wanted.filled:
+            reshaping.make_anew(owner.value)
         if owner.kind == "optimizer":
             groups = self.trees.get(f"{owner.name}.{resolve.GROUPS}")
             if groups is not None:

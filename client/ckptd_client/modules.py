@@ -105,6 +105,21 @@ def _write(target: Any, value: Any) -> None:
         target.copy_(value)
 
 
+def prepare(parts: Iterable[nn.Module]) -> None:
+    """What users' hooks do before a module is saved, as ``state_dict()`` calls them: write a counter into a buffer. Torch's own
+    bring shards back, which ``naming.reshard`` asks for where it must. Raises CkptdError for one that runs a collective."""
+    for part in parts:
+        for hook in part._state_dict_pre_hooks.values():
+            if not torchs(hook):
+                with NoCollectives(type(part).__name__):
+                    hook(part, "", True)
+
+
+def torchs(function: Any) -> bool:
+    """Is it of torch itself?"""
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+
+
 @lru_cache(maxsize=4096)
 def _overrides(kind: Any, name: str) -> bool:
     return getattr(kind, name) is not getattr(nn.Module, name)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ckptd_client import _switches, apart, beside, complete, hyper, naming, nested, optim, watch
+from ckptd_client import _switches, apart, beside, complete, hyper, modules, naming, nested, optim, watch
 from ckptd_client.entries import State
 from ckptd_client.plan import Plan, signature_of
 from ckptd_client.registry import Registry
@@ -92,6 +92,7 @@ class Recall:
         """In the order of the plan's first entries; None when anything was replaced, added or changed its form."""
         if self._registry.version != self._version:
             return None
+        modules.prepare(self._parts)
         hanging = self._hanging()
         if self._ids(hanging) != self._seen:  # FSDP2 after an eval pass: the shards may be one hook away
             for module in self._modules:
@@ -167,7 +168,8 @@ class Recall:
 def _names_in(part: nn.Module) -> tuple[Any, ...]:
     left_out = part._non_persistent_buffers_set
     hanging = (tuple(part._parameters.keys()), tuple(part._buffers.keys()), tuple(part._modules.keys()))
-    return (part.__class__, len(part._state_dict_hooks), frozenset(left_out) if left_out else None, *hanging)
+    hooks = len(part._state_dict_hooks), len(part._state_dict_pre_hooks)
+    return (part.__class__, hooks, frozenset(left_out) if left_out else None, *hanging)
 
 
 def _states(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:

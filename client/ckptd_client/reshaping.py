@@ -1,5 +1,5 @@
 """Modules whose own loading gives their tensors the shape of what they load (P15): quantisers and observers, whose buffers grow
-in the first batch."""
+in the first batch. And what others make of what they have loaded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ckptd.core.errors import CkptdError
 from ckptd_client import modules, naming
@@ -51,6 +52,17 @@ def give_back(reshaped: Iterable[Reshaped]) -> None:
                 raise CkptdError(f"{type(module).__name__} does not take back what it saved: {one.name}", where=one.key)
 
 
+def make_anew(root: nn.Module) -> None:
+    """What modules make of what they load, in a loading or a hook of their own: a table that was computed from weights. After all
+    that hangs in them is written; those below first, as ``load_state_dict()`` goes."""
+    for module in reversed(list(root.modules())):
+        if modules.loads_itself(module) and not modules.torchs(type(module)._load_from_state_dict):
+            _load(module, {})
+        for hook in module._load_state_dict_post_hooks.values():
+            if not modules.torchs(hook):
+                hook(module, _IncompatibleKeys([], []))
+
+
 def _would_take(module: nn.Module, name: str, saved: Tensor) -> bool:
     """A parameter must stay the one that its optimizer has. What else hangs below the module is no business of its twin's."""
     twin = object.__new__(type(module))
@@ -81,10 +93,11 @@ def _held(module: nn.Module, name: str) -> Tensor:
 
 
 def _load(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """These, and whatever else it has as it is."""
+    """These, and whatever else it has as it is: copies, for loading may begin by giving its tensors other memory."""
     state: Any = OrderedDict()
     version = {"version": getattr(module, "_version", None)}
     with NoCollectives(type(module).__name__), torch.no_grad():
-        module._save_to_state_dict(state, "", True)
+        module._save_to_state_dict(state, "", False)
+        state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
         state.update({name: value.to(_held(module, name).device) for name, value in values.items()})
         module._load_from_state_dict(state, "", version, True, [], [], [])

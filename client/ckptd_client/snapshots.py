@@ -19,7 +19,7 @@ from ckptd.core.protocol.machine.waiting import FOR_A_PEER, FOR_A_RANK, FOR_STOR
 from ckptd.core.protocol.written import bounded
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object
-from ckptd_client import complete, fence, gradients, libc, resolve, tree
+from ckptd_client import complete, fence, gradients, libc, modules, resolve, tree
 from ckptd_client.again import Captured, Look, hashes, look_at
 from ckptd_client.attributes import Attributes
 from ckptd_client.capture import INTERRUPTED, Engine
@@ -345,6 +345,7 @@ class Snapshots:
             everything = recall.with_inside(tensors, state)
             if everything is not None and len(packed) <= recall.plan.objects_max:
                 return Found(everything, packed, recall.plan, len(tensors), hashes(state.objects, state.entries))
+        modules.prepare(part for owner in self._registry.of_kind("module") for part in owner.value.modules())
         state = resolve.tensors(self._registry)
         found = len(state.entries)
         state.entries += gradients.entries(state)

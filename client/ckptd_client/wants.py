@@ -75,6 +75,7 @@ class Wanted:
     strict: bool = True
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # of what was restored, and may not be what the program takes it for
+    filled: set[str] = field(default_factory=set)  # names of owners some of whose tensors are wanted
     first: int = 0  # so many targets are no registered tensors: compared with others, or inside of objects
 
     def encode(self) -> bytes:
@@ -174,6 +175,7 @@ class _Matcher:
 
     def _fill(self, entry: Entry, source: str) -> bool:
         self._claimed.add(source)
+        self.result.filled.add(entry.owner.name)
         parts = slices_of(entry, self._world)
         local = local_of(entry.tensor)
         dtype, shape, _ = self._catalogue.tensors[source]

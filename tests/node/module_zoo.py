@@ -144,3 +144,36 @@ class Unsaveable(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         raise NotImplementedError("Saving is not implemented")
+
+
+class Counted(nn.Linear):
+    """Counts its batches on the host, and computes a table of its weights: hooks of saving and loading keep both."""
+
+    def __init__(self) -> None:
+        super().__init__(20, 20)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module.count.fill_(module.batches))
+        self.register_load_state_dict_post_hook(lambda module, keys: module.derive())
+        self.derive()
+
+    def derive(self) -> None:
+        self.batches, self.table = int(self.count), self.weight.detach().t().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches += 1
+        return x @ self.table
+
+
+class Derived(nn.Linear):
+    """The same table, made by its own loading."""
+
+    def __init__(self) -> None:
+        super().__init__(20, 20)
+        self.table = self.weight.detach().t().clone()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.table = self.weight.detach().t().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.table

@@ -15,6 +15,7 @@ from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObs
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.node import module_zoo
 from tests.node.client_training import begun, load, save
 from tests.node.module_zoo import Forgetful, Growing, Linear4, Linear8, Metric, Observer, Unsaveable, hooked
 from tests.node.rank_daemon_double import RankDaemonDouble
@@ -68,6 +69,25 @@ def test_what_a_module_does_not_take_back_is_an_error_by_name(daemon: RankDaemon
         why = str(error)
     assert "Forgetful does not take back what it saved: seen" in why, why
     assert "model.0" in why
+
+
+@pytest.mark.parametrize("make", [module_zoo.Counted, module_zoo.Derived])
+def test_what_hooks_and_loading_of_its_own_keep_beside_a_modules_tensors_comes_back(
+    daemon: RankDaemonDouble, make: Callable[[], Any]
+) -> None:
+    """The counter's buffer was saved as it was before the hook, and the table stayed that of the weights before the restore."""
+    with begun(daemon, model=(model := make())) as client:
+        for step in (1, 2):  # the second time nothing is looked up
+            model(torch.ones(1, 20))
+            with torch.no_grad():
+                model.weight.mul_(2)
+            handle = client.snapshot(step, must=True)
+            assert client.snapshot(step) is handle, "a hook that writes a counter changes nothing"
+            assert handle.wait("sealed", 30) == "durable"
+    model.load_state_dict(model.state_dict())
+    load(daemon, model=(fresh := make()))
+    assert torch.equal(fresh.table, model.table)
+    assert vars(fresh).get("batches") == vars(model).get("batches")
 
 
 # --- tensors that take the shape of what is loaded ----------------------------------------------------------
