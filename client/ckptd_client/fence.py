@@ -73,7 +73,7 @@ def join(client: Fenced) -> None:
         _wrap_swap()
         graphs.install(_fence_for_graph, _counters)
         collectives.install(_before_write)
-        _wrap_resize()
+        _wrap_storage()
 
 
 def leave(client: Fenced) -> None:
@@ -196,17 +196,23 @@ def _wrap_swap() -> None:
     torch.utils.swap_tensors = torch._disable_dynamo(fenced)  # type: ignore[attr-defined]
 
 
-def _wrap_resize() -> None:
-    """A storage of another size lets its memory go, however many refer to it: who still copies from there would die (P5)."""
-    storage: Any = UntypedStorage
-    resize = storage.resize_
+def _wrap_storage() -> None:
+    """A storage of another size lets its memory go, however many refer to it, and so does one that moves into shared memory (a
+    model sent through a queue): who still copies from there would die (P5)."""
+    for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_"):
+        _wrap_letting_go(UntypedStorage, name)
 
-    @functools.wraps(resize)
+
+def _wrap_letting_go(storage: Any, name: str) -> None:
+    inner = getattr(storage, name)
+
+    @functools.wraps(inner)
     def fenced(self: UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        _before_write([self])
-        return resize(self, *args, **kwargs)
+        if name == "resize_" or not self.is_shared():
+            _before_write([self])
+        return inner(self, *args, **kwargs)
 
-    storage.resize_ = torch._disable_dynamo(fenced)  # type: ignore[attr-defined]
+    setattr(storage, name, torch._disable_dynamo(fenced))  # type: ignore[attr-defined]
 
 
 def _wrap_averaged_model() -> None:

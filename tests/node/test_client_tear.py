@@ -198,10 +198,13 @@ def test_a_collective_waits_for_what_it_is_to_write(daemon: RankDaemonDouble, ca
     assert found == []
 
 
-def test_a_storage_that_is_resized_waits_for_what_reads_it(daemon: RankDaemonDouble) -> None:
-    """P5: its memory is gone then, and the trainer died of SIGSEGV where it was copied."""
+def resize(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(2 * tensor.untyped_storage().size())
 
-    def resize(tensor: torch.Tensor) -> None:
-        tensor.untyped_storage().resize_(2 * tensor.untyped_storage().size())
 
-    assert torn_behind(daemon, lambda: resize(torch.ones(3)), resize) == []
+@pytest.mark.parametrize("move", [resize, torch.Tensor.share_memory_], ids=["resized", "shared"])
+def test_a_storage_whose_memory_goes_waits_for_what_reads_it(
+    daemon: RankDaemonDouble, move: Callable[[torch.Tensor], object]
+) -> None:
+    """P5: the trainer died of SIGSEGV where it was copied."""
+    assert torn_behind(daemon, lambda: move(torch.ones(3)), move) == []
