@@ -156,6 +156,7 @@ class Objects:
         self._set_states()
         for parameter, gradient in self._wanted.gradients:
             parameter.grad = gradient
+        self._drop_gradients()
         for owner in self._registry.owners.values():
             self._set_owner(owner, result)
         for name, container, key in self._born:
@@ -182,6 +183,18 @@ class Objects:
                 of_all[new.parameter].update(state)
             elif strict:
                 of_all.pop(new.parameter, None)  # the snapshot is older than this state
+
+    def _drop_gradients(self) -> None:
+        """Left by a step that was not made: no snapshot holds them, and the next backward pass would add to them. A device's are
+        zeroed where they lie, for a graph may write there."""
+        for entry in self._state.params.values():
+            left = entry.tensor.grad if entry.tensor.is_leaf else None
+            if left is None or entry.owner.gradients or entry.owner.name not in self._wanted.filled:
+                continue
+            if left.is_cpu:
+                entry.tensor.grad = None
+            else:
+                left.zero_()
 
     def _set_owner(self, owner: Owner, result: Restored) -> None:
         for name, extra in self._state.extras.get(owner.name, {}).items():

@@ -237,6 +237,18 @@ def test_the_gradients_of_a_scripted_module_are_looked_at(daemon: RankDaemonDoub
     assert len(warnings(caplog)) == 1
 
 
+def test_gradients_of_a_step_that_was_not_made_are_dropped_by_a_restore(daemon: RankDaemonDouble) -> None:
+    """The loop was left between backward() and step(), and went on from the snapshot: the next batch was added to them."""
+    with training(daemon) as (client, model, optimizer):
+        accumulating(model, optimizer, range(ACCUMULATED))
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        micro_batch(model, ACCUMULATED)
+        assert client.restore(only="optimizer.*") == 1
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert client.restore() == 1
+        assert not any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
 def test_a_snapshot_in_a_hook_behind_the_step_is_not_amid_an_accumulation(
     daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
