@@ -107,12 +107,14 @@ class JobShell:
             ins.Commit: self.durable.commit,
             ins.Alarm: self._alarm,
         }
-        self.feed(self.restarted())
+        self.begin()
 
-    def restarted(self) -> ev.Restarted:
-        """The first event of a new machine."""
+    def begin(self) -> None:
+        """What a new machine hears first: what is known of the job, and who was gone before."""
         since = max(0.0, self.services.wall() - self._life_since) if self.life else 0.0
-        return ev.Restarted(self.record, self.ran, self.life, since, self._tombstone, self._sealed)
+        self.feed(ev.Restarted(self.record, self.ran, self.life, since, self._tombstone, self._sealed))
+        for node in self.services.down():
+            self.feed(ev.NodeDown(node))
 
     def feed(self, event: ev.Event) -> None:
         """Hand an event to the machine and do what it says. Events that arise meanwhile wait their turn."""

@@ -153,7 +153,7 @@ class Daemon:
             health=self.health,
             metrics=self.metrics,
             send=self._send,
-            connect=self.control.connect,
+            connect=self.control.connect, down=self.control.down,
             release=self._release,
             work=work,
             sizing=_pool(SIZING_THREADS_MAX, "sizing"),

@@ -59,6 +59,7 @@ class Services:
     send: Callable[[str, str, object], bool]  # node, job, message
     connect: Callable[[NodeInfo, str], None]  # of this job
     release: Callable[[str], None]  # all nodes that this job named
+    down: Callable[[], list[str]]  # nodes that were told to be so
     work: Executor  # sums, allocation, verification: short, touches memory
     sizing: Executor
     rereading: Executor  # what was written

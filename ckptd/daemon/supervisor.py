@@ -43,7 +43,8 @@ class Supervisor:
     def _begin(self) -> None:
         job = self._job
         self._due = None
+        job.let_go()  # ranks that came while there was no machine said so to nobody
         job.machine = JobMachine(job.job, self._services.node, self._services.policy)
-        job.feed(job.restarted())
+        job.begin()
         for slot in job.freed_for_revival():
             job.adopt(slot)

@@ -272,6 +272,10 @@ class ControlLink:
     def told(self, node: str, up: bool) -> None:
         self._on_peer(node, up)
 
+    def down(self) -> list[str]:
+        """Who was told to be so last: whoever asks begins only now, and is not told before it changes."""
+        return [node for node, verdict in self._verdicts.items() if verdict.up is False]
+
     def problem(self, text: str, node: str = "") -> None:
         if self._on_problem is not None:
             self._on_problem(text, node)
