@@ -110,7 +110,9 @@ class JobShell:
         self.begin()
 
     def begin(self) -> None:
-        """What a new machine hears first: what is known of the job, and who was gone before."""
+        """What a new machine hears first: what is known of the job, and who was gone before. What the one before it had been told
+        of levels nobody goes on with."""
+        self.levels.clear()
         since = max(0.0, self.services.wall() - self._life_since) if self.life else 0.0
         self.feed(ev.Restarted(self.record, self.ran, self.life, since, self._tombstone, self._sealed))
         for node in self.services.down():

@@ -83,11 +83,11 @@ class Rank:
                 return True
         return False
 
-    def join(self, attempt: str, state_bytes: int | None = None, rank: int = 0, **ask: Any) -> None:
+    def join(self, attempt: str, state_bytes: int | None = None, rank: int = 0, *, grant: int = 0, **ask: Any) -> None:
         node = asdict(self.daemon.services.node)
         size = layout_here().payload_bytes if state_bytes is None else state_bytes
         full = {"step": None, "source": None, "allow_fresh": False} | ask
-        self.say_join(wire.Join(attempt, rank, size, full), pack_world([node["node"]], [node]))
+        self.say_join(wire.Join(attempt, rank, size, full, grant=grant), pack_world([node["node"]], [node]))
 
     def say_join(self, message: wire.Join, world: bytes) -> None:
         fd = memfd_object(world)

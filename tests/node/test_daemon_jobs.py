@@ -70,8 +70,9 @@ async def test_a_machine_that_breaks_is_made_anew_and_finds_its_memory(
         await eventually(lambda: shell.machine is not broken and shell.machine.ctx.record is not None)
         assert "an invariant is broken" in house.problems()["internal"]
         again = house.rank()
-        again.join("a")  # as the client does when its connection broke
+        again.join("a", grant=rank.captured[5])  # as the client does when its connection broke
         await again.heard(wire.Ready)
+        await eventually(lambda: shell.machine.levels.told)
         assert [row["step"] for row in await shell.durable.steps()] == [5]
         assert shell.machine.slots.facts()[0].snapshot.step == 5
         await again.sealed(6)

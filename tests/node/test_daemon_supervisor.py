@@ -37,13 +37,13 @@ async def test_a_rank_that_comes_back_before_there_is_a_machine_is_heard() -> No
         shell = house.shell()
         broken = break_down(shell)
         early = house.rank()
-        early.join("a")
+        early.join("a", grant=rank.captured[5])
         await early.heard(wire.Ready)
         assert shell.machine is broken, "it came while there was none"
         await eventually(lambda: shell.machine is not broken)
         await eventually(lambda: hung_up(early), what="the end of a connection that the machine knows nothing of")
         again = house.rank()
-        again.join("a")
+        again.join("a", grant=rank.captured[5])
         await again.sealed(6)
 
 
@@ -59,3 +59,19 @@ async def test_a_machine_hears_who_was_gone_before_it_was_made() -> None:
         assert shell.machine.view()["down"] == ["b"]
         await house.rank("other").begin("b")
         assert house.shell("other").machine.view()["down"] == ["b"]
+
+
+async def test_what_was_released_is_not_listed_again() -> None:
+    """P2: which levels are over only the machine that broke had been told."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        for step in (5, 6, 7):
+            await rank.sealed(step)
+        shell = house.shell()
+        assert [row["step"] for row in await shell.durable.steps()] == [7]
+        broken = break_down(shell)
+        await eventually(lambda: shell.machine is not broken and shell.machine.slots.sealed)
+        house.rank().join("a", grant=rank.captured[7])
+        await eventually(lambda: shell.machine.levels.told, what="the steward's word")
+        assert [row["step"] for row in await shell.durable.steps()] == [7]
