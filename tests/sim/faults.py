@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol.events import OTHER_MAPPER, STILL_READ, DrainAsked, FlushAsked
 from tests.sim import forgetting
+from tests.sim.breaks import break_down
 from tests.sim.disk import Written
 from tests.sim.moments import CUT_S, DAEMON, KEEPER, NODE, REBOOT, STORAGE_S, Moments
 from tests.sim.seasons import AIMED_OF, RATES, draw_season
@@ -67,6 +68,7 @@ class Faults:
         self._plan_drains()
         self._plan_stills()
         self._plan_hang_ups()
+        self._plan_breaks()
 
     def _plan_drains(self) -> None:
         """In every second world nodes are asked to go; some go, some stay after all, some are asked until the end. Drawn
@@ -91,6 +93,20 @@ class Faults:
         rng = Random(f"hang-ups {self.world.seed}")
         for _ in range(rng.choice([0, 0, rng.randint(1, 4)])):
             self.world.clock.after(rng.uniform(4.0, 29.0), self._hang_up, rng)
+
+    def _plan_breaks(self) -> None:
+        """In every fourth world machines break, the steward's more often than others. Drawn apart, too."""
+        rng = Random(f"breaks {self.world.seed}")
+        for _ in range(rng.choice([0, 0, 0, rng.randint(1, 4)])):
+            self.world.clock.after(rng.uniform(4.0, 29.0), self._break, rng)
+
+    def _break(self, rng: Random) -> None:
+        there = [host for host in rng.choice(self.world.everyone).hosts.values() if host.alive and not host.paused]
+        stewards = [host for host in there if host.machine.steward.active]
+        if self.active and there:
+            self.count("a machine that broke")
+            self.world.trouble()
+            break_down(rng.choice(stewards if stewards and rng.random() < 0.5 else there))
 
     def _hang_up(self, rng: Random) -> None:
         run = rng.choice(self.world.everyone).launcher.run

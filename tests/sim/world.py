@@ -23,6 +23,7 @@ from ckptd.core.protocol.events import (
 )
 from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.core.state_map.layout import REPLICA, Layout
+from tests.sim import books
 from tests.sim.aftermath import aftermath
 from tests.sim.broken import Broken
 from tests.sim.clock import Clock
@@ -251,6 +252,7 @@ class World:
         self.wait("everything becomes protected", self.protected)
         if self.policy.durable:
             self.wait("everything becomes durable", self._durable)
+        self.wait("the steward knows all that memory holds", partial(books.name_all, self))
 
     def _newest(self) -> SnapshotId | None:
         """That there still is: a bit may have flipped in the last one before anybody had a copy. None: so it went with all of

@@ -66,8 +66,8 @@ class Sessions:
         session = self.by_node.get(sender)
         if session is None or session.id != fact.session or fact.serial - session.expected > BUFFERED_MAX:
             return
-        if isinstance(fact, Inventory) and session.incarnation not in ("", fact.incarnation):
-            self.invite(sender)  # another process took up the session, and counts from zero: all that it says would be old
+        if isinstance(fact, Inventory) and _another_took(session, fact):
+            self.invite(sender)  # it counts from zero: all that it says would be old
             return
         session.owes = True
         if fact.serial < session.expected:
@@ -141,3 +141,10 @@ class Sessions:
         if not session.expected:  # Whose word it is only the inventory tells, which has not come: who lives says it again.
             session.early.clear()
         self._ctx.send(node, OpenSession(self._ctx.number, session.id, session.turn))
+
+
+def _another_took(session: Session, said: Inventory) -> bool:
+    """Another process took up the session; or another machine of the same one: it answers what we ask only now under a number
+    that the first one has used."""
+    anew = not session.established and said.turn == session.turn and said.serial < session.expected
+    return anew or session.incarnation not in ("", said.incarnation)

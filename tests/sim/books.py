@@ -1,0 +1,32 @@
+"""What is true when all has been quiet for a while: the steward's books name all that memory holds, and nothing is shown that is
+not there (P2, P14)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.protocol.machine.context import audience
+
+if TYPE_CHECKING:
+    from tests.sim.host import Host
+    from tests.sim.world import World
+
+
+def name_all(world: World) -> bool:
+    """A slot that the steward does not know is released by nobody."""
+    there = [host for host in world.hosts.values() if host.alive]
+    stewards = [host for host in there if host.machine.steward.active]
+    if len(stewards) != 1:
+        return not any(host.machine.slots.sealed for host in there)
+    states, record = stewards[0].machine.steward.table.states, stewards[0].record
+    of_its_epoch = (host for host in there if host.record == record)
+    return all(snapshot in states for host in of_its_epoch for snapshot in host.machine.slots.sealed)
+
+
+def show_the_truth(host: Host) -> bool:
+    """A node that the epoch does not concern shows nothing."""
+    if host.record is None or host.name not in audience(host.record):
+        return True
+    levels, ctx, oracle = host.machine.levels, host.machine.ctx, host.world.oracle
+    shown = {s: said.level for s, said in levels.told.items() if s not in levels.released and ctx.is_candidate(s)}
+    return all(level < 0 or level <= oracle.truth(s) or oracle.forgotten(s) for s, level in shown.items())
