@@ -9,7 +9,7 @@ from ckptd.core.policy import Policy
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
-from ckptd.core.protocol.machine.steward.certify import IDLE_S, REPEAT_S, REPEATS_LIVELY
+from ckptd.core.protocol.machine.steward.certify import IDLE_S, RELEASES_NAMED_MAX, REPEAT_S, REPEATS_LIVELY
 from tests.core.certificates import BOTH, OLD, OLD_ONES, released, steward
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 
@@ -57,6 +57,19 @@ def test_who_lists_what_nobody_holds_hears_that_it_fell() -> None:
     node.others["b"].tell_inventory()
     node.others["d"].tell_inventory(certified=((at(6), 1, False), (at(7), 1, False)))
     assert (node.level(7, to="d"), node.level(6, to="d")) == (-1, -1)
+
+
+def test_who_lists_what_nobody_holds_any_more_beside_a_newer_one_hears_that_it_is_gone() -> None:
+    """It missed the release, and the steward that knew of it is gone: it would show that as protected for ever (P2)."""
+    node = steward(record_of("ab", outside="d")).train().capture(7).protect(7)
+    listed = [SnapshotId(EPOCH, step) for step in range(-60, 6)]
+    mark = node.mark
+    node.feed(ev.NodeDown("d"), ev.NodeUp("d"))
+    node.others["d"].tell_inventory(certified=tuple((one, 1, False) for one in (*listed, at(7))))
+    said = node.certificates("d", mark)
+    assert {one for c in said for one in c.releases} == set(listed)
+    assert max(len(c.releases) for c in said) <= RELEASES_NAMED_MAX
+    assert node.level(7, to="d") == 1
 
 
 def test_who_missed_that_something_is_void_hears_that_it_fell() -> None:

@@ -10,11 +10,10 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from ckptd.core.protocol.machine.context import audience
+from tests.sim import books
 from tests.sim.moments import DAEMON, KEEPER, NODE, REBOOT
 
 if TYPE_CHECKING:
-    from tests.sim.host import Host
     from tests.sim.world import World
 
 LOSSES = 2  # one after the other, each when all is well
@@ -33,20 +32,6 @@ def aftermath(world: World) -> None:
         victim = rng.choice(stewards if stewards and rng.random() < 0.5 else hosts)
         world.faults.kill(victim, rng.choice([REBOOT, REBOOT, NODE, KEEPER, DAEMON]))
         world.clock.run(world.clock.now + OVER_S)
-        world.wait("what is shown of a job that is over comes to be true", partial(_all_true, world))
+        world.wait("what is shown of a job that is over comes to be true", partial(books.show_the_truth, world))
         world.wait("a job that is over becomes protected again", world.protected)
         world.oracle.count("a loss after the end")
-
-
-def _all_true(world: World) -> bool:
-    return all(map(_shows_the_truth, (host for host in world.hosts.values() if host.alive)))
-
-
-def _shows_the_truth(host: Host) -> bool:
-    """Of its newest snapshot, which is what people look at. A node that the epoch does not concern shows none."""
-    if host.record is None or host.name not in audience(host.record):
-        return True
-    levels, ctx, oracle = host.machine.levels, host.machine.ctx, host.world.oracle
-    whole = [s for s, said in levels.told.items() if said.level >= 0 and s not in levels.released and ctx.is_candidate(s)]
-    newest = max(whole, default=None)
-    return newest is None or oracle.forgotten(newest) or levels.told[newest].level <= oracle.truth(newest)

@@ -23,7 +23,11 @@ def name_all(world: World) -> bool:
     return all(snapshot in states for host in of_its_epoch for snapshot in host.machine.slots.sealed)
 
 
-def show_the_truth(host: Host) -> bool:
+def show_the_truth(world: World) -> bool:
+    return all(_shows_the_truth(host) for host in world.hosts.values() if host.alive)
+
+
+def _shows_the_truth(host: Host) -> bool:
     """A node that the epoch does not concern shows nothing."""
     if host.record is None or host.name not in audience(host.record):
         return True

@@ -253,6 +253,7 @@ class World:
         if self.policy.durable:
             self.wait("everything becomes durable", self._durable)
         self.wait("the steward knows all that memory holds", partial(books.name_all, self))
+        self.wait("what is shown comes to be true", partial(books.show_the_truth, self))
 
     def _newest(self) -> SnapshotId | None:
         """That there still is: a bit may have flipped in the last one before anybody had a copy. None: so it went with all of

@@ -56,13 +56,10 @@ class Certify:
         for state in self.guards.of_a_left_lineage():  # of which of them is the better one, now that all are weighed
             self._look_at(state)
         self._release()
-        newest = max(self._table.states, default=None)
         for node, listed in sorted(self._owed.items()):
             for snapshot in sorted(self._table.states):
                 self.tell(node, self._table.states[snapshot])
-            for snapshot in listed:
-                if newest is None or snapshot > newest:
-                    self.say_fallen(node, snapshot)
+            self._say_gone(node, sorted(set(listed) - self._table.states.keys()))
         self._owed.clear()
 
     def _look_at(self, state: SnapshotState) -> None:
@@ -147,6 +144,16 @@ class Certify:
         wanted = self.guards.wanted()
         said = Certificate(self._ctx.number, self._serial, snapshot, -1, wanted, durable, releases, session=session)
         self._ctx.send(node, said)
+
+    def _say_gone(self, node: str, listed: list[SnapshotId]) -> None:
+        """Nobody holds anything of these. Those before a newer one went for it as a rule, and may be many."""
+        certified = self._newest_certified()
+        older = [snapshot for snapshot in listed if certified is not None and snapshot < certified.snapshot]
+        for snapshot in listed[len(older) :]:
+            self.say_fallen(node, snapshot)
+        for first in range(0, len(older), RELEASES_NAMED_MAX):
+            some = tuple(older[first : first + RELEASES_NAMED_MAX])
+            self.say_fallen(node, some[-1], some)
 
     def tell_all(self, node: str, listed: list[SnapshotId]) -> None:
         """A node that has just told what it holds hears what holds. listed: of these it was told a level."""
