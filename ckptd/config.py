@@ -155,8 +155,9 @@ class Config(BaseSettings):
         "slots per rank", ge=2, le=16,
     )  # fmt: skip
     peer_sets: int = _of_policy(
-        "peer_sets", "memory", "generations kept for each rank protected here", "sets", ge=1, le=16
-    )
+        "peer_sets", "memory", "generations kept for each rank protected here: one goes only when the next is there",
+        "sets", ge=2, le=16,
+    )  # fmt: skip
     job_linger_s: Annotated[float, Field(ge=0, le=DAY_S)] = _set(
         _POLICY.job_linger_s, "memory", "a finished job's memory is kept this long, and until it is durable; "
         "so is what is known of a dead job that has nothing in memory")  # fmt: skip

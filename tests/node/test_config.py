@@ -96,6 +96,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         ({"keep_last": "0"}, "keep_last"),
         ({"replicas": "many"}, "replicas"),
         ({"replicas": "17"}, "replicas"),
+        ({"peer_sets": "1"}, "peer_sets"),
         ({"redundancy": "raid"}, "write replicas=K, xor(N), rs(K,M) or auto"),
         ({"redundancy": "xor(1)"}, "at least 2"),
         ({"memory_budget": "120%"}, "between 0% and 100%"),

@@ -1,4 +1,4 @@
-"""Memory for one snapshot of each rank (P14): storage takes over what fills the slot, and the next one gets it."""
+"""Little memory (P14): where it is one slot of each rank, storage takes over what fills it, and the next one gets it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from ckptd.config import Config
+from ckptd.core.redundancy.policies import Replicas
 from tests.sim.world import World
+
+SECONDS = 60.0  # simulated
 
 
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.chaos), *range(1, 12)])
@@ -16,3 +20,20 @@ def test_snapshots_keep_completing_with_one_slot(seed: int) -> None:
     for world in first.everyone:
         world.policy = replace(world.policy, own_slots=1, durable=True)
     assert first.run().counts["certified"] > 0
+
+
+def least(name: str) -> int:
+    """That a daemon accepts."""
+    return next(int(bound.ge) for bound in Config.model_fields[name].metadata if hasattr(bound, "ge"))
+
+
+def test_with_the_least_that_may_be_configured_newer_snapshots_become_protected() -> None:
+    """A peer with one place for each rank would never have one for a newer copy: the older goes only when that is there (P3)."""
+    world = World(2)
+    world.policy = replace(
+        world.policy, redundancy=Replicas(1), replicas=1, own_slots=least("own_slots"), peer_sets=least("peer_sets"), durable=False
+    )
+    world.start_without_faults()
+    world.clock.run(SECONDS)
+    protected = [snapshot.step for snapshot, level in world.oracle.certified_ever.items() if level >= 1]
+    assert len(protected) > 5, protected
