@@ -96,24 +96,6 @@ def test_another_process_that_takes_up_a_session_begins_a_new_one() -> None:
     assert node.machine.steward.sessions.stays("b"), "it says so again, or it stays"
 
 
-def test_a_machine_made_anew_in_the_same_process_that_takes_up_a_session_begins_a_new_one() -> None:
-    """What it says would be lost in the same way; nothing but its numbers tells that it is another one (daemon/supervisor.py)."""
-    node = steward().greet()
-    b = node.others["b"]
-    b.tell_inventory(incarnation="1")
-    b.state(1, 5)
-    node.feed(ev.NodeDown("b"), ev.NodeUp("b"))
-    before = b.session
-    b.tell_inventory(fact(7, 1), incarnation="1", turn=0)
-    assert node.said(msg.OpenSession, "b")[-1].nonce == before, "what it said to an earlier question was on its way"
-    b.serial = 0
-    node.tick(REGISTER_S)
-    b.tell_inventory(fact(7, 1), incarnation="1")
-    b.tell_inventory(fact(7, 1), incarnation="1")
-    assert b.session != before
-    assert node.machine.steward.table.states[at(7)].holders == {1: {"b": 0}}
-
-
 @pytest.mark.parametrize("noticed", [True, False])
 def test_what_a_process_said_whose_inventory_never_came_is_not_taken_for_the_next_ones_word(noticed: bool) -> None:
     """The next one's own words of the same numbers, a sealed slot among them, would be old ones again."""

@@ -204,7 +204,8 @@ class Flushing:
         state.lacks_since = None
         self._count += 1
         me, now = self._ctx.me, self._ctx.now
-        text = f"{self._ctx.number}|{state.snapshot.step}|{me.node}|{me.incarnation}|{self._count}"
+        # A machine that is made anew in the same process counts from zero, later.
+        text = f"{self._ctx.number}|{state.snapshot.step}|{me.node}|{me.incarnation}|{self._count}|{now}"
         attempt = hashlib.blake2b(text.encode(), digest_size=ATTEMPT_BYTES).hexdigest()  # it becomes part of file names
         self.flush = Flush(state, attempt, now, now, orders, per_rank)
         self._certify.guards.pinned = {state.snapshot}

@@ -58,7 +58,8 @@ class Sessions:
         self.leaving.discard(node)  # it says so again
         me = self._ctx.me
         since = now if session is None or session.established else session.opened_at  # whoever never answers is not waited for
-        self.by_node[node] = Session(f"{me.node}.{me.incarnation}.{self._count}", now, since, now)
+        name = f"{me.node}.{me.incarnation}.{now}.{self._count}"  # a machine made anew in the same process counts from zero, later
+        self.by_node[node] = Session(name, now, since, now)
         self._reset(node)
         self._hello(node)
 
