@@ -273,6 +273,10 @@ def _errors(gather: Gather, found: Candidates, damaged: Mapping[SnapshotId, str]
     errors = [f"no answer from {', '.join(sorted(gather.missing()))}"] if gather.missing() else []
     if gather.durable is None or not gather.durable.ok:
         errors.append(f"storage did not answer: {gather.durable.reason if gather.durable is not None else 'timeout'}")
+    errors += [
+        f"two starts of the job have the number {number}, on {_on(kept)} and on {_on(other)}: what the second holds is left out"
+        for number, (kept, other) in sorted(gather.left_out.items())
+    ]
     newest = found.best.snapshot if found.best is not None else SnapshotId(-1, -1)
     passed = {over.snapshot: over.reason for over in found.passed_over} | dict(damaged)
     anywhere = not any(ask and ask.source for ask in gather.joined.values())
@@ -284,6 +288,10 @@ def _errors(gather: Gather, found: Candidates, damaged: Mapping[SnapshotId, str]
         if snapshot > newest
     ]
     return tuple(errors[:ERRORS_MAX])
+
+
+def _on(record: EpochRecord) -> str:
+    return ", ".join(dict.fromkeys(record.ranks))
 
 
 def _record(gather: Gather, candidate: Candidate | None, floor: int, redundancy: Redundancy) -> EpochRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -50,6 +51,7 @@ class Gather:
     records: list[EpochRecord] = field(default_factory=list)
     tombstone: Tombstone = NO_TOMBSTONE  # the highest that any node has of this job
     buried: dict[str, SnapshotId] = field(default_factory=dict)  # node -> the newest that it holds and that was forgotten
+    left_out: dict[int, tuple[EpochRecord, EpochRecord]] = field(default_factory=dict)  # number -> which start counts, which not
     said_at: float = -1e9
     read: dict[str, Layout] = field(default_factory=dict)  # by name, whoever answered with it
     tables: dict[str, Table] = field(default_factory=dict)  # those that answers need not bring, and that stay here until then
@@ -77,10 +79,13 @@ class Gather:
         return tuple(rank for rank, where in enumerate(self.ranks) if where == node)
 
     def newest(self) -> EpochRecord | None:
-        return max(self.records, key=lambda record: record.number, default=None)
+        kept = [kept for kept, _ in self.left_out.values()]
+        return max(self.records, key=lambda record: (record.number, record in kept), default=None)
 
     def record_of(self, number: int) -> EpochRecord | None:
-        """Of two records of one number the one that was heard of last."""
+        """Of two records of one number the one that was heard of last, or that has the most to go on with."""
+        if number in self.left_out:
+            return self.left_out[number][0]
         return next((record for record in reversed(self.records) if record.number == number), None)
 
     def lineage(self, *, proven: bool = False) -> EpochRecord | None:
@@ -146,6 +151,25 @@ class Gather:
             if gone:
                 self.buried[node] = max(gone)
             self.answers[node] = _without(answer, ordered, kept)
+        self._keep_apart()
+
+    def _keep_apart(self) -> None:
+        """Without storage nobody claims numbers: two starts that never heard of each other have the same ones, and so have their
+        snapshots. Of each number what the nodes of one of them hold counts (P1)."""
+        self.left_out = {}
+        numbers = Counter(record.number for record in self.records)
+        for number in [number for number, count in numbers.items() if count > 1 and not self.claims]:
+            was_in = {node: record for node, answer in self.answers.items() for record in (answer.ran, answer.known)
+                      if record is not None and record.number == number}  # fmt: skip
+            facts = Counter(record.nonce for node, record in was_in.items() for fact in self.answers[node].holdings
+                            if fact.snapshot.epoch == number)  # fmt: skip
+            if len(facts) < 2:
+                continue  # there is nothing to mix
+            both = {record.nonce: record for record in was_in.values()}
+            (kept, _), (other, _) = facts.most_common(2)
+            self.left_out[number] = both[kept], both[other]
+            for node in [node for node, record in was_in.items() if record.nonce != kept]:
+                self.answers[node] = _without_epoch(self.answers[node], number)
 
     def heard_of(self) -> set[SnapshotId]:
         """Every snapshot that anyone holds, was told of (also one that has fallen since), or reads on storage."""
@@ -185,6 +209,11 @@ def _without(answer: Inventory, ordered: int, kept: Collection[SnapshotId]) -> I
     holdings = tuple(fact for fact in answer.holdings if fact.snapshot.epoch > ordered or fact.snapshot in kept)
     certified = tuple(told for told in answer.certified if told[0].epoch > ordered or told[0] in kept)
     return replace(answer, holdings=holdings, certified=certified)
+
+
+def _without_epoch(answer: Inventory, number: int) -> Inventory:
+    holdings = tuple(fact for fact in answer.holdings if fact.snapshot.epoch != number)
+    return replace(answer, holdings=holdings, certified=tuple(told for told in answer.certified if told[0].epoch != number))
 
 
 def _did_not_load(answer: Inventory, record: EpochRecord, incarnation: str, proven: bool) -> bool:
