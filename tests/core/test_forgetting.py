@@ -9,7 +9,7 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.life import Life, Order, Tombstone, revives
-from tests.core.machines import EPOCH, Member, Node, only, record_of, sent
+from tests.core.machines import EPOCH, Member, Node, at, only, record_of, sent
 from tests.core.test_life import LINGER_S, heard
 
 
@@ -57,6 +57,21 @@ def test_an_orphan_gives_away_nothing_that_is_better_protected_than_what_it_keep
         node.tick(1.0)
     node.feed(ev.SpareAsked(Order.ORPHANED_LAST))
     assert {held.snapshot.step for held in node.machine.slots.facts()} == {7}
+
+
+def test_what_was_to_be_kept_and_could_not_be_stored_does_not_go_without_a_word() -> None:
+    """The newest step is durable, which is all that memory of a job that is over waits for (P15)."""
+    node = Member(record_of("ab"), Policy(replicas=1))
+    node.slots(1, 1, 2, 3)
+    for slot, step in ((1, 7), (2, 8)):
+        node.grant(step)
+        node.seal(slot, step, 1, keep=step == 7)
+    node.feed(ev.RankLeft(1, True, True))
+    heard(node, Life.FINISHED)
+    node.feed(ev.SpareAsked(Order.FINISHED_DURABLE, (at(8),)))
+    assert node.machine.slots.facts() == ()
+    (alarm,) = only(node.done, ins.Alarm)
+    assert alarm.kind == "kept" and "step 7 was to be kept" in alarm.text
 
 
 def test_a_node_that_holds_nothing_keeps_a_job_as_long_as_its_steward_speaks() -> None:

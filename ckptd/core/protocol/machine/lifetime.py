@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.events import ForgetOrdered, HoldingFound, Restarted, SpareAsked
-from ckptd.core.protocol.instructions import Bury, PersistLife
+from ckptd.core.protocol.instructions import Alarm, Bury, PersistLife
 from ckptd.core.protocol.life import JobLife, Life, Order, Tombstone, expired, orders, spare
 from ckptd.core.protocol.machine.context import Context
 from ckptd.core.protocol.machine.joining import Joining
@@ -110,8 +110,9 @@ class Lifetime:
             return
         complete, is_candidate = self.complete(), self._ctx.is_candidate
         going = spare(event.order, self._slots.sealed.keys(), complete, event.durable, is_candidate, self._ctx.policy)
+        stored = {snapshot.at for snapshot in (*event.durable, *(s for s, said in self._levels.told.items() if said.durable))}
         for snapshot in sorted(going if event.most is None else going & set(event.most)):
-            self._let_go(snapshot)
+            self._let_go(snapshot, stored=snapshot.at in stored)
 
     # --- what it is ---------------------------------------------------------------------------------------------
     def here(self) -> bool:
@@ -196,11 +197,14 @@ class Lifetime:
             if rank not in self._ranks.here:
                 self._ranks.attach(rank).left = FINISHED if state is Life.FINISHED else DIED
 
-    def _let_go(self, snapshot: SnapshotId) -> None:
+    def _let_go(self, snapshot: SnapshotId, *, stored: bool) -> None:
         self._slots.mark_spared(snapshot)
-        for slot in list(self._slots.sealed.get(snapshot, ())):
-            if slot.fact is not None and not slot.released:
-                self._uplink.tell_held(slot.fact, lost=True)
+        facts = [slot.fact for slot in self._slots.sealed.get(snapshot, ()) if slot.fact is not None and not slot.released]
+        for fact in facts:
+            self._uplink.tell_held(fact, lost=True)
+        if self._ctx.policy.durable and not stored and any(fact.keep for fact in facts):
+            text = f"step {snapshot.step} was to be kept, and is not on storage: the job is over, and its memory went"
+            self._ctx.emit(Alarm("kept", text))
         self._slots.release(snapshot)
 
 
