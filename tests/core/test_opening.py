@@ -339,3 +339,13 @@ def held(record: EpochRecord) -> tuple[Any, Any, Any]:
 
     one = layout(1, 3)
     return Slot(9, 1, own=True), msg.HoldingFact(at(5, record.number), 1, 0, one.layout_id), one
+
+
+def test_a_bystander_lets_go_when_the_restore_is_called_off() -> None:
+    """It kept the snapshot pinned, and the job from being over or forgotten, for 1.5 times restore_timeout_s."""
+    node = Node("c", record_of("ab", number=EPOCH - 1, outside="c"), POLICY, running=False)
+    record = record_of("ab", outside="c", nonce="new")
+    node.hear("a", msg.EpochOpen("new", record, EPOCH, at(5, EPOCH - 1), False))
+    assert node.machine.slots.pinned(at(5, EPOCH - 1)) and node.machine.lifetime.here()
+    node.hear("a", msg.RestoreAbort(EPOCH, EPOCH, "mismatch", "another model"))
+    assert not node.machine.slots.pinned(at(5, EPOCH - 1)) and not node.machine.lifetime.here()

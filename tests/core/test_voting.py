@@ -89,6 +89,8 @@ def test_outsiders_are_told_without_what_they_would_fetch() -> None:
     mark = len(node.done)
     node.tick(0.75)
     assert sent(node.done[mark:], msg.EpochOpen, "c"), "it learns that it is superseded"
+    (abort,) = sent(node.vote(1, "fetched", ok=False, code="mismatch"), msg.RestoreAbort, "c")
+    assert abort.epoch == message.record.number, "it holds what was to be restored until it hears the end of it"
 
 
 @pytest.mark.parametrize(("phase", "code"), [("fetched", "mismatch"), ("loaded", "damage"), ("fetched", "")])

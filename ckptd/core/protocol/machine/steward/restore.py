@@ -359,10 +359,8 @@ class Restoring:
     def _stop(self, code: str, reason: str) -> None:
         restore = self.restore
         if restore is not None:
-            for node in restore.record.nodes:
-                self._ctx.send(
-                    node.node, RestoreAbort(restore.record.number, restore.message.round, code, reason)
-                )
+            for node in self._everyone():
+                self._ctx.send(node, RestoreAbort(restore.record.number, restore.message.round, code, reason))
         self.gathering.gather = self.restore = self._claiming = None
 
     def opens(self, record: EpochRecord) -> bool:
