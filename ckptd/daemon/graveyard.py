@@ -13,6 +13,7 @@ from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
 
 RETRY_S = 5.0  # a list that could not be written
+WHICH = "tombstones"  # of health's "state"
 
 
 class Graveyard:
@@ -54,8 +55,9 @@ class Graveyard:
                 if not self._has_record(job):
                     self._state.forget(job)
         except OSError as error:
-            self._health.report("state", f"forgotten jobs are not written down: {error} [{self._state.path}]")
+            self._health.report("state", f"forgotten jobs are not written down: {error} [{self._state.path}]", which=WHICH)
             return False
+        self._health.clear("state", which=WHICH)
         self._unwritten.clear()
         return True
 

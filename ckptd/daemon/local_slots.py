@@ -107,6 +107,7 @@ class LocalSlots:
         if own is not None:
             own.session = None
             own.frozen, own.frozen_wanted = None, 0
+            self._lacks_nothing(own)
             # The memory of a rank that lives elsewhere now goes.
             asyncio.get_running_loop().call_soon(self.tidy)
         return own
@@ -267,6 +268,7 @@ class LocalSlots:
             own.free.add(slot.id)
             self._feed(SlotsReady(own.rank, (slot.id,)))  # first: the connection may end when it is told, and the slot go with it
             self._map(own, slot)
+        self._lacks_nothing(own)
 
     def _fitting(self, own: RankSlots) -> int:
         return sum(1 for slot in own.slots.values() if self._fits(own, slot))
@@ -311,6 +313,8 @@ class LocalSlots:
         try:
             slot = await self._services.in_sizing(make, nbytes, headroom_bytes, missing * len(self.by_rank))
         except NoMemory as error:
+            if own.session is None:
+                return None  # whom it was for has gone meanwhile
             have = self._fitting(own)
             slots = f"{have} of {self._services.policy.own_slots} slots"
             if have == 1 and self._services.storage is not None:
@@ -319,9 +323,13 @@ class LocalSlots:
             self._services.health.report("no_memory", text, job=self._job, which=str(own.rank))
             self._feed(SlotsShort(own.rank, f"{slots}: {error.what} [{error.where}]"))
             return None
+        self._lacks_nothing(own)
+        return slot
+
+    def _lacks_nothing(self, own: RankSlots) -> None:
+        """For now: it got memory, needs no more, or is not here."""
         if self._services.health.clear("no_memory", job=self._job, which=str(own.rank)):
             self._feed(SlotsShort(own.rank, ""))
-        return slot
 
     def _map(self, own: RankSlots, slot: Slot) -> None:
         session = own.session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import os
@@ -11,11 +12,13 @@ import time
 import pytest
 
 from ckptd.core.ids import NodeInfo
+from ckptd.core.protocol.life import Tombstone
+from ckptd.daemon import graveyard
 from ckptd.observe.sight import ALL
 from ckptd.wire import link_frames as lf
 from ckptd.wire import rank as wire
 from ckptd.wire.peer import StatusAsk, StatusReply
-from tests.node.daemon_rig import Rig, everything, layout_here, rig
+from tests.node.daemon_rig import Rank, Rig, everything, layout_here, rig
 from tests.node.links import Link, RawPeer, eventually
 
 
@@ -111,3 +114,54 @@ async def test_seconds_that_a_rank_makes_up_take_nobodys_pages_away(seconds: flo
         routes = house.daemon.status.routes()
         assert f'job="{os.getuid()}/rig"'.encode() in routes.metrics(ALL)
         assert json.dumps(await routes.status(ALL), allow_nan=False)
+
+
+async def no_memory(house: Rig, rank: Rank) -> None:
+    """Its state grows beyond all memory."""
+    rank.say(wire.Resize(200 << 20))
+    await eventually(lambda: "no_memory" in house.problems())
+
+
+async def test_a_rank_that_needs_less_again_lacks_no_memory() -> None:
+    """The user took his change back, and started again: all slots were there, and the node stayed unhealthy for the whole run."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await rank.sealed(1)
+        await no_memory(house, rank)
+        again = house.rank()
+        again.join("b", allow_fresh=True)
+        note, _ = await again.opened()
+        again.want(note.round, everything(layout_here()))
+        await again.heard(wire.LoadPlan)
+        again.say(wire.Loaded(note.round, True))
+        await again.heard(wire.Ready)
+        await again.sealed(2)
+        await eventually(lambda: "no_memory" not in house.problems())
+        assert not any(house.shell().machine.slots.short.values())
+
+
+async def test_a_rank_that_is_gone_lacks_no_memory() -> None:
+    """The next start had fewer ranks, so none had its number, and none could get what it had lacked."""
+    async with rig() as house:
+        rank = house.rank()
+        await rank.begin("a")
+        await no_memory(house, rank)
+        rank.say(wire.Goodbye(True))
+        await eventually(lambda: "no_memory" not in house.problems())
+
+
+async def test_a_state_directory_that_has_room_again_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/healthz` said 503 until the daemon was restarted, once a list of forgotten jobs could not be written."""
+    monkeypatch.setattr(graveyard, "RETRY_S", 0.05)
+    async with rig() as house:
+        with monkeypatch.context() as patch:
+            patch.setattr(house.daemon.state, "write", full)
+            house.daemon.graveyard.add("1000/gone", Tombstone(1, 1))
+            await eventually(lambda: "state" in house.problems())
+        await eventually(lambda: "state" not in house.problems())
+        assert house.daemon.state.tombstones() == {"1000/gone": Tombstone(1, 1)}
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
