@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,16 @@ from ckptd.wire.complaints import Complaints
 from ckptd.wire.names import job_key
 from ckptd.wire.rank_link import RankLink, RankSession
 
+JOBS_PER_USER_MAX = 512  # known here; each is looked at ten times a second, also long after its ranks are gone
+
 
 class RankListener:
-    def __init__(self, services: Services, job: Callable[[str], JobShell], drain: Drain, forget: Forget) -> None:
-        self._services, self._job, self._drain, self._forget = services, job, drain, forget
+    """``job`` makes one where ``jobs`` has none of that name."""
+
+    def __init__(
+        self, services: Services, jobs: Mapping[str, JobShell], job: Callable[[str], JobShell], drain: Drain, forget: Forget
+    ) -> None:
+        self._services, self._known, self._job, self._drain, self._forget = services, jobs, job, drain, forget
         self._faults = Complaints()
         self._jobs: dict[RankSession, str] = {}  # by name: a job that was forgotten meanwhile begins anew
 
@@ -82,6 +88,10 @@ class RankListener:
             key = job_key(session.uid, message.job)
         except CkptdError as error:
             session.send(wire.Refused(error.what, error.where, error.hint))
+            return
+        if key not in self._known and sum(shell.uid == session.uid for shell in self._known.values()) >= JOBS_PER_USER_MAX:
+            hint = "`ckptd forget` those that are over, or end some"
+            session.send(wire.Refused(f"uid {session.uid} has {JOBS_PER_USER_MAX} jobs here already", key, hint))
             return
         self._jobs[session] = key
         session.send(

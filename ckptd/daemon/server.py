@@ -172,7 +172,7 @@ class Daemon:
         self.reclaim = Reclaim(self.services, self.jobs)
         self.arena.on_short(self.reclaim.short)
         self.forget = Forget(self.services, self.jobs, self.graveyard)
-        self.rank_listener = RankListener(self.services, self.job, self.drain, self.forget)
+        self.rank_listener = RankListener(self.services, self.jobs, self.job, self.drain, self.forget)
         self.arena.on_users(self.rank_listener.users)
         self.rank_listener.start(Path(config.socket))
         self.status = Status(self.services, self.jobs, lambda: self.peers_up)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckptd.core.protocol.life import Tombstone, is_grave
-from ckptd.daemon import forget
+from ckptd.daemon import forget, rank_listener
 from ckptd.daemon.forget import REQUESTS_PER_USER_MAX
 from ckptd.daemon.state import StateDir
 from ckptd.persist.commits import list_commits
@@ -71,6 +71,20 @@ async def test_a_forgotten_job_leaves_no_memory_and_begins_anew() -> None:
         assert code == 1 and "not over" in said and "stop its ranks" in said, said
         code, said = await ckptd(house, "forget", "nobodys")
         assert code == 1 and "no such job" in said
+
+
+async def test_one_users_jobs_are_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D20: each that he began and left cost everybody half a thousandth of the event loop, as long as it was known."""
+    monkeypatch.setattr(rank_listener, "JOBS_PER_USER_MAX", 2)
+    async with rig() as house:
+        await killed(house)
+        await house.rank("second").begin("a")
+        refused, _ = await house.rank("third").heard(wire.Refused)
+        assert "has 2 jobs here already" in refused.what and "ckptd forget" in refused.hint
+        await house.rank("second").heard(wire.Welcome)
+        assert (await ckptd(house, "forget", "first"))[0] == 0
+        await eventually(lambda: FIRST not in house.daemon.jobs)
+        await house.rank("third").begin("a")
 
 
 async def test_what_was_forgotten_stays_so_over_a_restart_of_the_daemon(tmp_path: Path) -> None:
