@@ -79,9 +79,18 @@ def variable_name(name: str) -> str:
 def _which_file(file: Path | None, variables: Mapping[str, str], system_file: Path) -> Path | None:
     """A file that was asked for must be there; the system's may be absent."""
     named = file or (Path(variables[FILE_VARIABLE]) if variables.get(FILE_VARIABLE) else None)
-    if named is not None and not named.is_file():
+    if named is not None and not _is_file(named):
         raise CkptdError("no such configuration file", where=str(named), hint="see --config and CKPTD_CONFIG")
-    return named or (system_file if system_file.is_file() else None)
+    return named or (system_file if _is_file(system_file) else None)
+
+
+def _is_file(path: Path) -> bool:
+    """Raises CkptdError: it cannot be known. The key beside it has rights of its own, so the directory needs none."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        hint = f"chmod 755 {path.parent}, or name another file with --config or CKPTD_CONFIG"
+        raise CkptdError(f"the configuration cannot be read: {error.strerror}", where=str(path), hint=hint) from error
 
 
 def _from_file(path: Path | None) -> tuple[dict[str, Any], Any]:

@@ -6,13 +6,14 @@ import sys
 
 
 def main() -> None:
-    """Console script. A CkptdError is printed with its place and hint, exit status 1; wrong usage exits with 2."""
+    """Console script. A CkptdError is printed with its place and hint, and what the system refuses in its own words, exit status 1;
+    wrong usage exits with 2."""
     from ckptd.cli.app import app
     from ckptd.core.errors import CkptdError
 
     try:
         app()
-    except CkptdError as error:
+    except (CkptdError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

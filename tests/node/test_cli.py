@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.cli import main
 from ckptd.cli.flags import text_of, unit_of
 from ckptd.cli.settings import printable
 from ckptd.config import Config
@@ -430,3 +431,19 @@ def test_a_file_address_is_the_directory_that_it_names(cli: Cli, stored: Path) -
     assert "another host" in cli("config", "--storage-root", "file://host/x").err
     said = json.loads(cli("config", "--storage-root", f"file://{stored}", "--json").out)
     assert str(stored) in json.dumps(said) and "file:" not in json.dumps(said)
+
+
+@pytest.mark.parametrize("refused", [PermissionError(13, "Permission denied", "/mnt/x"), OSError(28, "No space left on device")])
+def test_what_the_system_refuses_is_said_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: OSError
+) -> None:
+    """`ckptd ls` of a directory that one may not enter, `ckptd config > /dev/full`."""
+
+    def app() -> None:
+        raise refused
+
+    monkeypatch.setattr("ckptd.cli.app.app", app)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"error: {refused}\n"

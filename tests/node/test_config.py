@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from ckptd.config_sources import load
 from ckptd.core.errors import CkptdError
 from ckptd.core.policy import Policy
 from ckptd.core.redundancy.policies import Parity, Redundancy, Replicas
+from tests import places
 
 NO_FILE = Path("/nonexistent/ckptd.toml")
 
@@ -332,3 +336,21 @@ def test_machine_memory_under_cgroup_v1(tmp_path: Path) -> None:
     (cgroups / "memory" / "job").mkdir(parents=True)
     (cgroups / "memory" / "job" / "memory.limit_in_bytes").write_text(f"{1 << 30}\n")
     assert units.machine_memory_bytes(proc, cgroups) == 1 << 30
+
+
+@places.for_root
+def test_a_directory_of_the_machines_settings_that_nobody_may_enter() -> None:
+    """Made under umask 077 for the key that lies there: every command of every other user ended in a traceback."""
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from ckptd.config_sources import load\n"
+        "from ckptd.core.errors import CkptdError\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "try: load(environ={}, system_file=Path(sys.argv[1]))\n"
+        "except CkptdError as error: print(error)\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder) / "ckptd.toml"
+        ran = subprocess.run([sys.executable, "-c", code, where], capture_output=True, text=True, check=False)
+    assert "cannot be read: Permission denied" in ran.stdout and f"chmod 755 {folder}" in ran.stdout, ran.stderr
