@@ -26,6 +26,7 @@ REAP_TIMEOUT_S = 60.0
 SEGMENTS_OFFERED_MAX = 1024  # of one user, until a daemon takes no more from his processes
 SHOWN_CHARS_MAX = 80
 HOLDERS_SHOWN_MAX = 4  # in one refusal
+CLOCK_BACK_S = 24 * 3600  # by so much the clock may have been set back since an earlier life gave a number
 LACK_S = 15.0  # a request that was refused is repeated every few seconds, as long as there is need
 
 
@@ -266,8 +267,8 @@ def _first() -> int:
 
 
 def _newest() -> int:
-    """No daemon can have given a higher number by now."""
-    return _first() + (1 << 17)
+    """No daemon has given a higher number by now, unless the clock was set back by more than a day."""
+    return _first() + (CLOCK_BACK_S << 16)
 
 
 def number_of(name: str) -> int:

@@ -61,6 +61,16 @@ def test_own_memory_is_taken_back_whole_and_the_mapper_is_known(lost: Slot, trai
     arena.close()
 
 
+def test_a_clock_that_was_set_back_takes_no_memory(lost: Slot, trainer: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7: numbers are made of the time, and one of a minute that was yet to come again was none that a daemon gives."""
+    first, said = segment_pool._first, list[str]()
+    monkeypatch.setattr(segment_pool, "_first", lambda: first() - (60 << 16))
+    arena = small_arena()
+    (slot,) = offer(arena, lost, trainer, said)
+    assert slot.record == lost.record and not said
+    assert arena.allocate(OWN, MIB).id > slot.id
+
+
 def test_nobody_finds_room_in_offered_memory_before_its_mapper_is_known(
     lost: Slot, trainer: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
