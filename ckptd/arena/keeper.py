@@ -142,7 +142,7 @@ class NotifySocket:
 
 def _private_directory() -> str:
     """Ours alone, and short: a socket's path has at most 107 bytes."""
-    for parent in (os.environ.get("XDG_RUNTIME_DIR", ""), os.environ.get("TMPDIR", ""), "/tmp"):
+    for parent in (os.environ.get("XDG_RUNTIME_DIR", ""), os.environ.get("TMPDIR", ""), "/tmp", "/dev/shm"):
         if parent and len(parent) <= PARENT_CHARS_MAX and os.access(parent, os.W_OK | os.X_OK):
             break
     _sweep(parent)
@@ -382,7 +382,12 @@ def main(argv: list[str]) -> int:
     if len(argv) < 2:
         say("usage: keeper.py WATCHDOG_SECONDS COMMAND...")
         return errno.EINVAL
-    return KeeperProcess(argv[1:], float(argv[0])).run()
+    try:
+        keeper = KeeperProcess(argv[1:], float(argv[0]))
+    except OSError as error:  # a container with a read-only root, for example
+        say(f"there is no place for its socket: {error}; set TMPDIR to a directory that may be written")
+        return 1
+    return keeper.run()
 
 
 if __name__ == "__main__":

@@ -46,6 +46,13 @@ for number in range(int(sys.argv[1])):
 link.ready()
 os.kill(os.getpid(), signal.SIGKILL)
 """
+NOWHERE = """
+import sys
+from ckptd.arena import keeper
+def refused(*_): raise OSError(30, "Read-only file system")
+keeper.os.mkdir = refused
+sys.exit(keeper.main(["0", "true"]))
+"""
 
 
 class Kept:
@@ -358,6 +365,17 @@ def test_a_keeper_that_is_stopped_while_it_starts_leaves_no_directory(runtime: P
     ran = subprocess.run(command, env=under(runtime), timeout=ORDER_TIMEOUT_S, check=False)
     assert ran.returncode == 128 + signal.SIGTERM
     assert list(runtime.iterdir()) == []
+
+
+def test_a_container_without_tmp_has_a_place_for_the_socket_or_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a read-only root the daemon ended in a traceback of its keeper."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "access", lambda path, mode: path == "/dev/shm")
+        directory = Path(module._private_directory())
+    directory.rmdir()
+    assert directory.parent == Path("/dev/shm")
+    ran = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, timeout=ORDER_TIMEOUT_S, check=False)
+    assert ran.returncode == 1 and ran.stderr.count("\n") == 1 and "set TMPDIR" in ran.stderr, ran.stderr
 
 
 def test_the_next_keeper_removes_what_killed_ones_left_and_nothing_else(runtime: Path) -> None:
