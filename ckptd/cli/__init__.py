@@ -14,7 +14,9 @@ def main() -> None:
     try:
         app()
     except (CkptdError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        from ckptd.cli.show import plain
+
+        print(plain(f"error: {error}"), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

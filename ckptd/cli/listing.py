@@ -23,7 +23,7 @@ def ls(
 ) -> None:
     """List snapshots in memory and on storage, newest first. Exit status 1 when a part could not be read."""
     from ckptd.cli.page import fetch
-    from ckptd.cli.show import console, print_json
+    from ckptd.cli.show import console, plain, print_json
 
     report: ListReport = fetch(loaded, "/ls") if path is None else of_storage(path)  # type: ignore[assignment]
     if as_json:
@@ -31,7 +31,7 @@ def ls(
     else:
         console().print(_table(report))
         for error in report.get("errors", []):
-            print(f"error: {error}")
+            print(plain(f"error: {error}"))
     if report.get("errors"):
         raise typer.Exit(1)
 

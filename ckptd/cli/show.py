@@ -22,6 +22,11 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
+def plain(text: str) -> str:
+    """Lines of what can be printed: who may name a directory, or a tensor, does not write into the terminal of who looks (D20)."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
 def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, default=str))
 
@@ -36,7 +41,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
             column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
         )
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        made.add_row(*(cell if isinstance(cell, Text) else Text(plain(str(cell))) for cell in row))
     return made
 
 

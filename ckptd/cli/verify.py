@@ -81,12 +81,13 @@ def _bar(where: str, *, quiet: bool) -> Iterator[Progress]:
 
 
 def _print(report: VerifyReport) -> None:
+    from ckptd.cli.show import plain
     from ckptd.units import format_bytes
 
     if report.ok:
         what = f"{report.tensors} tensors, {report.files} files, {format_bytes(report.bytes_read)} read back"
-        print(f"ok       {report.path}: {what}")
+        print(plain(f"ok       {report.path}: {what}"))
         return
-    print(f"DAMAGED  {report.path}")
+    print(plain(f"DAMAGED  {report.path}"))
     for problem in report.problems:
-        print("    " + problem.replace("\n", "\n    "))
+        print(plain("    " + problem.replace("\n", "\n    ")))

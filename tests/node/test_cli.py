@@ -412,6 +412,19 @@ def test_verify_of_nothing_is_an_error(cli: Cli, tmp_path: Path) -> None:
     assert cli("verify", tmp_path / "absent").code == 1
 
 
+@pytest.mark.parametrize("name", ["\x1b]0;all is well\x07\x1b[2J", "\udcff"])
+def test_a_name_writes_nothing_into_the_terminal_of_who_looks(cli: Cli, tmp_path: Path, name: str) -> None:
+    """D20: a user makes directories below his own. Another one, whose name is no text, ended the command in a traceback."""
+    place = tmp_path / name / "step-0000000001"
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text("{}")
+    shown = cli("verify", tmp_path)
+    assert shown.code == 1 and "DAMAGED" in shown.out and "\x1b" not in shown.out
+    shown = cli("verify", place.parent / "absent")
+    assert shown.code == 1 and "no such directory" in shown.err
+    assert "\x1b" not in shown.err
+
+
 @pytest.mark.parametrize("root", ["s3://bucket/x", "gs://bucket/x", "http://host/x", "S3:/bucket"])
 @pytest.mark.parametrize("command", [("config", "--storage-root"), ("preflight", "--storage-root"), ("ls",), ("verify",)])
 def test_a_storage_root_that_is_no_directory_is_refused_in_words(
