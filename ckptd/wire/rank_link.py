@@ -69,12 +69,12 @@ class RankLink:
     def start(self) -> None:
         """In the event loop's thread."""
         self._loop = asyncio.get_running_loop()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.take()
         except OSError as error:
-            hint = "set socket to a path of ours"
-            raise CkptdError(f"cannot lock: {error.strerror}", where=str(self.path), hint=hint) from error
+            hint = "set socket, the same for daemon and ranks, to a path of yours; XDG_RUNTIME_DIR may be another node's"
+            raise CkptdError(f"cannot be made: {error.strerror}", where=str(self.path), hint=hint) from error
         try:
             self._listener = self._listen()
         except OSError as error:

@@ -462,3 +462,11 @@ async def test_the_lock_dies_with_its_daemon(tmp_path: Path) -> None:
         holder.kill()
     house.link.start()
     house.link.stop()
+
+
+async def test_a_socket_whose_directory_cannot_be_made_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    """A batch system brings XDG_RUNTIME_DIR from the login node: "Permission denied: '/run/user/1000'" was all that was said."""
+    (tmp_path / "user").touch()
+    with pytest.raises(CkptdError, match="cannot be made") as caught:
+        RankLink(tmp_path / "user" / "ckptd" / "s", lambda *_: None, lambda *_: None, lambda *_: None).start()
+    assert "XDG_RUNTIME_DIR" in caught.value.hint
