@@ -273,7 +273,10 @@ class _Matcher:
         new = NewState(owner, holder, parameter, key)
         existing = holder.optimizer.state.get(parameter) or {}
         present = {
-            path: leaf for name, value in existing.items() for path, leaf in optim.tensor_leaves(str(name), value)
+            path: leaf
+            for name, value in existing.items()
+            for path, leaf in optim.tensor_leaves(str(name), value)
+            if isinstance(value, Tensor) or self._is_like(leaf, saved.get(path))  # lists are made anew, as long as they were
         }
         if saved:
             missing = [path for path in present if path not in saved]
@@ -298,6 +301,9 @@ class _Matcher:
             ):
                 new.tensors[path] = tensor
         self.result.states.append(new)
+
+    def _is_like(self, tensor: Tensor, source: str | None) -> bool:
+        return source is not None and self._catalogue.tensors[source][:2] == (dtypes.NAME.get(tensor.dtype), tuple(tensor.shape))
 
     # --- everything else ----------------------------------------------------------------------------------------
     def _objects(self) -> None:

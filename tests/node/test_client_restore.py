@@ -244,6 +244,28 @@ def test_state_younger_than_the_snapshot_goes_away(daemon: RankDaemonDouble) -> 
     assert_equal(model.state_dict(), fresh.state_dict())
 
 
+def test_a_list_in_optimizer_state_that_has_grown_since_is_as_long_as_it_was(daemon: RankDaemonDouble) -> None:
+    """LBFGS keeps its newest directions. A restore in the process that had gone on was refused: they are not in the snapshot."""
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2, history_size=9)
+    batch = torch.linspace(-1, 1, 24).view(4, 6)
+
+    def loss() -> float:
+        optimizer.zero_grad()
+        found = (model(batch) - batch.flip(1).square()).square().mean()
+        found.backward()
+        return found.item()
+
+    def steps(count: int) -> list[float]:
+        return [optimizer.step(loss) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+    steps(2)
+    save(daemon, model=model, optimizer=optimizer)
+    expected = steps(3)
+    load(daemon, model=model, optimizer=optimizer)
+    assert steps(3) == expected
+
+
 def test_several_optimizers_and_parameters_without_one(daemon: RankDaemonDouble) -> None:
     def parts() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         model = net()
