@@ -34,7 +34,7 @@ def fits(owner: Owner, saved: Any) -> bool:
 
 def give_back(owner: Owner, saved: Any) -> None:
     """After ``fits``."""
-    if not _fill(owner.value, saved):
+    if not _fill(owner.value, saved, set()):
         owner.replace(saved)
 
 
@@ -50,12 +50,21 @@ def _fillable(target: Any, saved: Any) -> bool:
     return any(isinstance(target, kind) and isinstance(saved, kind) for kind in INSIDE)
 
 
-def _fill(target: Any, saved: Any) -> bool:
-    if not _fillable(target, saved):
+def _fill(target: Any, saved: Any, filled: set[int]) -> bool:
+    """What lies in a dict under a name is filled, too: the program may have it in a variable (a list of losses), and append there.
+    ``filled``: ids of what is already; where it lies under two names it cannot hold both values."""
+    if id(target) in filled or not _fillable(target, saved):
         return False
+    filled.add(id(target))
     if isinstance(target, torch.Generator):
         target.set_state(saved.get_state())
-    elif isinstance(target, dict | set):
+    elif isinstance(target, dict):
+        held = dict(target)
+        target.clear()
+        for key, value in saved.items():
+            old = held.get(key)
+            target[key] = old if type(old) is type(value) and _fill(old, value, filled) else value
+    elif isinstance(target, set):
         target.clear()
         target.update(saved)
     else:

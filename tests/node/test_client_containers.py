@@ -94,6 +94,19 @@ def test_an_empty_dict_gets_what_was_in_it_when_it_was_saved(daemon: RankDaemonD
     assert torch.equal(fresh["now"], torch.ones(4)) and fresh[0] == 5
 
 
+def test_what_a_program_has_in_a_variable_beside_its_dict_is_filled(daemon: RankDaemonDouble) -> None:
+    """Another list lay in the dict afterwards: the program went on appending to its own, of which no snapshot heard any more."""
+    shared = [0]
+    save(daemon, progress={"n": 2, "deep": {"losses": [0.5, 0.25]}, "a": [1], "b": [2], "seen": np.arange(3)})
+    losses: list[float] = []
+    seen = np.zeros(3, np.int64)
+    progress = {"n": 0, "deep": {"losses": losses}, "a": shared, "b": shared, "seen": seen}
+    load(daemon, progress=progress)
+    assert losses == [0.5, 0.25] and progress["deep"]["losses"] is losses  # type: ignore[index]
+    assert seen.tolist() == [0, 1, 2]
+    assert (progress["n"], progress["a"], progress["b"]) == (2, [1], [2]), "one list holds no two values"
+
+
 def test_an_object_with_a_state_of_its_own_that_came_later_is_missed_by_name(
     daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
