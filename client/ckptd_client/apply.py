@@ -78,6 +78,8 @@ class Objects:
                 return optim.merge_groups(states, own_first=self.same_world)
             if name.endswith("." + resolve.ODD) and owner is not None and owner.kind == "optimizer":
                 return optim.merge_odd(states, own_first=self.same_world)
+            if name == rng.NAME and not self.same_world:
+                return {"seed": states[0]["seed"], "alike": rng.alike(states)}
             if not self.same_world:
                 return self._divided(owner, states) if owner is not None else states[0]
         place = self._plan.get("objects", {}).get(name)
@@ -231,9 +233,11 @@ class Objects:
             rng.restore(state)
         else:
             rng.reseed(state["seed"], step, self._world.rank)
+            alike = state["alike"] if "alike" in state else rng.alike([state] * min(self._catalogue.world, 2))
+            rng.restore(alike)
+            saved, but = self._catalogue.world, f", but {', '.join(sorted(alike))}, which were the same on all" if alike else ""
             result.notes.append(
-                f"random generators were reseeded from (seed, step, rank): {self._catalogue.world} ranks saved, "
-                f"{self._world.size} restore"
+                f"random generators were reseeded from (seed, step, rank){but}: {saved} ranks saved, {self._world.size} restore"
             )
 
 

@@ -1,17 +1,21 @@
-"""Random number generators: captured per rank; a new world reseeds from (seed, step, rank) and says so (design D11)."""
+"""Random number generators: captured per rank; a new world reseeds from (seed, step, rank) and says so, and lets those go on that
+were the same on all ranks (design D11)."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ckptd_client import accelerator, tree
+from ckptd_client.same import same
 
 NAME = "rng"  # of the object
+OWN = -1  # stands for the device that a rank has
 
 
 def capture() -> dict[str, Any]:
@@ -30,9 +34,25 @@ def capture() -> dict[str, Any]:
     return state
 
 
+def alike(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The generators that several ranks had in one and the same state: they draw together what must be equal on all (one
+    permutation, the masks of a tensor-parallel group). A device's is that of each rank's own device."""
+    first, *others = map(_of_rank, states)
+    return {kind: value for kind, value in first.items() if others and all(same(value, other.get(kind)) for other in others)}
+
+
+def _of_rank(state: dict[str, Any]) -> dict[str, Any]:
+    own = {kind: value for kind, value in state.items() if kind != "seed"}
+    devices = {kind: value for kind, value in own.items() if isinstance(value, dict) and "current" in value}
+    return own | {kind: {"current": OWN, "states": {OWN: value["states"][value["current"]]}} for kind, value in devices.items()}
+
+
 def restore(state: dict[str, Any]) -> None:
-    torch.set_rng_state(_bytes(state["torch"]))
-    random.setstate(state["python"])
+    """Those that are in it."""
+    if "torch" in state:
+        torch.set_rng_state(_bytes(state["torch"]))
+    if "python" in state:
+        random.setstate(state["python"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(state["numpy"])

@@ -318,6 +318,29 @@ def test_what_was_each_ranks_own_is_for_the_object_to_divide_anew(daemon: RankDa
     assert place.read == first + second
 
 
+class Drawing(Place):
+    """Seeds the generators of its rank: torch's and Python's as on all ranks, numpy's otherwise."""
+
+    def state_dict(self) -> dict[str, Any]:
+        torch.manual_seed(5)
+        random.seed(6)
+        np.random.seed(self.read)
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("second", [2, 1], ids=["others", "the same"])
+def test_generators_that_drew_the_same_on_all_ranks_go_on_so_on_another_number(daemon: RankDaemonDouble, second: int) -> None:
+    """A permutation that all ranks make for themselves was another one on each; so were the masks of a tensor-parallel group."""
+    saved_by_two(daemon, Drawing(1), Drawing(second))
+    np.random.seed(1)
+    drawn = torch.rand(3, generator=torch.Generator().manual_seed(5)), random.Random(6).random(), np.random.rand()
+    client = load(daemon, own=Place())
+    assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
+    assert (np.random.rand() == drawn[2]) == (second == 1), "those of two ranks that differ are seeded anew"
+    (note,) = client.last_restore["notes"]
+    assert ("numpy, python, torch" if second == 1 else "but python, torch, which were the same on all") in note
+
+
 def test_a_dict_that_held_a_tensor_on_one_rank_and_nothing_on_another_comes_back(daemon: RankDaemonDouble) -> None:
     """The second rank saved it whole, as there was nothing in it to look into."""
     saved_by_two(daemon, {"t": torch.arange(6.0)}, {})
