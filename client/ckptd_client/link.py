@@ -55,6 +55,7 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="ckptd-link", daemon=True)
         self.refused: wire.Refused | None = None
         self.heard_at = 0.0  # monotonic seconds of the newest frame
+        self._said_at = 0.0  # of the first that we have sent since
         self.trouble = f"no daemon at {path} yet"
 
     def start(self) -> None:
@@ -71,6 +72,7 @@ class Link:
         with self._lock:
             if not self._up or self._socket is None:
                 return False
+            self._says()
             if not self._outbox and self._try(data, fds):
                 return True
             if len(self._outbox) >= OUTBOX_FRAMES_MAX:
@@ -84,7 +86,17 @@ class Link:
         """For what is only news: sent now or never."""
         data = encode_frame(message)
         with self._lock:
+            self._says()
             return self._up and not self._outbox and self._try(data, ())
+
+    def _says(self) -> None:
+        if self._said_at <= self.heard_at:
+            self._said_at = time.monotonic()
+
+    @property
+    def quiet_s(self) -> float:
+        """For so long the daemon has said nothing to what it was told. It has nothing to say while a rank makes no snapshots."""
+        return max(0.0, time.monotonic() - self._said_at) if self._said_at > self.heard_at else 0.0
 
     def _try(self, data: bytes, fds: Sequence[int]) -> bool:
         assert self._socket is not None

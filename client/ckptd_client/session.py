@@ -428,7 +428,7 @@ class Session:
     def not_granted(self, step: int) -> tuple[str, float]:
         """Why there is no grant for this step, as far as we were told (nobody is asked), and since how many seconds."""
         with self.changed:
-            quiet_s = time.monotonic() - self.link.heard_at
+            quiet_s = self.link.quiet_s
             if self.grants.passed_over(step, time.monotonic()):
                 return f"{LARGER}: the other ranks went on meanwhile", 0.0
             if self.outgrown and quiet_s <= SILENT_AFTER_S:

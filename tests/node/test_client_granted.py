@@ -217,3 +217,14 @@ def test_what_a_signal_handler_raises_reaches_the_program(
             watched.undo()
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("told_s", [0.0, 60.0])
+def test_a_daemon_that_was_told_nothing_is_not_silent(tmp_path: Path, told_s: float) -> None:
+    """The first snapshot after a long evaluation was skipped with "the daemon is silent: nothing was heard of it for 600 s"."""
+    with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon, stepped(daemon) as (client, _):
+        link = client._session.link
+        link.heard_at = time.monotonic() - 600
+        link._said_at = time.monotonic() - told_s if told_s else link.heard_at
+        status = client.snapshot(1).status
+        assert status == ("skipped: the daemon is silent: nothing was heard of it for 60 s" if told_s else NOT_YET)
