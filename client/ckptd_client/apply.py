@@ -161,6 +161,7 @@ class Objects:
         self._drop_gradients()
         for owner in self._registry.owners.values():
             self._set_owner(owner, result)
+        self._take_out(result)
         for name, container, key in self._born:
             made = self._find(name) if name in self._wanted.inside else self.trees[name]
             if isinstance(container, list):
@@ -185,6 +186,12 @@ class Objects:
                 of_all[new.parameter].update(state)
             elif strict:
                 of_all.pop(new.parameter, None)  # the snapshot is older than this state
+
+    def _take_out(self, result: Restored) -> None:
+        places = [(owner.name, *owner.place) for owner in self._wanted.gone if owner.place is not None]
+        for name, container, key in sorted(places, key=lambda place: place[2] if isinstance(place[1], list) else 0, reverse=True):
+            del container[key]
+            result.notes.append(f"{name}: was not there yet, taken out of the registered {type(container).__name__}")
 
     def _drop_gradients(self) -> None:
         """Left by a step that was not made: no snapshot holds them, and the next backward pass would add to them. A device's are

@@ -47,6 +47,7 @@ class Owner:
     gradients: bool = False  # are its parameters' gradients captured, too?
     since: int = 0  # when it was registered (watch.now)
     place: tuple[Any, Any] | None = None  # the dict or list that it was found in, and its key there
+    late: bool = False  # it came there after a restore
 
     @property
     def replaceable(self) -> bool:

@@ -61,6 +61,7 @@ class Registry:
         self.owners: dict[str, Owner] = {}
         self._opened: list[_Opened] = []
         self.version = 0  # grows with every register()
+        self.began = False  # a restore has filled it
         self.without: tuple[str, ...] = ()  # parameters whose optimizer state is meant to be absent
 
     def register(
@@ -115,6 +116,8 @@ class Registry:
         kept = {n for n in before & found.keys() if self.owners[n].kind == found[n].kind}
         others = self.owners.keys() - before  # of other roots, which have the name by now
         new = {name: root.own(item) for name, item in found.items() if name not in kept | others}
+        for owner in new.values():
+            owner.late = self.began
         for name in kept:
             owner, item = self.owners[name], found[name]
             if owner.kind in HELD and owner.value is not item.value:

@@ -87,6 +87,7 @@ class Snapshots:
 
     def begin_anew(self, state: State) -> None:
         """After a restore of ``state``: whatever step comes first may be captured."""
+        self._registry.began = True
         self.progress.begin_anew()
         self._accumulation.sample(state)
         self._accumulation.used()

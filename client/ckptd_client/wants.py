@@ -22,7 +22,7 @@ from ckptd_client.claims import family_of
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import local_of
 from ckptd_client.nested import Holder
-from ckptd_client.registry import Registry
+from ckptd_client.registry import FILLED, Registry
 from ckptd_client.slices import Slice, slices_of
 from ckptd_client.world import World
 
@@ -68,6 +68,7 @@ class Wanted:
     inside: dict[str, Tensor] = field(default_factory=dict)  # tensors inside of objects, by key
     reshaped: list[reshaping.Reshaped] = field(default_factory=list)  # tensors of modules that take another shape
     born: dict[str, str] = field(default_factory=dict)  # what came into a registered dict or list later, and its name
+    gone: list[Owner] = field(default_factory=list)  # what is there now, came into such a one later, and was not saved
     closed: list[str] = field(default_factory=list)  # dicts and lists that held no object elsewhere: nothing may be in them
     problems: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # problems that strict=False passes over, or only=
@@ -134,9 +135,16 @@ class _Matcher:
             if entry.role != "optim" and self._only(entry.key):
                 source = self._source(entry.key)
                 if source is None:
-                    self._problem(f"{entry.key}: not in the snapshot")
+                    self._missing(entry.owner, entry.key)
                 elif not self._reshape(entry, source):
                     self._fill(entry, source)
+
+    def _missing(self, owner: Owner | None, name: str) -> None:
+        """What came into a registered dict or list since goes again: the process has gone on from the snapshot."""
+        if owner is None or not owner.late or not owner.replaceable or owner.kind not in FILLED:
+            self._problem(f"{name}: not in the snapshot")
+        elif owner not in self.result.gone:
+            self.result.gone.append(owner)
 
     def _reshape(self, entry: Entry, source: str) -> bool:
         """Of another shape than here, in a module that takes that."""
@@ -322,7 +330,7 @@ class _Matcher:
         """``owner`` None: what came into its container later."""
         if name not in self._catalogue.objects:
             if name not in self._containers or not self._below(name):  # it held live objects when it was saved
-                self._problem(f"{name}: not in the snapshot")
+                self._missing(owner, name)
             return
         self._claimed.add(name)
         mergeable = owner is not None and owner.kind == "optimizer" and not name.endswith(f".{resolve.BESIDE}")

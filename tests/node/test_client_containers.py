@@ -94,6 +94,25 @@ def test_an_empty_dict_gets_what_was_in_it_when_it_was_saved(daemon: RankDaemonD
     assert torch.equal(fresh["now"], torch.ones(4)) and fresh[0] == 5
 
 
+def test_what_came_later_goes_where_the_process_goes_back(daemon: RankDaemonDouble) -> None:
+    """The restore was refused, as the snapshot has none of it. What the program has from its beginning is never taken out."""
+    values, training = {"t": torch.zeros(1), "list": [torch.zeros(1), 0]}, Training(8)
+    with connected(daemon, training) as client:
+        client.register(values=values)
+        client.restore()
+        assert trained(client, training, live(), 1) == ["durable"]
+        values["late"], values["n"] = torch.ones(2), 5
+        values["list"] += [1, torch.ones(1), 2]
+        assert client.restore() == 1
+        assert values.keys() == {"t", "list"} and len(values["list"]) == 2
+        assert len(client.last_restore["notes"]) == 5
+    with connected(daemon, training) as client:
+        client.register(values=values)
+        values["early"] = torch.ones(2)
+        with pytest.raises(CkptdError, match=r"values\.early: not in the snapshot"):
+            client.restore()
+
+
 def test_what_a_program_has_in_a_variable_beside_its_dict_is_filled(daemon: RankDaemonDouble) -> None:
     """Another list lay in the dict afterwards: the program went on appending to its own, of which no snapshot heard any more."""
     shared = [0]
