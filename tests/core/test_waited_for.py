@@ -10,6 +10,7 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.asks import ASKS_MAX, OUTDONE, REPEAT_S, WAITED_FOR_S
+from ckptd.core.protocol.machine.steward import table
 from tests.core.certificates import steward
 from tests.core.machines import EPOCH, Member, Steward, at, fact, only, record_of, usual_grant
 
@@ -156,6 +157,16 @@ def test_what_was_outdone_is_void_for_whoever_missed_its_level() -> None:
     mark = node.mark
     assert not answer(node, at(7)), "it was no mistake, and others may have been told a level"
     assert [told.releases for told in node.certificates("b", mark) if told.snapshot == at(7)] == [(at(7),)]
+
+
+def test_what_was_outdone_long_ago_is_no_mistake_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node asks for seconds after its rank has its answer, and small models make ten snapshots a second."""
+    monkeypatch.setattr(table, "RELEASED_KEPT_MAX", 2)
+    node = steward().train(6)
+    for step in range(7, 12):
+        node.capture(step).protect(step)
+    assert list(node.machine.steward.table.released) == [at(9), at(10)]
+    assert not answer(node, at(7))
 
 
 def test_a_rank_that_waits_for_what_was_outdone_hears_so(node: Member) -> None:

@@ -301,7 +301,7 @@ class Steward:
             self.certify.tell(sender, state)
         elif message.snapshot.at in self.table.durable:
             self.certify.say_fallen(sender, message.snapshot)
-        elif message.snapshot in self.table.released:
+        elif self.table.was_released(message.snapshot):
             self.certify.say_fallen(sender, message.snapshot, (message.snapshot,))
         elif self._is_nowhere(message.snapshot):
             self.certify.say_void(sender, message.snapshot, NOWHERE)

@@ -183,6 +183,11 @@ class SnapshotTable:
         while len(self.released) > RELEASED_KEPT_MAX:
             del self.released[next(iter(self.released))]
 
+    def was_released(self, snapshot: SnapshotId) -> bool:
+        """So many are remembered; what is older than all of these went before them, for newer ones, as a rule."""
+        full = len(self.released) == RELEASED_KEPT_MAX
+        return snapshot in self.released or (full and snapshot < min(self.released))
+
     def remembers(self, snapshot: SnapshotId) -> bool:
         """Nodes know of a level that was certified, by us or by an earlier steward."""
         return self.heard.get(snapshot, -1) >= 0
