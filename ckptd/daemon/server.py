@@ -61,6 +61,7 @@ LEAVE_S = STOP_TIMEOUT_S + 2.0  # how long one that ends is waited for by the ne
 STRANGERS_TTL_S = 30.0  # what is refused tries again within seconds: who has not come for so long has gone
 UNPROVEN_SHOWN_MAX = 8  # nodes that have never been up, by their names in health
 GARBAGE_SEARCHED_AFTER = 100_000  # objects made; a layout of 20,000 tensors makes a million that live on
+OVER_BUDGET = "over_budget"  # of health
 STATE_LOOK_S = 5.0  # a state directory that was full at the start is tried again
 
 
@@ -244,6 +245,11 @@ class Daemon:
             self.job(slot.tenant.job).adopt(slot)
         if adopted:
             log.info("adopted %d slots, %s, nothing copied", len(adopted), format_bytes(self.arena.used_bytes))
+        if self.arena.used_bytes > self.arena.budget_bytes:
+            used, budget = format_bytes(self.arena.used_bytes), format_bytes(self.arena.budget_bytes)
+            text = f"memory of before the restart is {used}, memory_budget is {budget} now: it stays until its jobs let go of it"
+            log.warning("%s", text)
+            self.health.report(OVER_BUDGET, text)
 
     def job(self, job: str) -> JobShell:
         shell = self.jobs.get(job)
@@ -315,6 +321,8 @@ class Daemon:
         memory = self.status.memory()
         used = {kind: memory[f"{kind}_bytes"] for kind in ("own", "peer", "scratch")}  # type: ignore[literal-required]
         self.metrics.memory(self.arena.budget_bytes, used)
+        if memory["used_bytes"] <= memory["budget_bytes"]:
+            self.health.clear(OVER_BUDGET)
 
     def _look_at_state(self) -> None:
         """It was full when we started, with memory that is worth more than what cannot be written down."""

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from ckptd.arena.tenant import Tenant
 from ckptd.core.ids import NodeInfo
 from ckptd.core.protocol.life import Tombstone
 from ckptd.daemon import graveyard
@@ -20,6 +21,8 @@ from ckptd.wire import rank as wire
 from ckptd.wire.peer import StatusAsk, StatusReply
 from tests.node.daemon_rig import Rank, Rig, everything, layout_here, rig
 from tests.node.links import Link, RawPeer, eventually
+from tests.node.slots import MIB, small_arena
+from tests.short import short_folder
 
 
 def said(house: Rig) -> set[str]:
@@ -161,6 +164,26 @@ async def test_a_state_directory_that_has_room_again_is_well(monkeypatch: pytest
             await eventually(lambda: "state" in house.problems())
         await eventually(lambda: "state" not in house.problems())
         assert house.daemon.state.tombstones() == {"1000/gone": Tombstone(1, 1)}
+
+
+async def test_memory_beyond_a_budget_that_was_lowered_is_told_until_it_is_gone() -> None:
+    """P8: the operator halved it for want of memory and restarted the daemon, which used as much as before without a word."""
+    before = small_arena()
+    slots = [before.allocate(Tenant("0/rig", 0, "own", rank), 10 * MIB) for rank in range(3)]
+    with short_folder() as root:
+        house = Rig(root, memory_budget="16MiB")
+        taken = {slot.segment.name: os.dup(slot.segment.fd) for slot in slots}
+        house.daemon.keeper.taken = lambda: taken  # type: ignore[method-assign]
+        await house.start()
+        assert "memory_budget is 16.0 MiB now" in house.problems()["over_budget"]
+        house.daemon._tell_memory()
+        assert "over_budget" in house.problems()
+        house.daemon._forget_job("0/rig")
+        await eventually(lambda: house.daemon.arena.used_bytes == 0)
+        house.daemon._tell_memory()
+        assert "over_budget" not in house.problems()
+        await house.stop()
+    before.close()
 
 
 def full(*_: object) -> None:
