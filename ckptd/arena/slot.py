@@ -6,12 +6,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ckptd.arena.frozen import frozen_record, leans, own_bytes
 from ckptd.arena.header import FILLING, FREE, SEALED, SlotRow
 from ckptd.arena.payload import Joined, Payload
 from ckptd.arena.record import SlotRecord, check_record, encode_record
 from ckptd.arena.tenant import Tenant
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.columns import Flags, Ints
 from ckptd.core.state_map.layout import Layout
 
 if TYPE_CHECKING:
@@ -93,12 +96,13 @@ class Slot:
         frozen = self.frozen
         return self.extent if frozen is None else Joined(self.extent, layout.frozen_at, frozen.extent)
 
-    def place(self, at: int) -> tuple[Segment, int]:
-        """Where byte ``at`` of the payload lies: a segment and the offset in it."""
+    def places(self, at: Ints) -> list[tuple[Segment, Flags, int]]:
+        """Where these bytes of the payload lie: in a segment some of them, and each so much further there."""
         record, frozen = self.record, self.frozen
-        if record is not None and frozen is not None and at >= record.layout.frozen_at:
-            return frozen.segment, frozen.offset + at - record.layout.frozen_at
-        return self.segment, self.offset + at
+        if record is None or frozen is None:
+            return [(self.segment, np.ones(len(at), bool), self.offset)]
+        frozen_at = record.layout.frozen_at
+        return [(self.segment, at < frozen_at, self.offset), (frozen.segment, at >= frozen_at, frozen.offset - frozen_at)]
 
     def __repr__(self) -> str:
         return f"<Slot {self.id} {self.state} {self.capacity} bytes in {self.segment.name}>"

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+
+import numpy as np
 
 from ckptd.arena.arena import Slot
 from ckptd.arena.segment import Segment
-from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.recovery import Piece
+from ckptd.core.state_map.columns import Ints
+from ckptd.core.state_map.pieces import Form, Pieces, Placed
 
 
 @dataclass
 class Assembly:
-    """``pieces``: rows of wire.rank.LoadPlan; their segment is an index into ``fds``, which are ours."""
+    """``placed``: their segment is an index into ``fds``, which are ours."""
 
-    pieces: list[list[Any]] = field(default_factory=list)
     bytes_by_source: dict[str, int] = field(default_factory=lambda: {"own": 0, "peer": 0, "parity": 0, "durable": 0})
     segment_bytes: list[int] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
     _segment_index: dict[str, int] = field(default_factory=dict)
+    _forms: dict[Form, int] = field(default_factory=dict)
+    _parts: list[Ints] = field(default_factory=list)
 
-    def put(self, piece: Piece, slot: Slot, at: int, stored: Box) -> None:
-        """The piece lies inside ``stored``, whose first byte is ``at`` in the slot's payload."""
-        box = piece.box
-        segment, offset = slot.place(at)
-        where = [self._index(segment), offset, stored.offsets, stored.sizes]
-        self.pieces.append([piece.want, box.offsets, box.sizes, *where])
-        self.bytes_by_source[piece.source] += piece.nbytes
+    def put(self, source: str, pieces: Pieces, slot: Slot, at: Ints) -> None:
+        """Their stored boxes begin at these bytes of the slot's payload."""
+        forms, which = np.unique(pieces.form, return_inverse=True)
+        numbers = [self._forms.setdefault(pieces.forms[form], len(self._forms)) for form in forms.tolist()]
+        segment, offset = np.empty((2, len(at)), np.int64)
+        for whose, some, further in slot.places(at):
+            if some.any():
+                segment[some], offset[some] = self._index(whose), at[some] + further
+        self._parts.append(np.stack((pieces.want, np.array(numbers, np.int64)[which], segment, offset)))
+        self.bytes_by_source[source] += int(pieces.nbytes.sum())
+
+    @property
+    def placed(self) -> Placed:
+        want, form, segment, at = np.concatenate([np.empty((4, 0), np.int64), *self._parts], 1)
+        return Placed(want, form, segment, at, [*self._forms])
 
     def release(self) -> None:
         for fd in self.fds:

@@ -6,7 +6,7 @@ What is wanted is made, in windows, straight into the memory where it belongs: a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import xxhash
 
@@ -22,8 +22,9 @@ from ckptd.core.state_map.box import runs
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.fragments import Fragment
 from ckptd.core.state_map.layout import BLOCK_BYTES, Layout
+from ckptd.core.state_map.pieces import Piece
 from ckptd.core.state_map.record_size import SUM_BYTES
-from ckptd.core.state_map.recovery import BY_PARITY, Piece
+from ckptd.core.state_map.recovery import BY_PARITY
 from ckptd.core.state_map.source_index import Held
 from ckptd.protect.columns import Columns, Undecodable
 from ckptd.protect.fetched import Away
@@ -79,7 +80,7 @@ class ByParity:
         return next((found for found in self._parity_sets if rank in found.ranks() and self._usable(found)), None)
 
     # --- slices -------------------------------------------------------------------------------------------------
-    async def fetch(self, rank: int, pieces: Sequence[Piece], into: memoryview) -> bool:
+    async def fetch(self, rank: int, pieces: Iterable[Piece], into: memoryview) -> bool:
         """The pieces one after the other. False: it cannot be done from what there is; what failed is left out from now on."""
         parity_set = self._parity_set_of(rank)
         if parity_set is None:

@@ -7,12 +7,14 @@ into memory at once, and each part is fetched into the scratch memory of the one
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import msgpack
+import numpy as np
 
+from ckptd.core.state_map.pieces import Placed
 from ckptd.recover.assembly import Assembly
 from ckptd.wire.rank import LOAD_SEGMENTS_MAX
 
@@ -77,22 +79,22 @@ class Handover:
 
     def _take(self, assembly: Assembly) -> None:
         self._assembly, self._fresh = assembly, dict(assembly.bytes_by_source)
-        order = sorted(assembly.pieces, key=lambda piece: (piece[0] >= self._first, piece[3], piece[0]))
-        self._runs = cut(order, LOAD_SEGMENTS_MAX - 1)  # the objects' is one more
+        placed = assembly.placed
+        order = np.lexsort((placed.want, placed.segment, placed.want >= self._first))
+        self._runs = cut(placed.take(order), LOAD_SEGMENTS_MAX - 1)  # the objects' is one more
 
     def frame(self) -> Frame:
         """The current part; once for each."""
         pieces = self._runs[0]
-        used = sorted({piece[3] for piece in pieces})
-        place = {segment: index for index, segment in enumerate(used)}
-        fds = [self._assembly.fds[segment] for segment in used]
-        sizes = [self._assembly.segment_bytes[segment] for segment in used]
+        used, place = np.unique(pieces.segment, return_inverse=True)
+        fds = [self._assembly.fds[segment] for segment in used.tolist()]
+        sizes = [self._assembly.segment_bytes[segment] for segment in used.tolist()]
         blobs, at = self._blobs, len(fds)
         if blobs.fd >= 0:
             fds.append(blobs.fd)
             sizes.append(blobs.size)
         plan = {
-            "pieces": [[*piece[:3], place[piece[3]], *piece[4:]] for piece in pieces],
+            "pieces": replace(pieces, segment=place).encode(),
             "objects": {name: [at, *where] for name, where in blobs.single.items()},
             "objects_all": {
                 name: {rank: [at, *where] for rank, where in places.items()} for name, places in blobs.every.items()
@@ -117,14 +119,13 @@ class Handover:
         return fresh
 
 
-def cut(pieces: Sequence[list[Any]], segments_max: int) -> list[list[list[Any]]]:
+def cut(pieces: Placed, segments_max: int) -> list[Placed]:
     """In this order, each run in at most ``segments_max`` segments. At least one run, which may be empty."""
-    runs: list[list[list[Any]]] = [[]]
-    used: set[int] = set()
-    for piece in pieces:
-        if piece[3] not in used and len(used) == segments_max:
-            runs.append([])
+    ends, used = [0], set[int]()
+    changes = np.flatnonzero(np.diff(pieces.segment, prepend=-1))
+    for at, segment in zip(changes.tolist(), pieces.segment[changes].tolist(), strict=True):
+        if segment not in used and len(used) == segments_max:
+            ends.append(at)
             used.clear()
-        used.add(piece[3])
-        runs[-1].append(piece)
-    return runs
+        used.add(segment)
+    return [pieces.take(np.arange(begin, end)) for begin, end in pairwise([*ends, len(pieces)])]

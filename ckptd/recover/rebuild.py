@@ -12,6 +12,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from ckptd.arena.arena import Slot
 from ckptd.arena.objects import split_objects
 from ckptd.arena.sums import bad_blocks, hash_shares
@@ -20,16 +22,16 @@ from ckptd.core.failpoint import failpoint
 from ckptd.core.protocol.instructions import PrepareRestore
 from ckptd.core.redundancy.parity_sets import NOBODY
 from ckptd.core.redundancy.protection import level, slice_classes
-from ckptd.core.state_map.box import runs
 from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.catalogue import Catalogue
-from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.columns import Ints
 from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.pieces import Origin, Pieces
 from ckptd.core.state_map.recovery import (
     DURABLE,
     OWN,
     PARITY,
-    Piece,
+    PEER,
     Plan,
     Want,
     plan_recovery,
@@ -53,6 +55,7 @@ OBJECTS_AT_ONCE = 16  # ranks whose objects are fetched
 LAYOUTS_AT_ONCE = 16
 REPLANS_MAX = 8  # sources that may fail during one restore before it is given up
 MISSING_SHOWN_MAX = 8
+NONE: Ints = np.empty(0, np.int64)
 TOO_MANY = "too many sources failed"
 FETCH_SPANS_MAX = 200_000  # byte runs in one request to a peer
 PART_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # for who could not be reached, once a rank has begun to write
@@ -71,7 +74,7 @@ class Rebuild:
         self._objects: dict[int, dict[str, bytes]] = {}
         self._pools: list[Blobs] = []
         self._catalogue: Catalogue | None = None
-        self._verified: dict[int, frozenset[int]] = {}  # slot -> fragments
+        self._verified: dict[int, Ints] = {}  # slot -> fragments
 
     # --- what the snapshot holds --------------------------------------------------------------------------------
     async def catalogue(self) -> bytes:
@@ -238,7 +241,7 @@ class Rebuild:
         """All of it at once, from the best sources that are whole. ``room``: what to fetch into, else what the host lends."""
         for _ in range(REPLANS_MAX):
             plan = await self._sound_plan(rank, asked)
-            assembly = await self._carry_out(rank, plan, asked, room)
+            assembly = await self._carry_out(rank, plan, room)
             if assembly is not None:
                 return assembly
         raise self._too_many()
@@ -250,8 +253,7 @@ class Rebuild:
             if plan.uncovered:
                 code = "unreachable" if await self._is_hopeful(rank, asked) else "damage"
                 raise Unrecoverable(code, self._name_missing(plan, asked), where=str(self._snapshot))
-            own = [piece for piece in plan.pieces if piece.source == OWN]
-            if await self._verify_own(own):
+            if await self._verify_own(plan.pieces):
                 return plan
         raise self._too_many()
 
@@ -310,16 +312,11 @@ class Rebuild:
     def _why(self) -> list[str]:
         return [*self._left_out.reasons()[:MISSING_SHOWN_MAX], *([self._stored.why] if self._stored.why else [])]
 
-    async def _carry_out(self, rank: int, plan: Plan, asked: list[Want], room: Slot | None) -> Assembly | None:
+    async def _carry_out(self, rank: int, plan: Plan, room: Slot | None) -> Assembly | None:
         """None: a source failed and was crossed out; plan again."""
-        far = [piece for piece in plan.pieces if piece.source != OWN]
         assembly = Assembly()
-        by_index = {want.index: want for want in asked}
         try:
-            if not self._add_own(assembly, [piece for piece in plan.pieces if piece.source == OWN]):
-                assembly.release()
-                return None
-            if far and not await self._fetch_far(rank, assembly, far, by_index, room):
+            if not (self._add_own(assembly, plan.pieces) and await self._fetch_far(rank, assembly, plan.pieces, room)):
                 assembly.release()
                 return None
         except BaseException:
@@ -327,96 +324,72 @@ class Rebuild:
             raise
         return assembly
 
-    def _add_own(self, assembly: Assembly, own: Sequence[Piece]) -> bool:
-        """False: what was verified of it is not what lies here now, or nothing does."""
-        places: dict[int, tuple[Slot, list[int], frozenset[int]]] = {}
-        for rank in {piece.rank for piece in own}:
-            slot = self._host.held(self._snapshot, rank)
-            if slot is None or slot.record is None:
+    def _add_own(self, assembly: Assembly, of: Pieces) -> bool:
+        """False: what was verified of own memory is not what lies here now, or nothing does."""
+        for origin, pieces in of.by_origin(OWN):
+            slot = self._host.held(self._snapshot, origin.rank)
+            if slot is None or slot.record is None or not np.isin(pieces.fragment, self._verified.get(slot.id, NONE)).all():
                 return False
-            places[rank] = slot, slot.record.layout.fragments.offset.tolist(), self._verified.get(slot.id, frozenset())
-        for piece in own:
-            slot, offsets, verified = places[piece.rank]
-            if piece.fragment not in verified:
-                return False
-            assembly.put(piece, slot, offsets[piece.fragment], piece.stored)
+            assembly.put(OWN, pieces, slot, slot.record.layout.fragments.offset[pieces.fragment])
         return True
 
-    async def _fetch_far(
-        self,
-        rank: int,
-        assembly: Assembly,
-        far: list[Piece],
-        wants: dict[int, Want],
-        room: Slot | None,
-    ) -> bool:
+    async def _fetch_far(self, rank: int, assembly: Assembly, of: Pieces, room: Slot | None) -> bool:
         """Everything not on this node, into one scratch slot; sources work side by side."""
-        groups: dict[tuple[str, str, int], list[Piece]] = {}
-        for piece in far:
-            groups.setdefault((piece.source, piece.node, piece.rank), []).append(piece)
-        total = sum(aligned(sum(piece.nbytes for piece in group)) for group in groups.values())
+        groups = await self._threads.run(_far_groups, of)
+        if not groups:
+            return True
+        sizes = [int(group.nbytes.sum()) for _, group in groups]
+        total = sum(map(aligned, sizes))
         if room is not None and total > room.capacity:
             raise Unrecoverable("memory", f"{total} bytes do not fit into {room.capacity}")
         slot = room or await self._host.room(rank, total)
         jobs, at = [], 0
-        for (kind, node, holder), group in sorted(groups.items()):
-            # Largest elements first: each piece then starts on a multiple of its own element size.
-            group.sort(key=lambda piece: (-ITEMSIZE[wants[piece.want].dtype], piece.want, piece.box.offsets))
-            start = at
-            for piece in group:
-                assembly.put(piece, slot, at, piece.box)
-                at += piece.nbytes
-            into = slot.payload[start:at]
-            at = aligned(at)
-            jobs.append(self._fetch_group(kind, node, holder, group, into))
+        for (origin, group), nbytes in zip(groups, sizes, strict=True):
+            assembly.put(origin.source, group.brought(), slot, at + np.cumsum(group.nbytes) - group.nbytes)
+            jobs.append(self._fetch_group(origin, group, slot.payload[at : at + nbytes]))
+            at += aligned(nbytes)
         if all(await all_ended(jobs)):
             return True
         if room is None:
             self._host.give_back(slot)  # the next plan finds it again
         return False
 
-    async def _fetch_group(
-        self, kind: str, node: str, holder: int, group: list[Piece], into: memoryview
-    ) -> bool:
-        if kind == DURABLE:
+    async def _fetch_group(self, origin: Origin, group: Pieces, into: memoryview) -> bool:
+        if origin.source == DURABLE:
             return await self._stored.read(group, into)
-        if kind == PARITY:
-            return await self._by_parity.fetch(holder, group, into)
-        layout = next(held.layout for held in self._held if held.node == node and held.rank == holder)
-        spans: list[tuple[int, int]] = []
-        places = layout.fragments.offset.tolist()
-        for piece in group:
-            for offset, length in runs(piece.stored, piece.box, piece.nbytes // piece.box.volume):
-                spans.append((places[piece.fragment] + offset, length))
+        if origin.source == PARITY:
+            return await self._by_parity.fetch(origin.rank, group, into)
+        layout = next(held.layout for held in self._held if (held.node, held.rank) == origin[1:])
+        offsets, lengths = await self._threads.run(group.spans, layout.fragments.offset)
         at = 0
-        for first in range(0, len(spans), FETCH_SPANS_MAX):
-            part = spans[first : first + FETCH_SPANS_MAX]
-            length = sum(length for _, length in part)
-            found = await self._host.fetch(node, self._snapshot, holder, part, into[at : at + length])
+        for first in range(0, len(offsets), FETCH_SPANS_MAX):
+            part = slice(first, first + FETCH_SPANS_MAX)
+            spans = list(zip(offsets[part].tolist(), lengths[part].tolist(), strict=True))
+            length = int(lengths[part].sum())
+            found = await self._host.fetch(origin.node, self._snapshot, origin.rank, spans, into[at : at + length])
             if not found.ok:
-                self._left_out.note(node, holder, found)
+                self._left_out.note(origin.node, origin.rank, found)
                 return False
             at += length
         return True
 
-    async def _verify_own(self, own: list[Piece]) -> bool:
+    async def _verify_own(self, of: Pieces) -> bool:
         """Blocks of own memory are checked once per restore (P10). A copy of another tier may have taken the place of the one
         that the plan knew, which was damaged meanwhile: what that lacks would be read beyond its end."""
-        for rank in sorted({piece.rank for piece in own}):
-            slot = self._host.held(self._snapshot, rank)
+        for origin, pieces in of.by_origin(OWN):
+            slot = self._host.held(self._snapshot, origin.rank)
             if slot is None or slot.record is None:
-                self._lose(self._host.node, rank)
+                self._lose(self._host.node, origin.rank)
                 return False
-            known = self._verified.get(slot.id, frozenset())
-            fresh = {piece.fragment for piece in own if piece.rank == rank} - known
-            fragments, which = slot.record.layout.fragments, sorted(fresh)
+            which = np.setdiff1d(pieces.fragment, self._verified.get(slot.id, NONE))
+            fragments = slot.record.layout.fragments
             if (fragments.tier[which] < slot.record.tier).any():
-                self._lose(self._host.node, rank)
+                self._lose(self._host.node, origin.rank)
                 return False
             spans = list(zip(fragments.offset[which].tolist(), fragments.nbytes[which].tolist(), strict=True))
             if not await self._verify_spans(slot, spans):
                 return False
-            self._verified[slot.id] = self._verified.get(slot.id, frozenset()) | fresh
+            self._verified[slot.id] = np.union1d(self._verified.get(slot.id, NONE), which)
         return True
 
     async def _verify_spans(self, slot: Slot, spans: list[tuple[int, int]]) -> bool:
@@ -464,3 +437,6 @@ class Rebuild:
     def _held_blob(self, name: str, rank: int) -> bytes:
         return self._objects[rank][name]
 
+
+def _far_groups(of: Pieces) -> list[tuple[Origin, Pieces]]:
+    return [(origin, group.largest_elements_first()) for origin, group in of.by_origin(PEER, PARITY, DURABLE)]

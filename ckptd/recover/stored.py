@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box_index import BoxIndex
-from ckptd.core.state_map.recovery import Piece
+from ckptd.core.state_map.pieces import Piece
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import NotFound, StorageError
 from ckptd.recover.threads import Threads, all_ended
@@ -59,7 +59,7 @@ class Stored:
         except (CkptdError, OSError):
             return None
 
-    async def read(self, pieces: Sequence[Piece], into: memoryview) -> bool:
+    async def read(self, pieces: Iterable[Piece], into: memoryview) -> bool:
         """The pieces one after the other into ``into``. False: something was unreadable, or damaged."""
         reads, at = [], 0
         for piece in pieces:

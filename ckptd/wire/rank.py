@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # 2: the world of a Join lies beside the frame; 3: frozen parameters have slots of their own; 4: record_bytes, and what was
-# written; 5: levels and waits name the grant, and a Join the newest one
-PROTOCOL_VERSION = 5
+# written; 5: levels and waits name the grant, and a Join the newest one; 6: the pieces of a LoadPlan are columns
+PROTOCOL_VERSION = 6
 FRAME_BYTES_MAX = 64 * 1024
 FDS_PER_FRAME_MAX = 64
 LOAD_SEGMENTS_MAX = FDS_PER_FRAME_MAX - 1  # of one LoadPlan; the plan itself is the first descriptor
@@ -265,10 +265,10 @@ class Opened:
 @dataclass(frozen=True)
 class LoadPlan:
     """All ranks voted yes: copy, then Loaded. fds: [plan, segment, segment, ...]; plan is msgpack
-    {"pieces": [[want index, offsets, sizes, segment index, byte offset, source offsets, source sizes], ...],
+    {"pieces": as core.state_map.pieces.Placed encodes them: want index, form, segment index and byte offset of each,
      "objects": {name: [segment index, byte offset, length]}, "objects_all": {name: {rank: [segment, offset, length]}},
      "bytes": {source: n}, "seconds": {...}, "mode": "verified" | "direct", "part": k, "last": bool}. A piece: the box
-    (offsets, sizes) of want i lies inside the C-contiguous source box (source offsets, source sizes) stored at that byte offset.
+    of its form, of want i, lies inside the C-contiguous stored box of the form, which begins at that byte offset.
     What needs more segments than a frame holds, or more memory than there is ("direct"), comes in parts 0, 1, ...: each is
     answered with LoadedPart, the last with Loaded. Pieces, bytes: of this part. Objects: all of them, in each part."""
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.state_map.box import Box, contains
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.pieces import Loads, Placed
 from ckptd_client import accelerator, dtypes, libc
 from ckptd_client.segments import Segment, bytes_tensor
 from ckptd_client.wants import Target
 
+SMALL_BYTES_MAX = 16 * 1024
+AT_ONCE = 4096  # moves of small ones: a millisecond, in which no other thread runs
 Known = Callable[[int, int], Segment | None]
 
 
@@ -45,6 +47,14 @@ class Memory:
         self._borrowed[segment.address] = segment
         return segment.address
 
+    @property
+    def addresses(self) -> list[int]:
+        return [address for address, _ in self._maps]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for _, size in self._maps]
+
     def at(self, segment: int, offset: int, nbytes: int) -> int:
         """Address of a span. Raises CkptdError outside of the segment."""
         address, size = self._maps[segment]
@@ -65,63 +75,35 @@ class Memory:
         self._maps.clear()
 
 
-def check_pieces(targets: Sequence[Target], pieces: Iterable[Sequence[Any]], volumes: list[int]) -> None:
-    """Every piece inside its target and its source. Adds their elements to ``volumes``. Raises CkptdError."""
-    for want, offsets, sizes, _, _, source_offsets, source_sizes in pieces:
-        if 0 <= want < len(targets) and _is_whole(targets[want], offsets, sizes, source_offsets, source_sizes):
-            volumes[want] += targets[want].box.volume
-            continue
-        box = Box(tuple(offsets), tuple(sizes))
-        source = Box(tuple(source_offsets), tuple(source_sizes))
-        if not 0 <= want < len(targets) or not contains(targets[want].box, box) or not contains(source, box):
-            raise CkptdError("load plan holds a piece outside of what was wanted")
-        volumes[want] += box.volume
-
-
-def check_volumes(targets: Sequence[Target], volumes: Sequence[int], which: Iterable[int]) -> None:
-    """Every target of ``which`` wholly. Raises CkptdError."""
-    for index in which:
-        target, volume = targets[index], volumes[index]
-        if volume != target.box.volume:
-            raise CkptdError(f"load plan brings {volume} of {target.box.volume} elements", where=target.key)
-
-
-def copy_pieces(
-    targets: Sequence[Target], pieces: Iterable[Sequence[Any]], memory: Memory, which: set[int]
-) -> None:
-    """Write the pieces of the targets in ``which`` into their tensors, bit by bit. Most are all of a tensor that lies in memory as
-    here: that is a move of bytes, since thousands of small tensors would take longer by any other way."""
-    devices: dict[torch.device, Callable[[Tensor, Tensor], object]] = {}
+def copy_pieces(targets: Sequence[Target], loads: Loads, pieces: Placed, memory: Memory) -> None:
+    """Write the pieces, which were checked, into their tensors, bit by bit. Nearly all go by moves of bytes, thousands in one call,
+    since as many small tensors would take longer by any other way."""
+    starts = [0] * len(targets)
     moved: list[Tensor] = []
+    for want in set(pieces.want.tolist()):
+        dest = targets[want].dest
+        if dest.is_cpu and dest.is_contiguous() and not (dest.is_conj() or dest.is_neg()):
+            starts[want] = dest.data_ptr()
+            moved.append(dest)
+    moves, others = loads.moves(pieces, starts, memory.addresses)
+    devices: dict[torch.device, Callable[[Tensor, Tensor], object]] = {}
     with torch.no_grad(), contextlib.ExitStack() as stack:
         stack.callback(torch.autograd.graph.increment_version, moved)  # also of what was moved before something failed
-        for want, offsets, sizes, segment, at, source_offsets, source_sizes in pieces:
-            if want in which:
-                target = targets[want]
-                dest = target.dest
-                if (
-                    dest.is_cpu and dest.is_contiguous() and not (dest.is_conj() or dest.is_neg())
-                    and _is_whole(target, offsets, sizes, source_offsets, source_sizes)
-                ):  # fmt: skip
-                    libc.copy(dest.data_ptr(), memory.at(segment, at, dest.nbytes), dest.nbytes)
-                    moved.append(dest)
-                    continue
-                source = _narrow(_source(target, memory, segment, at, source_sizes), offsets, sizes, source_offsets)
-                dest = _narrow(_dest(target), offsets, sizes, target.box.offsets)
-                if dest.device.type in accelerator.WITHOUT_MEMORY:
-                    dest.copy_(source)
-                    continue
-                if dest.device not in devices:
-                    devices[dest.device] = stack.enter_context(accelerator.of(dest.device).bringing())
-                devices[dest.device](source, dest)
-
-
-def _is_whole(
-    target: Target, offsets: Sequence[int], sizes: Sequence[int], source_offsets: Sequence[int], source_sizes: Sequence[int]
-) -> bool:
-    """All that is wanted, stored as a box of its own."""
-    box = target.box
-    return sizes == box.sizes == source_sizes and offsets == box.offsets == source_offsets
+        small, large = moves[:, moves[2] <= SMALL_BYTES_MAX], moves[:, moves[2] > SMALL_BYTES_MAX]
+        for first in range(0, len(small[0]), AT_ONCE):
+            libc.copy_all(*small[:, first : first + AT_ONCE].tolist())
+        for move in large.T.tolist():
+            libc.copy(*move)
+        for want, (box, stored), segment, at in others:
+            target = targets[want]
+            source = _narrow(_source(target, memory, segment, at, stored.sizes), box, stored.offsets)
+            dest = _narrow(_dest(target), box, target.box.offsets)
+            if dest.device.type in accelerator.WITHOUT_MEMORY:
+                dest.copy_(source)
+                continue
+            if dest.device not in devices:
+                devices[dest.device] = stack.enter_context(accelerator.of(dest.device).bringing())
+            devices[dest.device](source, dest)
 
 
 def _source(target: Target, memory: Memory, segment: int, at: int, sizes: Sequence[int]) -> Tensor:
@@ -135,8 +117,8 @@ def _dest(target: Target) -> Tensor:
     return dest.unsqueeze(0) if dest.dim() < len(target.box.sizes) else dest  # a stacked Partial
 
 
-def _narrow(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int], base: Sequence[int]) -> Tensor:
-    for dim, (offset, size, start) in enumerate(zip(offsets, sizes, base, strict=True)):
+def _narrow(tensor: Tensor, box: Box, base: Sequence[int]) -> Tensor:
+    for dim, (offset, size, start) in enumerate(zip(*box, base, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset - start, size)
     return tensor

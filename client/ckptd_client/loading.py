@@ -11,8 +11,10 @@ from typing import Any
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.grouped import grouped
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.pieces import Loads, Placed
 from ckptd_client.apply import Objects
-from ckptd_client.load import Memory, check_pieces, check_volumes, copy_pieces, unequal
+from ckptd_client.load import Memory, copy_pieces, unequal
 from ckptd_client.wants import Wanted
 
 Decode = Callable[[dict[str, Any], Memory], Objects]
@@ -25,8 +27,8 @@ class Loading:
 
     def __init__(self, wanted: Wanted, decode: Decode, *, dirty: bool = False) -> None:
         self._targets, self._decode = wanted.targets, decode
-        self._aside = set(range(wanted.first))
-        self._volumes = [0] * len(wanted.targets)
+        self._aside = wanted.first
+        self._loads = Loads([(target.box, ITEMSIZE[target.dtype]) for target in wanted.targets])
         self._part = 0
         self.objects: Objects | None = None
         self.dirty = dirty
@@ -37,27 +39,36 @@ class Loading:
 
     def take(self, plan: dict[str, Any], memory: Memory) -> bool:
         """Copy one part out of ``memory``. True when it was the last. Raises CkptdError."""
-        pieces, last = plan["pieces"], bool(plan.get("last", True))
+        pieces, last = Placed.decode(plan["pieces"]), bool(plan.get("last", True))
         if plan.get("part", 0) != self._part:
             raise CkptdError(f"load plan: part {plan.get('part')} came instead of part {self._part}")
         self._part += 1
-        check_pieces(self._targets, pieces, self._volumes)
+        self._loads.check(pieces, memory.sizes)
         if last:
-            check_volumes(self._targets, self._volumes, range(len(self._targets)))
-        copy_pieces(self._targets, pieces, memory, self._aside)
-        rest = set(range(len(self._targets))) - self._aside
-        if last or any(piece[0] in rest for piece in pieces):
+            self._require(len(self._targets))
+        copy_pieces(self._targets, self._loads, pieces.take(pieces.want < self._aside), memory)
+        rest = pieces.take(pieces.want >= self._aside)
+        if last or len(rest):
             self._admit(plan, memory)
             self.dirty = True
-            copy_pieces(self._targets, pieces, memory, rest)
+            copy_pieces(self._targets, self._loads, rest, memory)
         self._note(plan)
         return last
+
+    def _require(self, count: int) -> None:
+        """All of the first so many targets have come."""
+        lacking = self._loads.lacking(count)
+        if lacking is not None:
+            target, missing = self._targets[lacking[0]], lacking[1]
+            raise CkptdError(
+                f"load plan brings {target.box.volume - missing} of {target.box.volume} elements", where=target.key
+            )
 
     def _admit(self, plan: dict[str, Any], memory: Memory) -> None:
         """Before the first write, once."""
         if self.objects is not None:
             return
-        check_volumes(self._targets, self._volumes, sorted(self._aside))
+        self._require(self._aside)
         problems = unequal(self._targets)
         if problems:
             raise CkptdError(grouped(problems), hint=UNTIE)

@@ -20,6 +20,7 @@ from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import RankSocket, memfd_object, read_memfd_object
 from ckptd.wire.world import pack_world
+from tests.node.pieces import rows_in
 from tests.slot_views import SlotViews
 from tests.waiting import until
 
@@ -143,7 +144,7 @@ class LightRank:
         plan = msgpack.unpackb(read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX), strict_map_key=False)
         segments = [mmap.mmap(fd, size, prot=mmap.PROT_READ) for fd, size in zip(fds[1:], message.segment_bytes, strict=True)]
         memory = [np.frombuffer(segment, np.uint32, len(segment) // 4) for segment in segments]
-        for want, (at,), (size,), segment, offset, (stored_at,), _ in plan["pieces"]:
+        for want, ((at,), (size,)), segment, offset, ((stored_at,), _) in rows_in(plan):
             first = offset // 4 + at - stored_at
             self.restored[want, at - self.first : at - self.first + size] = memory[segment][first : first + size]
         if plan["last"]:

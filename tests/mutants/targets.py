@@ -12,7 +12,7 @@ _MACHINE, _STEWARD = "core/protocol/machine", "core/protocol/machine/steward"
 _NAMES = {
     "core": ("retention",),
     "core/state_map": (
-        "recovery", "source_index", "box_index", "columns", "writes", "catalogue", "fragments", "agreement", "apart",
+        "recovery", "pieces", "source_index", "box_index", "columns", "writes", "catalogue", "fragments", "agreement", "apart",
     ),
     "core/redundancy": ("placement", "protection", "parity_sets", "linear", "degradation"),
     "core/protocol": ("candidates", "life", "written"),

@@ -26,6 +26,7 @@ from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import FrameError, RankSocket, memfd_object, read_memfd_object
 from ckptd.wire.world import WORLD_BYTES_MAX
 from ckptd.wire.world_check import unpack_world
+from tests.node.pieces import placed
 
 NODE = {"node": "double", "control": "tcp://127.0.0.1:1", "bulk": "127.0.0.1:2", "domain": "d0", "incarnation": "1"}
 GRAIN_BYTES = 1 << 20
@@ -297,7 +298,7 @@ class RankDaemonDouble:
         if part == self.spoil_part:
             mine[0][4] = 1 << 40
         plan = {
-            "pieces": mine,
+            "pieces": placed(mine).encode(),
             "part": part,
             "last": (part + 1) * size >= len(pieces),
             "mode": "direct" if self.part_pieces else "verified",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from ckptd.arena.arena import Arena, Slot, SlotMisuse
@@ -39,8 +40,11 @@ def test_a_payload_of_two_memories_reads_as_one(arena: Arena) -> None:
     assert bytes(slot.payload[last.offset : last.offset + last.nbytes]) == bytes(
         frozen.extent[last.offset - layout.frozen_at :][: last.nbytes]
     )
-    assert slot.place(last.offset) == (frozen.segment, frozen.offset + last.offset - layout.frozen_at)
-    assert slot.place(0) == (slot.segment, slot.offset)
+    here, there = slot.places(np.array([0, last.offset]))
+    assert (here[0], here[1].tolist(), here[2]) == (slot.segment, [True, False], slot.offset)
+    assert (there[0], there[1].tolist(), there[2] + last.offset) == (
+        frozen.segment, [False, True], frozen.offset + last.offset - layout.frozen_at
+    )  # fmt: skip
     assert bad_blocks(slot.payload, layout, slot.record.sums) == []
     frozen.extent[last.offset - layout.frozen_at] ^= 1
     assert len(bad_blocks(slot.payload, layout, slot.record.sums)) == 1

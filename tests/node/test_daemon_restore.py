@@ -25,6 +25,7 @@ from ckptd.wire import rank as wire
 from ckptd.wire.seqpacket import memfd_object, read_memfd_object
 from tests.node.daemon_rig import Rank, Rig, everything, layout_here, rig
 from tests.node.links import eventually, stays
+from tests.node.pieces import rows_in
 from tests.node.slots import write_payload
 
 
@@ -223,8 +224,7 @@ def copied(note: wire.LoadPlan, fds: list[int], into: dict[int, bytearray]) -> d
         read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX), strict_map_key=False
     )
     assert len(fds) == 1 + len(note.segment_bytes) <= wire.FDS_PER_FRAME_MAX
-    for want, offsets, sizes, segment, at, source_offsets, source_sizes in plan["pieces"]:
-        box, source = Box(tuple(offsets), tuple(sizes)), Box(tuple(source_offsets), tuple(source_sizes))
+    for want, box, segment, at, source in rows_in(plan):
         places = runs(Box.whole((600, 512)), box, 4)
         stored = runs(source, box, 4)
         data = b"".join(os.pread(fds[1 + segment], length, at + offset) for offset, length in stored)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgpack
+import numpy as np
 import pytest
 
 from ckptd.arena.arena import Arena, Slot, SlotRecord, Tenant
@@ -35,6 +38,7 @@ from ckptd.recover.rebuild import Rebuild
 from ckptd.recover.stored import Stored
 from ckptd.recover.wants import Wants
 from ckptd.thread_pool import NoThread
+from tests.node.pieces import rows_in
 from tests.node.slots import JOB, MIB, OWN, fill_and_seal, small_arena
 
 STEP = SnapshotId(3, 7)
@@ -132,8 +136,9 @@ def host() -> Iterator[Host]:
     arena.close()
 
 
-def rebuild(host: Host, *nodes: str, durable: bool = False) -> Rebuild:
-    sources = tuple(Source(node, 0, 0, LAYOUT.layout_id) for node in nodes)
+def rebuild(host: Host, *nodes: str, durable: bool = False, lesser: str = "") -> Rebuild:
+    """``lesser``: which node holds a tier-1 copy."""
+    sources = tuple(Source(node, 0, int(node == lesser), LAYOUT.layout_id) for node in nodes)
     record = EpochRecord(4, "now", ("here",), (NODE,), (), (), (-1, ()))
     return Rebuild(host, PrepareRestore(record, 4, (0,), STEP, durable, sources))
 
@@ -167,6 +172,43 @@ async def test_another_copy_takes_the_place_of_one_that_cannot_be_reached(host: 
     host.answers = {"a": [AWAY] * 9}
     await brought(rebuild(host, "a", "b"), "w")
     assert host.asked == ["a", "b", "b"], "nor is it asked for the slices then"
+
+
+PARTS = (  # a fragment's rows and columns, a part of one that lies in a run, and all of one
+    ("w", Box((100, 0), (200, 512))), ("w", Box((3, 7), (5, 11))), ("b", Box((2,), (3,))), ("norm", Box.whole((300, 512))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("here", [False, True])
+async def test_parts_of_what_others_and_this_node_hold_are_what_was_captured(host: Host, here: bool) -> None:
+    """P1, P9: each element of every piece, where the load plan says that it lies."""
+    if here:
+        host.hold_less()  # all but the norm
+    made = rebuild(host, "a", *(["here"] if here else []), lesser="here")
+    host.known = {LAYOUT.layout_id: LAYOUT}
+    await made.catalogue()
+    of = {f.key: f for f in LAYOUT.fragments}
+    tensors = tuple(Want(at, key, "F32", of[key].shape, box) for at, (key, box) in enumerate(PARTS))
+    handover = await made.assemble(0, Wants(tensors, ()))
+    frame = handover.frame()
+    seen: dict[int, int] = {}
+    for want, box, segment, at, stored in rows_in(msgpack.unpackb(frame.plan, strict_map_key=False)):
+        fragment = of[tensors[want].key]
+        payload = host.slot.payload[fragment.offset : fragment.offset + fragment.nbytes]
+        captured = np.frombuffer(bytes(payload), np.uint32).reshape(fragment.shape)
+        lies = np.frombuffer(os.pread(frame.fds[segment], stored.volume * 4, at), np.uint32).reshape(stored.sizes)
+        inside = Box(tuple(a - b for a, b in zip(box.offsets, stored.offsets, strict=True)), box.sizes)
+        assert np.array_equal(lies[slices(inside)], captured[slices(box)])
+        seen[want] = seen.get(want, 0) + box.volume
+    assert seen == {at: box.volume for at, (_, box) in enumerate(PARTS)}
+    assert (handover.bytes_by_source["own"] > 0) == here
+    handover.release()
+    await made.ended()
+    await made.close()
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
 
 
 async def test_a_layout_is_asked_of_one_holder_after_the_other_and_of_nobody_where_it_lies_here(host: Host) -> None:

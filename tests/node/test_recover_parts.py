@@ -5,25 +5,33 @@ from __future__ import annotations
 import os
 
 import msgpack
+import numpy as np
+import pytest
 
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.recovery import DURABLE, OWN, Piece, Plan, Want
+from ckptd.core.state_map.pieces import Form, Origin, Pieces
+from ckptd.core.state_map.recovery import DURABLE, OWN, Plan, Want
 from ckptd.recover.assembly import Assembly
 from ckptd.recover.handover import Blobs, Handover
 from ckptd.recover.parts import parts_of
 from ckptd.wire import rank as wire
 from ckptd.wire.memfd import memfd_object
+from tests.node.pieces import placed, rows_in
 
 
-def piece(want: int, rows: tuple[int, int], source: str) -> Piece:
-    box = Box((rows[0], 0), (rows[1], 8))
-    return Piece(want, "w", box, source, "", 0, 0, box, box.volume * 4)
+def pieces(*rows: tuple[int, tuple[int, int], str]) -> Pieces:
+    """(want, first row and how many, source) of each."""
+    boxes = [Box((first, 0), (count, 8)) for _, (first, count), _ in rows]
+    want, nbytes = np.array([row[0] for row in rows]), np.array([box.volume * 4 for box in boxes])
+    each = np.arange(len(rows))
+    forms, origins = [Form(box, box) for box in boxes], [Origin(source, "", 0) for *_, source in rows]
+    return Pieces(want, each, each, np.zeros_like(each), nbytes, forms, origins, dict.fromkeys(want.tolist(), "w"))
 
 
 def test_parts_hold_what_fits_and_own_memory_costs_nothing() -> None:
     whole = Box((0, 0), (100, 8))
     asked = [Want(i, "w", "F32", (100, 8), whole) for i in range(3)]
-    plan = Plan((piece(0, (0, 100), DURABLE), piece(1, (0, 60), OWN), piece(1, (60, 40), DURABLE), piece(2, (0, 100), OWN)))
+    plan = Plan(pieces((0, (0, 100), DURABLE), (1, (0, 60), OWN), (1, (60, 40), DURABLE), (2, (0, 100), OWN)))
     parts = parts_of(plan, asked, 1, 1000)
     rows = [[(want.index, want.box.offsets[0], want.box.sizes[0]) for want in part] for part in parts]
     # 31 rows are 992 bytes; want 0 comes first, then what lies here, then the rest of want 1.
@@ -33,13 +41,13 @@ def test_parts_hold_what_fits_and_own_memory_costs_nothing() -> None:
     ]  # fmt: skip
 
 
-async def test_more_segments_than_a_frame_holds_come_in_several() -> None:
+async def test_more_segments_than_a_frame_holds_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verified mode too: a rank that takes slices of 200 slots."""
     assembly, blobs = Assembly(), Blobs(memfd_object(b"objects"), 7, {"loader": (0, 7)})
     for index in range(200):
         assembly.fds.append(memfd_object(bytes([index])))
         assembly.segment_bytes.append(1)
-        assembly.pieces.append([index % 50, (index,), (1,), index, 0, (index,), (1,)])
+    monkeypatch.setattr(Assembly, "placed", placed([[at % 50, (at,), (1,), at, 0, (at,), (1,)] for at in range(200)]))
     assembly.bytes_by_source["own"] = 200
     handover = Handover(assembly, blobs, first=10)
     seen, plans = [], []
@@ -49,9 +57,9 @@ async def test_more_segments_than_a_frame_holds_come_in_several() -> None:
             assert 1 + len(frame.fds) <= wire.FDS_PER_FRAME_MAX and len(frame.fds) == len(frame.segment_bytes)
             plan = msgpack.unpackb(frame.plan, strict_map_key=False)
             plans.append(plan)
-            for want, offsets, _, segment, *_ in plan["pieces"]:
-                assert os.pread(frame.fds[segment], 1, 0) == bytes(offsets)
-                seen.append((want, offsets[0]))
+            for want, box, segment, *_ in rows_in(plan):
+                assert os.pread(frame.fds[segment], 1, 0) == bytes(box.offsets)
+                seen.append((want, box.offsets[0]))
             segment, at, length = plan["objects"]["loader"]
             assert os.pread(frame.fds[segment], length, at) == b"objects"
             if handover.last:

@@ -11,10 +11,10 @@ from ckptd.core.protocol import instructions as ins
 from ckptd.core.state_map.box import Box, intersect
 from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.layout import Layout
+from ckptd.core.state_map.pieces import Piece
 from ckptd.core.state_map.recovery import (
     BY_PARITY,
     PARITY,
-    Piece,
     Plan,
     Want,
     plan_recovery,

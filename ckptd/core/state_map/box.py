@@ -297,6 +297,14 @@ def _flat(shape: tuple[int, ...], start: int, stop: int) -> list[_Part]:
     return parts
 
 
+def whole_from(outer: Box, inner: Box) -> int:
+    """The dimension from which on ``inner`` lies in one piece in ``outer``, which it is inside of."""
+    split = len(outer.sizes)
+    while split and inner.sizes[split - 1] == outer.sizes[split - 1]:
+        split -= 1
+    return max(split - 1, 0)  # the dimension before those that are whole may be partial, and is contiguous all the same
+
+
 def runs(outer: Box, inner: Box, itemsize: int) -> list[tuple[int, int]]:
     """(byte offset, bytes) of each contiguous piece of ``inner`` inside ``outer``, stored C-contiguously from byte 0.
 
@@ -309,10 +317,7 @@ def runs(outer: Box, inner: Box, itemsize: int) -> list[tuple[int, int]]:
     strides = [itemsize] * len(outer.sizes)
     for dim in reversed(range(len(strides) - 1)):
         strides[dim] = strides[dim + 1] * outer.sizes[dim + 1]
-    split = len(strides)  # dimensions from here on are whole, so they lie in one piece
-    while split and inner.sizes[split - 1] == outer.sizes[split - 1]:
-        split -= 1
-    split = max(split - 1, 0)  # the dimension before them may be partial and is contiguous all the same
+    split = whole_from(outer, inner)
     length = math.prod(inner.sizes[split:]) * itemsize
     corner = zip(inner.offsets, outer.offsets, strides, strict=True)
     starts = [sum((at - base) * stride for at, base, stride in corner)]

@@ -58,13 +58,6 @@ class BoxIndex:
         other.number = number
         return other
 
-    def equal(self, rows: Ints, offsets: Ints, sizes: Ints) -> Flags:
-        """Which of these rows are these very boxes."""
-        at, its_at = _as_wide(offsets, self._offsets[rows], 0)
-        size, its_size = _as_wide(sizes, self._sizes[rows], 1)
-        found: Flags = ((at == its_at) & (size == its_size)).all(1)
-        return found
-
     def box(self, row: int, dims: int) -> Box:
         return Box(tuple(self._offsets[row, :dims].tolist()), tuple(self._sizes[row, :dims].tolist()))
 

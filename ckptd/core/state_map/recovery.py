@@ -5,15 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
 from ckptd.core.state_map.box import Box, contains, intersect, merge, without
-from ckptd.core.state_map.box_index import BoxIndex, Meetings, columns_of
+from ckptd.core.state_map.box_index import BoxIndex, columns_of
 from ckptd.core.state_map.columns import Flags, Ints
 from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.pieces import Form, Origin, Pieces, volumes_of
 from ckptd.core.state_map.source_index import Copy, CutKind, CutParts, Held, SourceIndex
 
 OWN, PEER, PARITY, DURABLE = "own", "peer", "parity", "durable"
@@ -32,23 +31,6 @@ class Want:
     box: Box
 
 
-class Piece(NamedTuple):
-    """Fill ``box`` of the want from this copy. It lies inside ``stored``, the box that is contiguous at the source.
-
-    durable: node is "", rank is the wanting one and fragment -1; the reader takes (key, box).
-    """
-
-    want: int
-    key: str
-    box: Box
-    source: str  # OWN | PEER | PARITY | DURABLE
-    node: str
-    rank: int
-    fragment: int
-    stored: Box
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """pieces cover each want exactly once, in the order of the wants, except for ``uncovered``.
@@ -56,15 +38,9 @@ class Plan:
     uncovered: (want index, box) found nowhere. mismatched: why sources of the wanted name were refused (dtype, shape).
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: Pieces
     uncovered: tuple[tuple[int, Box], ...] = ()
     mismatched: tuple[str, ...] = ()
-
-    def bytes_by_source(self) -> dict[str, int]:
-        total = {OWN: 0, PEER: 0, PARITY: 0, DURABLE: 0}
-        for piece in self.pieces:
-            total[piece.source] += piece.nbytes
-        return total
 
 
 def plan_recovery(
@@ -85,17 +61,7 @@ def plan_recovery(
     return _Planner(index, wants, durable, own_node, rank, frozenset(per_rank)).plan()
 
 
-_Met = tuple[int, Box, "Box | None"]  # a row of the memory sources, what it has of a wanted box, and its own if it is that very one
-
-
-class _Near(NamedTuple):
-    """A part of a want that is had whole from one kind of source: from any of these (node, rank, which fragment)."""
-
-    both: Box
-    stored: Box
-    volume: int
-    source: str
-    copies: Sequence[Copy]
+_Row = tuple[int, tuple[int, ...], int, int, int]  # of a piece: which of the wants, where in it, form, origin, fragment
 
 
 @dataclass
@@ -106,27 +72,30 @@ class _Planner:
     own_node: str
     rank: int
     per_rank: frozenset[str]
-    pieces: list[Piece] = field(default_factory=list)
-    uncovered: list[tuple[int, Box]] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    _rows: list[_Row] = field(default_factory=list)
+    _runs: list[Ints] = field(default_factory=list)  # the same in columns, but where, of wants that are cut alike
+    _gaps: dict[int, list[Box]] = field(default_factory=dict)
+    _forms: dict[Form, int] = field(default_factory=dict)
+    _origins: dict[Origin, int] = field(default_factory=dict)
     _asked: dict[str, int] = field(default_factory=dict)  # bytes planned from each peer
     _own_holders: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     _known: dict[tuple[int, int], tuple[str, list[tuple[str, int]]]] = field(default_factory=dict)  # the nearest of a holder's tier
-    _near: dict[CutParts, list[_Near]] = field(default_factory=dict)
 
     def plan(self) -> Plan:
         """Nearly all is had from boxes in memory that have no element in common, or else from storage alone: that is found for all
-        wants together. The others are covered one by one."""
+        wants together, and for tensors that are cut alike it is decided once. The others are covered one by one."""
         self._own_holders = np.array(sorted(self.index.holders_on(self.own_node)), np.int64)
         keys = [self.index.canonical(want.key) for want in self.wants]
         offsets, sizes = columns_of([want.box for want in self.wants])
         volumes = sizes.prod(1)
         kinds = np.array([*map(self._kind, self.wants, keys)], np.int64)
         shared = np.array([f"t:{key}" not in self.per_rank for key in keys], bool)
-        met: list[list[_Met]] = [[] for _ in self.wants]
+        met: list[list[int]] = [[] for _ in self.wants]  # rows of the memory sources
         found = np.zeros(len(keys), np.int64)
         for meetings in self.index.boxes.meetings(kinds, offsets, sizes):
-            self._note(met, meetings, offsets, sizes)
+            for at, row in zip(meetings.want.tolist(), meetings.row.tolist(), strict=True):
+                met[at].append(row)
             np.add.at(found, meetings.want, meetings.sizes.prod(1))
         apart = _apart(self.index.boxes, kinds)
         cut = self._cut(kinds.tolist())
@@ -135,28 +104,43 @@ class _Planner:
                 found[at], apart[at] = one[1].volume, True
         whole = (shared & (found == volumes) & apart).tolist()
         stored = ((found == 0) & self._is_stored(keys, offsets, sizes, volumes)).tolist()
-        of_wants: list[Sequence[Piece]] = [()] * len(keys)
-        gaps: list[Sequence[tuple[int, Box]]] = [()] * len(keys)
         # The largest first, so that the even use of peers is even in bytes.
-        order = np.lexsort(([want.index for want in self.wants], -volumes))
-        for at in order[: np.count_nonzero(volumes)].tolist():
-            want, key, of = self.wants[at], keys[at], cut[at]
-            self.pieces, self.uncovered = [], []
+        order = np.lexsort(([want.index for want in self.wants], -volumes))[: np.count_nonzero(volumes)].tolist()
+        alike: dict[tuple[CutParts, int], list[int]] = {}
+        for at in order:
+            of = cut[at]
             if whole[at] and of is not None:
-                self._take_parts(want, key, *of)
+                alike.setdefault((of[1], ITEMSIZE[self.wants[at].dtype]), []).append(at)
+        for at in order:
+            want, key, of = self.wants[at], keys[at], cut[at]
+            if whole[at] and of is not None:
+                several = alike.pop((of[1], ITEMSIZE[want.dtype]), [])
+                if several:
+                    fragments = np.array([of[0].fragments for of in map(cut.__getitem__, several) if of is not None])
+                    self._take_parts(several, key, of[1], fragments)
             elif whole[at]:
-                for row, box, its in met[at]:
-                    source, copies = self._nearest_of_row(row)
-                    self._piece(want, key, box, source, copies, its or self.index.boxes.box(row, len(box.sizes)))
+                for row in met[at]:
+                    its = self.index.boxes.box(row, len(want.box.sizes))
+                    both = intersect(want.box, its)
+                    assert both is not None, "they meet"
+                    self._piece(at, key, both, *self._nearest_of_row(row), its)
             elif stored[at]:
-                self._piece(want, key, want.box, DURABLE, [Copy("", self.rank, -1)], want.box)
+                self._piece(at, key, want.box, DURABLE, [Copy("", self.rank, -1)], want.box)
             else:
-                self._cover(want, key, self._parts(want, met[at], of))
-            if len(self.pieces) > 1:
-                self.pieces.sort(key=lambda piece: piece.box.offsets)
-            of_wants[at], gaps[at] = self.pieces, sorted(self.uncovered, key=lambda gap: gap[1].offsets)
-        together = chain.from_iterable
-        return Plan(tuple(together(of_wants)), tuple(together(gaps)), tuple(sorted(set(self.mismatched))))
+                self._cover(at, key, self._parts(want, met[at], of))
+        gaps = ((self.wants[at].index, box) for at, found in sorted(self._gaps.items()) for box in found)
+        return Plan(self._pieces(keys), tuple(gaps), tuple(sorted(set(self.mismatched))))
+
+    def _pieces(self, keys: Sequence[str]) -> Pieces:
+        """In the order of the wants."""
+        single = np.array([(at, *numbers) for at, _, *numbers in sorted(self._rows)], np.int64).reshape(-1, 4)
+        rows = np.concatenate([single.T, *self._runs], 1)
+        at, form, origin, fragment = rows[:, np.argsort(rows[0], kind="stable")]
+        items = np.array([ITEMSIZE[want.dtype] for want in self.wants], np.int64)
+        want = np.array([want.index for want in self.wants], np.int64)
+        names = {want.index: key for want, key in zip(self.wants, keys, strict=True)}
+        nbytes = volumes_of(form.box for form in self._forms)[form] * items[at]
+        return Pieces(want[at], form, origin, fragment, nbytes, [*self._forms], [*self._origins], names)
 
     def _cut(self, kinds: Sequence[int]) -> list[tuple[CutKind, CutParts] | None]:
         """Of each want whose kind is cut apart, what it meets."""
@@ -166,20 +150,59 @@ class _Planner:
             found.append((cut, self.index.parts(cut, want.shape, want.box)) if cut is not None else None)
         return found
 
-    def _take_parts(self, want: Want, key: str, cut: CutKind, parts: CutParts) -> None:
-        """Where they are nearest is found once for all tensors that are cut alike."""
-        near = self._near.get(parts)
-        if near is None:
-            near = self._near[parts] = [
-                _Near(both, box, both.volume, *self._nearest(held)) for box, both, held in parts.parts
-            ]
-        for both, stored, volume, source, copies in near:
-            self._piece(want, key, both, source, copies, stored, volume, cut.fragments)
+    def _take_parts(self, several: Sequence[int], key: str, parts: CutParts, fragments: Ints) -> None:
+        """Of tensors that are cut alike. ``fragments``: a row for each of them, the fragments that copies name by their number."""
+        which, form, origin, fragment = rows = np.empty((4, len(several), len(parts.parts)), np.int64)
+        which[:] = np.array(several, np.int64)[:, None]
+        for at, (box, both, held) in enumerate(parts.parts):
+            source, copies = self._nearest(held)
+            form[:, at] = self._form(both, box)
+            nbytes = both.volume * ITEMSIZE[self.wants[several[0]].dtype]
+            for copy, some in self._shares(key, source, copies, nbytes, len(several)):
+                origin[some, at] = self._origin(source, copy)
+                fragment[some, at] = fragments[some, copy.fragment]
+        self._runs.append(rows.reshape(4, -1))
 
-    def _parts(self, want: Want, met: Sequence[_Met], of: tuple[CutKind, CutParts] | None) -> list[tuple[Box, list[Copy]]]:
+    def _shares(
+        self, key: str, source: str, copies: Sequence[Copy], nbytes: int, count: int
+    ) -> list[tuple[Copy, slice]]:
+        """Which copy gives which of so many pieces of that size. Of peers those with the fewest bytes planned so far give more,
+        until all have as many; among equals each rank and key begins with another one."""
+        if source != PEER:
+            return [(copies[0], slice(count))]
+
+        def other_for_each(copy: Copy) -> tuple[int, int, Copy]:
+            return self._asked.get(copy.node, 0), zlib.crc32(f"{self.rank}|{key}|{copy.node}".encode()), copy
+
+        if count == 1:
+            least = min([self._asked.get(copy.node, 0) for copy in copies])
+            copy = min([copy for copy in copies if self._asked.get(copy.node, 0) == least], key=other_for_each)
+            self._asked[copy.node] = least + nbytes
+            return [(copy, slice(1))]
+        copies = list({copy.node: copy for copy in sorted(copies, key=other_for_each, reverse=True)}.values())[::-1]
+        asked, most = [self._asked.get(copy.node, 0) for copy in copies], len(copies)
+        while most > 1 and asked[most - 1] * most >= sum(asked[:most]) + nbytes * count:  # it has given more than all will have to
+            most -= 1
+        level = (sum(asked[:most]) + nbytes * count) // most
+        counts = [(level - before) // nbytes for before in asked[:most]]
+        for _ in range(count - sum(counts)):
+            counts[min(range(most), key=lambda at: asked[at] + counts[at] * nbytes)] += 1
+        found, begin = [], 0
+        for copy, before, some in zip(copies, asked, counts, strict=False):
+            found += [(copy, slice(begin, begin + some))] if some else []
+            self._asked[copy.node], begin = before + nbytes * some, begin + some
+        return found
+
+    def _form(self, box: Box, stored: Box) -> int:
+        return self._forms.setdefault(Form(box, stored), len(self._forms))
+
+    def _origin(self, source: str, copy: Copy) -> int:
+        return self._origins.setdefault(Origin(source, copy.node, copy.rank), len(self._origins))
+
+    def _parts(self, want: Want, met: Sequence[int], of: tuple[CutKind, CutParts] | None) -> list[tuple[Box, list[Copy]]]:
         """What memory has that meets it."""
         dims = len(want.box.sizes)
-        found = [(self.index.boxes.box(row, dims), self._copies(self.index.held(row))) for row, *_ in met]
+        found = [(self.index.boxes.box(row, dims), self._copies(self.index.held(row))) for row in met]
         if of is not None:
             cut, parts = of
             for box, _, held in parts.parts:
@@ -199,18 +222,6 @@ class _Planner:
                 f"{want.key}: wanted {want.dtype}{list(want.shape)}, the snapshot has {stored}"
             )
         return found
-
-    def _note(self, met: list[list[_Met]], meetings: Meetings, offsets: Ints, sizes: Ints) -> None:
-        """``offsets``, ``sizes``: of the wants. Most are had as they are wanted: then no other box is made."""
-        want, row, *_ = meetings
-        alone = (meetings.sizes[:, : sizes.shape[1]] == sizes[want]).all(1).tolist()  # it has all of it
-        same = self.index.boxes.equal(row, offsets[want], sizes[want]).tolist()
-        columns = (column.tolist() for column in meetings)
-        for at, row_, offset, size, all_of_it, equal in zip(*columns, alone, same, strict=True):
-            box = self.wants[at].box
-            dims = len(box.sizes)
-            both = box if all_of_it else Box(tuple(offset[:dims]), tuple(size[:dims]))
-            met[at].append((row_, both, box if equal else None))
 
     def _is_stored(self, keys: Sequence[str], offsets: Ints, sizes: Ints, volumes: Ints) -> Flags:
         """Of which wants storage has every element."""
@@ -232,8 +243,9 @@ class _Planner:
                 return found
         return -1
 
-    def _cover(self, want: Want, key: str, found: list[tuple[Box, list[Copy]]]) -> None:
+    def _cover(self, at: int, key: str, found: list[tuple[Box, list[Copy]]]) -> None:
         """Box by box, those first that fill the want alone, then from the largest to the smallest."""
+        want = self.wants[at]
         dims, left = len(want.box.sizes), [want.box]
         if f"t:{key}" in self.per_rank:
             found = [(box, [copy for copy in copies if copy.rank == self.rank]) for box, copies in found]
@@ -242,14 +254,14 @@ class _Planner:
             for box, copies in found:
                 usable = [copy for copy in copies if self._source(copy) == source]
                 if usable and left:
-                    left = self._take(want, key, left, box, source, usable)
+                    left = self._take(at, key, left, box, source, usable)
         if left and self.durable is not None:
             number = np.array([self._number(want, key)])
             for meetings in self.durable.meetings(number, *columns_of([want.box])):
                 for row in meetings.row.tolist():
                     box = self.durable.box(row, dims)
-                    left = self._take(want, key, left, box, DURABLE, [Copy("", self.rank, -1)])
-        self.uncovered += [(want.index, box) for box in merge(left)]
+                    left = self._take(at, key, left, box, DURABLE, [Copy("", self.rank, -1)])
+        self._gaps[at] = merge(left)
 
     def _nearest_of_row(self, row: int) -> tuple[str, Sequence[Copy]]:
         if self.index.count(row) > HOLDERS_LOOKED_AT_MAX:  # of a value that all ranks have; each rank looks at others
@@ -284,7 +296,7 @@ class _Planner:
         return OWN if copy.node == self.own_node else PARITY if copy.node == BY_PARITY else PEER
 
     def _take(
-        self, want: Want, key: str, left: list[Box], stored: Box, source: str, copies: Sequence[Copy]
+        self, at: int, key: str, left: list[Box], stored: Box, source: str, copies: Sequence[Copy]
     ) -> list[Box]:
         """Fill what ``stored`` has of ``left``; return what is still missing."""
         missing: list[Box] = []
@@ -293,35 +305,14 @@ class _Planner:
             if part is None:
                 missing.append(box)
                 continue
-            self._piece(want, key, part, source, copies, stored)
+            self._piece(at, key, part, source, copies, stored)
             missing += without(box, part)
         return missing
 
-    def _piece(
-        self, want: Want, key: str, box: Box, source: str, copies: Sequence[Copy], stored: Box, volume: int | None = None,
-        fragments: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        """fragments: those that the copies name by their number in there."""
-        nbytes = (box.volume if volume is None else volume) * ITEMSIZE[want.dtype]
-        node, rank, fragment = copies[0] if source != PEER else self._least_asked(key, copies)
-        if source == PEER:
-            self._asked[node] = self._asked.get(node, 0) + nbytes
-        number = fragments[fragment] if fragments else fragment
-        self.pieces.append(Piece(want.index, key, box, source, node, rank, number, stored, nbytes))
-
-    def _least_asked(self, key: str, copies: Sequence[Copy]) -> Copy:
-        """The peer with the fewest bytes planned so far; among equals another one for each rank and key."""
-        if len(copies) == 1:
-            return copies[0]
-        asked = [self._asked.get(copy.node, 0) for copy in copies]
-        least = min(asked)
-        if asked.count(least) == 1:
-            return copies[asked.index(least)]
-
-        def other_for_each(copy: Copy) -> tuple[int, Copy]:
-            return zlib.crc32(f"{self.rank}|{key}|{copy.node}".encode()), copy
-
-        return min((copy for copy, nbytes in zip(copies, asked, strict=True) if nbytes == least), key=other_for_each)
+    def _piece(self, at: int, key: str, box: Box, source: str, copies: Sequence[Copy], stored: Box) -> None:
+        nbytes = box.volume * ITEMSIZE[self.wants[at].dtype]
+        (copy, _), = self._shares(key, source, copies, nbytes, 1)
+        self._rows.append((at, box.offsets, self._form(box, stored), self._origin(source, copy), copy.fragment))
 
 
 def _apart(boxes: BoxIndex, numbers: Ints) -> Flags:
