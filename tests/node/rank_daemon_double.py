@@ -298,15 +298,11 @@ class RankDaemonDouble:
         if part == self.spoil_part:
             mine[0][4] = 1 << 40
         plan = {
-            "pieces": placed(mine).encode(),
-            "part": part,
+            "pieces": placed(mine).encode(), "part": part,
             "last": (part + 1) * size >= len(pieces),
             "mode": "direct" if self.part_pieces else "verified",
-            "objects": objects,
-            "objects_all": everyone,
-            "bytes": {"own": 1},
-            "seconds": {},
-        }
+            "objects": objects, "objects_all": everyone, "bytes": {"own": 1}, "seconds": {},
+        }  # fmt: skip
         bodies = [*(ranks[rank].payload for rank in order), blobs]
         fds = [memfd_object(msgpack.packb(plan)), *(memfd_object(body) for body in bodies)]
         _send(peer, wire.LoadPlan(self._round, [len(body) for body in bodies]), fds, timeout_s=5)
