@@ -19,7 +19,7 @@ PAUSE_S = 0.5
 
 def break_down(host: Host) -> None:
     _hang_up(host)
-    host.machine.handle = partial(_nobody, host, host.life, host.world.clock.now + PAUSE_S)  # type: ignore[method-assign]
+    host.world.broken[host.name] = partial(_nobody, host, host.life, host.world.clock.now + PAUSE_S)
 
 
 def _nobody(host: Host, life: int, due: float, event: ev.Event, now: float) -> list[Instruction]:

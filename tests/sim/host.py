@@ -243,7 +243,7 @@ class Host:
         if watch is not None:
             watch.before(self, event)
         self._overheard(event)
-        done = self.machine.handle(event, now)
+        done = self.world.handled(self, event, now)
         if watch is not None:
             watch.after(self, event, done)
         self._batch.extend(done)

@@ -21,6 +21,7 @@ from ckptd.core.protocol.events import (
     ReplicaArrived,
     SlotSealed,
 )
+from ckptd.core.protocol.instructions import Instruction
 from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.core.state_map.layout import REPLICA, Layout
 from tests.sim import books
@@ -81,6 +82,7 @@ class World:
         self.calm: bool = False
         self.watch: Watch | None = None
         self._troubled_at = -1e9
+        self.broken: dict[str, Callable[[Event, float], list[Instruction]]] = {}  # node -> what its machine does instead
         self._clocks: dict[str, tuple[float, float]] = beside._clocks if beside is not None else {}
         self.net: Net = Net(self, self.rng, beside.net.links if beside is not None else Links())
         self.store: Store = Store(self.policy, self.rng, lambda: self.clock.now)
@@ -114,10 +116,14 @@ class World:
 
     # --- services of the parts ----------------------------------------------------------------------------------
     def make_machine(self, host: Host) -> JobMachine:
+        self.broken.pop(host.name, None)
         machine = JobMachine(self.job, host.info, self.policy)
         if self._mutant:
             MUTANTS[self._mutant](machine)
         return machine
+
+    def handled(self, host: Host, event: Event, now: float) -> list[Instruction]:
+        return self.broken.get(host.name, host.machine.handle)(event, now)
 
     def mutant(self, name: str) -> bool:
         return self._mutant == name
