@@ -183,6 +183,8 @@ def test_a_step_that_goes_backwards_fails_and_says_so(daemon: RankDaemonDouble) 
         training.step()
         assert client.snapshot(4).status.startswith("failed: step went backwards")
         assert any("steps must grow" in text for text in client.health().problems)
+        assert client.snapshot(6, must=True).wait("sealed", 30) in ("sealed", "durable")
+        assert client.health().ok, "one that counts is behind it: what it says is over"
 
 
 def test_wait_captures_the_current_step_if_it_was_skipped(tmp_path: Path) -> None:
