@@ -438,8 +438,8 @@ class Client:
         return "protected"
 
     def steps(self) -> list[dict[str, Any]]:
-        """The newest 400 snapshots that the daemon knows, in memory and on storage: dicts with epoch, step, level, durable, where;
-        of what is on storage also keep and abandoned (the job went back to a step before). Raises CkptdError without a daemon."""
+        """The newest 400 snapshots that the daemon knows, in memory and on storage: dicts with epoch, step, level, wanted, durable,
+        where; of storage keep, damaged, without, abandoned (the job went back before it). Raises CkptdError without a daemon."""
         self._check_here()
         reply = self._session.ask(wire.ListSteps, ANSWER_TIMEOUT_S)
         if not isinstance(reply, wire.Steps):
