@@ -114,7 +114,7 @@ class Client:
         except (CkptdError, OSError) as error:
             if required:
                 raise
-            self._troubles.report("daemon", f"not protected: {error}")
+            self._troubles.report("start", f"not protected: {error}")
 
     def _no_daemon(self, required: bool) -> None:
         link = self._session.link

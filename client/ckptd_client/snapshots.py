@@ -48,7 +48,7 @@ AUDIT_TIMEOUT_S = 30.0
 LARGER_EVERY_S = 0.1  # a slot that is too small may be granted a few times until it is gone
 LASTING_S = 5.0  # what keeps snapshots from being granted for less is no trouble
 OBSTACLES = (NO_STEWARD, FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, SILENT)
-RECOVERED = ("fence", "type", "memory", "waiting", "fresh", "capture", "order")  # troubles that a good snapshot ends
+RECOVERED = ("fence", "type", "memory", "waiting", "fresh", "capture", "order", "start")  # a good snapshot ends these
 AGAIN = "captured before"  # the kind of trouble
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ckptd_client import autostart, sockets
+from ckptd_client import Client, autostart, sockets
 
 from ckptd.config import Config
 from ckptd.core.errors import CkptdError
@@ -77,3 +77,16 @@ def test_a_file_of_another_users_dead_daemon_is_named_with_what_to_do(tmp_path: 
     with pytest.raises(CkptdError, match="this user may not start one") as caught:
         autostart.ensure(str(path))
     assert "remove that file" in caught.value.hint and caught.value.where == str(path)
+
+
+def test_health_goes_on_saying_why_the_daemon_did_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That none answers, which is said later, is not why (P15)."""
+
+    def ended(path: str) -> None:
+        raise CkptdError("the daemon ended while it started", where=path, hint="see ckptd.log")
+
+    monkeypatch.setattr(autostart, "ensure", ended)
+    with Client.connect(job="job", socket=tmp_path / "none.sock", start_daemon=True) as client:
+        client.register(state={"at": 1})
+        assert client.snapshot(1).status == "skipped: no daemon"
+        assert any("the daemon ended while it started" in text for text in client.health().problems)
