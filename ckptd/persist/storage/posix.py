@@ -290,7 +290,7 @@ class PosixStorage(TreeStorage):
         try:
             os.fchown(fd, int(owner), -1)
         except PermissionError as error:
-            hint = "the server maps root to nobody: run the daemon as the user, or turn storage chown off"
+            hint = "the server maps root to nobody: run the daemon as the user whose job it is"
             raise StorageError(
                 "cannot give the file to its user", where=self.locate(path), hint=hint
             ) from error
