@@ -182,7 +182,7 @@ def test_an_optimizer_that_was_captured_by_a_graph_is_not_skipped(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its hook ran once, under capture."""
-    training = Training(200, capturable=torch.get_default_device().type == "cuda")  # which no other device has, and a graph needs
+    training = Training(200, capturable=torch.empty(0).is_cuda)  # which no other device has, and a graph needs
     with restored(daemon, training) as client:
         training.step()
         with monkeypatch.context() as capturing:
