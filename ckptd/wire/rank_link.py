@@ -34,6 +34,7 @@ GARBAGE_FORGIVEN_S = 60.0  # after the last
 GARBAGE_COUNT_MAX = 64
 USERS_REMEMBERED_MAX = 1024
 ACCEPT_PAUSE_S = 0.1  # after the process ran out of descriptors
+LOOK_S = 5.0  # between two looks at the path
 
 
 class RankLink:
@@ -84,11 +85,13 @@ class RankLink:
             self._lock.drop()
             raise
         self._loop.add_reader(self._listener, self._accept)
+        self._watch()
 
     def stop(self) -> None:
         """Close all connections and remove the path."""
         if self._listener is None:
             return
+        self._watching.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
         self._listener = None
@@ -113,6 +116,29 @@ class RankLink:
             listener.close()
             raise
         return listener
+
+    def _watch(self) -> None:
+        self._watching = self._loop.call_later(LOOK_S, self._watch)
+        self.look()
+
+    def look(self) -> None:
+        """Whoever sweeps old files away, or an operator, may have removed the path: no rank would come any more. What another made
+        there stays."""
+        if self._listener is None or os.path.lexists(self.path):
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.drop()
+            self._lock.take()
+            listener = self._listen()
+        except (OSError, CkptdError) as error:
+            self._complaints.say("listener", f"{self.path} was removed, and cannot be made again: {error}")
+            return
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._listener = listener
+        self._loop.add_reader(listener, self._accept)
+        self._complaints.say("listener", f"{self.path} was removed, and is there again")
 
     # --- connections --------------------------------------------------------------------------------
     def _accept(self) -> None:

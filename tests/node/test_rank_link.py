@@ -8,6 +8,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -447,6 +448,22 @@ async def test_a_path_that_is_someone_elses_is_left_alone(tmp_path: Path) -> Non
         with pytest.raises(CkptdError, match="another process"):
             house.link.start()
         assert house.path.exists()
+
+
+async def test_a_path_that_somebody_removed_is_there_again(house: House) -> None:
+    """Swept with other old files from /tmp, say: the daemon lived on, and no rank could come to it."""
+    rank, _ = await house.rank()
+    shutil.rmtree(house.path.parent)
+    house.link.look()
+    await house.rank()
+    assert rank in house.ranks and len(house.link.sessions) == 2, "who is connected stays so"
+    house.path.unlink()
+    house.path.write_text("another's")
+    house.link.look()
+    assert house.path.read_text() == "another's"
+    other = House(house.path.parent.parent)
+    with pytest.raises(CkptdError, match="another daemon"):
+        other.link.start()
 
 
 async def test_the_lock_dies_with_its_daemon(tmp_path: Path) -> None:
