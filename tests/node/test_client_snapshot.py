@@ -179,7 +179,7 @@ def test_nothing_is_captured_twice_without_an_optimizer_step(daemon: RankDaemonD
 
 def test_a_step_that_goes_backwards_fails_and_says_so(daemon: RankDaemonDouble) -> None:
     with stepped(daemon) as (client, training):
-        client.snapshot(5, must=True)
+        assert client.snapshot(5, must=True).wait("sealed", 30) in ("sealed", "durable")
         training.step()
         assert client.snapshot(4).status.startswith("failed: step went backwards")
         assert any("steps must grow" in text for text in client.health().problems)
