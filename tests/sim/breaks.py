@@ -45,8 +45,7 @@ def _begin(host: Host) -> None:
     world, (state, since) = host.world, host.over
     host.machine = world.make_machine(host)
     host.feed(ev.Restarted(host.record, host.ran, state, world.clock.now - since if state else 0.0, host.tombstone, host.sealed))
-    for (observer, node), up in world.net.view.items():
-        if observer == host.name and not up:
-            host.feed(ev.NodeDown(node))
+    for node in world.net.told_gone(host.name):
+        host.feed(ev.NodeDown(node))
     for mem in list(host.memory.values()):
         host.adopt(mem)

@@ -126,6 +126,10 @@ class Net:
                     self._blind.discard((a, b))
                     observer.feed(NodeUp(b) if up else NodeDown(b))
 
+    def told_gone(self, observer: str) -> list[str]:
+        """Only of these is it told when they are back."""
+        return [b for (a, b), up in self.view.items() if a == observer and not up and (a, b) not in self._blind]
+
     def forget_views(self, node: str) -> None:
         """A daemon that starts has seen nobody go. Half of them learn of dead nodes only by their silence."""
         blind = self.rng.random() < 0.5

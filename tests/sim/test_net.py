@@ -9,6 +9,7 @@ from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol.life import Tombstone
 from ckptd.core.protocol.messages import FlushAsk, RestoreAsk
 from tests.sim import forgetting
+from tests.sim.breaks import break_down
 from tests.sim.host import Host
 from tests.sim.trainer import Run
 from tests.sim.world import World
@@ -61,6 +62,21 @@ def test_once_its_successor_was_heard_nobody_hears_a_dead_process(world: World, 
     world.net.send(one.name, other.name, FlushAsk(1, 3))
     world.clock.run(world.clock.now + 5.0)
     assert steps == [1, 3]
+
+
+def test_a_machine_made_anew_hears_what_its_links_have_told_and_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told that a node was gone which nobody had missed, it was never told that it is back, and sent it no copies (P14)."""
+    one, other = list(world.hosts.values())[:2]
+    other.stop()
+    one.stop()
+    monkeypatch.setattr(world.net.rng, "random", lambda: 0.0)  # it learns of the dead by their silence
+    one.start()
+    break_down(one)
+    world.clock.run(world.clock.now + 2.0)
+    other.start()
+    world.net.send(other.name, one.name, FlushAsk(1, 1))
+    world.clock.run(world.clock.now + 5.0)
+    assert not one.machine.view()["down"]
 
 
 def test_what_comes_of_an_instruction_is_handled_before_what_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
