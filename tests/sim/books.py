@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 
 def name_all(world: World) -> bool:
-    """A slot that the steward does not know is released by nobody."""
+    """A slot that the steward does not know is released by nobody. A node that the newest epoch does not concern may never have
+    heard of it, and goes on with an older one, whose books are its own."""
     there = [host for host in world.hosts.values() if host.alive]
     stewards = [host for host in there if host.machine.steward.active]
-    if len(stewards) != 1:
+    newest = max((host.record for host in stewards if host.record is not None), key=lambda record: record.number, default=None)
+    if newest is None or sum(host.name in audience(newest) for host in stewards) != 1:
         return not any(host.machine.slots.sealed for host in there)
-    states, record = stewards[0].machine.steward.table.states, stewards[0].record
-    of_its_epoch = (host for host in there if host.record == record)
-    return all(snapshot in states for host in of_its_epoch for snapshot in host.machine.slots.sealed)
+    known = {host.record: host.machine.steward.table.states for host in stewards}
+    looked_after = (host for host in there if host.record in known)
+    return all(snapshot in known[host.record] for host in looked_after for snapshot in host.machine.slots.sealed)
 
 
 def show_the_truth(world: World) -> bool:

@@ -1,0 +1,40 @@
+"""What the simulator asks of the books when all is quiet (books.py) is what can be owed (P14)."""
+
+from __future__ import annotations
+
+from ckptd.core.protocol.messages import RestoreAsk
+from tests.sim import books
+from tests.sim.host import Host
+from tests.sim.trainer import Run
+from tests.sim.world import World
+
+SEED = 2  # a world of several nodes
+START_S = 30.0  # simulated, until something is certified
+QUIET_S = 5.0
+
+
+def trains(world: World, host: Host, attempt: str) -> None:
+    """A start on this node alone, until something of it is certified."""
+    known = len(world.oracle.certified_ever)
+    run = world.launcher.run = Run(world, attempt, [host], RestoreAsk(allow_fresh=True))
+    run.start()
+    assert world.clock.run(world.clock.now + START_S, lambda: len(world.oracle.certified_ever) > known), "it did not start"
+    run.kill()
+
+
+def test_a_node_that_no_later_start_has_asked_keeps_books_of_its_own() -> None:
+    """While storage was away the job began anew on another node: the first one never hears of that epoch, nor need it."""
+    world = World(SEED)
+    world.quiet()
+    first, second = list(world.hosts.values())[:2]
+    for host in world.hosts.values():
+        host.start()
+    trains(world, first, "a1")
+    world.store.up = False
+    trains(world, second, "a2")
+    world.store.up = True
+    world.clock.run(world.clock.now + QUIET_S)
+    assert [host.machine.steward.active and bool(host.machine.slots.sealed) for host in (first, second)] == [True, True]
+    assert books.name_all(world)
+    second.machine.steward.table.states.clear()
+    assert not books.name_all(world)
