@@ -11,7 +11,7 @@ from ckptd.core.policy import Policy
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
-from ckptd.core.protocol.machine.steward.certify import REPEAT_S
+from ckptd.core.protocol.machine.steward.certify import IDLE_S, REPEAT_S
 from ckptd.core.protocol.machine.steward.draining import AGAIN_S, FOLLOWS_S
 from ckptd.core.redundancy.degradation import DOWN_S, UP_S
 from ckptd.core.redundancy.linear import linear_bytes
@@ -261,9 +261,9 @@ def test_what_has_lost_all_its_parity_is_copied_for_a_node_that_leaves_when_the_
     assert {asked.rank for asked in node.said(msg.Holders, "c", mark)} == {2}
 
 
-def test_on_a_level_of_copies_a_loss_is_made_good_by_copies_also_where_there_was_parity() -> None:
-    """P14: neither copies nor parity were asked for, as long as some of its parity was left."""
-    node = Steward(record_of("abcd"), Policy(replicas=1, durable=False)).train()
+def copies_again() -> Steward:
+    """A level of copies, once more; step 7 has parity of the time in which memory was short."""
+    node = Steward(record_of("abcd"), Policy(replicas=1, durable=False, steward_timeout_s=PATIENCE_S)).train()
     node.others["b"].tell(msg.Shortage(EPOCH, True, "b: no memory"))
     node.tick(DOWN_S + 1.0)
     node = protected(node)
@@ -271,10 +271,32 @@ def test_on_a_level_of_copies_a_loss_is_made_good_by_copies_also_where_there_was
     node.tick(UP_S + 1.0)
     assert list(dict.fromkeys(said.redundancy for said in node.said(msg.DegradationChanged, "b"))) == ["replicas=1", "xor(4)"]
     assert node.said(msg.DegradationChanged, "b")[-1].redundancy == "replicas=1"
+    return node
+
+
+def test_on_a_level_of_copies_a_loss_is_made_good_by_copies_also_where_there_was_parity() -> None:
+    """P14: neither copies nor parity were asked for, as long as some of its parity was left."""
+    node = copies_again()
     node.protect(7)
     mark = lose(node, "b")
     node.tick(2 * REPEAT_S)
     assert {asked.rank for asked in node.said(msg.Holders, "a", mark) + node.said(msg.Holders, "c", mark)} >= {0, 1}
+
+
+def test_on_a_level_of_copies_data_that_no_slot_holds_is_made_of_parity_and_then_copied() -> None:
+    """P14: copies are made of slots, and of this one only parity was left. A job that was over had nothing newer to come, and
+    would have lost it with the next node (simulator, seed 338651136089 and three more of that day)."""
+    node = copies_again()
+    mark = lose(node, "b")
+    node.tick(PATIENCE_S - 1.0)
+    assert ordered(node, mark) == set(), "it may come back"
+    node.tick(IDLE_S + PATIENCE_S)
+    assert ordered(node, mark) == {("a", 1, True)}, "its data, and no parity on this level"
+    node.feed(ev.ReplicaArrived(at(7), 1, 1, 77, layout(1, 4), (), False))
+    mark = node.mark
+    node.tick(IDLE_S)
+    assert 1 in {asked.rank for asked in node.said(msg.Holders, "a", mark)}
+    assert ordered(node, mark) == set()
 
 
 def test_parity_that_is_lost_is_not_made_anew_when_the_level_was_left() -> None:

@@ -294,10 +294,9 @@ class Certify:
             return
         # On a level of copies no parity is made, also not where there was some: copies take its place. So they do where parity has
         # not brought what a newer snapshot needs to take an older one's slots, and none is left. Data that no slot holds any more
-        # is then made of parity wherever it can be: a copy is made of a slot.
-        full = self._grants.full()
-        self._parities.order(state, anywhere=full)
-        parity = isinstance(self._ctx.redundancy, Parity) and not full
+        # is made of parity then, wherever it can be: a copy is made of a slot.
+        parity = isinstance(self._ctx.redundancy, Parity) and not self._grants.full()
+        self._parities.order(state, anywhere=not parity)
         by_parity = self._parities.ranks_by_parity_alone(state) if parity else set()
         asked = False
         for rank, nodes in state.holders.items():

@@ -89,11 +89,13 @@ class Parities:
     def order(self, state: SnapshotState, *, at_once: bool = False, anywhere: bool = False) -> None:
         """Ask for what is missing, of the most exposed parity sets first. at_once: also for data, however recently it was lost.
         anywhere: data that has no place of its own is made beside another position's, for a flush or copies to read it there."""
-        wanted = at_once or self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)
-        if state.level < 0 or state.void or not wanted:
-            return  # what has parity is moved, and made whole from it for a flush, whatever level is in force now
+        if state.level < 0 or state.void:
+            return
         parity_sets = [self._held(state, parity_set) for parity_set in self._parity_sets(state)]
         long_short = self._long_short(state, any(map(_lost, parity_sets)))
+        if not (at_once or self._sessions.leaving or isinstance(self._ctx.redundancy, Parity)):
+            # What has parity is moved, and made whole from it for a flush, whatever level is in force now; so is lost data.
+            parity_sets = list(filter(_lost, parity_sets))
         patient = not (at_once or long_short or self._sessions.leaving)  # what moves would take the place of what is waited for
         spare = self._spare(state)
         for held in sorted(parity_sets, key=lambda held: (self._tolerates(held), held.parity_set.number)):
