@@ -48,14 +48,15 @@ def bury(host: Host, do: ins.Bury) -> None:
 
 
 def wakes(host: Host, event: ev.Event) -> bool:
-    """As the shell does it: a word about the past makes no machine for a forgotten job. Who still knows it is told of an order."""
+    """As the shell does it: a word about the past makes no machine for a forgotten job, but a rank does, or memory of it. Who still
+    knows it is told of an order."""
     if host.buried and isinstance(event, ev.Received):
         host.buried = not revives(event.message, host.tombstone)
         stone, told = host.tombstone, isinstance(event.message, msg.Inventory) and event.message.forgotten
         if host.buried and stone.ordered and not told:
             host.world.net.send(host.name, event.sender, msg.Inventory("", None, (), buried=stone.epoch, forgotten=stone.ordered))
         return not host.buried
-    host.buried = host.buried and not isinstance(event, ev.RankJoined)
+    host.buried = host.buried and not isinstance(event, ev.RankJoined | ev.ReplicaArrived | ev.HoldingFound)
     return True
 
 

@@ -7,6 +7,8 @@ from functools import partial
 
 import pytest
 
+from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.life import Tombstone
 from tests.sim import forgetting
 from tests.sim.broken import Broken
 from tests.sim.world import World
@@ -38,6 +40,27 @@ def test_a_node_that_stood_still_meanwhile_hears_of_it(index: int) -> None:
     still.pause(False)
     assert world.clock.run(world.clock.now + FORGOTTEN_S, lambda: still.buried), "it was never told"
     assert not still.memory
+
+
+def test_a_copy_makes_a_machine_where_the_job_was_forgotten() -> None:
+    """As in the daemon: its steward, that still counts on it, is heard again (seed 338651138865)."""
+    world = World(SEED)
+    world.start_without_faults()
+    assert world.clock.run(START_S, lambda: len(world.oracle.certified_ever) >= 2), "the job did not start"
+    run = world.started
+    world.launcher.ended = run.stopped = True
+    for proc in run.procs:
+        proc.die()
+    host = world.hosts[run.nodes[-1].node]
+    host.stop()
+    host.lose_memory()
+    host.start()
+    assert world.clock.run(world.clock.now + OVER_S, lambda: bool(host.machine.uplink.session)), "its steward is silent"
+    record = host.record
+    assert record is not None
+    forgetting.bury(host, ins.Bury(Tombstone(record.number)))
+    assert world.clock.run(world.clock.now + WAITING_S, lambda: bool(host.memory)), "it was sent no copy"
+    assert world.clock.run(world.clock.now + FORGOTTEN_S, lambda: host.record == record), "it is deaf, and holds a copy"
 
 
 def trains_on_after_an_order_that_none_of_its_nodes_heard() -> World:
