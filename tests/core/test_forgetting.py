@@ -96,6 +96,20 @@ def test_and_forgets_it_when_nobody_has_spoken_for_as_long() -> None:
     assert len(only(node.done, ins.Bury)) == 1
 
 
+def test_a_steward_that_opens_a_session_or_asks_anew_in_it_has_spoken() -> None:
+    """It came back after its node's memory was lost, and had no time to say more: who had just answered forgot the job, and was
+    counted on (simulator, seed 338651138865)."""
+    node = Member(record_of("abcd"), Policy(replicas=1, durable=False, job_linger_s=LINGER_S))
+    node.feed(ev.RankLeft(1, False))
+    heard(node, Life.ORPHANED)
+    for _ in range(3):
+        node.tick(LINGER_S - 1.0)
+        node.hello("s2")
+        assert only(node.done, ins.Bury) == []
+    node.tick(LINGER_S)
+    assert len(only(node.done, ins.Bury)) == 1
+
+
 def test_a_steward_wakes_who_has_forgotten_its_job_by_itself() -> None:
     asks = msg.OpenSession(EPOCH, "s")
     assert revives(asks, Tombstone(EPOCH))

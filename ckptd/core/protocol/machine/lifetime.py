@@ -44,7 +44,6 @@ class Lifetime:
         self.buried = False
         self._began_at: float | None = None  # the first tick of this machine
         self._known_at = 0.0  # when somebody last knew of the ranks: the steward, or we of our own
-        self._spoken_at = 0.0  # when the steward last spoke, or we began to listen
 
     # --- what happens -------------------------------------------------------------------------------------------
     def on_restarted(self, event: Restarted) -> None:
@@ -59,7 +58,6 @@ class Lifetime:
 
     def on_heard(self, message: msg.Ack) -> None:
         """The steward's word, in our session."""
-        self._spoken_at = self._ctx.now
         if not message.life:
             return
         self._known_at = self._ctx.now
@@ -75,7 +73,7 @@ class Lifetime:
     def on_tick(self) -> None:
         now = self._ctx.now
         if self._began_at is None:
-            self._began_at = self._known_at = self._spoken_at = now
+            self._began_at = self._known_at = now
         self._tell_missing()
         if self.here():
             self._known_at = now
@@ -186,7 +184,8 @@ class Lifetime:
         linger_s, now = self._ctx.policy.job_linger_s, self._ctx.now
         if self._ctx.record is None:
             return seconds >= linger_s
-        return self.life.over and self.age(now) >= linger_s and (holds is False or now - self._spoken_at >= linger_s)
+        silent_s = min(seconds, now - self._uplink.heard_at)
+        return self.life.over and self.age(now) >= linger_s and (holds is False or silent_s >= linger_s)
 
     def _tell_missing(self) -> None:
         """Ranks that lived with an earlier process of this daemon, and have not come back to it."""

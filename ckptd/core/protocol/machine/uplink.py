@@ -64,13 +64,13 @@ class Uplink:
         self._sent_at = 0.0
         self._resend_s = RESEND_S  # without a word of the steward, twice as long each time until it has heard all
         self._registered_at = -1e9
-        self._heard_at = 0.0  # the steward's newest word in the session
+        self.heard_at = 0.0  # the steward's newest word in a session, which it may have begun
 
     # --- the session --------------------------------------------------------------------------------------------
     def on_hello(self, sender: str, hello: OpenSession) -> None:
         """Answered with an inventory, unless a steward earlier in the succession is up."""
         if hello.nonce == self.session and sender == self.steward:
-            self._turn = max(self._turn, hello.turn)
+            self._turn, self.heard_at = max(self._turn, hello.turn), self._ctx.now
             self.tell_inventory()  # it was not sure whether we are still the same
             return
         if not self._gives_way_to(sender):
@@ -81,7 +81,7 @@ class Uplink:
         self._leave()
         self._opened()
         self.steward, self.session, self._serial, self._turn = sender, hello.nonce, 0, hello.turn
-        self._heard_at, self._waits = self._ctx.now, ""
+        self.heard_at, self._waits = self._ctx.now, ""
         self._outbox.clear()
         self._known_layouts.clear()
         self._told.clear()
@@ -101,7 +101,7 @@ class Uplink:
     def on_heard(self, sender: str, message: Ack) -> None:
         if not self.is_from_steward(sender, message.session):
             return
-        self._heard_at, self._waits = self._ctx.now, message.waits
+        self.heard_at, self._waits = self._ctx.now, message.waits
         before = len(self._outbox)
         while self._outbox and self._outbox[0].serial <= message.serial:
             self._outbox.popleft()
@@ -131,7 +131,7 @@ class Uplink:
         gone: who was stopped meanwhile, and has nothing to say, must not wait for its word for ever."""
         now, patience_s = self._ctx.now, self._ctx.policy.steward_timeout_s
         waits = bool(self._outbox) and now - self._waiting_since > patience_s / 2
-        return waits or now - self._heard_at > max(patience_s, SILENT_LEAST_S)
+        return waits or now - self.heard_at > max(patience_s, SILENT_LEAST_S)
 
     def waits(self) -> str:
         """Why no snapshot is granted at the moment, as far as this node knows; "": one is. Asked while an epoch runs (view.py)."""
