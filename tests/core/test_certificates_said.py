@@ -83,6 +83,24 @@ def test_who_missed_that_something_is_void_hears_that_it_fell() -> None:
     assert [c.level for c in node.certificates("c", mark) if c.snapshot == at(7)] == [-1]
 
 
+def test_that_something_void_fell_is_said_again_when_nobody_holds_it_any_more() -> None:
+    """Who missed that word went on showing a level of it for ever (P2)."""
+    node = steward(record_of("abc"), replicas=0).train().capture(7)
+    for name, rank in (("b", 1), ("c", 2)):
+        node.others[name].held(fact(7, rank, world=3), lost=True)
+    assert at(7) not in node.machine.steward.table.states
+    for _ in range(2):
+        mark = node.mark
+        node.tick(REPEAT_S + 0.5)
+        assert {c.level for c in node.certificates("c", mark) if c.snapshot == at(7)} == {-1}
+    mark = node.mark
+    node.capture(8)
+    assert {one for c in node.certificates("c", mark) for one in c.releases} == {at(7)}, "from then on a newer one names it"
+    mark = node.mark
+    node.tick(REPEAT_S + 0.5)
+    assert {c.snapshot for c in node.certificates("c", mark)} == {at(8)}
+
+
 def test_nothing_is_repeated_while_somebody_has_not_told_what_it_holds() -> None:
     node = steward().train().capture(7).protect(7)
     node.tick(1.0)

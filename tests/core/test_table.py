@@ -10,7 +10,7 @@ from ckptd.core.protocol.events import Computed
 from ckptd.core.protocol.instructions import Compute, Send
 from ckptd.core.protocol.machine.context import RESEND_S, Context
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
-from ckptd.core.protocol.machine.steward.table import RELEASED_KEPT_MAX, STUDIED_MAX, SnapshotTable
+from ckptd.core.protocol.machine.steward.table import FALLEN_KEPT_MAX, RELEASED_KEPT_MAX, STUDIED_MAX, SnapshotTable
 from ckptd.core.protocol.messages import Certificate, HoldingFact, LayoutRequest
 from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard, joined_digests, shard_layout
 from tests.core.machines import EPOCH, at, fact, layout, member
@@ -214,6 +214,17 @@ def test_what_nobody_holds_any_more_is_struck_out() -> None:
     books.of().become_void("nowhere", "why")
     books.table.remove("b", told)
     assert books.table.states == {}, "what is void is reported as fallen by nobody"
+
+
+def test_the_last_void_ones_of_which_something_had_been_said_are_remembered() -> None:
+    books = Books()
+    for step in range(FALLEN_KEPT_MAX + 3):
+        told = books.slot("b", 0, step)
+        if step != 5:
+            books.of(step).certify(Certificate(EPOCH, step, at(step), 0, 1, False))
+        books.of(step).become_void("nowhere", "why")
+        books.table.remove("b", told)
+    assert list(books.table.fallen) == [at(step) for step in range(2, FALLEN_KEPT_MAX + 3) if step != 5]
 
 
 # --- released -------------------------------------------------------------------------------------------------------

@@ -233,7 +233,15 @@ class Certify:
             self._broadcast(newest)
 
     def _gone(self) -> tuple[SnapshotId, ...]:
-        return tuple(sorted(list(self._table.released)[-RELEASES_NAMED_MAX:]))  # it is in order of release
+        released = list(self._table.released)[-RELEASES_NAMED_MAX:]  # it is in order of release
+        return tuple(sorted({*released, *self._fallen(outdone=True)}))
+
+    def _fallen(self, *, outdone: bool) -> list[SnapshotId]:
+        """Void ones that nobody holds: who missed that word would show a level of them for ever (P2). outdone: those before a newer
+        one that is certified."""
+        newest, table = self._newest_certified(), self._table
+        gone = (snapshot for snapshot in table.fallen if snapshot not in table.states)
+        return sorted(s for s in gone if outdone is (newest is not None and s < newest.snapshot))
 
     def tell_released(self) -> None:
         """Durable ones, when nothing is certified that could name them: what was spent may have been all there was, and whoever
@@ -243,6 +251,11 @@ class Certify:
             return
         for node in self._sessions.live_nodes():
             self.say_fallen(node, gone[-1], gone)
+
+    def _tell_fallen(self) -> None:
+        for snapshot in self._fallen(outdone=False):
+            for node in self._sessions.live_nodes():
+                self.say_fallen(node, snapshot)
 
     def _newest_certified(self) -> SnapshotState | None:
         certified = (state for state in self._table.states.values() if state.certified)
@@ -271,6 +284,7 @@ class Certify:
         self._rounds += 1
         self.tell_durable()
         self.tell_released()
+        self._tell_fallen()
         self._parities.forget(set(self._table.states))
         for snapshot in sorted(self._table.states):
             state = self._table.states[snapshot]
