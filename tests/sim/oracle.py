@@ -62,7 +62,7 @@ class Oracle:
         self.graves: list[tuple[float, Host, list[Mem]]] = []
         self.given_up: deque[tuple[float, Host, Mem]] = deque(maxlen=GIVEN_UP_KEPT)
         self.told_at: dict[tuple[str, str], float] = {}  # (attempt, node) -> when it first told what it holds
-        self.told_void: dict[SnapshotId, set[str]] = {}  # who was, and in which life
+        self.told_void: dict[SnapshotId, set[object]] = {}  # which machines were: one made anew knows what memory holds
         self._held: dict[SnapshotId, dict[int, tuple[Host, Mem]]] = {}  # by id() of the slot
         self._went: set[SnapshotId] = set()  # durable when a node asked what a job that is over could spare
         self._trails: dict[str, Trail] = {}  # by attempt
@@ -294,14 +294,13 @@ class Oracle:
                 self.counts["a retrained step after a fork"] += 1
 
     def told(self, host: Host, snapshot: SnapshotId, level: int, void: str) -> None:
-        who = f"{host.name}#{host.life}"
         if void:
             self.counts["void"] += 1
             if snapshot in self.certified_ever or snapshot in self.complete_uncertified:
                 self.counts["a void racing a certificate"] += 1
             self.check_promise(snapshot)
-            self.told_void.setdefault(snapshot, set()).add(who)
-        elif level >= 0 and who in self.told_void.get(snapshot, ()):
+            self.told_void.setdefault(snapshot, set()).add(host.machine)
+        elif level >= 0 and host.machine in self.told_void.get(snapshot, ()):
             raise Broken(f"P2 {host.name} reports {snapshot} at {level} after it was void")
 
     # --- epochs -------------------------------------------------------------------------------------------------

@@ -482,3 +482,15 @@ def test_storage_never_heard_of_a_start_whose_claims_failed_however_often_it_beg
     assert not oracle._claimed(at)
     claim_epoch(world.store, JOB, oracle.records[6])
     assert oracle._claimed(at)
+
+
+def test_a_machine_keeps_its_word_that_something_is_void_and_one_made_anew_has_never_heard_it() -> None:
+    """It knows what memory holds, as after a restart, and what was void may be whole there (seed 338651151569)."""
+    world, void = World(1), SnapshotId(1, 5, 2)
+    host = next(iter(world.hosts.values()))
+    host.machine = world.make_machine(host)
+    world.oracle.told(host, void, -1, "nowhere")
+    with pytest.raises(Broken, match="after it was void"):
+        world.oracle.told(host, void, 0, "")
+    host.machine = world.make_machine(host)
+    world.oracle.told(host, void, 0, "")
