@@ -59,6 +59,19 @@ def test_who_lists_what_nobody_holds_hears_that_it_fell() -> None:
     assert (node.level(7, to="d"), node.level(6, to="d")) == (-1, -1)
 
 
+def test_who_lists_what_nobody_holds_hears_it_again_until_a_newer_one_is_certified() -> None:
+    """That word may be lost as well, and until its link goes nobody asks again what it lists (P2)."""
+    node = steward(record_of("ab", outside="d")).train().capture(7)
+    node.feed(ev.NodeDown("d"), ev.NodeUp("d"))
+    node.others["d"].tell_inventory(certified=((at(8), 1, False),))
+    mark = node.mark
+    node.tick(REPEAT_S + 0.5)
+    assert {c.level for c in node.certificates("d", mark) if c.snapshot == at(8)} == {-1}
+    mark = node.mark
+    node.capture(9)
+    assert at(8) in {one for c in node.certificates("d", mark) for one in c.releases}
+
+
 def test_who_lists_what_nobody_holds_any_more_beside_a_newer_one_hears_that_it_is_gone() -> None:
     """It missed the release, and the steward that knew of it is gone: it would show that as protected for ever (P2)."""
     node = steward(record_of("ab", outside="d")).train().capture(7).protect(7)

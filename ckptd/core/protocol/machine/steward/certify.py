@@ -151,6 +151,7 @@ class Certify:
         older = [snapshot for snapshot in listed if certified is not None and snapshot < certified.snapshot]
         for snapshot in listed[len(older) :]:
             self.say_fallen(node, snapshot)
+            self._table.keep_fallen(snapshot)
         for first in range(0, len(older), RELEASES_NAMED_MAX):
             some = tuple(older[first : first + RELEASES_NAMED_MAX])
             self.say_fallen(node, some[-1], some)
@@ -237,8 +238,8 @@ class Certify:
         return tuple(sorted({*released, *self._fallen(outdone=True)}))
 
     def _fallen(self, *, outdone: bool) -> list[SnapshotId]:
-        """Void ones that nobody holds: who missed that word would show a level of them for ever (P2). outdone: those before a newer
-        one that is certified."""
+        """What nobody holds: who missed that word would show a level of it for ever (P2). outdone: those before a newer one that is
+        certified."""
         newest, table = self._newest_certified(), self._table
         gone = (snapshot for snapshot in table.fallen if snapshot not in table.states)
         return sorted(s for s in gone if outdone is (newest is not None and s < newest.snapshot))

@@ -20,7 +20,7 @@ from ckptd.core.state_map.layout_reader import TableNotHere
 
 STUDIED_MAX = 16  # sets of layouts, fewer than agreement and classes are remembered for; a job has one or two alive
 RELEASED_KEPT_MAX = 64  # released snapshots named again in certificates, for a node that missed it
-FALLEN_KEPT_MAX = 16  # the same of void ones of which something had been said, and which nobody holds
+FALLEN_KEPT_MAX = 16  # the same of what fell
 
 
 class SnapshotTable:
@@ -36,7 +36,7 @@ class SnapshotTable:
         self.durable: dict[tuple[int, int], SnapshotId] = {}  # (epoch, step) -> which capture of it storage has
         self.storage_read = False  # whether storage has said, in this office, what it has
         self.released: dict[SnapshotId, None] = {}
-        self.fallen: dict[SnapshotId, None] = {}  # void, held nowhere when last looked at, and known to nodes as certified
+        self.fallen: dict[SnapshotId, None] = {}  # held nowhere when last looked at, and nodes were told a level
         self._again: set[SnapshotId] = set()  # not released any more, to be weighed
         self.heard: dict[SnapshotId, int] = {}  # levels an earlier steward certified, as the nodes remember
         self.dirty: set[SnapshotId] = set()
@@ -170,11 +170,14 @@ class SnapshotTable:
         state.become_gone("held_nowhere")
         del self.states[state.snapshot]
         if state.certificate is not None:
-            self.fallen[state.snapshot] = None
-            while len(self.fallen) > FALLEN_KEPT_MAX:
-                del self.fallen[next(iter(self.fallen))]
+            self.keep_fallen(state.snapshot)
         if state.again:
             self._keep_released(state.snapshot)
+
+    def keep_fallen(self, snapshot: SnapshotId) -> None:
+        self.fallen[snapshot] = None
+        while len(self.fallen) > FALLEN_KEPT_MAX:
+            del self.fallen[next(iter(self.fallen))]
 
     def weigh_anew(self, snapshot: SnapshotId) -> None:
         """A node tells what it holds, perhaps after a long absence: the snapshot was released without its copies, and may be
