@@ -10,7 +10,12 @@ from ckptd.core.protocol.events import Computed
 from ckptd.core.protocol.instructions import Compute, Send
 from ckptd.core.protocol.machine.context import RESEND_S, Context
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
-from ckptd.core.protocol.machine.steward.table import FALLEN_KEPT_MAX, RELEASED_KEPT_MAX, STUDIED_MAX, SnapshotTable
+from ckptd.core.protocol.machine.steward.table import (
+    FALLEN_KEPT_MAX,
+    RELEASED_KEPT_MAX,
+    STUDIED_MAX,
+    SnapshotTable,
+)
 from ckptd.core.protocol.messages import Certificate, HoldingFact, LayoutRequest
 from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard, joined_digests, shard_layout
 from tests.core.machines import EPOCH, at, fact, layout, member
