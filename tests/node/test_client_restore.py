@@ -338,7 +338,7 @@ def test_generators_that_drew_the_same_on_all_ranks_go_on_so_on_another_number(d
     assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
     assert (np.random.rand() == drawn[2]) == (second == 1), "those of two ranks that differ are seeded anew"
     (note,) = client.last_restore["notes"]
-    assert "torch, which were the same on all" in note and ("numpy, python, torch, which" in note) == (second == 1)
+    assert "torch, which were the same on all" in note and ("numpy" in note) == (second == 1)
 
 
 def test_a_dict_that_held_a_tensor_on_one_rank_and_nothing_on_another_comes_back(daemon: RankDaemonDouble) -> None:
