@@ -150,8 +150,10 @@ async def test_a_rank_that_is_gone_lacks_no_memory() -> None:
         rank = house.rank()
         await rank.begin("a")
         await no_memory(house, rank)
+        assert any(house.shell().machine.slots.short.values())
         rank.say(wire.Goodbye(True))
-        await eventually(lambda: "no_memory" not in house.problems())
+        await eventually(lambda: "no_memory" not in house.problems(), what="an end of what the rank lacked")
+        assert not any(house.shell().machine.slots.short.values()), "nor does the core think that it lacks any"
 
 
 async def test_a_state_directory_that_has_room_again_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
