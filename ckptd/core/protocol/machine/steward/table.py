@@ -175,9 +175,7 @@ class SnapshotTable:
             self._keep_released(state.snapshot)
 
     def keep_fallen(self, snapshot: SnapshotId) -> None:
-        self.fallen[snapshot] = None
-        while len(self.fallen) > FALLEN_KEPT_MAX:
-            del self.fallen[next(iter(self.fallen))]
+        _remember(self.fallen, snapshot, FALLEN_KEPT_MAX)
 
     def weigh_anew(self, snapshot: SnapshotId) -> None:
         """A node tells what it holds, perhaps after a long absence: the snapshot was released without its copies, and may be
@@ -187,11 +185,8 @@ class SnapshotTable:
             self._again.add(snapshot)
 
     def _keep_released(self, snapshot: SnapshotId) -> None:
-        self.released.pop(snapshot, None)
         self._again.discard(snapshot)
-        self.released[snapshot] = None
-        while len(self.released) > RELEASED_KEPT_MAX:
-            del self.released[next(iter(self.released))]
+        _remember(self.released, snapshot, RELEASED_KEPT_MAX)
 
     def was_released(self, snapshot: SnapshotId) -> bool:
         """So many are remembered; what is older than all of these went before them, for newer ones, as a rule."""
@@ -320,3 +315,11 @@ class SnapshotTable:
 def _study(layouts: Mapping[int, Layout]) -> None:
     slice_classes(layouts)
     agree(layouts, {})
+
+
+def _remember(kept: dict[SnapshotId, None], snapshot: SnapshotId, most: int) -> None:
+    """As the newest of so many."""
+    kept.pop(snapshot, None)
+    kept[snapshot] = None
+    while len(kept) > most:
+        del kept[next(iter(kept))]
