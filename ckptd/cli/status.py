@@ -136,7 +136,8 @@ def _job(job: JobReport, stores: bool) -> Iterator[RenderableType]:
     held += ", lowered for want of memory)" if job.get("degradation") else ")"
     over = f" for {seconds(job['life_s'])}" if job.get("life_s") else ""
     title = f"job {job.get('job', '')}: epoch {job.get('epoch', NONE)}, {job.get('phase', '')}{over}, "
-    title += f"{job.get('world', NONE)} ranks, steward {job.get('steward') or NONE}"
+    world = job.get("world", NONE)
+    title += f"{world} rank{'' if world == 1 else 's'}, steward {job.get('steward') or NONE}"
     yield title
     if job.get("steward_up", True) or job.get("phase") in OVER:
         yield good(not job.get("degraded", False), f"protection: {held}", f"DEGRADED: {held}")

@@ -19,7 +19,8 @@ from ckptd.core.redundancy.policies import parse
 from ckptd.wire.keys import ClusterKey
 from tests.chaos.oracle import Broken, Oracle, Verdict
 from tests.chaos.records import Records
-from tests.cluster.nodes import REPO, Node, fork_rank, template
+from tests.cluster.forked import REPO, fork, template
+from tests.cluster.nodes import Node
 from tests.waiting import until
 
 JOB = "chaos"
@@ -56,7 +57,7 @@ class Rank:
         with open(node.root / "ranks.log", "ab") as log, open(os.devnull, "rb") as nothing:
             stdio = [nothing.fileno(), log.fileno(), log.fileno()]
             order = {"env": variables, "uid": 0, "job": job, "kind": kind}
-            self.pid = fork_rank(template("tests.chaos.template"), order, stdio)
+            self.pid = fork(template("tests.chaos.template"), order, stdio)
         self.gone = False
 
     def signal(self, number: int) -> None:
@@ -89,7 +90,9 @@ class Job:
     # --- nodes --------------------------------------------------------------------------------------------------
     def _node(self, index: int, name: str = "") -> Node:
         self._names += 1
-        return Node(self.root, name or f"n{index}-{self._names}", index, domain=f"d{index}", **self.settings)
+        node = Node(self.root, name or f"n{index}-{self._names}", index, domain=f"d{index}", **self.settings)
+        node.anew = True  # interpreters differ in the order of their sets, as on a real cluster
+        return node
 
     def _launch(self, node: Node) -> Node:
         return node.start(wait=False, failpoint=self.failpoint)

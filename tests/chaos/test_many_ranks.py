@@ -58,6 +58,7 @@ def without_what_it_had(place: Cluster, nodes: int, fewer: int, tensors: int) ->
     return [rank.rank for rank in again if not rank.holds(step)], took
 
 
+@pytest.mark.chaos
 def test_a_few_of_many_ranks() -> None:
     with cluster() as place:
         missing, _ = without_what_it_had(place, nodes=6, fewer=3, tensors=200)

@@ -72,6 +72,7 @@ def test_a_storage_root_that_fills_up(stack: ExitStack) -> None:
     assert verdict.owed is not None and not verdict.error, verdict
 
 
+@pytest.mark.chaos
 def test_a_state_directory_that_is_full(stack: ExitStack) -> None:
     """P1, P5: epochs cannot be written down; it is said, the job starts all the same, and what was written before stays whole."""
     root = stack.enter_context(short_folder())
@@ -110,7 +111,8 @@ def test_a_state_directory_that_is_full(stack: ExitStack) -> None:
     assert not job.judge().error
 
 
-@pytest.mark.parametrize("trainers", [False, pytest.param(True, marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("trainers", [False, True])
 def test_a_memory_cgroup_that_is_too_small(stack: ExitStack, trainers: bool) -> None:
     """P5, P8: one daemon's cgroup has no room for what its budget allows. Its ranks are told, nobody is killed, and with room
     everything is protected. ``trainers``: the rank lives in the same cgroup."""

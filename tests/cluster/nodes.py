@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -20,17 +17,18 @@ from typing import Any
 import psutil
 
 from ckptd.demo.job import free_port
+from tests.cluster.forked import END_TIMEOUT_S, REPO, ForkedNode, fork, template
 from tests.short import short_folder
 from tests.waiting import until
 
-REPO = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 90.0  # of a rank: nothing here takes that long, so whoever does hangs
-END_TIMEOUT_S = 30.0
 
 
 class Node:
     """One ``ckptd run``: keeper and daemon, with its own directory, address and memory."""
+
+    anew = False  # True: each is an interpreter of its own, as a user's are
 
     def __init__(self, root: Path, name: str, index: int, **settings: Any) -> None:
         self.name, self.root = name, root / name
@@ -42,7 +40,7 @@ class Node:
             "inventory_timeout_s": 2, "steward_timeout_s": 3, "breakpoint_grace_s": 3600,
         }  # fmt: skip
         self.settings = {**defaults, **settings}
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedNode | None = None
         self.log = self.root / "log"
 
     def start(self, *, wait: bool = True, failpoint: str = "", within: Sequence[str] = ()) -> Node:
@@ -55,15 +53,14 @@ class Node:
         env["TMPDIR"] = str(self.root)  # what a killed keeper leaves behind goes with the test
         if failpoint:
             env["CKPTD_FAILPOINT"] = failpoint
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                [*within, sys.executable, "-m", "ckptd", "run"],
-                env=env,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                cwd=REPO,
-            )
+        if within or self.anew:
+            with open(self.log, "ab") as log:
+                command = [*within, sys.executable, "-m", "ckptd", "run"]
+                self.process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=REPO
+                )
+        else:
+            self.process = ForkedNode(env, self.log)
         if wait:
             self.until_up()
         return self
@@ -159,34 +156,6 @@ class Node:
             return []
 
 
-@functools.cache
-def template(module: str = "tests.cluster.template") -> socket.socket:
-    """The one that ranks are forked from; it ends with this process."""
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with its:
-        env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(its.fileno())], env=env, pass_fds=[its.fileno()],
-            stdin=subprocess.DEVNULL, start_new_session=True, cwd=REPO,
-        )  # fmt: skip
-    ours.settimeout(START_TIMEOUT_S)
-    assert ours.recv(16) == b"ready", "the template of the trainers did not start"
-    atexit.register(end_template, ours, process)
-    return ours
-
-
-def end_template(link: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    link.close()
-    process.wait(END_TIMEOUT_S)
-
-
-def fork_rank(link: socket.socket, order: dict[str, Any], stdio: list[int]) -> int:
-    """Its process id. ``link``: to the template."""
-    socket.send_fds(link, [json.dumps(order).encode()], stdio)
-    return int(link.recv(16))
-
-
 class Trainer:
     """One rank, told line by line what to do (tests/cluster/trainer.py). ``env`` goes to the process; ``uid``: its user."""
 
@@ -211,7 +180,7 @@ class Trainer:
         in_read, in_write = os.pipe()
         out_read, out_write = os.pipe()
         with open(self.log, "ab") as log:
-            pid = fork_rank(template(), order, [in_read, out_write, log.fileno()])
+            pid = fork(template(), order, [in_read, out_write, log.fileno()])
         os.close(in_read)
         os.close(out_write)
         return os.fdopen(in_write, "w", buffering=1), os.fdopen(out_read, "rb", buffering=0), pid, os.pidfd_open(pid)

@@ -1,7 +1,7 @@
 """A trainer that has imported everything and forks itself for each rank: a start costs milliseconds, not seconds of torch.
 
-``python template.py FD``: orders come over that socket as JSON with three descriptors (stdin, stdout, stderr of the rank),
-answers are process ids. A rank is a process of its own in every respect that matters here: session, user, environment.
+``python template.py FD``: orders come over that socket as JSON with the descriptors 0, 1, 2 and so on of the rank, answers are
+process ids. A rank is a process of its own in every respect that matters here: session, user, environment.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ckptd.core import failpoint
 from tests.cluster import trainer
 
 ORDER_BYTES_MAX = 1 << 16
+FDS_MAX = 4
 LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")  # torch's own, at first use
 
 
@@ -31,7 +32,7 @@ def main(rank_main: Callable[[str, str], None], late_imports: Sequence[str]) -> 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped by the kernel
     link.send(b"ready")
     while True:
-        data, fds, _, _ = socket.recv_fds(link, ORDER_BYTES_MAX, 3)
+        data, fds, _, _ = socket.recv_fds(link, ORDER_BYTES_MAX, FDS_MAX)
         if not data:
             return
         pid = os.fork()

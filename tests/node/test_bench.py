@@ -15,7 +15,8 @@ from bench.netns import missing
 from tests.accelerator import device
 
 REPO = Path(__file__).resolve().parents[2]
-BENCHMARKS = ("stall", "protect", "erasure", "persist", "restore", "tensors", "peers")
+BENCHMARKS = ("stall", "protect", "persist", "restore")
+SELDOM = [pytest.param(name, marks=pytest.mark.chaos) for name in ("erasure", "tensors", "peers")]
 SMALL = {"tensors": ("--many", "500", "--few", "20")}  # options beside the 10 MB
 RUN_TIMEOUT_S = 240.0
 
@@ -31,7 +32,7 @@ def told_by(name: str, folder: Path, *options: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", [*BENCHMARKS, *SELDOM])
 def test_it_runs_to_its_end(name: str, tmp_path: Path) -> None:
     told = told_by(name, tmp_path, "--bytes", "1e7", "--repeats", "1", *SMALL.get(name, ()))
     assert told["rows"] and all(second >= 0 for row in told["rows"] for second in row["seconds"])
