@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def sync_all(root: Path) -> None:
     """Every file and directory below ``root``, it, and the directory above."""
     for folder, _, files in os.walk(root):
         for name in files:
-            sync(Path(folder, name))
+            with suppress(FileNotFoundError):  # ckptd reads back what it has written, into a file that goes again
+                sync(Path(folder, name))
         sync(Path(folder))
     sync(root.parent)
 

@@ -271,10 +271,10 @@ async def test_replicas_that_wait_for_their_turn_are_not_offered_yet(
 ) -> None:
     """A ticket that is not used soon expires, and four failures in a row would send the copy to another node."""
     monkeypatch.setattr(replicate, "PUSHES_MAX", 1)
-    monkeypatch.setitem(TcpTransport.expect.__kwdefaults__, "ttl_s", 0.4)
+    monkeypatch.setitem(TcpTransport.expect.__kwdefaults__, "ttl_s", 1.2)
     a = Peer(post, "a", mode=mode)
     try:
-        arm("protect.push:sleep=0.3")
+        arm("protect.push:sleep=0.5")
         results = await asyncio.gather(*(a.replicator.replicate(JOB, a.sealed(step), 1, "b") for step in range(4)))
         assert results == [(True, "")] * 4
         assert len(b.arrived) == 4
