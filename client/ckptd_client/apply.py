@@ -118,8 +118,9 @@ class Objects:
         for owner in self._registry.of_kind("optimizer"):
             groups = self.trees.get(f"{owner.name}.{resolve.GROUPS}")
             if groups is not None:
-                problems += optim.check_groups(owner, self._state.params, groups)
-                others += optim.other_kinds(owner, self._state.params, groups)
+                here = optim.keys_of_groups(owner, self._state.params)
+                problems += optim.check_groups(owner, here, groups)
+                others += optim.other_kinds(owner, here, groups)
         if self._wanted.strict:
             return problems + [f"{text}; strict=False takes state and options as they are" for text in others]
         self._wanted.left_out += problems  # these groups keep what they have

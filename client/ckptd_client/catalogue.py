@@ -27,11 +27,11 @@ class Catalogue:
         """As this rank of the snapshot's world knows it: under one name a rank may have had another dtype or shape. Raises
         CkptdError for anything else than a catalogue."""
         try:
-            body: dict[str, Any] = msgpack.unpackb(data, strict_map_key=False)
+            body: dict[str, Any] = msgpack.unpackb(data, strict_map_key=False, use_list=False)
             rows = dict(body["tensors"])
             for key, found in body.get("variants", {}).items():
                 rows[key] = found.get(str(rank), rows[key])
-            tensors = {key: (row[0], tuple(row[1]), row[2]) for key, row in rows.items()}
+            tensors = {key: (dtype, tuple(shape), role) for key, (dtype, shape, role) in rows.items()}
             return Catalogue(
                 tensors,
                 {name: None if ranks == ALL else frozenset(ranks) for name, ranks in body["objects"].items()},

@@ -7,20 +7,18 @@ averaged on rank 0 alone, another pipeline stage. What no such rank registered i
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 
 from ckptd_client import resolve, tree
 from ckptd_client.entries import State
 from ckptd_client.registry import Registry
 
-_AFTER_FAMILY = re.compile(f"[.{tree.REF_MARK}]")
 DIGEST_BYTES = 8
 
 
 def family_of(name: str) -> str:
     """The first part of a key or of an object's name, up to its dot."""
-    return _AFTER_FAMILY.split(name, maxsplit=1)[0]
+    return name.partition(".")[0].partition(tree.REF_MARK)[0]
 
 
 def claims_of(registry: Registry, state: State) -> dict[str, str]:

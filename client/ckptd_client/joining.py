@@ -13,7 +13,6 @@ from ckptd_client import rendezvous
 from ckptd_client.accelerator import of_all
 from ckptd_client.claims import claims_of
 from ckptd_client.entries import State
-from ckptd_client.garbage import searched_later
 from ckptd_client.plan import predicted_bytes
 from ckptd_client.registry import Registry
 from ckptd_client.session import IDLE, JOINING, Session
@@ -112,8 +111,7 @@ class Joiner:
         """(live part, frozen part, record) of one snapshot."""
         replicas = int(self._session.policy.get("replicas", 0))
         self._session.accelerator = of_all({entry.tensor.device for entry in state.entries})
-        with searched_later():
-            live, frozen, record = predicted_bytes(self._registry, state, world, replicas)
+        live, frozen, record = predicted_bytes(self._registry, state, world, replicas)
         if self._state_bytes is not None:
             return max(1, self._state_bytes - frozen), frozen, int(record * RECORD_SLACK)
         return int(live * LAYOUT_SLACK), frozen, int(record * RECORD_SLACK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,8 +33,7 @@ PLAIN = (Tensor, nn.Parameter)
 ModuleState = ExtraState | SavedState
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """A parameter or buffer where it hangs in the unwrapped tree."""
 
     name: str
@@ -182,5 +181,12 @@ def root_mesh(mesh: Any) -> Any:
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part: the DTensor's local tensor, or the tensor itself. Detached: it keeps the storage alive even when
     ``.data`` is replaced meanwhile."""
+    if type(tensor) in PLAIN:
+        return tensor.detach()
     inner: Any = getattr(tensor, "_local_tensor", None) if is_dtensor(tensor) else tensor
     return cast(Tensor, inner).detach()
+
+
+def uncounted(tensor: Tensor) -> bool:
+    """Inference tensors have no version counter, so nobody could tell that they were written."""
+    return (tensor if type(tensor) in PLAIN else local_of(tensor)).is_inference()

@@ -7,7 +7,7 @@ over optimizers finds the state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -89,26 +89,30 @@ def groups(value: Any) -> list[tuple[Optimizer, dict[str, Any]]]:
     return found
 
 
-def holders(value: Any) -> dict[int, list[Holder]]:
-    """id(parameter) -> the optimizers that hold it."""
-    found: dict[int, list[Holder]] = {}
+def holders(value: Any) -> dict[int, tuple[Holder, ...]]:
+    """id(parameter) -> the optimizers that hold it. Nearly all have one, which is the same for all of a group."""
+    found: dict[int, tuple[Holder, ...]] = {}
     for optimizer in with_state(value):
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                others = found.setdefault(id(parameter), [])
-                others.append(Holder(optimizer, group, _label(optimizer, others)))
+            alone = (Holder(optimizer, group, ""),)
+            for number in map(id, group["params"]):
+                others = found.get(number)
+                found[number] = (*others, Holder(optimizer, group, _label(optimizer, others))) if others else alone
     return found
 
 
-def _label(optimizer: Optimizer, others: list[Holder]) -> str:
+def _label(optimizer: Optimizer, others: Sequence[Holder]) -> str:
     if not others:
         return ""
     name, taken = type(optimizer).__name__, {other.label for other in others}
     return next(label for n in range(len(others) + 1) if (label := f"{name}{n or ''}") not in taken)
 
 
-def label_of(optimizer: Optimizer, parameter: Tensor, held: Mapping[int, list[Holder]]) -> str:
-    return next((h.label for h in held.get(id(parameter), ()) if h.optimizer is optimizer), "")
+def label_of(optimizer: Optimizer, parameter: Tensor, held: Mapping[int, Sequence[Holder]]) -> str:
+    for holder in held.get(id(parameter), ()):
+        if holder.optimizer is optimizer:
+            return holder.label
+    return ""
 
 
 def names(value: Any) -> list[tuple[str, Optimizer]]:

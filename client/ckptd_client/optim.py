@@ -16,7 +16,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.protocol.machine.waiting import shown
 from ckptd_client import apart, nested
 from ckptd_client.entries import Copies, Entry, Mode, Owner
-from ckptd_client.naming import is_dtensor
+from ckptd_client.naming import PLAIN, is_dtensor
 from ckptd_client.same import same
 
 log = logging.getLogger("ckptd")
@@ -25,6 +25,7 @@ IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "captur
 TENSOR_AT = "$tensor"
 COUNTERS = frozenset({"step", "mu_product"})  # 0-d state which torch's optimizers read on the host
 NameOf = Mapping[int, Entry]  # id(parameter) -> its entry
+KeysOfGroup = tuple[Optimizer, dict[str, Any], list[str]]
 
 
 def parameters(owner: Owner) -> Iterator[Tensor]:
@@ -124,15 +125,19 @@ def of_label(saved: Mapping[str, str], label: str, labels: Iterable[str]) -> dic
     prefixes = tuple(f"{other}." for other in labels if other)
     if label:
         return {path[len(label) + 1 :]: key for path, key in saved.items() if path.startswith(f"{label}.")}
-    return {path: key for path, key in saved.items() if not path.startswith(prefixes)}
+    return {path: key for path, key in saved.items() if not path.startswith(prefixes)} if prefixes else dict(saved)
 
 
 def _copies_like(parameter: Entry) -> Copies | None:
     return None if is_dtensor(parameter.tensor) else parameter.copies
 
 
-def tensor_leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def tensor_leaves(path: str, value: Any) -> Iterable[tuple[str, Tensor]]:
     """The tensors in a piece of state, nested ones (Shampoo's lists of factors) by dotted path."""
+    return ((path, value),) if type(value) in PLAIN else _leaves(path, value)
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if apart.is_apart(value):
         for name, part in apart.inner(value):
             yield f"{path}.{name}", part
@@ -277,10 +282,10 @@ def apply_groups(
                 group[name] = value
 
 
-def check_groups(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[str]:
+def check_groups(owner: Owner, found: Sequence[KeysOfGroup], tree: Mapping[str, Any]) -> list[str]:
     """Mismatches: parameters that nothing was saved for, groups whose parameters had different hyperparameters."""
     problems = []
-    for index, (group, keys) in enumerate(_keys_of_groups(owner, known)):
+    for index, (_, group, keys) in enumerate(found):
         missing = [key for key in keys if key not in tree["of"] and hyperparameters(group)]
         problems += [f"{owner.name}: no hyperparameters for {key}" for key in missing]
         if how := _mixed(keys, tree):
@@ -288,13 +293,13 @@ def check_groups(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[s
     return problems
 
 
-def other_kinds(owner: Owner, known: NameOf, tree: Mapping[str, Any]) -> list[str]:
+def other_kinds(owner: Owner, groups: Sequence[KeysOfGroup], tree: Mapping[str, Any]) -> list[str]:
     """What was saved from an optimizer of another class than is registered for the same parameter. Classes of one name, or of which
     one is made from the other, keep the same state (torch's AdamW is an Adam)."""
     found: dict[str, None] = {}
-    for optimizer, _, keys in _optimizers_and_keys(owner, known):
+    for optimizer, _, keys in groups:
         here = _kind(optimizer)
-        for saved in (kinds_of(tree, key) for key in keys):
+        for saved in dict.fromkeys(tuple(kinds_of(tree, key)) for key in keys):
             if here and saved and not _related(here, saved):
                 text = f"{owner.name}: saved by {saved[0]}, {here[0]} is registered, which may keep other state under other names"
                 found.setdefault(text)
@@ -324,21 +329,19 @@ def _mixed(keys: list[str], tree: Mapping[str, Any]) -> str:
 def _wanted_groups(
     owner: Owner, known: NameOf, tree: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    for group, keys in _keys_of_groups(owner, known):
+    for _, group, keys in keys_of_groups(owner, known):
         index = next((tree["of"][key] for key in keys if key in tree["of"]), None)
         if index is not None and not _mixed(keys, tree):
             yield group, tree["groups"][index]
 
 
-def _keys_of_groups(owner: Owner, known: NameOf) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    yield from ((group, keys) for _, group, keys in _optimizers_and_keys(owner, known))
-
-
-def _optimizers_and_keys(owner: Owner, known: NameOf) -> Iterator[tuple[Optimizer, dict[str, Any], list[str]]]:
+def keys_of_groups(owner: Owner, known: NameOf) -> list[KeysOfGroup]:
+    """With the keys of each group's parameters."""
     held = nested.holders(owner.value)
-    for optimizer, group in nested.groups(owner.value):
-        labels = ((nested.label_of(optimizer, parameter, held), parameter) for parameter in group["params"])
-        yield optimizer, group, [odd_key(label, key_of(owner, parameter, known)) for label, parameter in labels]
+    return [
+        (optimizer, group, [odd_key(nested.label_of(optimizer, one, held), key_of(owner, one, known)) for one in group["params"]])
+        for optimizer, group in nested.groups(owner.value)
+    ]
 
 
 def empty_state(

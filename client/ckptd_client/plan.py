@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from ckptd.core.state_map.layout_build import LayoutItem, build_layout, place
 from ckptd.core.state_map.record_size import predicted_record
 from ckptd_client import _switches, apart, gradients, nested, optim
 from ckptd_client.entries import Entry, Mode, Owner, State
-from ckptd_client.naming import is_dtensor, local_of
+from ckptd_client.garbage import searched_later
+from ckptd_client.naming import is_dtensor, local_of, uncounted
 from ckptd_client.registry import Registry
 from ckptd_client.slices import Slice, plain_slice, slices_of
 from ckptd_client.versions import Watched
@@ -177,7 +178,7 @@ def _watched(state: State, sources: Sequence[Source]) -> tuple[tuple[Watched, ..
         )
         for index, entry in enumerate(state.entries)
         if entry.role == "param" or entry.owner.kind == "tensor" or (entry.role == "optim" and index in behind)
-        if not local_of(entry.tensor).is_inference()
+        if not uncounted(entry.tensor)
     ]
     of_state = tuple(one for one in found if state.entries[one.entry].role == "optim")
     return tuple(one for one in found if state.entries[one.entry].role != "optim"), of_state
@@ -185,7 +186,7 @@ def _watched(state: State, sources: Sequence[Source]) -> tuple[tuple[Watched, ..
 
 def _item(entry: Entry | None, part: Slice, tier: int) -> LayoutItem:
     """``entry``: whose part it is; None: of state that is not born yet."""
-    frozen = entry is not None and _mode(entry, part.nbytes) is Mode.STATIC
+    frozen = entry is not None and entry.mode is Mode.STATIC and _mode(entry, part.nbytes) is Mode.STATIC
     return LayoutItem(part.key, part.dtype, part.shape, part.box, part.role, part.sharing, tier, frozen, part.cuts)
 
 
@@ -248,11 +249,15 @@ def _tier(part: Slice, captors: dict[str, tuple[int, ...]], world: World, replic
     return max(0, replicas + 1 - len({world.domains[rank] for rank in ranks}))
 
 
+@searched_later()
 def predicted_bytes(registry: Registry, state: State, world: World, replicas: int) -> tuple[int, int, int]:
     """(live part, frozen part, record) of one snapshot once the optimizers' state is born, which it is at the first step.
-    ``state`` with its objects."""
-    found = {id(entry.tensor): slices_of(entry, world) for entry in state.entries}
-    rows: list[tuple[Entry | None, Slice]] = [(e, part) for e in state.entries for part in found[id(e.tensor)]]
+    ``state`` with its objects; its slices are kept for the restore that begins like this."""
+    state.slices[:] = [slices_of(entry, world) for entry in state.entries]
+    found = {id(entry.tensor): parts for entry, parts in zip(state.entries, state.slices, strict=True)}
+    rows: list[tuple[Entry | None, Slice]] = [
+        (entry, part) for entry, parts in zip(state.entries, state.slices, strict=True) for part in parts
+    ]
     rows += [(None, part) for part in _unborn(registry, state, world, found)]
     tiers, _ = _assign([part for _, part in rows], world, replicas)
     items = [
@@ -266,7 +271,7 @@ def predicted_bytes(registry: Registry, state: State, world: World, replicas: in
 def _unborn(registry: Registry, state: State, world: World, known: dict[int, list[Slice]]) -> list[Slice]:
     """Of each parameter's innermost optimizer; what a wrapper will add nobody knows. ``known``: id(parameter) -> its slices."""
     missing = [entry for entry in gradients.parameters(state) if entry.tensor.requires_grad]
-    born = [replace(_like(entry), key=gradients.key_of(entry), role="extra", copies=None) for entry in missing]
+    born = [_like(entry)._replace(key=gradients.key_of(entry), role="extra", copies=None) for entry in missing]
     found = [part for entry in born for part in slices_of(entry, world)]
     for owner in registry.of_kind("optimizer"):
         held = nested.holders(owner.value)
@@ -282,7 +287,7 @@ def _unborn(registry: Registry, state: State, world: World, known: dict[int, lis
 def _unborn_of(owner: Owner, count: int, entry: Entry, parts: Sequence[Slice], world: World) -> list[Slice]:
     """``parts``: of the parameter, whose states lie as it does; nothing: they are to be found out."""
     parts = parts or (slices_of(_like(entry), world) if count else ())
-    found = [p._replace(key=f"{owner.name}.{p.key}.{n}", role="optim") for n in range(count) for p in parts]
+    found = [part.of_state(f"{owner.name}.{part.key}.{n}") for n in range(count) for part in parts]
     copies = None if is_dtensor(entry.tensor) else entry.copies
     return [*found, plain_slice(entry, f"{owner.name}.{entry.key}.step", _COUNTER, "optim", copies, world)]
 
@@ -291,4 +296,4 @@ def _like(entry: Entry) -> Entry:
     """A plain tensor in the place of a subclass."""
     if not apart.is_apart(entry.tensor):
         return entry
-    return replace(entry, tensor=apart.plain_like(entry.tensor, entry.tensor.dtype, "meta"))
+    return entry._replace(tensor=apart.plain_like(entry.tensor, entry.tensor.dtype, "meta"))

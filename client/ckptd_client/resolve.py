@@ -12,6 +12,7 @@ from torch import Tensor
 from ckptd.core.errors import CkptdError
 from ckptd_client import apart, beside, naming, optim, rng, supported, tree
 from ckptd_client.entries import Entry, Extra, Mode, Owner, State
+from ckptd_client.garbage import searched_later
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
 
@@ -22,6 +23,7 @@ BESIDE = "more"  # object "<optimizer>.more": what its own state_dict() has besi
 ODD = "state"  # object "<optimizer>.state": optimizer state that is not a tensor
 
 
+@searched_later()
 def tensors(registry: Registry) -> State:
     """Entries and aliases. Raises CkptdError naming what cannot be saved."""
     registry.look_again()
@@ -156,7 +158,7 @@ class _Resolver:
         self.state.extras[owner.name] = own
 
     def _mode(self, owner: Owner, spot: naming.Spot, key: str, trained: bool) -> Mode:
-        if spot.role == "buffer" or owner.escapes(key) or _uncounted(spot.tensor):
+        if spot.role == "buffer" or owner.escapes(key) or naming.uncounted(spot.tensor):
             return Mode.SYNC
         if owner.fenced or id(spot.tensor) in self._stepped or _averaged(owner.value):
             return Mode.FENCED
@@ -164,14 +166,14 @@ class _Resolver:
         return Mode.STATIC if frozen else Mode.SYNC
 
     def _tensor_mode(self, owner: Owner) -> Mode:
-        if owner.escapes(owner.rename(owner.name)) or _uncounted(owner.value):
+        if owner.escapes(owner.rename(owner.name)) or naming.uncounted(owner.value):
             return Mode.SYNC
         return Mode.FENCED if owner.fenced or id(owner.value) in self._stepped else Mode.SYNC
 
     def _add(self, entry: Entry) -> None:
         if apart.is_apart(entry.tensor):
             for name, part in apart.inner(entry.tensor):
-                self._add(replace(entry, key=f"{entry.key}.{name}", tensor=part))
+                self._add(entry._replace(key=f"{entry.key}.{name}", tensor=part))
             return
         first = self._seen.setdefault(id(entry.tensor), entry)
         if first is not entry:
@@ -181,11 +183,6 @@ class _Resolver:
             raise CkptdError("two tensors of one name", where=entry.key, hint="rename one with key_map=")
         self._names.add(entry.key)
         self.state.entries.append(entry)
-
-
-def _uncounted(tensor: Tensor) -> bool:
-    """Inference tensors have no version counter, so nobody could tell that they were written."""
-    return naming.local_of(tensor).is_inference()
 
 
 def _averaged(module: Any) -> bool:

@@ -240,5 +240,4 @@ def current_state(registry: Registry) -> State:
         raise CkptdError(
             "nothing is registered", hint="call register(model=..., optimizer=...) before restore()"
         )
-    with searched_later():
-        return resolve.tensors(registry)
+    return resolve.tensors(registry)

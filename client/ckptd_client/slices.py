@@ -43,6 +43,11 @@ class Slice(NamedTuple):
     def nbytes(self) -> int:
         return self.box.volume * dtypes.TORCH[self.dtype].itemsize
 
+    def of_state(self, key: str) -> Slice:
+        """Of an optimizer's tensor that lies as this one does."""
+        _, dtype, shape, box, at, _, sharing, holders, captured, declared, cuts = self
+        return Slice(key, dtype, shape, box, at, "optim", sharing, holders, captured, declared, cuts)
+
     @property
     def stored(self) -> bool:
         """Has a fragment. A tensor that is empty as a whole has one too: the checkpoint must know that it exists."""
@@ -53,7 +58,7 @@ class Slice(NamedTuple):
         sizes = self.box.sizes[
             len(self.box.sizes) - len(self.at) :
         ]  # a stacked Partial has one dimension more
-        if sizes == tuple(local.shape):
+        if sizes == local.shape:
             return local
         for dim, (start, size) in enumerate(zip(self.at, sizes, strict=True)):
             local = local.narrow(dim, start, size)
@@ -71,9 +76,16 @@ def slices_of(entry: Entry, world: World) -> list[Slice]:
 
 def plain_slice(entry: Entry, key: str, tensor: Tensor, role: str, copies: Copies | None, world: World) -> Slice:
     """Of a tensor without placements that belongs to the entry's owner. Raises CkptdError naming the key: unknown dtype."""
-    shape, dtype = tuple(tensor.shape), dtypes.name_of(tensor.dtype, key)
-    box = Box.whole(shape)
+    shape, box = whole_of(tensor.shape)
+    dtype = dtypes.name_of(tensor.dtype, key)
     return Slice(key, dtype, shape, box, box.offsets, role, *_plain_sharing(entry.owner, key, copies, world))
+
+
+@lru_cache(maxsize=4096)
+def whole_of(size: Any) -> tuple[tuple[int, ...], Box]:
+    """Of a shape, and its box: thousands of tensors have one."""
+    shape = tuple(size)
+    return shape, Box.whole(shape)
 
 
 def declared_name(state: State) -> str:

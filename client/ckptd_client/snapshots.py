@@ -25,6 +25,7 @@ from ckptd_client.attributes import Attributes
 from ckptd_client.capture import INTERRUPTED, Engine
 from ckptd_client.entries import State
 from ckptd_client.frozen import FrozenCapture, FrozenSlot
+from ckptd_client.garbage import searched_later
 from ckptd_client.gather import gather
 from ckptd_client.gradients import Accumulation
 from ckptd_client.grants import Grant
@@ -42,6 +43,7 @@ from ckptd_client.session import IDLE, READY, SILENT, SUPERSEDED, TAKEN_BACK, Se
 from ckptd_client.tree import ForeignType
 from ckptd_client.troubles import Troubles, brief
 from ckptd_client.versions import Seen, Versions
+from ckptd_client.world import World
 
 log = logging.getLogger("ckptd")
 AUDIT_TIMEOUT_S = 30.0
@@ -346,6 +348,10 @@ class Snapshots:
             everything = recall.with_inside(tensors, state)
             if everything is not None and len(packed) <= recall.plan.objects_max:
                 return Found(everything, packed, recall.plan, len(tensors), hashes(state.objects, state.entries))
+        return self._look_up_anew(session.world, step, meta)
+
+    @searched_later()
+    def _look_up_anew(self, world: World, step: int, meta: dict[str, Any]) -> Found:
         modules.prepare(part for owner in self._registry.of_kind("module") for part in owner.value.modules())
         state = resolve.tensors(self._registry)
         found = len(state.entries)
@@ -354,9 +360,9 @@ class Snapshots:
         self._accumulation.sample(state)
         complete.check(self._registry, state)
         resolve.objects(self._registry, state, step, meta)
-        packed = msgpack.packb(state.objects)
-        replicas = int(session.policy.get("replicas", 0))
-        plan = make_plan(state, session.world, replicas, len(packed), self._plan)
+        packed: bytes = msgpack.packb(state.objects)
+        replicas = int(self._session.policy.get("replicas", 0))
+        plan = make_plan(state, world, replicas, len(packed), self._plan)
         self._plan = plan
         self._recall = Recall(self._registry, state, plan, found) if Recall.can_hold(state) else None
         tensors = [entry.tensor for entry in state.entries]

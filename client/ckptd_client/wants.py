@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
 import msgpack
 import torch
@@ -23,7 +23,7 @@ from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import local_of
 from ckptd_client.nested import Holder
 from ckptd_client.registry import FILLED, Registry
-from ckptd_client.slices import Slice, slices_of
+from ckptd_client.slices import Slice, slices_of, whole_of
 from ckptd_client.world import World
 
 ALWAYS = frozenset({rng.NAME, resolve.META})
@@ -32,8 +32,7 @@ FORGOTTEN = "in the snapshot, saved by this rank, but not registered on it now"
 OF_MODULES = (modules.EXTRA, modules.SAVED, apart.FORMS)  # last parts of the names of their objects
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class Target(NamedTuple):
     """A box wanted back, and where it goes. ``check``: it must equal this other tensor (two values for a tied one)."""
 
     key: str
@@ -42,10 +41,6 @@ class Target:
     box: Box
     dest: Tensor
     check: Tensor | None = None
-
-    @property
-    def row(self) -> list[Any]:
-        return [self.key, self.dtype, self.shape, self.box.offsets, self.box.sizes]
 
 
 @dataclass
@@ -80,7 +75,7 @@ class Wanted:
     first: int = 0  # so many targets are no registered tensors: compared with others, or inside of objects
 
     def encode(self) -> bytes:
-        rows = [target.row for target in self.targets]
+        rows = [(key, dtype, shape, *box) for key, dtype, shape, box, _, _ in self.targets]
         packed: bytes = msgpack.packb({"tensors": rows, "objects": self.objects, "first": self.first})
         return packed
 
@@ -88,7 +83,8 @@ class Wanted:
         """The targets that are no registered tensors before all others."""
         inside = {id(tensor) for tensor in self.inside.values()}
         aside = [t for t in self.targets if t.check is not None or id(t.dest) in inside]
-        self.targets = aside + [t for t in self.targets if t.check is None and id(t.dest) not in inside]
+        if aside:
+            self.targets = aside + [t for t in self.targets if t.check is None and id(t.dest) not in inside]
         self.first = len(aside)
 
 
@@ -113,6 +109,11 @@ class _Matcher:
         self._only = only or (lambda key: True)
         self._containers = registry.containers()
         self.result = Wanted(partial=only is not None or not strict, strict=strict)
+        self._known = {id(entry.tensor): parts for entry, parts in zip(state.entries, state.slices, strict=False)}
+        self._references: dict[str, list[str]] = {}  # tensors inside of objects, by the object
+        for key in catalogue.tensors:
+            if tree.REF_MARK in key:
+                self._references.setdefault(key.rpartition(tree.REF_MARK)[0], []).append(key)
         self._claimed: set[str] = set()
         # Optimizer state that is born here: by its key in the snapshot, device, and parameter where each has its own.
         self._made: dict[tuple[str, torch.device, str], Tensor] = {}
@@ -149,7 +150,7 @@ class _Matcher:
     def _reshape(self, entry: Entry, source: str) -> bool:
         """Of another shape than here, in a module that takes that."""
         dtype, shape, _ = self._catalogue.tensors[source]
-        if shape == tuple(entry.tensor.shape) or entry.owner.kind != "module":
+        if shape == entry.tensor.shape or entry.owner.kind != "module":
             return False
         saved = torch.empty(shape, dtype=dtypes.TORCH[dtype], device="cpu")
         place = reshaping.place(entry.owner.value, entry.tensor, saved)
@@ -184,28 +185,46 @@ class _Matcher:
     def _fill(self, entry: Entry, source: str) -> bool:
         self._claimed.add(source)
         self.result.filled.add(entry.owner.name)
-        parts = slices_of(entry, self._world)
+        parts = self._slices(entry)
         local = local_of(entry.tensor)
         dtype, shape, _ = self._catalogue.tensors[source]
-        mine = (
-            dtypes.name_of(entry.tensor.dtype, entry.key),
-            tuple(parts[0].shape if parts else entry.tensor.shape),
-        )
+        if parts:
+            mine = parts[0].dtype, parts[0].shape
+        else:
+            mine = dtypes.name_of(entry.tensor.dtype, entry.key), tuple(entry.tensor.shape)
         if mine != (dtype, shape):
             self._problem(f"{entry.key}: {mine[0]}{list(mine[1])} here, {dtype}{list(shape)} in the snapshot")
             return False
-        if local.device.type == "meta":
+        if local.is_meta:
             self._problem(f"{entry.key}: still on the meta device; materialise it first (to_empty)")
             return False
         if self._other_world("t", source):
             self._problem(f"{entry.key}: {self._per_rank_text()}")
             return False
-        self.result.targets += [_target(source, part, local) for part in parts if part.box.volume]
+        self.result.targets += [
+            Target(source, dtype, shape, part.box, part.view(local)) for part in parts if 0 not in part.box.sizes
+        ]
         return True
+
+    def _fits_as_made(self, owner: Owner, source: str, tensor: Tensor) -> bool:
+        """A plain tensor that was made for this source, like a parameter that was looked at: there is nothing to be found out."""
+        if tensor.is_meta or self._other_world("t", source):
+            return False
+        self._claimed.add(source)
+        self.result.filled.add(owner.name)
+        dtype, shape, _ = self._catalogue.tensors[source]
+        if 0 not in shape:
+            self.result.targets.append(Target(source, dtype, shape, whole_of(shape)[1], tensor))
+        return True
+
+    def _slices(self, entry: Entry) -> list[Slice]:
+        """Known to the prediction, but of what is born here."""
+        found = self._known.get(id(entry.tensor))
+        return slices_of(entry, self._world) if found is None else found
 
     def _tied(self) -> None:
         """Two different saved tensors for one tied here: allowed only if they hold the same values."""
-        entries = {entry.key: entry for entry in self._state.entries}
+        entries = {entry.key: entry for entry in self._state.entries if self._state.aliases}
         for alias, canonical in self._state.aliases:
             entry, second = entries.get(canonical), self._catalogue.source_of(alias)
             if entry is None or second is None or not self._only(alias):
@@ -216,7 +235,7 @@ class _Matcher:
             ):  # fmt: skip
                 continue
             local = local_of(entry.tensor)
-            for part in slices_of(entry, self._world):
+            for part in self._slices(entry):
                 if part.box.volume:
                     self._compare(part, part.view(local), [self._source(canonical), second])
 
@@ -228,34 +247,52 @@ class _Matcher:
 
     # --- optimizers ---------------------------------------------------------------------------------------------
     def _optimizers(self) -> None:
-        for owner in self._registry.of_kind("optimizer"):
-            saved, held = self._saved_state(owner), nested.holders(owner.value)
+        owners = self._registry.of_kind("optimizer")
+        here = {entry.key: entry.key for entry in self._state.params.values()}
+        here.update({alias: canonical for alias, canonical in self._state.aliases if canonical in here})
+        by_owner = self._saved_by({owner.name for owner in owners})
+        for owner in owners:
+            saved, held = self._saved_state(owner, by_owner[owner.name], here), nested.holders(owner.value)
             for parameter in optim.parameters(owner):
                 key = optim.key_of(owner, parameter, self._state.params)
                 if not self._only(f"{owner.name}.{key}."):
                     continue
-                holders = held.pop(id(parameter), [])
+                holders = held.pop(id(parameter), ())
                 labels = [holder.label for holder in holders]
                 for holder in holders:
                     own = optim.of_label(saved.get(key, {}), holder.label, labels)
                     self._state_of(owner, holder, parameter, key, own)
 
-    def _saved_state(self, owner: Owner) -> dict[str, dict[str, str]]:
-        """parameter key (as it is called here) -> {path: key in the snapshot}. What parameters share (a quantiser's table) was
-        saved once, under the name of the first."""
-        here = {entry.key: entry.key for entry in self._state.params.values()}
-        here.update({alias: canonical for alias, canonical in self._state.aliases if canonical in here})
-        heads: dict[str, dict[str, str]] = {}  # the same by its name when it was saved
-        prefix = owner.name + "."
-        own = ((key, key) for key, (_, _, role) in self._catalogue.tensors.items() if role == "optim")
-        shared = ((key, source) for key, source in self._catalogue.aliases.items() if source in self._catalogue.tensors)
+    def _saved_by(self, names: set[str]) -> dict[str, list[tuple[str, str]]]:
+        """What each of these optimizers has saved: names, and the keys in the snapshot."""
+        found: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
+        tensors = self._catalogue.tensors
+        own = ((key, key) for key, (_, _, role) in tensors.items() if role == "optim")
+        shared = ((key, source) for key, source in self._catalogue.aliases.items() if source in tensors)
         for key, source in chain(own, shared):
-            head = key.removeprefix(prefix) if key.startswith(prefix) else ""
-            while "." in head:
-                head = head.rpartition(".")[0]
+            end = key.find(".")
+            while end > 0:
+                if key[:end] in found:
+                    found[key[:end]].append((key, source))
+                end = key.find(".", end + 1)
+        return found
+
+    def _saved_state(
+        self, owner: Owner, saved: list[tuple[str, str]], here: dict[str, str]
+    ) -> dict[str, dict[str, str]]:
+        """parameter key (as it is called here) -> {path: key in the snapshot}. What parameters share (a quantiser's table) was
+        saved once, under the name of the first. ``saved``: the owner's, as ``_saved_by`` has it. ``here``: the keys of all
+        parameters, by all of their names."""
+        heads: dict[str, dict[str, str]] = {}  # the same by its name when it was saved
+        start = len(owner.name) + 1
+        for key, source in saved:
+            end = key.rfind(".")
+            while end > start:
+                head = key[start:end]
                 if head in here:
-                    heads.setdefault(head, {})[key[len(prefix) + len(head) + 1 :]] = source
+                    heads.setdefault(head, {})[key[end + 1 :]] = source
                     break
+                end = key.rfind(".", start, end)
         return self._of_tied(owner, heads, here)
 
     def _of_tied(self, owner: Owner, heads: dict[str, dict[str, str]], here: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -268,9 +305,8 @@ class _Matcher:
                 continue
             self._claimed.update(heads[head].values())
             self._problem(f"{owner.name}: {key} is tied to {head} here, and each was saved with a state of its own")
-        for key in set(here.values()) - found.keys():
-            other = self._catalogue.aliases.get(key)
-            if other in found:
+        for key, other in self._catalogue.aliases.items():
+            if here.get(key) == key and key not in found and other in found:
                 found[key] = found[other]
                 self._untied.add(key)
         return found
@@ -292,21 +328,19 @@ class _Matcher:
                 self._problem(f"{owner.name}.{key}.{path}: not in the snapshot")
         for path, source in saved.items():
             tensor = present.get(path)
-            made = (source, parameter.device, key if key in self._untied else "")
-            if tensor is None and made in self._made:
-                new.tensors[path] = self._made[made]  # shared with another parameter, as it was
-                continue
-            dtype, shape, _ = self._catalogue.tensors[source]
             if tensor is None:
+                made = (source, parameter.device, key if key in self._untied else "")
+                if made in self._made:
+                    new.tensors[path] = self._made[made]  # shared with another parameter, as it was
+                    continue
+                dtype, shape, _ = self._catalogue.tensors[source]
                 tensor = self._made[made] = optim.empty_state(path, parameter, holder.group, shape, dtypes.TORCH[dtype])
-            copies = (
-                None
-                if type(tensor) is not type(parameter) and tensor.ndim
-                else self._state.params[id(parameter)].copies
-            )
-            if self._fill(
-                Entry(f"{owner.name}.{key}.{path}", tensor, "optim", owner, Mode.FENCED, copies), source
-            ):
+                known = type(tensor) is Tensor and id(parameter) in self._known
+                if known and self._fits_as_made(owner, source, tensor):
+                    new.tensors[path] = tensor
+                    continue
+            copies = None if type(tensor) is not type(parameter) and tensor.ndim else self._state.params[id(parameter)].copies
+            if self._fill(Entry(f"{owner.name}.{key}.{path}", tensor, "optim", owner, Mode.FENCED, copies), source):
                 new.tensors[path] = tensor
         self.result.states.append(new)
 
@@ -338,9 +372,9 @@ class _Matcher:
             self._problem(f"{name}: {self._per_rank_text()}, or give it reshard(states, rank, world)")
             return
         self.result.objects.append(name)
-        for key, (dtype, shape, _) in self._catalogue.tensors.items():
-            if key.startswith(name + tree.REF_MARK):
-                self._inside(key, dtype, shape)
+        for key in self._references.get(name, ()):
+            dtype, shape, _ = self._catalogue.tensors[key]
+            self._inside(key, dtype, shape)
 
     def _inside(self, key: str, dtype: str, shape: tuple[int, ...]) -> None:
         self._claimed.add(key)
@@ -399,25 +433,21 @@ class _Matcher:
     def _left_over(self) -> list[str]:
         saved = [*self._catalogue.tensors, *(self._catalogue.objects.keys() - ALWAYS)]
         excluded = [owner for owner in self._registry.owners.values() if owner.include or owner.exclude]
-        return [
+        return sorted(
             name
-            for name in sorted(saved)
+            for name in saved
             if name not in self._claimed
             and not any(name.startswith(owner.name + ".") and not owner.takes(name) for owner in excluded)
-        ]
+        )
 
     def _other_world(self, kind: str, name: str) -> bool:
-        return self._catalogue.is_per_rank(kind, name) and self._catalogue.world != self._world.size
+        return self._catalogue.world != self._world.size and self._catalogue.is_per_rank(kind, name)
 
     def _per_rank_text(self) -> str:
         return f"its value was each rank's own; restore it into {self._catalogue.world} ranks"
 
     def _problem(self, text: str) -> None:
         self.result.problems.append(text)
-
-
-def _target(source: str, part: Slice, local: Tensor) -> Target:
-    return Target(source, part.dtype, part.shape, part.box, part.view(local))
 
 
 def _above(name: str) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ckptd_client import Client, recall
+from ckptd_client import Client, recall, snapshots
+from ckptd_client.plan import Plan
 from ckptd_client.recall import Recall
 from torch import nn
 
@@ -24,6 +25,24 @@ from tests.node.client_training import (
 )
 from tests.node.optimizer_zoo import train
 from tests.node.rank_daemon_double import RankDaemonDouble
+
+
+def test_nobody_searches_for_garbage_while_a_first_snapshot_is_planned(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The million objects that a plan of 20,000 tensors is made of live on: the search took longer than all else."""
+    searching, plan = [], snapshots.make_plan
+
+    def noted(*args: Any) -> Plan:
+        searching.append(gc.isenabled())
+        return plan(*args)
+
+    monkeypatch.setattr(snapshots, "make_plan", noted)
+    training = Training()
+    with connected(daemon, training) as client:
+        first_snapshot(client, training)
+    assert searching == [False]
+    assert gc.isenabled()
 
 
 def replace_parameter(training: Training, client: Client) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckptd_client import CkptdError
+from ckptd_client import CkptdError, Client, slices
 from ckptd_client.dtypes import TORCH
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -53,6 +53,36 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(daemon: RankDaemonDouble) -
     for (name, a), (_, b) in zip(saved.state_dict().items(), fresh.state_dict().items(), strict=True):
         assert bits_equal(a, b), name
     assert not any("transient" in f.key for f in daemon.held[1, 1][0].layout.fragments)
+
+
+@pytest.mark.parametrize("born", [False, True], ids=["optimizer state is made", "optimizer state is there"])
+def test_each_tensor_is_looked_at_once(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, born: bool) -> None:
+    """What the prediction of sizes found out serves what is wanted back: of 20,000 tensors each look is a second."""
+    saved, fresh = Training(), Training(seed=2)
+    saved.step()
+    save(daemon, model=saved.model, optimizer=saved.optimizer)
+    if born:
+        fresh.step()
+    looked, check = Counter[str](), slices.check_memory
+    monkeypatch.setattr(slices, "check_memory", lambda key, tensor: (looked.update([key]), check(key, tensor))[1])
+    load(daemon, model=fresh.model, optimizer=fresh.optimizer)
+    assert_equal(fresh.tensors(), saved.tensors())
+    known = saved.tensors() if born else {f"model.{name}": value for name, value in fresh.model.state_dict().items()}
+    assert looked == dict.fromkeys(known, 1)
+
+
+def test_what_is_made_for_a_parameter_that_is_left_out_is_looked_at(daemon: RankDaemonDouble) -> None:
+    """P15: an optimizer's state of a parameter that the prediction had not to look at comes back as any other."""
+    saved, fresh = Training(), Training(seed=2)
+    saved.step()
+    save(daemon, model=saved.model, optimizer=saved.optimizer)
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register(model=fresh.model, exclude="model.0.weight")
+        client.register(optimizer=fresh.optimizer)
+        assert client.restore() == 1
+    key = "model.0.weight"
+    differing = {key for key, value in saved.tensors().items() if not bits_equal(value, fresh.tensors()[key])}
+    assert differing == {key}
 
 
 class Loader:
