@@ -95,11 +95,15 @@ class Accumulation:
         log.warning(WARNING, self._job, step)
 
     def _is_new(self, parameter: Tensor, gradient: Tensor) -> bool:
-        """Written since it was used. Before the first use that was seen there is nothing to compare with."""
-        mark = self._marks.get(id(parameter))
+        """Written since it was used. Before the first use that was seen there is nothing to compare with, nor behind a change of
+        its dtype or device (``model.to(...)``), which gives it other memory."""
+        mark, now = self._marks.get(id(parameter)), _mark(gradient)
         if mark is None:
             return self._noted or fence.steps() == 0
-        return bool(mark != _mark(gradient))
+        if mark[:2] != now[:2]:
+            self._marks[id(parameter)] = now
+            return False
+        return bool(mark != now)
 
     def _trains(self, optimizer: Optimizer) -> bool:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -129,9 +133,10 @@ def _hanging_in(part: nn.Module, name: str) -> Tensor | None:
     return next((parameter for own, parameter in part._parameters.items() if own == name), None)
 
 
-def _mark(gradient: Tensor) -> Any:
-    """Another one for another gradient, and for one that was written."""
+def _mark(gradient: Tensor) -> tuple[Any, ...]:
+    """Another one for another gradient, and for one that was written. It begins with its dtype and device."""
     local = local_of(gradient)
     if local.is_sparse:
         local = local._values()
-    return mark_of(gradient, local) if local.layout == torch.strided else (id(gradient), gradient._version)
+    mark = mark_of(gradient, local) if local.layout == torch.strided else (id(gradient), gradient._version)
+    return gradient.dtype, gradient.device, *mark

@@ -194,6 +194,16 @@ def snapshot_after_a_step_that_the_scaler_left_out(
     optimizer.zero_grad()
 
 
+def snapshot_after_a_change_of_dtype(model: nn.Module, optimizer: Any, snapshot: Callable[[], None]) -> None:
+    """The gradients, which the step has used, go with the parameters."""
+    model.to(torch.float32)
+    micro_batch(model, 1)
+    optimizer.step()
+    model.to(torch.float64)
+    snapshot()
+    optimizer.zero_grad()
+
+
 def snapshot_amid_two_optimizers(model: nn.Module, optimizer: Any, snapshot: Callable[[], None]) -> None:
     """A generator's loss reaches the discriminator's parameters; its gradients are dropped before they are used."""
     other = SGD(model.parameters(), lr=0.0)
@@ -209,7 +219,7 @@ def snapshot_amid_two_optimizers(model: nn.Module, optimizer: Any, snapshot: Cal
     "loop",
     [
         snapshot_before_zero_grad, snapshot_after_zeros, snapshot_after_the_models_zero_grad,
-        snapshot_after_a_step_that_the_scaler_left_out, snapshot_amid_two_optimizers,
+        snapshot_after_a_step_that_the_scaler_left_out, snapshot_after_a_change_of_dtype, snapshot_amid_two_optimizers,
     ],
 )  # fmt: skip
 def test_an_ordinary_loop_is_not_warned_of(
