@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+_MAY_HOLD = (Optimizer, list, tuple, dict)
 _OF_THE_CLASS = frozenset({"param_groups", "state", "defaults"})  # attributes of an optimizer that hold none
 
 
@@ -37,15 +38,11 @@ def _collect(value: Any, found: dict[int, Optimizer], above: set[int]) -> None:
             return
         above.add(id(value))
         for name, inner in vars(value).items():
-            if name not in _OF_THE_CLASS:
+            if isinstance(inner, _MAY_HOLD) and inner and name not in _OF_THE_CLASS:
                 _collect(inner, found, above)
         found[id(value)] = value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            if isinstance(item, Optimizer):
-                _collect(item, found, above)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             if isinstance(item, Optimizer):
                 _collect(item, found, above)
 
