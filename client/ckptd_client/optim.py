@@ -119,13 +119,15 @@ def odd_key(label: str, key: str) -> str:
     return f"{label}:{key}" if label else key
 
 
-def of_label(saved: Mapping[str, str], label: str, labels: Iterable[str]) -> dict[str, str]:
+def of_label(saved: Mapping[str, str], label: str, labels: Sequence[str]) -> Mapping[str, str]:
     """What of a parameter's saved state, {path: key}, is the holder's with this label; the innermost one takes what carries
     the label of no other."""
+    if not any(labels):
+        return saved
     prefixes = tuple(f"{other}." for other in labels if other)
     if label:
         return {path[len(label) + 1 :]: key for path, key in saved.items() if path.startswith(f"{label}.")}
-    return {path: key for path, key in saved.items() if not path.startswith(prefixes)} if prefixes else dict(saved)
+    return {path: key for path, key in saved.items() if not path.startswith(prefixes)}
 
 
 def _copies_like(parameter: Entry) -> Copies | None:

@@ -191,12 +191,12 @@ def _item(entry: Entry | None, part: Slice, tier: int) -> LayoutItem:
 
 
 def _source(entry: Entry, index: int, part: Slice, at: int, fragment: Fragment) -> Source:
-    local = local_of(entry.tensor)
+    sharded = is_dtensor(entry.tensor)
+    local = local_of(entry.tensor) if sharded else entry.tensor
     if local.is_meta:
         raise CkptdError("still on the meta device", where=entry.key, hint="materialise it first (to_empty())")
     mode = _mode(entry, fragment.nbytes)
     whole = part.view(local) is local
-    sharded = is_dtensor(entry.tensor)
     return Source(
         index, entry.key, entry.owner, part, at, fragment.offset, fragment.nbytes, mode, sharded, whole
     )
@@ -275,12 +275,15 @@ def _unborn(registry: Registry, state: State, world: World, known: dict[int, lis
     found = [part for entry in born for part in slices_of(entry, world)]
     for owner in registry.of_kind("optimizer"):
         held = nested.holders(owner.value)
+        counts: dict[int, int] = {}  # of each group
         for parameter in optim.parameters(owner):
             optimizer, group, _ = held[id(parameter)][0]
+            if id(group) not in counts:
+                counts[id(group)] = optim.lazy_tensors(optimizer, group)
             if parameter.requires_grad and not optimizer.state.get(parameter):
                 entry = state.params[id(parameter)]
                 parts = known.get(id(entry.tensor), ()) if not apart.is_apart(entry.tensor) else ()
-                found += _unborn_of(owner, optim.lazy_tensors(optimizer, group), entry, parts, world)
+                found += _unborn_of(owner, counts[id(group)], entry, parts, world)
     return found
 
 

@@ -5,7 +5,7 @@ Every mismatch is collected and named before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -266,12 +266,12 @@ class _Matcher:
     def _saved_by(self, names: set[str]) -> dict[str, list[tuple[str, str]]]:
         """What each of these optimizers has saved: names, and the keys in the snapshot."""
         found: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
-        tensors = self._catalogue.tensors
+        tensors, longest = self._catalogue.tensors, max(map(len, names), default=0)
         own = ((key, key) for key, (_, _, role) in tensors.items() if role == "optim")
         shared = ((key, source) for key, source in self._catalogue.aliases.items() if source in tensors)
         for key, source in chain(own, shared):
             end = key.find(".")
-            while end > 0:
+            while 0 < end <= longest:
                 if key[:end] in found:
                     found[key[:end]].append((key, source))
                 end = key.find(".", end + 1)
@@ -311,9 +311,7 @@ class _Matcher:
                 self._untied.add(key)
         return found
 
-    def _state_of(
-        self, owner: Owner, holder: Holder, parameter: Tensor, key: str, saved: dict[str, str]
-    ) -> None:
+    def _state_of(self, owner: Owner, holder: Holder, parameter: Tensor, key: str, saved: Mapping[str, str]) -> None:
         new = NewState(owner, holder, parameter, key)
         existing = holder.optimizer.state.get(parameter) or {}
         present = {
@@ -322,9 +320,8 @@ class _Matcher:
             for path, leaf in optim.tensor_leaves(str(name), value)
             if isinstance(value, Tensor) or self._is_like(leaf, saved.get(path))  # lists are made anew, as long as they were
         }
-        if saved:
-            missing = [path for path in present if path not in saved]
-            for path in missing:
+        for path in present if saved else ():
+            if path not in saved:
                 self._problem(f"{owner.name}.{key}.{path}: not in the snapshot")
         for path, source in saved.items():
             tensor = present.get(path)
