@@ -318,10 +318,11 @@ class Snapshots:
         patience_s = max(0.0, deadline - time.monotonic())
         frozen = self._frozen.slot_for(plan, tensors, patience_s) if plan.layout.frozen_bytes else None
         try:
-            look = found.look()
-            job = self._job(handle, grant, slot, frozen, plan, tensors, len(packed), keep)
-            self._write_objects(slot, packed, plan)
-            gather(tensors, job, self._engine.statics, self._races)
+            with searched_later():
+                look = found.look()
+                job = self._job(handle, grant, slot, frozen, plan, tensors, len(packed), keep)
+                self._write_objects(slot, packed, plan)
+                gather(tensors, job, self._engine.statics, self._races)
             job.blocked_s = time.monotonic() - began
             self._taken += 1
             self.progress.taken(look.seen)
@@ -334,6 +335,7 @@ class Snapshots:
             if frozen is not None:
                 frozen.slot.segment.unpin()
 
+    @searched_later()
     def _lookup(self, step: int, meta: dict[str, Any]) -> Found:
         """What is there now. Quickly, if nothing was replaced."""
         recall, session = self._recall, self._session
@@ -350,7 +352,6 @@ class Snapshots:
                 return Found(everything, packed, recall.plan, len(tensors), hashes(state.objects, state.entries))
         return self._look_up_anew(session.world, step, meta)
 
-    @searched_later()
     def _look_up_anew(self, world: World, step: int, meta: dict[str, Any]) -> Found:
         modules.prepare(part for owner in self._registry.of_kind("module") for part in owner.value.modules())
         state = resolve.tensors(self._registry)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from ckptd_client import Client, recall, snapshots
-from ckptd_client.plan import Plan
 from ckptd_client.recall import Recall
 from torch import nn
 
@@ -27,21 +26,25 @@ from tests.node.optimizer_zoo import train
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 
-def test_nobody_searches_for_garbage_while_a_first_snapshot_is_planned(
+def test_nobody_searches_for_garbage_while_snapshots_are_planned_and_gathered(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The million objects that a plan of 20,000 tensors is made of live on: the search took longer than all else."""
-    searching, plan = [], snapshots.make_plan
+    searching = []
 
-    def noted(*args: Any) -> Plan:
-        searching.append(gc.isenabled())
-        return plan(*args)
+    def noted(name: str) -> None:
+        inner = getattr(snapshots, name)
+        monkeypatch.setattr(snapshots, name, lambda *args: (searching.append((name, gc.isenabled())), inner(*args))[1])
 
-    monkeypatch.setattr(snapshots, "make_plan", noted)
+    noted("make_plan")
+    noted("gather")
     training = Training()
     with connected(daemon, training) as client:
         first_snapshot(client, training)
-    assert searching == [False]
+        training.step()
+        client.snapshot(2, must=True)
+        assert client.wait("sealed", 30) == "durable"
+    assert searching == [("make_plan", False), ("gather", False), ("gather", False)]
     assert gc.isenabled()
 
 
