@@ -90,7 +90,7 @@ struct Memory final : c10::DeviceAllocator {
   }
   void copy_data(void* to, const void* from, size_t nbytes) const override {
     Runtime::get().synchronize_device(Runtime::get().current_device());
-    std::memcpy(to, from, nbytes);
+    std::memcpy(behind(to), behind(from), nbytes);
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
@@ -193,7 +193,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     c10::DataPtr data = memory.allocate(nbytes);
     if (storage.nbytes()) {  // what had no memory is waited for by nobody
       Runtime::get().synchronize_device(storage.device().index());
-      std::memcpy(data.get(), storage.data(), std::min(nbytes, storage.nbytes()));
+      std::memcpy(behind(data.get()), behind(storage.data()), std::min(nbytes, storage.nbytes()));
     }
     storage.set_data_ptr_noswap(std::move(data));
     storage.set_nbytes(nbytes);

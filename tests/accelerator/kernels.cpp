@@ -5,16 +5,28 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_coalesced_native.h>
+#include <ATen/ops/_indices_native.h>
+#include <ATen/ops/_nnz_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
+#include <ATen/ops/_values_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/clone_native.h>
+#include <ATen/ops/dense_dim_native.h>
+#include <ATen/ops/is_coalesced_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/sparse_dim_native.h>
+#include <ATen/ops/sparse_resize_and_clear_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
-#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/zero_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -42,7 +54,8 @@ Span span_of(const Tensor& tensor, bool writes) {
 // The same memory as the CPU sees it. It keeps nothing alive, as a queued kernel does not.
 Tensor on_cpu(const Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != KIND) return tensor;
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU).requires_grad(false));
+  auto options = tensor.options().device(at::kCPU).requires_grad(false);
+  return at::from_blob(behind(tensor.data_ptr()), tensor.sizes(), tensor.strides(), options);
 }
 
 // What a kernel is given: of the host's tensors the values of now, since it is the caller's who may write or drop them before it
@@ -360,6 +373,33 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("copy_", &copy_);
   m.impl("record_stream", &record_stream);
   m.impl("_local_scalar_dense", &local_scalar);
+}
+
+// --- sparse: what an embedding's gradient asks for ---------------------------------------------------------------------------
+Tensor& add_sparse(Tensor& self, const Tensor& other, const at::Scalar& alpha) {
+  if (self.is_sparse()) {
+    auto indices = at::cat({self._indices(), other._indices()}, 1), values = at::cat({self._values(), other._values().mul(alpha)});
+    static_cast<at::SparseTensorImpl*>(self.unsafeGetTensorImpl())->set_indices_and_values_unsafe(indices, values);
+    return self._coalesced_(false);
+  }
+  c10::List<std::optional<Tensor>> rows;
+  for (const Tensor& row : other._indices().unbind(0)) rows.push_back(row);
+  return self.index_put_(rows, other._values().mul(alpha), true);
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", &at::native::new_with_dims_and_tensor_sparse_symint);
+  m.impl("_indices", &at::native::_indices_sparse);
+  m.impl("_values", &at::native::_values_sparse);
+  m.impl("_nnz", &at::native::_nnz_sparse);
+  m.impl("sparse_dim", &at::native::sparse_dim_sparse);
+  m.impl("dense_dim", &at::native::dense_dim_sparse);
+  m.impl("is_coalesced", &at::native::is_coalesced_sparse);
+  m.impl("_coalesced_", &at::native::_coalesced_sparse_);
+  m.impl("clone", &at::native::clone_sparse);
+  m.impl("zero_", &at::native::zero_sparse_);
+  m.impl("sparse_resize_and_clear_", &at::native::sparse_resize_and_clear_);
+  m.impl("add_.Tensor", &add_sparse);
 }
 
 // --- for tests -------------------------------------------------------------------------------------------------------------

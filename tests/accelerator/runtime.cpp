@@ -16,10 +16,38 @@ thread_local int t_device = 0;
 thread_local int t_streams[DEVICES] = {0, 1};  // the default stream of each device has the device's number
 constexpr size_t GRAIN = 512;
 
+constexpr size_t ROOM = size_t(1) << 36;  // of addresses, of all devices together; no memory is taken that nobody touches
+
+struct Addresses {
+  char *seen, *behind;
+  std::atomic<size_t> used{0};
+  Addresses() : seen(mapped(PROT_NONE)), behind(mapped(PROT_READ | PROT_WRITE)) {}
+  void* take(size_t nbytes) {
+    size_t at = used.fetch_add(nbytes);
+    TORCH_CHECK_WITH(OutOfMemoryError, at + nbytes <= ROOM, "sim: no addresses are left");
+    return seen + at;
+  }
+  static char* mapped(int protection) {
+    void* found = mmap(nullptr, ROOM, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(found != MAP_FAILED, "sim: no room for addresses");
+    return static_cast<char*>(found);
+  }
+};
+
+Addresses& addresses() {
+  static Addresses* one = new Addresses();
+  return *one;
+}
+
 void pause(double us) {
   if (us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(us));
 }
 }  // namespace
+
+void* behind(const void* data) {
+  size_t at = static_cast<const char*>(data) - addresses().seen;
+  return at <= ROOM ? addresses().behind + at : const_cast<void*>(data);  // what is empty has no address
+}
 
 void join(Clock& into, const Clock& other) {
   for (const auto& [stream, seq] : other) into[stream] = std::max(into[stream], seq);
@@ -241,7 +269,7 @@ Block* Runtime::allocate(size_t nbytes, int device) {
     }
   }
   if (block == nullptr) {
-    block = new Block{std::aligned_alloc(GRAIN, room), room, number, device, {}};
+    block = new Block{addresses().take(room), room, number, device, {}};
     blocks_[block->data] = block;
   }
   block->users.clear();
@@ -255,7 +283,7 @@ void Runtime::release(Block* block) {
   Stream& owner = stream(block->stream);
   if (poison && block->users.empty() && block->captured == capturing(owner)) {
     auto begin = reinterpret_cast<uintptr_t>(block->data);
-    void* data = block->data;
+    void* data = behind(block->data);
     size_t nbytes = block->nbytes;
     owner.enqueue({[data, nbytes] { std::memset(data, 0xDB, nbytes); }, "reuse of freed memory"}, {{begin, begin + nbytes, true}});
   }

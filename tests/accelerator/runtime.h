@@ -25,6 +25,10 @@ namespace sim {
 constexpr int DEVICES = 2;
 constexpr int HOST = -1;  // the host's place in a clock
 
+// A device's memory as its kernels see it. The address that everybody else has is of no use to the host, as on real devices: who
+// reads or writes there dies.
+void* behind(const void* data);
+
 using Clock = std::map<int, uint64_t>;  // per stream, the newest of its tasks that is known to be over
 void join(Clock& into, const Clock& other);
 

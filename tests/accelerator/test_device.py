@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -243,6 +246,33 @@ def test_what_torch_averages_of_weights_is_what_the_cpu_averages() -> None:
                     parameter.mul_(0.5)
         means.append([parameter.cpu() for parameter in average.parameters()])
     assert all(map(torch.allclose, *means)), "other kernels than on the CPU, of other rounding"
+
+
+def test_a_devices_memory_is_nothing_that_the_host_can_read() -> None:
+    """A test of ours copied from there as from the host's own: on a real device it would have died."""
+    value = torch.ones(4, device=device.KIND)
+    reader, writer = os.pipe()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.write(writer, ctypes.c_void_p(value.data_ptr()), 16) == -1
+    assert ctypes.get_errno() == errno.EFAULT
+    os.close(reader)
+    os.close(writer)
+    assert value.sum().item() == 4
+
+
+def test_an_embedding_with_sparse_gradients_is_trained_as_on_the_cpu() -> None:
+    found = []
+    for place in ("cpu", device.KIND):
+        torch.manual_seed(1)
+        model = nn.Embedding(30, 4, sparse=True).to(place)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(4):
+            model(torch.tensor([1, 2, 2], device=place)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number == 1)
+        found.append(model.weight.detach().cpu())
+    torch.testing.assert_close(*found)
+    assert device.races() == []
 
 
 def test_kernels_run_in_their_callers_inference_mode() -> None:
