@@ -14,7 +14,7 @@ from ckptd.core.errors import CkptdError
 TIMEOUT_S = 15.0  # the daemon itself gives up after 10 s
 ANSWER_BYTES_MAX = 64 << 20
 PORT_MAX = 65535
-HANGS = "it hangs, or its machine does: see its log; one that is started again finds its memory as it was"
+HANGS = "it hangs, or its machine does: see its log; one that its keeper or systemd starts again finds its memory as it was"
 
 
 def fetch(loaded: Loaded, path: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def meet(
     troubles = {r: answer["trouble"] for r, answer in enumerate(answers) if answer["node"] is None}
     if troubles:
         ranks = ", ".join(map(str, troubles))
-        there = "start `ckptd run` on every node; one that is started again finds its memory as it was"
+        there = "start `ckptd run` on every node; one that its keeper or systemd starts again finds its memory, any other none"
         raise NoDaemon(
             f"no daemon for rank {ranks}: {next(iter(troubles.values()))}", where=job,
             hint=f"{there}; allow_fresh=True trains without a checkpoint",

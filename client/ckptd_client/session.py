@@ -34,7 +34,7 @@ LAYOUTS_KNOWN_MAX = 8  # of the newest that were sent; the daemon remembers twic
 SILENT_AFTER_S = 15.0  # a daemon that answers no question, or is away, for this long is not waited for
 RESTORE_SILENT_AFTER_S = 60.0  # the same while it restores: it may be busy
 ASK_EVERY_S = 2.0
-LOST_HINT = "start the job again: a daemon that is started again finds its memory as it was; its log says why it ended"
+LOST_HINT = "start the job again: a daemon that its keeper or systemd starts again finds its memory; its log says why it ended"
 
 GRANTED_AHEAD, TAKEN_BACK = "granted ahead", "taken back"
 LARGER = "slots are being made larger"

@@ -79,6 +79,7 @@ def test_restore_without_a_daemon_raises_unless_a_fresh_start_is_allowed(
         with pytest.raises(CkptdError) as caught:
             client.restore()
         assert "allow_fresh" in caught.value.hint
+        assert "keeper or systemd starts again" in caught.value.hint, "any other daemon has lost what it held"
         assert "none.sock" in str(caught.value)
         assert client.restore(allow_fresh=True) is None
         assert (client.last_restore["mode"], client.last_restore["step"]) == ("no daemon", None)
