@@ -234,8 +234,10 @@ class Engine:
             self._changed.notify_all()
 
     def _hold_back_devices(self) -> None:
+        """Training may write what a void snapshot reads. It waits for none, least of all for one whose copies are being enqueued,
+        which may take as long as the device likes."""
         for job in list(self._jobs):
-            if job.device is not None and (job.enqueued or job.stop):
+            if job.device is not None and job.enqueued and not job.stop:
                 job.device.hold_back()
 
     def _audit(self, deadline: float) -> None:

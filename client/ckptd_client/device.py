@@ -74,15 +74,14 @@ class Batch:
     def enqueue(self) -> bool:
         with self._accelerator.aside() as side, self._lock, torch.no_grad():
             try:
-                while self._has_room():
-                    nbytes = 0
-                    while nbytes < CHUNK_BYTES:
-                        more = next(self._rest, None)
-                        if more is None:
-                            return True
-                        nbytes += more
-                    self._sent.append((self._accelerator.event(), nbytes))
-                    self._sent[-1][0].record(side)
+                nbytes = 0
+                while nbytes < CHUNK_BYTES:
+                    more = next(self._rest, None)
+                    if more is None:
+                        return True
+                    nbytes += more
+                self._sent.append((self._accelerator.event(), nbytes))
+                self._sent[-1][0].record(side)
                 return False
             finally:
                 self._done.record(side)  # also of what was enqueued before something failed: its slot is not free before that

@@ -25,8 +25,8 @@ class DeviceBatch(Protocol):
     """Copies that an accelerator makes by itself once they are enqueued (device.py)."""
 
     def enqueue(self) -> bool:
-        """Side stream: wait for the training stream's mark, then copy. False: not all, as much is on its way. By the capture
-        thread, again once there is room."""
+        """Side stream: wait for the training stream's mark, then copy. False: not all, for a snapshot that is void by now needs no
+        more. By the capture thread, again once there is room."""
 
     def has_room(self) -> bool:
         """Would ``enqueue`` find something to do? Does not wait."""

@@ -81,6 +81,11 @@ MISTAKES = (
         f"{RULES}::test_little_is_on_its_way_at_once_and_a_fences_timeout_calls_back_the_rest",
     ),
     Mistake(
+        "training waits for what is void",
+        "capture.py", "job.enqueued and not job.stop:", "(job.enqueued or job.stop):",
+        "test_client_snapshot.py::test_the_fence_gives_up_at_its_timeout_and_training_goes_on",
+    ),
+    Mistake(
         "the side stream does not wait for training",
         "device.py", "            side.wait_event(self._ready)\n        yield", "            pass\n        yield",
         f"{RULES}::test_an_audit_digests_on_the_side_stream_and_cries_no_wolf",

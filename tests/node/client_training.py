@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from ckptd_client import Client
+from ckptd_client.device import Batch
 from ckptd_client.dtypes import TORCH
 from torch import nn
 
@@ -26,7 +27,7 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.randn(4, self.width)).square().mean().backward()
+        self.model(torch.randn(4, self.width, device=self.model[0].weight.device)).square().mean().backward()
         self.optimizer.step()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -80,7 +81,11 @@ def first_snapshot(client: Client, training: Training, level: str = "sealed") ->
 
 def copying(client: Client) -> None:
     """Wait until the capture thread is in the middle of a copy."""
-    until(lambda: any(job.in_flight for job in list(client._engine._jobs)), what="a copy in progress")
+    def amid() -> bool:
+        jobs = list(client._engine._jobs)
+        return any(job.in_flight or (isinstance(job.device, Batch) and job.device._lock.locked()) for job in jobs)
+
+    until(amid, what="a copy in progress")
 
 
 def stored(held: Held) -> dict[str, torch.Tensor]:

@@ -28,12 +28,11 @@ ON_BOTH = frozenset(
     )
 )  # fmt: skip
 
-NOT_YET = frozenset(Path(__file__).with_name("not_on_a_device.txt").read_text().splitlines())
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in ON_BOTH:
-        metafunc.parametrize("default_device", DEVICES, indirect=True)
+        on_host = metafunc.definition.get_closest_marker("on_host") is not None
+        metafunc.parametrize("default_device", DEVICES[:1] if on_host else DEVICES, indirect=True)
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
@@ -48,8 +47,6 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
     if not hasattr(request, "param"):
         yield "cpu"
         return
-    if request.param == device.KIND and request.node.originalname in NOT_YET:
-        pytest.skip("fails on the simulated device, or is not meant for it: not_on_a_device.txt")
     if request.param != device.KIND:
         with torch.device(request.param):
             yield request.param
@@ -57,7 +54,7 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
     if not device.available():
         pytest.skip(f"the simulated accelerator needs {device.NEEDS}")
     accelerator._known.clear()
-    with device.simulated(), torch.device(device.KIND):
+    with device.simulated(request.node), torch.device(device.KIND):
         yield device.KIND
     accelerator._known.clear()
 

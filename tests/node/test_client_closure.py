@@ -100,7 +100,7 @@ def stepped(daemon: RankDaemonDouble, make: Make, step: Callable[[Run], object])
     else:
         held = daemon.held[1, 1][0]
         weight = next(f for f in held.layout.fragments if f.key == "model.weight")
-        assert held.payload[weight.offset : weight.offset + weight.nbytes] == expected["model.weight"].numpy().tobytes()
+        assert held.payload[weight.offset : weight.offset + weight.nbytes] == expected["model.weight"].cpu().numpy().tobytes()
     return run
 
 

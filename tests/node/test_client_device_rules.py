@@ -29,9 +29,9 @@ device.load_first()
 
 
 @pytest.fixture(autouse=True)
-def _simulated() -> Iterator[None]:
+def _simulated(request: pytest.FixtureRequest) -> Iterator[None]:
     accelerator._known.clear()
-    with simulated():
+    with simulated(request.node):
         yield
     failpoint.arm("")
 
@@ -288,6 +288,7 @@ def test_a_write_past_the_counters_of_what_is_frozen_is_found_by_its_samples(dae
         assert handle.wait("sealed", 30).startswith("void: hidden write: model.frozen.weight")
 
 
+@pytest.mark.writes_what_is_read
 def test_little_is_on_its_way_at_once_and_a_fences_timeout_calls_back_the_rest(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from ckptd_client import Client
 from ckptd_client.entries import Owner
 from ckptd_client.segments import SlotView
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ckptd.wire import rank as wire
 from tests.node.client_training import Training, assert_same, connected, restored, stored
@@ -25,11 +26,13 @@ def test_frozen_parameters_are_copied_once_and_again_when_they_change(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckptd_client import copying as copies
+    from ckptd_client import device
 
     training, frozen = with_adapter()
     copied: list[str] = []
-    run = copies.Copy.run
+    run, one = copies.Copy.run, device.Batch._copy_one
     monkeypatch.setattr(copies.Copy, "run", lambda self, *at: (copied.append(self.key), run(self, *at))[1])
+    monkeypatch.setattr(device.Batch, "_copy_one", lambda self, of, copy: (copied.append(copy.key), one(self, of, copy))[1])
     with restored(daemon, training) as client:
 
         def snapshot(step: int) -> int:
@@ -90,9 +93,10 @@ def test_parameters_called_frozen_that_change_are_known_as_such_also_when_regist
 
 
 def test_a_frozen_parameter_written_behind_our_back_is_found_and_soon_captured_with_the_others(
-    daemon: RankDaemonDouble,
+    daemon: RankDaemonDouble, default_device: str
 ) -> None:
-    """A momentum encoder: requires_grad=False, written through .data, which bumps no version."""
+    """A momentum encoder: requires_grad=False, written through .data, which bumps no version. On a device snapshot() waits for no
+    look at its bytes: it is found when the copies have been made, and the snapshot is void."""
     training, momentum = with_frozen_module("momentum")
     net = training.model
 
@@ -111,9 +115,11 @@ def test_a_frozen_parameter_written_behind_our_back_is_found_and_soon_captured_w
             results.append(handle.wait("sealed", 30))
             if handle.taken:
                 assert_same(daemon.held[1, number][0], expected)
-        assert results[:2] == ["durable", "durable"], "samples of its bytes show it"
+        assert results[0] == "durable"
+        if default_device == "cpu":
+            assert results[1] == "durable", "samples of its bytes show it"
+            assert not any(status.startswith("void") for status in results)
         assert results.count("durable") >= 5 and results[-3:] == ["durable"] * 3, results
-        assert not any(status.startswith("void") for status in results)
 
 
 def with_adapter(width: int = 400) -> tuple[Training, torch.Tensor]:
@@ -148,13 +154,11 @@ def snapshot(client: Client, training: Training, daemon: RankDaemonDouble, step:
 def test_other_memory_under_the_same_address_is_another_content(daemon: RankDaemonDouble) -> None:
     """P1: an allocator gives what was let go to the next tensor of that size, and its versions begin at 0 again."""
     training, frozen = with_adapter()
-    place = bytearray(frozen.numel() * 4)
+    place = torch.empty(400, 400)
 
     def swap(value: float) -> None:
-        frozen.data = torch.empty(0)
-        frozen.data = torch.frombuffer(place, dtype=torch.float32).view(400, 400)
-        view = torch.frombuffer(place, dtype=torch.float32)
-        view.fill_(value)
+        frozen.data = from_dlpack(to_dlpack(place))  # type: ignore[attr-defined]
+        place.fill_(value)
 
     swap(1.0)
     with restored(daemon, training) as client:
@@ -265,7 +269,7 @@ def kept_by(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, value: fl
     whole = held.layout.frozen
     content = bytearray(held.payload[held.layout.frozen_at :])
     for fragment in whole.fragments:
-        data = torch.full((fragment.nbytes // 4,), value).numpy().tobytes()
+        data = torch.full((fragment.nbytes // 4,), value).cpu().numpy().tobytes()
         content[fragment.offset : fragment.offset + fragment.nbytes] = data
     give = daemon._give_frozen
 
@@ -316,6 +320,7 @@ def test_two_snapshots_that_lean_on_what_was_kept_of_another_model(
             assert daemon.held[max(daemon.held)][0].layout.frozen_bytes
 
 
+@pytest.mark.writes_what_is_read
 def test_a_frozen_parameter_that_becomes_what_was_kept_after_its_snapshot(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, slow_look: threading.Event
 ) -> None:
@@ -372,7 +377,7 @@ def test_a_device_is_told_what_to_copy_while_a_frozen_part_is_compared(monkeypat
 
     engine = Engine(lambda job: None, lambda job, reason: None)
     weight = torch.zeros(3 * copying.CHUNK_BYTES, dtype=torch.uint8)
-    same = weight.clone()
+    same = weight.to("cpu", copy=True)  # which waits for what makes it
     copy = copying.Copy("w", Owner("model", "module", None), weight, same.data_ptr(), weight.nbytes, 0)
     first, second = job(1, slot), job(2)
     first.unproven = [(copy, weight, mark_of(weight, weight))]

@@ -38,7 +38,7 @@ def training(
 
 def micro_batch(model: nn.Module, number: int) -> None:
     batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
-    model(batch).square().mean().backward()
+    model(batch.to(next(model.parameters()).device)).square().mean().backward()
 
 
 def accumulating(model: nn.Module, optimizer: Optimizer, numbers: range) -> None:

@@ -161,7 +161,7 @@ def test_a_module_that_cannot_save_itself_is_refused(daemon: RankDaemonDouble) -
 def quantised() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch is to drop them
-        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+        return torch.quantize_per_tensor(torch.ones(3, device="cpu"), 0.1, 0, torch.qint8)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,7 @@ def _group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.on_host("what is refused is a class, wherever it lies")
 @pytest.mark.usefixtures("_group")
 @pytest.mark.filterwarnings("ignore")
 def test_flat_parameters_of_fsdp1_are_refused(daemon: RankDaemonDouble) -> None:

@@ -231,7 +231,7 @@ def assert_states_equal(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> N
 
 def assert_tree_equal(a: Any, b: Any) -> None:
     if isinstance(a, torch.Tensor):
-        assert a.device == b.device
+        assert a.device == b.device or (a.ndim == 0 and b.is_cpu), "what torch counts on its default device counts on here"
         assert bits_equal(a, b)
     elif isinstance(a, dict):
         assert a.keys() == b.keys()

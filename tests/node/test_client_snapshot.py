@@ -381,6 +381,7 @@ def test_an_audit_of_the_last_step_does_not_wait_for_an_optimizer(daemon: RankDa
         until(lambda: client._engine.idle, what="compared and handed over, though no step came after it")
 
 
+@pytest.mark.writes_what_is_read
 def test_the_fence_gives_up_at_its_timeout_and_training_goes_on(daemon: RankDaemonDouble) -> None:
     """P5: bounded, whatever the capture does; the step is void everywhere."""
     daemon.policy["fence_timeout_s"] = 0.3

@@ -23,6 +23,7 @@ from tests.node.rank_daemon_double import RankDaemonDouble
 
 WIDTH = 200
 ALWAYS = 1_000_000
+AMID_A_COPY = pytest.mark.on_host("a device copies by itself, in the order of its stream: nobody comes in between")
 CAUSE = "failed: written by another thread while it was copied: "
 
 
@@ -103,6 +104,7 @@ def written_amid(
     return left
 
 
+@AMID_A_COPY
 @pytest.mark.parametrize("key", KEYS)
 def test_what_another_thread_writes_once_is_copied_again(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, key: str
@@ -117,6 +119,7 @@ def test_what_another_thread_writes_once_is_copied_again(
         assert not any("another thread" in text for text in client.health().problems)
 
 
+@AMID_A_COPY
 @pytest.mark.parametrize("key", KEYS)
 def test_what_another_thread_goes_on_writing_fails_the_snapshot_by_name(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, key: str
@@ -134,6 +137,7 @@ def test_what_another_thread_goes_on_writing_fails_the_snapshot_by_name(
         assert not any("another thread" in text for text in client.health().problems)
 
 
+@AMID_A_COPY
 def test_a_first_copy_that_lies_within_one_long_write_is_known_by_samples(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +155,7 @@ def test_a_first_copy_that_lies_within_one_long_write_is_known_by_samples(
         assert bits_equal(stored(daemon.held[1, 1][0])["average"], average), "torn"
 
 
+@AMID_A_COPY
 def test_many_such_tensors_are_counted(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"{at}": torch.zeros(10) for at in range(9)}
     copy = libc.copy
@@ -181,6 +186,7 @@ def test_a_dtensor_and_its_local_part_count_for_themselves(
             assert client.snapshot(1, must=True).status == CAUSE + "w"
 
 
+@AMID_A_COPY
 def test_a_write_that_is_under_way_at_the_last_byte_of_a_second_copy_is_found(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +208,7 @@ def test_a_write_that_is_under_way_at_the_last_byte_of_a_second_copy_is_found(
         assert bits_equal(stored(daemon.held[1, 1][0])["average"], expected), "torn"
 
 
+@AMID_A_COPY
 def test_who_was_caught_once_is_looked_at_more_closely_for_a_while(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +248,7 @@ def test_a_tensor_of_inference_mode_in_the_place_of_another_has_no_counter(daemo
         assert bits_equal(stored(daemon.held[1, 2][0])["module.running_mean"], torch.ones(WIDTH))
 
 
+@AMID_A_COPY
 def test_without_the_look_at_the_counters_it_is_torn(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_switches, "VERSIONS", False)
     average = torch.zeros(100, 100)
@@ -250,6 +258,7 @@ def test_without_the_look_at_the_counters_it_is_torn(daemon: RankDaemonDouble, m
         assert len(stored(daemon.held[1, 1][0])["average"].unique()) == 2
 
 
+@AMID_A_COPY
 def test_the_wait_for_a_busy_thread_is_bounded(daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: a few copies and as many short waits, whatever the thread does."""
     average = torch.zeros(1_000_000)

@@ -80,6 +80,7 @@ def trained(
     return statuses, torn, problems
 
 
+@pytest.mark.writes_what_is_read
 def test_a_step_that_only_counters_show_is_not_missed(daemon: RankDaemonDouble) -> None:
     """The first such step voids its snapshot; the optimizer's state, which is not watched, is copied at once then too."""
     statuses, torn, _ = trained(daemon, Training(200), counted)
@@ -87,6 +88,7 @@ def test_a_step_that_only_counters_show_is_not_missed(daemon: RankDaemonDouble) 
     assert statuses.count("durable") >= 3 and not any(UNSEEN in status for status in statuses), statuses
 
 
+@pytest.mark.writes_what_is_read
 def test_what_may_be_replayed_by_a_graph_is_neither_skipped_nor_torn(daemon: RankDaemonDouble) -> None:
     """``capturable=True``, and nobody calls step()."""
     training = Training(200)
@@ -98,6 +100,7 @@ def test_what_may_be_replayed_by_a_graph_is_neither_skipped_nor_torn(daemon: Ran
     assert problems == []
 
 
+@pytest.mark.writes_what_is_read
 def test_steps_that_nobody_sees_are_a_problem_of_health(daemon: RankDaemonDouble) -> None:
     statuses, _, problems = trained(daemon, Training(200), replayed)
     assert statuses[1:] == [f"skipped: {UNSEEN}"] * (SNAPSHOTS - 1)
@@ -122,6 +125,7 @@ def test_a_few_snapshots_without_a_step_are_none(daemon: RankDaemonDouble) -> No
         assert client.health().problems == []
 
 
+@pytest.mark.writes_what_is_read
 def test_steps_that_the_user_tells_of_are_captured_whole(daemon: RankDaemonDouble) -> None:
     statuses, torn, problems = trained(daemon, Training(200), replayed, told)
     assert torn == []

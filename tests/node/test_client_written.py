@@ -98,6 +98,7 @@ def trained(
     return seen
 
 
+@pytest.mark.writes_what_is_read
 @pytest.mark.parametrize(("make", "between"), [(Words, look), (Words, nothing), (lambda: Training(200), clamp)])
 def test_a_weight_that_is_written_after_the_snapshot_is_torn_in_none(
     daemon: RankDaemonDouble, make: Callable[[], Training], between: Callable[[Training], None]
@@ -117,6 +118,7 @@ def reset_one(training: Training) -> None:
     training.optimizer.state[training.model[0].weight]["exp_avg"].zero_()
 
 
+@pytest.mark.writes_what_is_read
 @pytest.mark.parametrize("between", [reset_moments, reset_one])
 def test_optimizer_state_that_is_written_after_the_snapshot_is_torn_in_none(
     daemon: RankDaemonDouble, between: Callable[[Training], None]
@@ -144,6 +146,7 @@ def test_state_that_its_optimizer_writes_is_no_write_past_the_fence(daemon: Rank
             assert handle.wait("sealed", 30) == "durable"
 
 
+@pytest.mark.writes_what_is_read
 def test_only_the_tensors_that_were_written_are_copied_at_once(daemon: RankDaemonDouble) -> None:
     training = Training(200)
     with restored(daemon, training) as client:
@@ -160,6 +163,7 @@ def test_only_the_tensors_that_were_written_are_copied_at_once(daemon: RankDaemo
         assert_same(daemon.held[1, 2][0], expected)
 
 
+@pytest.mark.writes_what_is_read
 def test_the_snapshot_after_a_write_is_audited(daemon: RankDaemonDouble) -> None:
     """Who writes one tensor by hand may write others in ways that move no counter."""
     daemon.policy["audit_every"] = 1000
@@ -178,6 +182,7 @@ def test_the_snapshot_after_a_write_is_audited(daemon: RankDaemonDouble) -> None
         assert handle.wait("sealed", 30) == "void: hidden write: optimizer.model.0.weight.exp_avg"
 
 
+@pytest.mark.writes_what_is_read
 def test_the_second_time_the_owner_is_copied_at_once(daemon: RankDaemonDouble) -> None:
     training = Training(200)
     third = nn.Linear(200, 200)
@@ -198,6 +203,7 @@ def test_the_second_time_the_owner_is_copied_at_once(daemon: RankDaemonDouble) -
         assert_same(daemon.held[1, 3][0], expected)
 
 
+@pytest.mark.writes_what_is_read
 def test_without_a_fence_the_counters_are_asked_before_the_seal(daemon: RankDaemonDouble) -> None:
     """The last step of a run: no optimizer comes after it. wait() captures it once more."""
     training = Training(200)
@@ -209,6 +215,7 @@ def test_without_a_fence_the_counters_are_asked_before_the_seal(daemon: RankDaem
         assert_same(daemon.held[1, 1][0], expected)
 
 
+@pytest.mark.writes_what_is_read
 @pytest.mark.parametrize("write_s", [capture.WRITE_S, 0.0])
 def test_a_write_that_is_under_way_when_the_last_byte_is_copied_is_found(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, write_s: float
@@ -313,6 +320,7 @@ def test_inference_tensors_have_no_counter_and_are_copied_at_once(daemon: RankDa
             assert bits_equal(stored(daemon.held[1, step][0])["model.0.weight"], expected)
 
 
+@pytest.mark.writes_what_is_read
 @pytest.mark.parametrize("make", [Words, lambda: Training(200)])
 def test_without_the_look_at_the_counters_these_snapshots_are_torn(
     daemon: RankDaemonDouble, make: Callable[[], Training], monkeypatch: pytest.MonkeyPatch
@@ -321,6 +329,7 @@ def test_without_the_look_at_the_counters_these_snapshots_are_torn(
     assert trained(daemon, make(), nothing if make is Words else clamp).torn != []
 
 
+@pytest.mark.writes_what_is_read
 def test_a_tensor_that_is_written_and_taken_out_of_its_dict_while_it_is_captured_is_void(daemon: RankDaemonDouble) -> None:
     """P15: nobody was told of it by then, neither the handle nor the daemon, which waited for that grant's answer."""
     training, more = Training(), {"x": torch.zeros(100, 100), "y": torch.zeros(100, 100)}
