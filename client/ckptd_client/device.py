@@ -65,10 +65,12 @@ class Batch:
 
     @classmethod
     def of(
-        cls, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView], audited: Sequence[Copy] = ()
-    ) -> Batch | None:
-        """None without copies. Raises CkptdError for several devices."""
-        accelerator = of_all({copy.source.device for copy in (*early, *late, *held)})
+        cls, early: list[Copy], late: list[Copy], held: list[Copy], slots: Sequence[SlotView], audited: Sequence[Copy] = (),
+        unproven: Sequence[Copy] = (),
+    ) -> Batch | None:  # fmt: skip
+        """None where nothing lies on a device. ``unproven``: somebody else compares these on the side stream, which waits for
+        training here, copies or not. Raises CkptdError for several devices."""
+        accelerator = of_all({copy.source.device for copy in (*early, *late, *held, *unproven)})
         return None if accelerator is None else cls(accelerator, early, late, held, slots, audited)
 
     def enqueue(self) -> bool:

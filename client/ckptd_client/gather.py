@@ -43,7 +43,8 @@ def gather(tensors: Sequence[Tensor], job: Job, statics: Statics, races: Races) 
                 large.append((source.entry, copy))
     races.end(noted, tensors, large, lambda entries: _again(entries, tensors, job))
     held = [copy for copy in job.held if not copy.source.is_cpu]
-    job.device = device.Batch.of(early, late, held, job.slots, late if job.audit else ())
+    unproven = [copy for copy, _, _ in job.unproven if not copy.source.is_cpu]
+    job.device = device.Batch.of(early, late, held, job.slots, late if job.audit else (), unproven)
 
 
 def _copy_small(job: Job, tensors: Sequence[Tensor]) -> list[Source]:

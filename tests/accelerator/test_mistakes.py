@@ -86,6 +86,11 @@ MISTAKES = (
         "test_client_snapshot.py::test_the_fence_gives_up_at_its_timeout_and_training_goes_on",
     ),
     Mistake(
+        "what alone lies on the device is compared at once",
+        "gather.py", "late if job.audit else (), unproven)", "late if job.audit else ())",
+        f"{RULES}::test_what_alone_lies_on_the_device_is_compared_behind_what_training_asked_for",
+    ),
+    Mistake(
         "the side stream does not wait for training",
         "device.py", "            side.wait_event(self._ready)\n        yield", "            pass\n        yield",
         f"{RULES}::test_an_audit_digests_on_the_side_stream_and_cries_no_wolf",

@@ -13,6 +13,7 @@ from ckptd_client import device as captures
 from ckptd_client.accelerator import REGISTRATIONS, Registration
 from ckptd_client.capture import Engine
 from ckptd_client.copying import Copy
+from torch import nn
 
 from ckptd.core import failpoint
 from ckptd.core.errors import CkptdError
@@ -286,6 +287,27 @@ def test_a_write_past_the_counters_of_what_is_frozen_is_found_by_its_samples(dae
         handle = client.snapshot(3, must=True)
         training.step()
         assert handle.wait("sealed", 30).startswith("void: hidden write: model.frozen.weight")
+
+
+def test_what_alone_lies_on_the_device_is_compared_behind_what_training_asked_for(daemon: RankDaemonDouble) -> None:
+    """P1: a frozen encoder below a head on the host. Nothing was copied, so nothing waited: a write past the counters that the
+    device had yet to make was not found, and the snapshot sealed without it."""
+    model = nn.ModuleList([nn.Linear(256, 256, bias=False).to(device.KIND).requires_grad_(False), nn.Linear(256, 3)])
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+
+    def step() -> None:
+        model[1](torch.randn(2, 256)).sum().backward()
+        optimizer.step()
+
+    with begun(daemon, model=model, optimizer=optimizer) as client:
+        step()
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        step()
+        with device.held():
+            model[0].weight.data.add_(1)
+            handle = client.snapshot(2, must=True)
+            step()
+        assert handle.wait("sealed", 30).startswith("void: hidden write: model.0.weight")
 
 
 @pytest.mark.writes_what_is_read
