@@ -16,8 +16,10 @@ from ckptd_client.accelerator import Accelerator, of_all
 from ckptd_client.copying import Copy
 from ckptd_client.digests import differing, digest
 from ckptd_client.dtypes import as_bits
+from ckptd_client.races import TRIES, goes_on_writing
 from ckptd_client.samples import OnDevice
 from ckptd_client.segments import Segment, SlotView, bytes_tensor
+from ckptd_client.versions import counters
 
 CLONE_BYTES_MAX = 64 * 1024**2  # what is larger is not cloned on the device: the training stream waits for its copy
 CHUNK_BYTES = 64 * 1024**2  # of one copy: room that what is not contiguous takes on its way
@@ -57,7 +59,6 @@ class Batch:
         if large:
             try:
                 self._copy_large()
-                self._accelerator.hold_back(self._done)
             except Exception:
                 with contextlib.suppress(RuntimeError):
                     self._done.synchronize()  # its slot is given back at once
@@ -121,12 +122,22 @@ class Batch:
         self._samples = samples
 
     def _copy_large(self) -> None:
-        with self._accelerator.aside() as side, torch.no_grad():
-            try:
-                side.wait_event(self._ready)
-                deque(self._copies(self._large), maxlen=0)
-            finally:
-                self._done.record(side)
+        """Again where another thread has written one before its stream, most likely this thread's too, waited for the copy."""
+        for _ in range(1 + TRIES):
+            before = counters([source for source, _ in self._large])
+            with self._accelerator.aside() as side, torch.no_grad():
+                try:
+                    side.wait_event(self._ready)
+                    deque(self._copies(self._large), maxlen=0)
+                finally:
+                    self._done.record(side)
+            self._accelerator.hold_back(self._done)
+            after = counters([source for source, _ in self._large])
+            written = [copy.key for (_, copy), then, now in zip(self._large, before, after, strict=True) if then != now]
+            if not written:
+                return
+            self._ready.record(self._accelerator.training())
+        raise goes_on_writing(written)
 
     def _copies(self, sources: list[tuple[Tensor, Copy]]) -> Iterator[int]:
         for source, copy in sources:

@@ -11,7 +11,7 @@ second time in each of the next snapshots: that copy waits for writes under way 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import Tensor
 
@@ -68,14 +68,19 @@ class Races:
             wrote.update(one.key for one in doubted)
         self._count(wrote, {one.key for one in watched.values()})
         if doubted:
-            raise CkptdError(
-                f"written by another thread while it was copied: {shown(one.key for one in doubted)}",
-                hint="stop that thread around snapshot(), or register a copy that it does not write",
-            )
+            raise goes_on_writing(one.key for one in doubted)
 
     def _count(self, wrote: set[str], keys: set[str]) -> None:
         quiet = {key: count + 1 for key, count in self._caught.items() if key in keys and count + 1 < QUIET_MAX}
         self._caught = quiet | dict.fromkeys(wrote, 0)
+
+
+def goes_on_writing(keys: Iterable[str]) -> CkptdError:
+    """Another thread does, however often these are copied."""
+    return CkptdError(
+        f"written by another thread while it was copied: {shown(keys)}",
+        hint="stop that thread around snapshot(), or register a copy that it does not write",
+    )
 
 
 def _second_copy(doubted: Sequence[Watched], tensors: Sequence[Tensor], again: CopyAgain) -> list[Watched]:

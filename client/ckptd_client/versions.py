@@ -43,11 +43,11 @@ class Versions:
         self.watched = [*watched, *sharded]
         self.tensors: list[Tensor] = [tensors[one.entry] for one in watched]
         self.tensors += [tensors[one.entry]._local_tensor for one in sharded]  # type: ignore[attr-defined]
-        self._noted = _counters(self.tensors)
+        self._noted = counters(self.tensors)
 
     def moved(self) -> list[Watched]:
         """What was written since."""
-        now = _counters(self.tensors)
+        now = counters(self.tensors)
         if now == self._noted:
             return []
         changed = (one for one, then, at in zip(self.watched, self._noted, now, strict=True) if then != at)
@@ -64,9 +64,9 @@ class Seen:
         """``sharded``: the indices of DTensors, whose local parts count for themselves. ``placed``: those of which it is
         noted which tensors they are; an optimizer's are told by their counters alone."""
         self._keys = keys
-        self._counters = _counters(tensors)
+        self._counters = counters(tensors)
         self._places = dict(zip(placed, map(_content, (tensors[at] for at in placed)), strict=True))
-        locals_ = _counters([tensors[at]._local_tensor for at in sharded])  # type: ignore[attr-defined]
+        locals_ = counters([tensors[at]._local_tensor for at in sharded])  # type: ignore[attr-defined]
         self._locals = dict(zip(sharded, locals_, strict=True))
 
     @classmethod
@@ -92,10 +92,10 @@ def of_what_is_fenced(registry: Registry) -> list[tuple[int, int]]:
     inner = (optimizer for owner in registry.of_kind("optimizer") for optimizer in nested.optimizers(owner.value))
     states = (state for optimizer in inner for state in optimizer.state.values() if isinstance(state, dict))
     tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return list(zip(map(id, tensors), _counters(tensors), strict=True))
+    return list(zip(map(id, tensors), counters(tensors), strict=True))
 
 
-def _counters(tensors: Sequence[Tensor]) -> list[int]:
+def counters(tensors: Sequence[Tensor]) -> list[int]:
     try:
         return list(map(_version, tensors))
     except RuntimeError:  # inference tensors have none

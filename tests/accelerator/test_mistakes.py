@@ -66,8 +66,7 @@ MISTAKES = (
     ),
     Mistake(
         "training does not wait for a large copy",
-        "device.py", "                self._copy_large()\n                self._accelerator.hold_back(self._done)\n",
-        "                self._copy_large()\n",
+        "device.py", "            self._accelerator.hold_back(self._done)\n            after", "            after",
         f"{RULES}::test_nothing_large_is_cloned_on_the_device",
     ),
     Mistake(
@@ -79,6 +78,11 @@ MISTAKES = (
         "all is enqueued at once",
         "device.py", "for _, nbytes in self._sent) < WINDOW_BYTES", "for _, nbytes in self._sent) < 1 << 60",
         f"{RULES}::test_little_is_on_its_way_at_once_and_a_fences_timeout_calls_back_the_rest",
+    ),
+    Mistake(
+        "what is large is copied once, whoever writes it",
+        "device.py", "            if not written:", "            if True:",
+        f"{RULES}::test_what_is_too_large_to_be_cloned_is_copied_again_where_another_thread_writes_it",
     ),
     Mistake(
         "training waits for what is void",

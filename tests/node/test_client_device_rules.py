@@ -289,6 +289,33 @@ def test_a_write_past_the_counters_of_what_is_frozen_is_found_by_its_samples(dae
         assert handle.wait("sealed", 30).startswith("void: hidden write: model.frozen.weight")
 
 
+@pytest.mark.writes_what_is_read
+@pytest.mark.parametrize("times", [1, 100])
+def test_what_is_too_large_to_be_cloned_is_copied_again_where_another_thread_writes_it(
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """P1: its kernel comes between ours on the stream that both train on, before that waits for the copy."""
+    monkeypatch.setattr(captures, "CLONE_BYTES_MAX", 1024)
+    average, left, copy_one = torch.zeros(256, 256, device=device.KIND), [times], captures.Batch._copy_one
+
+    def amid(batch: captures.Batch, source: torch.Tensor, copy: Copy) -> Iterator[int]:
+        yield from copy_one(batch, source, copy)
+        if copy.key == "average" and left[0]:
+            left[0] -= 1
+            other = threading.Thread(target=average.add_, args=(1,))
+            other.start()
+            other.join()
+
+    monkeypatch.setattr(captures.Batch, "_copy_one", amid)
+    with begun(daemon, average=average) as client:
+        handle = client.snapshot(1, must=True)
+        if times == 1:
+            assert handle.wait("sealed", 30) == "durable"
+            assert_same(daemon.held[1, 1][0], {"average": average.cpu()})
+        else:
+            assert handle.status == "failed: written by another thread while it was copied: average"
+
+
 def test_what_alone_lies_on_the_device_is_compared_behind_what_training_asked_for(daemon: RankDaemonDouble) -> None:
     """P1: a frozen encoder below a head on the host. Nothing was copied, so nothing waited: a write past the counters that the
     device had yet to make was not found, and the snapshot sealed without it."""
