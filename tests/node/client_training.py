@@ -88,6 +88,11 @@ def copying(client: Client) -> None:
     until(amid, what="a copy in progress")
 
 
+def all_copied(client: Client) -> None:
+    """Wait until no tensor is read any more, and nothing of a device is on its way."""
+    until(lambda: all(job.copied and not job.on_device for job in list(client._engine._jobs)), what="all copies")
+
+
 def stored(held: Held) -> dict[str, torch.Tensor]:
     """The tensors of a sealed slot."""
     found = {}

@@ -20,7 +20,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.wire.rank import GaveUp
 from tests.accelerator import device
 from tests.accelerator.device import simulated
-from tests.node.client_training import assert_same, begun
+from tests.node.client_training import all_copied, assert_same, begun
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.node.test_client_accelerator import Training, Turned, stepped
 from tests.waiting import until
@@ -266,7 +266,7 @@ def test_an_audit_digests_on_the_side_stream_and_cries_no_wolf(daemon: RankDaemo
         train(client, training, 3)
         training.step()
         handle = client.snapshot(4, must=True)
-        until(lambda: all(job.copied and not job.on_device for job in client._engine._jobs), what="all copies")
+        all_copied(client)
         training.model[0].weight.data.add_(1)  # moves no counter
         training.optimizer.step()  # the host has not waited for that
         assert handle.wait("sealed", 30) == "void: hidden write: model.0.weight"

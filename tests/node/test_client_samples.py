@@ -15,10 +15,9 @@ from ckptd_client.dtypes import as_bits
 from ckptd_client.samples import OnDevice, Samples
 from torch import nn
 
-from tests.node.client_training import begun, bits_equal, stored
+from tests.node.client_training import all_copied, begun, bits_equal, stored
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.node.test_client_device import copies
-from tests.waiting import until
 
 WIDTH = 600
 
@@ -126,7 +125,7 @@ def statuses_of(
             between_the_samples(net)
         handle = client.snapshot(step, must=True)
         if beside and step == 8:
-            until(lambda: all(job.copied for job in list(client._engine._jobs)), what="all is copied")
+            all_copied(client)
             net.online.weight.data.add_(1)
         net.step(optimizer)  # the fence, at which an audit compares
         statuses[step] = handle.wait("sealed", 30)
@@ -148,7 +147,6 @@ def test_what_passes_between_the_samples_makes_earlier_snapshots_doubtful_by_nam
     assert all(statuses[step] == "durable" for step in range(1, 8))
 
 
-@pytest.mark.writes_what_is_read
 def test_what_was_written_past_the_fence_makes_no_earlier_snapshot_doubtful(daemon: RankDaemonDouble) -> None:
     """It was named among what is."""
     daemon.policy["audit_every"] = 8

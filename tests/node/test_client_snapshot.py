@@ -19,6 +19,7 @@ from ckptd.core import failpoint
 from ckptd.wire import rank as wire
 from tests.node.client_training import (
     Training,
+    all_copied,
     assert_same,
     connected,
     copying,
@@ -345,7 +346,7 @@ def test_an_audit_finds_a_write_that_escapes_the_fence(daemon: RankDaemonDouble)
     with restored(daemon, training) as client:
         training.step()
         handle = client.snapshot(1, must=True)
-        until(lambda: client._engine._all_copied(), what="the copy")
+        all_copied(client)
         training.model[0].weight.data.add_(1)
         training.step()
         assert handle.wait("sealed", 30) == "void: hidden write: model.0.weight"

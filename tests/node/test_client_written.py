@@ -15,7 +15,16 @@ from ckptd_client.handles import Handle
 from torch import nn
 
 from ckptd.core import failpoint
-from tests.node.client_training import Training, assert_same, begun, bits_equal, connected, restored, stored
+from tests.node.client_training import (
+    Training,
+    all_copied,
+    assert_same,
+    begun,
+    bits_equal,
+    connected,
+    restored,
+    stored,
+)
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.node.test_client_tear import Everything
 from tests.waiting import until
@@ -175,7 +184,7 @@ def test_the_snapshot_after_a_write_is_audited(daemon: RankDaemonDouble) -> None
         training.step()
         assert handle.wait("sealed", 30).startswith("void: written before the fence")
         handle = client.snapshot(3, must=True)
-        until(lambda: client._engine._all_copied(), what="the copy")
+        all_copied(client)
         state = training.optimizer.state[training.model[0].weight]["exp_avg"]
         state.data.add_(1)
         training.step()
