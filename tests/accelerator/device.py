@@ -34,9 +34,10 @@ ops: Any = torch.ops.sim
 @cache
 def load() -> None:
     """From now on torch knows the device, as it knows one whose driver is installed."""
-    torch.ops.load_library(str(library()))
-    torch._register_device_module(KIND, _module())
-    torch.utils.generate_methods_for_privateuse1_backend()
+    known: Any = torch  # of which none of these is typed in every version
+    known.ops.load_library(str(library()))
+    known._register_device_module(KIND, _module())
+    known.utils.generate_methods_for_privateuse1_backend()
 
 
 def load_first() -> None:
