@@ -92,9 +92,11 @@ class Accelerator:
         self._held_back.append((before, behind))
 
     def stalled_s(self) -> float:
-        """Seconds that the training stream has stood still for copies, as far as they are over."""
+        """Seconds that the training stream has stood still for copies, as far as they are over. A thread on another device hears
+        what was known: to ask makes a context of that device."""
+        here = torch.accelerator.current_device_index() == self.device.index
         with graphs.unless_captured() as may, self._stalls, contextlib.suppress(RuntimeError):
-            while may and self._held_back and self._held_back[0][1].query():
+            while may and here and self._held_back and self._held_back[0][1].query():
                 before, behind = self._held_back.popleft()
                 self._stalled_s += before.elapsed_time(behind) / 1000
         return self._stalled_s
@@ -107,8 +109,14 @@ class Accelerator:
         with graphs.away() if ours else contextlib.nullcontext():
             if ours and torch.accelerator.current_device_index() != self.device.index:
                 torch.accelerator.set_device_index(self.device)  # for good: to make the one before current makes a context there
-            with self._side:
-                yield self._side
+            with self._aside() as side:
+                yield side
+
+    def _aside(self) -> torch.Stream:
+        """The side stream, to be made current. Another object each time: torch keeps in it which stream to come back to, and two
+        threads would each come back to that of the other."""
+        side = self._side
+        return torch.Stream(stream_id=side.stream_id, device_index=side.device_index, device_type=side.device_type)
 
     def register(self, address: int, nbytes: int) -> str:
         """Host memory, for copies that nobody waits for. Why it cannot be; "" when it is."""

@@ -188,6 +188,7 @@ class Batch:
             self._ring.land()
 
     def finish(self) -> tuple[list[Copy], list[Copy]]:
+        self._accelerator.stalled_s()  # this thread is on its device, which no other need be
         try:
             with self._accelerator.aside():
                 self._done.synchronize()

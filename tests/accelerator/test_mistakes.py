@@ -85,6 +85,16 @@ MISTAKES = (
         f"{RULES}::test_what_is_too_large_to_be_cloned_is_copied_again_where_another_thread_writes_it",
     ),
     Mistake(
+        "all threads make the same object of a stream current",
+        "accelerator.py", "with self._aside() as side:", "with self._side as side:",
+        f"{RULES}::test_who_was_aside_beside_another_thread_comes_back_to_its_own_stream",
+    ),
+    Mistake(
+        "events are asked on whatever device is current",
+        "accelerator.py", "while may and here and", "while may and",
+        f"{RULES}::test_a_thread_of_the_programs_that_fences_asks_its_own_device_nothing",
+    ),
+    Mistake(
         "training waits for what is void",
         "capture.py", "job.enqueued and not job.stop:", "(job.enqueued or job.stop):",
         "test_client_snapshot.py::test_the_fence_gives_up_at_its_timeout_and_training_goes_on",

@@ -289,6 +289,37 @@ def test_a_write_past_the_counters_of_what_is_frozen_is_found_by_its_samples(dae
         assert handle.wait("sealed", 30).startswith("void: hidden write: model.frozen.weight")
 
 
+def test_who_was_aside_beside_another_thread_comes_back_to_its_own_stream() -> None:
+    """P5: training that has a stream of its own went on upon another one after an audit, beside the kernels before."""
+    one, training = accelerator.of(torch.device(device.KIND)), torch.Stream(device.KIND)
+    came, may_go = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with one.aside():
+            came.set()
+            may_go.wait(20)
+
+    thread = threading.Thread(target=other)
+    with training:
+        with one.aside():
+            thread.start()
+            assert came.wait(20)
+        assert torch.accelerator.current_stream() == training
+        may_go.set()
+        thread.join()
+
+
+def test_a_thread_of_the_programs_that_fences_asks_its_own_device_nothing() -> None:
+    """A thread begins on device 0, and the rank's is another: that one would hold a context of every rank."""
+    one = accelerator.Accelerator(torch.device(device.KIND, 1))
+    one.hold_back(one.event())
+    device.fresh()
+    thread = threading.Thread(target=one.hold_back, args=(one.event(),))  # which looks how long the one before was
+    thread.start()
+    thread.join()
+    assert 0 not in device.ops.contexts()
+
+
 @pytest.mark.writes_what_is_read
 @pytest.mark.parametrize("times", [1, 100])
 def test_what_is_too_large_to_be_cloned_is_copied_again_where_another_thread_writes_it(
