@@ -38,7 +38,6 @@ CASES = [
     ("sendmsg", "ENOBUFS"), ("sendto", "ECONNRESET"), ("recvfrom", "ECONNRESET"), ("accept4", "EMFILE"), ("socket", "EMFILE"),
     ("pread64", "EIO"), ("ftruncate,fallocate", "ENOSPC"),
 ]  # fmt: skip
-EVERYDAY = {("fsync,fdatasync", "EIO")}
 RARE = ("link,linkat", "rename,renameat,renameat2", "mkdir,mkdirat")  # made now and then by whoever commits or claims an epoch
 SPREAD = ("pread64",)  # made by one of several threads, so that few of them make a second one
 EVERY = ("mmap",)  # made a few times only, and by new threads first of all: each fails
@@ -111,10 +110,8 @@ def test_a_process_that_ends_of_its_first_call_was_struck(tmp_path: Path, monkey
             assert injection.count() > 0
 
 
-@pytest.mark.parametrize(
-    ("calls", "error"),
-    [case if case in EVERYDAY else pytest.param(*case, marks=pytest.mark.chaos) for case in CASES],
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize(("calls", "error"), CASES)
 def test_a_call_that_fails_again_and_again(job: Job, calls: str, error: str) -> None:
     """P2, P4, P5, P11: over training, flushes and a restore."""
     sick = job.places if calls in RARE else [job.places[SICK]]

@@ -11,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 REPO = Path(__file__).resolve().parents[2]
 TEMPLATE_TIMEOUT_S = 60.0
@@ -47,15 +48,15 @@ def fork(link: socket.socket, order: dict[str, Any], fds: list[int]) -> int:
     return int(link.recv(16))
 
 
-class ForkedNode:
-    """``ckptd run`` in a process forked from tests/cluster/node_template.py, with what of Popen's is used here."""
+class ForkedCommand:
+    """``ckptd ARGUMENTS`` in a process forked from tests/cluster/node_template.py, with what of Popen's is used here."""
 
-    def __init__(self, env: dict[str, str], log: Path) -> None:
+    def __init__(self, arguments: Sequence[str], env: dict[str, str], out: IO[bytes], err: IO[bytes]) -> None:
         self.returncode: int | None = None
         self._said, status = os.pipe()
-        order = {"env": env, "uid": 0, "job": "", "kind": ""}
-        with open(log, "ab") as out, open(os.devnull, "rb") as nothing:
-            fds = [nothing.fileno(), out.fileno(), out.fileno(), status]
+        order = {"env": env, "uid": 0, "job": json.dumps(arguments), "kind": "ckptd"}
+        with open(os.devnull, "rb") as nothing:
+            fds = [nothing.fileno(), out.fileno(), err.fileno(), status]
             self.pid = fork(template("tests.cluster.node_template"), order, fds)
         os.close(status)
         self._pidfd = os.pidfd_open(self.pid)
@@ -71,7 +72,7 @@ class ForkedNode:
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
         if self.returncode is None and not select.select([self._pidfd], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("ckptd run", timeout or 0.0)
+            raise subprocess.TimeoutExpired("ckptd", timeout or 0.0)
         code = self.poll()
         assert code is not None
         return code

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 
 from ckptd.demo.job import free_port
-from tests.cluster.forked import END_TIMEOUT_S, REPO, ForkedNode, fork, template
+from tests.cluster.forked import END_TIMEOUT_S, REPO, ForkedCommand, fork, template
 from tests.short import short_folder
 from tests.waiting import until
 
@@ -40,7 +41,7 @@ class Node:
             "inventory_timeout_s": 2, "steward_timeout_s": 3, "breakpoint_grace_s": 3600,
         }  # fmt: skip
         self.settings = {**defaults, **settings}
-        self.process: subprocess.Popen[bytes] | ForkedNode | None = None
+        self.process: subprocess.Popen[bytes] | ForkedCommand | None = None
         self.log = self.root / "log"
 
     def start(self, *, wait: bool = True, failpoint: str = "", within: Sequence[str] = ()) -> Node:
@@ -60,7 +61,8 @@ class Node:
                     command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=REPO
                 )
         else:
-            self.process = ForkedNode(env, self.log)
+            with open(self.log, "ab") as log:
+                self.process = ForkedCommand(["run"], env, log, log)
         if wait:
             self.until_up()
         return self
@@ -109,8 +111,11 @@ class Node:
         """`ckptd ARGUMENTS` with this node's settings."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
         env["CKPTD_SOCKET"] = str(self.socket)
-        command = [sys.executable, "-m", "ckptd", *map(str, arguments)]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+        command = [*map(str, arguments)]
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            code = ForkedCommand(command, env, out, err).wait(START_TIMEOUT_S)
+            said = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
+        return subprocess.CompletedProcess(command, code, *said)
 
     def daemon_pid(self) -> int:
         return int(self.get("/status")["node"]["pid"])

@@ -127,6 +127,7 @@ def _taken(trainer: Trainer) -> bool:
     return str(trainer.do("wait", level="sealed")) == "sealed"
 
 
+@pytest.mark.chaos
 def test_a_new_base_model_is_captured_and_the_old_one_goes(nodes: Cluster) -> None:
     first, second, world, _ = trained(nodes, 3)
     before = [node.get("/status")["memory"] for node in (first, second)]
@@ -160,6 +161,7 @@ def test_storage_has_the_frozen_part_in_every_checkpoint(nodes: Cluster) -> None
     assert again.do("last_restore")["bytes"]["durable"] > FROZEN_BYTES
 
 
+@pytest.mark.chaos
 def test_damage_in_a_frozen_part_is_found_and_it_is_captured_anew(nodes: Cluster) -> None:
     """P10: every snapshot that leans on it is damaged; the peer's copies serve, and the next snapshot gets a sound one."""
     first, second, world, digest = trained(nodes, 2)

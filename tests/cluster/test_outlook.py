@@ -35,7 +35,7 @@ def trained_on(nodes: Cluster, count: int, kind: str, **settings: object) -> tup
 
 @pytest.mark.parametrize(
     ("redundancy", "lost"),
-    [("replicas=1", 0), pytest.param("replicas=1", 2, marks=pytest.mark.chaos), ("xor(3)", 1)],
+    [("replicas=1", 0), pytest.param("replicas=1", 2, marks=pytest.mark.chaos), pytest.param("xor(3)", 1, marks=pytest.mark.chaos)],
 )
 def test_a_lost_node_costs_what_was_promised(nodes: Cluster, redundancy: str, lost: int) -> None:
     made, world = trained_on(nodes, 3, "fsdp", redundancy=redundancy)

@@ -33,6 +33,7 @@ def test_reed_solomon_gives_back_what_any_two_nodes_held(nodes: Cluster) -> None
     assert together(again, "digest") == digests[:2]
 
 
+@pytest.mark.chaos
 def test_parity_is_taken_back_after_a_crash_and_used(nodes: Cluster) -> None:
     """P7: kill -9 of the daemons that hold it; what their keepers kept is what a loss is made good from."""
     made, world, digests = nodes.protected(JOB, 3, "xor(3)")

@@ -15,8 +15,8 @@ from bench.netns import missing
 from tests.accelerator import device
 
 REPO = Path(__file__).resolve().parents[2]
-BENCHMARKS = ("stall", "protect", "persist", "restore")
-SELDOM = [pytest.param(name, marks=pytest.mark.chaos) for name in ("erasure", "tensors", "peers")]
+BENCHMARKS = ("stall", "protect", "erasure", "persist", "restore", "tensors", "peers")
+SELDOM = ("erasure", "tensors", "peers")  # these in `make chaos`
 SMALL = {"tensors": ("--many", "500", "--few", "20")}  # options beside the 10 MB
 RUN_TIMEOUT_S = 240.0
 
@@ -32,13 +32,14 @@ def told_by(name: str, folder: Path, *options: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("name", [*BENCHMARKS, *SELDOM])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.chaos] * (name in SELDOM)) for name in BENCHMARKS])
 def test_it_runs_to_its_end(name: str, tmp_path: Path) -> None:
     told = told_by(name, tmp_path, "--bytes", "1e7", "--repeats", "1", *SMALL.get(name, ()))
     assert told["rows"] and all(second >= 0 for row in told["rows"] for second in row["seconds"])
     assert not [row["name"] for row in told["rows"] if not row["seconds"]]
 
 
+@pytest.mark.chaos
 @device.NEEDED
 def test_the_stall_on_a_device_is_told_apart_from_the_hosts(tmp_path: Path) -> None:
     rows = told_by("stall", tmp_path, "--device", device.KIND, "--bytes", "1e7", "--repeats", "1")["rows"]

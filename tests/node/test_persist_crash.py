@@ -298,6 +298,7 @@ COMMIT_POINTS = [
 ]
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("point", WRITE_POINTS + COMMIT_POINTS)
 def test_kill_9_at_every_step(tmp_path: Path, point: str) -> None:
     storage = PosixStorage(str(tmp_path / "root"))
