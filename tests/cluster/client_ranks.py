@@ -412,8 +412,6 @@ def moments_of_eight_bits() -> None:
 FIRST: Cases = {f"{way} to {then}": (lambda way=way, then=then: saves(way, then)) for way, then in SAVED}  # type: ignore[misc]
 FIRST |= {
     "tears": none_torn,
-    "tears without fence": tears_without_fence,
-    "tears without reshard": tears_without_reshard,
     "per rank": per_rank,
     "two groups": two_groups,
     "declared over sub-meshes": declared_over_sub_meshes,
@@ -423,12 +421,16 @@ FIRST |= {
     "registered before it is wrapped": registered_before_it_is_wrapped,
     "one rank without a daemon": one_rank_without_a_daemon,
     "mismatch of one rank": mismatch_of_one_rank,
-    "compiled step": compiled_step_is_fenced,
     "moments of eight bits": moments_of_eight_bits,
     "an average on rank zero": lambda: registrations.average_on_rank_zero(connect, until_durable, refusal),
     "an optimizer forgotten": lambda: registrations.optimizer_forgotten_on_one_rank(connect, until_durable, refusal),
     "parts of a dict": lambda: registrations.parts_of_a_dict(connect, until_durable),
     "stages undeclared": lambda: registrations.stages_undeclared(connect, until_durable),
+}
+SELDOM: Cases = {
+    "tears without fence": tears_without_fence,
+    "tears without reshard": tears_without_reshard,
+    "compiled step": compiled_step_is_fenced,
 }
 
 
@@ -472,7 +474,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(HANGS_AFTER_S)
     dist.init_process_group("gloo")
     results = {}
-    for name, case in {"one": FIRST, "two": SECOND}[sys.argv[2]].items():
+    for name, case in {"one": FIRST, "two": SECOND, "seldom": SELDOM}[sys.argv[2]].items():
         print(f"rank {os.environ['RANK']} begins {name}", file=sys.stderr, flush=True)
         try:
             case()
