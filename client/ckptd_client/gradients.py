@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -51,6 +52,19 @@ def marks(registry: Registry) -> list[Any]:
     return [None if gradient is None else _mark(gradient) for gradient in found]
 
 
+class _Thread:
+    """Lives as long as its thread, whose number is the next one's at once."""
+
+
+_local = threading.local()
+
+
+def _this_thread() -> weakref.ref[_Thread]:
+    if not hasattr(_local, "thread"):
+        _local.thread = _Thread()
+    return weakref.ref(_local.thread)
+
+
 class Accumulation:
     """Looks at the first and the last trained parameter: a backward pass writes the gradients of all, or of most. They are chosen
     before training begins, so that the first snapshot knows which gradients have been used."""
@@ -58,11 +72,10 @@ class Accumulation:
     def __init__(self, job: str) -> None:
         self._job = job
         self._sample: list[Callable[[], Tensor | None]] = []  # where they hang
-        self._chosen: list[int] = []  # their ids
-        self._marks: dict[int, Any] = {}
-        self._noted = False  # has the sample been used since it was chosen?
+        self._marks: dict[int, Any] = {}  # by id of the parameter, as the two below
+        self._noted: set[int] = set()  # has been used since it was chosen
         self._told = False
-        self._thread = 0  # that trains
+        self._threads: dict[int, weakref.ref[_Thread]] = {}  # which one trains each
         watch.tell_of_used_gradients(self)
 
     def sample(self, state: State) -> None:
@@ -72,20 +85,25 @@ class Accumulation:
             if entry.mode is Mode.FENCED and entry.tensor.requires_grad and not entry.owner.gradients
         ]
         sample = {id(entry.tensor): entry for entry in (*trained[:1], *trained[-1:])}
-        self._noted = self._noted and list(sample) == self._chosen
-        self._chosen = list(sample)
+        self._noted = set(self._noted).intersection(sample)
         self._sample = [_place_of(entry) for entry in sample.values()]
-        self._thread = threading.get_ident()
+        self._marks = {each: mark for each, mark in list(self._marks.items()) if each in sample}
+        self._threads = {each: self._threads.get(each, _this_thread()) for each in sample}
 
     def used(self, by: Optimizer | None = None) -> None:
-        """An optimizer has stepped, or dropped them; or a restore has made those that are there a thing of the past. What another
-        thread trains says nothing of ours, whose gradients a backward pass may write at this moment: to read them would crash."""
-        if threading.get_ident() != self._thread:
-            if by is None or not self._trains(by):
-                return
-            self._thread = threading.get_ident()
-        self._marks = {id(parameter): _mark(gradient) for parameter, gradient in self._now()}
-        self._noted = bool(self._sample)
+        """An optimizer has stepped, or dropped them; or a restore has made those that are there a thing of the past. What one
+        thread trains says nothing of what another does, whose gradients a backward pass may write at this moment: to read them
+        would crash."""
+        here = _this_thread()
+        for parameter in self._there():
+            name = id(parameter)
+            if self._threads.get(name, here) != here:
+                if not (self._may_read(name) if by is None else _trains(by, parameter)):
+                    continue
+                self._threads[name] = here
+            gradient = parameter.grad
+            self._marks[name] = None if gradient is None else _mark(gradient)
+            self._noted.add(name)
 
     def look(self, step: int) -> None:
         """At the snapshot of this step: warns once."""
@@ -99,21 +117,29 @@ class Accumulation:
         its dtype or device (``model.to(...)``), which gives it other memory."""
         mark, now = self._marks.get(id(parameter)), _mark(gradient)
         if mark is None:
-            return self._noted or fence.steps() == 0
+            return id(parameter) in self._noted or fence.steps() == 0
         if mark[:2] != now[:2]:
             self._marks[id(parameter)] = now
             return False
         return bool(mark != now)
 
-    def _trains(self, optimizer: Optimizer) -> bool:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return any(id(find()) in held for find in self._sample)
+    def _there(self) -> Iterator[Tensor]:
+        return (parameter for find in self._sample if (parameter := find()) is not None)
 
     def _now(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for find in self._sample:
-            parameter = find()
-            if parameter is not None and parameter.grad is not None:
-                yield parameter, parameter.grad
+        for parameter in self._there():
+            gradient = parameter.grad if self._may_read(id(parameter)) else None
+            if gradient is not None:
+                yield parameter, gradient
+
+    def _may_read(self, name: int) -> bool:
+        """No other thread trains it that lives."""
+        here = _this_thread()
+        return self._threads.get(name, here)() in (here(), None)
+
+
+def _trains(optimizer: Optimizer, parameter: Tensor) -> bool:
+    return any(each is parameter for group in optimizer.param_groups for each in group["params"])
 
 
 def _place_of(entry: Entry) -> Callable[[], Tensor | None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -149,6 +150,56 @@ def test_a_thread_that_trains_for_the_one_that_takes_snapshots_uses_them(
             thread.join()
             assert client.snapshot(step, must=True).wait("sealed", 30) == "durable"
     assert warnings(caplog) == []
+
+
+@contextmanager
+def reads_of_gradients(models: Iterable[nn.Module]) -> Iterator[list[tuple[int, int]]]:
+    """Which model's, and by which thread."""
+    held = {id(parameter): number for number, model in enumerate(models) for parameter in model.parameters()}
+    real: Any = torch.Tensor.grad
+    seen = []
+
+    def read(parameter: nn.Parameter) -> Any:
+        if id(parameter) in held:
+            seen.append((held[id(parameter)], threading.get_ident()))
+        return real.__get__(parameter)
+
+    nn.Parameter.grad = property(read, lambda parameter, value: real.__set__(parameter, value))  # type: ignore[assignment]
+    try:
+        yield seen
+    finally:
+        del nn.Parameter.grad
+
+
+def two_that_train(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], threads: Sequence[Executor]) -> None:
+    for model, optimizer, thread in zip(models, optimizers, threads, strict=True):
+        thread.submit(accumulating, model, optimizer, range(ACCUMULATED)).result()
+
+
+def test_gradients_are_read_by_the_thread_that_trains_them(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
+    """Two threads train a model each, and each one's optimizer read the gradients of both: a segmentation fault within 200 steps
+    where the other's backward pass wrote them at that moment."""
+    models = [net(), net()]
+    optimizers = [SGD(model.parameters(), lr=0.01) for model in models]
+    registered = dict(zip(("first", "second", "one", "other"), [*models, *optimizers], strict=True))
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other, begun(daemon, **registered) as client:
+        two_that_train(models, optimizers, (one, other))
+        with reads_of_gradients(models) as reads:
+            two_that_train(models, optimizers, (one, other))
+            assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        assert set(reads) == {(number, each.submit(threading.get_ident).result()) for number, each in enumerate((one, other))}
+    assert warnings(caplog) == []
+
+
+def test_a_thread_for_each_step_reads_none_of_anothers_gradients(daemon: RankDaemonDouble) -> None:
+    """The number of a thread that trained the first model is often the next one's at once, which trains the second."""
+    models = [net(), net()]
+    optimizers = [SGD(model.parameters(), lr=0.01) for model in models]
+    with begun(daemon, **dict(zip(("first", "second", "one", "other"), [*models, *optimizers], strict=True))):
+        for number in (0, 1, 0, 1, 0, 1):
+            with reads_of_gradients(models) as reads, ThreadPoolExecutor(1) as thread:
+                thread.submit(accumulating, models[number], optimizers[number], range(ACCUMULATED)).result()
+            assert {whose for whose, _ in reads} == {number}
 
 
 def test_gradients_from_before_a_restore_are_not_told_of(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
