@@ -13,6 +13,7 @@ import datetime
 import enum
 import math
 import pathlib
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -187,6 +188,8 @@ def _numpy_form(value: Any) -> tuple[int, Any]:
     if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
         state = "bit_generator.state" if isinstance(value, numpy.random.Generator) else "get_state()"
         raise _Unfit(f"a numpy {type(value).__name__}: save its {state} in state_dict(), and set it in load_state_dict()")
+    if isinstance(value, random.Random):
+        raise _Unfit(f"a {type(value).__name__} of Python's: save its getstate() in state_dict(), and setstate() it in load_state_dict()")
     raise TypeError(type(value).__name__)
 
 

@@ -6,6 +6,7 @@ import collections
 import datetime
 import enum
 import pathlib
+import random
 import subprocess
 import sys
 import types
@@ -131,6 +132,7 @@ FOREIGN: list[tuple[Any, str]] = [
     ({"t": torch.eye(2).to_sparse()}, "extra.t: a Tensor (torch.sparse_coo) cannot"),
     ({"e": hidden()}, "extra.e: tests.node.test_client_tree.hidden.<locals>.Hidden is not found under this name"),
     ({"g": np.random.default_rng()}, "extra.g: a numpy Generator: save its bit_generator.state"),
+    ({"r": random.Random(5)}, "extra.r: a Random of Python's: save its getstate()"),
     ({"g": np.random.RandomState()}, "extra.g: a numpy RandomState: save its get_state()"),
     ({Opaque(): 1}, "extra (key"),
     (LOOP, "nested deeper than"),
