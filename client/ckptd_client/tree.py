@@ -189,7 +189,8 @@ def _numpy_form(value: Any) -> tuple[int, Any]:
         state = "bit_generator.state" if isinstance(value, numpy.random.Generator) else "get_state()"
         raise _Unfit(f"a numpy {type(value).__name__}: save its {state} in state_dict(), and set it in load_state_dict()")
     if isinstance(value, random.Random):
-        raise _Unfit(f"a {type(value).__name__} of Python's: save its getstate() in state_dict(), and setstate() it in load_state_dict()")
+        name = type(value).__name__
+        raise _Unfit(f"a {name} of Python's: save its getstate() in state_dict(), and setstate() it in load_state_dict()")
     raise TypeError(type(value).__name__)
 
 
