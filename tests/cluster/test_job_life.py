@@ -53,6 +53,7 @@ def test_a_killed_job_is_orphaned_on_all_nodes_and_stays_so_over_a_crash_of_the_
     until_life("running", *pair)
 
 
+@pytest.mark.chaos
 def test_a_node_that_was_away_when_its_job_was_forgotten_supersedes_nothing(nodes: Cluster) -> None:
     """It comes back with the memory and the epoch of old."""
     first, second = nodes.several(2)
@@ -177,6 +178,7 @@ def test_a_second_order_ends_what_the_first_one_began(nodes: Cluster) -> None:
     assert together(nodes.world([node], JOB), "restore") == [None]
 
 
+@pytest.mark.chaos
 def test_a_node_that_never_had_the_job_asks_those_that_have(nodes: Cluster) -> None:
     """It deleted the checkpoints of a job that trained elsewhere, and its nodes heard nothing: storage names them."""
     (nodes.root / "storage").mkdir()

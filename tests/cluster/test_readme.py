@@ -71,6 +71,7 @@ def ran(node: Node, folder: Path, *, seed: int, steps: int) -> subprocess.Comple
     return done
 
 
+@pytest.mark.chaos
 def test_one_goes_back_to_an_older_step_and_keeps_the_newer_as_another_job(nodes: Cluster) -> None:
     """With the commands of docs/OPERATIONS.md, "Going back to an older step" (P12)."""
     storage = nodes.root / "storage"

@@ -7,7 +7,7 @@ import pytest
 from tests.sim.census import run_all
 from tests.sim.transitions import SITUATIONS
 
-EVERYDAY, MANY = range(50), range(50, 1000)
+EVERYDAY, MANY = range(25), range(25, 1000)
 
 
 @pytest.mark.timeout(3600)
