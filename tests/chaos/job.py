@@ -12,14 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ckptd.core.protocol.machine.steward.grants import FULL_S
 from ckptd.core.redundancy.policies import parse
 from ckptd.wire.keys import ClusterKey
 from tests.chaos.oracle import Broken, Oracle, Verdict
 from tests.chaos.records import Records
-from tests.cluster.forked import REPO, fork, template
+from tests.cluster.forked import REPO, Forked
 from tests.cluster.nodes import Node
 from tests.waiting import until
 
@@ -42,8 +40,8 @@ def encrypted(root: Path) -> dict[str, Any]:
     return {"plain_loopback": None, "bulk_mode": "aead", "key_file": key}
 
 
-class Rank:
-    """One process, forked from the template."""
+class Rank(Forked):
+    """One process, forked from the template of the trials."""
 
     def __init__(self, node: Node, job: str, kind: str, env: dict[str, str]) -> None:
         variables = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
@@ -57,15 +55,7 @@ class Rank:
         with open(node.root / "ranks.log", "ab") as log, open(os.devnull, "rb") as nothing:
             stdio = [nothing.fileno(), log.fileno(), log.fileno()]
             order = {"env": variables, "uid": 0, "job": job, "kind": kind}
-            self.pid = fork(template("tests.chaos.template"), order, stdio)
-        self.gone = False
-
-    def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    def alive(self) -> bool:
-        return not self.gone and psutil.pid_exists(self.pid)
+            super().__init__("tests.chaos.template", order, stdio)
 
 
 class Job:
@@ -105,7 +95,7 @@ class Job:
         """These nodes with their memory, and the ranks on them, all at once."""
         nodes = [self.places[index] for index in victims]
         pids = [p.pid for node in nodes for p in node.processes()]
-        pids += [rank.pid for rank in self.ranks if rank.node in nodes and not rank.gone]
+        pids += [rank.pid for rank in self.ranks if rank.node in nodes and not rank.ended()]
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -150,7 +140,7 @@ class Job:
     def end(self) -> None:
         """The launcher ends all ranks, as torchrun does when one has died."""
         for rank in self.ranks:
-            rank.signal(signal.SIGKILL)
+            rank.send_signal(signal.SIGKILL)
         self._until_dead(self.ranks)
         self.listen()
         self.listen()
@@ -160,11 +150,7 @@ class Job:
 
     def _until_dead(self, ranks: Any) -> None:
         for rank in list(ranks):
-            if not rank.gone:
-                until(
-                    lambda rank=rank: not psutil.pid_exists(rank.pid), END_BOUND_S, "a killed rank to be gone"
-                )  # type: ignore[misc]
-                rank.gone = True
+            assert rank.ended(END_BOUND_S), f"process {rank.pid} was killed and lives on"
 
     # --- listening ----------------------------------------------------------------------------------------------
     def listen(self) -> None:
@@ -173,7 +159,7 @@ class Job:
 
     def _heard(self, true: Callable[[], bool]) -> bool:
         self.listen()
-        dead = [rank for rank in self.ranks if not rank.alive()]
+        dead = [rank for rank in self.ranks if rank.ended()]
         if dead:
             log = (dead[0].node.root / "ranks.log").read_text()[-2000:]
             raise Broken(f"P5 a rank ended by itself: {log}")
@@ -245,7 +231,7 @@ class Job:
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.signal(signal.SIGKILL)
+            rank.send_signal(signal.SIGKILL)
         for node in self.places:
             node.kill()
 

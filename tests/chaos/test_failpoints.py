@@ -224,7 +224,7 @@ def test_ranks_at_every_instant(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for point in points.CLIENT:
             job.end()
             job.start([1, 0], failpoints={1: armed(point, "kill")})
-            until(lambda: not job.ranks[1].alive(), 60, f"{point} to be met")
+            until(lambda: job.ranks[1].ended(), 60, f"{point} to be met")
             job.end()
             job.start([0, 1])
             verdict = job.judge()
@@ -250,7 +250,7 @@ def test_ranks_that_stand_still(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 "it to stand still",
             )
             job.train_for_blind(STOPPED_S)
-            job.ranks[1].signal(signal.SIGCONT)
+            job.ranks[1].send_signal(signal.SIGCONT)
             assert not job.judge().error
             job.until_newer(1)
             job.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -42,13 +43,30 @@ def end_template(link: socket.socket, process: subprocess.Popen[bytes]) -> None:
     process.wait(END_TIMEOUT_S)
 
 
-def fork(link: socket.socket, order: dict[str, Any], fds: list[int]) -> int:
-    """Its process id. ``link``: to the template; ``fds`` become 0, 1, 2 and, where there is one more, 3."""
-    socket.send_fds(link, [json.dumps(order).encode()], fds)
-    return int(link.recv(16))
+class Forked:
+    """A process that the template of this module has forked. ``fds`` become 0, 1, 2 and, where there is one more, 3."""
+
+    def __init__(self, module: str, order: dict[str, Any], fds: list[int]) -> None:
+        link = template(module)
+        socket.send_fds(link, [json.dumps(order).encode()], fds)
+        self.pid = int(link.recv(16))
+        self._pidfd = os.pidfd_open(self.pid)
+        self._over = False
+
+    def ended(self, timeout: float | None = 0.0) -> bool:
+        """Within so many seconds; None: however long it takes."""
+        if not self._over and select.select([self._pidfd], [], [], timeout)[0]:
+            os.close(self._pidfd)
+            self._over = True
+        return self._over
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if not self.ended():
+                signal.pidfd_send_signal(self._pidfd, number)
 
 
-class ForkedCommand:
+class ForkedCommand(Forked):
     """``ckptd ARGUMENTS`` in a process forked from tests/cluster/node_template.py, with what of Popen's is used here."""
 
     def __init__(self, arguments: Sequence[str], env: dict[str, str], out: IO[bytes], err: IO[bytes]) -> None:
@@ -56,27 +74,20 @@ class ForkedCommand:
         self._said, status = os.pipe()
         order = {"env": env, "uid": 0, "job": json.dumps(arguments), "kind": "ckptd"}
         with open(os.devnull, "rb") as nothing:
-            fds = [nothing.fileno(), out.fileno(), err.fileno(), status]
-            self.pid = fork(template("tests.cluster.node_template"), order, fds)
+            super().__init__("tests.cluster.node_template", order, [nothing.fileno(), out.fileno(), err.fileno(), status])
         os.close(status)
-        self._pidfd = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+        if self.returncode is None and self.ended():
             said = os.read(self._said, 1)
-            self.returncode = said[0] if said else -signal.SIGKILL
             os.close(self._said)
-            os.close(self._pidfd)
+            self.returncode = said[0] if said else -signal.SIGKILL
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
-        if self.returncode is None and not select.select([self._pidfd], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("ckptd", timeout or 0.0)
+        self.ended(timeout)
         code = self.poll()
-        assert code is not None
+        if code is None:
+            raise subprocess.TimeoutExpired("ckptd", timeout or 0.0)
         return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            signal.pidfd_send_signal(self._pidfd, number)

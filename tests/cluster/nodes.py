@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from ckptd.demo.job import free_port
-from tests.cluster.forked import END_TIMEOUT_S, REPO, ForkedCommand, fork, template
+from tests.cluster.forked import END_TIMEOUT_S, REPO, Forked, ForkedCommand
 from tests.short import short_folder
 from tests.waiting import until
 
@@ -179,16 +179,16 @@ class Trainer:
         self.node, self.job, self.kind, self.rank = node, job, kind, rank
         self.log = node.root / f"trainer-{job}-{rank}.log"
         order = {"env": variables | (env or {}), "uid": uid, "job": job, "kind": kind}
-        self._in, self._out, self.pid, self._pidfd = self._fork(order)
+        self._in, self._out, self._process = self._fork(order)
 
-    def _fork(self, order: dict[str, Any]) -> tuple[Any, Any, int, int]:
+    def _fork(self, order: dict[str, Any]) -> tuple[Any, Any, Forked]:
         in_read, in_write = os.pipe()
         out_read, out_write = os.pipe()
         with open(self.log, "ab") as log:
-            pid = fork(template(), order, [in_read, out_write, log.fileno()])
+            process = Forked("tests.cluster.template", order, [in_read, out_write, log.fileno()])
         os.close(in_read)
         os.close(out_write)
-        return os.fdopen(in_write, "w", buffering=1), os.fdopen(out_read, "rb", buffering=0), pid, os.pidfd_open(pid)
+        return os.fdopen(in_write, "w", buffering=1), os.fdopen(out_read, "rb", buffering=0), process
 
     def ask(self, do: str, **how: Any) -> None:
         try:
@@ -212,18 +212,17 @@ class Trainer:
         return self.answer()
 
     def signal(self, number: signal.Signals) -> None:
-        signal.pidfd_send_signal(self._pidfd, number)
+        self._process.send_signal(number)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         assert self.until_ended(), f"rank {self.rank} lives on"
         for pipe in (self._in, self._out):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
     def until_ended(self) -> bool:
-        return bool(select.select([self._pidfd], [], [], END_TIMEOUT_S)[0])
+        return self._process.ended(END_TIMEOUT_S)
 
 
 class TrainerError(AssertionError):
