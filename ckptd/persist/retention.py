@@ -36,7 +36,7 @@ from ckptd.persist.names import (
 )
 from ckptd.persist.storage.base import FULL, Sight, Storage, StorageError, read_file
 from ckptd.persist.sums import digest
-from ckptd.persist.verify import mark_damaged, verify_at
+from ckptd.persist.verify import FILES_AT_ONCE, mark_damaged, verify_at
 
 READER_GRACE_S = 60.0  # between hiding and deleting, for readers that could not leave a lease
 ATTEMPT_STALE_S = 3600.0  # without a write for so long an attempt is dead (write_timeout_s is minutes)
@@ -76,6 +76,7 @@ def retain(
     writers_s: float = 0.0,
     waits_for: Callable[[str], bool] = lambda writer: True,
     cancelled: threading.Event | None = None,
+    at_once: int = FILES_AT_ONCE,
 ) -> Retained:
     """One pass; call it after every commit. Hides what is doomed, and deletes what an earlier pass (or, with a grace of 0,
     this one) hid and nobody reads any more. Reads back what it needs to count on first. Raises StorageError, also when it was
@@ -83,7 +84,7 @@ def retain(
 
     writers_s: for so long after a commit its writers are left to read back their own files; what they have not read by then is read
     here, and at once what is of writers that are not to be waited for. epoch: on whose behalf; only the newest one that is claimed
-    on storage may delete. None: whichever that is now.
+    on storage may delete. None: whichever that is now. at_once: so many files are read back side by side; 1: by this thread alone.
     """
     done = Retained()
     if storage.list(check_job(job)):
@@ -91,7 +92,7 @@ def retain(
         now_s = storage.clock_s(job)
         epoch = epoch or newest_record(storage, job)
         run = _Pass(storage, job, policy, epoch, now_s, stale_s, done, cancelled or threading.Event())
-        run.writers_s, run.waits_for = writers_s, waits_for
+        run.writers_s, run.waits_for, run.at_once = writers_s, waits_for, at_once
         try:
             run.hide_and_reveal()
             run.drop_hidden((storage.clock_s(job) if done.hidden else now_s) - grace_s)
@@ -116,7 +117,7 @@ class _Pass:
         self._storage, self._job, self._policy, self._epoch = storage, job, policy, epoch
         self._now_s, self._stale_s = now_s, stale_s  # the storage's clock, as the pass began
         self._done, self._cancelled = done, cancelled
-        self.writers_s, self.waits_for = 0.0, (lambda writer: True)
+        self.writers_s, self.waits_for, self.at_once = 0.0, (lambda writer: True), FILES_AT_ONCE
 
     def hide_and_reveal(self) -> None:
         standing = self._read_back(self._look())
@@ -222,7 +223,7 @@ class _Pass:
         if any(map(self.waits_for, left)) and self._now_s - there.get(MANIFEST, self._now_s) < self.writers_s:
             self._done.unread = True
             return False
-        report = verify_at(storage, directory, cancelled=self._cancelled, known=known)
+        report = verify_at(storage, directory, cancelled=self._cancelled, known=known, at_once=self.at_once)
         self._stop_if_cancelled()
         if not report.ok:
             self._done.problems += [f"{report.path}: {problem}" for problem in report.problems]

@@ -77,13 +77,14 @@ def verify_at(
     progress: Progress | None = None,
     cancelled: threading.Event | None = None,
     known: Collection[str] = (),
+    at_once: int = FILES_AT_ONCE,
 ) -> VerifyReport:
     """As ``verify``, below a storage root. A cancelled run reports that as its problem. known: writers (names.writer_of) whose
-    files have been read back."""
+    files have been read back. at_once: so many files are read side by side; 1: by this thread alone."""
     report = VerifyReport(storage.locate(directory))
     try:
         with Checkpoint.at(storage, directory) as checkpoint:
-            _Pass(checkpoint, report, progress, cancelled or threading.Event(), None).run(known)
+            _Pass(checkpoint, report, progress, cancelled or threading.Event(), None, at_once).run(known)
     except CkptdError as error:
         report.problems.append(str(error))
         report.damaged |= isinstance(error, FileDamage)  # and not a version that this reader does not know
@@ -126,8 +127,9 @@ class _Pass:
         progress: Progress | None,
         cancelled: threading.Event,
         pace: Pace | None,
+        at_once: int = FILES_AT_ONCE,
     ) -> None:
-        self._checkpoint, self._report = checkpoint, report
+        self._checkpoint, self._report, self._at_once = checkpoint, report, at_once
         self._manifest = checkpoint.manifest
         self._progress, self._cancelled, self._pace = progress, cancelled, pace
         self._total = sum(file.size for file in self._manifest.files)
@@ -163,7 +165,11 @@ class _Pass:
         sides, files = self._manifest.sides, self._manifest.files
         calls = [partial(self._try, self._side, at) for at, side in enumerate(sides) if wanted(side.path)]
         calls += [partial(self._try, self._file_and_done, at) for at, file in enumerate(files) if wanted(file.path)]
-        with ThreadPool(FILES_AT_ONCE - 1, "ckptd-verify") as pool:  # and whoever reads
+        if self._at_once == 1:
+            for call in calls:
+                call()
+            return
+        with ThreadPool(self._at_once - 1, "ckptd-verify") as pool:  # and whoever reads
             for done in together(pool, calls):
                 done.result()
 

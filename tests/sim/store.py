@@ -10,6 +10,7 @@ import errno
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from threading import get_ident
 from typing import TypeVar
 
 from ckptd.core.errors import CkptdError
@@ -52,7 +53,7 @@ class Store(MemoryStorage):
         self.policy, self.rng = policy, rng
         self.up = True
         self.full = self.slow = self.failing = False
-        self.running: Steps | None = None  # whose step this is; None: nobody waits for a clock
+        self.running: Steps | None = None  # what is under way between two waits
         self.steps: set[Steps] = set()  # under way
         self.ever: set[SnapshotId] = set()  # acknowledged as durable
         self.rows: dict[bytes, Rows] = {}  # what a file's few bytes stand for
@@ -64,6 +65,7 @@ class Store(MemoryStorage):
         self.running_epoch: EpochRecord | None = None  # the newest one whose ranks have loaded ...
         self.read_here = False  # ... its checkpoint, out of this storage
         self._time = now
+        self._home = get_ident()  # the thread of the world
         self._changes: dict[int, dict[str, Stored]] = {}  # of what is not durable yet
         self._unsynced = Unsynced()
         self._failed: set[int] = set()  # changes that a power cut took before somebody else could sync them
@@ -90,14 +92,19 @@ class Store(MemoryStorage):
             return "ENOSPC"
         return "EIO" if self.failing and self.rng.random() < FAILS_OF else ""
 
+    def _steps(self) -> Steps | None:
+        """Whose step this is. None: nobody waits for a clock."""
+        assert get_ident() == self._home, "by a thread of its own: no seed would be the same world twice"
+        return self.running
+
     def _read(self, call: Callable[[], T]) -> T:
-        if self.running is not None:
+        if self._steps() is not None:
             self._before(writes=False)
         return call()
 
     def _change(self, call: Callable[[], T], *, takes: bool = False, synced: bool = True) -> T:
         """takes: it makes room."""
-        steps = self.running
+        steps = self._steps()
         if steps is None:
             return call()
         self._before(writes=not takes)
@@ -176,8 +183,9 @@ class Store(MemoryStorage):
         return self._read(lambda: MemoryStorage.list(self, path))
 
     def open(self, path: str) -> MemoryReader:
-        if self.running is not None and path.endswith(SIDE):
-            self.running.wait(self.rng.uniform(0.0, READ_S))  # it stands for all the bytes of a node
+        steps = self._steps()
+        if steps is not None and path.endswith(SIDE):
+            steps.wait(self.rng.uniform(0.0, READ_S))  # it stands for all the bytes of a node
         return self._read(lambda: MemoryStorage.open(self, path))
 
     def pointers(self, path: str) -> Sequence[Pointer]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 
 from tests.sim.census import run_all
@@ -17,3 +22,15 @@ def test_every_seed_holds_and_every_situation_happens(seeds: range) -> None:
     assert not census.failures, "\n".join(census.failures)
     never = [name for name in SITUATIONS if not census.counts[name]]
     assert not never, f"never happened in {len(seeds)} seeds: {never}"
+
+
+def test_a_seed_is_the_same_world_in_every_process() -> None:
+    def life(hash_seed: str) -> str:
+        command = [sys.executable, "-m", "tests.sim", "--seed", "8", "--trace"]
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        said = subprocess.run(command, env=environment, check=True, text=True, stdout=subprocess.PIPE).stdout
+        return re.sub("0x[0-9a-f]+| failed in .*", "", said)
+
+    first = life("1")
+    assert "Certificate" in first
+    assert life("2") == first

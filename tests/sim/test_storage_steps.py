@@ -57,7 +57,7 @@ def life(seed: int) -> bool:
     for step in (10, 20, 30):
         commit(store, SnapshotId(1, step), BEFORE)
     restored: list[Any] = []
-    retention = partial(retain, store, JOB, KEPT, epoch=BEFORE, grace_s=0.0)
+    retention = partial(retain, store, JOB, KEPT, epoch=BEFORE, grace_s=0.0, at_once=1)
     for daemon, call, done in (
         (daemons[0], retention, lambda *_: None),
         (daemons[1], partial(restore, store), lambda ok, _: restored.append(ok)),

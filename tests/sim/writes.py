@@ -214,7 +214,7 @@ class Writes:
         self._retaining = self.host.life if record is not None else 0
         if record is not None:
             store, policy = self.host.world.store, self.host.world.policy
-            self.steps(partial(retain, store, JOB, policy, epoch=record, grace_s=GRACE_S), self._pass)
+            self.steps(partial(retain, store, JOB, policy, epoch=record, grace_s=GRACE_S, at_once=1), self._pass)
 
     # --- restores -----------------------------------------------------------------------------------------------
     def opens(self, do: ins.PrepareRestore, then: Callable[[], None]) -> None:
