@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from ckptd.core.state_map import box_index
 from ckptd.core.state_map.box import Box, contains, covers, runs
 from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE
+from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.core.state_map.recovery import (
     BY_PARITY,
@@ -28,6 +28,8 @@ from ckptd.core.state_map.recovery import (
 )
 from ckptd.core.state_map.source_index import Held, SourceIndex
 from tests.core.worlds import World, boxes_in, cells, elements, fsdp, quick, rows_of, value, worlds
+
+Usable = Callable[[SourceIndex, int, int], list[tuple[str, int]]]
 
 
 def wants_of(world: World, *asked: tuple[str, Box]) -> list[Want]:
@@ -287,10 +289,25 @@ def of_all(ranks: int, parity: int) -> list[Held]:
     return [Held(node, rank, 1, build_layout(rank, ranks, items)) for rank, node in enumerate(nodes)]
 
 
+@pytest.mark.parametrize("parity", [0, HOLDERS_LOOKED_AT_MAX])
 @pytest.mark.parametrize(("own", "source"), [("n39", OWN), ("elsewhere", PEER)])
-def test_of_very_many_copies_the_nearest_is_taken_although_not_all_are_looked_at(own: str, source: str) -> None:
-    plan = plan_recovery([Want(0, "w", "F32", (8,), Box.whole((8,)))], of_all(40, HOLDERS_LOOKED_AT_MAX), own, 0)
+def test_of_very_many_copies_the_nearest_is_taken_although_not_all_are_looked_at(own: str, source: str, parity: int) -> None:
+    plan = plan_recovery([Want(0, "w", "F32", (8,), Box.whole((8,)))], of_all(40, parity), own, 0)
     assert [piece.source for piece in plan.pieces] == [source]
+
+
+def test_of_very_many_copies_a_rank_looks_at_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each buffer of 4,096 ranks each rank would look at all of them."""
+    looked_at = []
+
+    def usable(index: SourceIndex, who: int, tier: int, ask: Usable = SourceIndex.usable) -> list[tuple[str, int]]:
+        looked_at.append(who)
+        return ask(index, who, tier)
+
+    monkeypatch.setattr(SourceIndex, "usable", usable)
+    plan = plan_recovery([Want(0, "w", "F32", (8,), Box.whole((8,)))], of_all(64, 0), "elsewhere", 1)
+    assert [piece.source for piece in plan.pieces] == [PEER]
+    assert len(looked_at) == HOLDERS_LOOKED_AT_MAX
 
 
 def test_ranks_take_a_value_that_all_have_from_different_nodes() -> None:
@@ -320,3 +337,64 @@ def test_what_nobody_has_of_what_is_cut_is_not_in_the_snapshot() -> None:
     held = [Held("a", 0, 2, build_layout(0, 1, [item]))]
     plan = plan_recovery([Want(0, "w", "BF16", (8,), Box.whole((8,)))], held, "b", 0)
     assert plan.mismatched == () and plan.uncovered
+
+
+def halves(rank: int, *keys: str) -> Layout:
+    """Of each tensor one half."""
+    box = Box((4 * rank,), (4,))
+    return build_layout(rank, 2, [LayoutItem(key, "F32", (8,), box, "param", UNIQUE, 1, False, ((0, 2, rank),)) for key in keys])
+
+
+def test_of_what_is_cut_the_part_that_memory_has_is_taken_and_the_rest_from_storage() -> None:
+    want = [Want(0, "w", "F32", (8,), Box((2,), (6,)))]
+    held = [Held("a", 0, 0, halves(0, "w"))]
+    alone = plan_recovery(want, held, "a", 0)
+    assert [(piece.source, piece.box) for piece in alone.pieces] == [(OWN, Box((2,), (2,)))]
+    assert alone.uncovered == ((0, Box((4,), (4,))),)
+    plan = plan_recovery(want, held, "b", 0, BoxIndex.of({"w": [Box((3,), (5,))]}))
+    assert [(piece.source, piece.box) for piece in plan.pieces] == [(PEER, Box((2,), (2,))), (DURABLE, Box((4,), (4,)))]
+
+
+@pytest.mark.parametrize(("own", "source"), [("a", OWN), ("b", PEER)])
+def test_what_memory_has_whole_is_not_read_from_storage(own: str, source: str) -> None:
+    """P9: however many boxes it takes there, and although storage has all of it."""
+    parts = [LayoutItem("w", "F32", (8,), Box((at,), (4,)), "param", UNIQUE, 1) for at in (0, 4)]
+    held = [Held("a", 0, 0, build_layout(0, 1, parts))]
+    stored = BoxIndex.of({"w": [Box.whole((8,))]})
+    plan = plan_recovery([Want(0, "w", "F32", (8,), Box.whole((8,)))], held, own, 0, stored)
+    assert [(piece.source, piece.box) for piece in plan.pieces] == [(source, part.box) for part in parts]
+
+
+def test_a_peer_that_has_given_more_than_its_share_gives_nothing_of_all_that_follows() -> None:
+    """Of the largest tensor it has the only copy."""
+
+    def whole(rank: int, *tensors: tuple[str, int]) -> Layout:
+        rows = (LayoutItem(key, "F32", (n,), Box.whole((n,)), "param", UNIQUE, 1, False, ((0, 1, 0),)) for key, n in tensors)
+        return build_layout(rank, 2, rows)
+
+    small = [(f"{size}.{number}", size) for size in (8, 4) for number in range(4)]
+    alone, both = whole(0, ("big", 1000)), whole(1, *small)
+    held = [Held("b", 0, 0, alone), Held("b", 1, 0, both), Held("c", 1, 0, both)]
+    wants = [Want(at, key, "F32", (n,), Box.whole((n,))) for at, (key, n) in enumerate([("big", 1000), *small])]
+    plan = plan_recovery(wants, held, "a", 0)
+    assert [(piece.key, piece.node) for piece in plan.pieces] == [("big", "b"), *((key, "c") for key, _ in small)]
+
+
+def test_what_no_prefix_holds_is_not_in_memory() -> None:
+    """The holding on b begins with a higher tier than that tensor's. Of such boxes, that follow from no cuts, there are rows."""
+    box = Box((1,), (4,))
+    items = [LayoutItem(key, "F32", (8,), box, "param", UNIQUE, tier) for key, tier in (("low", 1), ("high", 2))]
+    held = [Held("b", 0, 2, build_layout(0, 1, items))]
+    plan = plan_recovery([Want(at, key, "F32", (8,), box) for at, key in enumerate(("low", "high"))], held, "a", 0)
+    assert [piece.key for piece in plan.pieces] == ["high"]
+    assert plan.uncovered == ((0, box),)
+
+
+def test_for_tensors_that_are_cut_alike_it_is_found_once_what_a_want_meets() -> None:
+    index = SourceIndex([Held("a", rank, 0, halves(rank, "v", "w")) for rank in range(2)])
+    found = []
+    for key in "vw":
+        cut = index.cut(index.kinds(key)["F32", (8,)])
+        assert cut is not None
+        found.append(index.parts(cut, (8,), Box((2,), (4,))))
+    assert found[0] is found[1] and found[0].volume == 4
