@@ -206,3 +206,28 @@ def test_two_who_have_more_than_their_share_halve_it() -> None:
     holdings: Holdings = {"n0": [(0, 0), (1, 1)], "n1": [(0, 1), (1, 0)], "n2": [(2, 0)], "n3": []}
     _, load = written(world, assign_writes(world.layouts, holdings))
     assert load["n0"] == load["n1"]
+
+
+def copied(key: str, nbytes: int, tier: int = 1) -> LayoutItem:
+    """Both ranks have it."""
+    return LayoutItem(key, "U8", (nbytes,), Box.whole((nbytes,)), "param", REPLICA, tier)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"c0": 64, "c1": 64, "c2": 64, "c3": 64, "d": 256}, {"c0": 64, "c1": 64, "c2": 64, "c3": 64, "alone": 128}]
+)
+def test_what_leaves_least_choice_is_given_out_first(sizes: dict[str, int]) -> None:
+    """The largest, and what one node alone holds: after the others it would make that node's share half as large again."""
+    items = [copied(key, nbytes, 0 if key == "alone" else 1) for key, nbytes in sizes.items()]
+    world = World(2, {rank: build_layout(rank, 2, items) for rank in range(2)}, {})
+    _, load = written(world, assign_writes(world.layouts, {"a": [(0, 0)], "b": [(0, 1), (1, 1)]}))
+    assert set(load.values()) == {sum(sizes.values()) // 2}
+
+
+@pytest.mark.parametrize(("alone", "nbytes"), [([copied("alone", 4096, 0)], 4096), ([], 8192)])
+def test_a_ranks_objects_stay_with_their_owner_while_that_is_no_burden(alone: list[LayoutItem], nbytes: int) -> None:
+    """Although its node has more to write by then than the other one; and before copies, of which any node can take its part."""
+    copies = [copied(f"c{number}", nbytes) for number in range(3)]
+    layouts = {rank: build_layout(rank, 2, [*items, *copies], 8192) for rank, items in enumerate((alone, []))}
+    orders = assign_writes(layouts, {"a": [(0, 0), (1, 1)], "b": [(1, 0), (0, 1)]})
+    assert {(node, piece.rank) for node, pieces in orders.items() for piece in pieces if piece.objects} == {("a", 0), ("b", 1)}
