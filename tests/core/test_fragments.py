@@ -52,6 +52,16 @@ def test_what_was_put_in_comes_out(given_: list[Fragment]) -> None:
         made[len(given_)]
 
 
+@pytest.mark.parametrize("count", [FEW_MAX, FEW_MAX + 1])
+def test_fragments_are_had_one_by_one_and_in_slices(count: int) -> None:
+    """However they are kept."""
+    whole = Box.whole((2,))
+    rows = [Fragment(f"w{at}", "F32", (2,), whole, 64 * at, 8, "param") for at in range(count)]
+    made = Fragments(rows)
+    assert [made[0], made[7], made[-1]] == [rows[0], rows[7], rows[-1]]
+    assert made[-3:] == tuple(rows[-3:]) and made[1:9:2] == tuple(rows[1:9:2])
+
+
 def shard(rank: int, world: int, *, cuts: bool = False) -> Layout:
     box, said = Box((4 * rank, 0), (4, 8)), ((0, world, rank),) if cuts else None
     rows = ("F32", (4 * world, 8), box, "param", "unique", 1, False, said)
