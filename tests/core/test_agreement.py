@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 
 from ckptd.core.state_map import agreement
-from ckptd.core.state_map.agreement import TENSORS, Agreement, Digests, in_order, object_name, tensor_name
+from ckptd.core.state_map.agreement import (
+    DIMENSIONS_TOGETHER_MAX,
+    TENSORS,
+    Agreement,
+    Digests,
+    in_order,
+    object_name,
+    tensor_name,
+)
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
@@ -142,3 +150,28 @@ def test_digests_that_were_named_lie_in_the_order_of_the_layout() -> None:
     assert in_order(layout, named[1:]) == (("o:a", digest(b"a")),)
     now = ((TENSORS, whole), ("o:a", b""))
     assert in_order(layout, now) == now
+
+
+def test_what_is_looked_at_together_with_others_is_not_taken_for_plain_for_their_sake() -> None:
+    """Each contradiction is found beside what is shared by all, what is cut apart, and ranks that have nothing of their own."""
+    low, high = ("v", Box((0,), (2,)), UNIQUE), ("v", Box((2,), (2,)), UNIQUE)
+    twice, shared = ("w", WHOLE, UNIQUE), ("s", WHOLE, MAYBE)
+    for others in (([shared], [shared]), ([low], [high]), ([], [], [shared]), ([], [], [])):
+        mine, its, *rest = others
+        (error,) = agree(ranks([*mine, twice], [*its, twice], *rest), sums(*[{}] * len(others))).errors
+        assert error == "w: rank 0 and rank 1 both have the same slice for themselves alone"
+
+
+def test_tensors_of_very_many_dimensions_are_looked_at_one_by_one() -> None:
+    shape = (4, *[1] * DIMENSIONS_TOGETHER_MAX)
+    box = Box((0,) * len(shape), shape)
+    found = agree(ranks(*[[("w", box, UNIQUE)]] * 2, shape=shape), sums({}, {}))
+    assert found.errors == ("w: rank 0 and rank 1 both have the same slice for themselves alone",)
+
+
+def test_each_copy_that_differs_is_named() -> None:
+    layouts = ranks(*[[(key, WHOLE, REPLICA) for key in "vw"]] * 2)
+    V = tensor_name("v", WHOLE)
+    assert agree(layouts, sums({V: "a", W: "a"}, {V: "b", W: "b"})).errors == tuple(
+        f"silent corruption: copies of {key} at [0] differ between rank 0 and rank 1" for key in "vw"
+    )
