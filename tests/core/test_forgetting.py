@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ckptd.core.policy import Policy
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
@@ -72,6 +74,24 @@ def test_what_was_to_be_kept_and_could_not_be_stored_does_not_go_without_a_word(
     assert node.machine.slots.facts() == ()
     (alarm,) = only(node.done, ins.Alarm)
     assert alarm.kind == "kept" and "step 7 was to be kept" in alarm.text
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_was_to_be_kept_and_is_certified_as_durable_goes_without_an_alarm(stored: bool) -> None:
+    """Storage is not asked for what the last order takes; what the steward has told of it counts."""
+    node = Member(record_of("ab"), Policy(replicas=1, orphan_linger_s=50.0))
+    node.slots(1, 1, 2, 3)
+    for slot, step in ((1, 7), (2, 8)):
+        node.grant(step)
+        node.seal(slot, step, 1, keep=step == 7)
+        node.certify(slot, step, 1, durable=stored and step == 7)
+    node.feed(ev.RankLeft(1, False))
+    for _ in range(60):
+        heard(node, Life.ORPHANED)
+        node.tick(1.0)
+    node.feed(ev.SpareAsked(Order.ORPHANED_LAST))
+    assert {held.snapshot.step for held in node.machine.slots.facts()} == {8}
+    assert [alarm.kind for alarm in only(node.done, ins.Alarm)] == ([] if stored else ["kept"])
 
 
 def test_a_node_that_holds_nothing_keeps_a_job_as_long_as_its_steward_speaks() -> None:
