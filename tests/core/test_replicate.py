@@ -304,6 +304,19 @@ def test_only_so_many_extra_copies_are_made() -> None:
     assert extra(node) == []
 
 
+def test_extra_copies_that_there_are_count_whatever_else_the_steward_asks_for_meanwhile() -> None:
+    """Their nodes have them still: as many more would be made after each word about the usual ones."""
+    node = member()
+    node.capture(1, 7, rank=1)
+    sent(node, 7, "a")
+    for _ in range(EXTRAS_MAX):
+        ((_, _, to),) = extra(node)
+        sent(node, 7, to, tier=0)
+        node.now += RECHECK_S
+        assert copies(holders(node, 7, ("b", 0), ("a", 1), ("c", 0), ("d", 0))) == []
+    assert extra(node) == []
+
+
 def test_an_extra_copy_is_kept_when_the_steward_names_the_usual_ones() -> None:
     node = member()
     node.capture(1, 7, rank=1)
