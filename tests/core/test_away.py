@@ -68,6 +68,8 @@ def test_what_a_declared_fresh_start_left_behind_is_waited_for_until_it_has_some
     node.feed(ev.ReplicaArrived(at(4, OLD), 0, 1, 77, layout(0), ()))
     node.tick(2 * REPEAT_S)
     assert (node.level(4, epoch=OLD), voided(node), released(node)) == (0, set(), set())
+    node.feed(ev.NodeUp("c"), ev.NodeDown("c"))
+    assert (voided(node), released(node)) == (set(), set()), "what is certified of the old lineage is nothing of its own"
     node.train(6).capture(7)
     node.tick(2 * REPEAT_S)
     assert (node.level(7), released(node) | voided(node)) == (0, {4, 5})

@@ -219,9 +219,10 @@ def test_a_certificate_of_what_is_in_memory_only_says_nothing_of_older_durable_o
     assert (at(4), True) in {(c.snapshot, c.durable) for c in node.certificates("b", mark)}
 
 
-def test_a_node_that_began_anew_hears_again_what_is_durable() -> None:
+@pytest.mark.parametrize("level", [1, -1])
+def test_a_node_that_began_anew_hears_again_what_is_durable(level: int) -> None:
     node = steward()
-    node.others["b"].tell_inventory(certified=((at(3), 1, True),))
+    node.others["b"].tell_inventory(certified=((at(3), level, True),))
     node.hear("b", msg.Inventory("", node.record, ()))
     node.tick(1.0)
     mark = node.mark

@@ -395,6 +395,18 @@ def test_which_one_of_a_lineage_left_behind_is_the_best_is_asked_whenever_one_of
     assert node.level(5, epoch=OLD) == 0
 
 
+def test_of_a_lineage_left_behind_the_newer_one_goes_when_an_older_one_turns_out_to_be_better() -> None:
+    """What becomes of the newer one is asked again when the older one has been weighed, which is after it."""
+    node, three = steward(record_of("abc")), [layout(rank, 3) for rank in range(3)]
+    newer = (fact(5, rank, epoch=OLD, world=3) for rank in range(3))
+    node.others["b"].tell_inventory(*OLD_ONES[0], *newer, layouts=three)
+    node.others["c"].tell_inventory(*OLD_ONES[0])
+    assert (node.level(5, epoch=OLD), node.said(msg.Void)) == (0, [])
+    node.hear("b", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in BOTH}))
+    assert {v.snapshot for v in node.said(msg.Void, "b")} == {at(5, OLD)}
+    assert node.level(4, epoch=OLD) == 1
+
+
 def test_what_is_void_stands_in_for_nothing_that_was_left_behind() -> None:
     node, three = steward(), [layout(rank, 3) for rank in range(3)]
     void = [fact(5, rank, epoch=OLD, world=3) for rank in range(3)]
