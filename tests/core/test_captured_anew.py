@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.steward.certify import REPEAT_S
 from tests.core import flushes, parity_rig
 from tests.core.certificates import steward
-from tests.core.machines import EPOCH, Steward, at, fact, layout, only
+from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 
 
 def void_at_rank_0(node: Steward) -> int:
@@ -142,3 +144,18 @@ def test_a_step_that_is_complete_under_an_earlier_grant_does_not_wait_for_the_on
     seal(node, ahead, 3)
     node.others["b"].sealed(ahead, 3, 1)
     assert (node.certificates("b")[-1].snapshot, node.certificates("b")[-1].level) == (at(3, grant=ahead), 0)
+
+
+@pytest.mark.parametrize(("step", "plan"), [(8, ""), (7, "another")])
+def test_a_capture_that_does_not_fit_the_others_and_is_the_last_one_holds_up_no_other_grant(step: int, plan: str) -> None:
+    """P14: all ranks have taken it, so nobody's answer to its void is waited for."""
+    node = steward(record_of("abc")).train(6, free=1)
+    grant = node.granted(7)
+    node.capture(7, 0)
+    node.others["b"].sealed(grant, 7, 1)
+    mark = node.mark
+    node.others["c"].sealed(grant, step, 2, plan=plan)
+    for rank, name in enumerate("abc"):
+        node.feed(ev.RankProgress(0, 8)) if name == "a" else node.others[name].state(rank, 8, 1)
+    node.tick(1.0)
+    assert [said.grant for said in node.said(msg.Grant, "b", mark)][:1] == [grant + 1]
