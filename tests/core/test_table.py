@@ -17,7 +17,9 @@ from ckptd.core.protocol.machine.steward.table import (
     SnapshotTable,
 )
 from ckptd.core.protocol.messages import Certificate, HoldingFact, LayoutRequest
+from ckptd.core.redundancy import protection
 from ckptd.core.redundancy.parity_sets import Member, ParitySet, ParityShard, joined_digests, shard_layout
+from ckptd.core.state_map import agreement
 from tests.core.machines import EPOCH, at, fact, layout, member
 
 WORLD = 3
@@ -90,8 +92,10 @@ def test_a_new_term_knows_only_what_it_is_told_itself() -> None:
     books.table.heard[at(7)] = 1
     books.release(3, 4)
     books.table.weigh_anew(at(4))
+    books.table.keep_fallen(at(2))
     books.table.clear()
     assert (books.table.states, books.table.heard, books.table.dirty) == ({}, {}, set())
+    assert books.table.fallen == {}, "another steward may have certified it since"
     for step in (3, 4, 5):
         books.slot("b", 1, step)
         assert books.of(step).nodes() == {"b"}
@@ -111,6 +115,18 @@ def test_of_layouts_that_are_not_looked_at_yet_nothing_can_be_said() -> None:
     books.table.dirty.clear()
     assert (books.level(), books.table.unread(books.of())) == (1, False)
     assert books.table.dirty == {at(7)}, "to be weighed anew"
+
+
+def test_layouts_are_looked_at_elsewhere_and_not_once_more_where_everybody_waits() -> None:
+    """P16: of thousands of ranks that takes seconds. The event loop finds what is remembered by then."""
+    books = Books().parity_set()
+    for remembered in (agreement._claims, protection._classes):
+        remembered.cache_clear()
+    assert books.computed() == 1
+    looked_at = [remembered.cache_info().misses for remembered in (agreement._claims, protection._classes)]
+    books.table.weigh(books.of())
+    assert books.of().level == 1 and looked_at == [1, 1]
+    assert [remembered.cache_info().misses for remembered in (agreement._claims, protection._classes)] == looked_at
 
 
 def test_the_same_layouts_are_looked_at_once() -> None:
