@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core.ids import EpochRecord
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
@@ -482,3 +482,15 @@ def test_a_start_that_counts_its_steps_anew_is_flushed_by_its_own_steps() -> Non
     node.train().capture(7).protect(7)
     node.tick(1.0)
     assert step_of(node) == 7
+
+
+@pytest.mark.parametrize(("own", "due"), [((), False), ((at(60),), True)])
+def test_a_start_counts_from_what_was_durable_before_it_has_something_of_its_own(own: tuple[SnapshotId, ...], due: bool) -> None:
+    """It has come as far as that by now, in steps that are counted anew."""
+    old = at(100, EPOCH - 1)
+    record = record_of(ancestry=(old,))
+    node = Steward(record, Policy(replicas=1, durable=True, flush_every_steps=50))
+    node.feed(ev.DurableRead("", True, record, (old, *own)))
+    node.train(110).capture(111)
+    node.tick(1.0)
+    assert step_of(node) == (111 if due else None)

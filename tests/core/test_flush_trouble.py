@@ -46,6 +46,22 @@ def test_a_failed_write_cancels_the_try_and_the_next_one_has_another_name() -> N
     assert again is not None and again.attempt != flush.attempt
 
 
+def test_two_tries_within_one_instant_have_two_names() -> None:
+    """Somebody asks at once; what the first one has left under its name is not taken for the second one's."""
+    node = steward().train().capture(7)
+    ask(node, 7)
+    names = []
+    for step in (6, 5):
+        flush = flushing(node)
+        assert flush is not None
+        names.append(flush.attempt)
+        wrote(node, "b", ok=False)
+        node.hear("b", msg.FlushAsk(EPOCH, step))
+        node.feed(ev.Tick())
+    last = flushing(node)
+    assert last is not None and len({*names, last.attempt}) == 3
+
+
 def waits(node: Steward) -> float:
     """Seconds from a failure to the next try."""
     wrote(node, "b", ok=False)
