@@ -191,6 +191,17 @@ def test_in_a_new_epoch_nobody_who_is_not_of_it_has_a_session() -> None:
     assert node.said(msg.Departures, "b", mark) == []
 
 
+def test_sessions_that_are_opened_within_one_instant_have_different_names() -> None:
+    """What was said in the first one would be taken for the second one's."""
+    node = steward()
+    office, names = node.machine.steward, {node.machine.steward.sessions.session("b")}
+    for _ in range(2):
+        office.stop()
+        office.start()
+        names.add(office.sessions.session("b"))
+    assert len(names) == 3
+
+
 def test_who_registers_opens_another_session_but_not_over_and_over() -> None:
     node = steward().greet()
     first = node.others["b"].session
