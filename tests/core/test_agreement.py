@@ -171,7 +171,7 @@ def test_tensors_of_very_many_dimensions_are_looked_at_one_by_one() -> None:
 
 def test_each_copy_that_differs_is_named() -> None:
     layouts = ranks(*[[(key, WHOLE, REPLICA) for key in "vw"]] * 2)
-    V = tensor_name("v", WHOLE)
-    assert agree(layouts, sums({V: "a", W: "a"}, {V: "b", W: "b"})).errors == tuple(
+    other = tensor_name("v", WHOLE)
+    assert agree(layouts, sums({other: "a", W: "a"}, {other: "b", W: "b"})).errors == tuple(
         f"silent corruption: copies of {key} at [0] differ between rank 0 and rank 1" for key in "vw"
     )

@@ -155,7 +155,8 @@ def test_a_capture_that_does_not_fit_the_others_and_is_the_last_one_holds_up_no_
     node.others["b"].sealed(grant, 7, 1)
     mark = node.mark
     node.others["c"].sealed(grant, step, 2, plan=plan)
-    for rank, name in enumerate("abc"):
-        node.feed(ev.RankProgress(0, 8)) if name == "a" else node.others[name].state(rank, 8, 1)
+    node.feed(ev.RankProgress(0, 8))
+    node.others["b"].state(1, 8, 1)
+    node.others["c"].state(2, 8, 1)
     node.tick(1.0)
     assert [said.grant for said in node.said(msg.Grant, "b", mark)][:1] == [grant + 1]
