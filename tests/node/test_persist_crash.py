@@ -202,6 +202,17 @@ def test_nothing_goes_for_a_commit_that_a_power_cut_takes_back(monkeypatch: pyte
             expect_whole(storage.restarted(seed), found, worlds)
 
 
+def test_what_was_read_back_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P12: from then on an older one may go for it, whether its committer lived to sync its directory or not."""
+    for seed in range(8):
+        storage = half_committed(monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(failpoint, "_armed", {"persist.retain.verified": "error"})
+            with pytest.raises(failpoint.FailpointError):
+                retain(storage, JOB, Policy(keep_last=1), grace_s=0)
+        assert listed(storage.restarted(seed)) == {OLD, NEW}
+
+
 def test_what_is_listed_as_durable_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     """P4: a new steward reads the list and tells the ranks; without the syncs it may tell them of a half committed one."""
     lost = 0
@@ -253,6 +264,14 @@ def test_what_another_committer_made_visible_is_durable_when_our_commit_returns(
         after = committed_beside_one_that_dies(ours, before, world, monkeypatch).restarted(seed)
         assert listed(after) == {NEW}, "acknowledged, then lost"
         expect_whole(after, {NEW}, {NEW: world})
+
+
+def test_it_is_so_although_a_third_committer_takes_our_attempt_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies beside the checkpoint: whoever takes it away syncs that directory, but perhaps when ours has returned."""
+    monkeypatch.setattr(CrashStorage, "discard", lambda storage, path: None)
+    for seed in range(8):
+        after = committed_beside_one_that_dies("a2", False, tiny_world(2), monkeypatch).restarted(seed)
+        assert listed(after) == {NEW}
 
 
 def test_what_a_method_of_a_storage_did_survives_a_power_cut_when_it_returns() -> None:

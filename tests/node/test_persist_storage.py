@@ -242,6 +242,23 @@ def test_a_file_that_somebody_holds_open_on_nfs_keeps_no_other_checkpoint(root: 
     assert [path.name for path in left.parent.iterdir()] == [step_dir(JOB, SnapshotId(1, 30)).rpartition("/")[2]]
 
 
+def test_a_deletion_that_fails_is_said_unless_somebody_has_a_file_of_it_open(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, pointer = PosixStorage(str(root)), step_dir(JOB, SnapshotId(1, 10))
+    save(storage, small_world(rows=40), SnapshotId(1, 10))
+    storage.hide(pointer)
+
+    def fails(name: str, *, dir_fd: int | None = None) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "unlink", fails)
+    with pytest.raises(StorageError, match="Input/output error"):
+        storage.drop(pointer)
+    monkeypatch.undo()
+    (left,) = (root / JOB / "epoch-000001").glob("*.gone")
+    storage.sweep(f"{JOB}/epoch-000001", 0.0)
+    assert not left.exists()
+
+
 def test_a_list_of_checkpoints_looks_at_none_of_their_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of 512 nodes have some 1500 each, a network file system is asked for each, and a pass of retention lists many times."""
     storage, looked, real = PosixStorage(str(root)), [], posix._entry
