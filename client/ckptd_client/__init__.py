@@ -1,8 +1,9 @@
 """ckptd in the training process: asynchronous checkpoints through the daemon of this node."""
 
 from ckptd.core.errors import CkptdError
+from ckptd_client.boxes import Blob, Box
 from ckptd_client.client import Client
 from ckptd_client.handles import Handle
 from ckptd_client.troubles import HealthReport
 
-__all__ = ["CkptdError", "Client", "Handle", "HealthReport"]
+__all__ = ["Blob", "Box", "CkptdError", "Client", "Handle", "HealthReport"]

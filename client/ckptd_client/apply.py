@@ -80,13 +80,18 @@ class Objects:
                 return optim.merge_odd(states, own_first=self.same_world)
             if name == rng.NAME and not self.same_world:
                 return {"seed": states[0]["seed"], "alike": rng.alike(states)}
+            if not self.same_world and owner is not None and owner.kind == "boxes":
+                return dict(zip(ranks, states, strict=True)) if owner.value.is_per_rank(name) else states[0]
             if not self.same_world:
                 return self._divided(owner, states) if owner is not None else states[0]
         place = self._plan.get("objects", {}).get(name)
         if place is None:
             raise CkptdError("the daemon did not bring it", where=name)
         blob = self._memory.blob(place)
-        if not self.same_world and owner is not None and resolve.reshards(owner):  # all had the same: nothing was brought twice
+        if not self.same_world and owner is not None and owner.kind == "boxes" and owner.value.is_per_rank(name):
+            return dict.fromkeys(self._catalogue.ranks_of(name), tree.decode(blob, self._find))
+        if not self.same_world and owner is not None and owner.kind != "boxes" and resolve.reshards(owner):
+            # All had the same: nothing was brought twice.
             return self._divided(owner, [tree.decode(blob, self._find) for _ in range(self._catalogue.savers(name))])
         return tree.decode(blob, self._find)
 
@@ -219,6 +224,8 @@ class Objects:
             odd = self.trees.get(f"{owner.name}.{resolve.ODD}", {})
             for label, optimizer in nested.names(owner.value):
                 optimizer.state.update(odd.get(label and f":{label}", {}))
+        elif owner.kind == "boxes":
+            owner.value.give_back({blob.key: self.trees[blob.key] for blob in owner.value.blobs if blob.key in self.trees})
         elif owner.name in self.trees:
             self._set_value(owner, self.trees[owner.name], result)
 

@@ -54,6 +54,11 @@ class Catalogue:
         ranks = self.objects[name]
         return self.world if ranks is None else len(ranks)
 
+    def ranks_of(self, name: str) -> list[int]:
+        """Who has saved this object."""
+        ranks = self.objects[name]
+        return list(range(self.world)) if ranks is None else sorted(ranks)
+
     def saved_by(self, name: str, rank: int | None) -> bool:
         """This object, by this rank; None: by every one."""
         ranks = self.objects.get(name, frozenset())

@@ -31,7 +31,7 @@ def claims_of(registry: Registry, state: State) -> dict[str, str]:
 
 
 def _names(registry: Registry, state: State) -> Iterator[str]:
-    yield from (entry.key for entry in state.entries if entry.role != "optim")
+    yield from (entry.key for entry in state.entries if entry.is_born)
     yield from (alias for alias, _ in state.aliases)
     for optimizer, of in state.groups.items():
         yield from (f"{optimizer}.{key}" for key in of)

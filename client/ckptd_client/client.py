@@ -20,10 +20,10 @@ from ckptd.wire.names import job_key
 from ckptd_client import accelerator, autostart, fence, graphs, nested, resolve, sockets, versions, watch
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
-from ckptd_client.entries import KeyMap
 from ckptd_client.handles import LEVELS, Handle, reached
 from ckptd_client.joining import Joiner
-from ckptd_client.registry import Patterns, Registry
+from ckptd_client.registering import Registering
+from ckptd_client.registry import Registry
 from ckptd_client.rendezvous import NoDaemon
 from ckptd_client.restore import Outcome, Restore, current_state
 from ckptd_client.session import Session
@@ -45,7 +45,7 @@ CAPTURE_LONG_S = 60.0  # of a graph; while one lasts, no copy is looked for
 FORKED = "this process was forked from the one that connected"
 
 
-class Client:
+class Client(Registering):
     """One rank of one job. Made by ``connect``; use it in a ``with`` block. Its methods belong to the training thread.
 
     A forked child (a loader's worker) has no part in it: there snapshots are skipped, ``restore`` and ``steps`` raise CkptdError,
@@ -137,38 +137,6 @@ class Client:
     def _check_here(self) -> None:
         if self._gone:
             raise CkptdError(self._gone, where=self.job, hint="call Client.connect() in this process, or ask where it was called")
-
-    # --- registering --------------------------------------------------------------------------------------------
-    def register(
-        self,
-        *,
-        include: Patterns = (),
-        exclude: Patterns = (),
-        replicated: Patterns = (),
-        fenced: bool = False,
-        key_map: KeyMap | None = None,
-        without: Patterns = (),
-        gradients: bool = False,
-        **objects: Any,
-    ) -> None:
-        """Name what a snapshot holds: modules, optimizers, anything with state_dict/load_state_dict, tensors, plain nested
-        values, and dicts or lists of these, which are looked into anew at each snapshot and filled at a restore: a tensor or
-        a plain value that came into one later is put there again.
-
-        include, exclude: shell patterns on keys like ``model.head.*``. replicated: keys that are equal by your word on all
-        ranks that have them; of what is sharded over a sub-mesh, equal on all sub-meshes like it. Buffers that DDP broadcasts
-        are its first rank's whatever a pattern says; only its own whole key declares such a buffer. fenced: you call
-        ``client.fence()`` before you write these tensors by hand, so they may be copied in the background. key_map: renames
-        keys, {old prefix: new prefix} or a function. without: keys of parameters whose optimizer state is meant to be absent;
-        any other parameter that an unregistered optimizer steps fails its snapshots, once it has state or its groups' values
-        (``lr``) change; "scheduler", "scaler": nobody is told that these are not registered. gradients: of modules, for snapshots
-        in the middle of an accumulation. Raises TypeError naming the path of a value that cannot be saved without pickle, or that
-        no restore could write into (a number by itself), and its remedy.
-        """
-        self._registry.register(
-            objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map, without=without,
-            gradients=gradients,
-        )  # fmt: skip
 
     # --- restoring ----------------------------------------------------------------------------------------------
     def restore(

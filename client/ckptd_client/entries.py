@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.protocol.machine.waiting import shown
+from ckptd.core.state_map.box import Box
 
 if TYPE_CHECKING:
     from ckptd_client.slices import Slice
@@ -34,7 +35,7 @@ class Owner:
     from then on: the tensors ``written``, or all of it (``writes_unfenced``)."""
 
     name: str
-    kind: str  # module | optimizer | stateful | tensor | value
+    kind: str  # module | optimizer | stateful | tensor | value | boxes
     value: Any
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -138,6 +139,15 @@ class Copies:
     first_only: bool = False
 
 
+class Placed(NamedTuple):
+    """Where a tensor that the program has cut itself lies in the logical one, whose shape is ``shape``: its boxes, each with its
+    offsets in the tensor. ``flat``: the tensor has one dimension, and holds them one after the other in C order."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
+    flat: bool = False
+
+
 class Entry(NamedTuple):
     key: str
     tensor: Tensor  # plain or DTensor
@@ -145,6 +155,12 @@ class Entry(NamedTuple):
     owner: Owner
     mode: Mode
     copies: Copies | None = None
+    placed: Placed | None = None
+
+    @property
+    def is_born(self) -> bool:
+        """It is there from the beginning; state of an optimizer that ckptd reads itself comes with the first step."""
+        return self.role != "optim" or self.placed is not None
 
 
 class Extra(Protocol):

@@ -127,7 +127,7 @@ def signature_of(state: State) -> tuple[Any, ...]:
         spec: Any = getattr(tensor, "_spec", None) if is_dtensor(tensor) else None
         placing = None if spec is None else (id(spec.mesh), spec.placements)
         kind = tensor.dtype, tensor.shape, tensor.device
-        rows.append((entry.key, entry.mode, *kind, placing, entry.copies, entry.role, entry.owner))
+        rows.append((entry.key, entry.mode, *kind, placing, entry.copies, entry.role, entry.owner, entry.placed))
     return tuple(rows)
 
 
@@ -226,6 +226,8 @@ def _assign(parts: Sequence[Slice], world: World, replicas: int) -> tuple[list[i
     for part in parts:
         if part.sharing == REPLICA:
             groups.setdefault(part.holders, []).append((_name(part), part.nbytes))
+            if part.holders == (world.rank,):
+                continue  # there is nothing to be agreed upon
             known = apart if part.declared else facts
             known[f"{part.key} {part.dtype} {part.shape} {len(part.holders)} {replicas}"] = world.everyone
     captors: dict[str, tuple[int, ...]] = {}

@@ -115,7 +115,8 @@ class Recall:
 
     def _hanging(self) -> list[Any]:
         """The same ones in the same order, as long as nothing is replaced."""
-        given = (owner.value for owner in self._registry.of_kind("tensor"))
+        given = [owner.value for owner in self._registry.of_kind("tensor")]
+        given += [box.tensor for owner in self._registry.of_kind("boxes") for box, _ in owner.value.boxes]
         return [*self._in_modules(), *self._in_optimizers(), *self._gradients(), *given]
 
     def _ids(self, hanging: list[Any]) -> list[int]:

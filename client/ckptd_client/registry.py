@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
 from ckptd_client import naming, nested, optim, supported, tree, values, watch
+from ckptd_client.boxes import Boxes
 from ckptd_client.entries import KeyMap, Owner, check_fits
 from ckptd_client.modules import SavedState
 from ckptd_client.quiet import NoCollectives
@@ -102,9 +103,22 @@ class Registry:
         self.version += 1
         return found
 
-    def look_again(self) -> None:
+    def register_boxes(self, boxes: Boxes) -> None:
+        """Raises CkptdError naming what cannot be saved; nothing is registered then."""
+        _check_names([boxes.name])
+        _check_own(boxes.name)
+        boxes.ask(loading=False)
+        self._let_go({boxes.name})
+        self.owners[boxes.name] = Owner(boxes.name, "boxes", boxes)
+        self.version += 1
+
+    def look_again(self, *, loading: bool = False) -> None:
         """Dicts and lists of objects are what they are now: a counter that was counted on, a tensor that another one took the
-        place of, a new key. Raises what ``register`` raises."""
+        place of, a new key; boxes are asked for anew where one lies elsewhere. Raises what ``register`` raises."""
+        for owner in self.of_kind("boxes"):
+            if loading or owner.value.changed():
+                owner.value.ask(loading=loading)
+                self.version += 1
         for root in self._opened:
             if root.changed():
                 self._open_anew(root)
@@ -194,10 +208,7 @@ def _objects(
     name: str, value: Any, inside: list[_Box], place: tuple[Any, Any] | None = None
 ) -> Iterator[_Found]:
     """Dicts and lists of objects are opened, and noted ``inside``; plain nested values stay whole."""
-    if not name or name.startswith("$") or name == "rng":
-        raise CkptdError("this name is ckptd's own", where=name, hint="register it under another name")
-    if not tree.is_text(name):
-        raise CkptdError(f"a name {tree.NO_TEXT}", where=tree.printable(name))
+    _check_own(name)
     kind = _kind(value)
     if kind == "nest" or (name == EXTRA and type(value) is dict):
         inside.append(_Box(name, value, _contents(value)))
@@ -211,6 +222,14 @@ def _objects(
         yield _Found(name, ScalerState(value), "stateful", place)
     else:
         yield _Found(name, value, kind, place)
+
+
+def _check_own(name: str) -> None:
+    """Raises CkptdError for a name that nobody may register."""
+    if not name or name.startswith("$") or name == "rng":
+        raise CkptdError("this name is ckptd's own", where=name, hint="register it under another name")
+    if not tree.is_text(name):
+        raise CkptdError(f"a name {tree.NO_TEXT}", where=tree.printable(name))
 
 
 def _kind(value: Any) -> str:

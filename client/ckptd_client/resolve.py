@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import apart, beside, naming, optim, rng, supported, tree
+from ckptd_client import apart, beside, naming, optim, rng, supported, tree, watch
 from ckptd_client.entries import Entry, Extra, Mode, Owner, State
 from ckptd_client.garbage import searched_later
 from ckptd_client.quiet import NoCollectives
@@ -24,9 +24,9 @@ ODD = "state"  # object "<optimizer>.state": optimizer state that is not a tenso
 
 
 @searched_later()
-def tensors(registry: Registry) -> State:
-    """Entries and aliases. Raises CkptdError naming what cannot be saved."""
-    registry.look_again()
+def tensors(registry: Registry, *, loading: bool = False) -> State:
+    """Entries and aliases; ``loading``: of what a restore fills. Raises CkptdError naming what cannot be saved."""
+    registry.look_again(loading=loading)
     for owner in registry.of_kind("module"):
         naming.reshard(owner.value)
     return _Resolver(registry).state
@@ -60,6 +60,8 @@ def object_names(owner: Owner, state: State) -> list[str]:
     """The objects that a capture of this owner makes whatever its state (restore asks for these)."""
     if owner.kind == "optimizer":
         return [f"{owner.name}.{GROUPS}"]
+    if owner.kind == "boxes":
+        return [blob.key for blob in owner.value.blobs]
     return [owner.name] if owner.kind in ("stateful", "value") else [*state.extras.get(owner.name, {})]
 
 
@@ -71,7 +73,7 @@ def optional_names(owner: Owner) -> list[str]:
 def reshards(owner: Owner | None) -> bool:
     """Has it a word in how its state is divided among another number of ranks? FSDP2's modules have a method of that name for
     something else."""
-    return owner is not None and owner.kind == "stateful" and hasattr(owner.value, "reshard")
+    return owner is not None and (owner.kind == "boxes" or (owner.kind == "stateful" and hasattr(owner.value, "reshard")))
 
 
 def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
@@ -87,6 +89,8 @@ def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
         yield owner.name, saved(owner)
     elif owner.kind == "value":
         yield owner.name, owner.value
+    elif owner.kind == "boxes":
+        yield from ((blob.key, blob.get()) for blob in owner.value.blobs)
 
 
 def saved(owner: Owner) -> Any:
@@ -129,6 +133,8 @@ class _Resolver:
             if apart.is_apart(owner.value):
                 name = f"{owner.name}.{apart.FORMS}"
                 self.state.extras[owner.name] = {name: apart.Forms(name, {entry.key: owner.value})}
+        for owner in registry.of_kind("boxes"):
+            self._boxes(owner)
         self.state.beside = beside.of_all(registry)
         for owner in self._optimizers:
             self.state.groups[owner.name] = optim.group_of_each(owner, self.state.params)
@@ -164,6 +170,20 @@ class _Resolver:
             return Mode.FENCED
         frozen = trained and not spot.tensor.requires_grad and not owner.thawed
         return Mode.STATIC if frozen else Mode.SYNC
+
+    def _boxes(self, owner: Owner) -> None:
+        """In the background only what an optimizer steps that the hook sees: anything else may be written at any time."""
+        fenced = watch.storages()
+        names: set[str] = set()
+        for box, placed in owner.value.boxes:
+            late = box.tensor.untyped_storage().data_ptr() in fenced and not owner.escapes(box.name)
+            mode = Mode.FENCED if late and not naming.uncounted(box.tensor) else Mode.SYNC
+            entry = Entry(box.name, box.tensor, box.kind, owner, mode, placed=placed)
+            if box.name in self._names and box.name not in names:
+                raise CkptdError("two tensors of one name", where=box.name, hint="a Box and something registered otherwise")
+            names.add(box.name)
+            self._names.add(box.name)
+            self.state.entries.append(entry)
 
     def _tensor_mode(self, owner: Owner) -> Mode:
         if owner.escapes(owner.rename(owner.name)) or naming.uncounted(owner.value):

@@ -240,4 +240,4 @@ def current_state(registry: Registry) -> State:
         raise CkptdError(
             "nothing is registered", hint="call register(model=..., optimizer=...) before restore()"
         )
-    return resolve.tensors(registry)
+    return resolve.tensors(registry, loading=True)

@@ -16,12 +16,11 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.cuts import Place
 from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE
 from ckptd_client import dtypes
-from ckptd_client.entries import Copies, Entry, Owner, State, matches
+from ckptd_client.entries import Copies, Entry, Owner, Placed, State, matches
 from ckptd_client.naming import is_dtensor, local_of, root_mesh
+from ckptd_client.runs import boxes_of, cut, dim_cuts, in_order
 from ckptd_client.supported import check_memory
 from ckptd_client.world import World
-
-Run = tuple[int, int]  # (start, length) along one dimension
 
 
 class Slice(NamedTuple):
@@ -38,6 +37,7 @@ class Slice(NamedTuple):
     captured: bool = True  # False: by definition another rank's value (DDP buffers)
     declared: bool = False  # REPLICA by the user's word alone
     cuts: tuple[Place, ...] | None = None  # that make the box, where it is one of those that they make
+    flat: bool = False  # the local tensor holds it in C order from ``at`` on, and has one dimension
 
     @property
     def nbytes(self) -> int:
@@ -45,8 +45,7 @@ class Slice(NamedTuple):
 
     def of_state(self, key: str) -> Slice:
         """Of an optimizer's tensor that lies as this one does."""
-        _, dtype, shape, box, at, _, sharing, holders, captured, declared, cuts = self
-        return Slice(key, dtype, shape, box, at, "optim", sharing, holders, captured, declared, cuts)
+        return self._replace(key=key, role="optim")
 
     @property
     def stored(self) -> bool:
@@ -55,6 +54,8 @@ class Slice(NamedTuple):
 
     def view(self, local: Tensor) -> Tensor:
         """The part of the rank's local tensor that is this box."""
+        if self.flat:
+            return local if self.box.sizes == local.shape else local.narrow(0, self.at[0], self.box.volume).view(self.box.sizes)
         sizes = self.box.sizes[
             len(self.box.sizes) - len(self.at) :
         ]  # a stacked Partial has one dimension more
@@ -69,6 +70,8 @@ def slices_of(entry: Entry, world: World) -> list[Slice]:
     """Raises CkptdError naming the key: unknown dtype, tensor subclass, placements that are not understood."""
     tensor = entry.tensor
     check_memory(entry.key, tensor)
+    if entry.placed is not None:
+        return _of_placed(entry, entry.placed, world)
     if is_dtensor(tensor):
         return _of_dtensor(entry, world)
     return [plain_slice(entry, entry.key, tensor, entry.role, entry.copies, world)]
@@ -91,8 +94,9 @@ def whole_of(size: Any) -> tuple[tuple[int, ...], Box]:
 def declared_name(state: State) -> str:
     """Equal on two ranks that declare the same tensors to be copies: what one of them holds by declaration, both do. Optimizer
     state is left out, which is born later and named by its parameters."""
-    entries = [entry for entry in state.entries if entry.role != "optim" and _is_declared(entry.owner, entry.key, entry.copies)]
-    rows = sorted(f"{entry.key} {entry.tensor.dtype} {tuple(entry.tensor.shape)}" for entry in entries)
+    entries = [entry for entry in state.entries if entry.role != "optim"]
+    found = [entry for entry in entries if entry.placed is not None or _is_declared(entry.owner, entry.key, entry.copies)]
+    rows = sorted(f"{entry.key} {entry.tensor.dtype} {entry.placed or tuple(entry.tensor.shape)}" for entry in found)
     return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
 
 
@@ -118,6 +122,16 @@ def _plain_sharing(owner: Owner, key: str, copies: Copies | None, world: World) 
     return MAYBE, (), True, False  # equal names elsewhere may or may not be copies: each snapshot decides
 
 
+def _of_placed(entry: Entry, placed: Placed, world: World) -> list[Slice]:
+    """What others hold of it nobody knows: a rank that has the same box has a copy, which must be equal. Ranks that have all boxes
+    of parameters in common capture them together; of an optimizer's, born with a step, each has its own."""
+    dtype = dtypes.name_of(entry.tensor.dtype, entry.key)
+    declared = entry.role != "optim" and world.size > 1
+    alone = (world.rank,) if world.size > 1 else ()
+    kind = (entry.role, REPLICA if alone else UNIQUE, world.declaring if declared else alone, True, declared)
+    return [Slice(entry.key, dtype, placed.shape, box, at, *kind, flat=placed.flat) for box, at in placed.boxes]
+
+
 def _of_dtensor(entry: Entry, world: World) -> list[Slice]:
     tensor: Any = entry.tensor
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -127,8 +141,8 @@ def _of_dtensor(entry: Entry, world: World) -> list[Slice]:
     shape = tuple(tensor.shape)
     local = local_of(tensor)
     mesh_shape = tuple(mesh.mesh.shape)
-    by_dim = [_dim_cuts(dim, mesh_shape, coordinate, placements, entry.key) for dim in range(len(shape))]
-    runs = [_cut([(0, size)], cuts) for size, cuts in zip(shape, by_dim, strict=True)]
+    by_dim = [dim_cuts(dim, mesh_shape, coordinate, placements, entry.key) for dim in range(len(shape))]
+    runs = [cut([(0, size)], cuts) for size, cuts in zip(shape, by_dim, strict=True)]
     expected = tuple(sum(length for _, length in dim) for dim in runs)
     if expected != tuple(local.shape):
         raise CkptdError(
@@ -141,8 +155,8 @@ def _of_dtensor(entry: Entry, world: World) -> list[Slice]:
         whole = Box.whole(shape)
         empty = MAYBE if sharing == MAYBE else UNIQUE
         return [Slice(entry.key, dtype, shape, whole, whole.offsets, entry.role, empty)]
-    boxes = _boxes(runs) or [(_nothing(shape, expected), (0,) * len(shape))]
-    orders = list(map(_in_order, by_dim))
+    boxes = boxes_of(runs) or [(_nothing(shape, expected), (0,) * len(shape))]
+    orders = list(map(in_order, by_dim))
     places = None if None in orders else tuple((dim, *cut) for dim, order in enumerate(orders) for cut in order or ())
     kind = (entry.role, sharing, holders, True, declared, places)
     found = [Slice(entry.key, dtype, shape, box, at, *kind) for box, at in boxes]
@@ -215,83 +229,3 @@ def _sisters(
     return tuple(
         sorted(rank for rank, place in places.items() if tuple(place[dim] for dim in along) in wanted)
     )
-
-
-# --- index arithmetic ---------------------------------------------------------------------------------------
-def _dim_cuts(
-    dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any], key: str
-) -> list[tuple[int, int, int]]:
-    """How this dimension is cut: (parts, own part, split factor) per mesh dimension, left to right."""
-    cuts = []
-    for parts, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        factor = getattr(placement, "split_factor", None)
-        if placement.is_shard() or factor is not None:
-            if placement.dim == dim:
-                cuts.append((parts, at, int(factor or 1)))
-        elif not (placement.is_replicate() or placement.is_partial()):
-            raise CkptdError(f"placement {placement} is not understood", where=key)
-    return cuts
-
-
-def _in_order(cuts: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]] | None:
-    """(parts, own part) as ``_cut`` makes them one after the other; None: it takes a part of each of several pieces."""
-    if not cuts:
-        return []
-    (parts, at, factor), rest = cuts[0], _in_order(cuts[1:])
-    if rest is None or (factor > 1 and math.prod(cut[0] for cut in cuts[1:]) != factor):
-        return None
-    return [*rest, (parts, at)] if factor > 1 else [(parts, at), *rest]
-
-
-def _cut(runs: list[Run], cuts: Sequence[tuple[int, int, int]]) -> list[Run]:
-    """Which indices of a dimension the rank holds, as ascending runs; cuts: as ``_dim_cuts`` tells them.
-
-    A strided cut whose split factor is what the cuts to its right make was applied after them (FSDP2 on top of
-    TP); without them it takes its part of each of ``split factor`` pieces.
-    """
-    if not cuts:
-        return runs
-    (parts, at, factor), rest = cuts[0], cuts[1:]
-    if factor > 1 and math.prod(cut[0] for cut in rest) == factor:
-        return _chunk(_cut(runs, rest), parts, at)
-    if factor > 1:
-        pieces = [_chunk(_chunk(runs, factor, piece), parts, at) for piece in range(factor)]
-        return _cut(_joined(run for piece in pieces for run in piece), rest)
-    return _cut(_chunk(runs, parts, at), rest)
-
-
-def _chunk(runs: Sequence[Run], parts: int, at: int) -> list[Run]:
-    """Part ``at`` of the indices cut into ``parts``, as torch.chunk cuts: all of ceil size, the last ones less or none."""
-    total = sum(length for _, length in runs)
-    share = -(-total // parts)
-    begin, end = min(at * share, total), min((at + 1) * share, total)
-    found: list[Run] = []
-    position = 0
-    for start, length in runs:
-        low, high = max(begin, position), min(end, position + length)
-        if low < high:
-            found.append((start + low - position, high - low))
-        position += length
-    return found
-
-
-def _joined(runs: Any) -> list[Run]:
-    found: list[Run] = []
-    for start, length in runs:
-        if found and sum(found[-1]) == start:
-            found[-1] = (found[-1][0], found[-1][1] + length)
-        else:
-            found.append((start, length))
-    return found
-
-
-def _boxes(runs: Sequence[Sequence[Run]]) -> list[tuple[Box, tuple[int, ...]]]:
-    """The product of the dimensions' runs: (box, offsets in the local tensor). Nothing where a dimension has no run."""
-    starts = [list(itertools.accumulate((length for _, length in dim), initial=0)) for dim in runs]
-    choices = [list(zip(dim, at, strict=False)) for dim, at in zip(runs, starts, strict=True)]
-    found: list[tuple[Box, tuple[int, ...]]] = []
-    for choice in itertools.product(*choices):
-        offsets = tuple(run[0] for run, _ in choice)
-        sizes = tuple(run[1] for run, _ in choice)
-        found.append((Box(offsets, sizes), tuple(at for _, at in choice)))
-    return found

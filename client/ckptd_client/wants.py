@@ -133,7 +133,7 @@ class _Matcher:
     # --- tensors ------------------------------------------------------------------------------------------------
     def _tensors(self) -> None:
         for entry in self._state.entries:
-            if entry.role != "optim" and self._only(entry.key):
+            if entry.is_born and self._only(entry.key):
                 source = self._source(entry.key)
                 if source is None:
                     self._missing(entry.owner, entry.key)
@@ -219,7 +219,7 @@ class _Matcher:
 
     def _slices(self, entry: Entry) -> list[Slice]:
         """Known to the prediction, but of what is born here."""
-        found = self._known.get(id(entry.tensor))
+        found = self._known.get(id(entry.tensor)) if entry.placed is None else None
         return slices_of(entry, self._world) if found is None else found
 
     def _tied(self) -> None:

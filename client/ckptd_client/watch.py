@@ -104,3 +104,18 @@ def took_over(optimizer: Optimizer, other: Optimizer, since: int) -> bool:
     """Has ``optimizer``, registered at ``since``, stepped only after the last step of ``other``? Then that one's state is of
     a phase of training that is over."""
     return _first.get(optimizer, since) > _last.get(other, 0)
+
+
+def storages() -> set[int]:
+    """Addresses of the memory of all parameters and states of optimizers that have stepped: nobody else should write there."""
+    found: set[int] = set()
+    for optimizer in stepped():
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held += [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
+        found.update(_local(value).untyped_storage().data_ptr() for value in held if isinstance(value, torch.Tensor))
+    return found
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found

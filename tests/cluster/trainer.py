@@ -3,7 +3,8 @@
 Kinds: plain, ddp, fsdp; other (another shape than plain), double (another dtype), head (one module more), model (no optimizer
 registered); wide (tensors that are copied in the background, small ones are not), wide_fsdp (the same, sharded; 3.2 MB); stages
 (equal names, other values on each rank), shapes (equal names, another shape on each rank); adapters (16 MB of frozen
-parameters and a small trained layer), adapters_fsdp; many (600 small parameters, plain on each rank).
+parameters and a small trained layer), adapters_fsdp; many (600 small parameters, plain on each rank); zero (an engine of its own
+that hands over boxes, zero.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ckptd_client import Client
 from torch import nn
 
 from ckptd.core import failpoint
+from tests.cluster.zero import Zero
 
 WIDTH = 64
 FROZEN = 1024
@@ -75,7 +77,7 @@ class Run:
         if kind == "many":
             self.bare = Many(MANY)
         self.model = self._wrap(kind)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
+        self.optimizer: Any = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
         self.loader = Loader()
         self.kind = kind
         self.step = 0
@@ -85,6 +87,10 @@ class Run:
         if kind == "model":
             del registered["optimizer"], registered["extra"]
         self.client = Client.connect(job=job)
+        if kind == "zero":
+            self.optimizer = Zero(self.bare, self.rank, self.world)
+            self.optimizer.register(self.client)
+            registered = registered["extra"]
         self.client.register(**registered)
 
     def again(self, job: str, kind: str) -> None:
@@ -149,6 +155,10 @@ class Run:
         if self.rank in ranks:
             with torch.no_grad():
                 (weight if whole else weight.to_local()).mul_(1.1)
+
+    def spoil(self) -> None:
+        """One bit of a copy, as failing memory would."""
+        next(self.bare.parameters()).data.view(torch.int32).view(-1)[7] ^= 1
 
     def lost(self) -> Any:
         return self.client.health().facts.get("lost", {})

@@ -72,7 +72,7 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each time that everything was looked up by name."""
     found: list[int] = []
     tensors = resolve.tensors
-    monkeypatch.setattr(resolve, "tensors", lambda registry: (found.append(1), tensors(registry))[1])
+    monkeypatch.setattr(resolve, "tensors", lambda *given, **how: (found.append(1), tensors(*given, **how))[1])
     return found
 
 
