@@ -158,6 +158,8 @@ class Objects:
     def apply(self, step: int) -> Restored:
         """After the tensors are written."""
         result = Restored()
+        for behind in self._wanted.padding:
+            behind.zero_()
         reshaping.give_back(self._wanted.reshaped)
         for owner in self._registry.of_kind("optimizer"):
             beside.give_back(owner.name, owner.value, self.trees.get(f"{owner.name}.{resolve.BESIDE}", {}))

@@ -52,6 +52,8 @@ class Owner:
     since: int = 0  # when it was registered (watch.now)
     place: tuple[Any, Any] | None = None  # the dict or list that it was found in, and its key there
     late: bool = False  # it came there after a restore
+    rules: Mapping[str, Any] = field(default_factory=dict)  # pattern -> how the program has cut what it fits (rules.py)
+    axes: Any = None  # what ``over`` means in them
 
     @property
     def replaceable(self) -> bool:
@@ -141,11 +143,16 @@ class Copies:
 
 class Placed(NamedTuple):
     """Where a tensor that the program has cut itself lies in the logical one, whose shape is ``shape``: its boxes, each with its
-    offsets in the tensor. ``flat``: the tensor has one dimension, and holds them one after the other in C order."""
+    offsets in the tensor. ``flat``: the tensor has one dimension, and holds them one after the other in C order. ``ranks``: over so
+    many it is cut or copied, by a rule; 0: nobody knows. ``alone``: no two of them hold the same. ``padding``: (dimension, start,
+    length) in the tensor of what lies behind the logical one."""
 
     shape: tuple[int, ...]
     boxes: tuple[tuple[Box, tuple[int, ...]], ...]
     flat: bool = False
+    ranks: int = 0
+    alone: bool = False
+    padding: tuple[tuple[int, int, int], ...] = ()
 
 
 class Entry(NamedTuple):
@@ -160,7 +167,11 @@ class Entry(NamedTuple):
     @property
     def is_born(self) -> bool:
         """It is there from the beginning; state of an optimizer that ckptd reads itself comes with the first step."""
-        return self.role != "optim" or self.placed is not None
+        return self.role != "optim" or self.owner.kind == "boxes"
+
+    def placed_like(self, tensor: Tensor) -> Placed | None:
+        """Of a state or gradient of this parameter: it is cut as that is, if it has its shape."""
+        return self.placed if self.placed is not None and tensor.shape == self.tensor.shape else None
 
 
 class Extra(Protocol):

@@ -39,7 +39,7 @@ def entries(state: State) -> list[Entry]:
     """Of the gradients that are there. The next backward pass writes them, so nothing may fence them."""
     found = ((entry, entry.tensor.grad) for entry in parameters(state))
     return [
-        Entry(key_of(entry), gradient, "extra", entry.owner, Mode.SYNC)
+        Entry(key_of(entry), gradient, "extra", entry.owner, Mode.SYNC, placed=entry.placed_like(gradient))
         for entry, gradient in found
         if gradient is not None
     ]

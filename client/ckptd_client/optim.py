@@ -77,7 +77,7 @@ def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, A
                     full = f"{owner.name}.{key}.{_labelled(label, path)}"
                     if owner.takes(full):
                         mode = Mode.SYNC if owner.escapes(full) else Mode.FENCED
-                        entries.append(Entry(full, leaf, "optim", owner, mode, copies))
+                        entries.append(Entry(full, leaf, "optim", owner, mode, copies, known[id(parameter)].placed_like(leaf)))
                 if not (isinstance(name, str) and isinstance(value, Tensor)) or apart.is_apart(value):
                     above = f"{owner.name}.{key}.{_labelled(label, '')}"
                     odd.setdefault(odd_key(label, key), {})[name] = skeleton(str(name), value, above)
@@ -347,7 +347,7 @@ def keys_of_groups(owner: Owner, known: NameOf) -> list[KeysOfGroup]:
 
 
 def empty_state(
-    path: str, parameter: Tensor, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+    path: str, parameter: Tensor, group: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """A tensor for state that is not born yet, at ``path`` of the parameter's: the parameter's placements and strides where the
     shapes agree, on the parameter's device. What torch's optimizers count lives on the CPU unless fused or capturable says
@@ -356,7 +356,7 @@ def empty_state(
     if path.rpartition(".")[2] in COUNTERS and not shape:
         on_device = group.get("fused") or group.get("capturable")
         return torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
-    if shape == tuple(parameter.shape):
+    if tuple(shape) == tuple(parameter.shape):
         return apart.plain_like(parameter, dtype, parameter.device)
     plain = torch.empty(shape, dtype=dtype, device=parameter.device)
     if not shape or not is_dtensor(parameter):

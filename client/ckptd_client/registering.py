@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptd_client.boxes import Boxes, Provider
 from ckptd_client.entries import KeyMap
 from ckptd_client.registry import Patterns, Registry
+from ckptd_client.rules import Rule
 
 
 class Registering:
@@ -25,6 +26,8 @@ class Registering:
         key_map: KeyMap | None = None,
         without: Patterns = (),
         gradients: bool = False,
+        rules: Mapping[str, Rule] | None = None,
+        mesh: Any = None,
         **objects: Any,
     ) -> None:
         """Name what a snapshot holds: modules, optimizers, anything with state_dict/load_state_dict, tensors, plain nested
@@ -38,12 +41,17 @@ class Registering:
         keys, {old prefix: new prefix} or a function. without: keys of parameters whose optimizer state is meant to be absent;
         any other parameter that an unregistered optimizer steps fails its snapshots, once it has state or its groups' values
         (``lr``) change; "scheduler", "scaler": nobody is told that these are not registered. gradients: of modules, for snapshots
-        in the middle of an accumulation. Raises TypeError naming the path of a value that cannot be saved without pickle, or that
-        no restore could write into (a number by itself), and its remedy.
+        in the middle of an accumulation.
+
+        rules: {pattern: rule, or list of rules, outermost first} for tensors that the program has cut itself (``shard``,
+        ``copied``, ``padded``), and their optimizer states of the same shape. mesh: the DeviceMesh whose dimensions these name.
+
+        Raises TypeError naming the path of a value that cannot be saved without pickle, or that no restore could write into (a
+        number by itself), and its remedy; CkptdError for a rule or pattern that does not fit.
         """
         self._registry.register(
             objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map, without=without,
-            gradients=gradients,
+            gradients=gradients, rules=rules, mesh=mesh,
         )  # fmt: skip
 
     def register_boxes(

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import naming, nested, optim, supported, tree, values, watch
+from ckptd_client import naming, nested, optim, placing, supported, tree, values, watch
 from ckptd_client.boxes import Boxes
 from ckptd_client.entries import KeyMap, Owner, check_fits
 from ckptd_client.modules import SavedState
 from ckptd_client.quiet import NoCollectives
+from ckptd_client.rules import Rule
 from ckptd_client.scaler import ScalerState
 
 EXTRA = "extra"  # register(extra={...}): always a dict of objects, each under its own name
@@ -76,6 +77,8 @@ class Registry:
         key_map: KeyMap | None = None,
         without: Patterns = (),
         gradients: bool = False,
+        rules: Mapping[str, Rule] | None = None,
+        mesh: Any = None,
     ) -> list[Owner]:
         """Raises TypeError naming the path of a value that cannot be saved; nothing is registered then."""
 
@@ -84,6 +87,7 @@ class Registry:
                 item.name, item.kind, item.value, _tuple(include), _tuple(exclude), _tuple(replicated), fenced, key_map
             )
             owner.since, owner.gradients, owner.place = watch.now(), gradients, item.place
+            owner.rules, owner.axes = dict(rules or {}), placing.Axes(mesh)
             _check(owner)
             return owner
 
@@ -96,6 +100,7 @@ class Registry:
                 opened.append(root)
         _check_names(item.name for item in found)
         _check_included(found, _tuple(include))
+        placing.check(found)
         self.without += _tuple(without)
         self._let_go({owner.name for owner in found})
         self.owners.update({owner.name: owner for owner in found})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import apart, beside, naming, optim, rng, supported, tree, watch
+from ckptd_client import apart, beside, naming, optim, placing, rng, supported, tree, watch
 from ckptd_client.entries import Entry, Extra, Mode, Owner, State
 from ckptd_client.garbage import searched_later
 from ckptd_client.quiet import NoCollectives
@@ -127,7 +127,9 @@ class _Resolver:
         for owner in registry.of_kind("module"):
             self._module(owner)
         for owner in registry.of_kind("tensor"):
-            entry = Entry(owner.rename(owner.name), owner.value, "extra", owner, self._tensor_mode(owner))
+            key = owner.rename(owner.name)
+            placed = placing.of(key, owner, owner.value, None)
+            entry = Entry(key, owner.value, "extra", owner, self._tensor_mode(owner), placed=placed)
             self.state.params.setdefault(id(owner.value), entry)
             self._add(entry)
             if apart.is_apart(owner.value):
@@ -150,7 +152,8 @@ class _Resolver:
         for spot in spots:
             key = owner.rename(f"{owner.name}.{spot.name}")
             supported.check_made(key, spot.tensor)
-            entry = Entry(key, spot.tensor, spot.role, owner, self._mode(owner, spot, key, trained), spot.copies)
+            placed = placing.of(key, owner, spot.tensor, spot.copies) if owner.rules else None
+            entry = Entry(key, spot.tensor, spot.role, owner, self._mode(owner, spot, key, trained), spot.copies, placed)
             if spot.role == "param":
                 self.state.params.setdefault(id(spot.tensor), entry)
             if owner.takes(key):

@@ -123,13 +123,23 @@ def _plain_sharing(owner: Owner, key: str, copies: Copies | None, world: World) 
 
 
 def _of_placed(entry: Entry, placed: Placed, world: World) -> list[Slice]:
-    """What others hold of it nobody knows: a rank that has the same box has a copy, which must be equal. Ranks that have all boxes
-    of parameters in common capture them together; of an optimizer's, born with a step, each has its own."""
+    """Of boxes nobody knows what others hold: a rank that has the same one has a copy, which must be equal. A rule says it of all
+    ranks, or it says nothing. Ranks that have all boxes in common capture copies together."""
     dtype = dtypes.name_of(entry.tensor.dtype, entry.key)
-    declared = entry.role != "optim" and world.size > 1
-    alone = (world.rank,) if world.size > 1 else ()
-    kind = (entry.role, REPLICA if alone else UNIQUE, world.declaring if declared else alone, True, declared)
-    return [Slice(entry.key, dtype, placed.shape, box, at, *kind, flat=placed.flat) for box, at in placed.boxes]
+    kind = (entry.role, *_placed_sharing(entry, placed, world))
+    boxes = placed.boxes or ((_nothing(placed.shape, (0,) * len(placed.shape)), (0,) * len(placed.shape)),)
+    return [Slice(entry.key, dtype, placed.shape, box, at, *kind, flat=placed.flat) for box, at in boxes]
+
+
+def _placed_sharing(entry: Entry, placed: Placed, world: World) -> tuple[str, tuple[int, ...], bool, bool]:
+    """(sharing, holders, captured, declared)."""
+    if world.size == 1 or (placed.alone and placed.ranks == world.size):
+        return UNIQUE, (), True, False
+    if placed.ranks not in (0, world.size):
+        return MAYBE, (), True, False
+    if entry.role == "optim" and not placed.ranks:  # born with a step: nobody has heard of it when the ranks meet
+        return REPLICA, (world.rank,), True, False
+    return REPLICA, world.declaring, True, True
 
 
 def _of_dtensor(entry: Entry, world: World) -> list[Slice]:

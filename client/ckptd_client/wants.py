@@ -72,6 +72,7 @@ class Wanted:
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # of what was restored, and may not be what the program takes it for
     filled: set[str] = field(default_factory=set)  # names of owners some of whose tensors are wanted
+    padding: list[Tensor] = field(default_factory=list)  # behind logical tensors: zero
     first: int = 0  # so many targets are no registered tensors: compared with others, or inside of objects
 
     def encode(self) -> bytes:
@@ -150,7 +151,7 @@ class _Matcher:
     def _reshape(self, entry: Entry, source: str) -> bool:
         """Of another shape than here, in a module that takes that."""
         dtype, shape, _ = self._catalogue.tensors[source]
-        if shape == entry.tensor.shape or entry.owner.kind != "module":
+        if shape == entry.tensor.shape or entry.owner.kind != "module" or entry.placed is not None:
             return False
         saved = torch.empty(shape, dtype=dtypes.TORCH[dtype], device="cpu")
         place = reshaping.place(entry.owner.value, entry.tensor, saved)
@@ -171,7 +172,7 @@ class _Matcher:
             if key in self._catalogue.tensors:
                 dtype = dtypes.TORCH[self._catalogue.tensors[key][0]]
                 tensor = torch.empty_like(entry.tensor.detach(), dtype=dtype)
-                self._fill(Entry(key, tensor, "extra", entry.owner, Mode.SYNC), key)
+                self._fill(Entry(key, tensor, "extra", entry.owner, Mode.SYNC, placed=entry.placed), key)
             self.result.gradients.append((entry.tensor, tensor))
 
     def _source(self, key: str) -> str | None:
@@ -204,6 +205,8 @@ class _Matcher:
         self.result.targets += [
             Target(source, dtype, shape, part.box, part.view(local)) for part in parts if 0 not in part.box.sizes
         ]
+        if entry.placed is not None:
+            self.result.padding += [local.narrow(*where) for where in entry.placed.padding]
         return True
 
     def _fits_as_made(self, owner: Owner, source: str, tensor: Tensor) -> bool:
@@ -312,7 +315,7 @@ class _Matcher:
         return found
 
     def _state_of(self, owner: Owner, holder: Holder, parameter: Tensor, key: str, saved: Mapping[str, str]) -> None:
-        new = NewState(owner, holder, parameter, key)
+        new, like = NewState(owner, holder, parameter, key), self._state.params[id(parameter)]
         existing = holder.optimizer.state.get(parameter) or {}
         present = {
             path: leaf
@@ -331,13 +334,15 @@ class _Matcher:
                     new.tensors[path] = self._made[made]  # shared with another parameter, as it was
                     continue
                 dtype, shape, _ = self._catalogue.tensors[source]
-                tensor = self._made[made] = optim.empty_state(path, parameter, holder.group, shape, dtypes.TORCH[dtype])
-                known = type(tensor) is Tensor and id(parameter) in self._known
+                here = parameter.shape if like.placed is not None and shape == like.placed.shape else shape
+                tensor = self._made[made] = optim.empty_state(path, parameter, holder.group, here, dtypes.TORCH[dtype])
+                known = type(tensor) is Tensor and id(parameter) in self._known and like.placed is None
                 if known and self._fits_as_made(owner, source, tensor):
                     new.tensors[path] = tensor
                     continue
-            copies = None if type(tensor) is not type(parameter) and tensor.ndim else self._state.params[id(parameter)].copies
-            if self._fill(Entry(f"{owner.name}.{key}.{path}", tensor, "optim", owner, Mode.FENCED, copies), source):
+            copies = None if type(tensor) is not type(parameter) and tensor.ndim else like.copies
+            entry = Entry(f"{owner.name}.{key}.{path}", tensor, "optim", owner, Mode.FENCED, copies, like.placed_like(tensor))
+            if self._fill(entry, source):
                 new.tensors[path] = tensor
         self.result.states.append(new)
 

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ckptd.core import failpoint
 from tests.cluster import client_registrations as registrations
+from tests.cluster import client_rules
 from tests.cluster.client_models import (
     IN,
     OUT,
@@ -416,6 +417,8 @@ FIRST |= {
     "two groups": two_groups,
     "declared over sub-meshes": declared_over_sub_meshes,
     "declared over stages": declared_over_stages,
+    "cut by hand": lambda: client_rules.cut_by_hand(connect, until_durable, FOLDER),
+    "cut by hand and by FSDP2": lambda: client_rules.cut_by_fsdp_too(connect, until_durable),
     "batch norm": batch_norm_of_ddp_is_rank_zeros,
     "batch norm declared": lambda: batch_norm_of_ddp_is_rank_zeros("batch_norm_declared", replicated=["*"]),
     "registered before it is wrapped": registered_before_it_is_wrapped,
@@ -465,6 +468,7 @@ SECOND: Cases = {
 }
 SECOND |= {
     "per rank into two": per_rank_values_need_reshard,
+    "cut by hand into two": lambda: client_rules.into_two(connect, FOLDER),
     "audited under FSDP2": lambda: none_torn("audited"),
 }
 

@@ -28,12 +28,13 @@ LAUNCH_TIMEOUT_S = 150
 SOCKETS = (
     "ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "wrapped", "tears", "tears_without_fence", "tears_without_reshard", "per_rank",
     "two_groups", "sub_mesh", "stages", "batch_norm", "batch_norm_declared", "before", "compiled", "eight_bits", "audited",
-    "apart", "apart_stages", "apart_parts", "apart_forgotten",
+    "apart", "apart_stages", "apart_parts", "apart_forgotten", "by_hand", "by_fsdp_too",
 )  # fmt: skip
 FIRST = (
     "ddp to fsdp", "fsdp to hsdp", "hsdp to tp", "tp to fsdp_tp", "fsdp_tp to wrapped", "wrapped to plain", "tears",
     "per rank", "two groups", "declared over sub-meshes",
-    "declared over stages", "batch norm", "batch norm declared", "registered before it is wrapped",
+    "declared over stages", "cut by hand", "cut by hand and by FSDP2",
+    "batch norm", "batch norm declared", "registered before it is wrapped",
     "one rank without a daemon",
     "mismatch of one rank", "moments of eight bits", "an average on rank zero", "stages undeclared",
     "parts of a dict", "an optimizer forgotten",
@@ -41,7 +42,7 @@ FIRST = (
 SELDOM = ("tears without fence", "tears without reshard", "compiled step")  # in `make chaos`
 SECOND = (
     "ddp into two as tp", "fsdp into two as fsdp", "hsdp into two as ddp", "tp into two as fsdp", "fsdp_tp into two as fsdp",
-    "per rank into two", "audited under FSDP2",
+    "per rank into two", "cut by hand into two", "audited under FSDP2",
 )  # fmt: skip
 
 Results = dict[str, list[str | None]]
