@@ -15,6 +15,7 @@ from torch import Tensor
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map import box as extents
 from ckptd_client import dtypes, supported, tree
+from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Placed
 from ckptd_client.naming import is_dtensor
 
@@ -124,13 +125,17 @@ class Boxes:
                 raise CkptdError(f"the provider gave a {type(one).__name__}, not a Box or a Blob", where=self.name)
         boxes = [(box, box.placed()) for box in found if isinstance(box, Box) if _supported(box)]
         blobs = [one for one in found if isinstance(one, Blob)]
-        _check_together(boxes, blobs)
+        if not loading:  # what is asked for twice comes twice
+            _check_together(boxes, blobs)
         self.boxes, self.blobs, self.loading = boxes, blobs, loading
         self._seen = self._marks()
 
     def changed(self) -> bool:
         """Has a tensor another storage, shape or dtype than when the provider was asked, or was that for a restore?"""
         return self.loading or self._seen != self._marks()
+
+    def offered(self, catalogue: Catalogue) -> None:
+        """What a restore may have, before it is asked for."""
 
     def is_per_rank(self, key: str) -> bool:
         return any(blob.per_rank for blob in self.blobs if blob.key == key)

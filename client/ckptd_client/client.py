@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from types import TracebackType
@@ -20,7 +21,8 @@ from ckptd.wire.names import job_key
 from ckptd_client import accelerator, autostart, fence, graphs, nested, resolve, sockets, versions, watch
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
-from ckptd_client.handles import LEVELS, Handle, reached
+from ckptd_client.explicit import Explicit
+from ckptd_client.handles import LEVELS, NOT_SAVED, Handle, reached
 from ckptd_client.joining import Joiner
 from ckptd_client.registering import Registering
 from ckptd_client.registry import Registry
@@ -45,7 +47,7 @@ CAPTURE_LONG_S = 60.0  # of a graph; while one lasts, no copy is looked for
 FORKED = "this process was forked from the one that connected"
 
 
-class Client(Registering):
+class Client(Registering, Explicit):
     """One rank of one job. Made by ``connect``; use it in a ``with`` block. Its methods belong to the training thread.
 
     A forked child (a loader's worker) has no part in it: there snapshots are skipped, ``restore`` and ``steps`` raise CkptdError,
@@ -55,6 +57,8 @@ class Client(Registering):
         self.job = job
         self.last_restore: dict[str, Any] = {}
         self.values: dict[str, Any] = {}  # registered plain values as restored
+        self._named: dict[str, Client] = {}  # the jobs of saving(name=)
+        self._explicit_lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
         self._connect_timeout_s = CONNECT_TIMEOUT_S
@@ -161,6 +165,13 @@ class Client(Registering):
         if source not in (None, "memory", "durable"):
             raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
         self._check_here()
+        patterns = [only] if isinstance(only, str) else only
+        return self._restore(step, source, patterns, strict, allow_fresh)
+
+    def _restore(
+        self, step: int | None, source: str | None, only: Sequence[str] | Callable[[str], bool] | None, strict: bool,
+        allow_fresh: bool,
+    ) -> int | None:  # fmt: skip
         if graphs.captured_s() is not None or accelerator.capturing():
             raise CkptdError("restore() within a graph's capture", hint="restore before it, or after its end")
         session = self._session
@@ -182,8 +193,7 @@ class Client(Registering):
             self._troubles.pass_on(f"restore() begins anew, whatever memory and storage have of this job: {error.what}", "")
             self.last_restore = {**Outcome(None).told, "mode": "no daemon", "passed_over": [error.what]}
             return None
-        patterns = [only] if isinstance(only, str) else only
-        outcome = self._run_restore(Restore(session, self._registry, state, world, patterns, strict), deadline)
+        outcome = self._run_restore(Restore(session, self._registry, state, world, only, strict), deadline)
         self.last_restore = outcome.told
         self.values = outcome.restored.values
         self._last = self._stale = None
@@ -338,7 +348,8 @@ class Client(Registering):
             if handle.status.startswith(("skipped", "failed")):
                 return self._ended(level, handle, handle.status if self._session.link.up else "unreachable")
             status = self._reach(handle, level, deadline)
-            again = status.startswith("void") and self._snapshots.is_open  # also where its daemon was lost: it may be back soon
+            # Also where its daemon was lost: it may be back soon.
+            again = status.startswith("void") and NOT_SAVED not in status and self._snapshots.is_open
             if not again or time.monotonic() >= deadline:
                 return self._ended(level, handle, status)
 
@@ -445,6 +456,8 @@ class Client(Registering):
         if self._gone:
             return
         self._closed = True
+        for named in self._named.values():
+            named.close(finished=finished)
         fence.leave(self)
         self._joiner.give_up()
         self._engine.close()

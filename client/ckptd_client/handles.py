@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ckptd.wire.rank import Level
 
 LEVELS = ("sealed", "protected", "durable")
+NOT_SAVED = "not saved"  # begins the reason of a rank that will not take part in this step, however often it is tried
 
 
 def describe(told: Level) -> str:

@@ -16,7 +16,7 @@ from ckptd_client.entries import State
 from ckptd_client.plan import predicted_bytes
 from ckptd_client.registry import Registry
 from ckptd_client.session import IDLE, JOINING, Session
-from ckptd_client.slices import declared_name
+from ckptd_client.slices import declared_name, placed_name
 from ckptd_client.troubles import Troubles
 from ckptd_client.world import World
 
@@ -99,8 +99,9 @@ class Joiner:
         claims = claims_of(self._registry, state)
         try:
             return rendezvous.meet(
-                self._session.job, node, trouble, deadline, given_up, late=self._late, declared=declared_name(state), claims=claims
-            )
+                self._session.job, node, trouble, deadline, given_up, late=self._late, declared=declared_name(state),
+                placed=placed_name(state), claims=claims,
+            )  # fmt: skip
         finally:
             self._troubles.clear("meeting")
 

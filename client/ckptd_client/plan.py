@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.garbage import searched_later
 from ckptd_client.naming import is_dtensor, local_of, uncounted
 from ckptd_client.registry import Registry
-from ckptd_client.slices import Slice, plain_slice, slices_of
+from ckptd_client.slices import Slice, placed_name, plain_slice, slices_of
 from ckptd_client.versions import Watched
 from ckptd_client.world import World
 
@@ -141,8 +141,10 @@ def make_plan(state: State, world: World, replicas: int, objects_bytes: int, old
         and objects_bytes <= old.objects_max
     ):
         return old
-    parts = [(index, part) for index, entry in enumerate(state.entries) for part in slices_of(entry, world)]
-    tiers, plan = _assign([part for _, part in parts], world, replicas)
+    # Boxes that came since the ranks met are no copies of what others hold.
+    known = world if placed_name(state) == world.placed else replace(world, together=(world.rank,))
+    parts = [(index, part) for index, entry in enumerate(state.entries) for part in slices_of(entry, known)]
+    tiers, plan = _assign([part for _, part in parts], known, replicas)
     mine = [
         (index, part, tier)
         for (index, part), tier in zip(parts, tiers, strict=True)
@@ -218,24 +220,27 @@ def _assign(parts: Sequence[Slice], world: World, replicas: int) -> tuple[list[i
 
     Only copies by structure or declaration are split. Their groups (HSDP has one per shard) are planned alike on all their
     ranks; the id names what all groups are planned from, so that ranks of different groups can compare it. What is declared
-    on a part of the ranks only (pipeline stages) is planned and compared among those.
+    on a part of the ranks only (pipeline stages), or is in boxes that a part of them has, is planned and compared among those.
     """
     groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     facts: dict[str, tuple[int, ...]] = {}
     apart: dict[str, tuple[int, ...]] = {} if world.declaring != world.everyone else facts
+    placed: dict[str, tuple[int, ...]] = {}
     for part in parts:
         if part.sharing == REPLICA:
             groups.setdefault(part.holders, []).append((_name(part), part.nbytes))
             if part.holders == (world.rank,):
                 continue  # there is nothing to be agreed upon
-            known = apart if part.declared else facts
+            known = placed if part.placed else apart if part.declared else facts
             known[f"{part.key} {part.dtype} {part.shape} {len(part.holders)} {replicas}"] = world.everyone
     captors: dict[str, tuple[int, ...]] = {}
     for holders, items in groups.items():
         captors.update(balanced_plan(items, holders, world.domains, replicas + 1))
     tiers = [_tier(part, captors, world, replicas) for part in parts]
     name = plan_id(facts, {str(rank): list(domain.encode()) for rank, domain in world.domains.items()})
-    return tiers, name if apart is facts else plan_id_apart(name, world.declaring, plan_id(apart))
+    if apart is not facts:
+        name = plan_id_apart(name, world.declaring, plan_id(apart))
+    return tiers, f"{name}|boxes {min(world.together)}:{plan_id(placed)}" if placed else name
 
 
 def _name(part: Slice) -> str:

@@ -64,6 +64,7 @@ class Registry:
         self._opened: list[_Opened] = []
         self.version = 0  # grows with every register()
         self.began = False  # a restore has filled it
+        self.bare = False  # of a client that saves and loads exactly what it is handed
         self.without: tuple[str, ...] = ()  # parameters whose optimizer state is meant to be absent
 
     def register(
@@ -91,6 +92,7 @@ class Registry:
             _check(owner)
             return owner
 
+        self._check_not_bare()
         found: list[Owner] = []
         opened: list[_Opened] = []
         for name, value in objects.items():
@@ -108,9 +110,22 @@ class Registry:
         self.version += 1
         return found
 
+    def be_bare(self) -> None:
+        """Raises CkptdError where objects are registered."""
+        if self.owners and not self.bare:
+            hint = "give the save a name=, or use a client of its own"
+            what = "saving() and open() are for a client that registers nothing"
+            raise CkptdError(what, where=next(iter(self.owners)), hint=hint)
+        self.bare = True
+
+    def _check_not_bare(self) -> None:
+        if self.bare:
+            hint = "give saving() and open() a name=, or use another client"
+            raise CkptdError("this client saves exactly what saving() is handed; it registers nothing", hint=hint)
+
     def register_boxes(self, boxes: Boxes) -> None:
         """Raises CkptdError naming what cannot be saved; nothing is registered then."""
-        _check_names([boxes.name])
+        self._check_not_bare()
         _check_own(boxes.name)
         boxes.ask(loading=False)
         self._let_go({boxes.name})

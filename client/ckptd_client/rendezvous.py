@@ -53,14 +53,15 @@ def meet(
     *,
     late: Callable[[str], None] = lambda who: None,
     declared: str = "",
+    placed: str = "",
     claims: Mapping[str, str] | None = None,
 ) -> World:
     """Every rank calls it. ``node``: this rank's daemon (NodeInfo), or None with the ``trouble``; then all ranks raise
     CkptdError, as they do at ``deadline`` (monotonic seconds). ``given_up``: checked while waiting. ``late``: told
-    which ranks are waited for. ``declared``: a name of what this rank declares to be copies. ``claims``: what it
-    registered (claims.py)."""
+    which ranks are waited for. ``declared``: a name of what this rank declares to be copies, ``placed`` of the boxes that
+    it has. ``claims``: what it registered (claims.py)."""
     rank, size = rank_and_size()
-    mine: dict[str, Any] = {"node": node, "trouble": trouble, "token": secrets.token_hex(8), "declared": declared}
+    mine: dict[str, Any] = {"node": node, "trouble": trouble, "token": secrets.token_hex(8), "declared": declared, "placed": placed}
     mine["claims"] = dict(claims or {})
     if size == 1:
         attempt: str = secrets.token_hex(16)
@@ -79,8 +80,9 @@ def meet(
         )  # fmt: skip
     _check_identities(job, [answer["node"] for answer in answers])
     alike = tuple(r for r, answer in enumerate(answers) if answer["declared"] == declared)
-    asked = tuple(answer["claims"] for answer in answers)
-    return replace(_world(rank, attempt, [answer["node"] for answer in answers]), alike=alike, claims=asked)
+    together = tuple(r for r, answer in enumerate(answers) if answer["placed"] == placed)
+    met = _world(rank, attempt, [answer["node"] for answer in answers])
+    return replace(met, alike=alike, placed=placed, together=together, claims=tuple(answer["claims"] for answer in answers))
 
 
 def _check_identities(job: str, of_rank: list[dict[str, Any]]) -> None:

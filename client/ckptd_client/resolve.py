@@ -41,7 +41,8 @@ def objects(registry: Registry, state: State, step: int, meta: dict[str, Any]) -
     for owner in registry.owners.values():
         for name, value in _trees(owner, state):
             state.objects[name] = _encode(name, value, owner, state)
-    state.objects[rng.NAME] = tree.encode(rng.capture(), rng.NAME)
+    if not registry.bare:
+        state.objects[rng.NAME] = tree.encode(rng.capture(), rng.NAME)
     tensors = [(entry.key, entry.tensor) for entry in state.entries[first:]]
     tensors += [(owner.rename(owner.name), owner.value) for owner in registry.of_kind("tensor")]
     on_device = [key for key, tensor in tensors if tensor.device.type != "cpu"]

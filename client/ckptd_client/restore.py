@@ -66,7 +66,7 @@ class Restore:
         registry: Registry,
         state: State,
         world: World,
-        only: Sequence[str] | None,
+        only: Sequence[str] | Callable[[str], bool] | None,
         strict: bool,
     ) -> None:
         self._session, self._registry, self._state, self._world = session, registry, state, world
@@ -110,6 +110,8 @@ class Restore:
             return
         try:
             self._catalogue = Catalogue.decode(body, self._world.rank)
+            for owner in self._registry.of_kind("boxes"):
+                owner.value.offered(self._catalogue)
             only = self._selector()
             self._wanted = wanted(
                 self._registry, self._state, self._catalogue, self._world, only, self._strict
@@ -126,8 +128,8 @@ class Restore:
 
     def _selector(self) -> Callable[[str], bool] | None:
         """Raises CkptdError naming a pattern that fits nothing: what was asked for would not be loaded, and nobody told."""
-        if self._only is None:
-            return None
+        if self._only is None or callable(self._only):
+            return self._only
         assert self._catalogue is not None, "it has been read"
         patterns, catalogue = list(self._only), self._catalogue
         known = {*catalogue.tensors, *catalogue.objects, *catalogue.aliases}

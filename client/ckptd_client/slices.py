@@ -38,6 +38,7 @@ class Slice(NamedTuple):
     declared: bool = False  # REPLICA by the user's word alone
     cuts: tuple[Place, ...] | None = None  # that make the box, where it is one of those that they make
     flat: bool = False  # the local tensor holds it in C order from ``at`` on, and has one dimension
+    placed: bool = False  # by the program's word
 
     @property
     def nbytes(self) -> int:
@@ -94,9 +95,19 @@ def whole_of(size: Any) -> tuple[tuple[int, ...], Box]:
 def declared_name(state: State) -> str:
     """Equal on two ranks that declare the same tensors to be copies: what one of them holds by declaration, both do. Optimizer
     state is left out, which is born later and named by its parameters."""
-    entries = [entry for entry in state.entries if entry.role != "optim"]
-    found = [entry for entry in entries if entry.placed is not None or _is_declared(entry.owner, entry.key, entry.copies)]
-    rows = sorted(f"{entry.key} {entry.tensor.dtype} {entry.placed or tuple(entry.tensor.shape)}" for entry in found)
+    entries = [entry for entry in state.entries if entry.role != "optim" and _is_declared(entry.owner, entry.key, entry.copies)]
+    rows = sorted(f"{entry.key} {entry.tensor.dtype} {tuple(entry.tensor.shape)}" for entry in entries)
+    return _hashed(rows)
+
+
+def placed_name(state: State) -> str:
+    """Equal on two ranks that hold the same boxes of what the program has cut itself; "": there are none."""
+    entries = [entry for entry in state.entries if entry.placed is not None and entry.role != "optim"]
+    rows = sorted(f"{entry.key} {entry.tensor.dtype} {entry.placed}" for entry in entries)
+    return _hashed(rows) if rows else ""
+
+
+def _hashed(rows: list[str]) -> str:
     return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
 
 
@@ -124,11 +135,11 @@ def _plain_sharing(owner: Owner, key: str, copies: Copies | None, world: World) 
 
 def _of_placed(entry: Entry, placed: Placed, world: World) -> list[Slice]:
     """Of boxes nobody knows what others hold: a rank that has the same one has a copy, which must be equal. A rule says it of all
-    ranks, or it says nothing. Ranks that have all boxes in common capture copies together."""
+    ranks, or it says nothing. Ranks that have had all boxes in common since they met capture copies together."""
     dtype = dtypes.name_of(entry.tensor.dtype, entry.key)
     kind = (entry.role, *_placed_sharing(entry, placed, world))
     boxes = placed.boxes or ((_nothing(placed.shape, (0,) * len(placed.shape)), (0,) * len(placed.shape)),)
-    return [Slice(entry.key, dtype, placed.shape, box, at, *kind, flat=placed.flat) for box, at in boxes]
+    return [Slice(entry.key, dtype, placed.shape, box, at, *kind, flat=placed.flat, placed=True) for box, at in boxes]
 
 
 def _placed_sharing(entry: Entry, placed: Placed, world: World) -> tuple[str, tuple[int, ...], bool, bool]:
@@ -139,7 +150,7 @@ def _placed_sharing(entry: Entry, placed: Placed, world: World) -> tuple[str, tu
         return MAYBE, (), True, False
     if entry.role == "optim" and not placed.ranks:  # born with a step: nobody has heard of it when the ranks meet
         return REPLICA, (world.rank,), True, False
-    return REPLICA, world.declaring, True, True
+    return REPLICA, world.together or (world.rank,), True, True
 
 
 def _of_dtensor(entry: Entry, world: World) -> list[Slice]:

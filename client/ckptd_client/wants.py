@@ -359,7 +359,7 @@ class _Matcher:
                 if name in self._catalogue.objects and self._only(name):
                     self._object(owner, name)
         for name in ALWAYS & self._catalogue.objects.keys():
-            if name == resolve.META or self._only(name):
+            if name == resolve.META or (self._only(name) and not self._registry.bare):
                 self.result.objects.append(name)
 
     def _object(self, owner: Owner | None, name: str) -> None:

@@ -19,6 +19,8 @@ class World:
     attempt: str = ""
     claims: tuple[Mapping[str, str], ...] = ()  # of each rank (claims.py)
     alike: tuple[int, ...] = ()  # ranks that declared the same keys as copies when they met; nobody: all did
+    placed: str = ""  # a name of the boxes that this rank had then (slices.placed_name)
+    together: tuple[int, ...] = ()  # ranks that had the very same ones
 
     @cached_property
     def domains(self) -> dict[int, str]:

@@ -4,7 +4,7 @@ Kinds: plain, ddp, fsdp; other (another shape than plain), double (another dtype
 registered); wide (tensors that are copied in the background, small ones are not), wide_fsdp (the same, sharded; 3.2 MB); stages
 (equal names, other values on each rank), shapes (equal names, another shape on each rank); adapters (16 MB of frozen
 parameters and a small trained layer), adapters_fsdp; many (600 small parameters, plain on each rank); zero (an engine of its own
-that hands over boxes, zero.py).
+that hands over boxes, zero.py); explicit (registers nothing: saving() and open()).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ckptd_client import Client
+from ckptd_client import Blob, Box, Client
 from torch import nn
 
 from ckptd.core import failpoint
@@ -91,6 +93,8 @@ class Run:
             self.optimizer = Zero(self.bare, self.rank, self.world)
             self.optimizer.register(self.client)
             registered = registered["extra"]
+        if kind == "explicit":
+            return
         self.client.register(**registered)
 
     def again(self, job: str, kind: str) -> None:
@@ -155,6 +159,39 @@ class Run:
         if self.rank in ranks:
             with torch.no_grad():
                 (weight if whole else weight.to_local()).mul_(1.1)
+
+    def save(self, step: int, level: str = "protected", name: str | None = None, fails: int = -1) -> None:
+        """Rows of a [3 * world, 40] tensor that are each rank's, something all have, and bytes; by a thread of its own."""
+        rows, common = torch.arange(120.0).view(3, 40) + 1000 * self.rank + step, torch.full((500, 40), float(step))
+
+        def items() -> Iterator[Box | Blob]:
+            if fails == self.rank:
+                raise RuntimeError("no such key")
+            yield Box("rows", rows, (3 * self.world, 40), (3 * self.rank, 0))
+            yield Box("common", common, (500, 40), (0, 0), copy=self.rank)
+            yield Blob("plan", f"of {step}".encode())
+            yield Blob("own", f"rank {self.rank}".encode(), per_rank=True)
+
+        def run() -> None:
+            with self.client.saving(step, level, name) as save:
+                for item in items():
+                    save.add(item)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run).result()
+
+    def load(self, step: int | None = None, name: str | None = None) -> Any:
+        """Two columns of all rows, this rank's own, as double; and the bytes."""
+        with self.client.open(step, name=name) as found:  # type: ignore[union-attr]
+            (rows, width), out = found.tensors["rows"][1], torch.empty(0)
+            out = torch.empty(rows, 2, dtype=torch.float64)
+            found.read([("rows", (0, 2 * self.rank), (rows, 2), out)] if self.rank < width // 2 else [])
+            blobs = {name: value if isinstance(value, dict) else value.decode() for name, value in found.blobs.items()}
+            own = blobs["own"]
+            return {
+                "step": found.step, "columns": out.tolist(), "plan": blobs["plan"], "tensors": sorted(found.tensors),
+                "own": {rank: value.decode() for rank, value in own.items()} if isinstance(own, dict) else own,
+            }  # fmt: skip
 
     def spoil(self) -> None:
         """One bit of a copy, as failing memory would."""
