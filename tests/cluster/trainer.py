@@ -193,6 +193,16 @@ class Run:
                 "own": {rank: value.decode() for rank, value in own.items()} if isinstance(own, dict) else own,
             }  # fmt: skip
 
+    def dcp_save(self, **how: Any) -> None:
+        from tests.cluster import dcp
+
+        dcp.save(self.client, **how)
+
+    def dcp_load(self, **how: Any) -> Any:
+        from tests.cluster import dcp
+
+        return dcp.load(self.client, **how)
+
     def spoil(self) -> None:
         """One bit of a copy, as failing memory would."""
         next(self.bare.parameters()).data.view(torch.int32).view(-1)[7] ^= 1

@@ -1,0 +1,1 @@
+"""Adapters: one library each, imported only by who uses it."""

@@ -1,0 +1,73 @@
+"""What trainer.py of the kind ``dcp`` does: torch's own save and load, over tensors whose values say where they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ckptd_client import Client
+from ckptd_client.integrations.dcp import CkptdStorageReader, CkptdStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+PLACEMENTS = {"row": Shard(0), "column": Shard(1), "copy": Replicate()}
+ROWS, COLUMNS = 7, 9  # which two and three ranks share unevenly
+
+
+def state(step: int, way: str, fill: bool) -> dict[str, Any]:
+    """way: how the matrix is placed."""
+    whole = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS) + step if fill else torch.full((ROWS, COLUMNS), -1.0)
+    matrix = whole
+    if dist.is_initialized():
+        matrix = distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [PLACEMENTS[way]])
+    return {
+        "model": {"matrix": matrix, "half": whole.bfloat16() if fill else torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)},
+        "empty": torch.empty(0, 3), "number": torch.tensor(float(step) if fill else -1.0),
+        "nested": {"list": [step, {"lr": 0.1 * step}] if fill else [0, {"lr": 0.0}]},
+        "rank": f"rank {dist.get_rank()}" if fill and dist.is_initialized() else "",
+    }  # fmt: skip
+
+
+def save(client: Client, step: int, way: str = "row", how: str = "save", **options: Any) -> None:
+    """Raises RuntimeError for DCP's exception, which is no Exception."""
+    try:
+        _save(client, step, way, how, options)
+    except CheckpointException as error:
+        raise RuntimeError(str(error)) from None
+
+
+def _save(client: Client, step: int, way: str, how: str, options: dict[str, Any]) -> None:
+    found = state(step, way, True)
+    if options.pop("part", False):
+        options["process_group"] = dist.new_group([0])
+        if dist.get_rank() != 0:
+            return
+    level, name, timeout = options.pop("level", "protected"), options.pop("name", None), options.pop("timeout", 60.0)
+    writer = CkptdStorageWriter(client, step, level=level, name=name, timeout=timeout)
+    if how == "save":
+        dcp.save(found, storage_writer=writer, **options)
+        return
+    kind = AsyncCheckpointerType.PROCESS if how == "process" else AsyncCheckpointerType.THREAD
+    future: Any = dcp.async_save(found, storage_writer=writer, async_checkpointer_type=kind, **options)
+    found["model"]["half"].fill_(99.0)  # training goes on
+    future.result()
+
+
+def load(
+    client: Client, way: str = "row", step: int | None = None, partial: bool = False, name: str | None = None
+) -> dict[str, Any]:
+    found = state(0, way, False)
+    if partial:
+        found = {"model": {"matrix": found["model"]["matrix"]}}
+    reader = CkptdStorageReader(client, step, name=name)
+    dcp.load(found, storage_reader=reader)
+    matrix = found["model"]["matrix"]
+    whole = matrix.full_tensor() if hasattr(matrix, "full_tensor") else matrix
+    told = {"step": reader.found, "matrix": whole.tolist()}
+    if not partial:
+        told |= {"half": found["model"]["half"].tolist(), "number": float(found["number"]), "nested": found["nested"]["list"]}
+    return told
