@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from tests.cluster.nodes import Cluster, Node, Trainer, together
 from tests.waiting import until
 
@@ -40,6 +42,7 @@ def test_a_node_dies_and_fewer_ranks_go_on_as_if_nothing_had_been(nodes: Cluster
     assert {*sources} == {"own", "peer"}
 
 
+@pytest.mark.chaos
 def test_copies_that_differ_void_the_snapshot_and_are_told(nodes: Cluster) -> None:
     """D7: copies by contract that differ are silent corruption."""
     pair = nodes.several(2)

@@ -38,6 +38,7 @@ def test_rows_are_columns_of_another_world_after_a_node_died(nodes: Cluster) -> 
     assert together(alone, "dcp_load") == [expected(2)]
 
 
+@pytest.mark.chaos
 def test_two_names_and_an_older_step(nodes: Cluster) -> None:
     root = nodes.root / "storage"
     root.mkdir()
@@ -50,6 +51,7 @@ def test_two_names_and_an_older_step(nodes: Cluster) -> None:
     assert together(world, "dcp_load", name="model", step=1) == [expected(1)] * 2
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -66,6 +68,7 @@ def test_what_cannot_be_is_refused_by_name(nodes: Cluster, how: dict[str, Any], 
     assert isinstance(found[0], TrainerError) and said in str(found[0]), found
 
 
+@pytest.mark.chaos
 def test_a_daemon_that_is_gone_fails_the_save_on_all_ranks(nodes: Cluster) -> None:
     pair = nodes.several(2)
     world = nodes.world(pair, JOB, kind="explicit")

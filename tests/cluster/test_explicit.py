@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cluster.nodes import Cluster, TrainerError, together
 
 JOB = "explicit"
@@ -32,6 +34,7 @@ def test_what_two_ranks_saved_is_read_by_two_and_by_three(nodes: Cluster) -> Non
             trainer.kill()
 
 
+@pytest.mark.chaos
 def test_jobs_of_their_own_and_steps_that_grow(nodes: Cluster) -> None:
     pair = nodes.several(2)
     world = nodes.world(pair, JOB, kind="explicit")
@@ -50,6 +53,7 @@ def test_jobs_of_their_own_and_steps_that_grow(nodes: Cluster) -> None:
     assert [found["step"] for found in together(world, "load", name="model")] == [6, 6]
 
 
+@pytest.mark.chaos
 def test_a_rank_that_fails_is_heard_by_all(nodes: Cluster) -> None:
     pair = nodes.several(2)
     world = nodes.world(pair, JOB, kind="explicit")

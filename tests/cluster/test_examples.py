@@ -1,0 +1,64 @@
+"""The examples that people copy run, die and go on: docs/examples."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptd.demo.job import free_port
+from tests.cluster.nodes import REPO, Cluster, Node
+from tests.cluster.test_client_parallel import end_tree
+from tests.waiting import until
+
+STEPS, DIES_AFTER = 30, 18
+TIMEOUT_S = 120.0
+
+
+def started(node: Node, example: str, ranks: int, log: Path, job: str) -> subprocess.Popen[bytes]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
+    env |= {"CKPTD_SOCKET": str(node.socket), "OMP_NUM_THREADS": "1", "JOB": job}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}", str(REPO / "docs" / "examples" / example), str(STEPS),
+    ]  # fmt: skip
+    with log.open("wb") as out:
+        return subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def losses(log: Path) -> dict[int, str]:
+    return {int(step): loss for step, loss in re.findall(r"^step (\d+) loss (\S+)$", log.read_text(), re.MULTILINE)}
+
+
+def ended(process: subprocess.Popen[bytes], log: Path) -> dict[int, str]:
+    try:
+        status = process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        end_tree(process.pid)
+        status = process.wait()
+    assert status == 0, log.read_text()[-3000:]
+    return losses(log)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.chaos
+def test_dcp_killed_goes_on_with_fewer_ranks_and_the_same_losses(nodes: Cluster, tmp_path: Path) -> None:
+    node = nodes.node(replicas=0)
+    whole = ended(started(node, "dcp.py", 2, tmp_path / "whole", "whole"), tmp_path / "whole")
+    assert sorted(whole) == list(range(1, STEPS + 1))
+    log = tmp_path / "killed"
+    process = started(node, "dcp.py", 2, log, "killed")
+    until(lambda: len(losses(log)) >= DIES_AFTER, TIMEOUT_S, "some steps")
+    end_tree(process.pid)
+    assert process.wait() == -signal.SIGKILL
+    rest = ended(started(node, "dcp.py", 1, tmp_path / "rest", "killed"), tmp_path / "rest")
+    first = min(rest)
+    assert 1 < first <= DIES_AFTER + 1, rest
+    assert sorted(rest) == list(range(first, STEPS + 1))
+    expected = {step: float(whole[step]) for step in rest}
+    assert {step: float(loss) for step, loss in rest.items()} == pytest.approx(expected, abs=2e-4)
