@@ -10,7 +10,7 @@ from tests.mutants.generate import Mutant
 from tests.mutants.run import SEED, Outcome
 from tests.mutants.worker import ENDLESS
 
-KILLED_MIN = 0.90
+KILLED_MIN = 0.95
 COLUMNS = ("mutants", "by tests", "by seeds", "endless", "survived", "explained", "killed")
 
 
