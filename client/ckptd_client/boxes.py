@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map import box as extents
-from ckptd_client import dtypes, supported, tree
+from ckptd_client import dtypes, supported, tree, watch
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Placed
 from ckptd_client.naming import is_dtensor
@@ -131,7 +131,8 @@ class Boxes:
         self._seen = self._marks()
 
     def changed(self) -> bool:
-        """Has a tensor another storage, shape or dtype than when the provider was asked, or was that for a restore?"""
+        """Has a tensor another storage, shape or dtype than when the provider was asked, has an optimizer state that it had not, or
+        was that for a restore?"""
         return self.loading or self._seen != self._marks()
 
     def offered(self, catalogue: Catalogue) -> None:
@@ -149,7 +150,9 @@ class Boxes:
             raise CkptdError(f"its restored() raised {type(error).__name__}: {error}", where=self.name) from error
 
     def _marks(self) -> list[Any]:
-        return [(box.tensor.data_ptr(), box.tensor.shape, box.tensor.dtype) for box, _ in self.boxes]
+        """Optimizers count, for their state is born with a step: which have stepped, and how much they have state for."""
+        born = [(watch.first(optimizer), len(optimizer.state)) for optimizer in watch.stepped()]
+        return [sorted(born)] + [(box.tensor.data_ptr(), box.tensor.shape, box.tensor.dtype) for box, _ in self.boxes]
 
 
 def _supported(box: Box) -> bool:

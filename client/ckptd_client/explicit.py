@@ -82,7 +82,23 @@ class Opened:
 
     def read(self, rows: Iterable[Row]) -> None:
         """All ranks call it, each with its own rows, which may be none: (key, offsets, sizes, out), out of that shape; another
-        dtype is converted. Raises CkptdError on all ranks when the step is not to be had any more."""
+        dtype is converted. Raises CkptdError on all ranks when the step is not to be had any more; for rows that do not fit
+        on the rank that asked for them, while the others read."""
+        try:
+            boxes, converted = self._boxes(rows)
+        except Exception:
+            self._fill([])  # the other ranks are not left alone: they read, and this one raises
+            raise
+        self._fill(boxes)
+        with torch.no_grad():
+            for out, found in converted:
+                out.copy_(found)
+
+    def _fill(self, boxes: list[Box]) -> None:
+        keys = {box.key for box in boxes}
+        self._client._fill(Boxes(OWNER, lambda loading: boxes), self.step, None, keys.__contains__)
+
+    def _boxes(self, rows: Iterable[Row]) -> tuple[list[Box], list[tuple[Tensor, Tensor]]]:
         boxes: list[Box] = []
         converted: list[tuple[Tensor, Tensor]] = []
         for key, offsets, sizes, out in rows:
@@ -95,11 +111,8 @@ class Opened:
                 target = torch.empty(tuple(sizes), dtype=dtype, device=out.device)
                 converted.append((out.detach(), target))
             boxes.append(Box(source, target, shape, offsets, sizes))
-        keys = {box.key for box in boxes}
-        self._client._fill(Boxes(OWNER, lambda loading: boxes), self.step, None, keys.__contains__)
-        with torch.no_grad():
-            for out, found in converted:
-                out.copy_(found)
+            boxes[-1].placed()
+        return boxes, converted
 
 
 class Explicit:

@@ -91,7 +91,7 @@ def _trees(owner: Owner, state: State) -> Iterable[tuple[str, Any]]:
     elif owner.kind == "value":
         yield owner.name, owner.value
     elif owner.kind == "boxes":
-        yield from ((blob.key, blob.get()) for blob in owner.value.blobs)
+        yield from ((blob.key, b"" if owner.value.loading else blob.get()) for blob in owner.value.blobs)
 
 
 def saved(owner: Owner) -> Any:

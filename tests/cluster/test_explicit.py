@@ -74,3 +74,12 @@ def test_ranks_that_had_nothing_in_common_when_they_met_capture_all_they_have(no
     loaded = together(world, "load")
     assert not [one for one in loaded if isinstance(one, Exception)], loaded
     assert [found["columns"] for found in loaded] == [column(1, rank, 2) for rank in range(2)], loaded
+
+
+def test_a_key_that_is_missing_on_one_rank_leaves_nobody_behind(nodes: Cluster) -> None:
+    pair = nodes.several(2)
+    world = nodes.world(pair, JOB, kind="explicit")
+    assert together(world, "save", step=1) == [None, None]
+    found = together(world, "read_twice", fails=0)
+    assert [one["missed"] for one in found] == [True, False], found
+    assert [one["columns"] for one in found] == [column(1, rank, 2) for rank in range(2)]

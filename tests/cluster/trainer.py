@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ckptd_client import Blob, Box, Client
+from ckptd_client import Blob, Box, CkptdError, Client
 from torch import nn
 
 from ckptd.core import failpoint
@@ -192,6 +192,18 @@ class Run:
                 "step": found.step, "columns": out.tolist(), "plan": blobs["plan"], "tensors": sorted(found.tensors),
                 "own": {rank: value.decode() for rank, value in own.items()} if isinstance(own, dict) else own,
             }  # fmt: skip
+
+    def read_twice(self, fails: int) -> Any:
+        """The first time this rank asks for what is not there."""
+        missed, out = False, torch.empty(3 * self.world, 2)
+        with self.client.open() as found:  # type: ignore[union-attr]
+            rows = [("rows", (0, 2 * self.rank), (3 * self.world, 2), out)]
+            try:
+                found.read([("nope", (0,), (1,), torch.empty(1))] if fails == self.rank else rows)
+            except CkptdError:
+                missed = True
+            found.read(rows)
+        return {"missed": missed, "columns": out.tolist()}
 
     def dcp_save(self, **how: Any) -> None:
         from tests.cluster import dcp

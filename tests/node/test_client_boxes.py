@@ -162,3 +162,29 @@ def test_a_restored_that_raises_leaves_dirty_objects(daemon: RankDaemonDouble) -
         client.register_boxes("engine", Engine([(0, 35)]).provide, restored)
         with pytest.raises(CkptdError, match=r"dirty.*no such layer"):
             client.restore()
+
+
+def test_state_that_is_born_with_a_step_is_asked_for_then(daemon: RankDaemonDouble) -> None:
+    """P15: a provider that has it only once it is there; and a Blob that says nothing where it is loaded."""
+    weight = torch.nn.Parameter(torch.zeros(300, 20))
+    optimizer = torch.optim.Adam([weight])
+
+    def provide(loading: bool) -> Iterable[Box | Blob]:
+        yield Box("w", weight, (300, 20), (0, 0))
+        if "exp_avg" in optimizer.state[weight]:
+            yield Box("", optimizer.state[weight]["exp_avg"], (300, 20), (0, 0), of=("w", "exp_avg"))
+        yield Blob("note", None if loading else b"said")
+
+    told: list[Any] = []
+    with Client.connect("job", socket=daemon.path) as client:
+        client.register_boxes("engine", provide, told.append)
+        assert client.restore() is None
+        durable(client, 1)
+        weight.grad = torch.ones(300, 20)
+        optimizer.step()
+        durable(client, 2)
+        expected = optimizer.state[weight]["exp_avg"].clone()
+        optimizer.state[weight]["exp_avg"].zero_()
+        assert client.restore() == 2
+    assert torch.equal(optimizer.state[weight]["exp_avg"], expected)
+    assert told == [{"note": b"said"}]
