@@ -80,23 +80,21 @@ class Objects:
                 return optim.merge_odd(states, own_first=self.same_world)
             if name == rng.NAME and not self.same_world:
                 return {"seed": states[0]["seed"], "alike": rng.alike(states)}
-            if not self.same_world and owner is not None and owner.kind == "boxes":
-                return dict(zip(ranks, states, strict=True)) if owner.value.is_per_rank(name) else states[0]
             if not self.same_world:
-                return self._divided(owner, states) if owner is not None else states[0]
+                return self._divided(owner, name, dict(zip(ranks, states, strict=True))) if owner is not None else states[0]
         place = self._plan.get("objects", {}).get(name)
         if place is None:
             raise CkptdError("the daemon did not bring it", where=name)
         blob = self._memory.blob(place)
-        if not self.same_world and owner is not None and owner.kind == "boxes" and owner.value.is_per_rank(name):
-            return dict.fromkeys(self._catalogue.ranks_of(name), tree.decode(blob, self._find))
-        if not self.same_world and owner is not None and owner.kind != "boxes" and resolve.reshards(owner):
-            # All had the same: nothing was brought twice.
-            return self._divided(owner, [tree.decode(blob, self._find) for _ in range(self._catalogue.savers(name))])
+        if not self.same_world and owner is not None and resolve.reshards(owner):  # all had the same: nothing was brought twice
+            return self._divided(owner, name, {rank: tree.decode(blob, self._find) for rank in self._catalogue.ranks_of(name)})
         return tree.decode(blob, self._find)
 
-    def _divided(self, owner: Owner, states: list[Any]) -> Any:
-        return owner.value.reshard(states, self._world.rank, self._world.size)
+    def _divided(self, owner: Owner, name: str, states: dict[int, Any]) -> Any:
+        """``states``: by the ranks that saved them."""
+        if owner.kind == "boxes":
+            return states if owner.value.is_per_rank(name) else next(iter(states.values()))
+        return owner.value.reshard(list(states.values()), self._world.rank, self._world.size)
 
     def _untied(self, name: str, owner: Owner | None, tree_: Any) -> Any:
         """What was saved for a parameter counts for all that were tied to it then."""

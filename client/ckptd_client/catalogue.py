@@ -49,11 +49,6 @@ class Catalogue:
         other = self.aliases.get(key)
         return other if other in self.tensors else None
 
-    def savers(self, name: str) -> int:
-        """So many ranks have saved this object."""
-        ranks = self.objects[name]
-        return self.world if ranks is None else len(ranks)
-
     def ranks_of(self, name: str) -> list[int]:
         """Who has saved this object."""
         ranks = self.objects[name]

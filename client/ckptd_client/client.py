@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -57,8 +56,7 @@ class Client(Registering, Explicit):
         self.job = job
         self.last_restore: dict[str, Any] = {}
         self.values: dict[str, Any] = {}  # registered plain values as restored
-        self._named: dict[str, Client] = {}  # the jobs of saving(name=)
-        self._explicit_lock = threading.RLock()
+        self._jobs = {}
         self._pid = os.getpid()
         self._closed = False
         self._connect_timeout_s = CONNECT_TIMEOUT_S
@@ -456,8 +454,7 @@ class Client(Registering, Explicit):
         if self._gone:
             return
         self._closed = True
-        for named in self._named.values():
-            named.close(finished=finished)
+        self._close_named(finished)
         fence.leave(self)
         self._joiner.give_up()
         self._engine.close()

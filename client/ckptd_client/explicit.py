@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from ckptd_client import dtypes, fence
 from ckptd_client.boxes import Blob, Box, Boxes
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner
-from ckptd_client.handles import LEVELS, NOT_SAVED, Handle, reached
+from ckptd_client.handles import LEVELS, NOT_SAVED, reached
+from ckptd_client.troubles import brief
 
 if TYPE_CHECKING:
     from ckptd_client.client import Client
 
 SAVING_TIMEOUT_S = 600.0
-GIVE_UP_S = 5.0  # a rank that has nothing to save waits for its grant, to say so
 OWNER = "$explicit"
 Row = tuple[str, Sequence[int], Sequence[int], Tensor]  # (key, offsets, sizes, where it goes to)
 
@@ -60,14 +60,17 @@ class _Opening(Boxes):
         names = (name for name in catalogue.objects if not name.startswith("$"))
         self.blobs = [Blob(name, per_rank=catalogue.is_per_rank("o", name)) for name in names]
 
+    def offers(self, name: str) -> bool:
+        return self.catalogue is not None and name in self.catalogue.objects
+
 
 class Opened:
     """One step, as ``open()`` found it. tensors: key -> (dtype, shape); blobs: name -> bytes, or what was registered under that
     name; of what each rank had for itself, in another world, {rank: that}."""
 
-    def __init__(self, client: Client, step: int, opening: _Opening, blobs: dict[str, Any]) -> None:
+    def __init__(self, job: _Job, step: int, opening: _Opening, blobs: dict[str, Any]) -> None:
         assert opening.catalogue is not None, "something was offered"
-        self._client, self.step, self._catalogue = client, step, opening.catalogue
+        self._job, self.step, self._catalogue = job, step, opening.catalogue
         found = self._catalogue.tensors.items()
         self.tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
             key: (dtypes.TORCH[dtype], shape) for key, (dtype, shape, _) in found
@@ -96,7 +99,7 @@ class Opened:
 
     def _fill(self, boxes: list[Box]) -> None:
         keys = {box.key for box in boxes}
-        self._client._fill(Boxes(OWNER, lambda loading: boxes), self.step, None, keys.__contains__)
+        self._job.fill(Boxes(OWNER, lambda loading: boxes), self.step, None, keys.__contains__)
 
     def _boxes(self, rows: Iterable[Row]) -> tuple[list[Box], list[tuple[Tensor, Tensor]]]:
         boxes: list[Box] = []
@@ -115,18 +118,91 @@ class Opened:
         return boxes, converted
 
 
-class Explicit:
-    """A client's part of it."""
+class _Job:
+    """What one client saves and loads so, one call after the other. Raises CkptdError: it has registered something."""
 
-    _named: dict[str, Client]
-
-    def _as_client(self) -> Client:
-        return self  # type: ignore[return-value]
+    def __init__(self, client: Client) -> None:
+        client._registry.be_bare()
+        client._session.handed_over = True
+        fence.leave(client)  # training goes on while this thread saves
+        self.client, self._lock = client, threading.RLock()
 
     @contextmanager
+    def saving(self, step: int, level: str, timeout_s: float) -> Iterator[Saving]:
+        save = Saving(step)
+        with self._lock:
+            self._check_later(step)
+            try:
+                yield save
+                boxes = Boxes(OWNER, lambda loading: save.end())
+                boxes.ask(loading=False)
+            except BaseException as error:
+                self._not_saved(step, type(error).__name__)
+                raise
+            with self._registered(boxes):
+                self._save(step, level, time.monotonic() + timeout_s)
+
+    def open(self, step: int | None, source: str | None, allow_fresh: bool) -> Opened | None:
+        with self._lock:
+            blobs: dict[str, Any] = {}
+            opening = _Opening(OWNER, lambda loading: (), blobs.update)
+            found = self.fill(opening, step, source, opening.offers, allow_fresh)
+            return Opened(self, found, opening, blobs) if found is not None else None
+
+    def fill(
+        self, boxes: Boxes, step: int | None, source: str | None, only: Callable[[str], bool], allow_fresh: bool = False
+    ) -> int | None:
+        """All ranks restore this step, each into boxes of its own."""
+        with self._lock, self._registered(boxes):
+            return self.client._restore(step, source, only, False, allow_fresh)
+
+    @contextmanager
+    def _registered(self, boxes: Boxes) -> Iterator[None]:
+        registry = self.client._registry
+        registry.owners = {OWNER: Owner(OWNER, "boxes", boxes)}
+        registry.version += 1
+        try:
+            yield
+        finally:
+            registry.owners = {}
+
+    def _check_later(self, step: int) -> None:
+        """A first save goes on from what the job has. Raises CkptdError: that is this far already, or farther."""
+        client = self.client
+        if not client._registry.began:
+            self.open(None, None, False)
+        restored = client.last_restore["step"]
+        newest = max(client._session.called, -1 if restored is None else restored)
+        if step <= newest:
+            hint = "open(step=...) goes back; another name= keeps both"
+            raise CkptdError(f"step {step} is not later than step {newest}, which the job has", where=client.job, hint=hint)
+
+    def _save(self, step: int, level: str, deadline: float) -> None:
+        client = self.client
+        handle = client.snapshot(step, must=True)
+        status = client.wait(level, max(0.0, deadline - time.monotonic()))
+        last = client._last or handle
+        if last.step != step or not reached(last.fact, level, client._session.attainable):
+            raise CkptdError(f"step {step} was not saved: {status}", where=client.job, hint="; ".join(client.health().problems[:3]))
+
+    def _not_saved(self, step: int, why: str) -> None:
+        """The other ranks hear it: this rank asks for its grant as they do, and gives it up."""
+        session, reason = self.client._session, brief(f"{NOT_SAVED}: {why}")
+        session.call(step, fence.steps(), asks=True)
+        with session.changed:
+            grant = session.grants.refuse(step, reason)
+        if grant is not None:
+            session.link.send(wire.GaveUp(grant.number, step, reason))
+
+
+class Explicit:
+    """A client's part of it. ``_jobs``: by the name that a save is given."""
+
+    _jobs: dict[str | None, _Job]
+
     def saving(
         self, step: int, level: str = "durable", name: str | None = None, timeout: float = SAVING_TIMEOUT_S
-    ) -> Iterator[Saving]:
+    ) -> AbstractContextManager[Saving]:
         """A snapshot of what the block adds to it, and of nothing else: ``with client.saving(step) as save: save.add(Box(...),
         Blob(...))``. All ranks of the job take part, in whatever thread. It is captured at the end of the block, which is left
         when ``level`` is reached.
@@ -137,15 +213,7 @@ class Explicit:
         """
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
-        target, save = self._target(name), Saving(step)
-        with target._explicit_lock:
-            target._continue()
-            try:
-                yield save
-            except BaseException as error:
-                target._not_saved(step, f"{type(error).__name__} on rank {target._rank}")
-                raise
-            target._save(save.end(), step, level, time.monotonic() + timeout)
+        return self._job_of(name).saving(step, level, timeout)
 
     def open(
         self, step: int | None = None, source: str | None = None, name: str | None = None, allow_fresh: bool = False
@@ -153,94 +221,19 @@ class Explicit:
         """The newest recoverable step, or ``step``, for all ranks the same one: its tensors by name and shape, and what is no
         tensor. ``Opened.read()`` brings what each rank wants of it. As ``restore()`` it makes the job go on from there. None: it
         is proven that the job has none. name: as of ``saving``. Raises CkptdError on all ranks, as restore() does."""
-        target = self._target(name)
-        with target._explicit_lock:
-            return target._open(step, source, allow_fresh)
+        return self._job_of(name).open(step, source, allow_fresh)
 
-    # --- on the client whose job it is --------------------------------------------------------------------------
-    def _target(self, name: str | None) -> Client:
-        client = self._as_client()
+    def _job_of(self, name: str | None) -> _Job:
+        client = cast("Client", self)
         client._check_here()
-        if name is None:
-            client._registry.be_bare()
-            return client
-        if name not in client._named:
-            link = client._session.link
-            made = type(client).connect(f"{client.job}.{name}", link.path, required=True, must_timeout_s=client._must_timeout_s)
-            made._registry.be_bare()
-            client._named[name] = made
-        return client._named[name]
+        if name not in self._jobs:
+            if name is not None:
+                path, patience_s = client._session.link.path, client._must_timeout_s
+                client = type(client).connect(f"{client.job}.{name}", path, required=True, must_timeout_s=patience_s)
+            self._jobs[name] = _Job(client)
+        return self._jobs[name]
 
-    @property
-    def _rank(self) -> int:
-        world = self._as_client()._session.world
-        return world.rank if world is not None else 0
-
-    def _continue(self) -> None:
-        """A first save goes on from what the job has."""
-        client = self._as_client()
-        if not client._registry.began:
-            self._open(None, None, False)
-
-    def _open(self, step: int | None, source: str | None, allow_fresh: bool) -> Opened | None:
-        blobs: dict[str, Any] = {}
-        opening = _Opening(OWNER, lambda loading: (), blobs.update)
-        names = _Names(opening)
-        found = self._fill(opening, step, source, names, allow_fresh)
-        return Opened(self._as_client(), found, opening, blobs) if found is not None else None
-
-    def _fill(
-        self, boxes: Boxes, step: int | None, source: str | None, only: Callable[[str], bool], allow_fresh: bool = False
-    ) -> int | None:
-        client = self._as_client()
-        registry = client._registry
-        registry.owners = {OWNER: Owner(OWNER, "boxes", boxes)}
-        registry.version += 1
-        try:
-            return client._restore(step, source, only, False, allow_fresh)
-        finally:
-            registry.owners = {}
-
-    def _save(self, items: list[Box | Blob], step: int, level: str, deadline: float) -> None:
-        client = self._as_client()
-        boxes = Boxes(OWNER, lambda loading: items)
-        boxes.ask(loading=False)
-        client._registry.owners = {OWNER: Owner(OWNER, "boxes", boxes)}
-        client._registry.version += 1
-        try:
-            newest = max(client._session.called, -1 if client.last_restore["step"] is None else client.last_restore["step"])
-            if step <= newest:
-                hint = "open(step=...) goes back; another name= keeps both"
-                raise CkptdError(f"step {step} is not later than step {newest}, which the job has", where=client.job, hint=hint)
-            handle = client.snapshot(step, must=True)
-            status = client.wait(level, max(0.0, deadline - time.monotonic()))
-        finally:
-            client._registry.owners = {}
-        if not _has(client, handle, level):
-            raise CkptdError(f"step {step} was not saved: {status}", where=client.job, hint="; ".join(client.health().problems[:3]))
-
-    def _not_saved(self, step: int, why: str) -> None:
-        """The other ranks hear it: this rank takes its grant, and gives it up."""
-        session = self._as_client()._session
-        session.call(step, fence.steps(), asks=True)
-        grant = session.take(step, GIVE_UP_S)
-        if grant is not None:
-            session.give_up(grant.number, step, f"{NOT_SAVED}: {why}")
-        else:
-            session.link.send_or_drop(wire.Skipped(step, why))
-
-
-class _Names:
-    """Whatever is offered, and no tensor."""
-
-    def __init__(self, opening: _Opening) -> None:
-        self._opening = opening
-
-    def __call__(self, key: str) -> bool:
-        catalogue = self._opening.catalogue
-        return catalogue is not None and key in catalogue.objects
-
-
-def _has(client: Client, handle: Handle, level: str) -> bool:
-    last = client._last or handle
-    return last.step == handle.step and reached(last.fact, level, client._session.attainable)
+    def _close_named(self, finished: bool) -> None:
+        for name, job in self._jobs.items():
+            if name is not None:
+                job.client.close(finished=finished)

@@ -24,6 +24,7 @@ class Grants:
         self._taken, self._taken_at = -1, -1  # the newest grant that was taken, and for which step
         self._again, self._known = -1, 0  # the step whose grant was given up for another one, and the newest grant then
         self._later_since = math.inf  # there is one that came since, for a later step
+        self._refused, self._why = -1, ""  # the step that this rank will deliver under no grant
 
     def __len__(self) -> int:
         return len(self._untaken)
@@ -92,6 +93,15 @@ class Grants:
         later = step == self._again and any(g.number > self._known and g.from_step > step for g in self._untaken)
         self._later_since = min(self._later_since, now) if later else math.inf
         return now - self._later_since >= STANDS_S
+
+    def refuse(self, step: int, why: str) -> Grant | None:
+        """This rank delivers nothing of this step; its grant, if that is here already. ``refusal`` tells of those that come."""
+        self._refused, self._why = step, why
+        return self.take(step)
+
+    def refusal(self, grant: Grant) -> str:
+        """Why this rank will not deliver under it. "": it may."""
+        return self._why if grant.from_step <= self._refused else ""
 
     def take_back(self, number: int) -> bool:
         """True: it was here, untaken."""

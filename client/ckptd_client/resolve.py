@@ -118,6 +118,7 @@ class _Resolver:
         self.state = State()
         self._seen: dict[int, Entry] = {}
         self._names: set[str] = set()
+        self._bare = registry.bare
         self._optimizers = registry.of_kind("optimizer")
         self._stepped = {
             id(parameter)
@@ -176,8 +177,9 @@ class _Resolver:
         return Mode.STATIC if frozen else Mode.SYNC
 
     def _boxes(self, owner: Owner) -> None:
-        """In the background only what an optimizer steps that the hook sees: anything else may be written at any time."""
-        fenced = watch.storages()
+        """In the background only what an optimizer steps that the hook sees: anything else may be written at any time. What
+        saving() is handed no fence waits for."""
+        fenced = set() if self._bare else watch.storages()
         names: set[str] = set()
         for box, placed in owner.value.boxes:
             late = box.tensor.untyped_storage().data_ptr() in fenced and not owner.escapes(box.name)

@@ -54,18 +54,17 @@ class Session:
         self.frozen_slot = -1  # where the frozen part may be captured, or was; -1: nowhere yet
         self.wants_bytes = 0  # of a slot, where the state has outgrown those that there were
         self.frozen_holds = ""  # layout id of what was in it when it was mapped
-        self.grants = Grants()
-        self.clock = StepClock()
+        self.grants, self.clock = Grants(), StepClock()
         self.policy: dict[str, Any] = {}
         self.node: dict[str, Any] | None = None
         self._lost_at = 0.0  # since when no daemon has this rank; 0: one has
         self.connection = 0  # grows with every welcome; 0: never connected
         self.phase = IDLE
         self.world: World | None = None
-        self.epoch = 0
-        self.called = -1  # newest step that snapshot() was called with
+        self.epoch, self.called = 0, -1  # called: the newest step that snapshot() was given
         self._before = -1  # the newest step called before that one which no grant took
         self._optimizer_steps = -1  # made when ``called`` was
+        self.handed_over = False  # its steps are of what saving() is given, whatever training does meanwhile
         self._asking = self.restoring = False  # must=True waits; restore() does
         self.waits, self._waits_at = "", 0.0  # why the daemon grants nothing, and since when we know that cause
         self.levels: dict[int, wire.Level] = {}
@@ -245,9 +244,10 @@ class Session:
             return
         self._taken_in()
         open_ = self.step_is_open or self.grants.took(self.called)
-        if not self.grants.arrive(grant, self.called, self._before if open_ else self.called):
-            self.link.send(wire.GaveUp(message.grant, self.called, "late"))
-            if self._asking:  # whoever granted that one knew nothing of it yet
+        refused = self.grants.refusal(grant)
+        if refused or not self.grants.arrive(grant, self.called, self._before if open_ else self.called):
+            self.link.send(wire.GaveUp(message.grant, self.called, refused or "late"))
+            if self._asking and not refused:  # whoever granted that one knew nothing of it yet
                 self.link.send(wire.Called(self.called, True))
 
     def _taken_back(self, message: wire.TakeBack, fds: list[int]) -> None:
@@ -363,7 +363,7 @@ class Session:
     @property
     def step_is_open(self) -> bool:
         """Is the state still that of the step called last? Then a grant for it may yet be taken (wait, must)."""
-        return self._optimizer_steps == fence.steps()
+        return self.handed_over or self._optimizer_steps == fence.steps()
 
     def close_step(self) -> None:
         """The optimizer moves on: grants for the step called last are late."""

@@ -99,7 +99,7 @@ class Snapshots:
     @property
     def is_open(self) -> bool:
         """Is the state still that of the step called last?"""
-        return self._session.step_is_open and not self.progress.left
+        return self._session.step_is_open and (self._registry.bare or not self.progress.left)
 
     # --- the call -----------------------------------------------------------------------------------------------
     def take(

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptd_client.interrupts import by_a_signal
+from ckptd_client.naming import local_of
 
 log = logging.getLogger("ckptd")
 _serials = itertools.count(1)  # of steps and of registrations, in the order in which they happened
@@ -112,10 +113,5 @@ def storages() -> set[int]:
     for optimizer in stepped():
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held += [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
-        found.update(_local(value).untyped_storage().data_ptr() for value in held if isinstance(value, torch.Tensor))
-    return found
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+        found.update(local_of(value).untyped_storage().data_ptr() for value in held if isinstance(value, torch.Tensor))
     return found

@@ -58,12 +58,13 @@ def test_a_rank_that_fails_is_heard_by_all(nodes: Cluster) -> None:
     pair = nodes.several(2)
     world = nodes.world(pair, JOB, kind="explicit")
     assert together(world, "save", step=1) == [None, None]
-    said = together(world, "save", step=2, fails=1)
-    assert all(isinstance(one, TrainerError) for one in said), said
-    assert "no such key" in str(said[1])
-    assert "rank 1" in str(said[0]), said
-    assert together(world, "save", step=3) == [None, None]
-    assert [found["columns"] for found in together(world, "load")] == [column(3, rank, 2) for rank in range(2)]
+    for step, how, why in ((2, {"fails": 1}, "no such key"), (3, {"leaves": 1}, "leaves the shape")):
+        said = together(world, "save", step=step, **how)
+        assert all(isinstance(one, TrainerError) for one in said), said
+        assert why in str(said[1])
+        assert "rank 1 missed it: not saved" in str(said[0]), said
+    assert together(world, "save", step=4) == [None, None]
+    assert [found["columns"] for found in together(world, "load")] == [column(4, rank, 2) for rank in range(2)]
 
 
 def test_ranks_that_had_nothing_in_common_when_they_met_capture_all_they_have(nodes: Cluster) -> None:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from tests.cluster.zero import Zero
 
 WIDTH = 64
 FROZEN = 1024
+STEP_S = 0.002
 MANY = 600
 
 
@@ -160,14 +161,15 @@ class Run:
             with torch.no_grad():
                 (weight if whole else weight.to_local()).mul_(1.1)
 
-    def save(self, step: int, level: str = "protected", name: str | None = None, fails: int = -1) -> None:
-        """Rows of a [3 * world, 40] tensor that are each rank's, something all have, and bytes; by a thread of its own."""
+    def save(self, step: int, level: str = "protected", name: str | None = None, fails: int = -1, leaves: int = -1) -> None:
+        """Rows of a [3 * world, 40] tensor that are each rank's, something all have, and bytes; by a thread of its own while this
+        one makes steps."""
         rows, common = torch.arange(120.0).view(3, 40) + 1000 * self.rank + step, torch.full((500, 40), float(step))
 
         def items() -> Iterator[Box | Blob]:
             if fails == self.rank:
                 raise RuntimeError("no such key")
-            yield Box("rows", rows, (3 * self.world, 40), (3 * self.rank, 0))
+            yield Box("rows", rows, (3 * self.world, 40), (3 * self.rank + (leaves == self.rank), 0))
             yield Box("common", common, (500, 40), (0, 0), copy=self.rank)
             yield Blob("plan", f"of {step}".encode())
             yield Blob("own", f"rank {self.rank}".encode(), per_rank=True)
@@ -177,8 +179,13 @@ class Run:
                 for item in items():
                     save.add(item)
 
+        training = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(run).result()
+            saved = pool.submit(run)
+            while not saved.done():
+                training.step()
+                wait([saved], STEP_S)
+            saved.result()
 
     def load(self, step: int | None = None, name: str | None = None) -> Any:
         """Two columns of all rows, this rank's own, as double; and the bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptd.core.ids import EpochRecord
@@ -293,7 +294,8 @@ def test_an_extra_copy_that_finds_no_place_keeps_no_other_one_waiting() -> None:
     assert copies(holders(node, 7, ("b", 0), tier=0)) == [(7, 0, "a")], "but not all that it is to have"
 
 
-def test_only_so_many_extra_copies_are_made() -> None:
+def with_extra_copies() -> Iterator[Member]:
+    """After each one that is made, until there may be no more."""
     node = member()
     node.capture(1, 7, rank=1)
     sent(node, 7, "a")
@@ -301,18 +303,17 @@ def test_only_so_many_extra_copies_are_made() -> None:
         ((_, _, to),) = extra(node)
         sent(node, 7, to, tier=0)
         node.now += RECHECK_S
+        yield node
+
+
+def test_only_so_many_extra_copies_are_made() -> None:
+    *_, node = with_extra_copies()
     assert extra(node) == []
 
 
 def test_extra_copies_that_there_are_count_whatever_else_the_steward_asks_for_meanwhile() -> None:
     """Their nodes have them still: as many more would be made after each word about the usual ones."""
-    node = member()
-    node.capture(1, 7, rank=1)
-    sent(node, 7, "a")
-    for _ in range(EXTRAS_MAX):
-        ((_, _, to),) = extra(node)
-        sent(node, 7, to, tier=0)
-        node.now += RECHECK_S
+    for node in with_extra_copies():
         assert copies(holders(node, 7, ("b", 0), ("a", 1), ("c", 0), ("d", 0))) == []
     assert extra(node) == []
 

@@ -42,7 +42,21 @@ PLANNER_DATA = "_dcp.planner_data"
 PREFIX = "_dcp."
 
 
-class CkptdStorageWriter(StorageWriter):
+class _Numbered:
+    """Of a step, which ``checkpoint_id`` may say."""
+
+    _step: int | None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _step_in(checkpoint_id) is not None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._step = _step_in(checkpoint_id) if self._step is None else self._step
+
+
+class CkptdStorageWriter(_Numbered, StorageWriter):
     """step: None: the number that ``checkpoint_id`` ends with. level, name, timeout: as of ``Client.saving``."""
 
     def __init__(
@@ -57,14 +71,6 @@ class CkptdStorageWriter(StorageWriter):
             "AsyncCheckpointerType.PROCESS is not supported: the process that saves is no rank of the job",
             hint="the default, THREAD; the bytes leave the process through the daemon's memory in any case",
         )
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _step_in(checkpoint_id) is not None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._step = _step_in(checkpoint_id) if self._step is None else self._step
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises CkptdError: ranks that do not speak to each other would save a step of each one's own."""
@@ -118,7 +124,7 @@ class CkptdStorageWriter(StorageWriter):
         """The step is complete since ``write_data`` ended on all ranks."""
 
 
-class CkptdStorageReader(StorageReader):
+class CkptdStorageReader(_Numbered, StorageReader):
     """step: None: the newest recoverable one, or the number that ``checkpoint_id`` ends with. ``found``: which one it was."""
 
     def __init__(
@@ -130,14 +136,6 @@ class CkptdStorageReader(StorageReader):
     @property
     def found(self) -> int | None:
         return self._opened.step if self._opened is not None else None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _step_in(checkpoint_id) is not None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._step = _step_in(checkpoint_id) if self._step is None else self._step
 
     def read_metadata(self) -> Metadata:
         """Raises CkptdError: there is nothing to be loaded."""
