@@ -58,6 +58,7 @@ def test_one_corrupt_block_counts_as_the_loss(nodes: Cluster) -> None:
     assert "slot" in made[0].problems()["damage"]
 
 
+@pytest.mark.chaos
 def test_what_only_parity_can_bring_becomes_durable(nodes: Cluster) -> None:
     """P14: a node and its rank are gone, nobody comes back: the step is written from what is left, the lost part too."""
     storage = nodes.root / "storage"

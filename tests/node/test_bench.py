@@ -16,7 +16,7 @@ from tests.accelerator import device
 
 REPO = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("stall", "protect", "erasure", "persist", "restore", "tensors", "peers")
-SELDOM = ("erasure", "tensors", "peers")  # these in `make chaos`
+SELDOM = ("erasure", "restore", "tensors", "peers")  # these in `make chaos`
 SMALL = {"tensors": ("--many", "500", "--few", "20")}  # options beside the 10 MB
 RUN_TIMEOUT_S = 240.0
 

@@ -133,6 +133,7 @@ def test_what_is_sealed_is_what_was_there(daemon: RankDaemonDouble, seed: int) -
     assert sealed >= 3, "they are not all void or skipped"
 
 
+@pytest.mark.chaos
 @pytest.mark.writes_what_is_read
 @pytest.mark.parametrize("guard", ["FENCE", "VERSIONS", "SYNC_COPIES"])
 def test_each_guard_is_needed(guard: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_without_the_fence_the_optimizers_tensors_are_torn(
     assert any("averaged." in key for key in found), found
 
 
+@pytest.mark.chaos
 @pytest.mark.writes_what_is_read
 def test_without_the_synchronous_copies_the_rest_is_torn(
     daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch

@@ -329,6 +329,7 @@ def test_inference_tensors_have_no_counter_and_are_copied_at_once(daemon: RankDa
             assert bits_equal(stored(daemon.held[1, step][0])["model.0.weight"], expected)
 
 
+@pytest.mark.chaos
 @pytest.mark.writes_what_is_read
 @pytest.mark.parametrize("make", [Words, lambda: Training(200)])
 def test_without_the_look_at_the_counters_these_snapshots_are_torn(

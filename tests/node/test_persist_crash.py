@@ -187,6 +187,7 @@ def half_committed(monkeypatch: pytest.MonkeyPatch) -> CrashStorage:
     return storage
 
 
+@pytest.mark.chaos
 def test_nothing_goes_for_a_commit_that_a_power_cut_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """P12: retention on another node sees it, counts it as the last one, and hides the old one."""
     worlds = {OLD: tiny_world(1), NEW: tiny_world(2)}
