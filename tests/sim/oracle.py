@@ -212,7 +212,7 @@ class Oracle:
     # --- lineage ------------------------------------------------------------------------------------------------
     def _superseded(self, snapshot: SnapshotId, at: int) -> bool:
         """A newer one of the lineage was certified at that level, or is durable; or the job went on from before it."""
-        origin, wanted = self.origins.get(snapshot), self.world.wanted_now()
+        origin = self.origins.get(snapshot)
         if origin is None:
             return False
         if any(other == snapshot or self.continues(other, origin) for other in self._went):
@@ -220,11 +220,17 @@ class Oracle:
         if any(other > snapshot and self.continues(other, origin) for other in self.world.store.commits):
             return True
         for other, best in self.certified_ever.items():
-            if other != snapshot and best >= min(at, wanted) and self.continues(other, origin):
+            if other != snapshot and best >= min(at, self._wanted_since(other.epoch)) and self.continues(other, origin):
                 return True
         return any(
             number > snapshot.epoch and not end.continues(origin) for number, end in self.done.items()
         )
+
+    def _wanted_since(self, number: int) -> int:
+        """The least that the nodes of a start since then can give: its steward lets go of what is older, also where the launcher
+        has begun another start on more nodes, of which it has not heard (seed 5524)."""
+        starts = (record for later, record in self.records.items() if later >= number)
+        return min([self.world.wanted_now(), *(len({node.domain for node in record.nodes}) - 1 for record in starts)])
 
     def continues(self, snapshot: SnapshotId, origin: Origin) -> bool:
         newer = self.origins.get(snapshot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -93,3 +94,20 @@ def test_a_higher_number_that_never_ran_does_not_hide_what_a_lower_one_trained(r
     assert restored is not None
     newest = max(s for s in world.oracle.certified_ever if world.oracle.records[s.epoch].nonce == low)
     assert restored == newest
+
+
+def test_a_steward_of_one_node_lets_go_of_what_more_nodes_had_protected_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its job had gone on there, and it was cut off when the next start began on all nodes (seed 5524)."""
+    world = next(w for w in map(World, range(1, 100)) if not w.policy.durable and w.policy.redundancy == Replicas(1))
+    world.start_without_faults()
+    oracle = world.oracle
+    assert world.clock.run(60.0, lambda: len(oracle.certified_ever) >= 2)
+    older, newer = sorted(oracle.certified_ever)[:2]
+    monkeypatch.setattr(world, "wanted_now", lambda: 1)
+    oracle.certified_ever = {older: 1, newer: 0}
+    assert not oracle._superseded(older, 1)
+    one = oracle.records[newer.epoch].nodes[:1]
+    oracle.records[newer.epoch - 1] = replace(oracle.records[newer.epoch], nodes=one)
+    assert not oracle._superseded(older, 1), "what an earlier start could give says nothing"
+    oracle.records[newer.epoch + 1] = replace(oracle.records[newer.epoch], nodes=one)
+    assert oracle._superseded(older, 1)
