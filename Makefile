@@ -18,11 +18,12 @@ RUN_ENV := OMP_NUM_THREADS=1
 PYTEST := $(RUN_ENV) $(BIN)/pytest -n $(TEST_WORKERS) --dist=worksteal
 EVERYDAY := not chaos and not soak and not elastic
 
-.PHONY: help demo test chaos soak mutants gpu bench clean
+.PHONY: help demo test matrix chaos soak mutants gpu bench clean
 
 help:
 	@echo "make demo    four nodes, five failures, every claim checked (under 5 minutes on 2 cores)"
 	@echo "make test    ruff, mypy --strict, pytest (under 9 minutes on 2 cores)"
+	@echo "make matrix  each framework that has an adapter: trained, killed, gone on with"
 	@echo "make chaos   the longer runs under faults"
 	@echo "make soak    for CKPTD_SOAK_S seconds, an hour unless told otherwise; then the fuzzers for FUZZ_SECONDS"
 	@echo "make mutants deliberate mistakes in the core and in commits: which do the tests find? (20 minutes on 2 cores)"
@@ -38,6 +39,19 @@ $(STAMP): pyproject.toml constraints.txt
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 		$(BIN)/python -m pip install --no-cache-dir -c constraints.txt -e '.[demo,rs,test]'
 	@touch $@
+
+# The frameworks, in an environment that sees .venv and has what it lacks.
+MATRIX := .matrix/.installed
+$(MATRIX): $(STAMP) tests/matrix/requirements.txt
+	@test -x .matrix/bin/python || $(BIN)/python -m venv .matrix || { rm -rf .matrix; exit 1; }
+	@echo "== installing into .matrix (once)"
+	@$(BIN)/python -m tests.matrix.beside .venv .matrix
+	@grep '^torch==' constraints.txt > .matrix/torch.txt # of the rest they want other versions than ckptd does
+	@.matrix/bin/python -m pip install --no-cache-dir -c .matrix/torch.txt -r tests/matrix/requirements.txt
+	@touch $@
+
+matrix: $(MATRIX)
+	@$(RUN_ENV) .matrix/bin/python -m pytest -n 2 --dist=worksteal tests/matrix $(TEST_ARGS)
 
 demo: $(STAMP)
 	@$(RUN_ENV) $(BIN)/ckptd demo
@@ -77,5 +91,5 @@ bench: $(STAMP)
 	test -z "$$missed" || { echo "floors missed or benchmark failed:$$missed"; exit 1; }
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo
+	rm -rf .venv .matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

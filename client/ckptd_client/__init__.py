@@ -4,7 +4,10 @@ from ckptd.core.errors import CkptdError
 from ckptd_client.boxes import Blob, Box
 from ckptd_client.client import Client
 from ckptd_client.handles import Handle
+from ckptd_client.place import followed
 from ckptd_client.rules import copied, numbered, padded, shard
 from ckptd_client.troubles import HealthReport
 
-__all__ = ["Blob", "Box", "CkptdError", "Client", "Handle", "HealthReport", "copied", "numbered", "padded", "shard"]
+__all__ = [
+    "Blob", "Box", "CkptdError", "Client", "Handle", "HealthReport", "copied", "followed", "numbered", "padded", "shard",
+]  # fmt: skip

@@ -1,0 +1,231 @@
+"""The Trainer of transformers over ckptd: ``class T(CkptdTrainerMixin, Trainer)``, ``T(..., client=client).train()``.
+
+Every step is a snapshot, and ``train()`` goes on from the newest recoverable one by itself, amid an epoch and on another number of
+processes: model, optimizer, scheduler, scaler, the Trainer's and its callbacks' state, the loss since the last log, the
+place in the data, generators. Map-style data is seen once per epoch whatever the number of processes and the batch size become; a
+stream is wound forward as the Trainer does it, in a world of the same size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from ckptd.core.errors import CkptdError
+from ckptd_client.client import Client
+from ckptd_client.integrations.accelerate import Followed
+
+RESUMES = "ckptd"  # stands for the directory that the Trainer would resume from
+# What a run has by now; its limits and intervals are what the arguments say today.
+OF_THE_RUN = (
+    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step", "best_model_checkpoint",
+)  # fmt: skip
+
+
+class CkptdTrainerMixin:
+    """Before ``Trainer`` among the bases. client: of ``Client.connect``. extra: more objects with state_dict(), by name.
+
+    ``train(resume_from_checkpoint=...)`` is for a job that has no step yet. What the Trainer saves by itself (``save_strategy``)
+    stays as it is. Raises CkptdError naming an argument that has another owner of the state."""
+
+    def __init__(self, *args: Any, client: Client, extra: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ckptd, self._ckptd_extra = client, dict(extra or {})
+        self._ckptd_run = _Run(self)
+        self._ckptd_model: Any = None
+        _check_supported(self)
+        self.callback_handler.callbacks.insert(0, _Events(self._ckptd_run))  # type: ignore[attr-defined]
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        self._ckptd_run.place = Followed(loader)
+        return loader
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume_from_checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        """All that a restore fills is there before the Trainer asks where training stands."""
+        if trial is not None or self._ckptd_model is not None:
+            raise CkptdError("one train() for each client", hint="a job of its own for each trial: Client.connect(job=...)")
+        base: Any = super()
+        began: tuple[int, int] = base._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        self._ckptd_model, _ = base._prepare_for_training(max_steps, None, resume_from_checkpoint)
+        run = self._ckptd_run
+        self._ckptd.register(model=self._ckptd_model, trainer=run, data=run.place, **_parts(self), **self._ckptd_extra)
+        if self._ckptd.restore() is None:
+            return began
+        run.restored(max_steps)
+        return run.epoch, 0
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> tuple[Any, Any]:
+        self.callback_handler.train_dataloader = train_dataloader  # type: ignore[attr-defined]
+        return self._ckptd_model, train_dataloader
+
+    def _run_epoch(self, **how: Any) -> None:
+        self._ckptd_run.begins(how)
+        super()._run_epoch(**how)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if checkpoint != RESUMES:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        step = self.state.global_step  # type: ignore[attr-defined]
+        if step > self._ckptd_run.taken:
+            self._ckptd_run.taken = step
+            self._ckptd.snapshot(step)
+
+
+class _Run:
+    """What belongs to the Trainer and to nothing that it prepares, as one registered object."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.place: Any = None
+        self.epoch = 0
+        self.loss = 0.0  # _tr_loss, read before the optimizer is enqueued: the clipping has waited for it
+        self.taken = 0  # the step of the newest snapshot
+        self._stopped = False  # by something else than max_steps
+        self._steps = (0, 1, 1)  # batches before this run of the epoch, of this run, of an epoch
+        self._log: list[str] = []
+        self._losses: list[float] | None = None
+        self._logged = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """``log`` grows for the whole run: what was encoded once is not encoded again."""
+        trainer, state = self.trainer, self.trainer.state
+        history = state.log_history
+        self._log = self._log[: len(history)]
+        self._log += map(json.dumps, history[len(self._log) :])
+        logged = getattr(trainer, "_globalstep_last_logged", 0)
+        since = 0.0 if logged == state.global_step else self.loss
+        return {
+            "run": json.dumps({name: getattr(state, name) for name in OF_THE_RUN}),
+            "log": "\n".join(self._log),
+            "callbacks": json.dumps([[type(callback).__name__, callback.state()] for callback in self._callbacks()]),
+            "losses": [since, getattr(trainer, "_total_loss_scalar", 0.0), float(trainer.current_flos)],
+            "logged": logged,
+            "stopped": trainer.control.should_training_stop and state.global_step < state.max_steps,
+            "epoch": self.epoch,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        run, there = self.trainer.state, json.loads(state["run"])
+        for name in OF_THE_RUN:
+            setattr(run, name, there[name])
+        if run.best_model_checkpoint is not None and not os.path.isdir(run.best_model_checkpoint):
+            run.best_model_checkpoint = None
+        self._log = state["log"].splitlines()
+        run.log_history = list(map(json.loads, self._log))
+        kept = json.loads(state["callbacks"])
+        for callback in self._callbacks():
+            found = next((pair for pair in kept if pair[0] == type(callback).__name__), None)
+            if found is not None:
+                kept.remove(found)
+                for name, value in found[1].get("attributes", {}).items():
+                    setattr(callback, name, value)
+        self._losses, self._logged, self._stopped, self.epoch = (state[name] for name in ("losses", "logged", "stopped", "epoch"))
+
+    def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        """What is logged next is the mean over all ranks, and so is what comes here; operations are added up."""
+        since, total, flos = (sum(column) / len(states) for column in zip(*(state["losses"] for state in states), strict=True))
+        return states[0] | {"losses": [since, total, flos * len(states) / world]}
+
+    def restored(self, max_steps: int) -> None:
+        self.taken = self.trainer.state.global_step
+        self._stopped |= self.taken >= max_steps
+
+    def begins(self, how: dict[str, Any]) -> None:
+        """An epoch does. ``how``: the arguments of _run_epoch, made to end where the epoch ends."""
+        self.epoch, place, loader = how["epoch"], self.place, how["train_dataloader"]
+        place.begins(self.epoch)
+        state, arguments = self.trainer.state, self.trainer.args
+        whole, batches = how["num_update_steps_per_epoch"], how["steps_in_epoch"]
+        self._steps = (0, batches, batches)
+        if how["resume_from_checkpoint"] is not None and not place.resumes and self.epoch == how["epochs_trained"]:
+            place.skip(how["steps_trained_in_current_epoch"])  # the Trainer's own checkpoint
+            self.trainer._load_rng_state(how["resume_from_checkpoint"])
+        how["resume_from_checkpoint"] = None
+        if arguments.ignore_data_skip and not place.nothing_left():
+            place.over()
+        if not place.resumes:
+            return
+        if self._stopped or place.nothing_left():  # what comes at an epoch's end comes still
+            place.over()
+            how["resume_from_checkpoint"], how["epochs_trained"], left = RESUMES, self.epoch, 0
+            how["steps_trained_in_current_epoch"] = batches
+        else:
+            before = round((state.epoch - self.epoch) * batches)
+            if place.size is not None:
+                how["steps_in_epoch"] = here = place.batches_left(loader)
+                how["num_update_steps_per_epoch"] = -(-here // arguments.gradient_accumulation_steps)
+                before = batches - here
+            self._steps, left = (before, how["steps_in_epoch"], batches), how["num_update_steps_per_epoch"]
+        if arguments.max_steps <= 0:  # all epochs are trained, also where each has another number of steps now
+            state.max_steps = state.global_step + left + (state.num_train_epochs - self.epoch - 1) * whole
+
+    def began(self) -> bool:
+        """The Trainer has set its counters to nothing. True: there is nothing more to do."""
+        if self._losses is not None:
+            since, total, flos = self._losses
+            self.trainer._tr_loss.fill_(since)
+            self.trainer._total_loss_scalar, self.trainer.current_flos = total, flos
+            self.trainer._globalstep_last_logged = self._logged
+        return self._stopped
+
+    def so_far(self, epoch: float) -> float:
+        """Epochs, of what the Trainer counts from where this run of the epoch began."""
+        before, counted, whole = self._steps
+        return self.epoch + (before + round((epoch - self.epoch) * counted)) / whole
+
+    def _callbacks(self) -> list[Any]:
+        return [callback for callback in self.trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
+
+
+class _Events(TrainerCallback):
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
+        control.should_training_stop = self._run.began() or control.should_training_stop
+        return control
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._run.loss = float(self._run.trainer._tr_loss)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        state.epoch = self._run.so_far(state.epoch)
+
+
+def _parts(trainer: Any) -> dict[str, Any]:
+    optimizer = trainer.optimizer
+    parts = {"optimizer": getattr(optimizer, "optimizer", optimizer), "scheduler": trainer.lr_scheduler}
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return parts if scaler is None else parts | {"scaler": scaler}
+
+
+def _check_supported(trainer: Any) -> None:
+    """Raises CkptdError."""
+    args = trainer.args
+    if not isinstance(trainer, Trainer):
+        raise CkptdError("CkptdTrainerMixin comes before Trainer among the bases of a class")
+    refused = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "FSDP version 1": trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2,
+        "FSDP under XLA": trainer.is_fsdp_xla_enabled,
+    }
+    for what, wanted in refused.items():
+        if wanted:
+            raise CkptdError(f"{what} is not supported by CkptdTrainerMixin", where="TrainingArguments")
+
+
+__all__ = ["CkptdTrainerMixin"]
