@@ -6,7 +6,7 @@
 Of map-style data samples are counted over all ranks, and an epoch that goes on leaves out its first samples before they are cut
 into batches: each is seen once whatever the number of ranks and the batch size become. The order is the one that the epoch began
 with, also where another kind of sampler makes it now: frameworks take torch's RandomSampler for one rank and its DistributedSampler
-for several. Of other data batches of this rank are counted, and read once more.
+for several. Of a stream, and of a batch sampler that is not torch's own, batches of this rank are counted, and read once more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from itertools import chain, cycle, islice
 from typing import Any, cast
 
 from torch import Generator
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from ckptd.core.errors import CkptdError
 from ckptd_client import rng, tree
@@ -30,45 +37,56 @@ class Place:
     """One loader's. Whoever owns it iterates over ``batches()`` instead of the loader."""
 
     def __init__(self) -> None:
-        self._owner: Any = None  # the batch sampler that asks a sampler; None: a stream
+        self._owner: Any = None  # torch's batch sampler, which asks a sampler; None: batches are counted
+        self._drawn_from: Any = None  # the sampler, also where batches are counted
         self._each, self._ahead = 0, 0
         self.resumes = False  # a restore has said where; the next iteration begins there
         self._base, self._delivered, self._exhausted = 0, 0, True
-        self._generators, self._order = rng.capture(), b""  # when the epoch began: samplers draw their order then
-        self._made_by: dict[str, Any] = {}  # the sampler, as it was when the epoch began
+        self._generators, self._order = rng.capture(), b""  # when the epoch's order was drawn; of the sampler's own generator
+        self._made_by: dict[str, Any] = {}  # the sampler, as it was then
         self._other_generator: list[Any] = []  # the sampler's own, while it draws an order that had been drawn without it
         self._newest: object = None
+        self._active = False  # a loop over it has begun, and has not asked for its end
+        self._stays = False  # its workers do, from one epoch to the next: they are seeded once
+        self._stays_seeded = False  # a restore has come to between two such epochs
+        self._seeded: dict[str, Any] | None = None  # generators before workers are seeded anew, for which nobody would have drawn
 
     def follow(self, loader: Any, each: int, ahead: int) -> None:
         """each: samples of one batch, of all ranks together. ahead: batches that whoever asks for them holds back."""
-        owner = None if isinstance(loader.dataset, IterableDataset) else _innermost(loader.batch_sampler)
-        self._owner = owner if hasattr(owner, "sampler") else None
+        stream = isinstance(loader.dataset, IterableDataset)
+        owner = None if stream else _innermost(loader.batch_sampler)
+        self._drawn_from = None if stream else getattr(owner, "sampler", getattr(loader, "sampler", None))
+        self._owner = owner if type(owner) is BatchSampler else None
+        self._stays = bool(getattr(loader, "persistent_workers", False))
         self._each, self._ahead = 1 if self._owner is None else each, ahead
 
     @property
     def sampler(self) -> Any:
         """None: a stream's."""
-        return None if self._owner is None else _whole(self._owner.sampler)
+        return self._drawn_from if self._owner is None else _whole(self._owner.sampler)
 
     @property
     def size(self) -> int | None:
-        """Samples in an epoch, of all ranks together; None: a stream's."""
+        """Samples in an epoch, of all ranks together; None: batches are counted."""
         return None if self._owner is None else _size(self.sampler)
 
     @property
     def done(self) -> int:
-        """Samples, or batches of a stream, of this epoch that training has had."""
+        """Samples, or batches of this rank, of this epoch that training has had."""
         held_back = 0 if self._exhausted else min(self._ahead, self._delivered)
         done = self._base + (self._delivered - held_back) * self._each
         return done if self.size is None else min(done, self.size)
 
     def state_dict(self) -> dict[str, Any]:
-        counts = BATCHES if self._owner is None else SAMPLES
-        now = self._made_by or _made_by(self.sampler)
-        return {"done": self.done, "counts": counts, "generators": self._generators, "order": self._order, "sampler": now}
+        counts, done = BATCHES if self._owner is None else SAMPLES, self.done
+        state: dict[str, Any] = {"counts": counts, "done": done, "begun": self._active or done > 0}
+        state["iterated"] = self._newest is not None
+        if not state["begun"]:
+            return state | {"generators": {}, "order": self._now_drawn(), "sampler": _made_by(self.sampler)}
+        return state | {"generators": self._generators, "order": self._order, "sampler": self._made_by or _made_by(self.sampler)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CkptdError: the data was map-style, and is a stream now, or the other way round."""
+        """Raises CkptdError: samples were counted, and batches are now, or the other way round."""
         counts = BATCHES if self._owner is None else SAMPLES
         if state["counts"] != counts:
             raise CkptdError(f"the data was counted in {state['counts']}, and is in {counts} now")
@@ -77,18 +95,23 @@ class Place:
             for name in SEEDS:
                 if name in self._made_by:
                     setattr(self.sampler, name, self._made_by[name])
-        self._goes_on(state["done"])
+        if state["begun"]:
+            self._goes_on(state["done"])
+        else:
+            self._base, self._delivered, self._exhausted, self.resumes = 0, 0, True, False
+            self._draw_from(self._order)
+            self._stays_seeded = self._stays and state["iterated"]
 
     def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
-        """Raises CkptdError for a stream: nobody can cut its rest anew."""
+        """Raises CkptdError where batches are counted: nobody can cut their rest anew."""
         if states[0]["counts"] == BATCHES:
-            hint = "as many ranks as saved it, or a dataset with a length"
-            raise CkptdError("a stream of data cannot go on in another number of ranks", hint=hint)
+            what = "a stream of data, or batches of a batch sampler of one's own, cannot go on in another number of ranks"
+            raise CkptdError(what, hint="as many ranks as saved it; or a map-style dataset and torch's own BatchSampler")
         return states[0]
 
     def skip(self, batches: int) -> None:
         """The next iteration begins behind so many, as of an epoch that begins now."""
-        self._generators, self._order = rng.capture(), b""
+        self._generators, self._order, self._made_by = rng.capture(), self._now_drawn(), _made_by(self.sampler)
         self._goes_on(batches * self._each)
 
     def _goes_on(self, done: int) -> None:
@@ -96,21 +119,22 @@ class Place:
 
     def batches_left(self, loader: Any) -> int:
         """How many of today's batches the epoch still has for this rank."""
-        self._leave_out()
+        self._put_before()
         left = len(loader)
-        self._have_all()
+        self._take_away()
         return left
 
     def batches_done(self, loader: Any, whole: int) -> int:
         """How many of ``whole`` that makes: an epoch's today, or fewer where somebody limits them."""
         return max(self._base // self._each, whole - self.batches_left(loader))
 
-    def _leave_out(self) -> None:
-        """Until the epoch that goes on has been iterated over."""
-        if self.resumes and self._owner is not None and not isinstance(self._owner.sampler, _From):
-            self._owner.sampler = _From(self._owner.sampler, self._base, self._made_by)
+    def _put_before(self) -> None:
+        """What says, while the epoch is iterated over, in which order and from where on its samples come."""
+        if self._owner is not None and not isinstance(self._owner.sampler, _From):
+            first = self._base if self.resumes else 0
+            self._owner.sampler = _From(self._owner.sampler, first, self._made_by if self.resumes else {}, self.draws)
 
-    def _have_all(self) -> None:
+    def _take_away(self) -> None:
         if self._owner is not None:
             self._owner.sampler = self.sampler
 
@@ -119,8 +143,8 @@ class Place:
 
     def over(self) -> None:
         """What goes on is another epoch, and has all samples."""
-        self.resumes = False
-        self._have_all()
+        self.resumes = self._active = False
+        self._take_away()
         if self._other_generator:
             self.sampler.generator = self._other_generator.pop()
 
@@ -128,8 +152,16 @@ class Place:
         """What ``iterate()`` gives, from this place on. When the first batch is there, generators are what they were at the
         snapshot."""
         this = self._newest = object()
-        later = self._began()
+        later = rng.capture() if self.resumes else None
+        self._delivered, self._exhausted, self._active = 0, False, True
+        if not self.resumes:
+            self._base = 0
         read = 0 if self._owner is not None else self._base
+        self._put_before()
+        if self._owner is None:
+            self.draws()
+        self._seeded = rng.capture() if self._stays_seeded else None
+        self._stays_seeded = False
         try:
             for batch in iterate():
                 if read:
@@ -153,26 +185,32 @@ class Place:
             if self._newest is this:
                 self.over()
 
-    def _began(self) -> dict[str, Any] | None:
-        """The generators for what comes behind the first batch."""
-        sampler = self.sampler
-        self._delivered, self._exhausted = 0, False
+    def draws(self) -> None:
+        """A sampler is about to draw an epoch's order, or the one of the epoch that goes on once more. Whether the loader has
+        drawn from the same generators before is its own affair, and differs where it keeps its workers."""
         if not self.resumes:
-            self._base, self._generators, self._made_by = 0, rng.capture(), _made_by(sampler)
-            generator = getattr(sampler, "generator", None)
-            self._order = b"" if generator is None else tree.tensor_bytes(generator.get_state())
-            return None
-        self._leave_out()
-        now = rng.capture()
+            if self._seeded is not None:
+                rng.restore(self._seeded)
+                self._seeded = None
+            self._generators, self._order, self._made_by = rng.capture(), self._now_drawn(), _made_by(self.sampler)
+            return
         rng.restore(self._generators)
-        if isinstance(sampler, RandomSampler):
-            if self._order:
-                sampler.generator = sampler.generator or Generator()
-                sampler.generator.set_state(tree.tensor_from_bytes("U8", [len(self._order)], self._order))
-            elif sampler.generator is not None and "initial_seed" not in self._made_by:
-                self._other_generator.append(sampler.generator)
-                sampler.generator = None
-        return now
+        generator = getattr(self.sampler, "generator", None)
+        if self._order:
+            self._draw_from(self._order)
+        elif generator is not None and "initial_seed" not in self._made_by:
+            self._other_generator.append(generator)
+            self.sampler.generator = None
+
+    def _now_drawn(self) -> bytes:
+        """Where the sampler's own generator stands; b"": it has none."""
+        generator = getattr(self.sampler, "generator", None)
+        return b"" if generator is None else tree.tensor_bytes(generator.get_state())
+
+    def _draw_from(self, order: bytes) -> None:
+        if order and hasattr(self.sampler, "generator"):
+            self.sampler.generator = self.sampler.generator or Generator()
+            self.sampler.generator.set_state(tree.tensor_from_bytes("U8", [len(order)], order))
 
 
 class Inside:
@@ -217,6 +255,10 @@ class FollowedLoader(Place):
     def __iter__(self) -> Iterator[Any]:
         return self.batches(lambda: iter(self.loader))
 
+    def begins(self, epoch: int) -> None:
+        """Its sampler draws the order of this epoch."""
+        set_epoch(self.sampler, epoch)
+
 
 def followed(loader: DataLoader[Any]) -> FollowedLoader:
     """To be iterated over instead of ``loader``, and registered: what is left of an epoch comes after a restore. The first loop
@@ -238,10 +280,18 @@ def set_epoch(sampler: Any, epoch: int) -> None:
 class _From(Sampler[int]):
     """All but the first samples of another one: of all ranks' where it shares them among ranks."""
 
-    def __init__(self, whole: Any, first: int, made_by: dict[str, Any]) -> None:
-        self.whole, self._first, self._made_by = whole, first, made_by
+    def __init__(self, whole: Any, first: int, made_by: dict[str, Any], draws: Callable[[], None]) -> None:
+        self.whole, self._first, self._made_by, self._draws = whole, first, made_by, draws
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "whole":
+            raise AttributeError(name)
+        return getattr(self.whole, name)
 
     def __iter__(self) -> Iterator[int]:
+        self._draws()
+        if not self._first and not self._made_by:
+            return iter(self.whole)
         left = islice(iter(self._every()), self._first, None)
         if not isinstance(self.whole, DistributedSampler):
             return left
@@ -268,6 +318,8 @@ class _From(Sampler[int]):
         return found
 
     def __len__(self) -> int:
+        if not self._first:
+            return len(self.whole)
         left = max(0, _size(self.whole) - self._first)
         ranks = self.whole.num_replicas if isinstance(self.whole, DistributedSampler) else 1
         return left // ranks if ranks > 1 and self.whole.drop_last else -(-left // ranks)

@@ -77,3 +77,12 @@ def test_a_stream_is_wound_forward_and_refused_in_another_world(nodes: Cluster, 
     assert seen(effective(broken, "seen")) == seen(whole.of("seen"))
     with pytest.raises(AssertionError, match="cannot go on in another number of ranks"):
         run(node, WORKER, 1, tmp_path, "broken", **how)
+
+
+def test_a_loader_that_nobody_prepared_is_followed_too(nodes: Cluster, tmp_path: Path) -> None:
+    node = nodes.node(replicas=0)
+    how: dict[str, Any] = {"plain": True, "arguments": {"num_train_epochs": 2}}
+    whole = run(node, WORKER, 1, tmp_path, "whole", **how)
+    broken = [run(node, WORKER, 1, tmp_path, "broken", **more, **how) for more in ({"dies_at": 30}, {})]
+    assert effective(broken, "seen") == whole.of("seen")
+    assert logged(whole.of("ends")) == logged(broken[1].of("ends"))

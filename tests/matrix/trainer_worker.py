@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from ckptd_client import Client
 from ckptd_client.integrations.transformers import CkptdTrainerMixin
+from torch.utils.data import DataLoader
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -26,10 +27,19 @@ class Recorded(CkptdTrainerMixin, Trainer):
             wrote("seen", step=self.state.global_step + 1, epoch=self._ckptd_run.epoch, samples=numbers.tolist())
         return super().compute_loss(model, inputs, *args, **kwargs)
 
-
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
         maybe_die(self._ckptd, self.state.global_step)
+
+
+class Plain(Trainer):
+    def get_train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(self.train_dataset, 4, shuffle=True, generator=generator, collate_fn=collated)
+
+
+class RecordedPlain(Recorded, Plain):
+    """Of somebody who has no loader prepared: for one process."""
 
 
 class Told(TrainerCallback):
@@ -63,7 +73,8 @@ def main() -> None:
         callbacks: list[Any] = [Told()]
         if patience is not None:
             callbacks.append(EarlyStoppingCallback(patience, early_stopping_threshold=SETTINGS.get("threshold", 0.0)))
-        trainer = Recorded(
+        kind = RecordedPlain if SETTINGS.get("plain") else Recorded
+        trainer = kind(
             model=GPT2LMHeadModel(config), args=arguments, callbacks=callbacks, client=client,
             data_collator=collated, train_dataset=Stream() if SETTINGS.get("stream") else Windows(), eval_dataset=Windows(),
         )  # fmt: skip

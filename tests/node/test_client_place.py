@@ -11,7 +11,14 @@ import pytest
 import torch
 from ckptd_client import tree
 from ckptd_client.place import FollowedLoader, followed
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+)
 
 from ckptd.core.errors import CkptdError
 
@@ -113,6 +120,65 @@ def test_the_epochs_behind_it_are_those_of_an_unbroken_run(ranks: int) -> None:
     assert first.drawn + second.drawn == whole.drawn
 
 
+class Grouped(BatchSampler):
+    """Even and odd samples apart, as some sort them by length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        found: dict[int, list[int]] = {0: [], 1: []}
+        for sample in self.sampler:
+            found[sample % 2].append(sample)
+            if len(found[sample % 2]) == self.batch_size:
+                yield found[sample % 2]
+                found[sample % 2] = []
+
+
+def shuffled(**how: Any) -> DataLoader[Any]:
+    return DataLoader(list(range(40)), 4, shuffle=True, **how)
+
+
+def subset() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(7)
+    return DataLoader(list(range(40)), 4, sampler=SubsetRandomSampler(range(0, 40, 2), generator=generator))
+
+
+def grouped() -> DataLoader[Any]:
+    data = list(range(40))
+    return DataLoader(data, batch_sampler=Grouped(RandomSampler(data), 4, False))
+
+
+MAKERS = {
+    "shuffled": shuffled,
+    "of its own generator": lambda: shuffled(generator=torch.Generator().manual_seed(3)),
+    "workers that stay": lambda: shuffled(num_workers=1, persistent_workers=True),
+    "subset": subset,
+    "grouped": grouped,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("steps", [2, None])
+def test_what_comes_behind_a_restore_is_what_would_have_come(name: str, steps: int | None) -> None:
+    """Of an unbroken run: amid an epoch, and between two."""
+
+    def run(loader: FollowedLoader, epochs: int) -> list[list[int]]:
+        return [batch.tolist() for _ in range(epochs) for batch in loader]
+
+    torch.manual_seed(1)
+    loader = followed(MAKERS[name]())
+    run(loader, 1)
+    loop = iter(loader)
+    for _ in range(steps or 1000):
+        if next(loop, None) is None:
+            break
+    state, generators = loader.state_dict(), torch.get_rng_state()
+    expected = [batch.tolist() for batch in loop] + run(loader, 2)
+    torch.manual_seed(99)
+    again = followed(MAKERS[name]())
+    again.load_state_dict(state)
+    torch.set_rng_state(generators)  # as a restore does
+    assert run(again, 3 if steps else 2) == expected
+
+
 def test_an_epoch_that_was_left_early_and_one_that_has_ended_are_over() -> None:
     (loader,) = World(12, 1, 3, False).loaders
     for _ in loader:
@@ -134,7 +200,7 @@ def test_a_stream_is_read_once_more_and_refused_in_another_world() -> None:
     again = followed(DataLoader(Stream(), 2))
     again.load_state_dict(state)
     assert [batch.tolist() for batch in again] == [[4, 5], [6, 7], [8, 9]]
-    with pytest.raises(CkptdError, match="a stream of data cannot go on in another number of ranks"):
+    with pytest.raises(CkptdError, match="cannot go on in another number of ranks"):
         again.reshard([state, state], 0, 1)
     with pytest.raises(CkptdError, match="was counted in batches, and is in samples now"):
         World(4, 1, 1, False).loaders[0].load_state_dict(state)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -38,6 +39,8 @@ class CkptdCallback(Callback):
         self._run: _Run | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            raise CkptdError("one fit() for each client", hint="a job of its own for each: Client.connect(job=...)")
         _check_supported(trainer)
         loop = trainer.fit_loop
         loop.setup_data()
@@ -175,6 +178,13 @@ def _check_supported(trainer: Trainer) -> None:
         hint = "single device, DDP, ModelParallel (FSDP2)"
         what = f"{type(trainer.strategy).__name__} is not supported by CkptdCallback"
         raise CkptdError(what, where="Trainer(strategy=)", hint=hint)
+    for callback in trainer.callbacks:
+        kind = type(callback)
+        if isinstance(callback, BaseFinetuning):
+            raise CkptdError(f"{kind.__name__} is not supported: it gives the optimizer parameters while fit() begins")
+        if kind.on_save_checkpoint is not Callback.on_save_checkpoint:
+            hint = "state_dict() and load_state_dict() of the callback; or CkptdCallback(client, name=object with these)"
+            raise CkptdError(f"{kind.__name__} keeps state in on_save_checkpoint(), which no snapshot calls", hint=hint)
     if trainer.reload_dataloaders_every_n_epochs:
         raise CkptdError("loaders that are made anew cannot be followed", where="Trainer(reload_dataloaders_every_n_epochs=)")
 

@@ -19,6 +19,7 @@ from transformers.trainer_callback import ExportableState
 from ckptd.core.errors import CkptdError
 from ckptd_client.client import Client
 from ckptd_client.integrations.accelerate import Followed
+from ckptd_client.place import FollowedLoader, Inside
 
 RESUMES = "ckptd"  # stands for the directory that the Trainer would resume from
 # What a run has by now; its limits and intervals are what the arguments say today.
@@ -41,10 +42,12 @@ class CkptdTrainerMixin:
         _check_supported(self)
         self.callback_handler.callbacks.insert(0, _Events(self._ckptd_run))  # type: ignore[attr-defined]
 
-    def get_train_dataloader(self) -> Any:
-        loader = super().get_train_dataloader()  # type: ignore[misc]
-        self._ckptd_run.place = Followed(loader)
-        return loader
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """The first that hears of the loader, whoever has made it."""
+        found = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        if self._ckptd_model is None:
+            self._ckptd_run.follow(dataloader)
+        return found
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume_from_checkpoint: Any, trial: Any
@@ -65,8 +68,9 @@ class CkptdTrainerMixin:
         return run.epoch, 0
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> tuple[Any, Any]:
-        self.callback_handler.train_dataloader = train_dataloader  # type: ignore[attr-defined]
-        return self._ckptd_model, train_dataloader
+        loader = self._ckptd_run.loader
+        self.callback_handler.train_dataloader = loader  # type: ignore[attr-defined]
+        return self._ckptd_model, loader
 
     def _run_epoch(self, **how: Any) -> None:
         self._ckptd_run.begins(how)
@@ -90,6 +94,7 @@ class _Run:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.place: Any = None
+        self.loader: Any = None
         self.epoch = 0
         self.loss = 0.0  # _tr_loss, read before the optimizer is enqueued: the clipping has waited for it
         self.taken = 0  # the step of the newest snapshot
@@ -98,6 +103,13 @@ class _Run:
         self._log: list[str] = []
         self._losses: list[float] | None = None
         self._logged = 0
+
+    def follow(self, loader: Any) -> None:
+        if hasattr(loader, "base_dataloader"):
+            self.loader, self.place = loader, Followed(loader)
+        else:  # of a subclass that does not have it prepared
+            self.place = FollowedLoader(loader)
+            self.loader = Inside(loader, self.place)
 
     def state_dict(self) -> dict[str, Any]:
         """``log`` grows for the whole run: what was encoded once is not encoded again."""
@@ -111,7 +123,7 @@ class _Run:
             "run": json.dumps({name: getattr(state, name) for name in OF_THE_RUN}),
             "log": "\n".join(self._log),
             "callbacks": json.dumps([[type(callback).__name__, callback.state()] for callback in self._callbacks()]),
-            "losses": [since, getattr(trainer, "_total_loss_scalar", 0.0), float(trainer.current_flos)],
+            "losses": [since, float(trainer.current_flos)],
             "logged": logged,
             "stopped": trainer.control.should_training_stop and state.global_step < state.max_steps,
             "epoch": self.epoch,
@@ -136,8 +148,8 @@ class _Run:
 
     def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """What is logged next is the mean over all ranks, and so is what comes here; operations are added up."""
-        since, total, flos = (sum(column) / len(states) for column in zip(*(state["losses"] for state in states), strict=True))
-        return states[0] | {"losses": [since, total, flos * len(states) / world]}
+        since, flos = (sum(column) for column in zip(*(state["losses"] for state in states), strict=True))
+        return states[0] | {"losses": [since / len(states), flos / world]}
 
     def restored(self, max_steps: int) -> None:
         self.taken = self.trainer.state.global_step
@@ -175,9 +187,9 @@ class _Run:
     def began(self) -> bool:
         """The Trainer has set its counters to nothing. True: there is nothing more to do."""
         if self._losses is not None:
-            since, total, flos = self._losses
+            since, self.trainer.current_flos = self._losses
             self.trainer._tr_loss.fill_(since)
-            self.trainer._total_loss_scalar, self.trainer.current_flos = total, flos
+            self.trainer._total_loss_scalar = -since  # the mean that train() returns is of its own steps
             self.trainer._globalstep_last_logged = self._logged
         return self._stopped
 
