@@ -11,64 +11,49 @@ for several. Of a stream, and of a batch sampler that is not torch's own, batche
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from itertools import chain, cycle, islice
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
-from torch import Generator
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ckptd.core.errors import CkptdError
-from ckptd_client import rng, tree
+from ckptd_client import orders, rng
+from ckptd_client.orders import Order, Rest
 
 SAMPLES, BATCHES = "samples", "batches"
-SEEDS = ("seed", "initial_seed", "epoch", "shuffle")  # of samplers, where they have them
 
 
 class Place:
     """One loader's. Whoever owns it iterates over ``batches()`` instead of the loader."""
 
-    def __init__(self) -> None:
-        self._owner: Any = None  # torch's batch sampler, which asks a sampler; None: batches are counted
-        self._drawn_from: Any = None  # the sampler, also where batches are counted
-        self._each, self._ahead = 0, 0
+    def __init__(self, loader: Any, ahead: int = 0, each: int | None = None) -> None:
+        """ahead: batches that whoever asks for them holds back. each: samples of one batch, of all ranks together; None: as many
+        as the loader itself and its sampler say."""
+        owner = None if isinstance(loader.dataset, IterableDataset) else _innermost(loader.batch_sampler)
+        self._owner: Any = owner if type(owner) is BatchSampler else None  # which asks the sampler; None: batches are counted
+        self._sampler = None if owner is None else getattr(owner, "sampler", None)
+        self._stays = bool(getattr(loader, "persistent_workers", False))  # workers are seeded once for all epochs
+        self._ahead, self._each = ahead, 1
+        if self._owner is not None:
+            self._each = self._owner.batch_size * getattr(self.sampler, "num_replicas", 1) if each is None else each
         self.resumes = False  # a restore has said where; the next iteration begins there
         self._base, self._delivered, self._exhausted = 0, 0, True
-        self._generators, self._order = rng.capture(), b""  # when the epoch's order was drawn; of the sampler's own generator
-        self._made_by: dict[str, Any] = {}  # the sampler, as it was then
-        self._other_generator: list[Any] = []  # the sampler's own, while it draws an order that had been drawn without it
+        self._order: Order | None = None  # of the epoch that is iterated over, or goes on
+        self._live = False  # a loop over it has drawn it, and has not asked for its end
+        self._put_back: Callable[[], None] = lambda: None
+        self._iterated = self._seeded = False  # at all; before the restore that came to between two epochs
         self._newest: object = None
-        self._active = False  # a loop over it has begun, and has not asked for its end
-        self._stays = False  # its workers do, from one epoch to the next: they are seeded once
-        self._stays_seeded = False  # a restore has come to between two such epochs
-        self._seeded: dict[str, Any] | None = None  # generators before workers are seeded anew, for which nobody would have drawn
-
-    def follow(self, loader: Any, each: int, ahead: int) -> None:
-        """each: samples of one batch, of all ranks together. ahead: batches that whoever asks for them holds back."""
-        stream = isinstance(loader.dataset, IterableDataset)
-        owner = None if stream else _innermost(loader.batch_sampler)
-        self._drawn_from = None if stream else getattr(owner, "sampler", getattr(loader, "sampler", None))
-        self._owner = owner if type(owner) is BatchSampler else None
-        self._stays = bool(getattr(loader, "persistent_workers", False))
-        self._each, self._ahead = 1 if self._owner is None else each, ahead
 
     @property
     def sampler(self) -> Any:
         """None: a stream's."""
-        return self._drawn_from if self._owner is None else _whole(self._owner.sampler)
+        return self._sampler if self._owner is None else orders.whole(self._owner.sampler)
 
     @property
     def size(self) -> int | None:
         """Samples in an epoch, of all ranks together; None: batches are counted."""
-        return None if self._owner is None else _size(self.sampler)
+        return None if self._owner is None else orders.samples_of(self.sampler)
 
     @property
     def done(self) -> int:
@@ -77,30 +62,27 @@ class Place:
         done = self._base + (self._delivered - held_back) * self._each
         return done if self.size is None else min(done, self.size)
 
+    @property
+    def _counts(self) -> str:
+        return BATCHES if self._owner is None else SAMPLES
+
     def state_dict(self) -> dict[str, Any]:
-        counts, done = BATCHES if self._owner is None else SAMPLES, self.done
-        state: dict[str, Any] = {"counts": counts, "done": done, "begun": self._active or done > 0}
-        state["iterated"] = self._newest is not None
-        if not state["begun"]:
-            return state | {"generators": {}, "order": self._now_drawn(), "sampler": _made_by(self.sampler)}
-        return state | {"generators": self._generators, "order": self._order, "sampler": self._made_by or _made_by(self.sampler)}
+        done = self.done
+        order = self._order if self._live or done else None
+        saved = (order or Order.now(self.sampler)).saved()
+        return {"counts": self._counts, "done": done, "begun": order is not None, "order": saved, "iterated": self._iterated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises CkptdError: samples were counted, and batches are now, or the other way round."""
-        counts = BATCHES if self._owner is None else SAMPLES
-        if state["counts"] != counts:
-            raise CkptdError(f"the data was counted in {state['counts']}, and is in {counts} now")
-        self._generators, self._order, self._made_by = state["generators"], state["order"], state["sampler"]
-        if type(self.sampler).__name__ == self._made_by.get("kind"):
-            for name in SEEDS:
-                if name in self._made_by:
-                    setattr(self.sampler, name, self._made_by[name])
+        if state["counts"] != self._counts:
+            raise CkptdError(f"the data was counted in {state['counts']}, and is in {self._counts} now")
+        order = Order(**state["order"])
+        order.give(self.sampler)
         if state["begun"]:
-            self._goes_on(state["done"])
+            self._goes_on(state["done"], order)
         else:
             self._base, self._delivered, self._exhausted, self.resumes = 0, 0, True, False
-            self._draw_from(self._order)
-            self._stays_seeded = self._stays and state["iterated"]
+            self._seeded = self._stays and state["iterated"]
 
     def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
         """Raises CkptdError where batches are counted: nobody can cut their rest anew."""
@@ -109,59 +91,53 @@ class Place:
             raise CkptdError(what, hint="as many ranks as saved it; or a map-style dataset and torch's own BatchSampler")
         return states[0]
 
+    def begins(self, epoch: int) -> None:
+        """Its sampler draws the order of this epoch."""
+        orders.set_epoch(self.sampler, epoch)
+
     def skip(self, batches: int) -> None:
         """The next iteration begins behind so many, as of an epoch that begins now."""
-        self._generators, self._order, self._made_by = rng.capture(), self._now_drawn(), _made_by(self.sampler)
-        self._goes_on(batches * self._each)
+        self._goes_on(batches * self._each, Order.now(self.sampler))
 
-    def _goes_on(self, done: int) -> None:
-        self._base, self._delivered, self._exhausted, self.resumes = done, 0, False, True
+    def _goes_on(self, done: int, order: Order) -> None:
+        self._base, self._delivered, self._exhausted, self.resumes, self._order = done, 0, False, True, order
 
     def batches_left(self, loader: Any) -> int:
         """How many of today's batches the epoch still has for this rank."""
-        self._put_before()
+        self._replace(lambda: None)
         left = len(loader)
-        self._take_away()
+        self._have_all()
         return left
 
     def batches_done(self, loader: Any, whole: int) -> int:
         """How many of ``whole`` that makes: an epoch's today, or fewer where somebody limits them."""
         return max(self._base // self._each, whole - self.batches_left(loader))
 
-    def _put_before(self) -> None:
-        """What says, while the epoch is iterated over, in which order and from where on its samples come."""
-        if self._owner is not None and not isinstance(self._owner.sampler, _From):
-            first = self._base if self.resumes else 0
-            self._owner.sampler = _From(self._owner.sampler, first, self._made_by if self.resumes else {}, self.draws)
-
-    def _take_away(self) -> None:
-        if self._owner is not None:
-            self._owner.sampler = self.sampler
-
     def nothing_left(self) -> bool:
         return self.resumes and self.size is not None and self._base >= self.size
 
     def over(self) -> None:
         """What goes on is another epoch, and has all samples."""
-        self.resumes = self._active = False
-        self._take_away()
-        if self._other_generator:
-            self.sampler.generator = self._other_generator.pop()
+        self.resumes = self._live = False
+        self._have_all()
+        self._put_back()
+        self._put_back = lambda: None
 
     def batches(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """What ``iterate()`` gives, from this place on. When the first batch is there, generators are what they were at the
         snapshot."""
         this = self._newest = object()
-        later = rng.capture() if self.resumes else None
-        self._delivered, self._exhausted, self._active = 0, False, True
+        before = rng.capture() if self.resumes or self._seeded else None
+        later = before if self.resumes else None
+        drawn = partial(self._drawn, before)
+        self._delivered, self._exhausted = 0, False
         if not self.resumes:
             self._base = 0
-        read = 0 if self._owner is not None else self._base
-        self._put_before()
+        read = self._base if self._owner is None else 0
         if self._owner is None:
-            self.draws()
-        self._seeded = rng.capture() if self._stays_seeded else None
-        self._stays_seeded = False
+            drawn()
+        else:
+            self._replace(drawn)
         try:
             for batch in iterate():
                 if read:
@@ -185,39 +161,33 @@ class Place:
             if self._newest is this:
                 self.over()
 
-    def draws(self) -> None:
+    def _drawn(self, before: dict[str, Any] | None) -> None:
         """A sampler is about to draw an epoch's order, or the one of the epoch that goes on once more. Whether the loader has
-        drawn from the same generators before is its own affair, and differs where it keeps its workers."""
-        if not self.resumes:
-            if self._seeded is not None:
-                rng.restore(self._seeded)
-                self._seeded = None
-            self._generators, self._order, self._made_by = rng.capture(), self._now_drawn(), _made_by(self.sampler)
+        drawn from the same generators before is its own affair; workers that stay are seeded in their first epoch only."""
+        self._live = True
+        if self.resumes and self._order is not None:
+            self._put_back = self._order.draw_again(self.sampler)
             return
-        rng.restore(self._generators)
-        generator = getattr(self.sampler, "generator", None)
-        if self._order:
-            self._draw_from(self._order)
-        elif generator is not None and "initial_seed" not in self._made_by:
-            self._other_generator.append(generator)
-            self.sampler.generator = None
+        if self._seeded and before is not None:
+            rng.restore(before)
+        self._seeded, self._iterated = False, True
+        self._order = Order.now(self.sampler)
 
-    def _now_drawn(self) -> bytes:
-        """Where the sampler's own generator stands; b"": it has none."""
-        generator = getattr(self.sampler, "generator", None)
-        return b"" if generator is None else tree.tensor_bytes(generator.get_state())
+    def _replace(self, drawn: Callable[[], None]) -> None:
+        if self._owner is not None and not isinstance(self._owner.sampler, Rest):
+            order = self._order if self.resumes else None
+            self._owner.sampler = Rest(self._owner.sampler, self._base if self.resumes else 0, order, drawn)
 
-    def _draw_from(self, order: bytes) -> None:
-        if order and hasattr(self.sampler, "generator"):
-            self.sampler.generator = self.sampler.generator or Generator()
-            self.sampler.generator.set_state(tree.tensor_from_bytes("U8", [len(order)], order))
+    def _have_all(self) -> None:
+        if self._owner is not None:
+            self._owner.sampler = self.sampler
 
 
 class Inside:
-    """A loader as another one, which holds it, sees it."""
+    """A loader whose place is known. All else is the loader's."""
 
     def __init__(self, loader: Any, place: Place) -> None:
-        self._loader, self._place = loader, place
+        self._loader, self.place = loader, place
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -233,113 +203,26 @@ class Inside:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._place.batches(lambda: iter(self._loader))
+        return self.place.batches(lambda: iter(self._loader))
 
 
-class FollowedLoader(Place):
-    """A DataLoader that knows where it stands: state_dict() and load_state_dict(). All else is the loader's."""
+class FollowedLoader(Inside):
+    """It says its place itself."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__()
-        self.loader = loader
-        self.follow(loader, samples_of_a_batch(loader), ahead=0)
+    def state_dict(self) -> dict[str, Any]:
+        return self.place.state_dict()
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place.load_state_dict(state)
 
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.batches(lambda: iter(self.loader))
-
-    def begins(self, epoch: int) -> None:
-        """Its sampler draws the order of this epoch."""
-        set_epoch(self.sampler, epoch)
+    def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        return self.place.reshard(states, rank, world)
 
 
 def followed(loader: DataLoader[Any]) -> FollowedLoader:
     """To be iterated over instead of ``loader``, and registered: what is left of an epoch comes after a restore. The first loop
     over it is that epoch's, and empty where nothing was left."""
-    return FollowedLoader(loader)
-
-
-def samples_of_a_batch(loader: Any) -> int:
-    """Of all ranks together; 0: nobody knows."""
-    sampler = getattr(_innermost(loader.batch_sampler), "sampler", None)
-    return int((loader.batch_size or getattr(loader.batch_sampler, "batch_size", 0)) * getattr(sampler, "num_replicas", 1))
-
-
-def set_epoch(sampler: Any, epoch: int) -> None:
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-
-
-class _From(Sampler[int]):
-    """All but the first samples of another one: of all ranks' where it shares them among ranks."""
-
-    def __init__(self, whole: Any, first: int, made_by: dict[str, Any], draws: Callable[[], None]) -> None:
-        self.whole, self._first, self._made_by, self._draws = whole, first, made_by, draws
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "whole":
-            raise AttributeError(name)
-        return getattr(self.whole, name)
-
-    def __iter__(self) -> Iterator[int]:
-        self._draws()
-        if not self._first and not self._made_by:
-            return iter(self.whole)
-        left = islice(iter(self._every()), self._first, None)
-        if not isinstance(self.whole, DistributedSampler):
-            return left
-        found = list(left)  # the last ranks go round to the first samples, as torch's has it
-        filled = islice(chain(found, cycle(found)), len(self) * self.whole.num_replicas)
-        return islice(filled, self.whole.rank, None, self.whole.num_replicas)
-
-    def _every(self) -> Sampler[int]:
-        """All samples in the order that the epoch began with."""
-        size, made_by = _size(self.whole), self._made_by
-        if made_by.get("kind") == "RandomSampler" and type(self.whole) is DistributedSampler:
-            return RandomSampler(range(size))
-        if made_by.get("kind") == "DistributedSampler" and not isinstance(self.whole, DistributedSampler):
-            whole: Any = range(size)
-            every: Any = DistributedSampler(whole, 1, 0, made_by["shuffle"], made_by["seed"])
-            every.set_epoch(made_by["epoch"])
-            return cast("Sampler[int]", every)
-        if isinstance(self.whole, DistributedSampler):
-            every = copy.copy(self.whole)
-            every.num_replicas, every.rank, every.drop_last = 1, 0, False
-            every.num_samples = every.total_size = size
-            return cast("Sampler[int]", every)
-        found: Sampler[int] = self.whole
-        return found
-
-    def __len__(self) -> int:
-        if not self._first:
-            return len(self.whole)
-        left = max(0, _size(self.whole) - self._first)
-        ranks = self.whole.num_replicas if isinstance(self.whole, DistributedSampler) else 1
-        return left // ranks if ranks > 1 and self.whole.drop_last else -(-left // ranks)
-
-    def set_epoch(self, epoch: int) -> None:
-        set_epoch(self.whole, epoch)
-
-
-def _made_by(sampler: Any) -> dict[str, Any]:
-    plain = {name: getattr(sampler, name, None) for name in SEEDS}
-    return {"kind": type(sampler).__name__} | {name: value for name, value in plain.items() if isinstance(value, int)}
-
-
-def _size(sampler: Any) -> int:
-    shared: Any = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
-    return len(shared)
-
-
-def _whole(sampler: Any) -> Any:
-    return sampler.whole if isinstance(sampler, _From) else sampler
+    return FollowedLoader(loader, Place(loader))
 
 
 def _innermost(sampler: Any) -> Any:

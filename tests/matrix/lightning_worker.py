@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
 from ckptd_client import Client
 from ckptd_client.integrations.lightning import CkptdCallback
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -83,13 +84,16 @@ def main() -> None:
         callbacks: list[Callback] = [Last(client), Told()]
         if "patience" in SETTINGS:
             callbacks.append(EarlyStopping("val", min_delta=10.0, patience=SETTINGS["patience"]))
+        if SETTINGS.get("averaged"):
+            callbacks.append(EMAWeightAveraging())
         strategy: Any = ModelParallelStrategy() if SETTINGS.get("strategy") == "fsdp2" else "auto"
-        trainer = Trainer(
-            accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy,
+        make = partial(
+            Trainer, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy,
             callbacks=callbacks, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             default_root_dir=SETTINGS["folder"], **SETTINGS.get("arguments", {}),
         )  # fmt: skip
-        trainer.fit(Bytes(), loader, DataLoader(Windows(), batch_size=16))
+        for _ in range(SETTINGS.get("fits", 1)):
+            make().fit(Bytes(), loader, DataLoader(Windows(), batch_size=16))
 
 
 if __name__ == "__main__":

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptd.demo.job import free_port
 from tests.cluster.nodes import REPO, Node
 from tests.cluster.test_client_parallel import end_tree
+from tests.matrix.worker import SAMPLES
 
 TIMEOUT_S = 180.0
 HERE = Path(__file__).parent
@@ -63,9 +65,33 @@ def effective(runs: Iterable[Run], kind: str) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for one in runs:
         rows = one.of(kind)
-        first = min((row["step"] for row in rows), default=0)
+        first = min((row["step"] for row in rows), default=math.inf)
         kept = [row for row in kept if row["step"] < first] + rows
     return kept
+
+
+def went_on_in_three_worlds(start: Callable[..., Run]) -> list[Run]:
+    """Killed twice in one epoch: two processes that accumulate two batches, one, three. Each sample was seen once in each epoch.
+    start(ranks, accumulated, **settings)."""
+    runs = [start(2, 2, dies_at=8), start(1, 1, dies_at=15), start(3, 1)]
+    assert [one.of("begins")[0]["step"] for one in runs] == [0, 8, 15]
+    found = seen(effective(runs, "seen"))
+    assert sorted(found) == [0, 1, 2]
+    for epoch, samples in found.items():
+        assert samples == dict.fromkeys(range(SAMPLES), 1), f"epoch {epoch}"
+    return runs
+
+
+def whole_and_killed(start: Callable[..., Run], dies_at: int, **again: Any) -> tuple[Run, list[Run]]:
+    """The unbroken run of a job, and the two of another one that dies and goes on. start(job, **settings); again: the second's."""
+    whole, broken = start("whole"), [start("broken", dies_at=dies_at), start("broken", **again)]
+    assert broken[1].of("begins")[0]["step"] == dies_at
+    return whole, broken
+
+
+def by_step(rows: Iterable[dict[str, Any]], *names: str) -> dict[tuple[int, int], list[Any]]:
+    """(rank, step) -> what these names have."""
+    return {(row["rank"], row["step"]): [row[name] for name in names] for row in rows}
 
 
 def seen(rows: Iterable[dict[str, Any]]) -> dict[int, Counter[int]]:

@@ -18,7 +18,8 @@ from torch.utils.data import IterableDataset
 
 from ckptd.core.errors import CkptdError
 from ckptd_client.client import Client
-from ckptd_client.place import Inside, Place, set_epoch
+from ckptd_client.integrations import named
+from ckptd_client.place import Inside, Place
 
 
 def attach(accelerator: Accelerator, client: Client, **objects: Any) -> None:
@@ -34,8 +35,8 @@ def attach(accelerator: Accelerator, client: Client, **objects: Any) -> None:
         "custom": accelerator._custom_objects,
         "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
     }
-    named = {f"{kind}_{i}" if i else kind: value for kind, values in found.items() for i, value in enumerate(values)}
-    client.register(**named, accelerator=_Accumulated(accelerator), **objects)
+    objects |= {name: value for kind, values in found.items() for name, value in named(kind, values).items()}
+    client.register(accelerator=_Accumulated(accelerator), **objects)
 
 
 def check_supported(accelerator: Accelerator) -> None:
@@ -53,14 +54,13 @@ class Followed(Place):
     """Of a loader that accelerate has prepared. It fetches one batch ahead, to know the last one."""
 
     def __init__(self, loader: Any) -> None:
-        super().__init__()
         dispatches = isinstance(loader, DataLoaderDispatcher)
         if dispatches and not isinstance(loader.dataset, IterableDataset):
             hint = "DataLoaderConfiguration(dispatch_batches=False)"
             raise CkptdError("map-style data that rank 0 dispatches is not supported", where="dispatch_batches", hint=hint)
-        self._loader, self._iteration = loader, loader.iteration
         ahead = loader.state.num_processes if dispatches and not loader.split_batches else 1
-        self.follow(loader, 1 if dispatches else loader.total_batch_size, ahead)
+        super().__init__(loader, ahead, None if dispatches else loader.total_batch_size)
+        self._loader, self._iteration = loader, loader.iteration
         loader.base_dataloader = Inside(loader.base_dataloader, self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Followed(Place):
     def begins(self, epoch: int) -> None:
         """Its samplers draw the order of this epoch, also behind wrappers that hand no epoch on."""
         self._loader.set_epoch(epoch)
-        set_epoch(self.sampler, epoch)
+        super().begins(epoch)
 
     def batches(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self._iteration = self._loader.iteration

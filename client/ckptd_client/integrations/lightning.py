@@ -21,7 +21,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ckptd.core.errors import CkptdError
 from ckptd_client.client import Client
-from ckptd_client.place import Inside, Place, samples_of_a_batch
+from ckptd_client.integrations import named
+from ckptd_client.place import Inside, Place
 
 UNTRUE = "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable"
 STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
@@ -44,21 +45,21 @@ class CkptdCallback(Callback):
         _check_supported(trainer)
         loop = trainer.fit_loop
         loop.setup_data()
-        places = _follow(trainer)
+        loaders = _follow(trainer)
         run = self._run = _Run(trainer)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._client.register(
-            model=trainer.strategy.model, lightning=run, **_named("optimizer", trainer.optimizers),
-            **_named("scheduler", schedulers), **_named("scaler", [] if scaler is None else [scaler]),
-            **_named("data", places), **self._extra,
+            model=trainer.strategy.model, lightning=run, **named("optimizer", trainer.optimizers),
+            **named("scheduler", schedulers), **named("scaler", [] if scaler is None else [scaler]),
+            **named("data", [loader.place for loader in loaders]), **self._extra,
         )  # fmt: skip
         if self._client.restore() is not None:
             run.apply()
             self._taken = loop.epoch_loop._batches_that_stepped
             trainer._checkpoint_connector._loaded_checkpoint = {}
-            for place in places:
-                _into_todays_batches(trainer, place)
+            _into_todays_batches(trainer, loaders)
+            if len(loaders) == len(loop._combined_loader.flattened):
                 warnings.filterwarnings("ignore", message=UNTRUE)
             loop._load_combined_loader_states()
         if loop._data_fetcher is not None:
@@ -134,42 +135,32 @@ class _Run:
         trainer.should_stop = state["should_stop"]
 
 
-def _follow(trainer: Trainer) -> list[Place]:
-    """Of loaders that are no state themselves."""
+def _follow(trainer: Trainer) -> list[Inside]:
+    """The loaders that are no state themselves."""
     combined = trainer.fit_loop._combined_loader
     if combined is None:
         return []
-    found: list[Place] = []
-    loaders = []
-    for loader in combined.flattened:
-        if hasattr(loader, "state_dict") or not hasattr(loader, "batch_sampler"):
-            loaders.append(loader)
-            continue
-        place = Place()
-        sized = trainer.fit_loop.max_batches != math.inf
-        place.follow(loader, samples_of_a_batch(loader), ahead=0 if sized else 1)
-        found.append(place)
-        loaders.append(Inside(loader, place))
+    ahead = 0 if trainer.fit_loop.max_batches != math.inf else 1
+    plain = (hasattr(loader, "batch_sampler") and not hasattr(loader, "state_dict") for loader in combined.flattened)
+    found = zip(combined.flattened, plain, strict=True)
+    loaders = [Inside(loader, Place(loader, ahead)) if is_plain else loader for loader, is_plain in found]
     combined.flattened = loaders
-    return found
+    return [loader for loader in loaders if type(loader) is Inside]
 
 
-def _into_todays_batches(trainer: Trainer, place: Place) -> None:
+def _into_todays_batches(trainer: Trainer, loaders: list[Inside]) -> None:
     """The loops count batches of the world that was. Behind an epoch's last sample the next epoch comes."""
     loop = trainer.fit_loop
-    if place.nothing_left():
-        place.over()
-    elif place.size is not None and place.resumes and loop._combined_loader is not None:
-        loader = next(one for one in loop._combined_loader.flattened if isinstance(getattr(one, "_place", None), Place))
-        done = place.batches_done(loader, int(loop.max_batches))
+    amid = [loader for loader in loaders if loader.place.resumes and loader.place.size is not None]
+    for loader in amid:
+        if loader.place.nothing_left():
+            loader.place.over()
+    done = [loader.place.batches_done(loader, int(loop.max_batches)) for loader in amid if loader.place.resumes]
+    if done:
         counted = loop.epoch_loop.batch_progress.current
         late = counted.processed - counted.completed  # of a batch whose last hooks are still to come
-        counted.ready = counted.started = counted.processed = done
-        counted.completed = done - late
-
-
-def _named(kind: str, values: list[Any]) -> dict[str, Any]:
-    return {f"{kind}_{i}" if i else kind: value for i, value in enumerate(values)}
+        counted.ready = counted.started = counted.processed = max(done)
+        counted.completed = max(done) - late
 
 
 def _check_supported(trainer: Trainer) -> None:

@@ -15,6 +15,7 @@ from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, Che
 
 from ckptd.core.errors import CkptdError
 from ckptd_client.client import Client
+from ckptd_client.integrations import named
 
 MODES = ("disabled",)  # of torchtitan's own saves, of which only the last one is left
 
@@ -41,7 +42,7 @@ class CkptdCheckpointManager(CheckpointManager):
             return
         self._finished = False
         self._client = Client.connect(job=config.job)
-        modules: dict[str, Any] = {f"{MODEL}_{i}" if i else MODEL: part for i, part in enumerate(parts)}
+        modules = named(MODEL, parts)
         others: dict[str, Any] = {name: value for name, value in self.states.items() if name not in (MODEL, OPTIMIZER, DATALOADER)}
         loader = self.states[DATALOADER]
         if loader is not None:

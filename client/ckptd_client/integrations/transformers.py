@@ -18,8 +18,8 @@ from transformers.trainer_callback import ExportableState
 
 from ckptd.core.errors import CkptdError
 from ckptd_client.client import Client
-from ckptd_client.integrations.accelerate import Followed
-from ckptd_client.place import FollowedLoader, Inside
+from ckptd_client.integrations.accelerate import Followed, check_supported
+from ckptd_client.place import Inside, Place
 
 RESUMES = "ckptd"  # stands for the directory that the Trainer would resume from
 # What a run has by now; its limits and intervals are what the arguments say today.
@@ -108,8 +108,7 @@ class _Run:
         if hasattr(loader, "base_dataloader"):
             self.loader, self.place = loader, Followed(loader)
         else:  # of a subclass that does not have it prepared
-            self.place = FollowedLoader(loader)
-            self.loader = Inside(loader, self.place)
+            self.loader, self.place = Inside(loader, place := Place(loader)), place
 
     def state_dict(self) -> dict[str, Any]:
         """``log`` grows for the whole run: what was encoded once is not encoded again."""
@@ -226,18 +225,11 @@ def _parts(trainer: Any) -> dict[str, Any]:
 
 def _check_supported(trainer: Any) -> None:
     """Raises CkptdError."""
-    args = trainer.args
     if not isinstance(trainer, Trainer):
         raise CkptdError("CkptdTrainerMixin comes before Trainer among the bases of a class")
-    refused = {
-        "DeepSpeed": trainer.is_deepspeed_enabled,
-        "auto_find_batch_size": args.auto_find_batch_size,
-        "FSDP version 1": trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2,
-        "FSDP under XLA": trainer.is_fsdp_xla_enabled,
-    }
-    for what, wanted in refused.items():
-        if wanted:
-            raise CkptdError(f"{what} is not supported by CkptdTrainerMixin", where="TrainingArguments")
+    check_supported(trainer.accelerator)
+    if trainer.args.auto_find_batch_size:
+        raise CkptdError("auto_find_batch_size is not supported by CkptdTrainerMixin", where="TrainingArguments")
 
 
 __all__ = ["CkptdTrainerMixin"]
