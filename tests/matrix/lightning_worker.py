@@ -68,8 +68,11 @@ class Last(CkptdCallback):
 
 
 class Told(Callback):
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        wrote("begins", step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        wrote("begins", step=self.client.last_restore["step"] or 0)
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         wrote("ends", step=trainer.fit_loop.epoch_loop._batches_that_stepped, marks=module.marks)
@@ -81,7 +84,7 @@ def main() -> None:
     data = Stream() if SETTINGS.get("stream") else Windows()
     loader = DataLoader(data, batch_size=batch, shuffle=not SETTINGS.get("stream"))
     with Client.connect(job=SETTINGS["job"], required=True) as client:
-        callbacks: list[Callback] = [Last(client), Told()]
+        callbacks: list[Callback] = [Last(client), Told(client)]
         if "patience" in SETTINGS:
             callbacks.append(EarlyStopping("val", min_delta=10.0, patience=SETTINGS["patience"]))
         if SETTINGS.get("averaged"):
