@@ -43,6 +43,7 @@ def main(steps):
                 accelerator.print(f"step {step} loss {accelerator.reduce(loss.detach(), 'mean').item():.4f}", flush=True)
                 if step == steps:
                     break
+        client.wait("durable")
     accelerator.end_training()
 
 

@@ -48,6 +48,13 @@ def test_losses_are_those_of_an_unbroken_run(nodes: Cluster, tmp_path: Path, die
     assert by_step(broken[1].of("ends"), "marks") == by_step(whole.of("ends"), "marks")
 
 
+def test_a_run_that_has_ended_makes_no_step_more(nodes: Cluster, tmp_path: Path) -> None:
+    start = partial(run, nodes.node(replicas=0), WORKER, 2, tmp_path, "ended")
+    assert start(arguments={"max_steps": 7}).of("ends")
+    assert start(arguments={"max_steps": 7}).of("seen") == []
+    assert sorted({row["step"] for row in start(arguments={"max_steps": 9}).of("seen")}) == [8, 9]
+
+
 def test_fsdp2_by_lightning(nodes: Cluster, tmp_path: Path) -> None:
     start = partial(run, nodes.node(replicas=0), WORKER, 2, tmp_path, strategy="fsdp2", arguments={"max_epochs": 2})
     whole, broken = whole_and_killed(start, 7)

@@ -30,7 +30,7 @@ STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 
 class CkptdCallback(Callback):
     """client: of ``Client.connect``. extra: more objects with state_dict(), by name. A ``ckpt_path`` is for a job that has no step
-    yet. A step is an optimized batch; ``global_step`` counts each optimizer by itself.
+    yet. ``fit()`` ends when its last step is durable. A step is an optimized batch; ``global_step`` counts each optimizer's.
 
     Raises CkptdError naming a strategy that owns the state, and ``reload_dataloaders_every_n_epochs``."""
 
@@ -84,6 +84,10 @@ class CkptdCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._snapshot(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The last step is captured, also where its snapshot had been skipped."""
+        self._client.wait("durable")
 
     def _snapshot(self, step: int) -> None:
         if step > self._taken:

@@ -32,7 +32,8 @@ class CkptdTrainerMixin:
     """Before ``Trainer`` among the bases. client: of ``Client.connect``. extra: more objects with state_dict(), by name.
 
     ``train(resume_from_checkpoint=...)`` is for a job that has no step yet. What the Trainer saves by itself (``save_strategy``)
-    stays as it is. Raises CkptdError naming an argument that has another owner of the state."""
+    stays as it is. ``train()`` ends when its last step is durable. Raises CkptdError naming an argument that has another owner of
+    the state."""
 
     def __init__(self, *args: Any, client: Client, extra: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,6 +87,11 @@ class CkptdTrainerMixin:
         if step > self._ckptd_run.taken:
             self._ckptd_run.taken = step
             self._ckptd.snapshot(step)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """The last step is captured, also where its snapshot had been skipped, before the best model takes its place."""
+        self._ckptd.wait("durable")
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
 
 class _Run:
