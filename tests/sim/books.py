@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.machine.context import audience
 
 if TYPE_CHECKING:
@@ -35,4 +36,14 @@ def _shows_the_truth(host: Host) -> bool:
         return True
     levels, ctx, oracle = host.machine.levels, host.machine.ctx, host.world.oracle
     shown = {s: said.level for s, said in levels.told.items() if s not in levels.released and ctx.is_candidate(s)}
-    return all(level < 0 or level <= oracle.truth(s) or oracle.forgotten(s) for s, level in shown.items())
+    return all(
+        level < 0 or level <= oracle.truth(s) or oracle.forgotten(s) or _unread(host.world, s, level) for s, level in shown.items()
+    )
+
+
+def _unread(world: World, snapshot: SnapshotId, level: int) -> bool:
+    """Is it so but for bits that flipped in slots which nobody has read since? Nobody can know of them (seed 434309123995)."""
+    flipped = [(host, mem) for host, mem in world.oracle.slots_of(snapshot) if not mem.intact]
+    slots = [host.machine.slots.by_id.get(mem.id) for host, mem in flipped]
+    unknown = any(slot is not None and not slot.damaged for slot in slots)
+    return unknown and level <= world.oracle.truth(snapshot, graves=world.clock.now)

@@ -121,10 +121,13 @@ class Oracle:
             self._levels[snapshot] = found
         return found
 
+    def slots_of(self, snapshot: SnapshotId) -> list[tuple[Host, Mem]]:
+        return list(self._held.get(snapshot, {}).values())
+
     def _slots(
         self, snapshot: SnapshotId, graves: float | None, stopped: float | None
     ) -> Iterator[tuple[Host, Mem]]:
-        yield from self._held.get(snapshot, {}).values()
+        yield from self.slots_of(snapshot)
         for died, host, memory in self.graves if graves is not None else ():
             if died > graves:  # type: ignore[operator]
                 yield from ((host, mem) for mem in memory if mem.snapshot == snapshot)
@@ -284,7 +287,7 @@ class Oracle:
             self.certified_ever[snapshot] = max(best, message.level)
             self.complete_uncertified.discard(snapshot)
         lost = {dead.domain for died, dead, _ in self.graves if died > host.saw_at - BLIND_S}
-        lost |= {h.domain for h, mem in self._held.get(snapshot, {}).values() if not mem.intact}
+        lost |= {h.domain for h, mem in self.slots_of(snapshot) if not mem.intact}
         lost |= {h.domain for h, mem in self._given_up_since(host.saw_at) if mem.snapshot == snapshot}
         self.promises[snapshot] = Promise(message.level, lost)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckptd.core.protocol.messages import RestoreAsk
 from tests.sim import books
 from tests.sim.host import Host
+from tests.sim.test_oracle import flip_all
 from tests.sim.trainer import Run
 from tests.sim.world import World
 
@@ -38,3 +39,21 @@ def test_a_node_that_no_later_start_has_asked_keeps_books_of_its_own() -> None:
     assert books.name_all(world)
     second.machine.steward.table.states.clear()
     assert not books.name_all(world)
+
+
+def test_a_bit_that_flipped_where_nobody_has_read_since_is_not_known() -> None:
+    """The job ended right then, and its last snapshot had no copy (seed 434309123995)."""
+    world = next(w for w in map(World, range(1, 300)) if w.policy.durable and not w.policy.tolerates and len(w.everyone) == 1)
+    world.start_without_faults()
+    world.store.up = False
+    assert world.clock.run(START_S, lambda: len(world.oracle.certified_ever) >= 3)
+    world.started.stopped = True
+    world.clock.run(world.clock.now + QUIET_S)
+    flip_all(world)
+    newest = max(world.oracle.certified_ever)
+    assert world.oracle.truth(newest) == -1
+    assert books.show_the_truth(world)
+    for host in world.hosts.values():
+        for slot in host.machine.slots.by_id.values():
+            slot.damaged = True
+    assert not books.show_the_truth(world), "who has read it says so"
