@@ -47,11 +47,11 @@ $(MATRIX): $(STAMP) tests/matrix/requirements.txt
 	@echo "== installing into .matrix (once)"
 	@$(BIN)/python -m tests.matrix.beside .venv .matrix
 	@grep '^torch==' constraints.txt > .matrix/torch.txt # of the rest they want other versions than ckptd does
-	@.matrix/bin/python -m pip install --no-cache-dir -c .matrix/torch.txt -r tests/matrix/requirements.txt
+	@.matrix/bin/python -m pip install --no-cache-dir --no-build-isolation -c .matrix/torch.txt -r tests/matrix/requirements.txt
 	@touch $@
 
 matrix: $(MATRIX)
-	@$(RUN_ENV) .matrix/bin/python -m pytest -n 2 --dist=worksteal tests/matrix $(TEST_ARGS)
+	@$(RUN_ENV) TORCH_EXTENSIONS_DIR=$(CURDIR)/.matrix/extensions .matrix/bin/python -m pytest -n 2 --dist=worksteal tests/matrix $(TEST_ARGS)
 
 demo: $(STAMP)
 	@$(RUN_ENV) $(BIN)/ckptd demo
