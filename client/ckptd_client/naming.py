@@ -16,6 +16,8 @@ from ckptd_client.entries import Copies, Owner
 from ckptd_client.modules import ExtraState, SavedState
 from ckptd_client.quiet import NoCollectives
 
+FSDP1 = "ckptd_client.integrations.fsdp1.attach(model, optimizer, client), or shard with fully_shard (FSDP2)"
+
 # (module that defines it, class, attribute that holds the wrapped module)
 _WRAPPERS = (
     ("torch.nn.parallel", "DistributedDataParallel", "module"),
@@ -126,9 +128,7 @@ def _wrapped_attribute(kind: Any, _imports: int) -> str:
             return attribute
     fsdp1 = loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
     if fsdp1 is not None and issubclass(kind, fsdp1):
-        raise CkptdError(
-            "FSDP1's flat parameters are not supported", where=kind.__name__, hint="use fully_shard (FSDP2)"
-        )
+        raise CkptdError("FSDP1's flat parameters need an adapter", where=kind.__name__, hint=FSDP1)
     return ""
 
 

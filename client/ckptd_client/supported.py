@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd_client import accelerator, apart, dtypes
-from ckptd_client.naming import PLAIN, local_of
+from ckptd_client.naming import FSDP1, PLAIN, local_of
 from ckptd_client.tree import UNBIND
 
 _FSDP2 = "shard with fully_shard (FSDP2) instead"
+_DEEPSPEED = "ckptd_client.integrations.deepspeed.attach(engine, client)"
 _OWN = "its state lies in flat buffers of its own, each rank with other cuts"
 
 # (package, class, why, what to do) of optimizers; by name, so that nothing is imported
@@ -20,7 +21,7 @@ _OPTIMIZERS = (
     ("torch.distributed.optim", "ZeroRedundancyOptimizer", "its state lies on other ranks", _FSDP2),
     ("megatron.core", "DistributedOptimizer", _OWN, "use_distributed_optimizer=False, or Megatron's own checkpoints"),
     ("megatron.core", "LayerWiseDistributedOptimizer", "its state lies on other ranks", "Megatron's own checkpoints"),
-    ("deepspeed", "ZeROOptimizer", _OWN, f"{_FSDP2}, or DeepSpeed's own checkpoints"),
+    ("deepspeed", "ZeROOptimizer", _OWN, _DEEPSPEED),
 )
 
 
@@ -41,10 +42,10 @@ def check_stand_in(key: str, tensor: Tensor) -> None:
         shape = list(getattr(tensor, "ds_shape", ()))
         raise CkptdError(
             f"a placeholder of DeepSpeed's ZeRO-3 (shape {list(tensor.shape)} of {shape}) is not supported", where=key,
-            hint=f"{_FSDP2}, or DeepSpeed's own checkpoints",
+            hint=_DEEPSPEED,
         )  # fmt: skip
     if getattr(tensor, "_is_flat_param", False):  # all that isinstance(tensor, FlatParameter) asks, ten times as slowly
-        raise CkptdError("FSDP1's flat parameters are not supported", where=key, hint=_FSDP2)
+        raise CkptdError("FSDP1's flat parameters need an adapter", where=key, hint=FSDP1)
 
 
 def check_tensor(key: str, tensor: Tensor) -> None:

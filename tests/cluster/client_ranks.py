@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckptd.core import failpoint
+from tests.cluster import client_flat, client_rules
 from tests.cluster import client_registrations as registrations
-from tests.cluster import client_rules
 from tests.cluster.client_models import (
     IN,
     OUT,
@@ -413,11 +413,11 @@ def moments_of_eight_bits() -> None:
 FIRST: Cases = {f"{way} to {then}": (lambda way=way, then=then: saves(way, then)) for way, then in SAVED}  # type: ignore[misc]
 FIRST |= {
     "tears": none_torn,
-    "per rank": per_rank,
-    "two groups": two_groups,
+    "per rank": per_rank, "two groups": two_groups,
     "declared over sub-meshes": declared_over_sub_meshes,
     "declared over stages": declared_over_stages,
     "cut by hand": lambda: client_rules.cut_by_hand(connect, until_durable, FOLDER),
+    "flat parameters of FSDP1": lambda: client_flat.out_and_in(connect, until_durable, FOLDER),
     "cut by hand and by FSDP2": lambda: client_rules.cut_by_fsdp_too(connect, until_durable),
     "batch norm": batch_norm_of_ddp_is_rank_zeros,
     "batch norm declared": lambda: batch_norm_of_ddp_is_rank_zeros("batch_norm_declared", replicated=["*"]),

@@ -28,12 +28,12 @@ LAUNCH_TIMEOUT_S = 150
 SOCKETS = (
     "ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "wrapped", "tears", "tears_without_fence", "tears_without_reshard", "per_rank",
     "two_groups", "sub_mesh", "stages", "batch_norm", "batch_norm_declared", "before", "compiled", "eight_bits", "audited",
-    "apart", "apart_stages", "apart_parts", "apart_forgotten", "by_hand", "by_fsdp_too",
+    "apart", "apart_stages", "apart_parts", "apart_forgotten", "by_hand", "by_fsdp_too", "flat",
 )  # fmt: skip
 FIRST = (
     "ddp to fsdp", "fsdp to hsdp", "hsdp to tp", "tp to fsdp_tp", "fsdp_tp to wrapped", "wrapped to plain", "tears",
     "per rank", "two groups", "declared over sub-meshes",
-    "declared over stages", "cut by hand", "cut by hand and by FSDP2",
+    "declared over stages", "cut by hand", "cut by hand and by FSDP2", "flat parameters of FSDP1",
     "batch norm", "batch norm declared", "registered before it is wrapped",
     "one rank without a daemon",
     "mismatch of one rank", "moments of eight bits", "an average on rank zero", "stages undeclared",

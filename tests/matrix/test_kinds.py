@@ -17,12 +17,12 @@ from tests.matrix.kinds.cells import Cell, differing, launch, stored, values
 pytestmark = pytest.mark.timeout(1500)
 PRECISION = 1e-4  # of a loss whose sums other ranks made in another order
 EVERYWHERE = ("DDP", "FSDP2", "HSDP")
-ZERO = ("ZeRO-1", "ZeRO-2", "ZeRO-3")
-LINES = ("plain", *EVERYWHERE, "CP", "TP", "PP", *ZERO)
+ENGINES = ("FSDP1", "FSDP1 (use_orig_params)", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+LINES = ("plain", *EVERYWHERE, "CP", "TP", "PP", *ENGINES)
 SQUARES = ("FSDP2xTP", "PPxFSDP2")
 OTHERS = [
-    *(("tied", kind) for kind in (*EVERYWHERE, "ZeRO-1")), ("mixture", "FSDP2"),
-    *(("adapted", kind) for kind in ("FSDP2", "DDP", "ZeRO-2", "ZeRO-3")),
+    *(("tied", kind) for kind in (*EVERYWHERE, "FSDP1", "ZeRO-1")), ("mixture", "FSDP2"),
+    *(("adapted", kind) for kind in ("FSDP2", "DDP", "FSDP1 (use_orig_params)", "ZeRO-2", "ZeRO-3")),
 ]  # fmt: skip
 REFERENCES = ("llama", "tied", "mixture", "adapted", "sparse", "fused")
 

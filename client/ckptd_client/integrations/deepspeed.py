@@ -16,8 +16,8 @@ from torch import Tensor
 from ckptd.core.errors import CkptdError
 from ckptd_client.boxes import Blob, Box
 from ckptd_client.client import Client
+from ckptd_client.integrations import flat
 
-STEP = "step"
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -61,15 +61,12 @@ def _zero_of(engine: Any) -> Zero | None:
 
 
 class Range(NamedTuple):
-    """Elements [start, start + len(tensor)) of a parameter, with the flat tensor that has them, at ``at``."""
+    """Elements of a parameter from ``start`` on; the inner optimizer has them in ``under``, at ``within``."""
 
     tensor: Tensor
     start: int
-    flat: Tensor
-    at: int
-
-    def of(self, state: Tensor) -> Tensor:
-        return state.narrow(0, self.at, len(self.tensor))
+    under: Tensor
+    within: slice
 
 
 class Zero:
@@ -78,7 +75,7 @@ class Zero:
     def __init__(self, engine: Any) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         self.inner: torch.optim.Optimizer = engine.optimizer.optimizer
-        self._coming: dict[Tensor, dict[str, Any]] = {}  # states that a restore fills, and the optimizer has not
+        self._coming: flat.States = {}  # states that a restore fills, and the optimizer has not
 
     def shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.shape)
@@ -108,56 +105,17 @@ class Zero:
 
     def provide(self, loading: bool) -> Iterator[Box | Blob]:
         self._coming = {}
-        if loading and not any(self.inner.state.get(flat) for flat in self.flats()):
-            self._coming = self._born()
-        module = self.engine.module
+        if loading and not any(self.inner.state.get(one) for one in self.flats()):
+            self._coming = flat.born(self.inner, self.flats(), self.step)
+        states, module = self._coming or self.inner.state, self.engine.module
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                yield from self._trained(f"model.{name}", parameter)
-            else:
+            if not parameter.requires_grad:
                 yield from self.frozen(f"model.{name}", parameter)
-        kept = _persistent(module)
+            elif (found := self.range_of(parameter)) is not None:
+                shape, state = self.shape(parameter), states.get(found.under, {})
+                yield from flat.ranges(f"model.{name}", shape, found.start, found.tensor, state, found.within)
         if loading or self.engine.global_rank == 0:  # as DeepSpeed saves them
-            for name, buffer in module.named_buffers():
-                if name in kept:
-                    yield Box(f"model.{name}", buffer, buffer.shape, (0,) * buffer.dim(), role="buffer")
-
-    def _trained(self, key: str, parameter: Any) -> Iterator[Box]:
-        shape, found = self.shape(parameter), self.range_of(parameter)
-        if found is None or not len(found.tensor):
-            return
-        flat = (found.start, found.start + len(found.tensor))
-        yield Box(key, found.tensor.detach(), shape, (0,) * len(shape), shape, flat)
-        for state, value in (self._coming or self.inner.state).get(found.flat, {}).items():
-            if not isinstance(value, Tensor):
-                continue
-            if value.shape == found.flat.shape:
-                yield Box("", found.of(value), shape, (0,) * len(shape), shape, flat, of=(key, state))
-            elif value.ndim == 0:
-                yield Box("", value, (), (), of=(key, state))
-            else:
-                raise CkptdError(f"optimizer state {state!r} of shape {list(value.shape)} is not supported", where=key)
-
-    def _born(self) -> dict[Tensor, dict[str, Any]]:
-        """As a step of zeros at a rate of zero bears them, which torch.distributed.checkpoint makes, too. The optimizer is as it
-        was: a start that finds nothing to restore trains as if nobody had asked."""
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.inner.param_groups]
-        gradients = [flat.grad for flat in self.flats()]
-        for group in self.inner.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for flat in self.flats():
-            flat.grad = torch.zeros_like(flat)
-        self.step()
-        for flat, gradient in zip(self.flats(), gradients, strict=True):
-            flat.grad = gradient
-        for group, before in zip(self.inner.param_groups, groups, strict=True):
-            for name in set(group) - set(before) - {"params"}:
-                del group[name]
-            group.update(before)
-        born = {flat: self.inner.state.pop(flat) for flat in self.flats() if flat in self.inner.state}
-        for state in born.values():
-            state |= {STEP: torch.zeros_like(state[STEP]) if isinstance(state[STEP], Tensor) else 0} if STEP in state else {}
-        return born
+            yield from flat.buffers(module)
 
 
 class Mapped(Zero):
@@ -167,8 +125,9 @@ class Mapped(Zero):
         mapping = parameter._hp_mapping
         if mapping is None:
             return None
-        flat = self.flats()[mapping.param_group_index]
-        return Range(mapping.hp_fragment, mapping.lp_fragment_address.start, flat, mapping.hp_fragment_address.start)
+        at = mapping.hp_fragment_address
+        within = slice(at.start, at.start + at.numel)
+        return Range(mapping.hp_fragment, mapping.lp_fragment_address.start, self.flats()[mapping.param_group_index], within)
 
     def frozen(self, name: str, parameter: Any) -> Iterable[Box]:
         yield Box(name, parameter.detach(), parameter.shape, (0,) * parameter.dim(), copy=self.engine.global_rank)
@@ -201,16 +160,15 @@ class Partitioned(Zero):
     def range_of(self, parameter: Any) -> Range | None:
         zero = self.optimizer
         group, at, length = zero.grad_position[zero.get_param_id(parameter)]
-        flat = zero.fp32_partitioned_groups_flat[group]
+        under = zero.fp32_partitioned_groups_flat[group]
         start, count = self._owned(parameter, length)
-        return Range(flat.narrow(0, at, count), start, flat, at)
+        within = slice(at, at + count)
+        return Range(under[within], start, under, within)
 
     def frozen(self, name: str, parameter: Any) -> Iterable[Box]:
-        part = parameter.ds_tensor
+        part = parameter.ds_tensor.detach()
         start, count = self._owned(parameter, part.numel())
-        if count:
-            shape = self.shape(parameter)
-            yield Box(name, part.detach()[:count], shape, (0,) * len(shape), shape, (start, start + count))
+        yield from flat.ranges(name, self.shape(parameter), start, part[:count], {})
 
     def flats(self) -> list[Tensor]:
         return list(self.optimizer.fp32_partitioned_groups_flat)
@@ -221,10 +179,10 @@ class Partitioned(Zero):
 
     def refresh(self) -> None:
         zero = self.optimizer
-        for flat, half, parts in zip(
+        for whole, half, parts in zip(
             zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, zero.fp16_partitioned_groups, strict=True
         ):
-            half.data.copy_(flat.data)
+            half.data.copy_(whole.data)
             for part, values in zip(parts, zero.unflatten(half, parts), strict=True):
                 part.data = values.data
         gathered = zero.persistent_parameters
@@ -245,10 +203,8 @@ class Engine:
         if zero is not None:
             scaler = getattr(engine.optimizer, "loss_scaler", None)
             found["scaler"] = {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
-            found["groups"] = [
-                {name: value for name, value in group.items() if name != "params"} for group in zero.inner.param_groups
-            ]
-            states = [zero.inner.state.get(flat, {}) for flat in zero.flats()]
+            found["groups"] = flat.settings(zero.inner)
+            states = [zero.inner.state.get(one, {}) for one in zero.flats()]
             found["numbers"] = [
                 {name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in states
             ][:1]
@@ -260,29 +216,14 @@ class Engine:
             setattr(engine, name, state[name])
         if zero is None or "groups" not in state:
             return
-        groups = zero.inner.param_groups
-        if len(groups) != len(state["groups"]):
-            text = f"{len(state['groups'])} groups of parameters were saved, and this optimizer has {len(groups)}"
-            raise CkptdError(text, where="engine", hint="restore into the same groups")
-        for group, saved in zip(groups, state["groups"], strict=True):
-            group.update(saved)
+        flat.set_again(zero.inner, state["groups"])
         scaler = getattr(engine.optimizer, "loss_scaler", None)
         for name, value in state["scaler"].items():
             if hasattr(scaler, name):
                 setattr(scaler, name, value)
-        for flat in zero.flats():
+        for one in zero.flats():
             for numbers in state["numbers"]:
-                zero.inner.state[flat].update(numbers)
-
-
-def _persistent(module: torch.nn.Module) -> set[str]:
-    """Names of buffers that a state dict has."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules()
-        for name in part._buffers
-        if name not in part._non_persistent_buffers_set
-    }
+                zero.inner.state[one].update(numbers)
 
 
 __all__ = ["attach"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,14 +31,19 @@ class Cell(NamedTuple):
 
     @property
     def job(self) -> str:
-        return f"{self.kind.replace(' ', '-')}-{self.model}-{self.ranks}"
+        return "-".join((*re.findall(r"\w+", self.kind), self.model, str(self.ranks)))
+
+    @property
+    def has_groups(self) -> str:
+        """Who keeps the settings of the optimizer's groups."""
+        return next((engine for engine in ("ZeRO", "FSDP1") if engine in self.kind), "register()")
 
     def save(self, level: str) -> dict[str, Any]:
         return {"do": "save", "kind": self.kind, "model": self.model, "job": self.job, "level": level}
 
     def restore(self, source: Cell) -> dict[str, Any]:
-        """Of an engine's counters another kind knows nothing, and it has none for an engine."""
-        strict, name = ("ZeRO" in self.kind) == ("ZeRO" in source.kind), f"{source.job}.into.{self.job}"
+        """Of the settings of another one's groups nobody knows."""
+        strict, name = self.has_groups == source.has_groups, f"{source.job}.into.{self.job}"
         return {"do": "restore", "kind": self.kind, "model": self.model, "job": source.job, "strict": strict, "name": name}
 
 

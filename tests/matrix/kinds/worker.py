@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from ckptd_client import Client
 
-from tests.matrix.kinds import by_hand, zero  # noqa: F401 - kinds more
+from tests.matrix.kinds import by_hand, fsdp1, zero  # noqa: F401 - kinds more
 from tests.matrix.kinds.spread import KINDS, Kind
 
 ORDER: dict[str, Any] = json.loads(os.environ["ORDER"])
