@@ -1,0 +1,60 @@
+"""Megatron-Core's save and load paths over ckptd: a killed run's step comes back under other tensor and pipeline parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cluster.nodes import Cluster
+from tests.matrix.runs import run
+
+pytestmark = pytest.mark.timeout(600)
+WORKER = "megatron_worker"
+WORDS = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    (path,) = folder.glob(f"megatron-*/{name}")
+    found: dict[str, torch.Tensor] = torch.load(path)
+    return found
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], words: int) -> None:
+    """``words``: how many rows of a vocabulary count."""
+    assert set(found) == set(expected)
+    for key, whole in expected.items():
+        other, rows = found[key], words if key.endswith(WORDS) else len(whole)
+        assert not torch.isnan(other).any(), key
+        assert torch.equal(other[:rows], whole[:rows]), key
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "level"),
+    [
+        ((2, {"tp": 2}), (1, {}), "durable"), ((4, {"tp": 2, "pp": 2}), (3, {"tp": 3}), "sealed"),
+        ((3, {"tp": 1}), (4, {"tp": 2, "pp": 2}), "sealed"), ((2, {"pp": 2}), (4, {"tp": 2}), "durable"),
+    ],
+)  # fmt: skip
+def test_a_killed_run_comes_back_under_other_parallelism(
+    nodes: Cluster, tmp_path: Path, saved: tuple[int, Any], loaded: tuple[int, Any], level: str
+) -> None:
+    """Query groups, a gated layer (whose halves Megatron cuts each by itself), a vocabulary padded otherwise, Adam's state."""
+    (nodes.root / "storage").mkdir()
+    node = nodes.node(replicas=0, storage_root=nodes.root / "storage")
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    run(node, WORKER, saved[0], first, "megatron", do="save", level=level, words=48, dies_at=3, **saved[1])
+    again = run(node, WORKER, loaded[0], second, "megatron", do="load", seed=7, words=54 if level == "sealed" else 48, **loaded[1])
+    assert {(row["step"], row["iteration"]) for row in again.of("begins")} == {(3, 3)}
+    assert again.of("begins")[0]["files"] == ["common.pt", "metadata.json"]
+    same(tensors(second, "loaded"), tensors(first, "saved"), 48)
+    same(tensors(second, "after"), tensors(first, "after"), 48)
+
+
+def test_a_save_from_another_process_is_refused(nodes: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="async_sharded_save=True is not supported"):
+        run(nodes.node(replicas=0), WORKER, 1, tmp_path, "megatron", do="save", level="sealed", how={"async_sharded_save": True})
