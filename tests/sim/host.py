@@ -251,7 +251,7 @@ class Host:
         self.world.after_event(self)
 
     def _overheard(self, event: ev.Event) -> None:
-        """By the oracle."""
+        self.world.oracle.taken_in(self, event)
         if isinstance(event, ev.Received):
             self.world.oracle.heard(self, event.sender, event.message)
         elif isinstance(event, ev.DurableRead):

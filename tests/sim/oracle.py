@@ -61,7 +61,8 @@ class Oracle:
         self.declared: set[int] = set()  # epochs that begin anew by their operator's word
         self.graves: list[tuple[float, Host, list[Mem]]] = []
         self.given_up: deque[tuple[float, Host, Mem]] = deque(maxlen=GIVEN_UP_KEPT)
-        self.told_at: dict[tuple[str, str], float] = {}  # (attempt, node) -> when it first told what it holds
+        self.turn = 0  # of the events that daemons have taken in
+        self.told_at: dict[tuple[str, str], tuple[float, int]] = {}  # (attempt, node) -> when it first told what it holds; its turn
         self.told_void: dict[SnapshotId, set[object]] = {}  # which machines were: one made anew knows what memory holds
         self._held: dict[SnapshotId, dict[int, tuple[Host, Mem]]] = {}  # by id() of the slot
         self._went: set[SnapshotId] = set()  # durable when a node asked what a job that is over could spare
@@ -83,7 +84,7 @@ class Oracle:
 
     def held(self, host: Host, mem: Mem) -> None:
         assert mem.fact is not None
-        snapshot, mem.since = mem.fact.snapshot, self.world.clock.now
+        snapshot, mem.since, mem.known = mem.fact.snapshot, self.world.clock.now, None
         self._held.setdefault(snapshot, {})[id(mem)] = host, mem
         self._levels.pop(snapshot, None)
         known = snapshot in self.certified_ever or snapshot in self.complete_uncertified
@@ -109,12 +110,13 @@ class Oracle:
         plain = among is None and graves is None and not attempt and stopped is None
         if plain and snapshot in self._levels:
             return self._levels[snapshot]
-        now = self.world.clock.now
         pieces: list[Piece] = []
         for host, mem in self._slots(snapshot, graves, stopped):
-            until = self.told_at.get((attempt, host.name), now) if attempt else now
             payload = mem.sums if graves is not None else mem.payload if mem.intact else None
-            if payload is not None and mem.since <= until and (among is None or host.name in among):
+            if payload is None or (among is not None and host.name not in among):
+                continue
+            _, until = self.told_at.get((attempt, host.name), (0.0, self.turn))
+            if not attempt or (mem.known is not None and mem.known <= until):
                 pieces.append((host.domain, mem, payload))
         found = self.evidence.level(pieces, origin)
         if plain:
@@ -249,7 +251,7 @@ class Oracle:
         if kind is msg.Certificate:
             self._certificate(host, message)  # type: ignore[arg-type]
         elif kind is msg.Inventory:
-            self.told_at.setdefault((message.attempt, host.name), self.world.clock.now)  # type: ignore[attr-defined]
+            self.told_at.setdefault((message.attempt, host.name), (self.world.clock.now, self.turn))  # type: ignore[attr-defined]
         elif kind is msg.InventoryRequest:
             self.decisions.asked(host.name, host.life, message)  # type: ignore[arg-type]
         elif kind is msg.EpochOpen:
@@ -261,6 +263,13 @@ class Oracle:
             self._completed(message)  # type: ignore[arg-type]
         elif kind is msg.Stale:
             self.counts["a stale epoch fenced"] += 1
+
+    def taken_in(self, host: Host, event: object) -> None:
+        """The next turn of a daemon: before it, its memory may have held what it could not tell of."""
+        self.turn += 1
+        mem = host.memory.get(getattr(event, "slot", -1)) if hasattr(event, "layout") else None
+        if mem is not None and mem.known is None:
+            mem.known = self.turn
 
     def heard(self, host: Host, sender: str, message: object) -> None:
         self.decisions.heard(host.name, host.life, sender, message, host.record)
@@ -399,7 +408,7 @@ class Oracle:
         number = run.procs[0].epoch
         last = max((n for n in self.done if n < number), default=None)
         # What another start of the job, which this one supersedes, certified after it had been asked is lost with it.
-        asked = min(at for (attempt, _), at in self.told_at.items() if attempt == run.attempt)
+        asked = min(at for (attempt, _), (at, _) in self.told_at.items() if attempt == run.attempt)
         stored = [s for s in self.world.store.commits if self.durable_at.get(s, ENDLESS) < asked]
         left = [s for s, at in self.known_at.items() if at < asked and (s in stored or not self.forgotten(s))]
         known = list(filter(self._claimed, left))

@@ -129,6 +129,7 @@ class Mem:
     fact: HoldingFact | None = None
     layout: Layout | None = None
     since: float = 0.0  # sealed at
+    known: int | None = None  # when its daemon took in that it is sealed: the number of that turn
     layouts: tuple[Layout, ...] = ()  # of a parity set's members, whose parity this is
     seen: tuple[bytes, Origin, int] | None = None  # what the oracle found in these bytes (evidence.py)
 
