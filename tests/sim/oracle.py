@@ -330,6 +330,7 @@ class Oracle:
         again = host.record is None and record == written
         if (record.number <= before and not again) or record.number < host.tombstone.epoch:
             raise Broken(f"P12 {host.name} went from epoch {before} to {record.number}")
+        self.records.setdefault(record.number, record)  # found claimed by its own steward, which was lost before it heard of that
 
     def claims(self, host: Host, record: EpochRecord) -> None:
         self.decisions.decided(host.name, host.life, record.nonce)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptd.core.ids import EpochRecord
 from ckptd.core.protocol.messages import RestoreAsk
 from tests.sim import books
 from tests.sim.host import Host
@@ -73,3 +74,12 @@ def test_what_a_daemon_has_not_taken_in_yet_is_not_in_its_answer() -> None:
         mem.known = oracle.turn + 1
     assert oracle.truth(newest, among=nodes, attempt="a9") == -1
     assert oracle.truth(newest, among=nodes) >= 0
+
+
+def test_an_epoch_that_no_steward_opened_is_one_where_it_was_found_claimed() -> None:
+    """Its steward was lost before storage answered, and came back while the ranks trained on (seed 434309144907)."""
+    world = World(SEED)
+    host = next(iter(world.hosts.values()))
+    record = EpochRecord(3, "a6", (host.name,), (host.info,))
+    world.oracle.persisted(host, record)
+    assert world.oracle.records == {3: record}
