@@ -46,8 +46,10 @@ def main(steps):
                 logits = engine(windows[:, :-1])
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
                 engine.backward(loss)
+                ends = engine.is_gradient_accumulation_boundary()
                 engine.step()
-                client.snapshot(engine.global_steps)
+                if ends:
+                    client.snapshot(engine.global_steps)
                 loss = loss.detach() / dist.get_world_size()
                 dist.all_reduce(loss)
                 if dist.get_rank() == 0:

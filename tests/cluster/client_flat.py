@@ -15,6 +15,19 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.cluster.client_models import Built, Net, adamw, fsdp, same, seeded, train, truth
 
 
+class Counting(torch.optim.Optimizer):
+    """It counts its steps by an int, as optimizers did before torch counted in tensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            state.setdefault("count", 0)
+            state.setdefault("mean", torch.zeros_like(p))
+            state["count"] += 1
+            p.sub_(state["mean"].lerp_(p.grad, 0.1) * 0.1)
+
+
 def without_unused(seed: int) -> Net:
     """FSDP1 has a gradient of zeros for what has none elsewhere, and weights decay."""
     model = seeded(seed)
@@ -57,6 +70,23 @@ def out_and_in(connect: Callable[..., Client], until_durable: Callable[..., Any]
         until_durable(client, client.snapshot(3, must=True))
     train(expected, 1)
     same(into(connect, fsdp(4)), truth(expected))
+    counts(folder)
+
+
+def counts(folder: Path) -> None:
+    """In its place among others a count of its own, which the restore fills (P1)."""
+    for expected in (None, 2):
+        model = fsdp1(5)[0]
+        built = model, Counting([p for p in model.parameters() if p.requires_grad], {"lr": 1.0})
+        client = Client.connect(job="counting", socket=folder / "counts.s", required=True)
+        attach(*built, client)
+        with client:
+            assert client.restore() == expected
+            if expected is None:
+                train(built, 2)
+                client.snapshot(2, must=True)
+                assert client.wait("sealed", 30) == "durable"
+            assert {state["count"] for state in built[1].state.values()} == {2}
 
 
 def into(connect: Callable[..., Client], built: Built) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ LAUNCH_TIMEOUT_S = 150
 SOCKETS = (
     "ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "wrapped", "tears", "tears_without_fence", "tears_without_reshard", "per_rank",
     "two_groups", "sub_mesh", "stages", "batch_norm", "batch_norm_declared", "before", "compiled", "eight_bits", "audited",
-    "apart", "apart_stages", "apart_parts", "apart_forgotten", "by_hand", "by_fsdp_too", "flat",
+    "apart", "apart_stages", "apart_parts", "apart_forgotten", "by_hand", "by_fsdp_too", "flat", "counts",
 )  # fmt: skip
 FIRST = (
     "ddp to fsdp", "fsdp to hsdp", "hsdp to tp", "tp to fsdp_tp", "fsdp_tp to wrapped", "wrapped to plain", "tears",

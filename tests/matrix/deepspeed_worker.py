@@ -33,12 +33,34 @@ class Told(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+class OldAdam(torch.optim.Optimizer):
+    """It counts its steps by ints, as DeepSpeed's own do, and something from where it makes its state."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "count": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                state["step"] += 1
+                state["count"] += 2
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                state["exp_avg_sq"].lerp_(p.grad.square(), 0.01)
+                rate = group["lr"] * (1 - 0.99 ** state["count"]) / (1 - 0.9 ** state["step"])
+                p.sub_(state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8) * rate)
+
+
 def config(world: int, accumulated: int) -> dict[str, Any]:
     zero = {"stage": SETTINGS["stage"], "stage3_param_persistence_threshold": 20, "sub_group_size": 2000}
     zero |= SETTINGS.get("zero", {})
     return {
         "train_batch_size": BATCH, "gradient_accumulation_steps": accumulated, "zero_optimization": zero,
         "train_micro_batch_size_per_gpu": BATCH // accumulated // world, "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 30}}, **SETTINGS.get("config", {}),
     }  # fmt: skip
 
@@ -53,7 +75,7 @@ def main() -> None:
         model.bfloat16()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": trained[at :: SETTINGS.get("groups", 1)]} for at in range(SETTINGS.get("groups", 1))]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    optimizer: Any = (OldAdam if SETTINGS.get("old") else torch.optim.AdamW)(groups, lr=1e-2)
     settings = config(world, accumulated)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     data = Windows()
@@ -77,6 +99,8 @@ def main() -> None:
                 step = engine.global_steps + (not ends)
                 row = {"loss": total.item() / world, "rate": rate}
                 wrote("seen", step=step, epoch=progress.epoch, samples=batch["number"].tolist(), **row)
+                if not ends and SETTINGS.get("amid"):
+                    wrote("amid", status=client.snapshot(step, must=True).status)
                 if ends:
                     client.snapshot(step)
                     maybe_die(client, step)

@@ -24,6 +24,21 @@ def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["rank"] == 0}
 
 
+def test_it_goes_on_with_as_many_samples_in_other_batches(nodes: Cluster, tmp_path: Path) -> None:
+    """Two batches are accumulated, then three, then one: each step is of the same twelve samples. No snapshot amid them."""
+    start = partial(run, nodes.node(replicas=0), WORKER, 2, tmp_path, stage=2)
+    whole = start("whole", accumulated=2)
+    ways: list[dict[str, Any]] = [{"accumulated": 2, "dies_at": 6, "amid": True}, {"accumulated": 3, "dies_at": 11}, {}]
+    broken = [start("broken", **how) for how in ways]
+    assert [one.of("begins")[0]["step"] for one in broken] == [0, 6, 11]
+    told = {row["status"].partition(" [")[0] for row in broken[0].of("amid")}
+    assert told == {"failed: amid the accumulation of 2 batches"}
+    found = [dict.fromkeys(range(SAMPLES), 1) for _ in range(3)]
+    assert [dict(samples) for _, samples in sorted(seen(effective(broken, "seen")).items())] == found
+    assert losses(broken[2].of("seen"))[24] == pytest.approx(losses(start("one", accumulated=1).of("seen"))[24], rel=1e-4)
+    assert {row["step"] for row in effective(broken, "seen")} == {row["step"] for row in whole.of("seen")}
+
+
 def test_it_goes_on_in_another_stage_and_another_world(nodes: Cluster, tmp_path: Path) -> None:
     """Stage 1 on two ranks, stage 3 on one, stage 2 on three, stage 3 on two: each sample once in each epoch, the same losses."""
     start = partial(run, nodes.node(replicas=0), WORKER)
@@ -46,6 +61,7 @@ def test_it_goes_on_in_another_stage_and_another_world(nodes: Cluster, tmp_path:
     [
         {"stage": 1}, {"stage": 2, "accumulated": 2}, {"stage": 3}, {"stage": 0}, {"stage": 1, "config": WHOLE_SUMS},
         {"stage": 1, "config": HALF}, {"stage": 3, "config": HALF, "zero": OFFLOADED}, {"stage": 2, "zero": OFFLOADED},
+        {"stage": 2, "old": True}, {"stage": 3, "old": True},
     ],
     ids=str,
 )  # fmt: skip

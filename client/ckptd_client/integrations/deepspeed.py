@@ -38,6 +38,9 @@ def attach(engine: Any, client: Client, **objects: Any) -> None:
 
 def check_supported(engine: Any) -> None:
     """Raises CkptdError."""
+    if not hasattr(engine, "global_steps"):
+        hint = "what deepspeed.initialize() returns first"
+        raise CkptdError(f"a {type(engine).__name__}, not an engine", where="attach()", hint=hint)
     optimizer, config = engine.optimizer, engine._config.zero_config
     nvme = [part for part in ("offload_optimizer", "offload_param") if str(getattr(getattr(config, part), "device", "")) == "nvme"]
     refused = {
@@ -75,7 +78,7 @@ class Zero:
     def __init__(self, engine: Any) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         self.inner: torch.optim.Optimizer = engine.optimizer.optimizer
-        self._coming: flat.States = {}  # states that a restore fills, and the optimizer has not
+        self.coming: flat.States = {}  # states that a restore fills, and the optimizer has not
 
     def shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.shape)
@@ -99,15 +102,15 @@ class Zero:
         raise NotImplementedError
 
     def restored(self) -> None:
-        self.inner.state.update(self._coming)
-        self._coming = {}
+        self.inner.state.update(self.coming)
+        self.coming = {}
         self.refresh()
 
     def provide(self, loading: bool) -> Iterator[Box | Blob]:
-        self._coming = {}
+        self.coming = {}
         if loading and not any(self.inner.state.get(one) for one in self.flats()):
-            self._coming = flat.born(self.inner, self.flats(), self.step)
-        states, module = self._coming or self.inner.state, self.engine.module
+            self.coming = flat.born(self.inner, self.flats(), self.step)
+        states, module = self.coming or self.inner.state, self.engine.module
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 yield from self.frozen(f"model.{name}", parameter)
@@ -122,7 +125,7 @@ class Mapped(Zero):
     """ZeRO-1 and 2, and bf16 without ZeRO: a rank has one range of all parameters of a group laid end to end."""
 
     def range_of(self, parameter: Any) -> Range | None:
-        mapping = parameter._hp_mapping
+        mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
         at = mapping.hp_fragment_address
@@ -198,22 +201,25 @@ class Engine:
         self._engine, self._zero = engine, zero
 
     def state_dict(self) -> dict[str, Any]:
+        """Raises CkptdError amid an accumulation: what DeepSpeed has summed up so far is in buffers that no snapshot has."""
         engine, zero = self._engine, self._zero
-        found: dict[str, Any] = {name: getattr(engine, name) for name in COUNTERS}
+        batches = engine.gradient_accumulation_steps()
+        if engine.micro_steps % batches:
+            hint = "client.snapshot() where engine.is_gradient_accumulation_boundary() was true before engine.step()"
+            raise CkptdError(f"amid the accumulation of {batches} batches", where="engine", hint=hint)
+        found: dict[str, Any] = {name: getattr(engine, name) for name in COUNTERS} | {"batches": batches}
         if zero is not None:
             scaler = getattr(engine.optimizer, "loss_scaler", None)
             found["scaler"] = {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
             found["groups"] = flat.settings(zero.inner)
-            states = [zero.inner.state.get(one, {}) for one in zero.flats()]
-            found["numbers"] = [
-                {name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in states
-            ][:1]
+            found["numbers"] = flat.numbers(zero.inner.state.get(one, {}) for one in zero.flats())
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         engine, zero = self._engine, self._zero
         for name in COUNTERS:
             setattr(engine, name, state[name])
+        engine.micro_steps = state["micro_steps"] // state["batches"] * engine.gradient_accumulation_steps()
         if zero is None or "groups" not in state:
             return
         flat.set_again(zero.inner, state["groups"])
@@ -221,9 +227,8 @@ class Engine:
         for name, value in state["scaler"].items():
             if hasattr(scaler, name):
                 setattr(scaler, name, value)
-        for one in zero.flats():
-            for numbers in state["numbers"]:
-                zero.inner.state[one].update(numbers)
+        for of_one in (zero.coming or zero.inner.state).values():
+            of_one.update(state["numbers"])
 
 
 __all__ = ["attach"]

@@ -79,3 +79,12 @@ def born(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], step: C
     for state in states.values():
         state |= {STEP: torch.zeros_like(state[STEP]) if isinstance(state[STEP], Tensor) else 0} if STEP in state else {}
     return states
+
+
+def numbers(states: Iterable[State]) -> dict[str, Any]:
+    """What is no tensor in the state of each parameter: a step that is counted by an int. Raises CkptdError where it is not the
+    same for all."""
+    found = [{name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in states if state]
+    if any(one != found[0] for one in found[1:]):
+        raise CkptdError("numbers in an optimizer's state that differ between parameters are not supported", where="optimizer")
+    return found[0] if found else {}

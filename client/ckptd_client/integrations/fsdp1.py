@@ -28,7 +28,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, client: Client, *
     if not sharded.units():
         hint = "client.register(model=, optimizer=) knows all else"
         raise CkptdError("no FullyShardedDataParallel in it", where="model", hint=hint)
-    client.register(groups=Groups(optimizer), **objects)
+    client.register(groups=Groups(optimizer, sharded), **objects)
     client.register_boxes("fsdp1", sharded.provide, lambda blobs: sharded.restored())
 
 
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 class Sharded:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._coming: flat.States = {}  # states that a restore fills, and the optimizer has not
+        self.coming: flat.States = {}  # states that a restore fills, and the optimizer has not
 
     def units(self) -> list[tuple[str, Any]]:
         """(name of the module, its handle)."""
@@ -74,11 +74,11 @@ class Sharded:
 
     def provide(self, loading: bool) -> Iterator[Box | Blob]:
         parts = list(self.parts())
-        self._coming = {}
+        self.coming = {}
         if loading and not self._optimizer.state:
             stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]
-            self._coming = flat.born(self._optimizer, stepped, self._optimizer.step)
-        states = self._coming or self._optimizer.state
+            self.coming = flat.born(self._optimizer, stepped, self._optimizer.step)
+        states = self.coming or self._optimizer.state
         for key, shape, start, tensor, under, within in parts:
             yield from flat.ranges(key, shape, start, tensor, states.get(under, {}), within)
         for name, parameter in self.others():
@@ -87,24 +87,26 @@ class Sharded:
             yield from flat.buffers(self._model, clean_tensor_name)
 
     def restored(self) -> None:
-        self._optimizer.state.update(self._coming)
-        self._coming = {}
+        self._optimizer.state.update(self.coming)
+        self.coming = {}
         for _, handle in self.units():
             if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # there was a forward pass
                 handle.reshard(True)  # what was gathered for it is of before
 
 
 class Groups:
-    """The settings of the optimizer's groups: plain values."""
+    """The settings of the optimizer's groups, and what it counts for each parameter alike: plain values."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, sharded: Sharded) -> None:
+        self._optimizer, self._sharded = optimizer, sharded
 
     def state_dict(self) -> dict[str, Any]:
-        return {"groups": flat.settings(self._optimizer)}
+        return {"groups": flat.settings(self._optimizer), "numbers": flat.numbers(self._optimizer.state.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat.set_again(self._optimizer, state["groups"])
+        for of_one in (self._sharded.coming or self._optimizer.state).values():
+            of_one.update(state["numbers"])
 
 
 __all__ = ["attach"]
