@@ -47,6 +47,7 @@ $(MATRIX): $(STAMP) tests/matrix/requirements.txt
 	@echo "== installing into .matrix (once)"
 	@$(BIN)/python -m tests.matrix.beside .venv .matrix
 	@grep '^torch==' constraints.txt > .matrix/torch.txt # of the rest they want other versions than ckptd does
+	@.matrix/bin/python -m pip install --no-cache-dir -c constraints.txt -U setuptools wheel # DeepSpeed is built beside torch
 	@.matrix/bin/python -m pip install --no-cache-dir --no-build-isolation -c .matrix/torch.txt -r tests/matrix/requirements.txt
 	@touch $@
 
