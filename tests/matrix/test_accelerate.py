@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from tests.cluster.nodes import Cluster
-from tests.matrix.runs import Run, by_step, effective, run, seen, went_on_in_three_worlds, whole_and_killed
+from tests.matrix.runs import (
+    EACH_ONCE,
+    Run,
+    begun,
+    by_step,
+    effective,
+    run,
+    seen,
+    three_worlds,
+    whole_and_killed,
+)
 
 pytestmark = pytest.mark.timeout(600)
 WORKER = "accelerate_worker"
@@ -22,7 +32,9 @@ def test_each_sample_is_seen_once_in_each_epoch_whatever_the_world(nodes: Cluste
     def start(ranks: int, accumulated: int, **how: Any) -> Run:
         return run(node, WORKER, ranks, tmp_path, "once", loader=loader, accumulated=accumulated, **how)
 
-    went_on_in_three_worlds(start)
+    runs = three_worlds(start)
+    assert begun(runs) == [0, 8, 15]
+    assert seen(effective(runs, "seen")) == EACH_ONCE
 
 
 def test_split_batches_are_the_same_in_each_world(nodes: Cluster, tmp_path: Path) -> None:
@@ -30,7 +42,7 @@ def test_split_batches_are_the_same_in_each_world(nodes: Cluster, tmp_path: Path
     start = partial(run, nodes.node(replicas=0), WORKER, loader={"split_batches": True}, batch=12)
     whole = start(2, tmp_path, "whole")
     broken = [start(2, tmp_path, "broken", dies_at=8), start(1, tmp_path, "broken", dies_at=10), start(3, tmp_path, "broken")]
-    assert [one.of("begins")[0]["step"] for one in broken] == [0, 8, 10]
+    assert begun(broken) == [0, 8, 10]
     assert seen(effective(broken, "seen")) == seen(whole.of("seen"))
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import Cluster
-from tests.cluster.test_examples import killed_and_gone_on_with_by_one
+from tests.cluster.test_examples import PRECISION, killed_and_gone_on_with_by_one
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("example", ["trainer.py", "accelerate_loop.py", "lightning_fit.py", "deepspeed_loop.py"])
 def test_killed_it_goes_on(nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str) -> None:
     monkeypatch.setenv("OUTPUT", str(tmp_path))
-    killed_and_gone_on_with_by_one(nodes.node(replicas=0), example, tmp_path)
+    found, expected = killed_and_gone_on_with_by_one(nodes.node(replicas=0), example, tmp_path)
+    assert found == pytest.approx(expected, abs=PRECISION)

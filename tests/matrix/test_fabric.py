@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from tests.cluster.nodes import Cluster
-from tests.matrix.runs import Run, by_step, effective, run, went_on_in_three_worlds, whole_and_killed
+from tests.matrix.runs import (
+    EACH_ONCE,
+    Run,
+    begun,
+    by_step,
+    effective,
+    run,
+    seen,
+    three_worlds,
+    whole_and_killed,
+)
 
 pytestmark = pytest.mark.timeout(600)
 WORKER = "fabric_worker"
@@ -21,7 +31,9 @@ def test_each_sample_is_seen_once_in_each_epoch_whatever_the_world(nodes: Cluste
     def start(ranks: int, accumulated: int, **how: Any) -> Run:
         return run(node, WORKER, ranks, tmp_path, "once", accumulated=accumulated, **how)
 
-    went_on_in_three_worlds(start)
+    runs = three_worlds(start)
+    assert begun(runs) == [0, 8, 15]
+    assert seen(effective(runs, "seen")) == EACH_ONCE
 
 
 @pytest.mark.parametrize(("dies_at", "how"), [(17, {}), (24, {}), (17, {"strategy": "fsdp2"})])

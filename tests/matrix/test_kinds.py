@@ -58,7 +58,7 @@ def test_a_kind_is_its_logical_tensors_and_comes_from_them(
         agree(back, reference["after"], "after")
         out = differing(values(tmp_path, cell.job), stored(storage, cell.job))
         into = differing(values(tmp_path, origin.job), values(tmp_path, f"{origin.job}.into.{cell.job}"))
-        record_property("cell", [*cell, out, into])
+        record_property("cell", [*cell, saved[0]["how"], out, into])
         assert (out, into) == (0, 0), cell
     for cell in references if ranks == 1 else ():
         assert differing(values(tmp_path, cell.job), stored(storage, cell.job)) == 0

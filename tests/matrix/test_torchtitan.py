@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.nodes import Cluster
-from tests.matrix.runs import effective, run
+from tests.matrix.runs import begun, effective, run
 
 pytestmark = pytest.mark.timeout(600)
 WORKER = "torchtitan_worker"
@@ -31,7 +31,7 @@ def test_killed_it_goes_on_in_another_world(nodes: Cluster, tmp_path: Path, part
     assert whole.of("begins")[0] == {"kind": "begins", "rank": 0, "step": 0, "loaded": False}
     ways: list[tuple[int, dict[str, Any]]] = [(2, {"parts": parts, "dies_at": 4}), (1, {"dies_at": 7}), (3, {"parts": parts})]
     broken = [run(node, WORKER, ranks, tmp_path, "broken", **how) for ranks, how in ways]
-    assert [one.of("begins")[0]["step"] for one in broken] == [0, 4, 7]
+    assert begun(broken) == [0, 4, 7]
     seen = effective(broken, "seen")
     assert told(seen) == told(whole.of("seen"))
     assert losses(seen) == pytest.approx(losses(whole.of("seen")), rel=1e-4)

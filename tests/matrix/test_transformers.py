@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.nodes import Cluster
-from tests.matrix.runs import Run, effective, run, seen, went_on_in_three_worlds, whole_and_killed
+from tests.matrix.runs import EACH_ONCE, Run, begun, effective, run, seen, three_worlds, whole_and_killed
 
 pytestmark = pytest.mark.timeout(600)
 WORKER = "trainer_worker"
@@ -29,7 +29,9 @@ def test_each_sample_is_seen_once_in_each_epoch_whatever_the_world(nodes: Cluste
         arguments = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": accumulated}
         return run(node, WORKER, ranks, tmp_path, "once", arguments=arguments, **how)
 
-    runs = went_on_in_three_worlds(start)
+    runs = three_worlds(start)
+    assert begun(runs) == [0, 8, 15]
+    assert seen(effective(runs, "seen")) == EACH_ONCE
     assert runs[2].of("ends")[0]["step"] == 26, "three steps of the second epoch, eight of the third"
 
 

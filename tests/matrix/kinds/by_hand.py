@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.matrix.kinds.fused import QKV, Fused
 from tests.matrix.kinds.models import WORDS
-from tests.matrix.kinds.spread import KINDS, Kind, Values
+from tests.matrix.kinds.spread import Kind, Values
 
 
 class ByHand(Kind):
@@ -46,6 +46,3 @@ class ByHand(Kind):
             cut = [part.split([size // count for size in QKV]) for part in parts]
             return torch.cat([torch.cat([one[index] for one in cut]) for index in range(len(QKV))])
         return torch.cat(parts, 1) if ".out" in key else torch.cat(parts)[:WORDS]
-
-
-KINDS["TP by rules"] = ByHand

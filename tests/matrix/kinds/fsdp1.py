@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from tests.matrix.kinds.spread import KINDS, Data, Values, blocks
+from tests.matrix.kinds.spread import Data, Values, blocks
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -68,6 +68,3 @@ class Original(Fsdp1):
                 joined = torch.cat([state[key].flatten() for state in there]).view_as(model[name]) if value.ndim else value
                 found.setdefault(name, {})[key] = joined
         return found
-
-
-KINDS |= {"FSDP1": Fsdp1, "FSDP1 (use_orig_params)": Original}

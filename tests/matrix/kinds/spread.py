@@ -263,9 +263,3 @@ class Expert(Kind):
         parts = [torch.empty_like(value) for _ in range(self.world)]
         dist.all_gather(parts, value.contiguous())
         return torch.cat(parts)
-
-
-KINDS: dict[str, type[Kind]] = {
-    "plain": Kind, "DDP": Data, "FSDP2": Fsdp2, "HSDP": Hsdp, "CP": Context, "TP": Tensors, "FSDP2xTP": TensorsSharded,
-    "PP": Pipeline, "PPxFSDP2": PipelineSharded, "EP": Expert,
-}  # fmt: skip

@@ -15,11 +15,19 @@ import torch
 import torch.distributed as dist
 from ckptd_client import Client
 
-from tests.matrix.kinds import by_hand, fsdp1, zero  # noqa: F401 - kinds more
-from tests.matrix.kinds.spread import KINDS, Kind
+from tests.matrix.kinds import spread
+from tests.matrix.kinds.by_hand import ByHand
+from tests.matrix.kinds.fsdp1 import Fsdp1, Original
+from tests.matrix.kinds.spread import Kind
+from tests.matrix.kinds.zero import Zero1, Zero2, Zero3
 
 ORDER: dict[str, Any] = json.loads(os.environ["ORDER"])
 FOLDER = Path(ORDER["folder"])
+KINDS: dict[str, type[Kind]] = {
+    "plain": Kind, "DDP": spread.Data, "FSDP2": spread.Fsdp2, "HSDP": spread.Hsdp, "CP": spread.Context, "TP": spread.Tensors,
+    "FSDP2xTP": spread.TensorsSharded, "PP": spread.Pipeline, "PPxFSDP2": spread.PipelineSharded, "EP": spread.Expert,
+    "TP by rules": ByHand, "FSDP1": Fsdp1, "FSDP1 (use_orig_params)": Original, "ZeRO-1": Zero1, "ZeRO-2": Zero2, "ZeRO-3": Zero3,
+}  # fmt: skip
 STEPS, AFTER = 2, 2
 WAIT_S = 60.0
 TIMEOUT = timedelta(seconds=90)
@@ -45,7 +53,7 @@ def saved(job: str, kind: Kind, level: str) -> dict[str, Any]:
         after = [kind.step(STEPS + number) for number in range(1, AFTER + 1)]
         client.close(finished=False)
     write(f"{job}.values", values)
-    return {"before": before, "after": after}
+    return {"before": before, "after": after, "how": kind.how}
 
 
 def restored(job: str, kind: Kind, name: str, strict: bool) -> dict[str, Any]:
