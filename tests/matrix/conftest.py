@@ -15,7 +15,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What the tests of kinds said of each cell and pair."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "user_properties")]
     told = sorted({(name, *row) for report in reports for name, row in report.user_properties if name in ("cell", "pair")}, key=str)
-    for title, kind in (("kind, model, ranks, how: elements that differ out, into", "cell"), ("pairs: elements that differ", "pair")):
+    for title, kind in (("kind, model, ranks, how: differing out, into", "cell"), ("pairs: elements that differ", "pair")):
         rows = [row[1:] for row in told if row[0] == kind]
         if rows:
             terminalreporter.section(title)
