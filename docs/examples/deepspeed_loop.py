@@ -1,7 +1,7 @@
 """DeepSpeed over ckptd: a small language model learns the bytes of this file, its optimizer's state shared by ZeRO.
 
 On each node `ckptd run` (alone on one machine: `ckptd run --plain-loopback`), then
-    torchrun --nproc-per-node 2 docs/examples/deepspeed_loop.py 200
+    torchrun --nproc-per-node 2 docs/examples/deepspeed_loop.py 200        # or with the deepspeed launcher
 Kill it whenever you like, and start it again with as many processes as you like; ZERO=3 is another stage.
 """
 
@@ -61,4 +61,4 @@ def main(steps):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[-1]))  # the deepspeed launcher puts --local_rank before it
