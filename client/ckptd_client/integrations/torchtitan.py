@@ -15,6 +15,7 @@ from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, Che
 
 from ckptd.core.errors import CkptdError
 from ckptd_client.client import Client
+from ckptd_client.handles import LEVELS
 from ckptd_client.integrations import named
 
 MODES = ("disabled",)  # of torchtitan's own saves, of which only the last one is left
@@ -76,7 +77,7 @@ class CkptdCheckpointManager(CheckpointManager):
 
     def _finish(self, step: int) -> None:
         status = self._client.wait("durable")
-        if status not in ("durable", "protected"):
+        if status not in LEVELS:  # one that is less than the daemon offers is told by wait()
             raise CkptdError(f"the last step was not saved: {status}", where=f"step {step}")
         if self.last_save_model_only:
             self._save_last_step(step)
