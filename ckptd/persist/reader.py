@@ -94,18 +94,23 @@ class Checkpoint:
         keys = self.index.names.keys
         tensors = dict(zip(keys, self.index.entries(), strict=True))
         variants: dict[str, dict[int, TensorEntry]] = {}
+        own: dict[str, list[int]] = {}
         if len(tensors) < len(keys):  # some are each rank's own
             tensors.update(reversed([*zip(keys, self.index.entries(), strict=True)]))  # the first of each key
             for key, entry, owner in zip(keys, self.index.entries(), self.index.owners(), strict=True):
                 if tensors[key] != entry and owner is not None:
                     variants.setdefault(key, {})[owner] = entry
+        for key, owner in zip(keys, self.index.owners(), strict=True):
+            if owner is not None:
+                own.setdefault(key, []).append(owner)
         world = self.manifest.world
         objects: dict[str, set[int]] = {}
         for ref in self.manifest.objects:
             objects.setdefault(ref.name, set()).update(range(world) if ref.ranks is None else ref.ranks)
         held = {name: tuple(sorted(ranks)) for name, ranks in objects.items()}
         per_rank = frozenset(self.manifest.per_rank)
-        return Catalogue(world, tensors, held, dict(self.manifest.aliases), per_rank, variants)
+        owners = {key: tuple(sorted(found)) for key, found in own.items()}
+        return Catalogue(world, tensors, held, dict(self.manifest.aliases), per_rank, variants, owners)
 
     def boxes(self, key: str, rank: int | None = None) -> list[Box]:
         """The stored boxes of a tensor; of a per-rank one those of ``rank``. Raises CkptdError: no such tensor."""

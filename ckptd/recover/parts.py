@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ckptd.core.state_map.box import split
 from ckptd.core.state_map.dtypes import ITEMSIZE
@@ -39,6 +40,6 @@ def parts_of(plan: Plan, asked: Sequence[Want], first: int, usable: int) -> list
             if used + nbytes > usable:
                 parts.append([])
                 used = 0
-            parts[-1].append(Want(want.index, want.key, want.dtype, want.shape, box))
+            parts[-1].append(replace(want, box=box))
             used += nbytes
     return parts

@@ -265,22 +265,29 @@ class Rebuild:
         """Would it do if those could be reached that could not? Another rank may be asking them again by now."""
         if self._stored.away:
             return True
-        durable = await self._stored.boxes(rank)
+        durable = await self._stored_boxes(rank, asked)
         index = await self._threads.run(SourceIndex, self._left(hopeful=True))
         assert self._catalogue is not None, "wants come after the catalogue"
-        args = asked, index, self._host.node, rank, durable, self._catalogue.per_rank
+        args = asked, index, self._host.node, rank, durable.get(rank), self._catalogue.per_rank, durable
         return not (await self._threads.run(plan_recovery, *args)).uncovered
 
     async def _plan(self, rank: int, asked: list[Want]) -> Plan:
         """Memory comes first anyway: storage, which may hang, is only asked when memory lacks something."""
-        plan = await self._threads.run(self._plan_now, rank, asked, None)
+        plan = await self._threads.run(self._plan_now, rank, asked, {})
         if plan.uncovered:
-            durable = await self._stored.boxes(rank)
-            if durable is not None:
+            durable = await self._stored_boxes(rank, asked)
+            if durable:
                 plan = await self._threads.run(self._plan_now, rank, asked, durable)
         return plan
 
-    def _plan_now(self, rank: int, asked: list[Want], durable: BoxIndex | None) -> Plan:
+    async def _stored_boxes(self, rank: int, asked: list[Want]) -> dict[int, BoxIndex]:
+        """By rank: of this one, and of those whose own values are asked for."""
+        assert self._catalogue is not None, "wants come after the catalogue"
+        named = {want.rank for want in asked if want.rank is not None and 0 <= want.rank < self._catalogue.world}
+        found = {who: await self._stored.boxes(who) for who in sorted({rank, *named})}
+        return {who: boxes for who, boxes in found.items() if boxes is not None}
+
+    def _plan_now(self, rank: int, asked: list[Want], durable: dict[int, BoxIndex]) -> Plan:
         without = self._left_out.copies(), self._left_out.parity_sets()
         assert self._catalogue is not None, "wants come after the catalogue"
         keys = {want.key for want in asked}
@@ -289,7 +296,8 @@ class Rebuild:
         if index is None or index[0] != without or not keys <= index[1]:  # the ranks of a node mostly want the same
             keys |= index[1] if index is not None else set()
             index = self._index = without, keys, SourceIndex(self._left(), keys)
-        return plan_recovery(asked, index[2], self._host.node, rank, durable, self._catalogue.per_rank)
+        per_rank = self._catalogue.per_rank
+        return plan_recovery(asked, index[2], self._host.node, rank, durable.get(rank), per_rank, durable)
 
     def _left(self, *, hopeful: bool = False) -> list[Held]:
         """Sources in memory that are not left out; ``hopeful``: nor those that could not be reached."""

@@ -33,7 +33,8 @@ class Wants:
             body = _DECODER.decode(data)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ValueError(f"wants do not parse: {error}") from error
-        rows = tuple([Want(i, row[0], row[1], row[2], Box(row[3], row[4])) for i, row in enumerate(body.tensors)])
+        ranks = body.ranks
+        rows = tuple([Want(i, row[0], row[1], row[2], Box(row[3], row[4]), ranks.get(i)) for i, row in enumerate(body.tensors)])
         for row in rows:
             _check(row)
         return Wants(rows, tuple(body.objects), min(max(body.first, 0), len(rows)))
@@ -48,6 +49,7 @@ class _Body(msgspec.Struct):
     tensors: Annotated[list[tuple[str, str, _Dimensions, _Dimensions, _Dimensions]], Meta(max_length=WANTS_MAX)]
     objects: Annotated[list[str], Meta(max_length=OBJECTS_MAX)]
     first: int = 0
+    ranks: Annotated[dict[int, int], Meta(max_length=WANTS_MAX)] = {}  # of a row: whose value, where it is not the rank's own
 
 
 _DECODER = msgspec.msgpack.Decoder(_Body)

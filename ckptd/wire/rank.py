@@ -65,9 +65,10 @@ class Join:
 
 @dataclass(frozen=True)
 class Wants:
-    """fds: [wants] msgpack {"tensors": [[key, dtype, shape, offsets, sizes], ...], "objects": [name, ...], "first": n}.
-    The slices this rank wants, in the order that LoadPlan refers to. The first n (none without it) come in parts before
-    all others: the rank checks them before it writes any of its tensors."""
+    """fds: [wants] msgpack {"tensors": [[key, dtype, shape, offsets, sizes], ...], "objects": [name, ...], "first": n,
+     "ranks": {row: rank}}. The slices this rank wants, in the order that LoadPlan refers to. The first n (none without it) come in
+    parts before all others: the rank checks them before it writes any of its tensors. ranks: whose value, of what was each rank's
+    own; for rows that want another than this rank's, and only where Opened says "own"."""
 
     round: int
 
@@ -254,7 +255,8 @@ class Retire:
 class Opened:
     """The epoch is open. fds: [catalogue] when snapshot is not None: msgpack
     {"tensors": {key: [dtype, shape, role]}, "objects": {name: "all" | [ranks that have it]}, "per_rank": [...],
-     "aliases": {alias: key}, "world": n}. snapshot None: nothing to restore, Ready follows."""
+     "aliases": {alias: key}, "world": n, "own": {key of a per-rank tensor: "all" | [ranks that have one]}}. snapshot None: nothing
+    to restore, Ready follows."""
 
     epoch: int
     round: int

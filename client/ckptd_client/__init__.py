@@ -5,9 +5,10 @@ from ckptd_client.boxes import Blob, Box
 from ckptd_client.client import Client
 from ckptd_client.handles import Handle
 from ckptd_client.place import followed
-from ckptd_client.rules import copied, numbered, padded, shard
+from ckptd_client.rules import copied, numbered, own, padded, shard
 from ckptd_client.troubles import HealthReport
 
 __all__ = [
-    "Blob", "Box", "CkptdError", "Client", "Handle", "HealthReport", "copied", "followed", "numbered", "padded", "shard",
+    "Blob", "Box", "CkptdError", "Client", "Handle", "HealthReport", "copied", "followed", "numbered", "own", "padded",
+    "shard",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.grouped import grouped
-from ckptd_client import beside, nested, optim, reshaping, resolve, rng, tree, values
+from ckptd_client import beside, nested, optim, pooled, reshaping, resolve, rng, tree, values
 from ckptd_client.accelerator import of_all
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner, State
@@ -156,6 +156,7 @@ class Objects:
     def apply(self, step: int) -> Restored:
         """After the tensors are written."""
         result = Restored()
+        pooled.give(self._wanted.pooled, self._world.rank)
         for behind in self._wanted.padding:
             behind.zero_()
         reshaping.give_back(self._wanted.reshaped)

@@ -14,13 +14,16 @@ from ckptd.core.state_map.catalogue import ALL
 @dataclass(frozen=True)
 class Catalogue:
     """tensors: key -> (dtype, shape, role); objects: name -> the ranks that saved it, None: all; per_rank: "t:key" and "o:name"
-    that differ between ranks."""
+    that differ between ranks; own: key of such a tensor -> the ranks that have one, None: all. odd: such keys of another dtype or
+    shape on some."""
 
     tensors: dict[str, tuple[str, tuple[int, ...], str]]
     objects: dict[str, frozenset[int] | None]
     per_rank: frozenset[str]
     aliases: dict[str, str] = field(default_factory=dict)
     world: int = 1
+    own: dict[str, frozenset[int] | None] = field(default_factory=dict)
+    odd: frozenset[str] = frozenset()
 
     @staticmethod
     def decode(data: bytes, rank: int) -> Catalogue:
@@ -34,10 +37,12 @@ class Catalogue:
             tensors = {key: (dtype, tuple(shape), role) for key, (dtype, shape, role) in rows.items()}
             return Catalogue(
                 tensors,
-                {name: None if ranks == ALL else frozenset(ranks) for name, ranks in body["objects"].items()},
+                _ranks(body["objects"]),
                 frozenset(body["per_rank"]),
                 dict(body["aliases"]),
                 body["world"],
+                _ranks(body.get("own", {})),
+                frozenset(body.get("variants", ())),
             )
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise CkptdError(f"the daemon's catalogue does not parse: {error}") from error
@@ -48,6 +53,12 @@ class Catalogue:
             return key
         other = self.aliases.get(key)
         return other if other in self.tensors else None
+
+    def owners_of(self, key: str) -> list[int]:
+        """Who has saved a value of its own of this tensor; nobody: it is none such, or the daemon is of a release that does not
+        tell."""
+        ranks = self.own.get(key, frozenset())
+        return list(range(self.world)) if ranks is None else sorted(ranks)
 
     def ranks_of(self, name: str) -> list[int]:
         """Who has saved this object."""
@@ -61,3 +72,7 @@ class Catalogue:
 
     def is_per_rank(self, kind: str, name: str) -> bool:
         return f"{kind}:{name}" in self.per_rank
+
+
+def _ranks(of: dict[str, Any]) -> dict[str, frozenset[int] | None]:
+    return {name: None if ranks == ALL else frozenset(ranks) for name, ranks in of.items()}

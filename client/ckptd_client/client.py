@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -17,7 +17,18 @@ from torch.optim import Optimizer
 from ckptd.core.errors import CkptdError
 from ckptd.wire import rank as wire
 from ckptd.wire.names import job_key
-from ckptd_client import accelerator, autostart, fence, graphs, nested, resolve, sockets, versions, watch
+from ckptd_client import (
+    accelerator,
+    autostart,
+    fence,
+    graphs,
+    nested,
+    pooled,
+    resolve,
+    sockets,
+    versions,
+    watch,
+)
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
 from ckptd_client.explicit import Explicit
@@ -27,6 +38,7 @@ from ckptd_client.registering import Registering
 from ckptd_client.registry import Registry
 from ckptd_client.rendezvous import NoDaemon
 from ckptd_client.restore import Outcome, Restore, current_state
+from ckptd_client.rules import Own
 from ckptd_client.session import Session
 from ckptd_client.snapshots import Snapshots
 from ckptd_client.steering import Steering
@@ -148,6 +160,7 @@ class Client(Registering, Explicit):
         only: Sequence[str] | str | None = None,
         strict: bool = True,
         allow_fresh: bool = False,
+        rules: Mapping[str, Own] | None = None,
     ) -> int | None:
         """Load the newest recoverable snapshot (or ``step``) into the registered objects; all ranks call it alike.
 
@@ -155,7 +168,8 @@ class Client(Registering, Explicit):
         "memory" or "durable". only: shell patterns of whole keys to load (``model.*``), each of which must fit one. After
         ``step=`` the job goes on from there: what lies beyond it is not restored any more, and goes with the next retention
         unless kept. strict=False: load what fits; what is left out is in the log and in ``last_restore["notes"]``.
-        allow_fresh=True: None instead of an error when nothing can be reached or recovered. Raises CkptdError on all ranks;
+        allow_fresh=True: None instead of an error when nothing can be reached or recovered. rules: {pattern: own("mean")}, what
+        becomes of values that each rank had for itself where the world has another size now. Raises CkptdError on all ranks;
         nothing is written unless every rank can load, and the error says so when a rank's objects are dirty all the same.
         ``last_restore["mode"]``: "verified", "direct" (the daemon had no room for all bytes at once), "fresh", or "no daemon".
         """
@@ -164,11 +178,11 @@ class Client(Registering, Explicit):
             raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
         self._check_here()
         patterns = [only] if isinstance(only, str) else only
-        return self._restore(step, source, patterns, strict, allow_fresh)
+        return self._restore(step, source, patterns, strict, allow_fresh, pooled.check(rules or {}))
 
     def _restore(
         self, step: int | None, source: str | None, only: Sequence[str] | Callable[[str], bool] | None, strict: bool,
-        allow_fresh: bool,
+        allow_fresh: bool, rules: Mapping[str, Own] = MappingProxyType({}),
     ) -> int | None:  # fmt: skip
         if graphs.captured_s() is not None or accelerator.capturing():
             raise CkptdError("restore() within a graph's capture", hint="restore before it, or after its end")
@@ -191,11 +205,11 @@ class Client(Registering, Explicit):
             self._troubles.pass_on(f"restore() begins anew, whatever memory and storage have of this job: {error.what}", "")
             self.last_restore = {**Outcome(None).told, "mode": "no daemon", "passed_over": [error.what]}
             return None
-        outcome = self._run_restore(Restore(session, self._registry, state, world, only, strict), deadline)
+        outcome = self._run_restore(Restore(session, self._registry, state, world, only, strict, rules), deadline)
         self.last_restore = outcome.told
         self.values = outcome.restored.values
         self._last = self._stale = None
-        self._snapshots.begin_anew(state)
+        self._snapshots.begin_anew(state, outcome.step)
         return outcome.step
 
     def _restore_limit_s(self) -> float:

@@ -13,6 +13,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.grouped import grouped
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.pieces import Loads, Placed
+from ckptd_client import pooled
 from ckptd_client.apply import Objects
 from ckptd_client.load import Memory, copy_pieces, unequal
 from ckptd_client.wants import Wanted
@@ -26,7 +27,7 @@ class Loading:
     everything before the first write was found good."""
 
     def __init__(self, wanted: Wanted, decode: Decode, *, dirty: bool = False) -> None:
-        self._targets, self._decode = wanted.targets, decode
+        self._targets, self._pooled, self._decode = wanted.targets, wanted.pooled, decode
         self._aside = wanted.first
         self._loads = Loads([(target.box, ITEMSIZE[target.dtype]) for target in wanted.targets])
         self._part = 0
@@ -70,6 +71,9 @@ class Loading:
             return
         self._require(self._aside)
         problems = unequal(self._targets)
+        differing = pooled.unequal(self._pooled)
+        if differing:
+            raise CkptdError(grouped(differing), hint=pooled.REMEDY)
         if problems:
             raise CkptdError(grouped(problems), hint=UNTIE)
         self.objects = self._decode(plan, memory)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ckptd.core.errors import CkptdError
 from ckptd_client import naming
 from ckptd_client.entries import Copies, Owner, Placed, check_fits, matches
-from ckptd_client.rules import Axis, laid, rule_of
+from ckptd_client.rules import Axis, Own, laid, rule_of
 from ckptd_client.runs import Run, boxes_of, cut, dim_cuts
 
 
@@ -51,7 +51,7 @@ class Axes:
 def of(key: str, owner: Owner, tensor: Tensor, copies: Copies | None) -> Placed | None:
     """None: no rule fits it. Raises CkptdError naming the key and what does not fit."""
     rule = rule_of(key, owner.rules, matches)
-    if rule is None:
+    if rule is None or isinstance(rule, Own):
         return None
     found = laid(key, rule, tuple(tensor.shape), partial(owner.axes.of, key))
     shared = found.copies * (len(copies.ranks) if copies is not None and not copies.first_only else 1)

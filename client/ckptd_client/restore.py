@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from ckptd_client.garbage import searched_later
 from ckptd_client.load import Memory
 from ckptd_client.loading import Loading
 from ckptd_client.registry import Registry
+from ckptd_client.rules import Own
 from ckptd_client.segments import Segment
 from ckptd_client.session import Session
 from ckptd_client.wants import Wanted, wanted
@@ -68,9 +69,10 @@ class Restore:
         world: World,
         only: Sequence[str] | Callable[[str], bool] | None,
         strict: bool,
+        rules: Mapping[str, Own],
     ) -> None:
         self._session, self._registry, self._state, self._world = session, registry, state, world
-        self._only, self._strict = only, strict
+        self._only, self._strict, self._rules = only, strict, rules
         self._wanted = Wanted()
         self._catalogue: Catalogue | None = None
         self._opened: wire.Opened | None = None
@@ -113,8 +115,10 @@ class Restore:
             for owner in self._registry.of_kind("boxes"):
                 owner.value.offered(self._catalogue)
             only = self._selector()
+            if self._rules:
+                check_fits("rules", list(self._rules), self._known_names(), _fits)
             self._wanted = wanted(
-                self._registry, self._state, self._catalogue, self._world, only, self._strict
+                self._registry, self._state, self._catalogue, self._world, only, self._strict, self._rules
             )
         except CkptdError as error:
             self._refuse(message.round, [str(error)])
@@ -130,14 +134,18 @@ class Restore:
         """Raises CkptdError naming a pattern that fits nothing: what was asked for would not be loaded, and nobody told."""
         if self._only is None or callable(self._only):
             return self._only
+        patterns = list(self._only)
+        check_fits("only", patterns or [""], self._known_names(), _fits)
+        return lambda key: _fits(key, patterns)
+
+    def _known_names(self) -> set[str]:
+        """What is in the snapshot, or registered here."""
         assert self._catalogue is not None, "it has been read"
-        patterns, catalogue = list(self._only), self._catalogue
-        known = {*catalogue.tensors, *catalogue.objects, *catalogue.aliases}
+        known = {*self._catalogue.tensors, *self._catalogue.objects, *self._catalogue.aliases}
         known |= {entry.key for entry in self._state.entries}
         for owner in self._registry.owners.values():
             known.update(resolve.object_names(owner, self._state))
-        check_fits("only", patterns or [""], known, _fits)
-        return lambda key: _fits(key, patterns)
+        return known
 
     def _refuse(self, round_: int, problems: list[str]) -> None:
         told = self._session.troubles.all_of("restore", problems)

@@ -16,6 +16,7 @@ from ckptd.core.errors import CkptdError
 from ckptd_client.runs import Run, joined, within
 
 EVEN = "even"
+HOW = ("mean", "sum", "max", "first", "same")
 Widths = str | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -90,8 +91,13 @@ class Padded:
     size: int
 
 
+@dataclass(frozen=True)
+class Own:
+    how: str
+
+
 Cut = Shard | Copied | Padded
-Rule = Cut | Sequence[Cut]
+Rule = Cut | Sequence[Cut] | Own
 
 
 def shard(
@@ -128,6 +134,15 @@ def padded(dim: int, size: int) -> Padded:
     return Padded(int(dim), int(size))
 
 
+def own(how: str) -> Own:
+    """Each rank's own value (running statistics, counters), which comes back to its rank; into a world of another size as the mean
+    of all (floats, in double precision, in the order of the ranks), their sum (on rank 0, zeros elsewhere), their max, the first
+    rank's, or refused unless it was the same on all."""
+    if how not in HOW:
+        raise ValueError(f"own() takes one of {', '.join(HOW)}, not {how!r}")
+    return Own(how)
+
+
 def numbered(pattern: str, first: int) -> Callable[[str], str]:
     """For key_map=: ``numbered("model.layers.{}", 4)`` calls this stage's layer 0 layer 4, wherever that stands in a key."""
     before, braces, after = pattern.partition("{}")
@@ -157,9 +172,11 @@ class Laid(NamedTuple):
     copies: int
 
 
-def laid(key: str, rule: Rule, local: tuple[int, ...], axes: Axes) -> Laid:
+def laid(key: str, rule: Cut | Sequence[Cut], local: tuple[int, ...], axes: Axes) -> Laid:
     """From what a rank holds, of the shape ``local``, to where it lies. Raises CkptdError naming the key and what does not fit."""
     cuts = list(rule) if isinstance(rule, Iterable) else [rule]
+    if any(isinstance(one, Own) for one in cuts):
+        raise CkptdError("own() is the only rule of a tensor: what is cut or copied is no rank's own", where=key)
     dims: list[list[tuple[Shard, Axis]]] = [[] for _ in local]
     shards = [(one, axes(one.over)) for one in cuts if isinstance(one, Shard)]
     try:

@@ -84,11 +84,13 @@ class Snapshots:
         self._races = Races()
         self._captured: Captured | None = None  # the newest one
         self._taken = 0  # snapshots captured so far
+        self._restored = -1  # the step that training went on from
         self._doubt = False  # the newest void was for writes past the fence: there may be others
         self.progress = Progress(registry, troubles)
 
-    def begin_anew(self, state: State) -> None:
-        """After a restore of ``state``: whatever step comes first may be captured."""
+    def begin_anew(self, state: State, step: int | None) -> None:
+        """After a restore of ``state`` as of ``step``: whatever step comes first may be captured."""
+        self._restored = -1 if step is None else step
         self._registry.began = True
         self.progress.begin_anew()
         self._accumulation.sample(state)
@@ -216,6 +218,9 @@ class Snapshots:
                 "order", f"snapshot({step}) after snapshot({session.called}): steps must grow"
             )
             raise CkptdError(f"step went backwards from {session.called}")
+        if step < self._restored:
+            text = f"snapshot({step}) after restore() of step {self._restored}: the job goes on from step {step} now, and its next"
+            self._troubles.pass_on(f"{text} restore() brings that; count on from what restore() returned", "")
         self._check_progress(step, forced)
         if asks:
             session.wait_back(deadline)

@@ -5,7 +5,7 @@ Every mismatch is collected and named before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -16,13 +16,27 @@ from torch import Tensor
 
 from ckptd.core.protocol.machine.waiting import shown
 from ckptd.core.state_map.box import Box
-from ckptd_client import apart, dtypes, gradients, modules, nested, optim, reshaping, resolve, rng, tree
+from ckptd_client import (
+    apart,
+    dtypes,
+    gradients,
+    modules,
+    nested,
+    optim,
+    pooled,
+    reshaping,
+    resolve,
+    rng,
+    tree,
+)
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.claims import family_of
 from ckptd_client.entries import Entry, Mode, Owner, State
 from ckptd_client.naming import local_of
 from ckptd_client.nested import Holder
+from ckptd_client.pooled import Pooled
 from ckptd_client.registry import FILLED, Registry
+from ckptd_client.rules import Own
 from ckptd_client.slices import Slice, slices_of, whole_of
 from ckptd_client.world import World
 
@@ -33,7 +47,8 @@ OF_MODULES = (modules.EXTRA, modules.SAVED, apart.FORMS)  # last parts of the na
 
 
 class Target(NamedTuple):
-    """A box wanted back, and where it goes. ``check``: it must equal this other tensor (two values for a tied one)."""
+    """A box wanted back, and where it goes. ``check``: it must equal this other tensor (two values for a tied one). ``rank``: whose
+    value it is; None: everybody's, or this rank's own."""
 
     key: str
     dtype: str
@@ -41,6 +56,7 @@ class Target(NamedTuple):
     box: Box
     dest: Tensor
     check: Tensor | None = None
+    rank: int | None = None
 
 
 @dataclass
@@ -73,16 +89,20 @@ class Wanted:
     warnings: list[str] = field(default_factory=list)  # of what was restored, and may not be what the program takes it for
     filled: set[str] = field(default_factory=set)  # names of owners some of whose tensors are wanted
     padding: list[Tensor] = field(default_factory=list)  # behind logical tensors: zero
+    pooled: list[Pooled] = field(default_factory=list)  # each rank's own values, of which one is made
     first: int = 0  # so many targets are no registered tensors: compared with others, or inside of objects
 
     def encode(self) -> bytes:
-        rows = [(key, dtype, shape, *box) for key, dtype, shape, box, _, _ in self.targets]
-        packed: bytes = msgpack.packb({"tensors": rows, "objects": self.objects, "first": self.first})
+        rows = [(key, dtype, shape, *box) for key, dtype, shape, box, *_ in self.targets]
+        ranks = {at: target.rank for at, target in enumerate(self.targets) if target.rank is not None}
+        body = {"tensors": rows, "objects": self.objects, "first": self.first} | ({"ranks": ranks} if ranks else {})
+        packed: bytes = msgpack.packb(body)
         return packed
 
     def order(self) -> None:
         """The targets that are no registered tensors before all others."""
         inside = {id(tensor) for tensor in self.inside.values()}
+        inside.update(id(value) for one in self.pooled for value in one.values)
         aside = [t for t in self.targets if t.check is not None or id(t.dest) in inside]
         if aside:
             self.targets = aside + [t for t in self.targets if t.check is None and id(t.dest) not in inside]
@@ -96,17 +116,20 @@ def wanted(
     world: World,
     only: Callable[[str], bool] | None,
     strict: bool,
+    rules: Mapping[str, Own],
 ) -> Wanted:
-    """``only``: which keys and objects to restore; None: all, and then nothing in the snapshot may be left over."""
-    return _Matcher(registry, state, catalogue, world, only, strict).result
+    """``only``: which keys and objects to restore; None: all, and then nothing in the snapshot may be left over. ``rules``: what
+    becomes of values that each rank had for itself."""
+    return _Matcher(registry, state, catalogue, world, only, strict, rules).result
 
 
 class _Matcher:
     def __init__(
         self, registry: Registry, state: State, catalogue: Catalogue, world: World, only: Callable[[str], bool] | None,
-        strict: bool,
+        strict: bool, rules: Mapping[str, Own],
     ) -> None:  # fmt: skip
         self._registry, self._state, self._catalogue, self._world = registry, state, catalogue, world
+        self._rules = rules
         self._only = only or (lambda key: True)
         self._containers = registry.containers()
         self.result = Wanted(partial=only is not None or not strict, strict=strict)
@@ -200,13 +223,31 @@ class _Matcher:
             self._problem(f"{entry.key}: still on the meta device; materialise it first (to_empty)")
             return False
         if self._other_world("t", source):
-            self._problem(f"{entry.key}: {self._per_rank_text()}")
-            return False
+            return self._pool(entry, source, parts, local)
         self.result.targets += [
             Target(source, dtype, shape, part.box, part.view(local)) for part in parts if 0 not in part.box.sizes
         ]
         if entry.placed is not None:
             self.result.padding += [local.narrow(*where) for where in entry.placed.padding]
+        return True
+
+    def _pool(self, entry: Entry, source: str, parts: Sequence[Slice], local: Tensor) -> bool:
+        """All ranks' own values, of which a rule makes one."""
+        dtype, shape, _ = self._catalogue.tensors[source]
+        rule, whole = pooled.rule_for((entry.key, source), entry.owner, self._rules), Box.whole(shape)
+        if rule is None:
+            self._problem(f"{entry.key}: {self._per_rank_text()}, or say what becomes of them: {pooled.REMEDY}")
+            return False
+        here = len(parts) == 1 and parts[0].box == whole
+        alike = not self._world.of_others(family_of(entry.key))
+        why = pooled.cannot(rule.how, entry.tensor.dtype, self._catalogue, source, here=here, alike=alike)
+        if why:
+            self._problem(f"{entry.key}: {why}")
+            return False
+        owners, like = self._catalogue.owners_of(source), torch.empty(shape, dtype=dtypes.TORCH[dtype], device="cpu")
+        self.result.pooled.append(made := Pooled.of(entry.key, rule.how, owners, like, parts[0].view(local)))
+        for rank, value in zip(owners if whole.volume else (), made.values, strict=False):
+            self.result.targets.append(Target(source, dtype, shape, whole, value, rank=rank))
         return True
 
     def _fits_as_made(self, owner: Owner, source: str, tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ckptd_client import CkptdError, Client, _switches
+from ckptd_client import CkptdError, Client, _switches, own
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -444,21 +444,21 @@ def into_two(way: str, then: str) -> None:
 
 def per_rank_values_need_reshard() -> None:
     rank = dist.get_rank()
-    own, resharded = Own(), Resharded()
-    with connect("per_rank", model=stages(rank), own=own, resharded=resharded) as client:
+    mine, resharded = Own(), Resharded()
+    with connect("per_rank", model=stages(rank), own=mine, resharded=resharded) as client:
         why = refusal(client)
         assert "model.weight: its value was each rank's own" in why, why
         assert "own: its value was each rank's own" in why, why
         assert "resharded:" not in why, why
         assert "model.common" not in why, why
-        client.register(model=stages(rank), exclude="model.weight")
+        client.register(model=(model := stages(rank)), rules={"model.weight": own("mean")})
         del client._registry.owners["own"]
-        assert client.restore(only=["model.common", "resharded", "rng", "$meta"]) == 1
+        assert client.restore(only=["model.*", "resharded", "rng", "$meta"]) == 1 and model.weight.unique().tolist() == [0.5]
         assert any("reseeded" in note for note in client.last_restore["notes"])
         assert resharded.value == 60 + rank + 200
-    mine = torch.rand(1)
+    drawn = torch.rand(1)
     both = [torch.zeros(1), torch.zeros(1)]
-    dist.all_gather(both, mine)
+    dist.all_gather(both, drawn)
     assert not torch.equal(both[0], both[1])
 
 

@@ -1,10 +1,11 @@
 """A rank for tests: trains a small model for real, one command per line on stdin, one answer per line on stdout.
 
-Kinds: plain, ddp, fsdp; other (another shape than plain), double (another dtype), head (one module more), model (no optimizer
-registered); wide (tensors that are copied in the background, small ones are not), wide_fsdp (the same, sharded; 3.2 MB); stages
-(equal names, other values on each rank), shapes (equal names, another shape on each rank); adapters (16 MB of frozen
-parameters and a small trained layer), adapters_fsdp; many (600 small parameters, plain on each rank); zero (an engine of its own
-that hands over boxes, zero.py); explicit (registers nothing: saving() and open()).
+Kinds: plain, ddp, fsdp; statistics (fsdp, and each rank sees data of its own: so are its BatchNorm's statistics); other (another
+shape than plain), double (another dtype), head (one module more), model (no optimizer registered); wide (tensors that are copied
+in the background, small ones are not), wide_fsdp (the same, sharded; 3.2 MB); stages (equal names, other values on each rank),
+shapes (equal names, another shape on each rank); adapters (16 MB of frozen parameters and a small trained layer), adapters_fsdp;
+many (600 small parameters, plain on each rank); zero (an engine of its own that hands over boxes, zero.py); explicit (registers
+nothing: saving() and open()).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ckptd_client import Blob, Box, CkptdError, Client
+from ckptd_client import Blob, Box, CkptdError, Client, own
 from torch import nn
 
 from ckptd.core import failpoint
@@ -104,7 +105,7 @@ class Run:
         self._begin(job, kind)
 
     def _wrap(self, kind: str) -> nn.Module:
-        if self.world == 1 or kind not in ("ddp", "fsdp", "wide_fsdp", "adapters_fsdp"):
+        if self.world == 1 or kind not in ("ddp", "fsdp", "wide_fsdp", "adapters_fsdp", "statistics"):
             return self.bare
         if kind == "ddp":
             return nn.parallel.DistributedDataParallel(self.bare)
@@ -121,7 +122,7 @@ class Run:
     def train(self, steps: int = 1, snapshot: bool = True) -> dict[str, Any]:
         statuses = []
         for _ in range(steps):
-            seed = self.step * 1000 + (self.rank if self.kind == "stages" else 0)
+            seed = self.step * 1000 + (self.rank if self.kind in ("stages", "statistics") else 0)
             generator = torch.Generator().manual_seed(seed)
             loss = self.model(torch.randn(8, WIDTH, generator=generator)).square().mean()
             loss.backward()
@@ -136,7 +137,9 @@ class Run:
     def snapshot(self, **how: Any) -> str:
         return str(self.client.snapshot(how.pop("step", self.step), **how).status)
 
-    def restore(self, **how: Any) -> int | None:
+    def restore(self, rules: dict[str, str] | None = None, **how: Any) -> int | None:
+        if rules is not None:
+            how["rules"] = {pattern: own(what) for pattern, what in rules.items()}
         found = self.client.restore(**how)
         self.step = found or 0
         return found
@@ -253,6 +256,11 @@ class Run:
             found.update(whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         found.update(str(self.loader.at).encode())
         return found.hexdigest()
+
+    def statistics(self) -> Any:
+        """Of the BatchNorm, in full precision."""
+        norm: Any = self.bare[1]
+        return [norm.running_mean.tolist(), norm.running_var.tolist(), int(norm.num_batches_tracked)]
 
     def close(self) -> None:
         self.client.close()

@@ -26,6 +26,9 @@ def test_from_layouts_there_and_back(world: World) -> None:
     }
     assert found.objects == {"rng": tuple(range(world.size)), "scheduler": tuple(range(world.size))}
     assert Catalogue.from_bytes(found.to_bytes()) == found
+    has = {rank: {fragment.key for fragment in layout.fragments} for rank, layout in world.layouts.items()}
+    own = {key: tuple(rank for rank in sorted(has) if key in has[rank]) for key in held if f"t:{key}" in world.per_rank}
+    assert found.own == own
 
 
 def test_the_format_that_ranks_read() -> None:
@@ -39,6 +42,9 @@ def test_the_format_that_ranks_read() -> None:
         "aliases": {"head": "w"},
         "world": 2,
     }
+    of_ranks = Catalogue.from_layouts(layouts, {}, ["t:w"])
+    assert msgpack.unpackb(of_ranks.to_bytes())["own"] == {"w": "all"}
+    assert msgpack.unpackb(Catalogue.from_layouts({1: layouts[1]}, {}, ["t:w"]).to_bytes())["own"] == {"w": [1]}
     assert (found.canonical("head"), found.canonical("w"), found.canonical("x")) == ("w", "w", "x")
     assert found.tensor("head", 1) == TensorEntry("BF16", (4, 2), "param")
     assert found.tensor("x", 0) is None
@@ -87,6 +93,8 @@ GOOD: dict[str, Any] = {"tensors": {}, "objects": {}, "per_rank": [], "aliases":
         {"per_rank": [3]},
         {"aliases": {"a": 1}},
         {"variants": {"w": {"7": ["F32", [1], "param"]}}},
+        {"own": {"w": [2]}},
+        {"own": {"w": 1}},
     ],
 )
 def test_a_malformed_catalogue_is_a_value_error(wrong: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -77,37 +79,59 @@ def read(world: World, plan: Plan, want: Want, rank: int) -> bytes:
     return bytes(out)
 
 
+class Situation(NamedTuple):
+    """``read_of``: whose own values storage gives, besides this rank's; of all the same boxes."""
+
+    world: World
+    held: list[Held]
+    wants: list[Want]
+    rank: int
+    durable: dict[str, list[Box]]
+    read_of: set[int]
+
+    def whose(self, want: Want) -> int:
+        return self.rank if want.rank is None else want.rank
+
+    def stored(self, want: Want) -> set[tuple[int, ...]]:
+        readable = want.rank is None or want.rank in self.read_of
+        return cells(self.durable.get(want.key, [])) & cells([want.box]) if readable else set()
+
+    def plan(self, sources: SourceIndex | list[Held]) -> Plan:
+        stored_of = {rank: BoxIndex.of(self.durable) for rank in self.read_of}
+        return plan_recovery(self.wants, sources, "a", self.rank, BoxIndex.of(self.durable), self.world.per_rank, stored_of)
+
+
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[World, list[Held], list[Want], int, dict[str, list[Box]]]:
+def situations(draw: st.DrawFn) -> Situation:
     world = draw(worlds())
     ranks = st.integers(0, world.size - 1)
     spots = draw(st.lists(st.tuples(st.sampled_from("abc"), ranks, st.integers(0, 2)), max_size=8))
     held = [Held(node, rank, tier, world.layouts[rank]) for node, rank, tier in spots]
     keys = draw(st.lists(st.sampled_from(sorted(world.tensors)), min_size=1, max_size=4))
     wants = wants_of(world, *((key, draw(boxes_in(world.tensors[key][1]))) for key in keys))
+    wants = [replace(want, rank=draw(st.none() | ranks)) for want in wants]
     durable = {
         key: draw(st.lists(boxes_in(world.tensors[key][1]), max_size=2))
         for key in keys
         if draw(st.booleans())
     }
-    return world, held, wants, draw(ranks), durable
+    return Situation(world, held, wants, draw(ranks), durable, draw(st.sets(ranks)))
 
 
 @quick
 @given(situations())
-def test_every_element_once_right_and_from_the_best_place(
-    situation: tuple[World, list[Held], list[Want], int, dict[str, list[Box]]],
-) -> None:
-    world, held, wants, rank, durable = situation
-    plan = plan_recovery(wants, held, "a", rank, BoxIndex.of(durable), world.per_rank)
+def test_every_element_once_right_and_from_the_best_place(situation: Situation) -> None:
+    world, held, wants = situation.world, situation.held, situation.wants
+    plan = situation.plan(held)
     for want in wants:
+        rank = situation.whose(want)
         pieces = [piece for piece in plan.pieces if piece.want == want.index]
         missing = [box for index, box in plan.uncovered if index == want.index]
         parts = [piece.box for piece in pieces] + missing
         assert covers_exactly(want.box, parts)
         own = available(world, held, want, rank, "a")
         memory = available(world, held, want, rank, None)
-        stored = cells(durable.get(want.key, [])) & cells([want.box])
+        stored = situation.stored(want)
         by_source = {
             source: cells([p.box for p in pieces if p.source == source]) for source in (OWN, PEER, DURABLE)
         }
@@ -116,7 +140,7 @@ def test_every_element_once_right_and_from_the_best_place(
         data, expected = read(world, plan, want, rank), wanted_bytes(world, want, rank, missing)
         assert data == expected
     assert [piece.want for piece in plan.pieces] == sorted(piece.want for piece in plan.pieces)
-    again = plan_recovery(wants, SourceIndex(held[::-1]), "a", rank, BoxIndex.of(durable), world.per_rank)
+    again = situation.plan(SourceIndex(held[::-1]))
     assert ([*plan.pieces], plan.uncovered) == ([*again.pieces], again.uncovered)
     assert not plan.mismatched
 
@@ -194,6 +218,20 @@ def test_each_rank_gets_its_own_value_back() -> None:
     assert [p.rank for p in plan_recovery(want, held, "a", 1, None, {"t:bn"}).pieces] == [1]
     assert plan_recovery(want, held[:1], "a", 1, None, {"t:bn"}).uncovered
     assert [p.rank for p in plan_recovery(want, held[:1], "a", 1).pieces] == [0]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_value_of_a_rank_that_is_named(rank: int) -> None:
+    """Rank 2 is of a larger world than the one that saved, and wants what others had: from memory, else from storage."""
+    item = LayoutItem("bn", "F32", (4,), Box((0,), (4,)), "buffer", MAYBE, 1)
+    held = [Held("a", 0, 0, build_layout(0, 2, [item]))]
+    wants = [Want(at, "bn", "F32", (4,), Box((0,), (4,)), whose) for at, whose in enumerate((0, 1))]
+    stored = {1: BoxIndex.of({"bn": [Box((0,), (4,))]})}
+    plan = plan_recovery(wants, held, "a", rank, None, {"t:bn"}, stored)
+    assert [(p.want, p.source, p.rank) for p in plan.pieces] == [(0, OWN, 0), (1, DURABLE, 1)]
+    assert [at for at, _ in plan_recovery(wants, held, "a", rank, None, {"t:bn"}).uncovered] == [1]
+    own = BoxIndex.of({"bn": [Box((0,), (4,))]})  # what this rank can read is nobody else's
+    assert [at for at, _ in plan_recovery(wants, held, "a", rank, own, {"t:bn"}).uncovered] == [1]
 
 
 def test_peers_that_hold_the_same_are_used_evenly() -> None:

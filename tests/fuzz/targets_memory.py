@@ -127,13 +127,14 @@ def _layouts() -> list[bytes]:
 
 def _wants() -> list[bytes]:
     rows = [["w", "F32", [8, 4], [0, 0], [8, 2]], ["s", "I64", [], [], []]]
-    both = {"tensors": rows, "objects": ["rng", "loader"], "first": 1}, {"tensors": [], "objects": []}
-    return [msgpack.packb(wants) for wants in both]
+    some = {"tensors": rows, "objects": ["rng", "loader"], "first": 1}, {"tensors": [], "objects": []}
+    return [msgpack.packb(wants) for wants in (*some, {"tensors": rows, "objects": [], "ranks": {1: 3}})]
 
 
 def _pack_wants(wants: Wants) -> bytes:
     rows = [[t.key, t.dtype, t.shape, t.box.offsets, t.box.sizes] for t in wants.tensors]
-    packed: bytes = msgpack.packb({"tensors": rows, "objects": wants.objects, "first": wants.first})
+    ranks = {t.index: t.rank for t in wants.tensors if t.rank is not None}
+    packed: bytes = msgpack.packb({"tensors": rows, "objects": wants.objects, "first": wants.first, "ranks": ranks})
     return packed
 
 

@@ -236,17 +236,19 @@ class RankDaemonDouble:
         per_rank, _ = self.per_rank(snapshot)
         world = len(self.held[snapshot])
         return {
-            "tensors": tensors,
-            "objects": objects,
+            "tensors": tensors, "objects": objects,
             "per_rank": per_rank,
             "aliases": aliases,
             "world": world,
+            "own": {name[2:]: self._who_has(snapshot, name[2:]) for name in per_rank if name.startswith("t:")},
         }
+
+    def _who_has(self, snapshot: tuple[int, int], key: str) -> list[int]:
+        return [rank for rank, held in self.held[snapshot].items() if any(f.key == key for f in held.layout.fragments)]
 
     def _on_wants(self, peer: Peer, message: wire.Wants, fds: list[int]) -> None:
         peer.wants, peer.loaded = (
-            msgpack.unpackb(read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX)),
-            None,
+            msgpack.unpackb(read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX), strict_map_key=False), None,
         )
         if all(other.wants is not None for other in self._members()):
             for other in self._members():
@@ -280,7 +282,7 @@ class RankDaemonDouble:
         order = sorted(ranks, key=lambda rank: rank != peer.rank)
         pieces: list[Any] = []
         for index, (key, _, _, offsets, sizes) in enumerate(peer.wants["tensors"]):
-            sources = order if key not in per_rank else [peer.rank]
+            sources = order if key not in per_rank else [peer.wants.get("ranks", {}).get(index, peer.rank)]
             pieces += self._pieces(index, key, Box(tuple(offsets), tuple(sizes)), sources, order)
         blobs, objects, everyone = b"", {}, {}
         for name in peer.wants["objects"]:

@@ -188,6 +188,20 @@ def test_a_step_that_goes_backwards_fails_and_says_so(daemon: RankDaemonDouble) 
         assert client.health().ok, "one that counts is behind it: what it says is over"
 
 
+def test_a_step_before_the_restored_one_is_taken_and_told(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
+    """A program that forgot to set its counter. It is captured all the same: unprotected nobody is better off."""
+    with stepped(daemon) as (client, _):
+        assert client.snapshot(5, must=True).wait("sealed", 30) in ("sealed", "durable")
+    for steps, told in (((5, 6), 0), ((1, 2), 1)):
+        caplog.clear()
+        training = Training()
+        with restored(daemon, training) as client:
+            for step in steps:
+                training.step()
+                assert client.snapshot(step, must=True).wait("sealed", 30) in ("sealed", "durable")
+        assert caplog.text.count("count on from what restore() returned") == told
+
+
 def test_wait_captures_the_current_step_if_it_was_skipped(tmp_path: Path) -> None:
     with RankDaemonDouble(tmp_path / "d.sock", granting="asked") as daemon, stepped(daemon) as (client, training):
         assert client.snapshot(9).status == NOT_YET

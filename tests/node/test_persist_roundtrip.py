@@ -60,6 +60,10 @@ def test_any_world_reads_back_in_any_box(world: World, nodes: int, bytes_max: in
         check_all(checkpoint, world, seed)
         catalogue = checkpoint.catalogue()
         assert catalogue.per_rank == world.per_rank
+        own: dict[str, list[int]] = {}
+        for key, rank in world.values:
+            own.setdefault(key, []).extend([rank] if rank is not None else [])
+        assert catalogue.own == {key: tuple(sorted(ranks)) for key, ranks in own.items() if ranks}
         for (key, rank), values in world.values.items():
             entry = catalogue.tensor(key, rank or 0)
             assert entry is not None

@@ -27,7 +27,7 @@ class Catalogue:
     """tensors by canonical key; objects: name -> the ranks that have it, ascending; aliases: alias -> canonical key.
 
     per_rank: "t:key" and "o:name" whose values are each rank's own. variants: for such keys the entry on ranks where dtype
-    or shape differ from the one in ``tensors`` (equal names on pipeline stages).
+    or shape differ from the one in ``tensors`` (equal names on pipeline stages). own: the ranks that have such a tensor, ascending.
     """
 
     world: int
@@ -36,6 +36,7 @@ class Catalogue:
     aliases: dict[str, str] = field(default_factory=dict)
     per_rank: frozenset[str] = frozenset()
     variants: dict[str, dict[int, TensorEntry]] = field(default_factory=dict)
+    own: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
     def from_layouts(
@@ -47,6 +48,8 @@ class Catalogue:
         aliases: dict[str, str] = {}
         variants: dict[str, dict[int, TensorEntry]] = {}
         others: dict[Table, dict[str, TensorEntry]] = {}  # what ranks of one shape have that is not as on the ranks before
+        own_of: dict[Table, list[str]] = {}  # what of theirs is each rank's own
+        own: dict[str, list[int]] = {}
         for rank, layout in sorted(layouts.items()):
             aliases.update(layout.aliases)
             table = layout.fragments.table
@@ -57,14 +60,18 @@ class Catalogue:
                 entries = dict(zip(keys, map(entry_of.__getitem__, rows), strict=True))
                 tensors |= {key: entry for key, entry in entries.items() if key not in tensors}
                 others[table] = {key: entry for key, entry in entries.items() if tensors[key] != entry}
+                own_of[table] = [key for key in entries if f"t:{key}" in per_rank] if per_rank else []
             for key, entry in others[table].items():
                 variants.setdefault(key, {})[rank] = entry
+            for key in own_of[table]:
+                own.setdefault(key, []).append(rank)
         ranks: dict[str, list[int]] = {}
         for rank, names in sorted(objects.items()):
             for name in sorted(set(names)):
                 ranks.setdefault(name, []).append(rank)
         held = {name: tuple(found) for name, found in sorted(ranks.items())}
-        return Catalogue(world, tensors, held, aliases, frozenset(per_rank), variants)
+        owners = {key: tuple(found) for key, found in own.items()}
+        return Catalogue(world, tensors, held, aliases, frozenset(per_rank), variants, owners)
 
     def canonical(self, key: str) -> str:
         """The key under which an alias is stored; the key itself otherwise."""
@@ -84,7 +91,7 @@ class Catalogue:
         return tuple(sorted(name for name, ranks in self.objects.items() if rank in ranks))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain msgpack types, the format of wire.rank.Opened. "variants" is there only when there are any."""
+        """Plain msgpack types, the format of wire.rank.Opened. "variants" and "own" are there only when there are any."""
         everyone = tuple(range(self.world))
         row_of = {entry: _row(entry) for entry in set(self.tensors.values())}
         body: dict[str, Any] = {
@@ -99,6 +106,8 @@ class Catalogue:
                 key: {str(rank): _row(entry) for rank, entry in found.items()}
                 for key, found in self.variants.items()
             }
+        if self.own:
+            body["own"] = {key: ALL if ranks == everyone else list(ranks) for key, ranks in self.own.items()}
         return body
 
     @staticmethod
@@ -158,11 +167,13 @@ def _read(body: Any) -> Catalogue:
     world = body["world"]
     if type(world) is not int or not 0 <= world <= WORLD_MAX:
         raise ValueError("a world that is no number within bounds")
-    everyone = tuple(range(world)) if ALL in body["objects"].values() else ()
-    objects = {
-        _text(name): everyone if ranks == ALL else tuple(sorted(_rank(rank, world) for rank in ranks))
-        for name, ranks in body["objects"].items()
-    }
+    own = body.get("own", {})
+    everyone = tuple(range(world)) if ALL in (*body["objects"].values(), *own.values()) else ()
+
+    def ranks_of(ranks: Any) -> tuple[int, ...]:
+        return everyone if ranks == ALL else tuple(sorted(_rank(rank, world) for rank in ranks))
+
+    objects, owners = ({_text(name): ranks_of(ranks) for name, ranks in of.items()} for of in (body["objects"], own))
     variants = {
         _text(key): {_rank(int(rank), world): _entry(row) for rank, row in found.items()}
         for key, found in body.get("variants", {}).items()
@@ -174,4 +185,5 @@ def _read(body: Any) -> Catalogue:
         {_text(alias): _text(key) for alias, key in body["aliases"].items()},
         frozenset(map(_text, body["per_rank"])),
         variants,
+        owners,
     )

@@ -37,7 +37,7 @@ class Origin(NamedTuple):
 class Piece(NamedTuple):
     """Fill ``box`` of the want from this copy. It lies inside ``stored``, the box that is contiguous at the source.
 
-    durable: node is "", rank is the wanting one and fragment -1; the reader takes (key, box).
+    durable: node is "", rank is the wanting one or the one that the want names, and fragment -1; the reader takes (key, box, rank).
     """
 
     want: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,13 +22,15 @@ BY_PARITY = "*parity"  # in place of a node: the rank's slot can be had from par
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A slice a rank needs; ``index`` is the caller's own number for it."""
+    """A slice a rank needs; ``index`` is the caller's own number for it. ``rank``: whose value, of what was each rank's own; None:
+    that of the rank that wants it."""
 
     index: int
     key: str
     dtype: str
     shape: tuple[int, ...]
     box: Box
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,16 @@ def plan_recovery(
     rank: int,
     durable: BoxIndex | None = None,
     per_rank: Collection[str] = (),
+    stored_of: Mapping[int, BoxIndex] | None = None,
 ) -> Plan:
     """The plan of one rank, whose daemon is ``own_node``.
 
     durable: what can be read from the committed checkpoint, by key as wanted or canonical; of a per-rank key what is of this rank.
-    None: no durable source. per_rank: "t:key" names; such a key comes only from fragments of ``rank`` itself. Copies of the same
-    slice are used evenly, by each rank in another order.
+    None: no durable source. per_rank: "t:key" names; such a key comes only from fragments of ``rank`` itself, or of the one that a
+    want names. stored_of: what can be read of these. Copies of the same slice are used evenly, by each rank in another order.
     """
     index = sources if isinstance(sources, SourceIndex) else SourceIndex(sources)
-    return _Planner(index, wants, durable, own_node, rank, frozenset(per_rank)).plan()
+    return _Planner(index, wants, durable, own_node, rank, frozenset(per_rank), stored_of or {}).plan()
 
 
 _Row = tuple[int, tuple[int, ...], int, int, int]  # of a piece: which of the wants, where in it, form, origin, fragment
@@ -72,6 +75,7 @@ class _Planner:
     own_node: str
     rank: int
     per_rank: frozenset[str]
+    stored_of: Mapping[int, BoxIndex]
     mismatched: list[str] = field(default_factory=list)
     _rows: list[_Row] = field(default_factory=list)
     _runs: list[Ints] = field(default_factory=list)  # the same in columns, but where, of wants that are cut alike
@@ -224,43 +228,36 @@ class _Planner:
         return found
 
     def _is_stored(self, keys: Sequence[str], offsets: Ints, sizes: Ints, volumes: Ints) -> Flags:
-        """Of which wants storage has every element."""
-        if self.durable is None:
+        """Of which wants storage has every element. Those that name a rank are few, and looked at one by one."""
+        durable = self.durable
+        if durable is None:
             return np.zeros(len(keys), bool)
-        numbers = np.array([*map(self._number, self.wants, keys)], np.int64)
+        pairs = zip(self.wants, keys, strict=True)
+        numbers = np.array([-1 if want.rank is not None else _number(durable, want, key) for want, key in pairs], np.int64)
         found = np.zeros(len(keys), np.int64)
-        for meetings in self.durable.meetings(numbers, offsets, sizes):
+        for meetings in durable.meetings(numbers, offsets, sizes):
             np.add.at(found, meetings.want, meetings.sizes.prod(1))
-        stored: Flags = (found == volumes) & _apart(self.durable, numbers)
+        stored: Flags = (found == volumes) & _apart(durable, numbers)
         return stored
-
-    def _number(self, want: Want, key: str) -> int:
-        """Among what is stored."""
-        assert self.durable is not None
-        for name in (key, want.key):
-            found = self.durable.number(name, len(want.box.sizes))
-            if found is not None:
-                return found
-        return -1
 
     def _cover(self, at: int, key: str, found: list[tuple[Box, list[Copy]]]) -> None:
         """Box by box, those first that fill the want alone, then from the largest to the smallest."""
         want = self.wants[at]
         dims, left = len(want.box.sizes), [want.box]
+        whose, durable = (self.rank, self.durable) if want.rank is None else (want.rank, self.stored_of.get(want.rank))
         if f"t:{key}" in self.per_rank:
-            found = [(box, [copy for copy in copies if copy.rank == self.rank]) for box, copies in found]
+            found = [(box, [copy for copy in copies if copy.rank == whose]) for box, copies in found]
         found.sort(key=lambda entry: (not contains(entry[0], want.box), -entry[0].volume, entry[0].offsets))
         for source in (OWN, PEER, PARITY):
             for box, copies in found:
                 usable = [copy for copy in copies if self._source(copy) == source]
                 if usable and left:
                     left = self._take(at, key, left, box, source, usable)
-        if left and self.durable is not None:
-            number = np.array([self._number(want, key)])
-            for meetings in self.durable.meetings(number, *columns_of([want.box])):
+        if left and durable is not None:
+            number = np.array([_number(durable, want, key)])
+            for meetings in durable.meetings(number, *columns_of([want.box])):
                 for row in meetings.row.tolist():
-                    box = self.durable.box(row, dims)
-                    left = self._take(at, key, left, box, DURABLE, [Copy("", self.rank, -1)])
+                    left = self._take(at, key, left, durable.box(row, dims), DURABLE, [Copy("", whose, -1)])
         self._gaps[at] = merge(left)
 
     def _nearest_of_row(self, row: int) -> tuple[str, Sequence[Copy]]:
@@ -313,6 +310,15 @@ class _Planner:
         nbytes = box.volume * ITEMSIZE[self.wants[at].dtype]
         (copy, _), = self._shares(key, source, copies, nbytes, 1)
         self._rows.append((at, box.offsets, self._form(box, stored), self._origin(source, copy), copy.fragment))
+
+
+def _number(stored: BoxIndex, want: Want, key: str) -> int:
+    """Among what is stored; -1: it is not."""
+    for name in (key, want.key):
+        found = stored.number(name, len(want.box.sizes))
+        if found is not None:
+            return found
+    return -1
 
 
 def _apart(boxes: BoxIndex, numbers: Ints) -> Flags:
