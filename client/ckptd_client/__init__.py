@@ -7,8 +7,9 @@ from ckptd_client.handles import Handle
 from ckptd_client.place import followed
 from ckptd_client.rules import copied, numbered, own, padded, shard
 from ckptd_client.troubles import HealthReport
+from ckptd_client.ucp import ucp_rules
 
 __all__ = [
     "Blob", "Box", "CkptdError", "Client", "Handle", "HealthReport", "copied", "followed", "numbered", "own", "padded",
-    "shard",
+    "shard", "ucp_rules",
 ]  # fmt: skip
