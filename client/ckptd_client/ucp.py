@@ -1,5 +1,5 @@
-"""DeepSpeed's words for what parallel layers did to their parameters, as rules: ``universal_checkpoint_info``, as AutoTP and
-Megatron-DeepSpeed fill it (its meaning: ``merge_tp_slices`` in DeepSpeed 0.19's checkpoint/ds_to_universal.py; Lian et al. 2024)."""
+"""DeepSpeed's words for what parallel layers did to their parameters, as rules: ``universal_checkpoint_info``, which AutoTP and
+Megatron-DeepSpeed fill (its meaning: ``merge_tp_slices`` in DeepSpeed 0.19's checkpoint/ds_to_universal.py; Lian et al., 2024)."""
 
 from __future__ import annotations
 
