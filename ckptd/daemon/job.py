@@ -31,6 +31,7 @@ from ckptd.daemon.losses import Losses
 from ckptd.daemon.meter import Meter
 from ckptd.daemon.parity_shards import ParityShards
 from ckptd.daemon.ranks import Ranks
+from ckptd.daemon.reads import Reads
 from ckptd.daemon.restore import Restore
 from ckptd.daemon.services import Services, log
 from ckptd.daemon.state import Kept
@@ -68,7 +69,7 @@ class JobShell:
         self.frozen = Frozen(services, job)
         self.local_slots = LocalSlots(services, job, self.uid, self.frozen, self.feed)
         self.ranks = Ranks(services, self)
-        self.restore = Restore(services, self)
+        self.restore, self.reads = Restore(services, self), Reads(services, self)
         self.durable = Durable(services, self)
         self.parity = ParityShards(services, self)
         self.inbound = InboundQueue(services, job, self.feed)
@@ -273,6 +274,7 @@ class JobShell:
         """The job is over: all its memory goes."""
         self.dropped = True
         self.losses.close()
+        self.reads.drop()
         self._queue.clear()
         self.durable.cancel_all()
         self.local_slots.drop_all()

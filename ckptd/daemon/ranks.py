@@ -74,7 +74,9 @@ class Ranks:
             self._join(session, message, fds)
             return
         own = self._job.local_slots.of_session(session)
-        if isinstance(message, wire.ListSteps):
+        if isinstance(message, wire.Look) or self._job.reads.knows(session):
+            self._job.reads.on_message(session, message, fds)
+        elif isinstance(message, wire.ListSteps):
             self._services.spawn(self._list_steps(session, message.request), f"steps {self._job.job}")
         elif isinstance(message, wire.AskHealth):
             self._tell_health(session, message.request)
@@ -236,6 +238,7 @@ class Ranks:
 
     def on_close(self, session: RankSession, reason: str) -> None:
         """``dead``: the process is gone (pidfd). Anything else may come back, its memory stays as it is."""
+        self._job.reads.gone(session)
         own = self._job.local_slots.detach(session)
         if own is None:
             return

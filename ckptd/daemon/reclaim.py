@@ -61,13 +61,21 @@ class Reclaim:
 
     async def _free(self, uid: int, nbytes: int) -> int:
         """Bytes that came free, for this user, until there are enough."""
-        freed = 0
+        freed = self._spared(uid)
         for order in Order:
             for shell in self._longest_over(order):
                 if freed >= nbytes:
                     return freed
                 freed += await self._take(shell, order, uid)
         return freed
+
+    def _spared(self, uid: int) -> int:
+        """What was kept for who only reads goes before anything that a restore may want: this user's alone."""
+        mine = [shell for shell in self._jobs.values() if shell.uid == uid]
+        before = sum(shell.memory_bytes() for shell in mine)
+        for shell in mine:
+            shell.reads.spare()
+        return before - sum(shell.memory_bytes() for shell in mine)
 
     def _longest_over(self, order: Order) -> list[JobShell]:
         found = [shell for shell in self._jobs.values() if order in shell.machine.lifetime.orders()]

@@ -41,6 +41,7 @@ from ckptd.protect import erasure
 from ckptd.protect.cards import Cards
 from ckptd.protect.fetch import Fetcher
 from ckptd.protect.frozen import FrozenParts
+from ckptd.protect.holdings import Holdings
 from ckptd.protect.map_parts import MapParts
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.parity import ParityMaker
@@ -148,7 +149,7 @@ class Daemon:
             ),
             fetcher=fetcher,
             pacer=pacer,
-            cards=cards, map_parts=map_parts,
+            cards=cards, map_parts=map_parts, holdings=Holdings(self._send),
             parity=ParityMaker(config.node_id, self.arena, fetcher, cards, work),
             storage=storage,
             health=self.health,
@@ -206,6 +207,8 @@ class Daemon:
         self.services.replicator.on_refused = self.services.fetcher.on_refused = self._refused_bytes
         cards.held = self.services.fetcher.held = lambda job, snapshot, rank: self.job(job).held(snapshot, rank)
         self.services.map_parts.held = lambda job: self.job(job).machine.slots.layouts()
+        self.services.holdings.here = lambda job, ask: self.job(job).reads.told(ask)
+        self.services.holdings.read = lambda job, reader, snapshots: self.job(job).reads.read(reader, snapshots)
         self.services.parity.find_frozen = frozen.find
         self.services.parity.add_frozen = frozen.on_arrived
         self.services.fetcher.on_damage = lambda job, slot, reason: self.job(job).damaged(
@@ -361,6 +364,7 @@ class Daemon:
             or services.fetcher.on_message(node, job, message)
             or services.cards.on_message(node, job, message)
             or services.map_parts.on_message(node, job, message)
+            or services.holdings.on_message(node, job, message)
             or self.forget.on_message(node, job, message)
         ):
             self.status.on_message(node, job, message)

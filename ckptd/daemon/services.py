@@ -24,6 +24,7 @@ from ckptd.observe.metrics import Metrics
 from ckptd.persist.storage.base import Storage
 from ckptd.protect.cards import Cards
 from ckptd.protect.fetch import Fetcher
+from ckptd.protect.holdings import Holdings
 from ckptd.protect.map_parts import MapParts
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.parity import ParityMaker
@@ -52,6 +53,7 @@ class Services:
     pacer: Pacer
     cards: Cards
     map_parts: MapParts
+    holdings: Holdings
     parity: ParityMaker
     storage: Storage | None
     health: Health

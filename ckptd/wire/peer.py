@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptd.core.ids import SnapshotId
+from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.protocol.messages import HoldingFact
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,33 @@ class MapPart:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldingsAsk:
+    """What do you hold of this job, and what were you told of it? ``reader``, who is no rank, wants it: keep the newest that
+    you were told to be complete, until you hear what he has chosen."""
+
+    transfer: str
+    reader: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingsTold:
+    """certified: (snapshot, level, durable). record: of the newest epoch that the holder knows."""
+
+    transfer: str
+    holdings: tuple[HoldingFact, ...] = ()
+    certified: tuple[tuple[SnapshotId, int, bool], ...] = ()
+    record: EpochRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBy:
+    """This reader reads these snapshots of the job, for a while; said again as long as he does, and none when he has ended."""
+
+    reader: str
+    snapshots: tuple[SnapshotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StatusAsk:
     request: str
 
@@ -165,6 +193,6 @@ class StorageToken:
 
 
 PEER_MESSAGES = (
-    ReplicaOffer, ReplicaTicket, ReplicaDone, FetchAsk, FetchDone, FetchBad, CardAsk, Card, MapAsk, MapPart, StatusAsk, StatusReply,
-    DrainOrder, DrainReply, ForgetOrder, ForgetReply, StorageToken,
+    ReplicaOffer, ReplicaTicket, ReplicaDone, FetchAsk, FetchDone, FetchBad, CardAsk, Card, MapAsk, MapPart, HoldingsAsk,
+    HoldingsTold, ReadBy, StatusAsk, StatusReply, DrainOrder, DrainReply, ForgetOrder, ForgetReply, StorageToken,
 )  # fmt: skip

@@ -64,6 +64,17 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Of a process that is no rank: the newest step that can be had, or this one; the job hears nothing of it. Answered by Opened,
+    or Failed; then Wants, LoadPlan and Loaded under the same number bring parts of it, as often as is liked, without votes: each
+    Wants comes behind the Loaded of the one before, and the last LoadPlan of each is answered so."""
+
+    round: int
+    step: int | None = None
+    source: str | None = None  # "memory" | "durable"
+
+
+@dataclass(frozen=True)
 class Wants:
     """fds: [wants] msgpack {"tensors": [[key, dtype, shape, offsets, sizes], ...], "objects": [name, ...], "first": n,
      "ranks": {row: rank}}. The slices this rank wants, in the order that LoadPlan refers to. The first n (none without it) come in
@@ -377,8 +388,8 @@ class Health:
 
 
 TO_DAEMON = (
-    Hello, Offer, Join, Wants, WantsRefused, LoadedPart, Loaded, Called, SealedSlot, GaveUp, Resize, Skipped, WaitFor, ListSteps,
-    AskHealth, DrainAsk, ForgetAsk, Goodbye,
+    Hello, Offer, Join, Look, Wants, WantsRefused, LoadedPart, Loaded, Called, SealedSlot, GaveUp, Resize, Skipped, WaitFor,
+    ListSteps, AskHealth, DrainAsk, ForgetAsk, Goodbye,
 )  # fmt: skip
 TO_RANK = (
     Welcome, Refused, Mapped, Retire, Opened, LoadPlan, Failed, Ready, GrantSlot, TakeBack, WrittenThere, Level, Superseded, Steps,

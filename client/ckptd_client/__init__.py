@@ -5,11 +5,12 @@ from ckptd_client.boxes import Blob, Box
 from ckptd_client.client import Client
 from ckptd_client.handles import Handle
 from ckptd_client.place import followed
+from ckptd_client.reader import open_job as open
 from ckptd_client.rules import copied, numbered, own, padded, shard
 from ckptd_client.troubles import HealthReport
 from ckptd_client.ucp import ucp_rules
 
 __all__ = [
-    "Blob", "Box", "CkptdError", "Client", "Handle", "HealthReport", "copied", "followed", "numbered", "own", "padded",
-    "shard", "ucp_rules",
+    "Blob", "Box", "CkptdError", "Client", "Handle", "HealthReport", "copied", "followed", "numbered", "open", "own",
+    "padded", "shard", "ucp_rules",
 ]  # fmt: skip

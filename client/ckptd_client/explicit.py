@@ -71,10 +71,7 @@ class Opened:
     def __init__(self, job: _Job, step: int, opening: _Opening, blobs: dict[str, Any]) -> None:
         assert opening.catalogue is not None, "something was offered"
         self._job, self.step, self._catalogue = job, step, opening.catalogue
-        found = self._catalogue.tensors.items()
-        self.tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            key: (dtypes.TORCH[dtype], shape) for key, (dtype, shape, _) in found
-        }
+        self.tensors = tensors_of(self._catalogue)
         self.blobs: Mapping[str, Any] = blobs
 
     def __enter__(self) -> Opened:
@@ -88,7 +85,7 @@ class Opened:
         dtype is converted. Raises CkptdError on all ranks when the step is not to be had any more; for rows that do not fit
         on the rank that asked for them, while the others read."""
         try:
-            boxes, converted = self._boxes(rows)
+            boxes, converted = boxes_of(rows, self._catalogue, self.step)
         except Exception:
             self._fill([])  # the other ranks are not left alone: they read, and this one raises
             raise
@@ -101,21 +98,29 @@ class Opened:
         keys = {box.key for box in boxes}
         self._job.fill(Boxes(OWNER, lambda loading: boxes), self.step, None, keys.__contains__)
 
-    def _boxes(self, rows: Iterable[Row]) -> tuple[list[Box], list[tuple[Tensor, Tensor]]]:
-        boxes: list[Box] = []
-        converted: list[tuple[Tensor, Tensor]] = []
-        for key, offsets, sizes, out in rows:
-            source = self._catalogue.source_of(key)
-            if source is None:
-                raise CkptdError(f"not in step {self.step}", where=key)
-            dtype, shape = self.tensors[source]
-            target = out.detach()
-            if target.dtype != dtype:
-                target = torch.empty(tuple(sizes), dtype=dtype, device=out.device)
-                converted.append((out.detach(), target))
-            boxes.append(Box(source, target, shape, offsets, sizes))
-            boxes[-1].placed()
-        return boxes, converted
+
+
+def tensors_of(catalogue: Catalogue) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {key: (dtypes.TORCH[dtype], shape) for key, (dtype, shape, _) in catalogue.tensors.items()}
+
+
+def boxes_of(rows: Iterable[Row], catalogue: Catalogue, step: int) -> tuple[list[Box], list[tuple[Tensor, Tensor]]]:
+    """What is to be filled; and, where rows want another dtype, what they want it in and what is filled for it. Raises CkptdError
+    for rows that do not fit."""
+    boxes: list[Box] = []
+    converted: list[tuple[Tensor, Tensor]] = []
+    for key, offsets, sizes, out in rows:
+        source = catalogue.source_of(key)
+        if source is None:
+            raise CkptdError(f"not in step {step}", where=key)
+        name, shape, _ = catalogue.tensors[source]
+        target = out.detach()
+        if target.dtype != dtypes.TORCH[name]:
+            target = torch.empty(tuple(sizes), dtype=dtypes.TORCH[name], device=out.device)
+            converted.append((out.detach(), target))
+        boxes.append(Box(source, target, shape, offsets, sizes))
+        boxes[-1].placed()
+    return boxes, converted
 
 
 class _Job:

@@ -29,6 +29,16 @@ def test_a_newer_one_waits_until_an_older_one_is_released() -> None:
     assert holding(3).admits_replica(SnapshotId(1, 5), 0) == ""
 
 
+def test_what_stays_for_readers_takes_nobodys_place() -> None:
+    """A reader of one step kept all later ones from being protected, until he ended (a test from outside)."""
+    machine = holding(3, 4)
+    machine.handle(ev.Reading("reader", (SnapshotId(1, 3), SnapshotId(1, 4))), 0.0)
+    assert machine.admits_replica(SnapshotId(1, 5), 0) == "full", "they are needed as before"
+    for step in (3, 4):
+        machine.slots.release(SnapshotId(1, step))
+    assert machine.admits_replica(SnapshotId(1, 5), 0) == "" and len(list(machine.slots.holdings())) == 2
+
+
 def test_an_older_one_is_taken_in_beside_newer_ones() -> None:
     """Three snapshots in a staircase of levels held each other's places for ever: the copy of the middle one had been lost, and
     the newest had taken its place (simulator, seeds 4542 and 5842)."""

@@ -223,3 +223,57 @@ def test_an_epoch_is_written_down_as_sealed_when_each_rank_here_has_sealed_somet
     assert sealed(6, 2, EPOCH) == sealed(7, 1, EPOCH + 1) == [], "said once"
     ctx.record = record_of("abb", number=EPOCH + 3)
     assert sealed(8, 1, EPOCH + 2) == [EPOCH + 2], "whose ranks lived here then, nobody knows any more"
+
+
+# --- readers who are no ranks -------------------------------------------------------------------------------------
+def test_a_copy_stays_for_who_reads_it_until_he_has_ended_or_reads_another_one(slots: Slots, ctx: Context) -> None:
+    for slot_id, step in ((1, 7), (2, 8)):
+        hold(slots, slot_id, step)
+    slots.read("first", (at(7), at(8)))
+    slots.read("second", (at(7),))
+    for step in (7, 8):
+        slots.release(at(step))
+    assert freed(ctx) == [] and slots.facts() == (), "whoever decides does not count it any more"
+    slots.read("first", (at(7),))
+    assert freed(ctx) == [2]
+    slots.read("first", ())
+    assert freed(ctx) == []
+    slots.read("second", ())
+    slots.read("second", ())
+    assert freed(ctx) == [1]
+
+
+def test_of_own_slots_two_are_left_to_go_on_with(slots: Slots, ctx: Context) -> None:
+    """Those of the rank, whatever other ranks have; of four two may stay for readers."""
+    slots.add(1, (9, 10, 11, 12))
+    for slots_of_rank, stay in ((2, []), (3, [1]), (4, [1, 2])):
+        slots.by_id = {slot_id: slot for slot_id, slot in slots.by_id.items() if slot.rank}
+        slots.add(0, range(1, slots_of_rank + 1))
+        for slot_id, step in ((1, 7), (2, 8)):
+            hold(slots, slot_id, step, own=True)
+        slots.read("reader", (at(7), at(8)))
+        for step in (7, 8):
+            slots.release(at(step))
+        assert freed(ctx) == [slot_id for slot_id in (1, 2) if slot_id not in stay]
+        slots.read("reader", ())
+        assert freed(ctx) == stay
+
+
+def test_what_is_void_or_damaged_stays_for_no_reader(slots: Slots, ctx: Context) -> None:
+    damaged, _ = hold(slots, 1, 7), hold(slots, 2, 8)
+    slots.read("reader", (at(7), at(8)))
+    slots.quarantine(damaged)
+    slots.mark_void(at(8), "torn")
+    slots.release(at(8))
+    assert freed(ctx) == [1, 2]
+
+
+def test_what_is_pinned_by_others_is_not_there_for_readers_alone(slots: Slots, ctx: Context) -> None:
+    slot = hold(slots, 1, 7)
+    slots.read("reader", (at(7),))
+    assert not slots.for_readers(slot), "it is needed"
+    slots.pin("write", at(7))
+    slots.release(at(7))
+    assert not slots.for_readers(slot)
+    slots.unpin("write")
+    assert slots.for_readers(slot) and freed(ctx) == []

@@ -210,7 +210,7 @@ EDITS = (
     Edit(
         "another rank's own values are restored",
         "core/state_map/recovery.py",
-        "for copy in copies if copy.rank == self.rank]",
+        "for copy in copies if copy.rank == whose]",
         "for copy in copies]",
     ),
     Edit(

@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from ckptd.core.protocol import instructions as ins
-from ckptd.core.protocol.events import OTHER_MAPPER, STILL_READ, DrainAsked, FlushAsked
+from ckptd.core.protocol.events import OTHER_MAPPER, STILL_READ, DrainAsked, FlushAsked, Reading
 from tests.sim import forgetting
 from tests.sim.breaks import break_down
 from tests.sim.disk import Written
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 STOP_S = (0.2, 6.0)
+READS_S = (0.1, 12.0)
 STILL_S = (0.2, 3.0)  # unseen: up to one and a half steward_timeout_s, as links may have it
 STATE_S = (2.0, 12.0)
 ORDER_S = (0.2, 3.0)  # after the end of a job's ranks
@@ -69,6 +70,7 @@ class Faults:
         self._plan_stills()
         self._plan_hang_ups()
         self._plan_breaks()
+        self._plan_readers()
 
     def _plan_drains(self) -> None:
         """In every second world nodes are asked to go; some go, some stay after all, some are asked until the end. Drawn
@@ -99,6 +101,21 @@ class Faults:
         rng = Random(f"breaks {self.world.seed}")
         for _ in range(rng.choice([0, 0, 0, rng.randint(1, 4)])):
             self.world.clock.after(rng.uniform(4.0, 29.0), self._break, rng)
+
+    def _plan_readers(self) -> None:
+        """In every third world the job is read by who is no rank, now and then by several at once. Drawn apart, too."""
+        rng = Random(f"readers {self.world.seed}")
+        for number in range(rng.choice([0, 0, rng.randint(1, 6)])):
+            self.world.clock.after(rng.uniform(4.0, 29.0), self._read, rng, f"reader {number}")
+
+    def _read(self, rng: Random, reader: str) -> None:
+        """All nodes keep what is newest there, for a while; some forget it sooner, as their daemons begin anew."""
+        seconds = rng.uniform(*READS_S)
+        for host in rng.choice(self.world.everyone).hosts.values():
+            if self.active and host.alive and not host.paused:
+                self.count("a job that is read")
+                host.feed(Reading(reader, tuple(sorted(host.machine.slots.sealed)[-rng.randint(1, 3) :])))
+                self.world.clock.after(seconds, host.feed, Reading(reader, ()))
 
     def _break(self, rng: Random) -> None:
         there = [host for host in rng.choice(self.world.everyone).hosts.values() if host.alive and not host.paused]

@@ -44,7 +44,7 @@ RARER_SITUATIONS = (
 )
 FAULTS = (
     "a node does not hear of the new epoch", "a rank comes again as one of another world",
-    "bit flip", "clog", "daemon and keeper lost", "daemon dies between two instructions",
+    "a job that is read", "bit flip", "clog", "daemon and keeper lost", "daemon dies between two instructions",
     "daemon dies while an epoch is written down", "daemon lost", "daemon stopped", "daemon stopped between two instructions",
     "daemon stopped with an old time", "memory short", "node lost", "node rebooted", "one way lost", "partition", "rank lost",
     "slow link", "state directory EIO", "state directory ENOSPC", "state directory fsync", "storage away", "storage failing",

@@ -320,6 +320,15 @@ class ForgetOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """One that is no rank reads these snapshots; none: he has ended. What this node has of them stays for him, as far as nobody who
+    trains lacks it."""
+
+    reader: str
+    snapshots: tuple[SnapshotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; the shell sends one about every 100 ms."""
 
@@ -330,5 +339,5 @@ Event = (
     | ReplicaArrived | ReplicaSent | ParityMade | ParityFailed | NodeUp | NodeDown | Received | Computed | EpochClaimed
     | DurableRead
     | FilesWritten | CommitDone | RankFetched | RankLoaded | FlushAsked | LevelAsked | DrainAsked | SpareAsked | ForgetOrdered
-    | Restarted | Tick
+    | Restarted | Reading | Tick
 )  # fmt: skip

@@ -21,7 +21,7 @@ class Holdings:
     def refusal(self, snapshot: SnapshotId, rank: int) -> str:
         """Why a replica of this is not wanted here now; "": it is. A peer keeps peer_sets generations of a rank, and takes in
         one older than what it has beside them: those may be waiting for just this one to be protected, and their places are
-        free only then (P14). There are never more than the rank's own slots."""
+        free only then (P14). There are never more than the rank's own slots, and those that stay for readers alone."""
         if self._unwanted(snapshot):
             return VOID
         if self._beyond_fork(snapshot):
@@ -30,6 +30,7 @@ class Holdings:
             slot.fact.snapshot
             for slot in self._slots.holdings()
             if slot.fact is not None and not slot.own and slot.rank == rank and slot.fact.snapshot < snapshot
+            if not self._slots.for_readers(slot)
         }
         return "full" if len(others) >= self._ctx.policy.peer_sets else ""
 

@@ -95,6 +95,7 @@ class JobMachine:
             ev.SpareAsked: self.lifetime.on_spare,
             ev.ForgetOrdered: self.lifetime.on_forget,
             ev.Restarted: self._restarted,
+            ev.Reading: lambda e: self.slots.read(e.reader, e.snapshots),
             ev.Tick: self._tick,
         }
 

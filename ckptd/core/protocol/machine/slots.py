@@ -2,7 +2,8 @@
 
 FREE -> FILLING (given to a rank under a grant) -> SEALED -> FREE. A FILLING slot whose grant died is *doomed*: the rank
 may be in the middle of its copy, so the slot is FREE only when the rank has answered. What is pinned (by a restore, a
-write) stays until the pin falls, even when its release came meanwhile.
+write) stays until the pin falls, even when its release came meanwhile; so does what is read by somebody who is no rank, unless
+its rank would have less than two slots to go on with.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ckptd.core.redundancy.parity_sets import ParityShard
 from ckptd.core.state_map.layout import Layout
 
 FREE, FILLING, SEALED = "free", "filling", "sealed"
+TO_GO_ON_WITH = 2  # own slots of a rank: one to capture into, while the other is protected
 VOIDS_KEPT_MAX = 512  # snapshots remembered as void, so that a copy under way is dropped when it arrives
 
 
@@ -56,6 +58,7 @@ class Slots:
         self.frozen_for = ""  # the attempt that asked
         self.frozen_until = 0.0  # an inventory was answered: what it named stays for a while
         self._pins: dict[str, frozenset[SnapshotId]] = {}
+        self._read: dict[str, frozenset[SnapshotId]] = {}
 
     # --- own slots ----------------------------------------------------------------------------------------------
     def add(self, rank: int, ids: Iterable[int]) -> None:
@@ -199,6 +202,24 @@ class Slots:
         for snapshot in self._pins.pop(why, frozenset()):
             self._free_released(snapshot)
 
+    def read(self, reader: str, snapshots: Collection[SnapshotId]) -> None:
+        """These instead of those that he has read before."""
+        before = self._read.pop(reader, frozenset())
+        if snapshots:
+            self._read[reader] = frozenset(snapshots)
+        for snapshot in before.difference(snapshots):
+            self._free_released(snapshot)
+
+    def for_readers(self, slot: Slot) -> bool:
+        """Nobody else needs it any more."""
+        return slot.released and slot.fact is not None and not self.pinned(slot.fact.snapshot)
+
+    def _is_read(self, slot: Slot, snapshot: SnapshotId) -> bool:
+        if slot.damaged or snapshot in self.void or not any(snapshot in of for of in self._read.values()):
+            return False
+        left = (s for s in self.by_id.values() if s.own and s.rank == slot.rank and not s.released)
+        return not slot.own or sum(1 for _ in left) >= TO_GO_ON_WITH
+
     def pinned(self, snapshot: SnapshotId) -> bool:
         return self._ctx.now < self.frozen_until or any(snapshot in pin for pin in self._pins.values())
 
@@ -224,7 +245,8 @@ class Slots:
     def _free_released(self, snapshot: SnapshotId) -> None:
         if not self.pinned(snapshot):
             for slot in [slot for slot in self.sealed.get(snapshot, ()) if slot.released]:
-                self.free(slot)
+                if not self._is_read(slot, snapshot):
+                    self.free(slot)
 
     def _forget(self, slot: Slot) -> None:
         held = self.sealed.get(slot.fact.snapshot) if slot.fact is not None else None

@@ -1,0 +1,133 @@
+"""A job is read by a process that is none of its ranks, beside its training: ckptd_client.open(job) (P1, P5, P9)."""
+
+from __future__ import annotations
+
+import collections
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ckptd_client
+import pytest
+import torch
+from ckptd_client import CkptdError
+from torch import Tensor
+
+from tests.cluster.nodes import Cluster, Node, Trainer, together
+
+JOB = "read"
+SAVES = 60
+WEIGHT, OWN = "model.0.weight", "model.1.running_mean"
+
+
+def trained(nodes: Cluster, count: int, level: str, **settings: Any) -> tuple[list[Node], list[Trainer], list[str]]:
+    """Step 3 of an FSDP2 model whose ranks have BatchNorm statistics of their own."""
+    made = nodes.several(count, **settings)
+    world = nodes.world(made, JOB, kind="statistics")
+    together(world, "restore")
+    together(world, "train", steps=3, snapshot=False)
+    parts = [str(part) for part in together(world, "bytes_of", name="0.weight")]
+    together(world, "snapshot", must=True)
+    assert all(level in str(said) for said in together(world, "wait", level=level))
+    return made, world, parts
+
+
+def opened(node: Node, **how: Any) -> Any:
+    return ckptd_client.open(JOB, socket=node.socket, **how)
+
+
+def rows_of(found: Any, first: int, rows: int) -> Tensor:
+    """Of the weight, 64 wide."""
+    out = torch.empty(rows, 64)
+    found.read([(WEIGHT, (first, 0), (rows, 64), out)])
+    return out
+
+
+def first_bytes(values: Tensor) -> str:
+    return bytes(values.contiguous().view(-1).view(torch.uint8)[:64].tolist()).hex()
+
+
+def test_boxes_of_a_running_job_are_read_from_outside(nodes: Cluster) -> None:
+    """From either node, whatever rank holds them; the job's ranks go on, and restore what they would have."""
+    made, world, parts = trained(nodes, 2, "protected")
+    statistics = together(world, "statistics")
+    for node in made:
+        with opened(node) as found:
+            assert (found.step, found.world, found.tensors[WEIGHT]) == (3, 2, (torch.float32, (64, 64)))
+            assert [first_bytes(rows_of(found, 32 * rank, 32)) for rank in range(2)] == parts
+            whole, half = rows_of(found, 0, 64), torch.empty(64, 32, dtype=torch.float64)
+            found.read([(WEIGHT, (0, 16), (64, 32), half)])
+            assert torch.equal(half, whole[:, 16:48].double())
+            with pytest.raises(CkptdError, match="each rank had its own"):
+                found.read([(OWN, (0,), (64,), torch.empty(64))])
+            for rank in range(2):
+                own = torch.empty(64)
+                found.read([(OWN, (0,), (64,), own)], rank=rank)
+                assert own.tolist() == statistics[rank][0]
+            assert found["extra.loader"] == {"at": 24} and len(found["optimizer.groups"]["groups"]) == 1
+            with pytest.raises(CkptdError, match="not in step 3"):
+                found.read([("model.nothing", (0,), (1,), torch.empty(1))])
+    with opened(made[0]) as before:
+        for step in range(4, 9):
+            assert together(world, "train", steps=1)[0]["step"] == step
+            said = together(world, "wait", level="protected")
+            assert all("protected" in str(one) for one in said), (step, said, together(world, "health"))
+            with opened(made[1]) as found:
+                assert found.step == step and first_bytes(rows_of(found, 0, 32)) != parts[0]
+        assert [first_bytes(rows_of(before, 32 * rank, 32)) for rank in range(2)] == parts, "kept for its reader"
+
+
+def test_a_dead_node_is_read_from_its_peer_and_dead_memory_from_storage(nodes: Cluster, tmp_path: Path) -> None:
+    made, world, parts = trained(nodes, 2, "durable", storage_root=nodes.root / "storage")
+    for trainer in world:
+        trainer.kill()
+    made[1].kill()
+    with opened(made[0], source="memory") as found:
+        assert [first_bytes(rows_of(found, 32 * rank, 32)) for rank in range(2)] == parts
+    with pytest.raises(CkptdError, match="step 9 cannot be read"):
+        opened(made[0], step=9)
+    made[0].kill()
+    fresh = nodes.node(storage_root=nodes.root / "storage")
+    with opened(fresh) as found:
+        assert found.step == 3 and [first_bytes(rows_of(found, 32 * rank, 32)) for rank in range(2)] == parts
+    with pytest.raises(CkptdError, match="nothing of this job is known"):
+        ckptd_client.open("other", socket=fresh.socket)
+
+
+def test_each_step_that_is_read_beside_saves_is_that_step(nodes: Cluster) -> None:
+    """Never torn: every element tells the step that it is of."""
+    made = nodes.several(2)
+    world = nodes.world(made, JOB, kind="explicit")
+    seen: dict[int, int] = {}
+    refused: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(lambda: [together(world, "save", step=step) for step in range(1, SAVES + 1)])
+        while not saving.done():
+            try:
+                with opened(made[len(seen) % 2]) as found:
+                    rows, common = torch.empty(6, 40), torch.empty(500, 40)
+                    found.read([("rows", (0, 0), (6, 40), rows), ("common", (0, 0), (500, 40), common)])
+                    assert found["plan"] == f"of {found.step}".encode() and found["own"] == {0: b"rank 0", 1: b"rank 1"}
+            except CkptdError as error:
+                refused.append(str(error))  # it was replaced meanwhile, or none is there yet
+                continue
+            parts = [torch.arange(120.0).view(3, 40) + 1000 * rank + found.step for rank in range(2)]
+            assert torch.equal(rows, torch.cat(parts)) and torch.equal(common, torch.full((500, 40), float(found.step)))
+            seen[found.step] = seen.get(found.step, 0) + 1
+        assert saving.result()[-1] == [None, None]
+    assert len(seen) >= 3 and sorted(seen) == list(seen), (seen, collections.Counter(refused))
+
+
+def test_what_training_has_let_go_of_is_not_read_to_its_end(nodes: Cluster) -> None:
+    """Never torn: it is said. Storage has none of it, and of two slots neither is kept for a reader."""
+    made, world, parts = trained(nodes, 1, "sealed", replicas=0, own_slots=2)
+    with opened(made[0]) as found:
+        assert first_bytes(rows_of(found, 0, 64)) == parts[0]
+        for _ in range(4):
+            together(world, "train", steps=1, snapshot=False)
+            together(world, "snapshot", must=True)
+            together(world, "wait", level="sealed")
+        with pytest.raises(CkptdError, match="nowhere to be had"):
+            rows_of(found, 0, 64)
+    with opened(made[0]) as found:
+        assert found.step == 7
