@@ -13,9 +13,11 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ckptd.arena.arena import Slot
 from ckptd.core.errors import CkptdError
-from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol.candidates import Candidate, find_candidates
 from ckptd.core.protocol.instructions import PrepareRestore
@@ -37,6 +39,7 @@ from ckptd.wire import rank as wire
 from ckptd.wire.peer import HoldingsAsk, HoldingsTold
 from ckptd.wire.rank_link import RankSession
 from ckptd.wire.seqpacket import memfd_object
+from ckptd.wire.world_check import unpack_world
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import JobShell
@@ -46,6 +49,7 @@ KEPT_S = 30.0  # what is read is kept for so long after the reader's daemon has 
 KEPT_AGAIN_S = KEPT_S / 3
 KEPT_MAX = 64  # readers for whom this node keeps something
 KEPT_FIRST = 2  # snapshots, the newest: what is newest on one node may not be there on another
+NODES_NAMED_MAX = 16  # by a reader; they know the others
 SNAPSHOTS_MAX = 8  # looked at, the newest first
 LOOKS_MAX = 3  # what is found may be gone before it is read
 NOBODY = "a reader"  # in place of a node: all that is read is copied, also from here
@@ -172,6 +176,13 @@ class _Host(RebuildHost):
         return await self._make(rank, least)
 
 
+def _nodes_of(look: wire.Look) -> tuple[NodeInfo, ...]:
+    """Raises ValueError for what are none."""
+    if len(look.nodes) > NODES_NAMED_MAX:
+        raise ValueError(f"a look that names {len(look.nodes)} nodes")
+    return unpack_world(msgspec.msgpack.encode({"ranks": [], "nodes": look.nodes}))[1]
+
+
 class _Reader:
     """One process that reads one step, from its Look to its end."""
 
@@ -183,6 +194,7 @@ class _Reader:
         self._task: asyncio.Task[Any] | None = None
         self._owes = False  # an answer
         self._name, self._nodes = secrets.token_hex(8), list[str]()  # who keep something for it
+        self._named = _nodes_of(look)
         self._keeping: asyncio.TimerHandle | None = None
         self._work(self._look())
 
@@ -276,11 +288,20 @@ class _Reader:
 
     async def _told(self) -> tuple[dict[str, HoldingsTold], list[str]]:
         """By node, and who did not answer."""
-        here, record = self._services.node.node, self._job.record
-        nodes = [node.node for node in record.nodes if node.node != here] if record is not None else []
-        self._nodes = nodes
-        told = await self._services.holdings.ask(self._job.job, nodes, self._name)
-        return {here: self._job.reads.told(HoldingsAsk("", self._name)), **told}, [node for node in nodes if node not in told]
+        here, asked = self._services.node.node, set[str]()
+        told = {here: self._job.reads.told(HoldingsAsk("", self._name))}
+        known: Sequence[NodeInfo] = self._named
+        while True:  # those that are known here, then those that they know of
+            records = [answer.record for answer in told.values() if answer.record is not None]
+            known = (*known, *(max(records, key=lambda record: record.number).nodes if records else ()))
+            new = {node.node: node for node in known if node.node not in (here, *asked)}
+            if not new:
+                self._nodes = sorted(asked)
+                return told, sorted(asked - told.keys())
+            for node in new.values():
+                self._services.connect(node, self._job.job)
+            asked.update(new)
+            told |= await self._services.holdings.ask(self._job.job, list(new), self._name)
 
     def _keep(self, snapshots: tuple[SnapshotId, ...]) -> None:
         """Said again and again until the end, as a daemon may begin anew."""

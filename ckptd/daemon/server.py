@@ -207,8 +207,7 @@ class Daemon:
         self.services.replicator.on_refused = self.services.fetcher.on_refused = self._refused_bytes
         cards.held = self.services.fetcher.held = lambda job, snapshot, rank: self.job(job).held(snapshot, rank)
         self.services.map_parts.held = lambda job: self.job(job).machine.slots.layouts()
-        self.services.holdings.here = lambda job, ask: self.job(job).reads.told(ask)
-        self.services.holdings.read = lambda job, reader, snapshots: self.job(job).reads.read(reader, snapshots)
+        self.services.holdings.reads = lambda job: self.jobs[job].reads if job in self.jobs else None
         self.services.parity.find_frozen = frozen.find
         self.services.parity.add_frozen = frozen.on_arrived
         self.services.fetcher.on_damage = lambda job, slot, reason: self.job(job).damaged(

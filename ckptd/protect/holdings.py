@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Protocol
 
 from ckptd.core.ids import SnapshotId
 from ckptd.protect.settle import Answers
@@ -16,23 +17,32 @@ ASK_TIMEOUT_S = 5.0
 Send = Callable[[str, str, object], bool]
 
 
+class Reads(Protocol):
+    """Of one job, on this node."""
+
+    def told(self, ask: HoldingsAsk) -> HoldingsTold: ...
+    def read(self, reader: str, snapshots: Collection[SnapshotId]) -> None: ...
+
+
 class Holdings:
-    """``here(job, ask)``: this daemon's own answer. ``read(job, reader, snapshots)``: who reads what of it."""
+    """``reads(job)``: None where nothing is known of it."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._answers: Answers[HoldingsTold] = Answers()
-        self.here: Callable[[str, HoldingsAsk], HoldingsTold] = lambda job, ask: HoldingsTold(ask.transfer)
-        self.read: Callable[[str, str, Collection[SnapshotId]], None] = lambda job, reader, snapshots: None
+        self.reads: Callable[[str], Reads | None] = lambda job: None
 
     def on_message(self, node: str, job: str, message: object) -> bool:
         """True: it was for us."""
+        reads = self.reads(job)
         if isinstance(message, HoldingsAsk):
-            self._send(node, job, self.here(job, replace(message, reader=f"{node}/{message.reader}")))
+            ask = replace(message, reader=f"{node}/{message.reader}")
+            self._send(node, job, reads.told(ask) if reads is not None else HoldingsTold(message.transfer))
         elif isinstance(message, HoldingsTold):
             self._answers.came(message.transfer, message)
         elif isinstance(message, ReadBy):
-            self.read(job, f"{node}/{message.reader}", message.snapshots)
+            if reads is not None:
+                reads.read(f"{node}/{message.reader}", message.snapshots)
         else:
             return False
         return True

@@ -65,13 +65,15 @@ class Join:
 
 @dataclass(frozen=True)
 class Look:
-    """Of a process that is no rank: the newest step that can be had, or this one; the job hears nothing of it. Answered by Opened,
-    or Failed; then Wants, LoadPlan and Loaded under the same number bring parts of it, as often as is liked, without votes: each
-    Wants comes behind the Loaded of the one before, and the last LoadPlan of each is answered so."""
+    """Of a process that is no rank: the newest step that can be had, or this one; the job hears nothing of it. nodes: NodeInfo
+    of some on which it runs, where this daemon has no part in it. Answered by Opened, or Failed; then Wants, LoadPlan and Loaded
+    under the same number bring parts of it, as often as is liked, without votes: each Wants comes behind the Loaded of the one
+    before, and the last LoadPlan of each is answered so."""
 
     round: int
     step: int | None = None
     source: str | None = None  # "memory" | "durable"
+    nodes: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,11 @@ class Client(Registering, Explicit):
             return FORKED
         return "the client is closed" if self._closed else ""
 
+    @property
+    def node(self) -> dict[str, Any] | None:
+        """How the daemon of this node is reached, for ``open(nodes=)`` elsewhere. None: it has not been heard of yet."""
+        return self._session.node
+
     def _check_here(self) -> None:
         if self._gone:
             raise CkptdError(self._gone, where=self.job, hint="call Client.connect() in this process, or ask where it was called")

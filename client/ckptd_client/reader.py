@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -42,10 +42,10 @@ class Reading(Mapping[str, Any]):
         self.step, self.epoch = -1, -1
         self._catalogue = Catalogue({}, {}, frozenset())
 
-    def look(self, step: int | None, source: str | None) -> Reading:
+    def look(self, step: int | None, source: str | None, nodes: Sequence[Mapping[str, Any]]) -> Reading:
         self._say(wire.Hello(wire.PROTOCOL_VERSION, self._job, os.getpid()))
         self._hear(wire.Welcome)
-        self._say(wire.Look(ROUND, step, source))
+        self._say(wire.Look(ROUND, step, source, [dict(node) for node in nodes]))
         opened, fds = self._hear(wire.Opened)
         try:
             self.epoch, self.step = opened.snapshot
@@ -174,14 +174,15 @@ class Reading(Mapping[str, Any]):
 
 def open_job(
     job: str, step: int | None = None, source: str | None = None, *, socket: str | os.PathLike[str] | None = None,
-    timeout_s: float = TIMEOUT_S,
+    nodes: Sequence[Mapping[str, Any]] = (), timeout_s: float = TIMEOUT_S,
 ) -> Reading:  # fmt: skip
     """The newest step of a job that memory or storage has whole, or ``step``: read only, from any process of the job's user, beside
     its training. ``with ckptd_client.open("run") as found: found.read([("model.head.weight", offsets, sizes, out)])``.
 
     The daemon at ``socket``, CKPTD_SOCKET or where `ckptd run` listens is asked: one of a node that the job runs on, or one that
-    sees its storage. source: "memory" or "durable" alone. A step that training has replaced meanwhile, and that is not on storage,
-    cannot be read to its end. timeout_s: of each answer. Raises CkptdError: no daemon, no such job or step.
+    sees its storage; any other takes ``nodes``, some that the job runs on (``Client.node`` there). source: "memory" or "durable"
+    alone. A step that training has replaced meanwhile, and that is not on storage, cannot be read to its end. timeout_s: of each
+    answer. Raises CkptdError: no daemon, no such job or step.
     """
     if source not in (None, "memory", "durable"):
         raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
@@ -194,7 +195,7 @@ def open_job(
         raise CkptdError(f"no daemon at {path}: {error.strerror or error}", where=job, hint=hint) from error
     reading = Reading(sock, job, timeout_s)
     try:
-        return reading.look(step, source)
+        return reading.look(step, source, nodes)
     except BaseException:
         reading.close()
         raise
