@@ -49,6 +49,7 @@ KEPT_S = 30.0  # what is read is kept for so long after the reader's daemon has 
 KEPT_AGAIN_S = KEPT_S / 3
 KEPT_MAX = 64  # readers for whom this node keeps something
 KEPT_FIRST = 2  # snapshots, the newest: what is newest on one node may not be there on another
+COPIED_BYTES_MAX = 4 << 20  # at once: a millisecond
 NODES_NAMED_MAX = 16  # by a reader; they know the others
 SNAPSHOTS_MAX = 8  # looked at, the newest first
 LOOKS_MAX = 3  # what is found may be gone before it is read
@@ -160,7 +161,7 @@ class _Host(RebuildHost):
         record = slot.record if slot is not None else None
         if slot is None or record is None:
             return Fetched(False, "not held here")
-        if await self._services.in_work(copy_verified, slot, record, tuple(spans), into):
+        if await self._services.in_work(copy_verified, slot, record, _in_parts(spans), into):
             return Fetched(True)
         self.damaged(slot, record, "found by a reader")  # unless it holds something else by now
         return Fetched(False, "damaged, or let go of meanwhile")
@@ -174,6 +175,13 @@ class _Host(RebuildHost):
                 return await self._make(rank, most)
             most //= 2
         return await self._make(rank, least)
+
+
+def _in_parts(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """A copy of each holds up whoever else runs in this process."""
+    return [
+        (offset + at, min(COPIED_BYTES_MAX, length - at)) for offset, length in spans for at in range(0, length, COPIED_BYTES_MAX)
+    ]
 
 
 def _nodes_of(look: wire.Look) -> tuple[NodeInfo, ...]:

@@ -311,6 +311,19 @@ EDITS = (
         "            self._ctx.in_force = self._degradation.redundancy",
         "            pass",
     ),
+    # --- readers that are no ranks (P5, P14)
+    Edit(
+        "a reader keeps a rank's last slots",
+        "core/protocol/machine/slots.py",
+        "        return not slot.own or sum(1 for _ in left) >= TO_GO_ON_WITH",
+        "        return True",
+    ),
+    Edit(
+        "what stays for readers takes a new copy's place",
+        "core/protocol/machine/holdings.py",
+        "            if not self._slots.for_readers(slot)",
+        "            if True",
+    ),
 )
 
 
