@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgpack
@@ -168,7 +169,7 @@ def _read(body: Any) -> Catalogue:
     if type(world) is not int or not 0 <= world <= WORLD_MAX:
         raise ValueError("a world that is no number within bounds")
     own = body.get("own", {})
-    everyone = tuple(range(world)) if ALL in (*body["objects"].values(), *own.values()) else ()
+    everyone = tuple(range(world)) if ALL in chain(body["objects"].values(), own.values()) else ()
 
     def ranks_of(ranks: Any) -> tuple[int, ...]:
         return everyone if ranks == ALL else tuple(sorted(_rank(rank, world) for rank in ranks))
