@@ -15,6 +15,7 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol.life import is_grave
+from ckptd.core.protocol.machine.context import is_told
 from ckptd.core.retention import CommitInfo
 from ckptd.daemon.read_back import ReadBack
 from ckptd.daemon.retention import Retention
@@ -292,13 +293,15 @@ class Durable:
         return [rows[at] for at in sorted(rows, reverse=True)]
 
     def _in_memory(self) -> dict[SnapshotId, dict[str, Any]]:
-        record, released = self._job.record, self._job.machine.levels.released
+        record, released, here = self._job.record, self._job.machine.levels.released, self._services.node.node
+        if record is None or not is_told(record, here, holds=bool(self._job.machine.slots.sealed)):
+            return {}  # what it was told last may be long gone
         without = self._left_out()
         return {
             snapshot: _row(snapshot, told.level, told.wanted, told.durable, "memory", snapshot in without)
             for snapshot, told in self._job.levels.items()
             if told.level >= 0 and not told.void and snapshot not in released
-            if record is not None and record.is_candidate(snapshot)
+            if record.is_candidate(snapshot)
         }
 
     def _left_out(self) -> set[SnapshotId]:

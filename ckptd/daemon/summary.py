@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.protocol.machine.context import audience
+from ckptd.core.protocol.machine.context import is_told
 from ckptd.core.protocol.machine.ranks import FINISHED
 from ckptd.observe.report import JobReport, PeerReport, RankReport
 
@@ -17,7 +17,7 @@ def summary(job: JobShell) -> JobReport:
     record, view = job.record, job.machine.view()
     newest = {"sealed": -1, "protected": -1, "durable": -1}
     level, wanted = -1, 0
-    told_of = record is not None and job.services.node.node in audience(record)  # else nobody says what has become of it
+    told_of = record is not None and is_told(record, job.services.node.node, holds=bool(job.machine.slots.sealed))
     for snapshot, told in sorted(job.levels.items()):
         if told.void or record is None or not record.is_candidate(snapshot):
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckptd.core.protocol.messages import RestoreAsk
 from tests.sim import books
 from tests.sim.host import Host
@@ -57,3 +59,21 @@ def test_a_bit_that_flipped_where_nobody_has_read_since_is_not_known() -> None:
         for slot in host.machine.slots.by_id.values():
             slot.damaged = True
     assert not books.show_the_truth(world), "who has read it says so"
+
+
+def test_a_node_without_ranks_and_memory_of_the_job_shows_nothing_of_it() -> None:
+    """It was asked for what it held, its daemon had begun anew, and the next epoch opened without it: what it was told last stayed
+    (seed 434309189156). One that holds something hears of the next epoch, and one with ranks is told."""
+    world = World(SEED)
+    world.start_without_faults()
+    assert world.clock.run(START_S, lambda: len(world.oracle.certified_ever) >= 3)
+    host = next(host for host in world.hosts.values() if host.record is not None and host.name in host.record.ranks)
+    told = host.machine.levels.told
+    newest = max(told)
+    told[newest] = replace(told[newest], level=99)
+    assert host.record is not None and host.machine.slots.sealed
+    assert not books.show_the_truth(world)
+    host.record = replace(host.record, ranks=("elsewhere",) * host.record.world)
+    assert not books.show_the_truth(world), "it holds something"
+    host.machine.slots.sealed.clear()
+    assert books.show_the_truth(world)

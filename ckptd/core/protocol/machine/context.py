@@ -175,6 +175,12 @@ def audience(record: EpochRecord) -> tuple[str, ...]:
     )
 
 
+def is_told(record: EpochRecord, node: str, *, holds: bool) -> bool:
+    """Does it hear what becomes of the job's snapshots? One without ranks in this epoch, that holds nothing of the job any more, is
+    looked for by nobody: the next epoch may open without it."""
+    return node in record.ranks or (holds and node in audience(record))
+
+
 @lru_cache(maxsize=64)
 def place_in_order(record: EpochRecord, node: str) -> int:
     """Place in the succession of the steward; outsiders come last."""
