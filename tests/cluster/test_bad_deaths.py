@@ -174,6 +174,7 @@ def back(node: Node) -> bool:
         return False
 
 
+@pytest.mark.chaos
 def test_a_daemon_that_dies_while_it_serves_a_restore(nodes: Cluster) -> None:
     """P9, D11: every rank gets the state or an error, in bounded time; the next try gets it."""
     first = nodes.node(start=False).start(wait=False)

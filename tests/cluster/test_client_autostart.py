@@ -54,6 +54,7 @@ def daemons(folder: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.chaos
 def test_local_rank_zero_starts_one_daemon_that_outlives_the_trainers(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINER)

@@ -89,6 +89,7 @@ def test_what_storage_has_and_memory_no_more(nodes: Cluster) -> None:
     assert made[0].metric('ckptd_outlook_restore_seconds{failure="all"') > 0
 
 
+@pytest.mark.chaos
 def test_a_repair_is_timed(nodes: Cluster) -> None:
     made, world = trained_on(nodes, 3, "fsdp")
     world[2].kill()

@@ -23,6 +23,7 @@ def test_xor_gives_back_what_any_one_node_held(nodes: Cluster, lost: int) -> Non
     assert sum(rank.do("last_restore")["bytes"]["parity"] for rank in again) > 0
 
 
+@pytest.mark.chaos
 def test_reed_solomon_gives_back_what_any_two_nodes_held(nodes: Cluster) -> None:
     made, world, digests = nodes.protected(JOB, 4, "rs(2,2)")
     for at in (1, 2):

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from ckptd.persist.names import DATA
 from tests.cluster.damage import flip_in_file
 from tests.cluster.nodes import Cluster, together
@@ -39,6 +41,7 @@ def test_every_writer_reads_its_own_files_and_older_checkpoints_go(nodes: Cluste
     until(lambda: not (checkpoint(storage, 1) / "manifest.json").exists(), PATIENCE_S, "the older one to be hidden")
 
 
+@pytest.mark.chaos
 def test_damage_that_a_writer_finds_is_told_as_damage(nodes: Cluster) -> None:
     """A bit turns between the commit and the read-back (P10): health, the log, a metric and lists say so, and a restore goes
     further back."""

@@ -77,6 +77,7 @@ def test_boxes_of_a_running_job_are_read_from_outside(nodes: Cluster) -> None:
         assert [first_bytes(rows_of(before, 32 * rank, 32)) for rank in range(2)] == parts, "kept for its reader"
 
 
+@pytest.mark.chaos
 def test_a_dead_node_is_read_from_its_peer_and_dead_memory_from_storage(nodes: Cluster, tmp_path: Path) -> None:
     made, world, parts = trained(nodes, 2, "durable", storage_root=nodes.root / "storage")
     for trainer in world:

@@ -118,6 +118,7 @@ def test_the_loop_runs_and_goes_on(nodes: Cluster, tmp_path: Path) -> None:
     assert node.cli("ls", storage).returncode == 0
 
 
+@pytest.mark.chaos
 def test_without_storage_the_loop_ends_all_the_same(nodes: Cluster, tmp_path: Path) -> None:
     """Its last line does not wait ten minutes for what cannot come."""
     done = ran(nodes.node(), tmp_path, seed=1, steps=3)

@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.cluster.nodes import Cluster, Node, Trainer, together
 from tests.waiting import until
@@ -73,6 +74,7 @@ def test_a_lost_steward_is_named(nodes: Cluster) -> None:
                 process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.chaos
 def test_a_peer_that_is_waited_for_is_named(nodes: Cluster) -> None:
     first, second = nodes.several(2)
     world = nodes.world([first, second], JOB, kind="wide")

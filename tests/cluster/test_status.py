@@ -132,6 +132,7 @@ def test_commits_that_another_start_shuts_out_are_said_with_what_to_do(nodes: Cl
     assert "claimed by another start" in page and "start the job once more" in page, page
 
 
+@pytest.mark.chaos
 def test_a_daemon_that_was_restarted_never_lists_its_memory_as_nothing(nodes: Cluster) -> None:
     """An operator looks at that moment: "nothing yet", with status 0, while the only copy was there."""
     made, world, _ = nodes.protected("kept", 2, "replicas=1")

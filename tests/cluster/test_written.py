@@ -22,7 +22,8 @@ def snapshot(world: list[Trainer], ranks: list[int], *, whole: bool = False) -> 
     return [str(said) for said in together(world, "wait", level="sealed")], digest
 
 
-@pytest.mark.parametrize(("ranks", "whole"), [([1], False), pytest.param([0, 1], True, marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize(("ranks", "whole"), [([1], False), ([0, 1], True)])
 def test_one_rank_finds_it_and_all_ranks_copy_it_at_once(nodes: Cluster, ranks: list[int], whole: bool) -> None:
     """Rank 1 writes the same tensor afterwards, or both the DTensor around it: nothing is void for it any more."""
     made = nodes.several(2)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,14 +71,16 @@ def snapshots(draw: st.DrawFn) -> tuple[dict[int, Layout], dict[int, Digests]]:
     return layouts, sums
 
 
-@settings(max_examples=400, deadline=None)
-@given(snapshots())
-def test_the_quick_way_says_what_the_plain_way_says(
-    snapshot: tuple[dict[int, Layout], dict[int, Digests]],
-) -> None:
-    layouts, sums = snapshot
-    now = {rank: in_order(layouts[rank], found) for rank, found in sums.items()}
-    assert agree(layouts, now) == plainly(layouts, sums)
+@pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.chaos)])
+def test_the_quick_way_says_what_the_plain_way_says(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(snapshots())
+    def both(snapshot: tuple[dict[int, Layout], dict[int, Digests]]) -> None:
+        layouts, sums = snapshot
+        now = {rank: in_order(layouts[rank], found) for rank, found in sums.items()}
+        assert agree(layouts, now) == plainly(layouts, sums)
+
+    both()
 
 
 @settings(max_examples=200, deadline=None)

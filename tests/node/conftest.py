@@ -29,10 +29,16 @@ ON_BOTH = frozenset(
 )  # fmt: skip
 
 
+# Each of their captures is held up for a while: on the simulated device they are for `make chaos`.
+LONG = frozenset(f"tests.node.test_client_{name}" for name in ("tear", "written", "unseen", "histories"))
+LONG_DEVICES = tuple(pytest.param(kind, marks=pytest.mark.chaos) if kind == device.KIND else kind for kind in DEVICES)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in ON_BOTH:
         on_host = metafunc.definition.get_closest_marker("on_host") is not None
-        metafunc.parametrize("default_device", DEVICES[:1] if on_host else DEVICES, indirect=True)
+        devices = LONG_DEVICES if metafunc.module.__name__ in LONG else DEVICES
+        metafunc.parametrize("default_device", DEVICES[:1] if on_host else devices, indirect=True)
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:

@@ -113,6 +113,7 @@ async def test_an_epoch_that_could_not_be_written_down_is_forgotten_by_its_own_n
         assert StateDir(Path(house.daemon.config.state_dir)).tombstones() == {FIRST: Tombstone(number, number, number)}
 
 
+@pytest.mark.chaos
 async def test_checkpoints_stay_and_go_only_when_that_is_said(tmp_path: Path) -> None:
     storage = PosixStorage(str(tmp_path / "ckpt"), create=True)
     async with rig(storage_root=tmp_path / "ckpt", breakpoint_grace_s=0.2) as house:
