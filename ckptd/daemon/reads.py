@@ -29,7 +29,6 @@ from ckptd.daemon.services import Services, log
 from ckptd.persist.lineage import newest_record
 from ckptd.persist.reader import Checkpoint
 from ckptd.protect.fetched import Fetched
-from ckptd.protect.verify import copy_verified
 from ckptd.recover.handover import Handover
 from ckptd.recover.host import Unrecoverable
 from ckptd.recover.rebuild import LAYOUTS_AT_ONCE, Rebuild
@@ -49,7 +48,6 @@ KEPT_S = 30.0  # what is read is kept for so long after the reader's daemon has 
 KEPT_AGAIN_S = KEPT_S / 3
 KEPT_MAX = 64  # readers for whom this node keeps something
 KEPT_FIRST = 2  # snapshots, the newest: what is newest on one node may not be there on another
-COPIED_BYTES_MAX = 4 << 20  # at once: a millisecond
 NODES_NAMED_MAX = 16  # by a reader; they know the others
 SNAPSHOTS_MAX = 8  # looked at, the newest first
 LOOKS_MAX = 3  # what is found may be gone before it is read
@@ -157,14 +155,7 @@ class _Host(RebuildHost):
     ) -> Fetched:
         if node != self._services.node.node:
             return await super().fetch(node, snapshot, rank, spans, into)
-        slot = self.held(snapshot, rank)
-        record = slot.record if slot is not None else None
-        if slot is None or record is None:
-            return Fetched(False, "not held here")
-        if await self._services.in_work(copy_verified, slot, record, _in_parts(spans), into):
-            return Fetched(True)
-        self.damaged(slot, record, "found by a reader")  # unless it holds something else by now
-        return Fetched(False, "damaged, or let go of meanwhile")
+        return await self._services.fetcher.here(self._job.job, snapshot, rank, tuple(spans), into, "found by a reader")
 
     async def room(self, rank: int, nbytes: int) -> Slot:
         return await self._make(rank, nbytes)
@@ -175,13 +166,6 @@ class _Host(RebuildHost):
                 return await self._make(rank, most)
             most //= 2
         return await self._make(rank, least)
-
-
-def _in_parts(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """A copy of each holds up whoever else runs in this process."""
-    return [
-        (offset + at, min(COPIED_BYTES_MAX, length - at)) for offset, length in spans for at in range(0, length, COPIED_BYTES_MAX)
-    ]
 
 
 def _nodes_of(look: wire.Look) -> tuple[NodeInfo, ...]:
@@ -244,6 +228,7 @@ class _Reader:
 
     def _fail(self, code: str, reason: str) -> None:
         log.info("job=%s a reader (pid %d) is refused: %s [%s]", self._job.job, self._session.pid, reason, code)
+        self._let_go()
         self._answer(wire.Failed(code, reason, HINTS.get(code, "")))
 
     def _answer(self, message: object, fds: Sequence[int] = ()) -> None:
@@ -360,8 +345,12 @@ class _Reader:
     # --- what is wanted of it -----------------------------------------------------------------------------------
     async def _bring(self, rebuild: Rebuild, fd: int, before: asyncio.Task[Any] | None) -> None:
         """``fd``: of the wants, which it takes. ``before``: lets go of what was brought last."""
-        if before is not None:
-            await asyncio.wait([before])
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+        except BaseException:
+            os.close(fd)
+            raise
         wants = await self._services.read_object(self._job.uid, fd, WANTS_BYTES_MAX, Wants.decode)
         self._handover = await rebuild.assemble(0, wants)
         await self._send(self._handover)

@@ -25,8 +25,8 @@ from ckptd.protect.fetched import Fetched, Unanswered
 from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.peer_slot import DAMAGE, PACED_STREAMS
-from ckptd.protect.settle import Answers, Tasks, ask, settle
-from ckptd.protect.verify import count_bad, fresh_sums, stored_sums, units
+from ckptd.protect.settle import Answers, Tasks, ask, in_thread, settle
+from ckptd.protect.verify import copy_verified, count_bad, fresh_sums, stored_sums, units
 from ckptd.thread_pool import ThreadPool
 from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
 from ckptd.wire.peer import FetchAsk, FetchBad, FetchDone
@@ -117,6 +117,22 @@ class Fetcher:
                 pauses = iter(())  # once more only: if it was not the wire, the holder is looking at its copy
             log.info("job=%s rank %d is asked of %s again: %s", job, rank, node, found.reason)
             await asyncio.sleep(pause_s)
+
+    async def here(
+        self, job: str, snapshot: SnapshotId, rank: int, spans: Spans, into: memoryview, looked: str
+    ) -> Fetched:
+        """The same of what this daemon holds itself. ``looked``: what found the damage, if there is any. Called off or not, nothing
+        writes into ``into`` any more when it returns."""
+        slot = self.held(job, snapshot, rank)
+        record = slot.record if slot is not None else None
+        if slot is None or record is None:
+            return Fetched(False, "not held here")
+        if await in_thread(self._work, copy_verified, slot, record, spans, into):
+            return Fetched(True)
+        if slot.record is not record:
+            return Fetched(False, FREED)
+        self.on_damage(job, slot, looked)
+        return Fetched(False, DAMAGE)
 
     async def _try(
         self, job: str, node: str, snapshot: SnapshotId, rank: int, spans: Spans, into: memoryview, protects: float

@@ -24,11 +24,10 @@ from ckptd.core.state_map.record_size import SUM_BYTES, record_bytes
 from ckptd.protect import cards as slot_cards
 from ckptd.protect.cards import Cards
 from ckptd.protect.columns import Columns, Read, Spans
-from ckptd.protect.fetch import FREED, Fetcher
+from ckptd.protect.fetch import Fetcher
 from ckptd.protect.fetched import Away, Fetched
 from ckptd.protect.peer_slot import DAMAGE, allocate
 from ckptd.protect.settle import in_thread
-from ckptd.protect.verify import copy_verified
 from ckptd.protect.windows import Windows
 
 
@@ -184,24 +183,12 @@ class ParityMaker:
 
         async def read(source: Source, spans: Spans, into: memoryview) -> Fetched:
             if source.node == self._node:
-                return await self._own(job, do, source.rank, spans, into)
+                return await self._fetcher.here(job, do.snapshot, source.rank, spans, into, "found while making parity")
             share = len(into) / per_holder if per_holder else 0.0
             what = job, source.node, do.snapshot, source.rank, spans
             return await self._fetcher.fetch(*what, into, protects=share)
 
         return read
-
-    async def _own(self, job: str, do: MakeParity, rank: int, spans: Spans, into: memoryview) -> Fetched:
-        slot = self._fetcher.held(job, do.snapshot, rank)
-        record = slot.record if slot is not None else None
-        if slot is None or record is None:
-            return Fetched(False, "not held here")
-        if not await in_thread(self._work, copy_verified, slot, record, spans, into):
-            if slot.record is not record:
-                return Fetched(False, FREED)
-            self._fetcher.on_damage(job, slot, "found while making parity")
-            return Fetched(False, DAMAGE)
-        return Fetched(True)
 
     async def _allocate(self, job: str, rank: int, nbytes: int, record: int) -> Slot:
         return await in_thread(self._work, allocate, self._arena, job, rank, nbytes, record)

@@ -15,6 +15,7 @@ from ckptd.core.state_map.layout import BLOCK_BYTES, Layout
 from ckptd.core.state_map.record_size import SUM_BYTES
 
 Span = tuple[int, int]  # (offset, length)
+COPIED_BYTES_MAX = 4 << 20  # at once: a millisecond, in which no other thread runs
 
 
 async def count_bad(work: Executor, payload: Payload, layout: Layout, sums: bytes, tier: int) -> int:
@@ -64,6 +65,8 @@ def copy_verified(slot: Slot, record: SlotRecord, spans: Sequence[Span], into: m
         return False
     at = 0
     for offset, length in spans:
-        into[at : at + length] = payload[offset : offset + length]
-        at += length
+        for begin in range(0, length, COPIED_BYTES_MAX):
+            count = min(COPIED_BYTES_MAX, length - begin)
+            into[at : at + count] = payload[offset + begin : offset + begin + count]
+            at += count
     return slot.record is record

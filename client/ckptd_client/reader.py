@@ -63,13 +63,13 @@ class Reading(Mapping[str, Any]):
         boxes, converted = boxes_of(rows, self._catalogue, self.step)
         targets = []
         for box in boxes:
-            if self._catalogue.is_per_rank("t", box.key) and rank not in self._catalogue.owners_of(box.key):
-                had = self._catalogue.owners_of(box.key)
+            own, had = self._catalogue.is_per_rank("t", box.key), self._catalogue.owners_of(box.key)
+            if own and rank not in had:
                 raise CkptdError(f"each rank had its own; rank={rank} is none of {had}", where=box.key, hint="read(rows, rank=)")
             extent = Box(tuple(map(int, box.offsets)), tuple(map(int, box.sizes or box.tensor.shape)))
             if extent.volume:
                 dtype, shape, _ = self._catalogue.tensors[box.key]
-                targets.append(Target(box.key, dtype, shape, extent, box.tensor, rank=rank))
+                targets.append(Target(box.key, dtype, shape, extent, box.tensor, rank=rank if own else None))
         if targets:
             self._bring(Wanted(targets))
         with torch.no_grad():

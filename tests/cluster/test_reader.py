@@ -61,9 +61,9 @@ def test_boxes_of_a_running_job_are_read_from_outside(nodes: Cluster) -> None:
             with pytest.raises(CkptdError, match="each rank had its own"):
                 found.read([(OWN, (0,), (64,), torch.empty(64))])
             for rank in range(2):
-                own = torch.empty(64)
-                found.read([(OWN, (0,), (64,), own)], rank=rank)
-                assert own.tolist() == statistics[rank][0]
+                own, row = torch.empty(64), torch.empty(1, 64)
+                found.read([(OWN, (0,), (64,), own), (WEIGHT, (9, 0), (1, 64), row)], rank=rank)
+                assert own.tolist() == statistics[rank][0] and torch.equal(row, whole[9:10])
             assert found["extra.loader"] == {"at": 24} and len(found["optimizer.groups"]["groups"]) == 1
             with pytest.raises(CkptdError, match="not in step 3"):
                 found.read([("model.nothing", (0,), (1,), torch.empty(1))])

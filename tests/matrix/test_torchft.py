@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import TestCase
@@ -25,16 +26,24 @@ def test_its_own_test_of_a_transport(nodes: Cluster) -> None:
     """Three groups, on two nodes: the sender's job is nothing that the other node has a part in. Timeouts, too."""
     made = nodes.several(2, replicas=0)
     clients: list[Client] = []
+    healed: list[int] = []
+
+    class Counted(CkptdTransport):
+        def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+            found = super().recv_checkpoint(src_rank, metadata, step, timeout)
+            healed.append(step)
+            return found
 
     def transport(rank: int, world: int) -> Any:
         clients.append(Client.connect(f"heal.{rank}", made[min(rank, 1)].socket, required=True))
-        return CkptdTransport(clients[-1], lambda: make_state_dict(CPU))
+        return Counted(clients[-1], lambda: make_state_dict(CPU))
 
     try:
         run_multi_recovery_test(TestCase(), transport, CPU)
     finally:
         for client in clients:
             client.close()
+    assert sorted(healed) == [1, 1, 2], "two groups, then one; the third step is never saved"
 
 
 @pytest.mark.timeout(600)

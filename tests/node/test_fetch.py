@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -346,3 +348,41 @@ async def test_more_asks_than_are_remembered_are_all_served_once(
     assert [(ok, reason) for ok, reason, _ in results] == [(True, "")] * 6
     await eventually(lambda: not holder.fetcher._tasks.running, what="nothing is left to serve")
     assert len(pushes) == len(set(pushes)) == 6
+
+
+# --- what lies here ----------------------------------------------------------------------------------------------
+async def test_a_copy_that_is_called_off_has_ended_when_it_says_so(
+    holder: Peer, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader's process dies amid a copy: the memory that it goes into is somebody else's, or unmapped, right afterwards."""
+    begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    copy = fetch.copy_verified
+
+    def held_up(*what: Any) -> bool:
+        begun.set()
+        may_go_on.wait(5)
+        done = copy(*what)
+        ended.set()
+        return done
+
+    monkeypatch.setattr(fetch, "copy_verified", held_up)
+    reading = asyncio.ensure_future(holder.fetcher.here(JOB, SNAPSHOT, 0, ((0, 4096),), memoryview(bytearray(4096)), "a look"))
+    await eventually(begun.is_set)
+    reading.cancel()
+    await stays(lambda: not reading.done())
+    may_go_on.set()
+    await asyncio.wait([reading])
+    assert ended.is_set() and reading.cancelled()
+
+
+async def test_what_lies_here_is_copied_whole_or_said_to_be_damaged_or_gone(holder: Peer, slot: Slot) -> None:
+    length = slot.record.layout.payload_bytes if slot.record is not None else 0
+    into = bytearray(length)
+    assert (await holder.fetcher.here(JOB, SNAPSHOT, 0, ((0, length),), memoryview(into), "a look")).ok
+    assert bytes(into) == bytes(slot.payload[:length])
+    slot.payload[7:8] = bytes([slot.payload[7] ^ 1])
+    assert not (await holder.fetcher.here(JOB, SNAPSHOT, 0, ((0, length),), memoryview(into), "a look")).ok
+    assert holder.damage == ["a look"]
+    slot.free()
+    gone = await holder.fetcher.here(JOB, SNAPSHOT, 0, ((0, length),), memoryview(into), "a look")
+    assert (gone.ok, gone.reason) == (False, "not held here") and holder.damage == ["a look"]
