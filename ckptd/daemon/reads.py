@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -188,19 +188,21 @@ class _Reader:
         self._name, self._nodes = secrets.token_hex(8), list[str]()  # who keep something for it
         self._named = _nodes_of(look)
         self._keeping: asyncio.TimerHandle | None = None
-        self._work(self._look())
+        self._wants = -1  # memfd of those that nobody has begun to read
+        self._work(self._look)
 
     def on_message(self, message: Any, fds: list[int]) -> None:
         """Raises ValueError for what no reader says now."""
         if getattr(message, "round", -1) != self._ask.round or self._owes:
             raise ValueError(f"{type(message).__name__} of a reader that waits for an answer")
         if isinstance(message, wire.Wants) and fds and self._rebuild is not None and self._handover is None:
-            self._work(self._bring(self._rebuild, os.dup(fds[0]), self._task))
+            self._wants = os.dup(fds[0])
+            self._work(partial(self._bring, self._rebuild, self._task))
         elif isinstance(message, wire.LoadedPart) and self._handover is not None and not self._handover.last:
-            self._work(self._next(self._handover))
+            self._work(partial(self._next, self._handover))
         elif isinstance(message, wire.Loaded) and self._handover is not None:
             self._let_go()
-            self._work(self._give_back())
+            self._work(self._give_back)
             self._owes = False
         else:
             raise ValueError(f"{type(message).__name__} of a reader that has nothing to say so of")
@@ -209,15 +211,16 @@ class _Reader:
         if self._task is not None:
             self._task.cancel()
         self._keep(())
-        self._services.spawn(self._clear(), f"end of a read of {self._job.job}")
+        self._services.spawn(self._end(), f"end of a read of {self._job.job}")
 
-    def _work(self, coroutine: Any) -> None:
+    def _work(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """One that is called off before it has begun leaves nothing behind."""
         self._owes = True
-        self._task = self._services.spawn(self._guarded(coroutine), f"read {self._job.job}")
+        self._task = self._services.spawn(self._guarded(call), f"read {self._job.job}")
 
-    async def _guarded(self, coroutine: Any) -> None:
+    async def _guarded(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await coroutine
+            await call()
         except Unrecoverable as error:
             self._fail(error.code, error.what)
         except (CkptdError, OSError, ValueError) as error:
@@ -343,14 +346,11 @@ class _Reader:
         return found
 
     # --- what is wanted of it -----------------------------------------------------------------------------------
-    async def _bring(self, rebuild: Rebuild, fd: int, before: asyncio.Task[Any] | None) -> None:
-        """``fd``: of the wants, which it takes. ``before``: lets go of what was brought last."""
-        try:
-            if before is not None:
-                await asyncio.wait([before])
-        except BaseException:
-            os.close(fd)
-            raise
+    async def _bring(self, rebuild: Rebuild, before: asyncio.Task[Any] | None) -> None:
+        """``before``: lets go of what was brought last."""
+        if before is not None:
+            await asyncio.wait([before])
+        fd, self._wants = self._wants, -1
         wants = await self._services.read_object(self._job.uid, fd, WANTS_BYTES_MAX, Wants.decode)
         self._handover = await rebuild.assemble(0, wants)
         await self._send(self._handover)
@@ -375,10 +375,18 @@ class _Reader:
         if self._host is not None:
             await self._host.release()
 
+    async def _end(self) -> None:
+        """How a task ended names what it was at work on: as long as that names the task, the process's descriptor stays open."""
+        await self._clear()
+        self._task = None
+
     async def _clear(self) -> None:
         """Its memory goes to nobody else before the last thread that may write into it has ended."""
         if self._task is not None and self._task is not asyncio.current_task():
             await asyncio.wait([self._task])
+        if self._wants >= 0:
+            os.close(self._wants)
+            self._wants = -1
         rebuild, self._rebuild = self._rebuild, None
         if rebuild is not None:
             await rebuild.ended()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import os
+import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,17 @@ import ckptd_client
 import pytest
 import torch
 from ckptd_client import CkptdError
+from ckptd_client.reader import Reading
 from torch import Tensor
 
+from ckptd.wire import rank as wire
 from tests.cluster.nodes import Cluster, Node, Trainer, together
+from tests.waiting import until
 
 JOB = "read"
 SAVES = 60
+READS = 8
+FEW = 16  # descriptors that come and go with saves
 WEIGHT, OWN = "model.0.weight", "model.1.running_mean"
 
 
@@ -41,6 +49,11 @@ def rows_of(found: Any, first: int, rows: int) -> Tensor:
     out = torch.empty(rows, 64)
     found.read([(WEIGHT, (first, 0), (rows, 64), out)])
     return out
+
+
+def opens(node: Node) -> int:
+    """How many descriptors its daemon has."""
+    return len(os.listdir(f"/proc/{node.daemon_pid()}/fd"))
 
 
 def first_bytes(values: Tensor) -> str:
@@ -99,6 +112,9 @@ def test_each_step_that_is_read_beside_saves_is_that_step(nodes: Cluster) -> Non
     """Never torn: every element tells the step that it is of."""
     made = nodes.several(2)
     world = nodes.world(made, JOB, kind="explicit")
+    together(world, "save", step=0)
+    with opened(made[0]), opened(made[1]):
+        few = {node.name: opens(node) for node in made}
     seen: dict[int, int] = {}
     refused: list[str] = []
     with ThreadPoolExecutor(1) as pool:
@@ -117,6 +133,30 @@ def test_each_step_that_is_read_beside_saves_is_that_step(nodes: Cluster) -> Non
             seen[found.step] = seen.get(found.step, 0) + 1
         assert saving.result()[-1] == [None, None]
     assert len(seen) >= 3 and sorted(seen) == list(seen), (seen, collections.Counter(refused))
+    for node in made:
+        assert not re.search("never awaited|Traceback|internal", node.log.read_text()), node.log.read_text()[-2000:]
+        until(lambda node=node: opens(node) <= few[node.name] + FEW, what="readers to leave no descriptors behind")  # type: ignore[misc]
+
+
+def test_a_reader_that_ends_while_it_asks_leaves_nothing_behind(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both words are read in one turn of the daemon's: what it began for the first is called off before it has begun."""
+    made, _, _ = trained(nodes, 1, "sealed", replicas=0)
+    say = Reading._say
+    before = opens(made[0])
+
+    def dies(reading: Reading, message: object, fds: list[int] | None = None) -> None:
+        if isinstance(message, wire.Wants):
+            made[0].signal_daemon(signal.SIGSTOP)
+        say(reading, message, fds)
+        if isinstance(message, wire.Wants):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reading, "_say", dies)
+    for _ in range(READS):
+        with pytest.raises(KeyboardInterrupt), opened(made[0]) as found:
+            rows_of(found, 0, 64)
+        made[0].signal_daemon(signal.SIGCONT)
+    until(lambda: opens(made[0]) < before + READS, what="what was asked for to be closed")
 
 
 def test_what_training_has_let_go_of_is_not_read_to_its_end(nodes: Cluster) -> None:
