@@ -6,11 +6,12 @@ import random
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
-from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptd.daemon.ports import FIRST_PORT
 from ckptd.demo import processes
 from ckptd.demo.node import Node, spawn
 from ckptd.demo.notebook import Pages
@@ -18,6 +19,8 @@ from ckptd.demo.notebook import Pages
 LOG_TAIL_LINES = 8
 PORT_MIN = 10_000
 PORT_TRIES_MAX = 100
+PORTS_HELD_MAX = 16
+_held: deque[socket.socket] = deque()
 
 
 @dataclass
@@ -89,11 +92,20 @@ class Job:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now, and that the system gives to no connection before it is used, if it can be had. At no
-    address of this machine: torch's store listens at all of them."""
+    """A TCP port that nobody listens on now, at no address of this machine, as torch's store listens at all of them. Nobody else
+    is given it before it is used: not a connection, as it lies below those; not a daemon, as they choose their own elsewhere; not
+    another call of this, in any process, as a socket that does not listen goes on holding it."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(PORT_TRIES_MAX):
-        with closing(socket.socket()) as probe, suppress(OSError):
-            probe.bind(("", random.SystemRandom().randint(PORT_MIN, max(PORT_MIN, low - 1))))
-            return int(probe.getsockname()[1])
-    raise OSError(f"no port from {PORT_MIN} to {low} is free")
+        held = socket.socket()
+        try:
+            held.bind(("", random.SystemRandom().randint(PORT_MIN, min(FIRST_PORT, max(PORT_MIN + 1, low)) - 1)))
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on whoever reuses may listen
+        _held.append(held)
+        if len(_held) > PORTS_HELD_MAX:
+            _held.popleft().close()  # its port was used long ago
+        return int(held.getsockname()[1])
+    raise OSError(f"no port from {PORT_MIN} to {min(FIRST_PORT, low)} is free")

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from torch.distributed import TCPStore
 
 from ckptd.core.errors import CkptdError
+from ckptd.daemon.ports import FIRST_PORT
 from ckptd.demo import claims, plot, processes
 from ckptd.demo.claims import Chapter
 from ckptd.demo.cluster import TEMPORARY, Sample, short_temp
@@ -402,15 +404,32 @@ def test_a_demo_that_cannot_write_says_so(tmp_path: Path) -> None:
 
 def test_a_port_is_one_that_the_system_gives_to_no_connection() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(port < max(low, PORT_MIN + 1) for port in (free_port() for _ in range(20)))
+    ports = [free_port() for _ in range(40)]
+    assert all(PORT_MIN <= port < min(low, FIRST_PORT) for port in ports), "nor one that a daemon chooses itself"
+
+
+def test_a_port_is_given_once_and_is_free_for_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five workers and their daemons draw ports at the same time: the CI met EADDRINUSE in a trainer."""
+    mine = free_port()
+    monkeypatch.setattr("ckptd.demo.job.random.SystemRandom.randint", lambda *_: mine)
+    with pytest.raises(OSError, match="is free"):
+        free_port()
+    code = f"""if True:
+        import socket
+        try:
+            socket.socket().bind(("", {mine}))
+        except OSError:
+            print("held")
+    """
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "held\n"
+    TCPStore("127.0.0.1", mine, 1, is_master=True).set("key", "value")
 
 
 def test_a_port_that_somebody_listens_on_at_another_address_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's store listens at all of them."""
-    taken, free = free_port(), free_port()
-    numbers = iter([taken, free])
+    numbers = iter([taken := PORT_MIN + 1, taken + 1])
     monkeypatch.setattr("ckptd.demo.job.random.SystemRandom.randint", lambda *_: next(numbers))
     with closing(socket.socket()) as other:
         other.bind(("127.0.0.7", taken))
         other.listen()
-        assert free_port() == free
+        assert free_port() == taken + 1
