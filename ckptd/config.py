@@ -28,6 +28,7 @@ SOCKET_NAME = "ckptd.sock"
 HTTP_SUFFIX = ".http"
 SOCKET_PATH_BYTES_MAX = 107  # sun_path, less its NUL
 PORT_MAX = 65535
+FIRST_PORT, PORTS = 20000, 8000  # a daemon's own choice: below those that systems give away and below Kubernetes' node ports
 DAY_S = 86400.0
 MONTH_S = 30 * DAY_S
 FLUSH_EVERY_S = 600.0  # where no cadence is set

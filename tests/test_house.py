@@ -79,6 +79,7 @@ ORACLE_IMPORTS = frozenset({"ckptd", "ckptd.core", "ckptd.core.ids", "ckptd.core
 EXECUTES_INPUT = frozenset(  # P13
     {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
 )
+ASKED = (ast.Import, ast.ImportFrom, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.If)
 TORCH_FILES = ("torch.load", "torch.save")
 UNPICKLING = ("all_gather_object", "broadcast_object_list", "scatter_object_list", "gather_object")
 
@@ -99,6 +100,12 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Imports, calls, functions and conditions: what these tests ask for. To walk a tree takes longer than to parse it."""
+    return tuple(node for node in ast.walk(tree_of(path)) if isinstance(node, ASKED))
+
+
+@cache
 def module_of(path: Path) -> str:
     """Dotted name: ckptd/core/state_map/box.py -> ckptd.core.state_map.box; client/ is a source root of its own."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
@@ -107,10 +114,15 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, dotted module) of every import, wherever it stands; ``from a import b`` is a.b too when that is a file."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -122,6 +134,7 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
             )
 
 
+@cache
 def is_module(dotted: str) -> bool:
     places = (ROOT / dotted.replace(".", "/"), ROOT / "client" / dotted.replace(".", "/"))
     return any(place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places)
@@ -219,7 +232,7 @@ def test_client_imports_nothing_but_torch_msgpack_core_and_its_wire() -> None:
 
 
 def inside_a_function(path: Path, line: int) -> bool:
-    functions = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (n for n in nodes_of(path) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
     return any(node.lineno < line <= (node.end_lineno or line) for node in functions)
 
 
@@ -256,7 +269,7 @@ def test_the_oracle_imports_names_and_messages_only() -> None:
 
 def for_annotations(path: Path, line: int) -> bool:
     """Below ``if TYPE_CHECKING:``."""
-    guards = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    guards = (n for n in nodes_of(path) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     return any(node.lineno < line <= (node.end_lineno or line) for node in guards)
 
 
@@ -287,7 +300,7 @@ def names_one(path: Path, words: Iterable[str]) -> bool:
 
 
 def calls_of(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call):
             yield node.lineno, ast.unparse(node.func)
 
@@ -296,7 +309,7 @@ def test_tests_wait_for_conditions_not_for_seconds() -> None:
     found = []
     for path in (path for path in python_files("tests") if names_one(path, ("sleep",))):
         found += [broken(path, line, "time.sleep") for line, call in calls_of(path) if call == "time.sleep"]
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module == "time":
                 found += [
                     broken(path, node.lineno, "time.sleep") for alias in node.names if alias.name == "sleep"
@@ -310,7 +323,7 @@ def test_files_and_functions_are_short() -> None:
         lines = path.read_text(encoding="utf-8").count("\n")
         if lines > FILE_LINES_MAX:
             found.append(broken(path, lines, f"more than {FILE_LINES_MAX} lines"))
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 length = (node.end_lineno or node.lineno) - first + 1
@@ -330,6 +343,6 @@ def test_files_and_functions_are_short() -> None:
 )
 def test_the_parser_sees_every_form(source: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A house test that overlooks imports would prove nothing."""
-    path = ROOT / "ckptd/core/imagined.py"
+    path = ROOT / f"ckptd/core/imagined_{abs(hash(source))}.py"  # one for each: what was found in a file is kept
     monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(source))
     assert {dotted for _, dotted in imports_of(path)} == expected

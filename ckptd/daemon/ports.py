@@ -10,13 +10,13 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from ckptd.config import FIRST_PORT, PORTS
 from ckptd.core.errors import CkptdError
 from ckptd.daemon.services import log
 from ckptd.daemon.state import StateDir
 from ckptd.wire.control import ControlLink
 
 FILE = "ports.json"
-FIRST_PORT, PORTS = 20000, 8000  # below the ports that systems give away and below Kubernetes' node ports
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptd.daemon.ports import FIRST_PORT
+from ckptd.config import FIRST_PORT
 from ckptd.demo import processes
 from ckptd.demo.node import Node, spawn
 from ckptd.demo.notebook import Pages

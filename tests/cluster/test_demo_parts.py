@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from torch.distributed import TCPStore
 
+from ckptd.config import FIRST_PORT
 from ckptd.core.errors import CkptdError
-from ckptd.daemon.ports import FIRST_PORT
 from ckptd.demo import claims, plot, processes
 from ckptd.demo.claims import Chapter
 from ckptd.demo.cluster import TEMPORARY, Sample, short_temp

@@ -112,6 +112,7 @@ def test_the_memory_of_one_who_wants_nearly_all(nodes: Cluster) -> None:
     assert "sealed" in _snapshot(ours)
 
 
+@pytest.mark.chaos
 def test_a_share_is_no_more_where_others_are(nodes: Cluster) -> None:
     """Nor while they lack nothing yet: what a process has mapped cannot be taken back."""
     node = nodes.node(replicas=0, memory_budget="256MiB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckptd.config import FIRST_PORT, PORTS
 from ckptd.core.errors import CkptdError
 from ckptd.daemon import ports
 from ckptd.daemon.state import StateDir
@@ -14,7 +15,7 @@ def test_the_first_ports_are_those_of_the_configuration(tmp_path: Path) -> None:
     first = ports.kept(state, "n0", "127.0.0.1")
     assert first == ports.kept(state, "n0", "127.0.0.1")
     assert first.control != first.bulk
-    assert all(ports.FIRST_PORT <= port < ports.FIRST_PORT + ports.PORTS for port in (first.control, first.bulk))
+    assert all(FIRST_PORT <= port < FIRST_PORT + PORTS for port in (first.control, first.bulk))
     others = [
         ports.kept(StateDir(tmp_path / "b"), "n0", "127.0.0.1"), ports.kept(state, "n1", "127.0.0.1"),
         ports.kept(state, "n0", "127.0.0.2"),

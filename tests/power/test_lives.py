@@ -13,7 +13,7 @@ from tests.power.episode import Bench
 pytestmark = pytest.mark.root
 
 
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("kind", ["ext4", pytest.param("xfs", marks=pytest.mark.chaos)])
 def test_what_was_promised_survives(kind: str, tmp_path: Path) -> None:
     try:
         with Bench(kind, tmp_path) as bench:

@@ -34,7 +34,7 @@ class PowerCut(BaseException):
     """Nothing of the process may go on."""
 
 
-@pytest.fixture(params=["ext4", "xfs"])
+@pytest.fixture(params=["ext4", pytest.param("xfs", marks=pytest.mark.chaos)])
 def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
     with ExitStack() as opened:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
+import pytest
+
 from ckptd.core.redundancy.degradation import DOWN_S, UP_S
 from ckptd.core.redundancy.policies import Replicas
 from tests.sim.world import World
@@ -44,6 +46,7 @@ def no_room(world: World, *what: str) -> None:
         host.no_room_for = frozenset(what)
 
 
+@pytest.mark.chaos
 def test_down_to_parity_to_local_only_and_up_again() -> None:
     world = trained()
     assert in_force(world) == {"replicas=1"}
