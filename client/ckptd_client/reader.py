@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -41,6 +42,8 @@ class Reading(Mapping[str, Any]):
         self._socket, self._job, self._timeout_s = sock, job, timeout_s
         self.step, self.epoch = -1, -1
         self._catalogue = Catalogue({}, {}, frozenset())
+        self._reads = threading.Lock()  # one at a time, whoever asks
+        self._owed = False  # an answer, or what follows it
 
     def look(self, step: int | None, source: str | None, nodes: Sequence[Mapping[str, Any]]) -> Reading:
         self._say(wire.Hello(wire.PROTOCOL_VERSION, self._job, os.getpid()))
@@ -99,6 +102,15 @@ class Reading(Mapping[str, Any]):
 
     def _bring(self, wanted: Wanted) -> dict[int, bytes]:
         """Fills the targets. Of the object that is wanted: by rank, and ALL the one of all."""
+        with self._reads:
+            if self._owed:  # an answer that comes late would be taken for the next one's
+                raise CkptdError("a read of it did not come to its end", where=self._job, hint="open() the job again")
+            self._owed = True
+            blobs = self._brought(wanted)
+            self._owed = False
+            return blobs
+
+    def _brought(self, wanted: Wanted) -> dict[int, bytes]:
         fd = memfd_object(wanted.encode())
         try:
             self._say(wire.Wants(ROUND), [fd])
@@ -155,6 +167,7 @@ class Reading(Mapping[str, Any]):
             if isinstance(message, wire.Refused):
                 raise CkptdError(message.what, where=message.where, hint=message.hint)
             if isinstance(message, wire.Failed):
+                self._owed = False
                 raise CkptdError(message.reason, where=self._job, hint=message.hint or GONE)
 
     def close(self) -> None:

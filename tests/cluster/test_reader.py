@@ -159,6 +159,28 @@ def test_a_reader_that_ends_while_it_asks_leaves_nothing_behind(nodes: Cluster, 
     until(lambda: opens(made[0]) < before + READS, what="what was asked for to be closed")
 
 
+def test_threads_share_a_reading_and_an_answer_that_comes_late_is_not_taken_for_the_next_ones(nodes: Cluster) -> None:
+    made, _, parts = trained(nodes, 1, "sealed", replicas=0)
+    daemon = made[0].daemon_pid()
+    with opened(made[0]) as found:
+        whole = rows_of(found, 0, 64)
+        assert first_bytes(whole) == parts[0]
+        with ThreadPoolExecutor(4) as pool:
+            rows = list(pool.map(lambda first: rows_of(found, first, 1), range(64)))
+        assert torch.equal(torch.cat(rows), whole)
+        os.kill(daemon, signal.SIGSTOP)
+        try:
+            found._timeout_s = 0.2
+            with pytest.raises(CkptdError, match="no answer"):
+                rows_of(found, 0, 1)
+        finally:
+            os.kill(daemon, signal.SIGCONT)
+        with pytest.raises(CkptdError, match="did not come to its end"):
+            rows_of(found, 1, 1)
+    with opened(made[0]) as found:
+        assert torch.equal(rows_of(found, 1, 1), whole[1:2])
+
+
 def test_what_training_has_let_go_of_is_not_read_to_its_end(nodes: Cluster) -> None:
     """Never torn: it is said. Storage has none of it, and of two slots neither is kept for a reader."""
     made, world, parts = trained(nodes, 1, "sealed", replicas=0, own_slots=2)
