@@ -23,8 +23,8 @@ from ckptd_client import (
     fence,
     graphs,
     nested,
-    pooled,
     resolve,
+    rules_file,
     sockets,
     versions,
     watch,
@@ -165,7 +165,7 @@ class Client(Registering, Explicit):
         only: Sequence[str] | str | None = None,
         strict: bool = True,
         allow_fresh: bool = False,
-        rules: Mapping[str, Own] | None = None,
+        rules: Mapping[str, Own] | str | os.PathLike[str] | None = None,
     ) -> int | None:
         """Load the newest recoverable snapshot (or ``step``) into the registered objects; all ranks call it alike.
 
@@ -173,9 +173,9 @@ class Client(Registering, Explicit):
         "memory" or "durable". only: shell patterns of whole keys to load (``model.*``), each of which must fit one. After
         ``step=`` the job goes on from there: what lies beyond it is not restored any more, and goes with the next retention
         unless kept. strict=False: load what fits; what is left out is in the log and in ``last_restore["notes"]``.
-        allow_fresh=True: None instead of an error when nothing can be reached or recovered. rules: {pattern: own("mean")}, what
-        becomes of values that each rank had for itself where the world has another size now. Raises CkptdError on all ranks;
-        nothing is written unless every rank can load, and the error says so when a rank's objects are dirty all the same.
+        allow_fresh=True: None instead of an error when nothing can be reached or recovered. rules: {pattern: own("mean")} or a TOML
+        file's path, what becomes of values that each rank had for itself where the world has another size now. Raises CkptdError on
+        all ranks; nothing is written unless all can load, and the error says so when a rank's objects are dirty all the same.
         ``last_restore["mode"]``: "verified", "direct" (the daemon had no room for all bytes at once), "fresh", or "no daemon".
         """
         step = None if step is None else operator.index(step)
@@ -183,7 +183,7 @@ class Client(Registering, Explicit):
             raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
         self._check_here()
         patterns = [only] if isinstance(only, str) else only
-        return self._restore(step, source, patterns, strict, allow_fresh, pooled.check(rules or {}))
+        return self._restore(step, source, patterns, strict, allow_fresh, rules_file.given_own(rules))
 
     def _restore(
         self, step: int | None, source: str | None, only: Sequence[str] | Callable[[str], bool] | None, strict: bool,

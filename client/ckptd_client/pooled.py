@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ckptd.core.errors import CkptdError
 from ckptd_client import dtypes
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner, matches
@@ -41,14 +40,6 @@ def rule_for(keys: Sequence[str], owner: Owner, rules: Mapping[str, Own]) -> Own
             if isinstance(found, Own):
                 return found
     return None
-
-
-def check(rules: Mapping[str, Any]) -> dict[str, Own]:
-    """What restore() is told. Raises CkptdError for a rule that tells how a tensor was cut."""
-    for pattern, rule in rules.items():
-        if not isinstance(rule, Own):
-            raise CkptdError("restore() takes own() alone", where=pattern, hint="register(rules=) says how layers are cut")
-    return dict(rules)
 
 
 def cannot(how: str, dtype: torch.dtype, catalogue: Catalogue, source: str, *, here: bool, alike: bool) -> str:

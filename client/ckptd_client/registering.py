@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from ckptd_client import rules_file
 from ckptd_client.boxes import Boxes, Provider
 from ckptd_client.entries import KeyMap
 from ckptd_client.registry import Patterns, Registry
-from ckptd_client.rules import Rule
+from ckptd_client.rules_file import Rules
 
 
 class Registering:
@@ -26,7 +27,7 @@ class Registering:
         key_map: KeyMap | None = None,
         without: Patterns = (),
         gradients: bool = False,
-        rules: Mapping[str, Rule] | None = None,
+        rules: Rules | None = None,
         mesh: Any = None,
         **objects: Any,
     ) -> None:
@@ -44,14 +45,15 @@ class Registering:
         in the middle of an accumulation.
 
         rules: {pattern: rule, or list of rules, outermost first} for tensors that the program has cut itself (``shard``,
-        ``copied``, ``padded``), and their optimizer states of the same shape. mesh: the DeviceMesh whose dimensions these name.
+        ``copied``, ``padded``), and their optimizer states of the same shape, or for values that each rank has for itself
+        (``own``); or the path of a TOML file that says these. mesh: the DeviceMesh whose dimensions they name.
 
         Raises TypeError naming the path of a value that cannot be saved without pickle, or that no restore could write into (a
-        number by itself), and its remedy; CkptdError for a rule or pattern that does not fit.
+        number by itself), and its remedy; CkptdError for a rule or pattern that does not fit, or a file of rules that is none.
         """
         self._registry.register(
             objects, include=include, exclude=exclude, replicated=replicated, fenced=fenced, key_map=key_map, without=without,
-            gradients=gradients, rules=rules, mesh=mesh,
+            gradients=gradients, rules=rules_file.given(rules), mesh=mesh,
         )  # fmt: skip
 
     def register_boxes(
