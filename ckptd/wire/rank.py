@@ -379,9 +379,12 @@ class Forgotten:
     nodes: list[str] = field(default_factory=list)
 
 
+OWN_VALUES = "own"  # fact of a Health that is news: keys of tensors whose values turned out to be each rank's own
+
+
 @dataclass(frozen=True)
 class Health:
-    """Answer to AskHealth (request > 0) or news (request 0)."""
+    """Answer to AskHealth (request > 0) or news (request 0). facts: who does not know one passes over it."""
 
     request: int
     ok: bool

@@ -34,6 +34,7 @@ from ckptd_client.capture import Engine
 from ckptd_client.explicit import Explicit
 from ckptd_client.handles import LEVELS, NOT_SAVED, Handle, reached
 from ckptd_client.joining import Joiner
+from ckptd_client.own_values import OwnValues
 from ckptd_client.registering import Registering
 from ckptd_client.registry import Registry
 from ckptd_client.rendezvous import NoDaemon
@@ -87,6 +88,8 @@ class Client(Registering, Explicit):
         self._session.connection_lost = lambda lost: self._engine.stop_connection(lost, "connection to the daemon lost")
         self._session.written_there = self._registry.were_written
         self._session.slot_mapped = self._engine.warm
+        self._own_values = OwnValues(self._registry, self._troubles)
+        self._session.own_values = self._own_values.differ
 
     @classmethod
     def connect(
@@ -201,9 +204,7 @@ class Client(Registering, Explicit):
 
         try:
             ask = asdict(messages.RestoreAsk(step, source, allow_fresh))
-            world = self._joiner.now(
-                resolve.whole(self._registry, state), ask, session.link.trouble, deadline
-            )
+            world = self._joiner.now(resolve.whole(self._registry, state), ask, session.link.trouble, deadline)
         except NoDaemon as error:
             if not allow_fresh:
                 raise
@@ -439,9 +440,7 @@ class Client(Registering, Explicit):
         self._check_here()
         reply = self._session.ask(wire.ListSteps, ANSWER_TIMEOUT_S)
         if not isinstance(reply, wire.Steps):
-            raise CkptdError(
-                "the daemon does not answer", where=self._session.link.path, hint="see client.health()"
-            )
+            raise CkptdError("the daemon does not answer", where=self._session.link.path, hint="see client.health()")
         return reply.rows
 
     def health(self) -> HealthReport:
@@ -452,12 +451,12 @@ class Client(Registering, Explicit):
         reply = session.ask(wire.AskHealth, ANSWER_TIMEOUT_S)
         problems = self._troubles.problems()
         device_s = accelerator.stalled_s()
-        fences = {"fence_s": self._engine.fenced_s + device_s, "device_fence_s": device_s}
+        ours = {"fence_s": self._engine.fenced_s + device_s, "device_fence_s": device_s, "own": self._own_values.without_rule}
         synchronous = {name: owner.synchronous for name, owner in self._registry.owners.items() if owner.synchronous}
         captured_s = graphs.captured_s()
         if captured_s is not None and captured_s > CAPTURE_LONG_S:
             problems.append(f"a graph has been captured for {captured_s:.0f} s, and snapshots wait for its capture_end()")
-        facts = session.facts() | fences | {"lost": self._troubles.losses(), "synchronous": synchronous}
+        facts = session.facts() | ours | {"lost": self._troubles.losses(), "synchronous": synchronous}
         if isinstance(reply, wire.Health):
             problems += [text for text in reply.problems if text not in problems]
             facts["daemon"] = reply.facts

@@ -72,6 +72,7 @@ class Session:
         self.connection_lost: Callable[[int], None] = lambda connection: None
         self.written_there: Callable[[dict[str, list[str]], int], None] = lambda written, grant: None
         self.slot_mapped: Callable[[SlotView, Accelerator | None, Callable[[], None]], None] = lambda slot, on, ready: ready()
+        self.own_values: Callable[[list[str]], None] = lambda keys: None
         self.accelerator: Accelerator | None = None  # that the rank's tensors lie on
         self._cold = Cold()
         self._handles: dict[int, Handle] = {}
@@ -283,9 +284,7 @@ class Session:
             if self.restoring:
                 said = wire.Failed("superseded", "a newer start of the job joined in this rank's place")
                 self._inbox.append((said, b"", []))
-            self.troubles.report(
-                "superseded", f"epoch {message.epoch} of this job was opened elsewhere; no more snapshots"
-            )
+            self.troubles.report("superseded", f"epoch {message.epoch} of this job was opened elsewhere; no more snapshots")
 
     def _reply(self, message: Any, fds: list[int]) -> None:
         if message.request:
@@ -293,6 +292,7 @@ class Session:
         if isinstance(message, wire.Health):
             self._hear_waits(str(message.facts.get("waits", self.waits)))
             self._hear_problems(message)
+            self.own_values(list(message.facts.get(wire.OWN_VALUES, ())))
 
     def _hear_waits(self, text: str) -> None:
         if text.partition(":")[0] != self.waits.partition(":")[0]:

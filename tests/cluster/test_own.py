@@ -13,19 +13,26 @@ from tests.cluster.nodes import Cluster, Node, TrainerError, together
 
 JOB = "own"
 MEANS, VARIANCES, BATCHES = 0, 1, 2
+OWN = ("model.1.running_mean", "model.1.running_var")
+WARNING = "2 tensors differ between ranks: model.1.running_mean, model.1.running_var. "
 Numbers = list[float]
 
 
-def trained(nodes: Cluster, count: int, level: str, **settings: Any) -> tuple[list[Node], list[Any]]:
-    """BatchNorm under FSDP2, on as many ranks, each of which sees data of its own. Returns their statistics, by rank."""
+def trained(
+    nodes: Cluster, count: int, level: str, *, kind: str = "statistics", told: Sequence[str] = OWN, **settings: Any
+) -> tuple[list[Node], list[Any]]:
+    """BatchNorm under FSDP2, on as many ranks, each of which sees data of its own. Returns their statistics, by rank.
+    ``told``: what rank 0 hears of, and nobody else."""
     made = nodes.several(count, **settings)
-    world = nodes.world(made, JOB, kind="statistics")
+    world = nodes.world(made, JOB, kind=kind)
     together(world, "restore")
     together(world, "train", steps=3, snapshot=False)
     found = together(world, "statistics")
     assert len({str(one) for one in found}) == count, "each rank has its own"
     together(world, "snapshot", must=True)
     assert all(level in str(said) for said in together(world, "wait", level=level))
+    assert together(world, "own") == [list(told), *([] for _ in world[1:])]
+    assert [trainer.log.read_text().count(WARNING) for trainer in world] == [int(bool(told)), *(0 for _ in world[1:])]
     for trainer in world:
         trainer.kill()
     return made, found
@@ -60,6 +67,15 @@ def test_a_node_dies_and_two_ranks_go_on_with_the_mean_of_three(nodes: Cluster) 
     sources = {source for said in together(two, "last_restore") for source, nbytes in said["bytes"].items() if nbytes}
     assert {"own", "peer"} <= sources
     assert all(said["step"] == 4 for said in together(two, "train"))
+
+
+def test_a_rule_of_register_is_enough(nodes: Cluster) -> None:
+    """Nobody is told of what it covers, and a restore into another world asks for nothing more."""
+    made, found = trained(nodes, 2, "protected", kind="ruled", told=())
+    (alone,) = nodes.world(made[:1], JOB, kind="ruled")
+    assert alone.do("restore") == 3
+    means = [by_element(found, kind, statistics.fmean) for kind in (MEANS, VARIANCES)]
+    assert alone.do("statistics") == [*means, found[0][BATCHES]]
 
 
 @pytest.mark.chaos

@@ -1,11 +1,11 @@
 """A rank for tests: trains a small model for real, one command per line on stdin, one answer per line on stdout.
 
-Kinds: plain, ddp, fsdp; statistics (fsdp, and each rank sees data of its own: so are its BatchNorm's statistics); other (another
-shape than plain), double (another dtype), head (one module more), model (no optimizer registered); wide (tensors that are copied
-in the background, small ones are not), wide_fsdp (the same, sharded; 3.2 MB); stages (equal names, other values on each rank),
-shapes (equal names, another shape on each rank); adapters (16 MB of frozen parameters and a small trained layer), adapters_fsdp;
-many (600 small parameters, plain on each rank); zero (an engine of its own that hands over boxes, zero.py); explicit (registers
-nothing: saving() and open()).
+Kinds: plain, ddp, fsdp; statistics (fsdp, and each rank sees data of its own: so are its BatchNorm's statistics), ruled (the same,
+and a rule says what becomes of these); other (another shape than plain), double (another dtype), head (one module more), model (no
+optimizer registered); wide (tensors that are copied in the background, small ones are not), wide_fsdp (the same, sharded; 3.2 MB);
+stages (equal names, other values on each rank), shapes (equal names, another shape on each rank); adapters (16 MB of frozen
+parameters and a small trained layer), adapters_fsdp; many (600 small parameters, plain on each rank); zero (an engine of its own
+that hands over boxes, zero.py); explicit (registers nothing: saving() and open()).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ WIDTH = 64
 FROZEN = 1024
 STEP_S = 0.002
 MANY = 600
+OWN_DATA = ("statistics", "ruled")
 
 
 class Loader:
@@ -97,7 +98,7 @@ class Run:
             registered = registered["extra"]
         if kind == "explicit":
             return
-        self.client.register(**registered)
+        self.client.register(**registered, rules={"*.running_*": own("mean")} if kind == "ruled" else None)
 
     def again(self, job: str, kind: str) -> None:
         """A new start in the same process: another client, model and optimizer."""
@@ -105,7 +106,7 @@ class Run:
         self._begin(job, kind)
 
     def _wrap(self, kind: str) -> nn.Module:
-        if self.world == 1 or kind not in ("ddp", "fsdp", "wide_fsdp", "adapters_fsdp", "statistics"):
+        if self.world == 1 or kind not in ("ddp", "fsdp", "wide_fsdp", "adapters_fsdp", *OWN_DATA):
             return self.bare
         if kind == "ddp":
             return nn.parallel.DistributedDataParallel(self.bare)
@@ -122,7 +123,7 @@ class Run:
     def train(self, steps: int = 1, snapshot: bool = True) -> dict[str, Any]:
         statuses = []
         for _ in range(steps):
-            seed = self.step * 1000 + (self.rank if self.kind in ("stages", "statistics") else 0)
+            seed = self.step * 1000 + (self.rank if self.kind in ("stages", *OWN_DATA) else 0)
             generator = torch.Generator().manual_seed(seed)
             loss = self.model(torch.randn(8, WIDTH, generator=generator)).square().mean()
             loss.backward()
@@ -231,6 +232,9 @@ class Run:
 
     def lost(self) -> Any:
         return self.client.health().facts.get("lost", {})
+
+    def own(self) -> Any:
+        return self.client.health().facts["own"]
 
     def thaw(self) -> None:
         """Other weights under the same names, as a new base model has."""

@@ -9,13 +9,14 @@ import pytest
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine import view
 from ckptd.core.protocol.machine.steward.certify import REPEAT_S
-from ckptd.core.state_map.agreement import TENSORS
+from ckptd.core.state_map.agreement import TENSORS, object_name
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.layout import REPLICA
+from ckptd.core.state_map.layout import MAYBE, REPLICA
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from tests.core.certificates import BOTH, BOTH_HELD, OLD, OLD_ONES, released, released_since, steward
-from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
+from tests.core.machines import EPOCH, Member, Steward, at, fact, layout, only, record_of
 
 
 # --- levels -----------------------------------------------------------------------------------------------------------
@@ -119,16 +120,32 @@ def alarms(node: Steward, kind: str) -> list[str]:
     return [do.text for do in only(node.done, ins.Alarm) if do.kind == kind]
 
 
-def test_copies_that_must_be_equal_and_differ_void_the_snapshot() -> None:
-    box = Box((0,), (4,))
+def holding(sharing: str, *digests: bytes) -> Steward:
+    """Node b holds what both ranks have of tensor w, each with one of these sums of it, and of an object of its own."""
     held, layouts = [], []
-    for rank, digest in enumerate((b"x" * 16, b"y" * 16)):
-        layouts.append(build_layout(rank, 2, [LayoutItem("w", "F32", (4,), box, "param", REPLICA, 1)], 64))
-        held.append(
-            msg.HoldingFact(at(7), rank, 0, layouts[rank].layout_id, ((TENSORS, digest),))
-        )
+    for rank, digest in enumerate(digests):
+        layouts.append(build_layout(rank, 2, [LayoutItem("w", "F32", (4,), Box((0,), (4,)), "param", sharing, 1)], 64))
+        sums = ((TENSORS, digest), (object_name("rng"), bytes([rank]) * 16))
+        held.append(msg.HoldingFact(at(7), rank, 0, layouts[rank].layout_id, sums))
     node = steward()
     node.others["b"].tell_inventory(*held, layouts=layouts)
+    return node
+
+
+def test_what_each_rank_has_for_itself_is_known_where_the_steward_is() -> None:
+    """D7: by the sums of each snapshot. Nobody is sent it, and nobody else knows it."""
+    node = holding(MAYBE, b"x" * 16, b"y" * 16)
+    assert node.level(7) == 0
+    assert view.own_values(node.machine, at(7)) == ("o:rng", "t:w")
+    assert view.own_values(holding(MAYBE, b"x" * 16, b"x" * 16).machine, at(7)) == ("o:rng",)
+    assert view.own_values(node.machine, at(8)) == ()
+    member = Member(record_of())
+    member.certify(1, 7, 0)
+    assert view.own_values(member.machine, at(7)) == ()
+
+
+def test_copies_that_must_be_equal_and_differ_void_the_snapshot() -> None:
+    node = holding(REPLICA, b"x" * 16, b"y" * 16)
     assert len(alarms(node, "silent_corruption")) == 1
     void = node.said(msg.Void, "b")[0]
     assert (void.snapshot, void.grant, void.session) == (at(7), 0, node.others["b"].session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.machine.context import Context
 from ckptd.core.protocol.machine.slots import FILLING, FREE, SEALED, Slot
 from ckptd.core.redundancy.degradation import levels
@@ -57,6 +58,12 @@ def progress(machine: JobMachine) -> dict[int, int]:
     if not machine.steward.active:
         return {}
     return {rank: state.step for rank, state in machine.steward.grants.ranks.items() if not state.left}
+
+
+def own_values(machine: JobMachine, snapshot: SnapshotId) -> tuple[str, ...]:
+    """"t:key" and "o:name" whose values were each rank's own in this snapshot; empty where the steward is not."""
+    state = machine.steward.table.states.get(snapshot) if machine.steward.active else None
+    return state.agreement.per_rank if state is not None and state.agreement is not None else ()
 
 
 def phase(machine: JobMachine) -> str:

@@ -1,0 +1,48 @@
+"""Values that turn out to be each rank's own, told to a rank as soon as a snapshot shows it (design D7, D18).
+
+Else nobody would hear of them before a restore into a world of another size, which is refused without a rule for them. The steward
+finds them, so its node tells: what one rank has in its log is enough for a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from ckptd.wire.rank import OWN_VALUES, Health
+
+if TYPE_CHECKING:
+    from ckptd.daemon.local_slots import LocalSlots
+
+KEYS_TOLD_MAX, BYTES_TOLD_MAX = 512, 32 * 1024  # in one frame; the others follow with the next snapshots
+TENSOR = "t:"  # what a key begins with; an object has a method that divides it, or none, and takes no rule
+
+
+class OwnValues:
+    def __init__(self, all_slots: LocalSlots) -> None:
+        self._local_slots = all_slots
+        self._told: set[str] = set()  # in this epoch
+
+    def begin(self) -> None:
+        """A new epoch: its ranks have heard nothing yet."""
+        self._told.clear()
+
+    def tell(self, names: Iterable[str]) -> None:
+        """``names``: "t:key" and "o:name" that differed in a snapshot. Each is told once, to the lowest rank that is here."""
+        new = [name for name in names if name not in self._told and name.startswith(TENSOR)]
+        if not new:
+            return
+        here = (own.session for _, own in sorted(self._local_slots.by_rank.items()) if own.session is not None)
+        session, some = next(here, None), list(_fitting(new))
+        if session is not None and session.send(Health(0, True, [], {OWN_VALUES: [name[len(TENSOR) :] for name in some]})):
+            self._told.update(some)
+
+
+def _fitting(names: Iterable[str]) -> Iterator[str]:
+    """As many as a frame has room for; the first one always fits."""
+    room = BYTES_TOLD_MAX
+    for number, name in enumerate(names):
+        room -= len(name.encode())
+        if number == KEYS_TOLD_MAX or room < 0:
+            return
+        yield name
