@@ -29,7 +29,7 @@ from ckptd.daemon.inbound_queue import InboundQueue
 from ckptd.daemon.local_slots import LocalSlots
 from ckptd.daemon.losses import Losses
 from ckptd.daemon.meter import Meter
-from ckptd.daemon.own_values import OwnValues
+from ckptd.daemon.own_values import tell_own_values
 from ckptd.daemon.parity_shards import ParityShards
 from ckptd.daemon.ranks import Ranks
 from ckptd.daemon.reads import Reads
@@ -77,7 +77,6 @@ class JobShell:
         self.meter = Meter(services, self)
         self._stragglers = Stragglers(services, job)
         self.losses = Losses(services, job, self.local_slots)
-        self._own_values = OwnValues(self.local_slots)
         self._supervisor = Supervisor(services, self)
         self._queue: deque[ev.Event] = deque()
         self._grown_at = services.now()
@@ -314,7 +313,6 @@ class JobShell:
         failpoint("epoch.persisted")
         self.ranks.begin()
         self.meter.begin()
-        self._own_values.begin()
         parent = do.record.parent
         log.info(
             "job=%s epoch=%d opened: %d ranks on %s, %s", self.job, do.record.number, do.record.world,
@@ -363,7 +361,7 @@ class JobShell:
             if self.services.health.has("degradation", job=self.job) and not self.machine.view()["degradation"]:
                 self.services.health.clear("degradation", job=self.job)
         self.ranks.tell_level(do)
-        self._own_values.tell(own_values(self.machine, do.snapshot))
+        tell_own_values(self.local_slots, own_values(self.machine, do.snapshot))
         self.meter.told(do)
 
     def _count_level(self, before: ins.TellLevel | None, now: ins.TellLevel) -> None:

@@ -46,6 +46,7 @@ class RankSlots:
     granted: dict[int, RankSession] = field(default_factory=dict)  # grant -> who may be filling its slot
     watched: int = -1  # pidfd of the process whose connection ended: its death is still to be told
     told_waits: str = ""  # what this session was told of why nothing is granted
+    told_own: set[str] = field(default_factory=set)  # names that it was told are each rank's own
     left: bool = False  # the rank lives on another node in the newest epoch
 
 
@@ -89,7 +90,7 @@ class LocalSlots:
             own.frozen, own.frozen_wanted = kept, 0 if kept is not None else frozen_bytes
         own.frozen_bytes, own.record_bytes = frozen_bytes, record_bytes
         self.unwatch(own)
-        own.session, own.process, own.told_waits = session, session.process, ""
+        own.session, own.process, own.told_waits, own.told_own = session, session.process, "", set()
         own.state_bytes = max(state_bytes, 1)
         for slot_id in sorted(own.free):
             if self._foreign_mapper(slot_id, session) or self._oversized(own, slot_id):

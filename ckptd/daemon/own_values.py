@@ -18,24 +18,16 @@ KEYS_TOLD_MAX, BYTES_TOLD_MAX = 512, 32 * 1024  # in one frame; the others follo
 TENSOR = "t:"  # what a key begins with; an object has a method that divides it, or none, and takes no rule
 
 
-class OwnValues:
-    def __init__(self, all_slots: LocalSlots) -> None:
-        self._local_slots = all_slots
-        self._told: set[str] = set()  # in this epoch
-
-    def begin(self) -> None:
-        """A new epoch: its ranks have heard nothing yet."""
-        self._told.clear()
-
-    def tell(self, names: Iterable[str]) -> None:
-        """``names``: "t:key" and "o:name" that differed in a snapshot. Each is told once, to the lowest rank that is here."""
-        new = [name for name in names if name not in self._told and name.startswith(TENSOR)]
-        if not new:
+def tell_own_values(all_slots: LocalSlots, names: Iterable[str]) -> None:
+    """``names``: "t:key" and "o:name" that differed in a snapshot. The lowest rank that is connected here hears of each key once,
+    and again when it joins anew."""
+    tensors = [name for name in names if name.startswith(TENSOR)]
+    for _, own in sorted(all_slots.by_rank.items()) if tensors else ():
+        if own.session is not None:
+            new = list(_fitting(name for name in tensors if name not in own.told_own))
+            if new and own.session.send(Health(0, True, [], {OWN_VALUES: [name[len(TENSOR) :] for name in new]})):
+                own.told_own.update(new)
             return
-        here = (own.session for _, own in sorted(self._local_slots.by_rank.items()) if own.session is not None)
-        session, some = next(here, None), list(_fitting(new))
-        if session is not None and session.send(Health(0, True, [], {OWN_VALUES: [name[len(TENSOR) :] for name in some]})):
-            self._told.update(some)
 
 
 def _fitting(names: Iterable[str]) -> Iterator[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ckptd_client import CkptdError, Client, copied, own, padded, shard
+from ckptd_client import CkptdError, Client, copied, own, padded, rules_file, shard
 from ckptd_client.rules_file import given, given_own
 
 from tests.node.rank_daemon_double import RankDaemonDouble
@@ -123,10 +124,13 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         given(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 11), reason="this Python reads TOML by itself")
-def test_an_older_python_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CkptdError, match=r"needs Python 3\.11"):
-        given(written(tmp_path, '"w" = {own = "mean"}'))
+def test_an_older_python_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    path, there = written(tmp_path, '"w" = {own = "mean"}'), runpy.run_path(rules_file.__file__)
+    with pytest.raises(CkptdError, match=r"needs Python 3\.11") as caught:
+        there["given"](path)
+    assert caught.value.where == str(path)
+    assert there["given"]({"w": own("mean")}) == {"w": own("mean")}
 
 
 def test_rules_of_a_program_are_taken_as_they_are() -> None:

@@ -74,7 +74,7 @@ async def test_what_does_not_fit_a_frame_follows_with_the_next_snapshots() -> No
         assert told(second) == []
 
 
-async def test_the_ranks_of_a_new_epoch_hear_of_it_anew() -> None:
+async def test_ranks_that_join_anew_hear_of_it_anew() -> None:
     async with rig() as house:
         for attempt, step in (("a", 1), ("b", 2)):
             ranks = await two(house, attempt, "mean")
