@@ -82,7 +82,7 @@ class Durable:
         if record is not None and is_grave(record):  # whoever was to delete the rest may have died
             self._services.spawn(self._delete_forgotten(storage), f"delete what is left of {job}")
         elif not attempt:  # this node speaks for the job from now on: what its predecessor hid has had its grace, perhaps
-            self._retain()
+            self.retain()
         found = tuple(sorted(info.captured for info in commits))
         self._job.feed(ev.DurableRead(attempt, True, record, found, forgotten=forgotten, turn=turn))
 
@@ -239,9 +239,10 @@ class Durable:
     def _committed(self, do: ins.Commit) -> None:
         self._job.feed(ev.CommitDone(do.snapshot, do.attempt, True, ""))
         log.info("job=%s epoch=%d step=%d is durable", self._job.job, do.snapshot.epoch, do.snapshot.step)
-        self._retain()
+        self.retain()
 
-    def _retain(self, *, full: bool = False) -> None:
+    def retain(self, *, full: bool = False) -> None:
+        """Something may go. full: storage is."""
         if self._job.record is not None:
             self._retention.begin(self._job.record, full=full)
 
@@ -249,7 +250,7 @@ class Durable:
         """The steward tries the flush again; what may go of a full storage is gone by then, or a minute later."""
         number = getattr(error, "errno", 0)
         if number in FULL:
-            self._retain(full=True)
+            self.retain(full=True)
         elif number == AWAY:  # until something answers; also a node that has nothing more to write forgets it
             self._services.health.event("storage", str(error), ttl_s=AWAY_TOLD_S)
 

@@ -26,6 +26,7 @@ from ckptd.core.protocol.machine.view import own_values, progress, waits
 from ckptd.daemon.durable import Durable
 from ckptd.daemon.frozen import Frozen
 from ckptd.daemon.inbound_queue import InboundQueue
+from ckptd.daemon.keeping import Keeping
 from ckptd.daemon.local_slots import LocalSlots
 from ckptd.daemon.losses import Losses
 from ckptd.daemon.meter import Meter
@@ -71,7 +72,7 @@ class JobShell:
         self.local_slots = LocalSlots(services, job, self.uid, self.frozen, self.feed)
         self.ranks = Ranks(services, self)
         self.restore, self.reads = Restore(services, self), Reads(services, self)
-        self.durable = Durable(services, self)
+        self.durable, self.keeping = Durable(services, self), Keeping(services, self)
         self.parity = ParityShards(services, self)
         self.inbound = InboundQueue(services, job, self.feed)
         self.meter = Meter(services, self)

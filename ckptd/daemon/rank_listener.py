@@ -109,6 +109,7 @@ class RankListener:
             "restore_timeout_s": config.restore_timeout_s,
             "durable": bool(config.storage_root),
             "pacing": config.pacing,
+            "release": True,
         }
 
     def _on_close(self, session: RankSession, reason: str) -> None:

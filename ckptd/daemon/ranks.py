@@ -80,6 +80,8 @@ class Ranks:
             self._services.spawn(self._list_steps(session, message.request), f"steps {self._job.job}")
         elif isinstance(message, wire.AskHealth):
             self._tell_health(session, message.request)
+        elif isinstance(message, wire.Release):
+            self._job.keeping.on_ask(session, message)
         elif isinstance(message, wire.Offer):
             self._take_offer(session, dict(zip(message.segments, fds, strict=False)))
         elif isinstance(message, wire.Goodbye) or own is not None:

@@ -58,16 +58,18 @@ def commit_made(
     """As ``commit``. made: looks at the attempt's files and says what they amount to."""
     if _committed(storage, pointer):
         storage.secure(_above(pointer))
+        ours = False
     else:
-        _publish_patiently(storage, directory, pointer, made)
-    if keep:  # the other attempt may not have known
+        ours = _publish_patiently(storage, directory, pointer, made)
+    if keep and not ours:  # the other attempt may not have known; of ours the mark may have been released since
         storage.mark(pointer, KEEP, b"")
     storage.discard(directory)
     failpoint("persist.commit.done")
 
 
-def _publish_patiently(storage: Storage, directory: str, pointer: str, made: Callable[[], Contents]) -> None:
-    """A second committer of this attempt may commit it under our hands, or sweep what we have not finished."""
+def _publish_patiently(storage: Storage, directory: str, pointer: str, made: Callable[[], Contents]) -> bool:
+    """A second committer of this attempt may commit it under our hands, or sweep what we have not finished. False: somebody else
+    has committed it."""
     for left in reversed(range(COMMIT_TURNS)):
         try:
             ours = _publish(storage, directory, pointer, made())
@@ -76,10 +78,11 @@ def _publish_patiently(storage: Storage, directory: str, pointer: str, made: Cal
             if not left and not _committed(storage, pointer):
                 raise
         if ours:
-            return
+            return True
         if _committed(storage, pointer):
-            storage.secure(_above(pointer))
-            return
+            break
+    storage.secure(_above(pointer))
+    return False
 
 
 def _publish(storage: Storage, directory: str, pointer: str, contents: Contents) -> bool:

@@ -14,7 +14,15 @@ from ckptd.core.failpoint import failpoint
 from ckptd.core.protocol.life import grave
 from ckptd.persist.commits import list_epochs, list_pointers
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, highest_epoch
-from ckptd.persist.names import epoch_dir, epoch_of_record, epochs_dir, record_path, step_dir
+from ckptd.persist.names import (
+    epoch_dir,
+    epoch_of_record,
+    epochs_dir,
+    record_path,
+    released_dir,
+    released_of,
+    step_dir,
+)
 from ckptd.persist.storage.base import Storage
 
 CLAIMS_MAX = 16  # numbers that other starts take before ours
@@ -43,6 +51,10 @@ def delete_forgotten(storage: Storage, job: str) -> list[str]:
     for pointer in standing:
         storage.drop(pointer)
         failpoint("persist.forget.dropped")
+    for entry in storage.list(released_dir(job)):
+        noted = released_of(entry.name)
+        if noted is not None and noted.epoch < forgotten:
+            storage.delete(f"{released_dir(job)}/{entry.name}")
     written = [epoch for epoch in list_epochs(storage, job) if epoch < forgotten]
     for epoch in written:
         storage.discard(epoch_dir(job, epoch))

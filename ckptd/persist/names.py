@@ -36,6 +36,7 @@ _STEP = re.compile(rf"step-{_STEP_NUMBER}")
 _ATTEMPT = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.part")
 _ASIDE = re.compile(rf"step-{_STEP_NUMBER}\.[A-Za-z0-9_-]+\.(part|gone)")
 _LEASE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})-.+")
+_NOTE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _GRANT = re.compile(rf"{GRANT}([0-9]{{1,18}})")
 _OF = re.compile(rf"{OF}([0-9]{{1,19}})-([0-9]{{1,19}})")
 _RECORD = re.compile(rf"epoch-{_EPOCH_NUMBER}\.json")
@@ -71,6 +72,21 @@ def record_path(job: str, number: int) -> str:
 def leases_dir(job: str) -> str:
     """One file per reader, named after the checkpoint it reads."""
     return f"{check_job(job)}/leases"
+
+
+def released_dir(job: str) -> str:
+    """One note per checkpoint that is to lose its mark KEEP as soon as it is there."""
+    return f"{check_job(job)}/released"
+
+
+def released_path(job: str, snapshot: SnapshotId) -> str:
+    return f"{released_dir(job)}/{snapshot.epoch}-{snapshot.step}"
+
+
+def released_of(name: str) -> SnapshotId | None:
+    """The checkpoint that a note of this name is for."""
+    found = _NOTE.fullmatch(name)
+    return SnapshotId(int(found[1]), int(found[2])) if found else None
 
 
 def lease_prefix(snapshot: SnapshotId) -> str:

@@ -18,6 +18,7 @@ from ckptd.core.policy import Policy
 from ckptd.core.retention import Standing, keep
 from ckptd.persist.commits import list_all, list_epochs, list_pointers
 from ckptd.persist.forget import delete_forgotten
+from ckptd.persist.keeping import apply_notes
 from ckptd.persist.lease import LEASE_STALE_S, leased
 from ckptd.persist.lineage import newest_record
 from ckptd.persist.manifest_file import MANIFEST_BYTES_MAX
@@ -31,6 +32,7 @@ from ckptd.persist.names import (
     epoch_dir,
     epochs_dir,
     is_attempt,
+    released_dir,
     step_dir,
     writer_of,
 )
@@ -90,6 +92,7 @@ def retain(
     if storage.list(check_job(job)):
         done.deleted += delete_forgotten(storage, job)
         now_s = storage.clock_s(job)
+        apply_notes(storage, job, now_s)
         epoch = epoch or newest_record(storage, job)
         run = _Pass(storage, job, policy, epoch, now_s, stale_s, done, cancelled or threading.Event())
         run.writers_s, run.waits_for, run.at_once = writers_s, waits_for, at_once
@@ -161,7 +164,7 @@ class _Pass:
                     storage.discard(path)
                     self._done.deleted.append(storage.locate(path))
         pointers = [step_dir(self._job, snapshot) for snapshot, _ in list_pointers(storage, self._job)]
-        for path in (self._job, epochs_dir(self._job), *directories, *pointers):
+        for path in (self._job, epochs_dir(self._job), released_dir(self._job), *directories, *pointers):
             storage.sweep(path, before_s)
 
     # --- deciding -----------------------------------------------------------------------------------------------

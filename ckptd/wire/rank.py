@@ -200,6 +200,16 @@ class AskHealth:
 
 
 @dataclass(frozen=True)
+class Release:
+    """This step need not be kept any more, whoever asked for that. epoch: in which this rank itself captured it with ``keep``; or
+    0. Only to a daemon whose Welcome offers it (policy "release"), so older ones never see it."""
+
+    request: int
+    step: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
 class DrainAsk:
     """`ckptd drain`, without a Hello. want: "on", "off", or "look" for news. node: another one of the cluster; "": this daemon's.
     Only root and the daemon's own user may (SO_PEERCRED)."""
@@ -355,6 +365,20 @@ class Steps:
     rows: list[dict[str, Any]]  # {"epoch", "step", "level", "durable", "where"}
 
 
+RELEASED, NOT_KEPT, NO_SUCH_STEP = "released", "not kept", "no such step"
+
+
+@dataclass(frozen=True)
+class Released:
+    """Answer to Release. outcome: one of the three above, or "": it could not be done, as the others say."""
+
+    request: int
+    outcome: str
+    what: str = ""
+    where: str = ""
+    hint: str = ""
+
+
 NO_ANSWER = "no answer"  # Refused.what: of the node that a DrainAsk names, this time; another look may have one
 
 
@@ -394,9 +418,9 @@ class Health:
 
 TO_DAEMON = (
     Hello, Offer, Join, Look, Wants, WantsRefused, LoadedPart, Loaded, Called, SealedSlot, GaveUp, Resize, Skipped, WaitFor,
-    ListSteps, AskHealth, DrainAsk, ForgetAsk, Goodbye,
+    ListSteps, AskHealth, Release, DrainAsk, ForgetAsk, Goodbye,
 )  # fmt: skip
 TO_RANK = (
     Welcome, Refused, Mapped, Retire, Opened, LoadPlan, Failed, Ready, GrantSlot, TakeBack, WrittenThere, Level, Superseded, Steps,
-    DrainState, Forgotten, Health,
+    Released, DrainState, Forgotten, Health,
 )  # fmt: skip

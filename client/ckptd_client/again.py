@@ -38,13 +38,12 @@ class Captured:
     """``meta``: as encoded."""
 
     step: int
-    keep: bool
     meta: bytes
     look: Look
 
-    def lacks(self, meta: bytes | None, keep: bool) -> list[str]:
-        """Which of these arguments the first call did not have."""
-        return ["keep="] * (keep and not self.keep) + ["meta="] * (meta is not None and meta != self.meta)
+    def lacks(self, meta: bytes | None) -> list[str]:
+        """Was there another ``meta`` in the first call?"""
+        return ["meta="] * (meta is not None and meta != self.meta)
 
 
 def look_at(registry: Registry) -> Look:

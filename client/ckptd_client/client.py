@@ -37,6 +37,7 @@ from ckptd_client.joining import Joiner
 from ckptd_client.own_values import OwnValues
 from ckptd_client.registering import Registering
 from ckptd_client.registry import Registry
+from ckptd_client.releasing import Releasing
 from ckptd_client.rendezvous import NoDaemon
 from ckptd_client.restore import Outcome, Restore, current_state
 from ckptd_client.rules import Own
@@ -59,8 +60,8 @@ CAPTURE_LONG_S = 60.0  # of a graph; while one lasts, no copy is looked for
 FORKED = "this process was forked from the one that connected"
 
 
-class Client(Registering, Explicit):
-    """One rank of one job. Made by ``connect``; use it in a ``with`` block. Its methods belong to the training thread.
+class Client(Registering, Explicit, Releasing):
+    """One rank of one job. Made by ``connect``; use it in a ``with`` block. Its methods, but release(), are the training thread's.
 
     A forked child (a loader's worker) has no part in it: there snapshots are skipped, ``restore`` and ``steps`` raise CkptdError,
     waits return "unreachable: ..." and what fences does nothing."""
@@ -240,7 +241,7 @@ class Client(Registering, Explicit):
     ) -> Handle:
         """Capture the registered state as of now; returns at once, and never raises for a checkpoint's sake.
 
-        The next optimizer step waits if it must. keep: retention never deletes this one. must: wait, for at most
+        The next optimizer step waits if it must. keep: retention never deletes this one, until ``release``. must: wait, for at most
         ``must_timeout_s`` of connect(), until this step may be captured instead of skipping it, and, when an earlier call has
         captured it here, until all ranks have. A daemon that is away is waited for in its first 15 seconds only.
         A second call for a step that is captured returns the same handle. When registered state has changed since, or it asks

@@ -93,8 +93,7 @@ class Session:
             wire.WrittenThere: lambda m, _: self.written_there(m.written, m.grant),
             wire.Level: self._level,
             wire.Superseded: self._superseded,
-            wire.Steps: self._reply,
-            wire.Health: self._reply,
+            **dict.fromkeys((wire.Steps, wire.Health, wire.Released), self._reply),
         }
 
     # --- the connection -----------------------------------------------------------------------------------------

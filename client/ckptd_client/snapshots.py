@@ -47,6 +47,7 @@ from ckptd_client.world import World
 
 log = logging.getLogger("ckptd")
 AUDIT_TIMEOUT_S = 30.0
+KEPT_MAX = 256  # of these steps, the newest are remembered
 LARGER_EVERY_S = 0.1  # a slot that is too small may be granted a few times until it is gone
 LASTING_S = 5.0  # what keeps snapshots from being granted for less is no trouble
 OBSTACLES = (NO_STEWARD, FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, SILENT)
@@ -83,6 +84,7 @@ class Snapshots:
         self._attributes = Attributes(session.job)
         self._races = Races()
         self._captured: Captured | None = None  # the newest one
+        self.kept: dict[int, int] = {}  # steps captured with keep=True, and not released since -> their epoch
         self._taken = 0  # snapshots captured so far
         self._restored = -1  # the step that training went on from
         self._doubt = False  # the newest void was for writes past the fence: there may be others
@@ -91,6 +93,7 @@ class Snapshots:
     def begin_anew(self, state: State, step: int | None) -> None:
         """After a restore of ``state`` as of ``step``: whatever step comes first may be captured."""
         self._restored = -1 if step is None else step
+        self.kept.clear()
         self._registry.began = True
         self.progress.begin_anew()
         self._accumulation.sample(state)
@@ -195,7 +198,8 @@ class Snapshots:
         """The same state; does this call ask for what that snapshot has not? Then the handle says so."""
         with self._failing(handle):
             packed = tree.encode(meta, "meta") if meta else None
-            lacking = self._captured.lacks(packed, keep) if self._captured is not None else []
+            lacking = ["keep="] * (keep and handle.step not in self.kept)
+            lacking += self._captured.lacks(packed) if self._captured is not None else []
             if lacking:
                 remedy = f"say it in the first call, or with a later step: snapshot({handle.step + 1}, ..., must=True)"
                 mark = ", or put an empty file keep beside its manifest.json on storage" if "keep=" in lacking else ""
@@ -331,7 +335,11 @@ class Snapshots:
             job.blocked_s = time.monotonic() - began
             self._taken += 1
             self.progress.taken(look.seen)
-            self._captured = Captured(handle.step, keep, tree.encode(meta, "meta"), look)
+            self._captured = Captured(handle.step, tree.encode(meta, "meta"), look)
+            if keep:
+                self.kept[handle.step] = session.epoch
+                while len(self.kept) > KEPT_MAX:
+                    self.kept.pop(next(iter(self.kept)), None)
             self._troubles.clear(AGAIN)
             handle.grant = grant.number
             session.follow(handle)

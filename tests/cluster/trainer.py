@@ -154,6 +154,11 @@ class Run:
     def steps(self) -> Any:
         return list(self.client.steps())
 
+    def release(self, step: int) -> str:
+        """By another thread than the one that trains."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.client.release, step).result()
+
     def health(self) -> Any:
         health = self.client.health()
         return {"ok": health.ok, "problems": list(health.problems)}

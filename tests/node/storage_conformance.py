@@ -276,6 +276,24 @@ class StorageConformance:
         assert pointer.marks == {KEEP, VERIFIED}
         assert read_file(storage, f"{POINTER}/{VERIFIED}", 10) == b"sum"
 
+    def test_marks_go_one_by_one(self, storage: Storage) -> None:
+        """Also while it is hidden, and under many hands; what is gone has none."""
+        begin(storage, ONE)
+        storage.commit_if_absent(ONE, POINTER, ["a.safetensors", "b.side"], {KEEP: b"", MANIFEST: b"it"})
+        storage.mark(POINTER, VERIFIED, b"sum")
+        assert any(together([partial(storage.unmark, POINTER, KEEP)] * RACERS))
+        assert not storage.unmark(POINTER, KEEP)
+        assert storage.pointers(TOP) == [Pointer("step-0000000010", Sight.SHOWN, frozenset({VERIFIED}))]
+        assert committed(storage) == "it"
+        storage.hide(POINTER)
+        assert storage.unmark(POINTER, VERIFIED)
+        storage.reveal(POINTER)
+        assert storage.pointers(TOP) == [Pointer("step-0000000010", Sight.SHOWN)]
+        storage.hide(POINTER)
+        storage.drop(POINTER)
+        with pytest.raises(NotFound):
+            storage.unmark(POINTER, KEEP)
+
     # --- out of sight, and gone ---------------------------------------------------------------------------------
     def test_what_is_hidden_is_read_on_and_comes_back(self, storage: Storage) -> None:
         commit(storage, begin(storage, ONE))

@@ -227,6 +227,9 @@ class Store(MemoryStorage):
     def mark(self, pointer: str, name: str, data: bytes) -> None:
         self._change(lambda: MemoryStorage.mark(self, pointer, name, data))
 
+    def unmark(self, pointer: str, name: str) -> bool:
+        return self._change(lambda: MemoryStorage.unmark(self, pointer, name), takes=True)
+
     def hide(self, pointer: str) -> bool:
         return self._change(lambda: MemoryStorage.hide(self, pointer), takes=True)
 

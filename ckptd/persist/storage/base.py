@@ -202,6 +202,9 @@ class Storage(Protocol):
     def mark(self, pointer: str, name: str, data: bytes) -> None:
         """Put a small file beside the commit's own, if it has none of that name. NotFound: it is gone."""
 
+    def unmark(self, pointer: str, name: str) -> bool:
+        """Remove one that ``mark`` or the commit put there, for ever. False: it had none of that name. NotFound: it is gone."""
+
     def hide(self, pointer: str) -> bool:
         """No reader opens it any more; those who have it open read on. False: it is not shown. Takes no room."""
 

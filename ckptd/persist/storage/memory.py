@@ -145,6 +145,13 @@ class MemoryStorage:
                 raise NotFound("no such commit", where=self.locate(pointer), errno=errno.ENOENT)
             self._store(f"{found.attempt}/{name}", data)
 
+    def unmark(self, pointer: str, name: str) -> bool:
+        with self._lock:
+            found = self.objects.get(pointer)
+            if found is None or not found.attempt:
+                raise NotFound("no such commit", where=self.locate(pointer), errno=errno.ENOENT)
+            return self.objects.pop(f"{found.attempt}/{name}", None) is not None
+
     def hide(self, pointer: str) -> bool:
         return self._turn(pointer, Sight.SHOWN, Sight.HIDDEN)
 

@@ -200,6 +200,13 @@ class TreeStorage(ABC):
     def mark(self, pointer: str, name: str, data: bytes) -> None:
         self.put_if_absent(f"{pointer}/{name}", data)
 
+    def unmark(self, pointer: str, name: str) -> bool:
+        had = name in self.inside(pointer)[0]
+        if had:
+            self.unlink(f"{pointer}/{name}")
+        self.sync_dir(pointer)  # whoever removed it before may have died in between
+        return had
+
     def hide(self, pointer: str) -> bool:
         shown, hidden = f"{pointer}/{MANIFEST}", f"{pointer}/{HIDDEN}"
         try:
