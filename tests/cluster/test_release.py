@@ -62,6 +62,33 @@ def test_what_is_not_on_storage_yet_is_not_kept_when_it_is(nodes: Cluster, at: s
     until(lambda: rows(trainer) == {4: False}, 20, "retention to take step 2 out of sight")
 
 
+def test_as_many_are_kept_as_a_library_says(nodes: Cluster) -> None:
+    """Given up when a newer one is durable, by one rank; where storage is away meanwhile, with the next save."""
+    storage = nodes.root / "storage"
+    made = nodes.several(2, storage_root=storage, keep_last=1)
+    first, second = world = nodes.world(made, JOB, kind="fsdp")
+    together(world, "restore")
+
+    def kept(limit: int, durable: bool = True, **how: object) -> list[int]:
+        steps = together(world, "keep", limit=limit, **how)
+        assert steps[0] == steps[1]
+        if durable:
+            assert [str(said) for said in together(world, "wait", level="durable")] == ["durable"] * 2
+        return list(steps[0])
+
+    assert [kept(2, stays=[1]) for _ in range(3)] == [[1], [1, 2], [1, 3]]
+    assert rows(first) == {1: True, 2: True, 3: True}, "until the next look"
+    away = storage.rename(nodes.root / "away")
+    together(world, "look")
+    assert any("a step that is to be kept no more stays" in text for text in Path(first.log).read_text().splitlines())
+    away.rename(storage)
+    together(world, "look")
+    assert rows(second)[2], "training is held up once for each save"
+    assert kept(2) == [3, 4]
+    together(world, "look")
+    until(lambda: rows(second) == {3: True, 4: True}, 20, "steps 1 and 2 to be out of sight")
+
+
 def test_what_it_cannot_do_it_says(nodes: Cluster, tmp_path: Path) -> None:
     storage = nodes.root / "storage"
     bare, node = nodes.node(replicas=0), nodes.node(replicas=0, storage_root=storage)

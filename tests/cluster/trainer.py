@@ -14,13 +14,14 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ckptd_client import Blob, Box, CkptdError, Client, own
+from ckptd_client.integrations.kept import Kept
 from torch import nn
 
 from ckptd.core import failpoint
@@ -86,6 +87,7 @@ class Run:
         self.loader = Loader()
         self.kind = kind
         self.step = 0
+        self.kept: Kept | None = None
         registered: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "extra": {"loader": self.loader}}
         if kind == "head":
             registered["head"] = nn.Linear(3, 5)
@@ -158,6 +160,17 @@ class Run:
         """By another thread than the one that trains."""
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(self.client.release, step).result()
+
+    def keep(self, limit: int, stays: Sequence[int] = ()) -> list[int]:
+        """Trains a step and saves it as a library's retention does. What that has kept by then."""
+        self.kept = self.kept or Kept(self.client, limit)
+        self.train(snapshot=False)
+        self.kept.save(self.step, stays)
+        return self.kept.steps
+
+    def look(self) -> None:
+        assert self.kept is not None
+        self.kept.look()
 
     def health(self) -> Any:
         health = self.client.health()

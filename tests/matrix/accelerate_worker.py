@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from ckptd_client import Client
 from ckptd_client.integrations.accelerate import attach
 from torch import nn
@@ -29,6 +29,7 @@ def main() -> None:
         cpu=True,
         gradient_accumulation_steps=SETTINGS.get("accumulated", 1),
         dataloader_config=DataLoaderConfiguration(**SETTINGS.get("loader", {})),
+        project_config=ProjectConfiguration(total_limit=SETTINGS.get("total_limit")),
     )
     model = Told()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -41,7 +42,8 @@ def main() -> None:
     counters = Counters(epoch=0, step=0)
     accelerator.register_for_checkpointing(counters)
     with Client.connect(job=SETTINGS["job"], required=True) as client:
-        attach(accelerator, client)
+        saves = attach(accelerator, client)
+        saved = SETTINGS.get("saved", [])
         client.restore()
         wrote("begins", step=counters.step)
         losses = []
@@ -57,6 +59,9 @@ def main() -> None:
                     optimizer.zero_grad()
                 if accelerator.sync_gradients:
                     counters.step += 1
+                    if counters.step in saved:
+                        saves.save(counters.step)
+                        client.wait("durable")
                     client.snapshot(counters.step)
                     maybe_die(client, counters.step)
             model.eval()
@@ -65,6 +70,8 @@ def main() -> None:
             model.train()
             counters.epoch += 1
         wrote("ends", step=counters.step, losses=losses[-1:])
+        client.wait("durable")
+        saves.finish()
     accelerator.end_training()
 
 

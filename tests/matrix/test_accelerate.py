@@ -20,6 +20,7 @@ from tests.matrix.runs import (
     three_worlds,
     whole_and_killed,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 WORKER = "accelerate_worker"
@@ -66,3 +67,16 @@ def test_a_stream_is_wound_forward_and_refused_in_another_world(nodes: Cluster, 
     assert seen(effective(broken, "seen")) == seen(whole.of("seen"))
     with pytest.raises(AssertionError, match="cannot go on in another number of ranks"):
         run(node, WORKER, 1, tmp_path, "broken", stream=True, epochs=2)
+
+
+def test_as_many_saves_stay_as_the_total_limit_says(nodes: Cluster, tmp_path: Path) -> None:
+    node = nodes.node(replicas=0, storage_root=nodes.root / "storage", keep_last=1)
+    how: dict[str, Any] = {"total_limit": 2, "saved": [2, 5, 8, 11], "epochs": 1}
+    broken = [run(node, WORKER, 2, tmp_path, "limit", dies_at=9, **how), run(node, WORKER, 2, tmp_path, "limit", **how)]
+    assert begun(broken) == [0, 9]
+    last = broken[1].of("ends")[0]["step"]
+
+    def on_storage() -> dict[int, bool]:
+        return {row["step"]: row["keep"] for row in node.get("/ls")["rows"] if row["durable"]}
+
+    until(lambda: on_storage() == {8: True, 11: True, last: False}, 30, f"steps 8 and 11 kept, and {last} the last")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cluster.nodes import Cluster
 from tests.matrix.runs import begun, effective, run
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 WORKER = "torchtitan_worker"
@@ -50,3 +51,19 @@ def test_an_older_step_and_what_is_excluded(nodes: Cluster, tmp_path: Path) -> N
         run(node, WORKER, 2, tmp_path, "older", config={"exclude_from_loading": ["nobody"]})
     with pytest.raises(AssertionError, match="async_mode='async' is of torchtitan's own saves"):
         run(node, WORKER, 2, tmp_path, "older", config={"async_mode": "async"})
+
+
+def test_the_latest_k_of_what_is_kept_stay(nodes: Cluster, tmp_path: Path) -> None:
+    """Killed behind the third that is kept, of which the first is still to go; the daemon itself keeps the last one."""
+    (nodes.root / "storage").mkdir()
+    node = nodes.node(replicas=0, storage_root=nodes.root / "storage", keep_last=1)
+    how: dict[str, Any] = {"steps": 11, "durable": True, "config": {"keep_interval": 2, "keep_latest_k": 2}}
+    broken = [run(node, WORKER, 2, tmp_path, "latest", dies_at=6, **how), run(node, WORKER, 2, tmp_path, "latest", **how)]
+    assert begun(broken) == [0, 6]
+
+    def on_storage() -> dict[int, bool]:
+        return {row["step"]: row["keep"] for row in node.get("/ls")["rows"] if row["durable"]}
+
+    until(lambda: on_storage() == {8: True, 10: True, 11: False}, 30, "steps 8 and 10 kept, and 11 the last")
+    with pytest.raises(AssertionError, match="keep_interval=3 is no multiple of interval=2"):
+        run(node, WORKER, 2, tmp_path, "latest", config={"keep_interval": 3, "interval": 2})

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.nodes import Cluster
+from tests.cluster.nodes import Cluster, Node
 from tests.matrix.runs import EACH_ONCE, Run, begun, effective, run, seen, three_worlds, whole_and_killed
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 WORKER = "trainer_worker"
@@ -74,3 +75,37 @@ def test_a_loader_that_nobody_prepared_is_followed_too(nodes: Cluster, tmp_path:
     whole, broken = whole_and_killed(partial(run, nodes.node(replicas=0), WORKER, 1, tmp_path, **how), 30)
     assert effective(broken, "seen") == whole.of("seen")
     assert logged(whole.of("ends")) == logged(broken[1].of("ends"))
+
+
+def kept(node: Node, job: str) -> dict[int, bool]:
+    """step -> kept, of what is on storage."""
+    return {row["step"]: row["keep"] for row in node.get("/ls")["rows"] if row["job"].endswith(f"/{job}") and row["durable"]}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "left"), [({"save_strategy": "steps", "save_steps": 3}, [3, 12]), ({"save_strategy": "epoch"}, [6, 12])]
+)
+def test_what_it_would_save_is_kept_as_its_retention_says(
+    nodes: Cluster, tmp_path: Path, strategy: dict[str, Any], left: list[int]
+) -> None:
+    """Killed behind the second save, of which the first is the best, as a loss that falls is here: that one stays, and is what
+    train() ends with. Nothing but snapshots is written."""
+    node = nodes.node(replicas=0, storage_root=nodes.root / "storage", keep_last=1)
+    arguments = {
+        "max_steps": 12, "per_device_train_batch_size": 8, "eval_strategy": strategy["save_strategy"], "eval_steps": 3,
+        "save_total_limit": 2, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+        **strategy,
+    }  # fmt: skip
+    start = partial(run, node, WORKER, 2, tmp_path, "kept", own_saves=False, arguments=arguments)
+    broken = [start(dies_at=7), start()]
+    assert begun(broken) == [0, 7]
+    weights = {row["step"]: row["total"] for row in effective(broken, "weights")}
+    for row in broken[1].of("trained"):
+        assert row["kept"] == left and row["total"] == weights[left[0]] != weights[12], (row, weights)
+    until(lambda: kept(node, "kept") == dict.fromkeys(left, True), 30, f"{left} alone on storage")
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_what_needs_files_is_refused(nodes: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="save_only_model needs files, and own_saves=False writes none"):
+        run(nodes.node(replicas=0), WORKER, 1, tmp_path, "files", own_saves=False, arguments={"save_only_model": True})

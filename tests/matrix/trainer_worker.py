@@ -29,6 +29,7 @@ class Recorded(CkptdTrainerMixin, Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        wrote("weights", step=self.state.global_step, total=total(self.model), best=self.state.best_global_step)
         maybe_die(self._ckptd, self.state.global_step)
 
 
@@ -48,6 +49,10 @@ class Told(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         wrote("ends", step=state.global_step, log=state.log_history)
+
+
+def total(model: torch.nn.Module) -> float:
+    return sum(value.detach().double().abs().sum().item() for value in model.parameters())
 
 
 def collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -77,8 +82,10 @@ def main() -> None:
         trainer = kind(
             model=GPT2LMHeadModel(config), args=arguments, callbacks=callbacks, client=client,
             data_collator=collated, train_dataset=Stream() if SETTINGS.get("stream") else Windows(), eval_dataset=Windows(),
+            own_saves=SETTINGS.get("own_saves", True),
         )  # fmt: skip
         trainer.train()
+        wrote("trained", step=trainer.state.global_step, total=total(trainer.model), kept=trainer._ckptd_run.kept.steps)
 
 
 if __name__ == "__main__":

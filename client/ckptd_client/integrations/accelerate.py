@@ -1,5 +1,5 @@
-"""Accelerate over ckptd: ``attach(accelerator, client)`` after ``prepare()``, then ``client.restore()``, and
-``client.snapshot(step)`` after each optimizer step.
+"""Accelerate over ckptd: ``saves = attach(accelerator, client)`` after ``prepare()``, then ``client.restore()``, and
+``client.snapshot(step)`` after each optimizer step; ``saves.save(step)`` instead where that step is to be kept.
 
 Registers what ``accelerator.save_state()`` would write, and where each prepared loader stands in its epoch, on all ranks: a loop
 over a loader goes on behind the last batch that was trained on, and sees each sample of the epoch once, also on another number of
@@ -19,11 +19,13 @@ from torch.utils.data import IterableDataset
 from ckptd.core.errors import CkptdError
 from ckptd_client.client import Client
 from ckptd_client.integrations import named
+from ckptd_client.integrations.kept import Kept
 from ckptd_client.place import Inside, Place
 
 
-def attach(accelerator: Accelerator, client: Client, **objects: Any) -> None:
+def attach(accelerator: Accelerator, client: Client, **objects: Any) -> Kept:
     """``objects``: more for ``client.register``. Names: model, optimizer, scheduler, data, custom; the second of a kind is model_1.
+    ``save(step)`` of what is returned is a snapshot that is kept on storage, of which ``ProjectConfiguration(total_limit=)`` stay.
     Raises CkptdError for an accelerator whose state has another owner (DeepSpeed, Megatron-LM, FSDP version 1), and for map-style
     data that rank 0 dispatches."""
     check_supported(accelerator)
@@ -36,7 +38,9 @@ def attach(accelerator: Accelerator, client: Client, **objects: Any) -> None:
         "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
     }
     objects |= {name: value for kind, values in found.items() for name, value in named(kind, values).items()}
-    client.register(accelerator=_Accumulated(accelerator), **objects)
+    kept = Kept(client, accelerator.project_configuration.total_limit)
+    client.register(accelerator=_Accumulated(accelerator, kept), **objects)
+    return kept
 
 
 def check_supported(accelerator: Accelerator) -> None:
@@ -89,16 +93,17 @@ class Followed(Place):
 
 
 class _Accumulated:
-    """How many batches the accelerator has accumulated."""
+    """How many batches the accelerator has accumulated, and what it has kept."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, kept: Kept) -> None:
+        self._accelerator, self._kept = accelerator, kept
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._accelerator.step}
+        return {"step": self._accelerator.step, **self._kept.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.step = state["step"]
+        self._kept.load_state_dict(state)
 
 
 def _knows_itself(loader: Any) -> bool:

@@ -2,7 +2,8 @@
 
 Every ``interval`` steps are a snapshot, and ``load()`` gives the newest recoverable one, to any number of ranks. What is not there
 is torchtitan's own: seed and initial checkpoints, ``exclude_from_loading``, the final export (``last_save_model_only``, Hugging
-Face's format), which lies in ``folder`` as before. How many steps are kept is the daemon's to say (`--keep-last`).
+Face's format), which lies in ``folder`` as before. How many steps stay on storage is the daemon's to say (`--keep-last`); beside
+these, with ``keep_interval``, the last ``keep_latest_k`` of every so many steps.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
 
 from ckptd.core.errors import CkptdError
 from ckptd_client.client import Client
 from ckptd_client.handles import LEVELS
 from ckptd_client.integrations import named
+from ckptd_client.integrations.kept import Kept
 
 MODES = ("disabled",)  # of torchtitan's own saves, of which only the last one is left
 
@@ -33,16 +36,24 @@ class CkptdCheckpointManager(CheckpointManager):
         interval: int = 1
         """Steps from one snapshot to the next. torchtitan's loader keeps its place as often."""
 
+        keep_interval: int = 0
+        """Steps, a multiple of ``interval``, from one snapshot that is kept on storage to the next; of these the last
+        ``keep_latest_k`` stay. 0: none is kept, and the daemon says which stay."""
+
     def __init__(self, config: Config, *, model_parts: Iterable[Any], **built: Any) -> None:
         if config.async_mode not in MODES:
             hint = "ckptd's are asynchronous, and the last one is waited for"
             raise CkptdError(f"async_mode={config.async_mode!r} is of torchtitan's own saves", where="checkpoint", hint=hint)
+        if config.keep_interval % config.interval:
+            what = f"keep_interval={config.keep_interval} is no multiple of interval={config.interval}"
+            raise CkptdError(what, where="checkpoint", hint="what is kept is a snapshot first")
         parts = list(model_parts)
         super().__init__(config, model_parts=parts, **built)
         if not self.enable or self.load_only:
             return
         self._finished = False
         self._client = Client.connect(job=config.job)
+        self._keep_interval, self._kept = config.keep_interval, Kept(self._client, config.keep_latest_k or None)
         modules = named(MODEL, parts)
         others: dict[str, Any] = {name: value for name, value in self.states.items() if name not in (MODEL, OPTIMIZER, DATALOADER)}
         loader = self.states[DATALOADER]
@@ -63,14 +74,35 @@ class CkptdCheckpointManager(CheckpointManager):
         kept = [f"{name}*" for name in self._names if name not in self.exclude_from_loading]
         only = kept if self.exclude_from_loading else None
         found = self._client.restore(step=None if step == -1 else step, only=only)
-        return bool(super()._load(-1)) if found is None else True
+        if found is None:
+            return bool(super()._load(-1))
+        self._find_kept()
+        return True
+
+    def _find_kept(self) -> None:
+        """Who was started again goes on from what the run before had kept, or was about to; what cannot be found out stays."""
+        if not self._keep_interval or dist.get_rank() != 0:
+            return
+        try:
+            there = [row for row in self._client.steps() if row["keep"] or not row["durable"]]
+        except CkptdError as error:
+            self._client._troubles.pass_on(f"what was kept stays: {error}", "")
+            return
+        self._kept.steps = sorted({row["step"] for row in there if self._is_kept(row["step"]) and not row["abandoned"]})
+
+    def _is_kept(self, step: int) -> bool:
+        return self._keep_interval > 0 and step % self._keep_interval == 0
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if curr_step == 0:  # a seed checkpoint
             return bool(super()._save(curr_step, last_step))
         if not self._should_save(curr_step, last_step):
             return False
-        self._client.snapshot(curr_step, must=last_step)
+        if self._is_kept(curr_step):
+            self._kept.save(curr_step)
+        else:
+            self._kept.look()
+            self._client.snapshot(curr_step, must=last_step)
         if last_step:
             self._finish(curr_step)
         return True
@@ -79,6 +111,7 @@ class CkptdCheckpointManager(CheckpointManager):
         status = self._client.wait("durable")
         if status not in LEVELS:  # one that is less than the daemon offers is told by wait()
             raise CkptdError(f"the last step was not saved: {status}", where=f"step {step}")
+        self._kept.finish()
         if self.last_save_model_only:
             self._save_last_step(step)
         self._finished = True

@@ -13,13 +13,17 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
 
 from ckptd.core.errors import CkptdError
 from ckptd_client.client import Client
 from ckptd_client.integrations.accelerate import Followed, check_supported
+from ckptd_client.integrations.kept import Kept
 from ckptd_client.place import Inside, Place
+from ckptd_client.reader import open_job
 
 RESUMES = "ckptd"  # stands for the directory that the Trainer would resume from
 # What a run has by now; its limits and intervals are what the arguments say today.
@@ -32,15 +36,21 @@ class CkptdTrainerMixin:
     """Before ``Trainer`` among the bases. client: of ``Client.connect``. extra: more objects with state_dict(), by name.
 
     ``train(resume_from_checkpoint=...)`` is for a job that has no step yet. What the Trainer saves by itself (``save_strategy``)
-    stays as it is. ``train()`` ends when its last step is durable. Raises CkptdError naming an argument that has another owner of
-    the state."""
+    stays as it is; ``own_saves=False``: where it would, it writes nothing, and that step's snapshot is kept on storage instead, as
+    many as ``save_total_limit`` says and the best one, which ``load_best_model_at_end`` brings from there. ``train()`` ends when
+    its last step is durable. Raises CkptdError naming an argument that has another owner of the state, or that needs files."""
 
-    def __init__(self, *args: Any, client: Client, extra: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, client: Client, extra: Mapping[str, Any] | None = None, own_saves: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._ckptd, self._ckptd_extra = client, dict(extra or {})
-        self._ckptd_run = _Run(self)
+        self._ckptd_run = _Run(self, client)
         self._ckptd_model: Any = None
+        self._ckptd_own_saves = own_saves
         _check_supported(self)
+        if not own_saves:
+            _check_kept(self)
         self.callback_handler.callbacks.insert(0, _Events(self._ckptd_run))  # type: ignore[attr-defined]
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -83,32 +93,68 @@ class CkptdTrainerMixin:
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
-        step = self.state.global_step  # type: ignore[attr-defined]
-        if step > self._ckptd_run.taken:
-            self._ckptd_run.taken = step
-            self._ckptd.snapshot(step)
+        self._ckptd_run.snapshot(keeps=not self._ckptd_own_saves)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._ckptd_own_saves:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        else:
+            self.store_flos()  # type: ignore[attr-defined]
+            self._ckptd_run.to_keep = True
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """The last step is captured, also where its snapshot had been skipped, before the best model takes its place."""
         self._ckptd.wait("durable")
+        arguments, best = self.args, self.state.best_global_step  # type: ignore[attr-defined]
+        if not self._ckptd_own_saves:
+            kept = self._ckptd_run.kept
+            kept.finish(best if arguments.save_total_limit == 1 and arguments.load_best_model_at_end else None)
+            if arguments.load_best_model_at_end and best in kept.steps:
+                self._ckptd_load(best)
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+
+    def _ckptd_load(self, step: int) -> None:
+        """The model alone, as it was then. Raises CkptdError."""
+        client, model = self._ckptd, self.accelerator.unwrap_model(self._ckptd_model)  # type: ignore[attr-defined]
+        tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+        with open_job(client.job, step, socket=client._session.link.path) as found:
+            found.read([(f"model.{name}", (0,) * value.ndim, value.shape, value) for name, value in tensors.items()], rank=0)
 
 
 class _Run:
     """What belongs to the Trainer and to nothing that it prepares, as one registered object."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Any, client: Client) -> None:
+        limit = trainer.args.save_total_limit
+        self.trainer, self._client = trainer, client
+        self.kept, self.to_keep = Kept(client, limit if limit is not None and limit > 0 else None), False
         self.place: Any = None
         self.loader: Any = None
         self.epoch = 0
         self.loss = 0.0  # _tr_loss, read before the optimizer is enqueued: the clipping has waited for it
         self.taken = 0  # the step of the newest snapshot
+        self._last = 0  # step of the epoch
         self._stopped = False  # by something else than max_steps
         self._steps = (0, 1, 1)  # batches before this run of the epoch, of this run, of an epoch
         self._log: list[str] = []
         self._losses: list[float] | None = None
         self._logged = 0
+
+    def snapshot(self, *, keeps: bool) -> None:
+        """Of this step, once. keeps: what the Trainer would have saved, ``to_keep``, or will when the epoch ends, is kept."""
+        state, arguments, control = self.trainer.state, self.trainer.args, self.trainer.control
+        step, wanted, self.to_keep = state.global_step, self.to_keep, False
+        ends = step in (self._last, state.max_steps) or control.should_epoch_stop or control.should_training_stop
+        wanted |= keeps and arguments.save_strategy == SaveStrategy.EPOCH and ends
+        if step > self.taken:
+            self.taken = step
+            if wanted:
+                self.kept.save(step, {state.best_global_step})
+            else:
+                self.kept.look()
+                self._client.snapshot(step)
+        elif wanted and step not in self.kept.steps:
+            self._client.snapshot(step, keep=True)  # too late, as its words say
 
     def follow(self, loader: Any) -> None:
         if hasattr(loader, "base_dataloader"):
@@ -132,6 +178,7 @@ class _Run:
             "logged": logged,
             "stopped": trainer.control.should_training_stop and state.global_step < state.max_steps,
             "epoch": self.epoch,
+            **self.kept.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,6 +196,7 @@ class _Run:
                 kept.remove(found)
                 for name, value in found[1].get("attributes", {}).items():
                     setattr(callback, name, value)
+        self.kept.load_state_dict(state)
         self._losses, self._logged, self._stopped, self.epoch = (state[name] for name in ("losses", "logged", "stopped", "epoch"))
 
     def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
@@ -166,9 +214,10 @@ class _Run:
         place.begins(self.epoch)
         state, arguments = self.trainer.state, self.trainer.args
         whole, batches = how["num_update_steps_per_epoch"], how["steps_in_epoch"]
-        self._steps = (0, batches, batches)
+        self._steps, self._last = (0, batches, batches), state.global_step + whole
         if how["resume_from_checkpoint"] is not None and not place.resumes and self.epoch == how["epochs_trained"]:
             place.skip(how["steps_trained_in_current_epoch"])  # the Trainer's own checkpoint
+            self._last -= how["steps_trained_in_current_epoch"] // arguments.gradient_accumulation_steps
             self.trainer._load_rng_state(how["resume_from_checkpoint"])
         how["resume_from_checkpoint"] = None
         if arguments.ignore_data_skip and not place.nothing_left():
@@ -186,6 +235,7 @@ class _Run:
                 how["num_update_steps_per_epoch"] = -(-here // arguments.gradient_accumulation_steps)
                 before = batches - here
             self._steps, left = (before, how["steps_in_epoch"], batches), how["num_update_steps_per_epoch"]
+        self._last = state.global_step + left
         if arguments.max_steps <= 0:  # all epochs are trained, also where each has another number of steps now
             state.max_steps = state.global_step + left + (state.num_train_epochs - self.epoch - 1) * whole
 
@@ -236,6 +286,22 @@ def _check_supported(trainer: Any) -> None:
     check_supported(trainer.accelerator)
     if trainer.args.auto_find_batch_size:
         raise CkptdError("auto_find_batch_size is not supported by CkptdTrainerMixin", where="TrainingArguments")
+
+
+def _check_kept(trainer: Any) -> None:
+    """Raises CkptdError for what needs the Trainer's own files, or decides when its step is captured already."""
+    arguments, remedy = trainer.args, "own_saves=True"
+    refused = {
+        "save_only_model": arguments.save_only_model,
+        f"hub_strategy={arguments.hub_strategy.value!r}": arguments.push_to_hub and arguments.hub_strategy != HubStrategy.END,
+        "load_best_model_at_end with FSDP": arguments.load_best_model_at_end and trainer.is_fsdp_enabled,
+    }
+    for name in (name for name, is_set in refused.items() if is_set):
+        raise CkptdError(f"{name} needs files, and own_saves=False writes none", where="TrainingArguments", hint=remedy)
+    if arguments.save_strategy == SaveStrategy.BEST and arguments.eval_strategy == IntervalStrategy.EPOCH:
+        what = "whether an epoch's last step is the best is known when its snapshot has been taken"
+        hint = f'eval_strategy="steps", save_strategy="epoch", or {remedy}'
+        raise CkptdError(what, where='save_strategy="best" with own_saves=False', hint=hint)
 
 
 __all__ = ["CkptdTrainerMixin"]
