@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from ckptd_client import CkptdError, Client
 
-from tests.cluster.nodes import Cluster, Trainer, TrainerError, together
+from tests.cluster.nodes import REPO, Cluster, Trainer, TrainerError, together
 from tests.waiting import until
 
 JOB = "kept"
@@ -26,7 +28,7 @@ def saved(world: list[Trainer], steps: int, **how: bool) -> None:
 
 
 def test_what_was_kept_may_go_with_the_next_retention(nodes: Cluster) -> None:
-    """By any rank, by a client that is none, and by another user's not at all."""
+    """By any rank, and by a client that is none."""
     storage = nodes.root / "storage"
     made = nodes.several(2, storage_root=storage, keep_last=1)
     world = nodes.world(made, JOB, kind="fsdp")
@@ -42,6 +44,27 @@ def test_what_was_kept_may_go_with_the_next_retention(nodes: Cluster) -> None:
         assert beside.release(2) == "released"
     until(lambda: rows(first) == {6: True, 8: False}, 20, "retention to take step 2 out of sight")
     assert not list(storage.rglob("released/*"))
+
+
+def test_another_user_releases_nothing(nodes: Cluster) -> None:
+    """P13: under the same name he has a job of his own, whatever he says of epochs."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become another user")
+    node = nodes.node(storage_root=nodes.root / "storage", replicas=0, keep_last=1)
+    (trainer,) = world = nodes.world([node], JOB)
+    trainer.do("restore")
+    saved(world, 2, keep=True)
+    script = (
+        "import os, sys; from ckptd.wire import rank; from ckptd.wire.seqpacket import RankSocket\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "link = RankSocket.connect(sys.argv[1])\n"
+        "link.send(rank.Hello(rank.PROTOCOL_VERSION, sys.argv[2], os.getpid())); link.recv(10)\n"
+        "link.send(rank.Release(1, 2, 1)); print(link.recv(20)[0].outcome)"
+    )
+    command = [sys.executable, "-c", script, str(node.socket), JOB]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=REPO)
+    assert answer.stdout == "no such step\n"
+    assert rows(trainer) == {2: True}
 
 
 @pytest.mark.parametrize("at", ["persist.commit.checked", "persist.commit.visible"])

@@ -107,11 +107,11 @@ class Meets(PosixStorage):
         return super().put_if_absent(path, data)
 
 
-@pytest.mark.parametrize("commit_comes_second", [False, True])
-def test_a_release_beside_the_commit(tmp_path: Path, world: World, commit_comes_second: bool) -> None:
+@pytest.mark.parametrize("amid", ["the commit", "the release"])
+def test_a_release_beside_the_commit(tmp_path: Path, world: World, amid: str) -> None:
     storage = Meets(str(tmp_path / "root"))
     claim_epoch(storage, JOB, epoch_record(1, 2))
-    if commit_comes_second:
+    if amid == "the commit":
         save(storage, world, FIRST, keep=True)
     else:
         storage.commits.append(world)

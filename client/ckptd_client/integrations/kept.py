@@ -42,7 +42,10 @@ class Kept:
             self._release()
 
     def finish(self, only: int | None = None) -> None:
-        """The last save is durable. only: the one that is to be left, where it is among them."""
+        """Training has ended, and waited for what it saved. only: the one that is to be left, where it is among them. Where the
+        newest one has not become durable nothing is given up."""
+        if self._newest is not None and self._newest.status != "durable":
+            return
         if only in self.steps:
             self._let_go([step for step in self.steps if step != only])
         self._release()
