@@ -50,6 +50,7 @@ class Engine:
         self._closing = False
         self._thread: threading.Thread | None = None
         self.statics = Statics()
+        self._given_up = (-1, "")  # of which step nothing is captured any more, and why
         self.newest = -1  # the grant of the job that came last, which is answered when that is over
         self.fenced_s = 0.0  # seconds that optimizers have waited, all together
 
@@ -58,6 +59,8 @@ class Engine:
         for slot in job.slots:
             slot.segment.pin()
         with self._changed:
+            if job.step == self._given_up[0]:
+                job.stop = self._given_up[1]
             if self._closing:
                 job.stop = "closed"
             self.newest = job.grant
@@ -132,6 +135,15 @@ class Engine:
                     self._changed.notify_all()
                     return True
         return False
+
+    def give_up(self, step: int, reason: str) -> None:
+        """Void what captures of this step are not over, and those that come. The next call names another one."""
+        with self._changed:
+            self._given_up = step, reason
+            for job in self._jobs:
+                if job.step == step and not job.over:
+                    job.stop = job.stop or reason
+            self._changed.notify_all()
 
     def stop_unfenced(self, reason: str) -> None:
         """Void what no fence was passed for yet."""

@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 
 SAVING_TIMEOUT_S = 600.0
 OWNER = "$explicit"
+NO_STEP = -1
 Row = tuple[str, Sequence[int], Sequence[int], Tensor]  # (key, offsets, sizes, where it goes to)
 
 
 class Saving:
     """What ``saving()`` is filled with."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, give_up: Callable[[int, str], None] = lambda step, reason: None) -> None:
         self.step = step
         self.items: list[Box | Blob] = []
+        self._give_up = give_up
         self._lock = threading.Lock()
         self._over = False
 
@@ -43,6 +45,11 @@ class Saving:
             if self._over:
                 raise CkptdError("the saving() block has been left", where=f"step {self.step}")
             self.items += items
+
+    def give_up(self, reason: str) -> None:
+        """From any thread: what was added is going to be written now. A capture that is not over by then is void on all ranks, and
+        none follows it."""
+        self._give_up(self.step, f"{NOT_SAVED}: {reason}")
 
     def end(self) -> list[Box | Blob]:
         with self._lock:
@@ -133,10 +140,12 @@ class _Job:
         self.client, self._lock = client, threading.RLock()
 
     @contextmanager
-    def saving(self, step: int, level: str, timeout_s: float) -> Iterator[Saving]:
-        save = Saving(step)
+    def saving(self, step: int, level: str, timeout_s: float, sealed: Callable[[], None] | None) -> Iterator[Saving]:
+        engine = self.client._engine
+        save = Saving(step, engine.give_up)
         with self._lock:
             self._check_later(step)
+            engine.give_up(NO_STEP, "")
             try:
                 yield save
                 boxes = Boxes(OWNER, lambda loading: save.end())
@@ -145,7 +154,7 @@ class _Job:
                 self._not_saved(step, type(error).__name__)
                 raise
             with self._registered(boxes):
-                self._save(step, level, time.monotonic() + timeout_s)
+                self._save(save, level, time.monotonic() + timeout_s, sealed)
 
     def open(self, step: int | None, source: str | None, allow_fresh: bool) -> Opened | None:
         with self._lock:
@@ -182,11 +191,18 @@ class _Job:
             hint = "open(step=...) goes back; another name= keeps both"
             raise CkptdError(f"step {step} is not later than step {newest}, which the job has", where=client.job, hint=hint)
 
-    def _save(self, step: int, level: str, deadline: float) -> None:
-        client = self.client
+    def _save(self, save: Saving, level: str, deadline: float, sealed: Callable[[], None] | None) -> None:
+        client, step = self.client, save.step
         handle = client.snapshot(step, must=True)
-        status = client.wait(level, max(0.0, deadline - time.monotonic()))
+        try:
+            status = client.wait("sealed" if sealed is not None else level, max(0.0, deadline - time.monotonic()))
+        finally:
+            if sealed is not None:
+                save.give_up("what it was given may have been written since")
         last = client._last or handle
+        if sealed is not None and last.step == step and reached(last.fact, "sealed", client._session.attainable):
+            sealed()
+            status = last.wait(level, max(0.0, deadline - time.monotonic()))
         if last.step != step or not reached(last.fact, level, client._session.attainable):
             raise CkptdError(f"step {step} was not saved: {status}", where=client.job, hint="; ".join(client.health().problems[:3]))
 
@@ -206,19 +222,22 @@ class Explicit:
     _jobs: dict[str | None, _Job]
 
     def saving(
-        self, step: int, level: str = "durable", name: str | None = None, timeout: float = SAVING_TIMEOUT_S
-    ) -> AbstractContextManager[Saving]:
+        self, step: int, level: str = "durable", name: str | None = None, timeout: float = SAVING_TIMEOUT_S,
+        sealed: Callable[[], None] | None = None,
+    ) -> AbstractContextManager[Saving]:  # fmt: skip
         """A snapshot of what the block adds to it, and of nothing else: ``with client.saving(step) as save: save.add(Box(...),
         Blob(...))``. All ranks of the job take part, in whatever thread. It is captured at the end of the block, which is left
         when ``level`` is reached.
 
         name: a job of its own, NAME.name, which other saves and ``snapshot()`` have nothing to do with; without it this client
         registers nothing. Steps grow; ``restore()`` or ``open(step=)`` goes back. Raises CkptdError on all ranks with the reason
-        when the level is not reached within ``timeout`` seconds.
+        when the level is not reached within ``timeout`` seconds. sealed: called, in this thread, once the step lies complete in
+        memory: what was added may be written from then on, and not before the block is left without it. Who cannot wait for
+        either calls ``Saving.give_up``.
         """
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
-        return self._job_of(name).saving(step, level, timeout)
+        return self._job_of(name).saving(step, level, timeout, sealed)
 
     def open(
         self, step: int | None = None, source: str | None = None, name: str | None = None, allow_fresh: bool = False

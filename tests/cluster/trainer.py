@@ -244,6 +244,11 @@ class Run:
 
         return dcp.load(self.client, **how)
 
+    def dcp_cost(self, **how: Any) -> Any:
+        from tests.cluster import dcp
+
+        return dcp.cost(self.client, **how)
+
     def spoil(self) -> None:
         """One bit of a copy, as failing memory would."""
         next(self.bare.parameters()).data.view(torch.int32).view(-1)[7] ^= 1

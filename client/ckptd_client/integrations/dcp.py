@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,24 +37,25 @@ from ckptd.core.errors import CkptdError
 from ckptd_client import tree
 from ckptd_client.boxes import Blob, Box
 from ckptd_client.client import Client
-from ckptd_client.explicit import SAVING_TIMEOUT_S, Opened
+from ckptd_client.explicit import SAVING_TIMEOUT_S, Opened, Saving
 
 PLANNER_DATA = "_dcp.planner_data"
 PREFIX = "_dcp."
 
 
 class _Numbered:
-    """Of a step, which ``checkpoint_id`` may say."""
+    """Of a step, which ``checkpoint_id`` may say, of each save or load anew."""
 
-    _step: int | None
+    def __init__(self, step: int | None) -> None:
+        self._given = self._step = step
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return _step_in(checkpoint_id) is not None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._step = _step_in(checkpoint_id) if self._step is None else self._step
+        if checkpoint_id is not None and self._given is None:
+            self._step = _step_in(checkpoint_id)
 
 
 class CkptdStorageWriter(_Numbered, StorageWriter):
@@ -63,14 +65,12 @@ class CkptdStorageWriter(_Numbered, StorageWriter):
         self, client: Client, step: int | None = None, *, level: str = "durable", name: str | None = None,
         timeout: float = SAVING_TIMEOUT_S,
     ) -> None:  # fmt: skip
-        self._client, self._step, self._level, self._name, self._timeout = client, step, level, name, timeout
+        super().__init__(step)
+        self._client, self._level, self._name, self._timeout = client, level, name, timeout
         self._coordinates = False
 
     def __getstate__(self) -> Any:
-        raise CkptdError(
-            "AsyncCheckpointerType.PROCESS is not supported: the process that saves is no rank of the job",
-            hint="the default, THREAD; the bytes leave the process through the daemon's memory in any case",
-        )
+        raise no_process()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises CkptdError: ranks that do not speak to each other would save a step of each one's own."""
@@ -93,14 +93,17 @@ class CkptdStorageWriter(_Numbered, StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        assert self._step is not None, "set_up_storage_writer has looked"
         results: list[WriteResult] = []
-        with self._client.saving(self._step, self._level, self._name, self._timeout) as save:
+        with self._saving() as save:
             for item in self._items(plan, planner, results):
                 save.add(item)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _saving(self, sealed: Callable[[], None] | None = None) -> AbstractContextManager[Saving]:
+        assert self._step is not None, "set_up_storage_writer has looked"
+        return self._client.saving(self._step, self._level, self._name, self._timeout, sealed)
 
     def _items(self, plan: SavePlan, planner: SavePlanner, results: list[WriteResult]) -> Iterator[Box | Blob]:
         for item in plan.items:
@@ -130,7 +133,8 @@ class CkptdStorageReader(_Numbered, StorageReader):
     def __init__(
         self, client: Client, step: int | None = None, *, source: str | None = None, name: str | None = None
     ) -> None:
-        self._client, self._step, self._source, self._name = client, step, source, name
+        super().__init__(step)
+        self._client, self._source, self._name = client, source, name
         self._opened: Opened | None = None
 
     @property
@@ -177,6 +181,13 @@ class CkptdStorageReader(_Numbered, StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def no_process() -> CkptdError:
+    return CkptdError(
+        "AsyncCheckpointerType.PROCESS is not supported: the process that saves is no rank of the job",
+        hint="the default, THREAD; the bytes leave the process through the daemon's memory in any case",
+    )
 
 
 def _step_in(checkpoint_id: str | os.PathLike[str]) -> int | None:
