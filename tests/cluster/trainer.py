@@ -244,6 +244,11 @@ class Run:
 
         return dcp.load(self.client, **how)
 
+    def dcp_own(self, what: str, **how: Any) -> Any:
+        from tests.cluster import dcp_own
+
+        return getattr(dcp_own, what)(self.client, **how)
+
     def dcp_cost(self, **how: Any) -> Any:
         from tests.cluster import dcp
 

@@ -166,16 +166,18 @@ class CkptdStorageReader(_Numbered, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._opened is not None, "read_metadata comes first"
-        rows, targets = [], []
+        try:
+            tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+            targets = [(item, planner.resolve_tensor(item).detach()) for item in tensors]
+        except Exception:
+            self._opened.read([])  # the other ranks are not left alone
+            raise
+        self._opened.read(
+            (item.storage_index.fqn, tuple(item.storage_offsets), tuple(item.lengths), target) for item, target in targets
+        )
         for item in plan.items:
-            key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(self._opened.blobs[key]))
-                continue
-            target = planner.resolve_tensor(item).detach()
-            rows.append((key, tuple(item.storage_offsets), tuple(item.lengths), target))
-            targets.append((item, target))
-        self._opened.read(rows)
+                planner.load_bytes(item, io.BytesIO(self._opened.blobs[item.storage_index.fqn]))
         for item, target in targets:
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
