@@ -158,9 +158,9 @@ class FaultySave(DefaultSavePlanner):
         if where == self._where:
             raise Fault(f"fault in {where}")
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+    def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self._fault("set_up")
-        super().set_up_planner(*args, **kwargs)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         self._fault("local")
