@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import subprocess
@@ -20,7 +21,7 @@ LOG_TAIL_LINES = 8
 PORT_MIN = 10_000
 PORT_TRIES_MAX = 100
 PORTS_HELD_MAX = 16
-_held: deque[socket.socket] = deque()
+_held: deque[int] = deque()  # descriptors
 
 
 @dataclass
@@ -104,8 +105,9 @@ def free_port() -> int:
             held.close()
             continue
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on whoever reuses may listen
-        _held.append(held)
+        port = int(held.getsockname()[1])
+        _held.append(held.detach())
         if len(_held) > PORTS_HELD_MAX:
-            _held.popleft().close()  # its port was used long ago
-        return int(held.getsockname()[1])
+            os.close(_held.popleft())  # its port was used long ago
+        return port
     raise OSError(f"no port from {PORT_MIN} to {min(FIRST_PORT, low)} is free")
