@@ -39,7 +39,7 @@ CASES = [
     ("pread64", "EIO"), ("ftruncate,fallocate", "ENOSPC"),
 ]  # fmt: skip
 RARE = ("link,linkat", "rename,renameat,renameat2", "mkdir,mkdirat")  # made now and then by whoever commits or claims an epoch
-SPREAD = ("pread64",)  # made by one of several threads, so that few of them make a second one
+SPREAD = ("pread64", "pwrite64")  # made by one of several threads, so that few of them make a second one
 EVERY = ("mmap",)  # made a few times only, and by new threads first of all: each fails
 FIRST = dict.fromkeys((*RARE, *SPREAD, *EVERY), 1)  # which call of a thread fails first; else the second
 
