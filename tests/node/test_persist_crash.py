@@ -297,6 +297,9 @@ def test_what_a_method_of_a_storage_did_survives_a_power_cut_when_it_returns() -
     storage.mark(pointer, KEEP, b"")
     shown, hidden = [(Sight.SHOWN, True, False)], [(Sight.HIDDEN, True, True)]
     assert all(seen(after) == shown for after in cuts())
+    assert storage.unmark(pointer, KEEP)
+    assert all(seen(after) == [(Sight.SHOWN, False, False)] for after in cuts())
+    storage.mark(pointer, KEEP, b"")
     steps = (storage.hide, hidden), (storage.reveal, shown), (storage.hide, hidden), (storage.drop, [])
     for step, wanted in steps:
         assert step(pointer)
