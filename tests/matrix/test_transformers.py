@@ -83,17 +83,17 @@ def kept(node: Node, job: str) -> dict[int, bool]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "left"), [({"save_strategy": "steps", "save_steps": 3}, [3, 12]), ({"save_strategy": "epoch"}, [6, 12])]
+    ("strategy", "limit", "left"), [({"save_strategy": "steps", "save_steps": 3}, 2, [3, 12]), ({"save_strategy": "epoch"}, 1, [6])]
 )
 def test_what_it_would_save_is_kept_as_its_retention_says(
-    nodes: Cluster, tmp_path: Path, strategy: dict[str, Any], left: list[int]
+    nodes: Cluster, tmp_path: Path, strategy: dict[str, Any], limit: int, left: list[int]
 ) -> None:
-    """Killed behind the second save, of which the first is the best, as a loss that falls is here: that one stays, and is what
-    train() ends with. Nothing but snapshots is written."""
+    """Killed amid, with the first save as the best, as a loss that falls is worse here: that one stays, and is what train() ends
+    with. Nothing but snapshots is written."""
     node = nodes.node(replicas=0, storage_root=nodes.root / "storage", keep_last=1)
     arguments = {
         "max_steps": 12, "per_device_train_batch_size": 8, "eval_strategy": strategy["save_strategy"], "eval_steps": 3,
-        "save_total_limit": 2, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+        "save_total_limit": limit, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
         **strategy,
     }  # fmt: skip
     start = partial(run, node, WORKER, 2, tmp_path, "kept", own_saves=False, arguments=arguments)
@@ -102,7 +102,8 @@ def test_what_it_would_save_is_kept_as_its_retention_says(
     weights = {row["step"]: row["total"] for row in effective(broken, "weights")}
     for row in broken[1].of("trained"):
         assert row["kept"] == left and row["total"] == weights[left[0]] != weights[12], (row, weights)
-    until(lambda: kept(node, "kept") == dict.fromkeys(left, True), 30, f"{left} alone on storage")
+    stays = dict.fromkeys(left, True)
+    until(lambda: kept(node, "kept") == {12: False, **stays}, 30, f"{left} kept on storage, and the daemon's last one")
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
