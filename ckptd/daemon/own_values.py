@@ -19,15 +19,15 @@ TENSOR = "t:"  # what a key begins with; an object has a method that divides it,
 
 
 def tell_own_values(all_slots: LocalSlots, names: Iterable[str]) -> None:
-    """``names``: "t:key" and "o:name" that differed in a snapshot. The lowest rank that is connected here hears of each key once,
-    and again when it joins anew."""
+    """``names``: "t:key" and "o:name" that differed in a snapshot. The lowest rank of this node hears of each key once, and again
+    when it joins anew; nobody in its place when it has left, as the end of a job is no time for that."""
     tensors = [name for name in names if name.startswith(TENSOR)]
-    for _, own in sorted(all_slots.by_rank.items()) if tensors else ():
-        if own.session is not None:
-            new = list(_fitting(name for name in tensors if name not in own.told_own))
-            if new and own.session.send(Health(0, True, [], {OWN_VALUES: [name[len(TENSOR) :] for name in new]})):
-                own.told_own.update(new)
-            return
+    here = [rank for rank, own in all_slots.by_rank.items() if not own.left]
+    own = all_slots.by_rank[min(here)] if here and tensors else None
+    if own is not None and own.session is not None:
+        new = list(_fitting(name for name in tensors if name not in own.told_own))
+        if new and own.session.send(Health(0, True, [], {OWN_VALUES: [name[len(TENSOR) :] for name in new]})):
+            own.told_own.update(new)
 
 
 def _fitting(names: Iterable[str]) -> Iterator[str]:

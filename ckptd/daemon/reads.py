@@ -106,7 +106,7 @@ class Reads:
         if self._job.local_slots.of_session(session) is not None:
             raise ValueError("a rank looks at its own job")
         if len(self._readers) >= READERS_MAX:
-            session.send(wire.Failed("busy", f"{READERS_MAX} processes read this job here already", HINTS["busy"]))
+            session.send(wire.Failed("busy", f"{READERS_MAX} readings of this job are open here already", HINTS["busy"]))
             return
         self._readers[session] = _Reader(self._services, self._job, session, message)
 
@@ -272,7 +272,9 @@ class _Reader:
         known = {*(snapshot for snapshot, level in levels.items() if level >= 0), *commits}
         wanted = [one for one in known if record.is_candidate(one) and self._ask.step in (None, one.step) and one not in excluded]
         reasons: list[str] = []
-        for snapshot in sorted(wanted, reverse=True)[:SNAPSHOTS_MAX]:
+        # What peers have is kept for a reader; of what no peer has yet training lets go as soon as it lacks the slot.
+        safe = {snapshot for snapshot, level in levels.items() if level >= 1 and self._ask.source != "durable"}
+        for snapshot in sorted(wanted, key=lambda one: (one in safe, one), reverse=True)[:SNAPSHOTS_MAX]:
             found = await self._judged(record, snapshot, told, snapshot in commits)
             if isinstance(found, Candidate):
                 return record, found

@@ -121,6 +121,7 @@ def boxes_of(rows: Iterable[Row], catalogue: Catalogue, step: int) -> tuple[list
         if source is None:
             raise CkptdError(f"not in step {step}", where=key)
         name, shape, _ = catalogue.tensors[source]
+        _check_writable(key, out)
         target = out.detach()
         if target.dtype != dtypes.TORCH[name]:
             target = torch.empty(tuple(sizes), dtype=dtypes.TORCH[name], device=out.device)
@@ -128,6 +129,16 @@ def boxes_of(rows: Iterable[Row], catalogue: Catalogue, step: int) -> tuple[list
         boxes.append(Box(source, target, shape, offsets, sizes))
         boxes[-1].placed()
     return boxes, converted
+
+
+def _check_writable(key: str, out: Any) -> None:
+    """Raises CkptdError: nothing can be read into it."""
+    if not isinstance(out, Tensor):
+        hint = "a tensor; torch.from_numpy(array) shares its memory"
+        raise CkptdError(f"a {type(out).__name__} to read into", where=key, hint=hint)
+    strides = zip(out.stride(), out.shape, strict=True) if out.layout == torch.strided and not out.is_meta else [(0, 2)]
+    if any(step == 0 < size - 1 for step, size in strides):
+        raise CkptdError("a tensor that has no memory of its own for each element", where=key, hint="torch.empty(sizes)")
 
 
 class _Job:
@@ -151,7 +162,7 @@ class _Job:
                 boxes = Boxes(OWNER, lambda loading: save.end())
                 boxes.ask(loading=False)
             except BaseException as error:
-                self._not_saved(step, type(error).__name__)
+                self._not_saved(step, f"{type(error).__name__}: {error}")
                 raise
             with self._registered(boxes):
                 self._save(save, level, time.monotonic() + timeout_s, sealed)

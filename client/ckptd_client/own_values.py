@@ -3,10 +3,14 @@ another size would be refused for them (design D7, D18)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
 
 from ckptd.core.protocol.machine.waiting import shown
-from ckptd_client.entries import matches
+from ckptd_client import naming
+from ckptd_client.entries import Owner, matches
+from ckptd_client.pooled import FIRST, MEAN
 from ckptd_client.registry import Registry
 from ckptd_client.rules import Own
 from ckptd_client.tree import REF_MARK
@@ -28,26 +32,42 @@ class OwnValues:
         found = self.without_rule if keys and not self._warned else []
         if found:
             self._warned = True
-            self._troubles.pass_on(_told(found), "")
+            self._troubles.pass_on(_told(found, self._counted()), "")
 
     @property
     def without_rule(self) -> list[str]:
         """Those that a restore into a world of another size would be refused for, by what is registered now."""
-        return [key for key in list(self._keys) if not self._has_rule(key)]
+        counted = self._counted() if self._keys else frozenset()
+        return [key for key in list(self._keys) if not self._has_rule(key, key in counted)]
 
-    def _has_rule(self, key: str) -> bool:
+    def _has_rule(self, key: str, counted: bool) -> bool:
         for owner in list(self._registry.owners.values()):
             theirs = owner.key_map is not None or f"{key}.".startswith(f"{owner.name}.")
-            if theirs and any(isinstance(rule, Own) and matches(key, [pattern]) for pattern, rule in owner.rules.items()):
+            fitting = (rule for pattern, rule in owner.rules.items() if theirs and matches(key, [pattern]))
+            if any(isinstance(rule, Own) and not (counted and rule.how == MEAN) for rule in fitting):
                 return True
         return False
 
+    def _counted(self) -> frozenset[str]:
+        """Keys of whole numbers, of which there is no mean."""
+        found = set[str]()
+        for owner in self._registry.of_kind("module", "tensor"):
+            tensors = [(owner.name, owner.value)] if owner.kind == "tensor" else _tensors_of(owner)
+            found.update(owner.rename(name) for name, tensor in tensors if not tensor.is_floating_point())
+        return frozenset(found)
 
-def _told(keys: Sequence[str]) -> str:
+
+def _tensors_of(owner: Owner) -> list[tuple[str, Tensor]]:
+    return [(f"{owner.name}.{spot.name}", spot.tensor) for spot in naming.walk(owner.value)[0]]
+
+
+def _told(keys: Sequence[str], counted: Collection[str]) -> str:
     what = "1 tensor differs" if len(keys) == 1 else f"{len(keys)} tensors differ"
+    floats = [key for key in keys if key not in counted]
+    rule = f'"{_pattern(floats or keys)}": own("{MEAN if floats else FIRST}")'
     return (
         f"{what} between ranks: {shown(keys)}. As many ranks each get their own back; a restore into another number of ranks is"
-        f' refused without a rule, as register(rules={{"{_pattern(keys)}": own("mean")}}) is one, or "sum", "max", "first" ("mean"'
+        f' refused without a rule, as register(rules={{{rule}}}) is one, or "sum", "max", "first" ("mean"'
         " is of floats); what has one name and is another thing on each rank takes key_map="
     )
 

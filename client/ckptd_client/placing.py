@@ -97,6 +97,7 @@ def check(owners: Sequence[Owner]) -> None:
     if not rules:
         return
     keys: set[str] = set()
+    whole: dict[str, bool] = {}  # of patterns that say own()
     for owner in owners:
         spots = naming.walk(owner.value)[0] if owner.kind == "module" else []
         found = [(owner.rename(f"{owner.name}.{spot.name}"), spot.tensor, spot.copies) for spot in spots]
@@ -105,4 +106,14 @@ def check(owners: Sequence[Owner]) -> None:
         for key, tensor, copies in found:
             keys.add(key)
             of(key, owner, tensor, copies)
+            for pattern, rule in rules.items():
+                if isinstance(rule, Own) and matches(key, [pattern]):
+                    whole[pattern] = whole.get(pattern, False) or not naming.is_dtensor(tensor) or is_whole(tensor)
     check_fits("rules", list(rules), keys)
+    for pattern in (pattern for pattern, found in whole.items() if not found):
+        raise CkptdError("own() is for what a rank has whole, and all that this fits is cut by torch", where=pattern)
+
+
+def is_whole(tensor: Any) -> bool:
+    """A DTensor of which each rank has all."""
+    return all(placement.is_replicate() for placement in tensor.placements)

@@ -171,10 +171,12 @@ class Reading(Mapping[str, Any]):
                 raise CkptdError(message.reason, where=self._job, hint=message.hint or GONE)
 
     def close(self) -> None:
-        if self._socket.fileno() >= 0:
-            with contextlib.suppress(OSError):  # the daemon is gone
-                self._socket.send(wire.Goodbye(True))  # a closed socket alone may be the beginning of a process's death
-            self._socket.close()
+        """Waits for a read of another thread."""
+        with self._reads:
+            if self._socket.fileno() >= 0:
+                with contextlib.suppress(OSError):  # the daemon is gone
+                    self._socket.send(wire.Goodbye(True))  # a closed socket alone may be the beginning of a process's death
+                self._socket.close()
 
     def __enter__(self) -> Reading:
         return self

@@ -219,6 +219,16 @@ def _runs(local: int, cuts: Sequence[tuple[Shard, Axis]]) -> tuple[int, list[Run
     return size, runs
 
 
+def check_rules(rules: Mapping[str, Any]) -> None:
+    """Raises CkptdError naming the pattern of what is no rule."""
+    for pattern, rule in rules.items():
+        cuts = list(rule) if isinstance(rule, Sequence) and not isinstance(rule, str) else [rule]
+        if not cuts or not all(isinstance(one, Shard | Copied | Padded | Own) for one in cuts):
+            said = "the function own" if rule is own else f"{rule!r}"
+            hint = 'own("mean"), shard(0, over="tp"), copied("tp"), padded(0, size), or a list of the last three'
+            raise CkptdError(f"{said} is no rule", where=pattern, hint=hint)
+
+
 def rule_of(key: str, rules: Mapping[str, Rule], matches: Callable[[str, Sequence[str]], bool]) -> Rule | None:
     """Raises CkptdError: two patterns that fit say different things."""
     fitting = [pattern for pattern in rules if matches(key, [pattern])]

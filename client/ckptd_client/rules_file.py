@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ckptd.core.errors import CkptdError
-from ckptd_client.rules import EVEN, Cut, Own, Rule, copied, own, padded, shard
+from ckptd_client.rules import EVEN, Cut, Own, Rule, check_rules, copied, own, padded, shard
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -79,6 +79,7 @@ def given(rules: Rules | None) -> Mapping[str, Rule]:
     """What ``rules=`` means: rules by pattern as they are, or those of a TOML file, by its path. Raises CkptdError naming the file,
     the pattern and the remedy."""
     if rules is None or isinstance(rules, Mapping):
+        check_rules(rules or {})
         return rules or {}
     if not isinstance(rules, str | os.PathLike):
         text = f"rules= is a dict of rules or the path of a TOML file, not a {type(rules).__name__}"

@@ -159,6 +159,19 @@ def test_a_reader_that_ends_while_it_asks_leaves_nothing_behind(nodes: Cluster, 
     until(lambda: opens(made[0]) < before + READS, what="what was asked for to be closed")
 
 
+def test_what_peers_have_is_read_before_what_no_peer_has_yet(nodes: Cluster) -> None:
+    """Of that training lets go as soon as it lacks the slot, whoever reads it. Who names a step gets it."""
+    made = [nodes.node(start=False).start(failpoint="protect.push:sleep=4") for _ in range(2)]
+    world = nodes.world(made, JOB, kind="statistics")
+    together(world, "restore")
+    together(world, "train", steps=1)
+    assert all("protected" in str(said) for said in together(world, "wait", level="protected"))
+    together(world, "train", steps=1)
+    assert all("sealed" in str(said) for said in together(world, "wait", level="sealed"))
+    with opened(made[0]) as found, opened(made[1], step=2) as newest:
+        assert (found.step, newest.step) == (1, 2)
+
+
 def test_threads_share_a_reading_and_an_answer_that_comes_late_is_not_taken_for_the_next_ones(nodes: Cluster) -> None:
     made, _, parts = trained(nodes, 1, "sealed", replicas=0)
     daemon = made[0].daemon_pid()
@@ -168,6 +181,10 @@ def test_threads_share_a_reading_and_an_answer_that_comes_late_is_not_taken_for_
         with ThreadPoolExecutor(4) as pool:
             rows = list(pool.map(lambda first: rows_of(found, first, 1), range(64)))
         assert torch.equal(torch.cat(rows), whole)
+        row = torch.empty(1, 64)
+        for out in (row.numpy(), row[:, :1].expand(1, 64), row.to_sparse(), row.to("meta")):
+            with pytest.raises(CkptdError, match=WEIGHT):
+                found.read([(WEIGHT, (0, 0), (1, 64), out)])
         os.kill(daemon, signal.SIGSTOP)
         try:
             found._timeout_s = 0.2

@@ -52,6 +52,19 @@ def test_they_are_told_once_with_the_rule(daemon: RankDaemonDouble, caplog: pyte
     assert f'register(rules={{"{MEAN}": own("mean")}})' in text
 
 
+def test_a_mean_of_whole_numbers_is_neither_advised_nor_taken_for_a_rule(
+    daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = "model.1.num_batches_tracked"
+    with connected(daemon, rules={"model.1.*": own("mean")}) as client:
+        assert told(client, daemon, MEAN) == []
+        assert told(client, daemon, batches) == [batches]
+    with connected(daemon) as client:
+        told(client, daemon, batches, MEAN)
+    first, second = warnings(caplog)
+    assert f'{{"{batches}": own("first")}}' in first and f'{{"{MEAN}": own("mean")}}' in second
+
+
 def test_many_are_counted_five_named_and_one_pattern_fits_those_of_a_kind(
     daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture
 ) -> None:

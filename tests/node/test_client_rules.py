@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckptd_client import CkptdError, Client, copied, numbered, padded, shard
+from ckptd_client import CkptdError, Client, copied, numbered, own, padded, shard
 from ckptd_client.rules import Axis, laid
 from ckptd_client.runs import boxes_of
 
@@ -124,6 +124,10 @@ def test_registering_names_what_does_not_fit(daemon: RankDaemonDouble) -> None:
             ({"*.weight": shard(0, over="tp")}, "no mesh with names was registered"),
             ({"*.weight": padded(0, 3), "model.*": padded(0, 2)}, "two rules for it"),
             ({"*.weight": padded(0, 5)}, "which is 5 long in truth"),
+            ({"*.weight": "mean"}, "'mean' is no rule"),
+            ({"*.weight": own}, "the function own is no rule"),
+            ({"*.weight": []}, "is no rule"),
+            ({"*.weight": [padded(0, 3), "tp"]}, "is no rule"),
         ):
             with pytest.raises(CkptdError, match=said):
                 client.register(model=model, rules=rules)

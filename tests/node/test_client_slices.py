@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ckptd_client import dtypes
+from ckptd_client import dtypes, own
 from ckptd_client.entries import Copies, Entry, Mode, Owner, State
+from ckptd_client.placing import Axes, check
 from ckptd_client.plan import make_plan
 from ckptd_client.slices import Slice, declared_name, slices_of
 from ckptd_client.world import World
@@ -139,6 +140,19 @@ def test_a_placement_that_does_not_fit_its_local_tensor_is_refused_by_name() -> 
         tensor = dtensor(torch.zeros(5, 3), mesh, [Shard(0)], torch.zeros(8, 3))
         with pytest.raises(CkptdError, match=r"model\.w"):
             slices_of(entry(tensor), world)
+
+
+def test_own_is_for_what_a_rank_has_whole() -> None:
+    with rank_of(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = torch.nn.Linear(3, 4)
+        model.weight = torch.nn.Parameter(dtensor(torch.zeros(2, 3), mesh, [Shard(0)], torch.zeros(4, 3)))
+        rules = {"model.weight": own("mean")}
+        owner = Owner("model", "module", model, rules=rules, axes=Axes())
+        with pytest.raises(CkptdError, match="cut by torch"):
+            check([owner])
+        owner.rules = {"model.*": own("mean")}  # the bias is whole
+        check([owner])
 
 
 def test_partial_values_fit_only_the_same_world() -> None:
