@@ -18,6 +18,7 @@ def own(world: Sequence[Trainer], what: str, **how: Any) -> list[Any]:
     return together(world, "dcp_own", what=what, **how)
 
 
+@pytest.mark.chaos
 def test_each_placement_into_each_other(nodes: Cluster) -> None:
     """Copies, rows, columns and ShardedTensors of two ranks, of which one has nothing of some."""
     world = nodes.world(nodes.several(2), JOB, kind="explicit")

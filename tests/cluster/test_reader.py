@@ -161,7 +161,7 @@ def test_a_reader_that_ends_while_it_asks_leaves_nothing_behind(nodes: Cluster, 
 
 def test_what_peers_have_is_read_before_what_no_peer_has_yet(nodes: Cluster) -> None:
     """Of that training lets go as soon as it lacks the slot, whoever reads it. Who names a step gets it."""
-    made = [nodes.node(start=False).start(failpoint="protect.push:sleep=4") for _ in range(2)]
+    made = [nodes.node(start=False).start(failpoint="protect.push:sleep=3") for _ in range(2)]
     world = nodes.world(made, JOB, kind="statistics")
     together(world, "restore")
     together(world, "train", steps=1)
@@ -198,6 +198,7 @@ def test_threads_share_a_reading_and_an_answer_that_comes_late_is_not_taken_for_
         assert torch.equal(rows_of(found, 1, 1), whole[1:2])
 
 
+@pytest.mark.chaos
 def test_what_training_has_let_go_of_is_not_read_to_its_end(nodes: Cluster) -> None:
     """Never torn: it is said. Storage has none of it, and of two slots neither is kept for a reader."""
     made, world, parts = trained(nodes, 1, "sealed", replicas=0, own_slots=2)
