@@ -126,7 +126,9 @@ def test_a_share_is_no_more_where_others_are(nodes: Cluster) -> None:
         assert node.get("/status")["memory"]["own_bytes"] - before <= 128 * MIB
 
 
-@pytest.mark.parametrize(("kind", "count"), [("number", 1), ("empty", 64), ("record", 16), ("mappers", 1)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("number", 1), ("empty", 64), pytest.param("record", 16, marks=pytest.mark.chaos), ("mappers", 1)]
+)
 def test_memory_of_a_strangers_own_making(nodes: Cluster, kind: str, count: int) -> None:
     """An offer is as he wrote it: a number after which no allocation worked, segments without slots that used up all that there
     may be, a record of 3 GiB that was copied before anybody looked at its sum, processes that each cost a descriptor for ever."""

@@ -81,7 +81,7 @@ def test_boxes_of_a_running_job_are_read_from_outside(nodes: Cluster) -> None:
             with pytest.raises(CkptdError, match="not in step 3"):
                 found.read([("model.nothing", (0,), (1,), torch.empty(1))])
     with opened(made[0]) as before:
-        for step in range(4, 9):
+        for step in range(4, 7):
             assert together(world, "train", steps=1)[0]["step"] == step
             said = together(world, "wait", level="protected")
             assert all("protected" in str(one) for one in said), (step, said, together(world, "health"))
@@ -159,6 +159,7 @@ def test_a_reader_that_ends_while_it_asks_leaves_nothing_behind(nodes: Cluster, 
     until(lambda: opens(made[0]) < before + READS, what="what was asked for to be closed")
 
 
+@pytest.mark.chaos
 def test_what_peers_have_is_read_before_what_no_peer_has_yet(nodes: Cluster) -> None:
     """Of that training lets go as soon as it lacks the slot, whoever reads it. Who names a step gets it."""
     made = [nodes.node(start=False).start(failpoint="protect.push:sleep=3") for _ in range(2)]
