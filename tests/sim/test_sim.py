@@ -12,7 +12,7 @@ import pytest
 from tests.sim.census import run_all
 from tests.sim.transitions import SITUATIONS
 
-EVERYDAY, MANY = range(10), range(10, 1000)
+EVERYDAY, MANY = range(6), range(6, 1000)
 
 
 @pytest.mark.timeout(3600)
