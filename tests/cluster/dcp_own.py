@@ -149,7 +149,9 @@ class Fault(RuntimeError):
     pass
 
 
-class FaultySave(DefaultSavePlanner):
+class Faulty:
+    """What a planner does at ``where`` raises. Before a planner of torch's among the bases."""
+
     def __init__(self, where: str) -> None:
         super().__init__()
         self._where = where
@@ -158,6 +160,8 @@ class FaultySave(DefaultSavePlanner):
         if where == self._where:
             raise Fault(f"fault in {where}")
 
+
+class FaultySave(Faulty, DefaultSavePlanner):
     def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self._fault("set_up")
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
@@ -175,15 +179,7 @@ class FaultySave(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-class FaultyLoad(DefaultLoadPlanner):
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self._where = where
-
-    def _fault(self, where: str) -> None:
-        if where == self._where:
-            raise Fault(f"fault in {where}")
-
+class FaultyLoad(Faulty, DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         self._fault("local")
         return super().create_local_plan()
