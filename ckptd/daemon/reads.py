@@ -58,6 +58,7 @@ HINTS = {
     "damage": "training may have let go of this step meanwhile: open the job again",
     "unreachable": "bring the missing daemons or the storage back",
     "busy": "close some",
+    "forgotten": "`ckptd status` shows what became of it; open() again reads what storage has",
 }
 
 
@@ -116,8 +117,10 @@ class Reads:
             reader.end()
 
     def drop(self) -> None:
+        """The job is over."""
         for session in list(self._readers):
             self.gone(session)
+            session.send(wire.Failed("forgotten", "this daemon holds nothing of the job any more", HINTS["forgotten"]))
             session.close()
         for timer in self._kept.values():
             timer.cancel()

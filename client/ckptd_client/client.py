@@ -254,6 +254,8 @@ class Client(Registering, Explicit, Releasing):
             raise ValueError(f"a step is 0 to 2^53, not {step}")
         handle = Handle(step, "capturing", self._wait_for_handle)
         self._stale, self._asked = None, (step, meta or {}, keep)
+        if keep:
+            self._attainable("durable")  # who has no storage is told
         last, began = self._last, time.monotonic()
         if last is not None and last.step == step and last.taken and not self._gone:
             if must:

@@ -145,8 +145,9 @@ class Reading(Mapping[str, Any]):
         try:
             if self._socket.send(message, fds or [], timeout_s=self._timeout_s):
                 return
-        except OSError as error:
-            raise CkptdError(f"the connection to the daemon is lost: {error}", where=self._job, hint=GONE) from error
+        except OSError:
+            self._hear(wire.Failed)  # why it has closed the connection, if it has said so
+            raise
         raise CkptdError(f"the daemon takes nothing for {self._timeout_s:g} s", where=self._job)
 
     def _hear(self, kind: type) -> tuple[Any, list[int]]:
@@ -159,16 +160,17 @@ class Reading(Mapping[str, Any]):
             except (OSError, FrameError) as error:
                 raise CkptdError(f"the connection to the daemon is lost: {error}", where=self._job) from error
             if got is None:
-                raise CkptdError("the daemon has closed the connection", where=self._job, hint="is it of an older release?")
+                hint = GONE if self.step >= 0 else "is it of an older release?"
+                raise CkptdError("the daemon has closed the connection", where=self._job, hint=hint)
             message, fds = got
-            if isinstance(message, kind):
-                return message, fds
-            close_all(fds)
             if isinstance(message, wire.Refused):
                 raise CkptdError(message.what, where=message.where, hint=message.hint)
             if isinstance(message, wire.Failed):
                 self._owed = False
                 raise CkptdError(message.reason, where=self._job, hint=message.hint or GONE)
+            if isinstance(message, kind):
+                return message, fds
+            close_all(fds)
 
     def close(self) -> None:
         """Waits for a read of another thread."""

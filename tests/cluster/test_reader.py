@@ -174,7 +174,7 @@ def test_what_peers_have_is_read_before_what_no_peer_has_yet(nodes: Cluster) -> 
 
 
 def test_threads_share_a_reading_and_an_answer_that_comes_late_is_not_taken_for_the_next_ones(nodes: Cluster) -> None:
-    made, _, parts = trained(nodes, 1, "sealed", replicas=0)
+    made, world, parts = trained(nodes, 1, "sealed", replicas=0)
     daemon = made[0].daemon_pid()
     with opened(made[0]) as found:
         whole = rows_of(found, 0, 64)
@@ -197,6 +197,10 @@ def test_threads_share_a_reading_and_an_answer_that_comes_late_is_not_taken_for_
             rows_of(found, 1, 1)
     with opened(made[0]) as found:
         assert torch.equal(rows_of(found, 1, 1), whole[1:2])
+        world[0].kill()
+        until(lambda: made[0].cli("forget", JOB).returncode == 0, what="the job to be forgotten")
+        with pytest.raises(CkptdError, match="holds nothing of the job any more"):
+            rows_of(found, 1, 1)
 
 
 @pytest.mark.chaos

@@ -120,6 +120,9 @@ def test_what_it_cannot_do_it_says(nodes: Cluster, tmp_path: Path) -> None:
     trainer.do("train")
     with pytest.raises(TrainerError, match=r"(?s)step 1 is not released: this daemon has no storage.*without a storage root"):
         trainer.do("release", step=1)
+    assert "no storage root" not in Path(trainer.log).read_text()
+    trainer.do("snapshot", keep=True)
+    assert "nothing becomes durable: the daemon has no storage root" in Path(trainer.log).read_text()
     world = nodes.world([node], JOB)
     together(world, "restore")
     saved(world, 2, keep=True)

@@ -66,7 +66,7 @@ def test_who_goes_back_is_told_what_is_left_behind(ask: RestoreAsk) -> None:
     """A program that was only to look at step 20 took the run back to it, and nobody said so."""
     told = decide(start(RAN, ask), 2, (), {})
     assert told.candidate is not None and told.candidate.snapshot == at(20, 1)
-    deleted = "is left behind by this start, and is deleted when it has a checkpoint of its own"
+    deleted = "is left behind by this start, and is deleted, unless kept, when it has a checkpoint of its own"
     assert told.errors == (f"step 40 of epoch 1 {deleted}; {COPIED}",)
 
 

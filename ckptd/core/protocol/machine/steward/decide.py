@@ -160,7 +160,8 @@ def _passed_by(gather: Gather, ask: RestoreAsk, taken: SnapshotId, excluded: Col
     best = _find(gather, RestoreAsk(), excluded).best
     if best is None or best.snapshot <= taken:
         return ()
-    return (f"{best.snapshot} is left behind by this start, and is deleted when it has a checkpoint of its own; {ELSEWHERE}",)
+    fate = "is deleted, unless kept, when it has a checkpoint of its own"
+    return (f"{best.snapshot} is left behind by this start, and {fate}; {ELSEWHERE}",)
 
 
 def _what_became(gather: Gather, left: SnapshotId = NOTHING) -> str:
