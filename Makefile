@@ -57,12 +57,14 @@ matrix: $(MATRIX)
 demo: $(STAMP)
 	@$(RUN_ENV) $(BIN)/ckptd demo
 
+# The tests are collected once before, where nothing is compiled yet: else five workers compile all of them at the same time.
 # Every part runs, mypy beside pytest, whose closing line is the end unless something failed; the status is nonzero then.
 test: $(STAMP)
 	@failed=""; said=$$(mktemp); \
 	echo "== ruff"; $(BIN)/ruff check . || failed="$$failed ruff"; \
 	echo "== mypy --strict, beside"; $(BIN)/mypy > $$said 2>&1 & mypy=$$!; \
 	echo "== pytest (tests that need root and are skipped are listed with their reason at the end)"; \
+	test -d tests/__pycache__ || $(PYTEST) -n 0 --collect-only -q > /dev/null || true; \
 	$(PYTEST) -m '$(EVERYDAY)' $(TEST_ARGS) || failed="$$failed pytest"; \
 	wait $$mypy || { failed="$$failed mypy"; cat $$said; }; \
 	rm -f $$said; \

@@ -384,6 +384,7 @@ def test_the_plot_leaves_a_gap_where_the_job_was_down() -> None:
 
 # --- the whole, cut short ---------------------------------------------------------------------------------------
 @pytest.mark.slow
+@pytest.mark.chaos
 def test_a_demo_without_time_fails_says_so_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real daemons are started and found gone afterwards, with their sockets and their storage."""
     assert run(tmp_path, seconds_max=2.0, json=True) == 1

@@ -31,6 +31,7 @@ def test_any_number_of_tensors_is_sealed_and_comes_back(nodes: Cluster, count: i
     assert all(torch.equal(mine, its) for mine, its in zip(model.layers, again.layers, strict=True))
 
 
+@pytest.mark.chaos
 def test_a_slot_of_many_plain_tensors_is_made_again_from_parity(nodes: Cluster) -> None:
     """P14: its record has a digest per tensor, beside layout and sums."""
     storage = nodes.root / "storage"

@@ -46,6 +46,7 @@ def test_what_was_kept_may_go_with_the_next_retention(nodes: Cluster) -> None:
     assert not list(storage.rglob("released/*"))
 
 
+@pytest.mark.chaos
 def test_another_user_releases_nothing(nodes: Cluster) -> None:
     """P13: under the same name he has a job of his own, whatever he says of epochs."""
     if os.geteuid() != 0:

@@ -101,6 +101,7 @@ def test_a_job_that_captures_at_each_step_is_paced_too(rest_s: float) -> None:
     assert plant.pacing.rate is not None
 
 
+@pytest.mark.chaos
 def test_steps_that_become_longer_are_a_new_baseline_not_a_slowdown() -> None:
     plant = Plant()
     plant.train(800)
@@ -140,6 +141,7 @@ def test_a_faster_link_is_used() -> None:
     assert (plant.sent - before) / (plant.now - since) > 3 * slow
 
 
+@pytest.mark.chaos
 def test_evaluations_are_no_evidence() -> None:
     base = without()
     plant = Plant(pause_every=25)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 
 from tests.node.client_training import Training, restored
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 
+@pytest.mark.chaos
 def test_a_compiled_optimizer_step_is_compiled_alone(daemon: RankDaemonDouble) -> None:
     training = Training()
     step = torch.compile(lambda: training.optimizer.step(), backend="eager")

@@ -151,7 +151,7 @@ async def test_storage_alone_says_that_a_job_was_forgotten(tmp_path: Path) -> No
         assert (await begins_anew(another)).epoch > 1
 
 
-@pytest.mark.parametrize("where", ["here", "there"])
+@pytest.mark.parametrize("where", ["here", pytest.param("there", marks=pytest.mark.chaos)])
 async def test_a_start_between_the_question_and_the_order_is_told_of(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """P15: "forgotten" was the answer, of a job that trained. The test plays the job's other node."""
     async with rig() as house:

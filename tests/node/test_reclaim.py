@@ -81,7 +81,7 @@ async def test_the_operator_may_let_go_of_the_last_snapshot_of_an_orphan() -> No
         assert not dead.machine.slots.sealed and not dead.local_slots.slots
 
 
-@pytest.mark.parametrize("nbytes", [BIG, BIG // 2])
+@pytest.mark.parametrize("nbytes", [BIG, pytest.param(BIG // 2, marks=pytest.mark.chaos)])
 async def test_another_users_need_takes_no_snapshot_within_the_owners_share(nbytes: int, tmp_path: Path) -> None:
     """Of 64 MiB half are the owner's, and the dead job's snapshot takes less. Empty slots go for anybody, whatever the share."""
     async with rig(storage_root=tmp_path, breakpoint_grace_s=0.2) as house:

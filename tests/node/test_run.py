@@ -83,6 +83,7 @@ def test_a_daemon_that_dies_beside_a_lost_state_directory_keeps_its_name(
     assert node() == before
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("daemon")
 def test_a_second_one_with_the_same_state_directory_touches_nothing(tmp_path: Path, environ: dict[str, str]) -> None:
     """Its ports took the place of the first one's, which came back from a crash where no peer looked for it."""
@@ -107,7 +108,7 @@ def test_bad_settings_end_it_at_once_with_the_reason(tmp_path: Path, environ: di
 WITHOUT_ISA_L = "from ckptd.protect import erasure as e; e.candidates = list; from ckptd.cli import main; main()"
 
 
-@pytest.mark.parametrize(("redundancy", "warned"), [("rs(4,2)", True), ("xor(4)", False)])
+@pytest.mark.parametrize(("redundancy", "warned"), [("rs(4,2)", True), pytest.param("xor(4)", False, marks=pytest.mark.chaos)])
 def test_reed_solomon_without_isa_l_is_a_warning_with_a_remedy(
     tmp_path: Path, environ: dict[str, str], redundancy: str, warned: bool
 ) -> None:

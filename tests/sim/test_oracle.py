@@ -87,9 +87,9 @@ class Tried(Evidence):
         return found
 
 
-@pytest.mark.parametrize("worlds", [8, pytest.param(16, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(("worlds", "least"), [(8, 5), pytest.param(16, 11, marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("kind", [Replicas, Parity])
-def test_counting_finds_what_trying_every_loss_finds(kind: type, worlds: int) -> None:
+def test_counting_finds_what_trying_every_loss_finds(kind: type, worlds: int, least: int) -> None:
     compared: dict[int, int] = {}
     seeds = [s for s in range(1, 100) if s % 50 and isinstance(World(s).policy.redundancy, kind)][:worlds]
     for seed in seeds:
@@ -100,7 +100,7 @@ def test_counting_finds_what_trying_every_loss_finds(kind: type, worlds: int) ->
         world.clock.run(LIFE_S)
         for level, count in tried.compared.items():
             compared[level] = compared.get(level, 0) + count
-    assert min(compared.get(level, 0) for level in (-1, 0, 1)) > worlds // 2, compared
+    assert min(compared.get(level, 0) for level in (-1, 0, 1)) >= least, compared
 
 
 @pytest.mark.parametrize(("n", "m"), [(2, 1), (3, 1), (4, 1), (4, 2), (5, 2), (6, 3)])
