@@ -52,7 +52,7 @@ class InventoryRequest:
     attempt: str
     nodes: tuple[NodeInfo, ...]  # so that a daemon outside the new world can answer
     turn: int = 0  # which of this attempt's rounds of questions; the answer names it
-    tables: tuple[str, ...] = ()  # digests of those that the asker has: the answer brings each other one once
+    tables: tuple[str, ...] = ()  # digests of those that the asker has: the answer brings each other one once, while there is room
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Inventory:
     attempt: str
     known: EpochRecord | None
     holdings: tuple[HoldingFact, ...]
-    layouts: dict[str, bytes] = field(default_factory=dict)  # leaves, and of each table that the asker lacks one layout
+    layouts: dict[str, bytes] = field(default_factory=dict)  # leaves; with tables that the asker lacks, as many as fit
     certified: tuple[tuple[SnapshotId, int, bool], ...] = ()  # (snapshot, level, durable) the sender was told
     session: str = ""  # with serial: see OpenSession. Without a session and an attempt it is to register: who is the steward?
     serial: int = 0

@@ -20,6 +20,7 @@ from ckptd.core.state_map.layout import Layout
 
 FREE, FILLING, SEALED = "free", "filling", "sealed"
 TO_GO_ON_WITH = 2  # own slots of a rank: one to capture into, while the other is protected
+LEAVES_BYTES = 1 << 19  # of layouts in one answer, where their tables are many: half of the largest message (P16)
 VOIDS_KEPT_MAX = 512  # snapshots remembered as void, so that a copy under way is dropped when it arrives
 
 
@@ -143,12 +144,18 @@ class Slots:
         return {layout.layout_id: layout for layout in found}
 
     def leaves(self, tables: Collection[str] = ()) -> dict[str, bytes]:
-        """The same as bytes, for one who has these tables; each other one comes with the first of them."""
-        found, known = {}, set(tables)
+        """The same as bytes, for one who has these tables. Each other one comes with the first of them, as many as LEAVES_BYTES has
+        room for and one at least: who then asks again, and names them, gets others."""
+        found: dict[str, bytes] = {}
+        known, room = set(tables), LEAVES_BYTES
         for name, layout in self.layouts().items():
             digest = layout.fragments.table.digest
-            found[name] = layout.leaf if digest in known else layout.encoded
-            known.add(digest)
+            if digest not in known and (len(layout.encoded) <= room or len(known) == len(tables)):
+                known.add(digest)
+                found[name] = layout.encoded
+            else:
+                found[name] = layout.leaf
+            room -= len(found[name])
         return found
 
     def facts(self) -> tuple[HoldingFact, ...]:

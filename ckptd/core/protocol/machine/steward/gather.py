@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from math import inf
 
 from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
@@ -19,7 +18,7 @@ from ckptd.core.state_map.fragments import Table
 from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.layout_reader import TableNotHere
 
-TABLES_SAID_MAX = 64  # in one question; most ranks have the same
+TABLES_SAID_MAX = 4096  # in one question; most ranks have the same, and pipeline stages and experts their own
 FRESH_S = 3.0  # a rank's last report; they come every RESEND_S
 NEWCOMER_S = 1.0  # for the answer of a node that was heard of last; well within what the others' freeze has to spare
 
@@ -312,13 +311,18 @@ class Gathering:
             return
         if message.turn != gather.turn:
             return
+        known, lacks = len(gather.read), False
         for name, data in message.layouts.items():
             try:
                 gather.read[name] = gather.read.get(name) or self._ctx.tables.read(data)
             except TableNotHere:
-                return  # it is an answer to another question of this number; the node is asked again
+                lacks = True
             except ValueError:
                 pass  # what is no layout is none: its holdings are not used
+        if lacks:  # it had no room for all tables, and what came is named from now on; or it answers another question of this number
+            if len(gather.read) > known:
+                self._request(gather, [sender])
+            return
         gather.said[sender] = message
         gather.bury(Tombstone(message.buried, message.forgotten))
         for record in (message.known, message.ran):
@@ -368,7 +372,7 @@ class Gathering:
 
     def _request(self, gather: Gather, nodes: Iterable[str]) -> None:
         everyone = tuple(gather.asked.values())
-        gather.tables.update((table.digest, table) for table in self._ctx.tables.alive()[:TABLES_SAID_MAX])
-        tables = tuple(islice(gather.tables, TABLES_SAID_MAX))
+        gather.tables.update((table.digest, table) for table in self._ctx.tables.alive()[-TABLES_SAID_MAX:])
+        tables = tuple(gather.tables)[-TABLES_SAID_MAX:]  # the newest, among them what the node brought
         for node in nodes:
             self._ctx.send(node, InventoryRequest(gather.attempt, everyone, gather.turn, tables))
