@@ -403,6 +403,14 @@ def test_what_memory_has_whole_is_not_read_from_storage(own: str, source: str) -
     assert [(piece.source, piece.box) for piece in plan.pieces] == [(source, part.box) for part in parts]
 
 
+@pytest.mark.parametrize(("own", "source"), [("a", OWN), ("b", PEER)])
+def test_what_memory_has_in_cut_parts_is_not_read_from_storage(own: str, source: str) -> None:
+    held = [Held("a", rank, 0, halves(rank, "w")) for rank in (0, 1)]
+    stored = BoxIndex.of({"w": [Box.whole((8,))]})
+    plan = plan_recovery([Want(0, "w", "F32", (8,), Box.whole((8,)))], held, own, 0, stored)
+    assert [(piece.source, piece.box) for piece in plan.pieces] == [(source, Box((at,), (4,))) for at in (0, 4)]
+
+
 def test_a_peer_that_has_given_more_than_its_share_gives_nothing_of_all_that_follows() -> None:
     """Of the largest tensor it has the only copy."""
 

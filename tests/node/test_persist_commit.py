@@ -85,6 +85,23 @@ def test_the_first_commit_wins_and_the_loser_cleans_up(storage: PosixStorage) ->
     assert list_commits(storage, JOB) == [CommitInfo(SNAPSHOT, keep=True)], "the loser may know more"
 
 
+def test_what_is_to_be_kept_is_so_where_another_attempt_is_faster(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It commits between our last look and our own commit, and knows nothing of it."""
+    world, real = small_world(), storage.commit_if_absent
+    first, second = (write_all(storage, world, SNAPSHOT, attempt) for attempt in ("a1", "a2"))
+
+    def after_the_other(*ours: Any) -> bool:
+        monkeypatch.setattr(storage, "commit_if_absent", real)
+        commit_all(storage, world, SNAPSHOT, first, "a1")
+        return real(*ours)
+
+    monkeypatch.setattr(storage, "commit_if_absent", after_the_other)
+    commit_all(storage, world, SNAPSHOT, second, "a2", keep=True)
+    assert (attempt_of(storage), list_commits(storage, JOB)) == ("a1", [CommitInfo(SNAPSHOT, keep=True)])
+
+
 def test_a_list_says_which_capture_of_a_step_storage_has(storage: PosixStorage) -> None:
     """P1: what memory has of another one does not fill its gaps. There is one of each step, the first that was committed."""
     world, first = small_world(), replace(SNAPSHOT, grant=7)

@@ -16,6 +16,7 @@ from ckptd.persist.keeping import NOTE_STALE_S, apply_notes, release
 from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.names import KEEP, released_dir, step_dir
 from ckptd.persist.retention import retain
+from ckptd.persist.storage.base import NotFound
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.wire.rank import NO_SUCH_STEP, NOT_KEPT, RELEASED
 from tests.node.checkpoints import JOB, World, commit_all, epoch_record, save, small_world, write_all
@@ -152,3 +153,32 @@ def test_a_note_of_what_never_came_goes(storage: PosixStorage) -> None:
     release(storage, JOB, 10, None, {FIRST: True})
     forget_on_storage(storage, JOB, 1)
     assert notes(storage) == []
+
+
+def test_what_comes_and_was_not_to_be_kept_has_nothing_to_undo(storage: PosixStorage) -> None:
+    assert release(storage, JOB, 10, None, {FIRST: False}) == NOT_KEPT
+    assert notes(storage) == ["1-10"], "another rank may have said that it is to be kept"
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_what_a_later_epoch_left_behind_is_no_step_of_the_job(storage: PosixStorage, world: World, claimed: bool) -> None:
+    """Whether storage or who asks knows of that epoch."""
+    for step in (10, 20):
+        save(storage, world, SnapshotId(1, step), keep=True)
+    later = epoch_record(2, 2, [FIRST])
+    if claimed:
+        claim_epoch(storage, JOB, later)
+    assert release(storage, JOB, 20, None if claimed else later, {}) == NO_SUCH_STEP
+    assert release(storage, JOB, 10, None if claimed else later, {}) == RELEASED
+
+
+def test_what_retention_drops_meanwhile_was_not_kept(
+    storage: PosixStorage, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(storage, world, FIRST, keep=True)
+
+    def gone(pointer: str, name: str) -> bool:
+        raise NotFound("gone", where=pointer)
+
+    monkeypatch.setattr(storage, "unmark", gone)
+    assert release(storage, JOB, 10, None, {}) == NOT_KEPT
