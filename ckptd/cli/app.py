@@ -9,6 +9,7 @@ import typer
 
 from ckptd.cli.check import preflight
 from ckptd.cli.drain import drain
+from ckptd.cli.export import export
 from ckptd.cli.forget import forget
 from ckptd.cli.listing import ls
 from ckptd.cli.node import run
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, config, preflight, plan, status, ls, drain, forget, verify):
+for command in (run, config, preflight, plan, status, ls, drain, forget, verify, export):
     app.command()(command)
 
 

@@ -145,7 +145,7 @@ class Checkpoint:
             )
         gaps = uncovered(box, [chunk.box for chunk in chunks])
         if gaps:
-            raise CkptdError(f"{gaps[0]} is not in this checkpoint", where=f"{key} in {self._where()}")
+            raise CkptdError(f"{gaps[0]} is not in this checkpoint", where=f"{key} in {self.where}")
         if self._lease is not None:
             self._lease.refresh()
         for chunk in chunks:
@@ -164,17 +164,18 @@ class Checkpoint:
                 if not refs
                 else f"object {name} differs between ranks"
             )
-            raise CkptdError(text, where=self._where(), hint="name a rank of the snapshot's world")
+            raise CkptdError(text, where=self.where, hint="name a rank of the snapshot's world")
         return self.files.blob(refs[0])
 
-    def _where(self) -> str:
+    @property
+    def where(self) -> str:
         return self.storage.locate(self.directory)
 
     def _tensor(self, key: str, rank: int | None) -> int:
         found = self._find(key, rank)
         if found is None:
             owner = "" if rank is None else f" of rank {rank}"
-            raise CkptdError(f"no tensor {key}{owner}", where=self._where())
+            raise CkptdError(f"no tensor {key}{owner}", where=self.where)
         return found
 
     def _find(self, key: str, rank: int | None) -> int | None:

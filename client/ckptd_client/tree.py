@@ -16,7 +16,8 @@ import pathlib
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgpack
@@ -42,7 +43,7 @@ NO_TEXT = "is no text: it holds half of a surrogate pair, as file names do that 
 TakeTensor = Callable[
     [str, Tensor], str
 ]  # (path inside the tree, tensor) -> key of the fragment that will hold it
-FindTensor = Callable[[str], Tensor]  # key -> the tensor
+Builders = Mapping[int, Callable[[Any], Any]]  # extension code -> value from its plain form
 
 
 class ForeignType(TypeError):
@@ -65,11 +66,11 @@ def encode(value: Any, path: str, take: TakeTensor | None = None) -> bytes:
     raise ForeignType(foreign)
 
 
-def decode(data: bytes | memoryview, find: FindTensor | None = None) -> Any:
-    """Raises ValueError for what is no such tree."""
+def decode(data: bytes | memoryview, find: Callable[[str], Any] | None = None, others: Builders = MappingProxyType({})) -> Any:
+    """``others``: what makes values of some extensions, in place of what they were. Raises ValueError for what is no such tree."""
 
     def hook(code: int, body: bytes) -> Any:
-        return _decode_ext(code, body, unpack, find)
+        return _decode_ext(code, body, unpack, find, others)
 
     def unpack(body: bytes | memoryview) -> Any:
         return msgpack.unpackb(body, ext_hook=hook, strict_map_key=False)
@@ -195,13 +196,15 @@ def _numpy_form(value: Any) -> tuple[int, Any]:
 
 
 # --- decoding -----------------------------------------------------------------------------------------------
-def _decode_ext(code: int, body: bytes, unpack: Callable[[bytes], Any], find: FindTensor | None) -> Any:
+def _decode_ext(
+    code: int, body: bytes, unpack: Callable[[bytes], Any], find: Callable[[str], Any] | None, others: Builders
+) -> Any:
     value = unpack(body)
     if code == REF:
         if find is None:
             raise ValueError("a tensor by reference outside of a snapshot")
         return find(value)
-    builder = _BUILDERS.get(code)
+    builder = others.get(code) or _BUILDERS.get(code)
     if builder is None:
         raise ValueError(f"unknown extension {code}: written by a newer version?")
     return builder(value)

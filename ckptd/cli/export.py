@@ -1,0 +1,57 @@
+"""`ckptd export SOURCE DEST --to FORM`: a checkpoint as the files that others read, without a daemon."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ckptd.export.export import Report
+
+
+def export(
+    source: Annotated[str, typer.Argument(help="a checkpoint's directory, as `ckptd ls STORAGE_ROOT` names it")],
+    dest: Annotated[str, typer.Argument(help="what is to be made; it must not exist")],
+    to: Annotated[str, typer.Option("--to", help="torch (one .pt), dcp (torch.distributed.checkpoint)")],
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="of dcp: state_dict (default), flat (optimizer by name), torchtitan")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="keys that fit this pattern (model.*); may be repeated")] = None,
+    prefix_map: Annotated[
+        list[str] | None, typer.Option("--prefix-map", help="OLD=NEW: how the model's names begin; may be repeated")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="of the model's floating tensors: bfloat16, ...")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be written, and write nothing")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> None:
+    """Write a checkpoint as files that others read. What was killed goes on where it stopped."""
+    from ckptd.cli.show import print_json
+    from ckptd.cli.verify import bar
+    from ckptd.export.export import Request
+    from ckptd.export.export import export as written
+
+    request = Request(source, dest, to, tuple(only or ()), tuple(prefix_map or ()), dtype, layout)
+    with bar(Path(source).name, quiet=as_json) as progress:
+        report = written(request, progress, dry=dry_run)
+    if as_json:
+        print_json({"ok": True, "dry_run": dry_run, **dataclasses.asdict(report)})
+    else:
+        _print(report, dry=dry_run)
+
+
+def _print(report: Report, *, dry: bool) -> None:
+    from ckptd.cli.show import plain
+    from ckptd.units import format_bytes
+
+    for note in report.notes:
+        print(plain(f"note: {note}"), file=sys.stderr)
+    what = f"{report.tensors} tensors, {format_bytes(report.nbytes)}"
+    if dry:
+        print(plain(f"would write {report.dest}: {what}"))
+        return
+    again = f", of which {format_bytes(report.reused)} were there already" if report.reused else ""
+    print(plain(f"wrote {report.dest}: {what}, {report.files} files{again}"))

@@ -1,0 +1,190 @@
+"""What a checkpoint holds, by owner: modules under the names of their own state_dict(), optimizers, everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.box import Box, uncovered
+from ckptd.export.selection import Selection
+from ckptd.export.stored import CASTABLE, Stored
+from ckptd.export.values import plain
+from ckptd.persist.reader import Checkpoint
+
+META = "$meta"
+MODEL = "model"
+IN_AN_OBJECT = "#"  # in the key of a tensor that belongs to an object
+OF_A_MODULE = ("param", "buffer")
+# Objects beside tensors: what follows the last dot of their names (docs/FORMAT.md section 6).
+EXTRA_STATE, SAVED_STATE, SUBCLASSES = "_extra_state", "_saved_state", "subclasses"
+GROUPS, ODD = "groups", "state"
+
+
+class PerRank(dict[int, Any]):
+    """rank -> what it had for itself."""
+
+
+class Contents:
+    """``tensors``, by key, aliases among them; ``params``: keys of parameters, whether selected or not; ``roles``; ``objects``, by
+    name, as plain values in which a tensor that is stored as such is a Stored. ``notes``: what is not as a reader might think."""
+
+    def __init__(self, checkpoint: Checkpoint, selection: Selection) -> None:
+        self.checkpoint, self.selection = checkpoint, selection
+        self.notes: list[str] = []
+        self._decoded: dict[str, Any] = {}
+        self.roles: dict[str, str] = {}
+        self._all = self._tensors()
+        self.params = {key for key, role in self.roles.items() if role == "param"}
+        names = sorted({ref.name for ref in checkpoint.manifest.objects})
+        selection.check([*self._all, *names], [self.name_of(key)[1] for key in self._all if self.roles[key] in OF_A_MODULE])
+        self.tensors = {key: stored for key, stored in self._all.items() if selection.takes(key)}
+        self.objects = {name: self.object(name) for name in names if selection.takes(name) and name != META}
+
+    # --- tensors ------------------------------------------------------------------------------------------------
+    def _tensors(self) -> dict[str, Stored]:
+        found: dict[str, Stored] = {}
+        own: dict[str, int] = {}
+        partial: list[str] = []
+        for at, tensor in enumerate(self.checkpoint.index.tensors()):
+            self.roles[tensor.key] = tensor.role
+            if tensor.key in found:
+                continue
+            if tensor.rank is not None:
+                boxes = [chunk.box for chunk in self.checkpoint.index.chunks_at(at)]
+                if uncovered(Box.whole(tensor.shape), boxes):
+                    partial.append(tensor.key)
+                    continue
+                own[tensor.key] = tensor.rank
+            to = self._dtype_of(tensor.dtype, tensor.role)
+            found[tensor.key] = Stored(tensor.key, tensor.dtype, tensor.shape, to, tensor.rank)
+        for alias, key in self.checkpoint.manifest.aliases.items():
+            if key in found:
+                found[alias], self.roles[alias] = found[key], self.roles[key]
+        self._say("differ between ranks, and are those of the first that has all of it", own)
+        self._say("are left out: each rank has a part of its own", set(partial) - found.keys())
+        return found
+
+    def _say(self, what: str, keys: Iterable[str]) -> None:
+        if named := sorted(keys):
+            self.notes.append(f"{len(named)} tensors {what}: {', '.join(named[:5])}{', ...' if named[5:] else ''}")
+
+    def _dtype_of(self, dtype: str, role: str) -> str:
+        wanted = self.selection.dtype
+        return wanted if wanted is not None and role in OF_A_MODULE and dtype in CASTABLE else dtype
+
+    def owner_of(self, key: str) -> str:
+        """What was registered: the first part of the key, or what lies in a registered dict or list of that name."""
+        contents = self.meta.get("contents") or {}
+        owner, _, rest = key.partition(".")
+        while owner in contents and rest:
+            part, _, rest = rest.partition(".")
+            owner = f"{owner}.{part}"
+        return owner
+
+    def name_of(self, key: str) -> tuple[str, str]:
+        """(its owner, its name in that owner's state_dict()): the owner's prefix is taken off once."""
+        owner = self.owner_of(key)
+        return owner, key[len(owner) + 1 :]
+
+    @cached_property
+    def modules(self) -> dict[str, dict[str, Any]]:
+        """Owner -> name, renamed -> Stored, or what the module's own saving adds to its state_dict()."""
+        found: dict[str, dict[str, Any]] = {self.owner_of(key): {} for key in self.params if key in self.tensors}
+        for key, stored in self.tensors.items():
+            owner, name = self.name_of(key)
+            if self.roles[key] in OF_A_MODULE and owner in found:
+                self._add(found[owner], name, stored)
+        for full, value in self.objects.items():
+            owner, name = self.name_of(full)
+            path, dot, last = name.rpartition(".")
+            if owner in found and last == EXTRA_STATE:
+                self._add(found[owner], name, value)
+            elif owner in found and last == SAVED_STATE and isinstance(value, dict) and not isinstance(value, PerRank):
+                for key, item in value.items():
+                    self._add(found[owner], f"{path}{dot}{key}", item)
+            elif owner in found and last == SUBCLASSES:
+                self.notes.append(f"{owner}: tensors that wrap others are exported as what they wrap ({full})")
+        return found
+
+    def _add(self, entries: dict[str, Any], name: str, value: Any) -> None:
+        renamed = self.selection.rename(name)
+        if renamed in entries:
+            raise CkptdError(f"two entries would be {renamed}", where="--prefix-map")
+        entries[renamed] = value
+
+    def model(self) -> tuple[str, dict[str, Any]]:
+        """(owner, its entries) of the one module there is, or of several the one that is called so. Raises CkptdError."""
+        found = self.modules
+        if MODEL in found or len(found) == 1:
+            owner = MODEL if MODEL in found else next(iter(found))
+            return owner, found[owner]
+        what = f"several modules: {', '.join(sorted(found))}" if found else "no parameters in what is selected"
+        hint = "choose one with --only NAME.*" if found else "--only takes patterns of whole keys: model.*"
+        raise CkptdError(what, where=self.checkpoint.where, hint=hint)
+
+    # --- objects ------------------------------------------------------------------------------------------------
+    @property
+    def meta(self) -> dict[str, Any]:
+        found = self.object(META)
+        return found if isinstance(found, dict) and not isinstance(found, PerRank) else {}
+
+    def object(self, name: str) -> Any:
+        """None: there is none of that name."""
+        if name not in self._decoded:
+            self._decoded[name] = self._decode(name)
+        return self._decoded[name]
+
+    def _decode(self, name: str) -> Any:
+        manifest = self.checkpoint.manifest
+        refs = [ref for ref in manifest.objects if ref.name == name]
+        values = [plain(self.checkpoint.files.blob(ref), name, self._find) for ref in refs]
+        if not refs or f"o:{name}" not in manifest.per_rank:
+            return values[0] if values else None
+        ranks = [range(manifest.world) if ref.ranks is None else ref.ranks for ref in refs]
+        return PerRank((rank, value) for of, value in zip(ranks, values, strict=True) for rank in of)
+
+    def _find(self, key: str) -> Stored:
+        if key not in self._all:
+            raise ValueError(f"the tensor {key} is not in the checkpoint")
+        return self._all[key]
+
+    def extras(self) -> dict[str, Any]:
+        """What belongs to no module and no optimizer, by name; registered tensors among it."""
+        found = {name: value for name, value in self.objects.items() if not self._is_anothers(name)}
+        inside = {stored.key for value in found.values() for stored in leaves(value)}
+        for key, stored in self.tensors.items():
+            of_a_module = self.roles[key] in OF_A_MODULE and self.owner_of(key) in self.modules
+            if not of_a_module and self.roles[key] != "optim" and IN_AN_OBJECT not in key and key not in inside:
+                found[key] = stored
+        return found
+
+    def _is_anothers(self, name: str) -> bool:
+        owner, _, last = name.rpartition(".")
+        if owner in self.optimizers:
+            return last in (GROUPS, ODD)
+        return self.owner_of(name) in self.modules and last in (EXTRA_STATE, SAVED_STATE, SUBCLASSES)
+
+    @cached_property
+    def optimizers(self) -> list[str]:
+        """Owners of optimizer state, or of settings of groups."""
+        found = dict.fromkeys(name[: -len(GROUPS) - 1] for name, value in self.objects.items() if _is_groups(name, value))
+        for key in self.tensors:
+            if self.roles[key] == "optim" and not any(key.startswith(f"{owner}.") for owner in found):
+                found[self.owner_of(key)] = None
+        return list(found)
+
+
+def _is_groups(name: str, value: Any) -> bool:
+    first = next(iter(value.values()), None) if isinstance(value, PerRank) else value
+    return name.endswith(f".{GROUPS}") and isinstance(first, dict) and {"groups", "of"} <= first.keys()
+
+
+def leaves(value: Any) -> Iterable[Stored]:
+    """What is stored as tensors in a tree."""
+    if isinstance(value, Stored):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)

@@ -1,0 +1,151 @@
+"""torch.distributed.checkpoint's own format, written by its own FileSystemWriter: of a plan whose tensors are read when their turn
+comes, a chunk at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo  # its name stands in every .metadata there is
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.box import Box
+from ckptd.export.contents import MODEL, Contents
+from ckptd.export.optimizer import state_of
+from ckptd.export.staging import Staging
+from ckptd.export.stored import Stored
+from ckptd.persist.reader import Checkpoint
+
+CHUNK_BYTES = 64 << 20  # of a tensor: readers of this format take a whole chunk for any part of it
+FILE_BYTES = 256 << 20  # the writer keeps a chunk of each tensor of a file in memory until that is written
+LAYOUTS = ("state_dict", "flat", "torchtitan")
+Rows = list[list[Any]]  # key, offsets, place in the file, length: a file's items
+
+
+def tree_of(contents: Contents, layout: str) -> dict[str, Any]:
+    """The state that a dcp.load() of this layout asks for. Raises CkptdError where a name would be two things."""
+    titan = layout == "torchtitan"
+    modules, optimizers = contents.modules, contents.optimizers
+    tree: dict[str, Any] = {}
+    for owner, entries in modules.items():
+        alone = owner == MODEL or len(modules) == 1
+        _add(tree, entries if titan and alone else {MODEL if alone else owner: entries})
+    for owner in optimizers:
+        state = state_of(contents, owner)
+        name = ("optimizer" if titan else "optim") if len(optimizers) == 1 else owner
+        _add(tree, {name: state.by_name() if layout == "state_dict" else state.flat()})
+    _add(tree, contents.extras())
+    return tree
+
+
+def _add(tree: dict[str, Any], more: dict[str, Any]) -> None:
+    if twice := tree.keys() & more.keys():
+        hint = "--only leaves one of them out"
+        raise CkptdError(f"two things of one name: {', '.join(sorted(twice))}", where="--layout", hint=hint)
+    tree.update(more)
+
+
+def write(contents: Contents, staging: Staging, layout: str) -> None:
+    """As dcp.save() does it with no_dist=True, which would hide errors in one of its own."""
+    planner, writer = _Planner(contents.checkpoint), _Writer(staging)
+    planner.set_up_planner(_placeholders(tree_of(contents, layout)), writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).value()])
+
+
+def _placeholders(value: Any) -> Any:
+    if isinstance(value, Stored):
+        made = torch.empty(value.shape, dtype=value.torch_dtype, device="meta")
+        made.ckptd_stored = value  # type: ignore[attr-defined]
+        return made
+    if isinstance(value, dict):
+        return {name: _placeholders(item) for name, item in value.items()}
+    return type(value)(map(_placeholders, value)) if type(value) in (list, tuple) else value
+
+
+class _Planner(DefaultSavePlanner):
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(plan, items=[part for item in plan.items for part in self._cut(item)])
+        return self.plan
+
+    def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
+        stored = self._stored(item)
+        boxes = stored.boxes(CHUNK_BYTES) if stored is not None else []
+        if item.tensor_data is None or len(boxes) < 2:
+            yield item
+            return
+        for box in boxes:
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            yield WriteItem(MetadataIndex(item.index.fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        stored = self._stored(write_item)
+        if stored is None or write_item.tensor_data is None:
+            return super().resolve_data(write_item)
+        chunk = write_item.tensor_data.chunk
+        return stored.read(self._checkpoint, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+
+    def _stored(self, item: WriteItem) -> Stored | None:
+        return getattr(self.state_dict[item.index.fqn], "ckptd_stored", None)
+
+
+class _Writer(FileSystemWriter):
+    """File by file, so that what is written need not be again."""
+
+    def __init__(self, staging: Staging) -> None:
+        super().__init__(staging.content, per_thread_copy_ahead=0)  # one after the other; nothing comes from a device
+        self._staging = staging
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        for number, items in enumerate(_files(plan.items)):
+            name = f"__{number}_0.distcp"
+            prefix = dataclasses.replace(plan.storage_data, prefix=f"__{number}_")
+            part = dataclasses.replace(plan, items=items, storage_data=prefix)
+
+            def make(path: Path, part: SavePlan = part) -> Rows:
+                done = super(_Writer, self).write_data(part, planner).wait()
+                return [[r.index.fqn, r.index.offset, r.storage_data.offset, r.storage_data.length] for r in done]
+
+            rows = self._staging.whole(name, sum(map(_nbytes, items)), make)
+            of = {(item.index.fqn, tuple(item.index.offset or ())): item.index for item in items}
+            for key, offsets, at, length in rows:
+                results.append(WriteResult(of[key, tuple(offsets or ())], length, _StorageInfo(name, at, length)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    """At least one: a checkpoint of nothing is one, too."""
+    file: list[WriteItem] = []
+    nbytes = 0
+    for item in items:
+        if file and nbytes + _nbytes(item) > FILE_BYTES:
+            yield file
+            file, nbytes = [], 0
+        file.append(item)
+        nbytes += _nbytes(item)
+    yield file
+
+
+def _nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize

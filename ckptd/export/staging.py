@@ -1,0 +1,208 @@
+"""Where an export is written until it is whole: beside its destination, under a name of its own. What a killed one left there is
+looked at byte by byte, and what is right is not written again."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+
+from ckptd.core.errors import CkptdError
+from ckptd.directory import sync_path
+from ckptd.persist.storage.base import FULL
+from ckptd.units import format_bytes
+
+SUFFIX = ".exporting"
+READ_BYTES = 8 << 20  # at a time, of what is looked at again
+Pieces = Callable[[], Iterator[memoryview]]
+Progress = Callable[[int], None]  # so many bytes more are there
+
+
+class Staging:
+    """``content``: the file or directory that is to become ``dest``. ``plan``: names all that decides what is written; what was
+    written by another plan is thrown away. As a context manager it puts a full disk into words, and lets go of its lock."""
+
+    def __init__(self, dest: Path, plan: str, nbytes: int, progress: Progress) -> None:
+        """Raises CkptdError: the destination exists, somebody else writes it."""
+        self.dest, self._nbytes, self._progress = dest, nbytes, progress
+        if os.path.lexists(dest):
+            raise CkptdError("the destination exists", where=str(dest), hint="name another, or remove it first")
+        if not dest.parent.is_dir():
+            raise CkptdError("no such directory", where=str(dest.parent), hint="make it, or name another destination")
+        self._folder = dest.with_name(dest.name + SUFFIX)
+        self.content = self._folder / "content"
+        self.written = self.reused = 0
+        with self:
+            self._folder.mkdir(exist_ok=True)
+            self._journal = open(self._folder / "journal", "a+", encoding="utf-8")  # noqa: SIM115 - it holds the lock
+            self._lock()
+            self._done = self._read_journal(plan)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._journal.close()
+            raise CkptdError("another export is writing it", where=str(self._folder), hint="wait for it, or stop it") from None
+
+    def _read_journal(self, plan: str) -> dict[str, dict[str, Any]]:
+        self._journal.seek(0)
+        rows = []
+        for line in self._journal:
+            if not line.endswith("\n"):
+                break  # torn by the death of who wrote it
+            rows.append(json.loads(line))
+        if rows[:1] != [{"plan": plan}]:
+            self._journal.truncate(0)
+            shutil.rmtree(self.content, ignore_errors=True)
+            self.content.unlink(missing_ok=True) if self.content.is_file() else None
+            self._note({"plan": plan})
+            return {}
+        return {row["part"]: row for row in rows[1:]}
+
+    def _note(self, row: dict[str, Any]) -> None:
+        self._journal.write(json.dumps(row) + "\n")
+        self._journal.flush()
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            return
+        if hasattr(self, "_journal"):
+            self._journal.close()
+        cause = _os_error(error)
+        if cause is not None:
+            raise self._in_words(cause) from error
+
+    def _in_words(self, error: OSError) -> CkptdError:
+        where = str(error.filename or self.dest)
+        if error.errno in (*FULL, errno.EFBIG):
+            hint = f"{format_bytes(self._nbytes)} are needed in all; the same command goes on from what is written"
+            return CkptdError(f"the disk is full: {os.strerror(error.errno or 0)}", where=where, hint=hint)
+        return CkptdError(f"cannot be written: {error.strerror or error}", where=where, hint="is there a right to write there?")
+
+    # --- parts --------------------------------------------------------------------------------------------------
+    def file(self, name: str, make: Callable[[Path], None]) -> Path:
+        """A file below ``content`` ("": itself) in which only the places of tensors are left to be written; made once."""
+        path = self.content / name if name else self.content
+        part = f"made {name}"
+        if part not in self._done or not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            make(path)
+            self._done = {key: row for key, row in self._done.items() if not key.startswith(f"{name}@")}
+            self._finish_part({"part": part})
+        return path
+
+    def region(self, path: Path, name: str, at: int, nbytes: int, pieces: Pieces) -> None:
+        """Of such a file, unless it holds it already. Zeros are left out: the place holds them."""
+        part = f"{name}@{at}"
+        known = self._done.get(part)
+        with open(path, "r+b", buffering=0) as file:
+            if known is not None and _sum(file.fileno(), at, nbytes) == known["sum"]:
+                self.reused += nbytes
+                self._progress(nbytes)
+                return
+            total, place = xxhash.xxh3_128(), at
+            for piece in pieces():
+                total.update(piece)
+                if known is not None or _any(piece):
+                    _write(file.fileno(), piece, place)
+                place += len(piece)
+                self._progress(len(piece))
+            assert place == at + nbytes, f"{place - at} bytes of {nbytes}"
+        self.written += nbytes
+        self._finish_part({"part": part, "sum": total.hexdigest()})
+
+    def whole(self, name: str, nbytes: int, make: Callable[[Path], Any]) -> Any:
+        """A file that somebody else's code writes, and what that said of it (JSON)."""
+        path = self.content / name
+        known = self._done.get(name)
+        if known is not None and path.is_file() and path.stat().st_size == known["size"]:
+            with open(path, "rb", buffering=0) as file:
+                if _sum(file.fileno(), 0, known["size"]) == known["sum"]:
+                    self.reused += nbytes
+                    self._progress(nbytes)
+                    return known["said"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        said = make(path)
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            self._finish_part({"part": name, "size": size, "sum": _sum(file.fileno(), 0, size), "said": said})
+        self.written += nbytes
+        self._progress(nbytes)
+        return said
+
+    def _finish_part(self, row: dict[str, Any]) -> None:
+        self._done[row["part"]] = row
+        self._note(row)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+    def finish(self) -> None:
+        """Synced first; then the destination is there, whole."""
+        for folder, _, names in os.walk(self.content):
+            for name in names:
+                _sync(Path(folder) / name)
+            sync_path(Path(folder))
+        if self.content.is_file():
+            _sync(self.content)
+        sync_path(self._folder)
+        if os.path.lexists(self.dest):
+            raise CkptdError("the destination exists by now", where=str(self.dest), hint="remove it, and run the same command")
+        os.rename(self.content, self.dest)
+        self._journal.close()
+        shutil.rmtree(self._folder)
+        sync_path(self.dest.parent)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, piece: memoryview, at: int) -> None:
+    while piece:
+        done = os.pwrite(fd, piece, at)
+        piece, at = piece[done:], at + done
+
+
+def _any(piece: memoryview) -> bool:
+    import numpy as np
+
+    return bool(np.frombuffer(piece, np.uint8).any())
+
+
+def _sum(fd: int, at: int, nbytes: int) -> str:
+    total, end = xxhash.xxh3_128(), at + nbytes
+    while at < end:
+        data = os.pread(fd, min(READ_BYTES, end - at), at)
+        if not data:
+            break  # shorter than it was: another sum
+        total.update(data)
+        at += len(data)
+    return total.hexdigest()
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """Below whatever torch made of it."""
+    while error is not None and not isinstance(error, CkptdError):
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+__all__ = ["Progress", "Staging"]

@@ -1,0 +1,75 @@
+"""One file that torch.load(weights_only=True) opens: torch writes it without the tensors' bytes, which then go where it left room
+for them (torch.serialization.skip_data; a record's place is what torch's own reader says)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ckptd.export.contents import MODEL, Contents
+from ckptd.export.optimizer import state_of
+from ckptd.export.staging import Staging
+from ckptd.export.stored import Stored, bytes_of
+
+OPTIMIZER, EXTRA, STEP = "optimizer", "extra", "step"
+
+
+def tree_of(contents: Contents) -> dict[str, Any]:
+    """A module and an optimizer that are alone of their kind are called model and optimizer, whatever they were registered as."""
+    modules, optimizers = contents.modules, contents.optimizers
+    tree: dict[str, Any] = {MODEL if len(modules) == 1 else owner: entries for owner, entries in modules.items()}
+    for owner in optimizers:
+        tree[OPTIMIZER if len(optimizers) == 1 else owner] = state_of(contents, owner).by_position()
+    return {**tree, EXTRA: contents.extras(), STEP: contents.checkpoint.manifest.snapshot.step}
+
+
+def write(contents: Contents, staging: Staging) -> None:
+    skeleton = _Skeleton()
+    with FakeTensorMode():
+        tree = skeleton.of(tree_of(contents))
+
+    def make(path: Path) -> None:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(tree, path)
+
+    path = staging.file("", make)
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    places = [reader.get_record_offset(f"data/{number}") for number in range(len(skeleton.sources))]
+    assert not reader.has_record(f"data/{len(places)}")
+    del reader
+    for at, source in zip(places, skeleton.sources, strict=True):
+        if isinstance(source, Stored):
+            staging.region(path, "", at, source.nbytes, lambda source=source: source.pieces(contents.checkpoint))  # type: ignore[misc]
+        elif source.nbytes:
+            staging.region(path, "", at, source.nbytes, lambda source=source: iter([bytes_of(source)]))  # type: ignore[misc]
+
+
+class _Skeleton:
+    """The same tree of tensors without memory. ``sources``: where their bytes come from, in the order in which torch numbers them:
+    as it meets them, each once, so that what was tied stays tied."""
+
+    def __init__(self) -> None:
+        self.sources: list[Stored | Tensor] = []
+        self._made: dict[Stored, Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, Stored):
+            if value not in self._made:
+                self._made[value] = self._add(value, value.shape, value.torch_dtype)
+            return self._made[value]
+        if isinstance(value, Tensor):
+            return self._add(value, tuple(value.shape), value.dtype)
+        if isinstance(value, dict):
+            kind = type(value) if type(value).__module__ == "collections" else dict
+            return kind((name, self.of(item)) for name, item in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(map(self.of, value))
+        return value
+
+    def _add(self, source: Stored | Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.sources.append(source)
+        return torch.empty(shape, dtype=dtype)
