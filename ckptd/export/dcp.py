@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo  # its name stands in every .metadata there is
+from torch.distributed.checkpoint.filesystem import (  # its name stands in every .metadata there is
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -27,7 +30,6 @@ from ckptd.persist.reader import Checkpoint
 
 CHUNK_BYTES = 64 << 20  # of a tensor: readers of this format take a whole chunk for any part of it
 FILE_BYTES = 256 << 20  # the writer keeps a chunk of each tensor of a file in memory until that is written
-LAYOUTS = ("state_dict", "flat", "torchtitan")
 Rows = list[list[Any]]  # key, offsets, place in the file, length: a file's items
 
 

@@ -14,12 +14,12 @@ import xxhash
 from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import local_root
 from ckptd.export.contents import Contents
-from ckptd.export.dcp import LAYOUTS
 from ckptd.export.selection import Selection
 from ckptd.export.source import open_source
-from ckptd.export.staging import Staging
+from ckptd.export.staging import Staging, check
 
 FORMS = ("torch", "dcp")
+LAYOUTS = ("state_dict", "flat", "torchtitan")  # of dcp
 Shown = Callable[[int, int], None]  # bytes that are there, bytes in all
 
 
@@ -36,7 +36,8 @@ class Request:
 
 @dataclass
 class Report:
-    """nbytes: of all tensors as they are to be written. reused: of those, what an earlier try had written right."""
+    """nbytes: of all tensors as they are to be written; dcp has tied ones twice, as torch has them there. reused: of those, what an
+    earlier try had written right."""
 
     source: str
     dest: str
@@ -56,9 +57,10 @@ def export(request: Request, shown: Shown = lambda done, total: None, *, dry: bo
     layout = _layout(request)
     selection = Selection.of(request.only, request.prefix_map, request.dtype)
     dest = Path(local_root(request.dest)).absolute()
+    check(dest)
     with open_source(request.source) as checkpoint:
         contents = Contents(checkpoint, selection)
-        tensors = dict.fromkeys(contents.tensors.values())
+        tensors = [*contents.tensors.values()] if request.to == "dcp" else [*dict.fromkeys(contents.tensors.values())]
         nbytes = sum(stored.nbytes for stored in tensors)
         report = Report(checkpoint.where, str(dest), request.to, len(tensors), nbytes)
         if not contents.tensors and not contents.objects:

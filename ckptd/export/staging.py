@@ -31,12 +31,9 @@ class Staging:
     written by another plan is thrown away. As a context manager it puts a full disk into words, and lets go of its lock."""
 
     def __init__(self, dest: Path, plan: str, nbytes: int, progress: Progress) -> None:
-        """Raises CkptdError: the destination exists, somebody else writes it."""
+        """Raises CkptdError as ``check`` does, and where somebody else writes it."""
+        check(dest)
         self.dest, self._nbytes, self._progress = dest, nbytes, progress
-        if os.path.lexists(dest):
-            raise CkptdError("the destination exists", where=str(dest), hint="name another, or remove it first")
-        if not dest.parent.is_dir():
-            raise CkptdError("no such directory", where=str(dest.parent), hint="make it, or name another destination")
         self._folder = dest.with_name(dest.name + SUFFIX)
         self.content = self._folder / "content"
         self.written = self.reused = 0
@@ -165,6 +162,14 @@ class Staging:
         sync_path(self.dest.parent)
 
 
+def check(dest: Path) -> None:
+    """Raises CkptdError: it exists, or has no place."""
+    if os.path.lexists(dest):
+        raise CkptdError("the destination exists", where=str(dest), hint="name another, or remove it first")
+    if not dest.parent.is_dir():
+        raise CkptdError("no such directory", where=str(dest.parent), hint="make it, or name another destination")
+
+
 def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -205,4 +210,4 @@ def _os_error(error: BaseException | None) -> OSError | None:
     return None
 
 
-__all__ = ["Progress", "Staging"]
+__all__ = ["Progress", "Staging", "check"]

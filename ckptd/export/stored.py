@@ -39,7 +39,7 @@ class Stored:
     def torch_dtype(self) -> torch.dtype:
         return TORCH[self.to]
 
-    def boxes(self, bytes_max: int = PIECE_BYTES) -> list[Box]:
+    def boxes(self, bytes_max: int) -> list[Box]:
         """Contiguous in C order, and one after the other."""
         whole = Box.whole(self.shape)
         return list(slabs(whole, whole, ITEMSIZE[self.dtype], bytes_max)) if whole.volume else [whole]
@@ -54,7 +54,7 @@ class Stored:
 
     def pieces(self, checkpoint: Checkpoint) -> Iterator[memoryview]:
         """All of its bytes."""
-        for box in self.boxes():
+        for box in self.boxes(PIECE_BYTES):
             if box.volume:
                 yield bytes_of(self.read(checkpoint, box))
 

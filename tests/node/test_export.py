@@ -7,16 +7,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptd_client import tree
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim import AdamW
 
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import MAYBE
+from ckptd.core.state_map.layout_build import LayoutItem
 from ckptd.export.export import Report, Request, export
+from ckptd.persist.names import step_dir
+from ckptd.persist.storage.posix import PosixStorage
+from tests.node.checkpoints import DEFAULT, JOB, make_world, save
+from tests.node.optimizer_zoo import EightBit, Lookahead
+from tests.node.optimizer_zoo import train as train_zoo
 from tests.node.trained import STEPS, Small, Train, steps_of, trained
 
 # torch's own loaders say so where there is one process.
@@ -96,6 +108,38 @@ def test_torch_opens_it_without_unpickling_anything(small: Trained, tmp_path: Pa
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
 
 
+def mixed(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Tensors, numbers and lists in their states, and two in one list."""
+    first, second = model[0].parameters(), model[1].parameters()
+    return [torch.optim.SGD(first, lr=0.1, momentum=0.9), EightBit(second)]
+
+
+def test_other_optimizers(train: Train, tmp_path: Path) -> None:
+    """Two in a list are one after the other; what a wrapper keeps is by the wrapper's name."""
+    for name, make in {"mixed": mixed, "lookahead": lambda model: Lookahead(AdamW(model.parameters()))}.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 4), nn.Linear(4, 4))
+        made = make(model)
+        each = made if isinstance(made, list) else [made]
+        registered = {"net": model, "opt": made}
+        directory = train(name, registered, lambda number, model=model, each=each: train_zoo(model, each, 1))  # type: ignore[misc]
+        exported(directory, tmp_path / name, "torch")
+        found = torch.load(tmp_path / name, weights_only=True)
+        assert_same(found["model"], dict(model.state_dict()))
+        groups = found["optimizer"]["param_groups"]
+        state = {number: dict(values) for number, values in found["optimizer"]["state"].items()}
+        if name == "mixed":
+            of_each = [optimizer.state_dict() for optimizer in each]
+            assert_same(state, {2 * at + key: value for at, one in enumerate(of_each) for key, value in one["state"].items()})
+            assert [group["params"] for group in groups] == [[0, 1], [2, 3]]
+            assert [group["lr"] for group in groups] == [0.1, 1e-2]
+        else:
+            inner, outer = made.optimizer.state_dict()["state"], made.state
+            for number, parameter in enumerate(model.parameters()):
+                own = {f"Lookahead.{key}": value for key, value in outer[parameter].items()}
+                assert_same(state[number], {**inner[number], **own})
+
+
 # --- torch.distributed.checkpoint -----------------------------------------------------------------------------------
 def blank() -> tuple[Small, torch.optim.Optimizer]:
     """A program that begins anew, as torch's tutorials have it: its states are born before the load asks for them."""
@@ -145,3 +189,35 @@ def test_torchtitan_has_the_model_without_a_prefix(small: Trained, tmp_path: Pat
     wanted = get_optimizer_state_dict(small.model, small.optimizer, options=options)
     assert_same(state.pop("optimizer"), wanted)
     assert_same(state, dict(small.model.state_dict()))
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+def test_stages_have_groups_of_their_own(tmp_path: Path) -> None:
+    """What each rank had for itself: their groups together are the optimizer's, other values are by rank."""
+    settings = {"lr": 0.1, "momentum": 0.9}
+    items: dict[int, list[LayoutItem]] = {0: [], 1: []}
+    objects: dict[int, dict[str, bytes]] = {}
+    for rank in range(2):
+        key = f"model.{rank}.w"
+        for name, role in ((key, "param"), (f"opt.{key}.momentum_buffer", "optim")):
+            items[rank].append(LayoutItem(name, "F32", (3,), Box.whole((3,)), role, MAYBE, 1))
+        groups = {"groups": [{**settings, "lr": 0.2}, settings], "of": {key: rank}, "kinds": [["torch.optim.sgd.SGD"]]}
+        state = {key: {"steps": rank, "parts": [{"$tensor": "momentum_buffer"}, 7]}}
+        values = {"opt.groups": {**groups, "kind": [0, 0]}, "opt.state": state, "rng": rank}
+        objects[rank] = {name: tree.encode(value, name) for name, value in values.items()}
+    world = make_world(items, objects=objects)
+    save(PosixStorage(str(tmp_path / "root")), world)
+    exported(tmp_path / "root" / step_dir(JOB, DEFAULT), tmp_path / "out", "torch")
+    found = torch.load(tmp_path / "out", weights_only=True)
+    optimizer = found["optimizer"]
+    assert found["extra"] == {"rng": {0: 0, 1: 1}}
+    groups_found = [(group["lr"], group["params"], group["foreach"]) for group in optimizer["param_groups"]]
+    assert groups_found == [(0.2, [0], None), (0.1, [1], None)]
+    for rank in range(2):
+        own = torch.from_numpy(world.values[f"opt.model.{rank}.w.momentum_buffer", None].copy().view(np.float32)[:, 0])
+        assert_bits(optimizer["state"][rank].pop("parts")[0], own)
+        assert optimizer["state"][rank] == {"steps": rank}
+
+
+def assert_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
