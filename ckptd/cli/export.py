@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def export(
     source: Annotated[str, typer.Argument(help="a checkpoint's directory, as `ckptd ls STORAGE_ROOT` names it")],
     dest: Annotated[str, typer.Argument(help="what is to be made; it must not exist")],
-    to: Annotated[str, typer.Option("--to", help="torch (one .pt), dcp (torch.distributed.checkpoint)")],
+    to: Annotated[str, typer.Option("--to", help="torch (one .pt), dcp (torch.distributed.checkpoint), hf (from_pretrained)")],
     layout: Annotated[
         str | None, typer.Option("--layout", help="of dcp: state_dict (default), flat (optimizer by name), torchtitan")
     ] = None,
@@ -25,6 +25,14 @@ def export(
         list[str] | None, typer.Option("--prefix-map", help="OLD=NEW: how the model's names begin; may be repeated")
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="of the model's floating tensors: bfloat16, ...")] = None,
+    hf_config: Annotated[
+        str | None, typer.Option("--hf-config", help="hf: a folder with config.json and tokenizer; its class says the names")
+    ] = None,
+    titan: Annotated[
+        str | None, typer.Option("--titan", help="hf: MODEL/FLAVOR of torchtitan, whose adapter says the names")
+    ] = None,
+    as_is: Annotated[bool, typer.Option("--as-is", help="hf: the names are the Hub's already")] = False,
+    shard_size: Annotated[str | None, typer.Option("--shard-size", help="hf: of a file at most (5GB)")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be written, and write nothing")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
@@ -34,7 +42,9 @@ def export(
     from ckptd.export.export import Request
     from ckptd.export.export import export as written
 
-    request = Request(source, dest, to, tuple(only or ()), tuple(prefix_map or ()), dtype, layout)
+    request = Request(
+        source, dest, to, tuple(only or ()), tuple(prefix_map or ()), dtype, layout, hf_config, titan, as_is, shard_size
+    )
     with bar(Path(source).name, quiet=as_json) as progress:
         report = written(request, progress, dry=dry_run)
     if as_json:

@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
-from ckptd.export.contents import MODEL, Contents
+from ckptd.export.contents import MODEL, Contents, leaves
 from ckptd.export.optimizer import state_of
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored
@@ -56,14 +56,22 @@ def _add(tree: dict[str, Any], more: dict[str, Any]) -> None:
     tree.update(more)
 
 
-def write(contents: Contents, staging: Staging, layout: str) -> None:
-    """As dcp.save() does it with no_dist=True, which would hide errors in one of its own."""
-    planner, writer = _Planner(contents.checkpoint), _Writer(staging)
-    planner.set_up_planner(_placeholders(tree_of(contents, layout)), writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    writer.finish(metadata, [writer.write_data(plan, planner).value()])
+class DcpFolder:
+    """What is to be written, before anything is read. Tied tensors are there twice, as torch has them there."""
+
+    def __init__(self, contents: Contents, layout: str) -> None:
+        self._checkpoint, self._tree = contents.checkpoint, tree_of(contents, layout)
+        found = [*leaves(self._tree)]
+        self.tensors, self.nbytes = len(found), sum(stored.nbytes for stored in found)
+
+    def write(self, staging: Staging) -> None:
+        """As dcp.save() does it with no_dist=True, which would hide errors in one of its own."""
+        planner, writer = _Planner(self._checkpoint), _Writer(staging)
+        planner.set_up_planner(_placeholders(self._tree), writer.storage_meta(), is_coordinator=True)
+        writer.set_up_storage_writer(True)
+        plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        writer.finish(metadata, [writer.write_data(plan, planner).value()])
 
 
 def _placeholders(value: Any) -> Any:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import xxhash
@@ -17,14 +18,18 @@ from ckptd.export.contents import Contents
 from ckptd.export.selection import Selection
 from ckptd.export.source import open_source
 from ckptd.export.staging import Staging, check
+from ckptd.units import parse_bytes
 
-FORMS = ("torch", "dcp")
+FORMS = ("torch", "dcp", "hf")
 LAYOUTS = ("state_dict", "flat", "torchtitan")  # of dcp
+OF_A_FORM = {"layout": "dcp", "hf_config": "hf", "titan": "hf", "as_is": "hf", "shard_size": "hf"}  # options
 Shown = Callable[[int, int], None]  # bytes that are there, bytes in all
 
 
 @dataclass(frozen=True)
 class Request:
+    """As the command line has it."""
+
     source: str
     dest: str
     to: str
@@ -32,12 +37,15 @@ class Request:
     prefix_map: tuple[str, ...] = ()
     dtype: str | None = None
     layout: str | None = None
+    hf_config: str | None = None
+    titan: str | None = None
+    as_is: bool = False
+    shard_size: str | None = None
 
 
 @dataclass
 class Report:
-    """nbytes: of all tensors as they are to be written; dcp has tied ones twice, as torch has them there. reused: of those, what an
-    earlier try had written right."""
+    """nbytes: of all tensors as they are to be written. reused: of those, what an earlier try had written right."""
 
     source: str
     dest: str
@@ -50,48 +58,68 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
+class Form(Protocol):
+    """What is to be written, before anything is read. Whoever makes it raises CkptdError for what cannot be."""
+
+    tensors: int
+    nbytes: int
+
+    def write(self, staging: Staging) -> None: ...
+
+
 def export(request: Request, shown: Shown = lambda done, total: None, *, dry: bool = False) -> Report:
     """dry: nothing is written. Raises CkptdError."""
-    if request.to not in FORMS:
-        raise CkptdError(f"no form to export to: {request.to}", where="--to", hint=f"one of {', '.join(FORMS)}")
-    layout = _layout(request)
+    _check(request)
     selection = Selection.of(request.only, request.prefix_map, request.dtype)
     dest = Path(local_root(request.dest)).absolute()
     check(dest)
     with open_source(request.source) as checkpoint:
         contents = Contents(checkpoint, selection)
-        tensors = [*contents.tensors.values()] if request.to == "dcp" else [*dict.fromkeys(contents.tensors.values())]
-        nbytes = sum(stored.nbytes for stored in tensors)
-        report = Report(checkpoint.where, str(dest), request.to, len(tensors), nbytes)
-        if not contents.tensors and not contents.objects:
-            raise CkptdError("nothing to export", where=checkpoint.where, hint="the checkpoint has no tensors and no objects")
-        if dry:
-            _tree(contents, request.to, layout)
-            report.notes = contents.notes
-            return report
-        _write(contents, request.to, layout, _staging(contents, request, dest, nbytes, shown), report)
+        form = _form(contents, request)
+        report = Report(checkpoint.where, str(dest), request.to, form.tensors, form.nbytes, notes=contents.notes)
+        if not dry:
+            _write(form, Staging(dest, _plan(contents, request), form.nbytes, _counted(form.nbytes, shown)), report)
     return report
 
 
-def _layout(request: Request) -> str:
-    if request.layout is not None and request.to != "dcp":
-        raise CkptdError(f"--to {request.to} has no layouts", where="--layout", hint="it is for --to dcp")
-    layout = request.layout or LAYOUTS[0]
-    if layout not in LAYOUTS:
-        raise CkptdError(f"no layout: {layout}", where="--layout", hint=f"one of {', '.join(LAYOUTS)}")
-    return layout
+def _check(request: Request) -> None:
+    if request.to not in FORMS:
+        raise CkptdError(f"no form to export to: {request.to}", where="--to", hint=f"one of {', '.join(FORMS)}")
+    for option, form in OF_A_FORM.items():
+        if getattr(request, option) and form != request.to:
+            name = option.replace("_", "-")
+            raise CkptdError(f"--to {request.to} has no --{name}", where=f"--{name}", hint=f"it is for --to {form}")
+    if (request.layout or LAYOUTS[0]) not in LAYOUTS:
+        raise CkptdError(f"no layout: {request.layout}", where="--layout", hint=f"one of {', '.join(LAYOUTS)}")
 
 
-def _tree(contents: Contents, to: str, layout: str) -> None:
-    """What would be refused is refused now."""
-    from ckptd.export import dcp, torch_file
+def _form(contents: Contents, request: Request) -> Form:
+    """What torch's parts take to import, only their own form takes."""
+    if request.to == "torch":
+        from ckptd.export.torch_file import TorchFile
 
-    _ = torch_file.tree_of(contents) if to == "torch" else dcp.tree_of(contents, layout)
+        return TorchFile(contents)
+    if request.to == "dcp":
+        from ckptd.export.dcp import DcpFolder
+
+        return DcpFolder(contents, request.layout or LAYOUTS[0])
+    from ckptd.export.hub import SHARD_BYTES, Folder, names_of
+
+    config_dir = Path(local_root(request.hf_config)).absolute() if request.hf_config is not None else None
+    try:
+        shard_bytes = parse_bytes(request.shard_size) if request.shard_size is not None else SHARD_BYTES
+    except ValueError as error:
+        raise CkptdError(str(error), where="--shard-size") from error
+    return Folder(contents, names_of(request.titan, request.as_is, config_dir), config_dir, shard_bytes)
 
 
-def _staging(contents: Contents, request: Request, dest: Path, nbytes: int, shown: Shown) -> Staging:
+def _plan(contents: Contents, request: Request) -> str:
     """What decides the bytes is the checkpoint, whatever its path, and how it is to be exported."""
-    how = msgspec.json.encode([contents.checkpoint.manifest.xxh3_128, dataclasses.replace(request, source="", dest="")])
+    how = [contents.checkpoint.manifest.xxh3_128, dataclasses.replace(request, source="", dest="")]
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(how))
+
+
+def _counted(nbytes: int, shown: Shown) -> Callable[[int], None]:
     done = 0
 
     def more(count: int) -> None:
@@ -99,20 +127,12 @@ def _staging(contents: Contents, request: Request, dest: Path, nbytes: int, show
         done += count
         shown(done, nbytes)
 
-    return Staging(dest, xxhash.xxh3_128_hexdigest(how), nbytes, more)
+    return more
 
 
-def _write(contents: Contents, to: str, layout: str, staging: Staging, report: Report) -> None:
-    from ckptd.export import dcp, torch_file
-
+def _write(form: Form, staging: Staging, report: Report) -> None:
     with staging:
-        if to == "torch":
-            torch_file.write(contents, staging)
-        else:
-            dcp.write(contents, staging, layout)
+        form.write(staging)
         staging.finish()
-    report.written, report.reused, report.notes = staging.written, staging.reused, contents.notes
+    report.written, report.reused = staging.written, staging.reused
     report.files = sum(len(names) for _, _, names in os.walk(report.dest)) or 1
-
-
-__all__ = ["Report", "Request", "export"]

@@ -3,6 +3,8 @@ for them (torch.serialization.skip_data; a record's place is what torch's own re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckptd.export.contents import MODEL, Contents
+from ckptd.export.contents import MODEL, Contents, leaves
 from ckptd.export.optimizer import state_of
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored, bytes_of
@@ -27,25 +29,36 @@ def tree_of(contents: Contents) -> dict[str, Any]:
     return {**tree, EXTRA: contents.extras(), STEP: contents.checkpoint.manifest.snapshot.step}
 
 
-def write(contents: Contents, staging: Staging) -> None:
-    skeleton = _Skeleton()
-    with FakeTensorMode():
-        tree = skeleton.of(tree_of(contents))
+class TorchFile:
+    """What is to be written, before anything is read."""
 
-    def make(path: Path) -> None:
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(tree, path)
+    def __init__(self, contents: Contents) -> None:
+        self._checkpoint, self._tree = contents.checkpoint, tree_of(contents)
+        found = dict.fromkeys(leaves(self._tree))
+        self.tensors, self.nbytes = len(found), sum(stored.nbytes for stored in found)
 
-    path = staging.file("", make)
-    reader: Any = torch._C.PyTorchFileReader(str(path))
-    places = [reader.get_record_offset(f"data/{number}") for number in range(len(skeleton.sources))]
-    assert not reader.has_record(f"data/{len(places)}")
-    del reader
-    for at, source in zip(places, skeleton.sources, strict=True):
+    def write(self, staging: Staging) -> None:
+        skeleton = _Skeleton()
+        with FakeTensorMode():
+            tree = skeleton.of(self._tree)
+
+        def make(path: Path) -> None:
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(tree, path)
+
+        path = staging.file("", make)
+        reader: Any = torch._C.PyTorchFileReader(str(path))
+        places = [reader.get_record_offset(f"data/{number}") for number in range(len(skeleton.sources))]
+        assert not reader.has_record(f"data/{len(places)}")
+        del reader
+        for at, source in zip(places, skeleton.sources, strict=True):
+            staging.region(path, "", at, source.nbytes, partial(self._pieces, source))
+
+    def _pieces(self, source: Stored | Tensor) -> Iterator[memoryview]:
         if isinstance(source, Stored):
-            staging.region(path, "", at, source.nbytes, lambda source=source: source.pieces(contents.checkpoint))  # type: ignore[misc]
+            yield from source.pieces(self._checkpoint)
         elif source.nbytes:
-            staging.region(path, "", at, source.nbytes, lambda source=source: iter([bytes_of(source)]))  # type: ignore[misc]
+            yield bytes_of(source)
 
 
 class _Skeleton:

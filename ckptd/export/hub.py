@@ -1,0 +1,189 @@
+"""A model as a folder that from_pretrained() opens: safetensors files whose tensors are whole, their index, the config."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from ckptd_client.dtypes import NAME, TORCH
+from torch import Tensor
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.export.contents import Contents
+from ckptd.export.hub_names import CONFIG, AsIs, Group, Names, Titan, Transformers, dtype_in
+from ckptd.export.staging import Staging
+from ckptd.export.stored import CASTABLE, Stored, bytes_of
+
+SHARD_BYTES = 5_000_000_000  # of a file, as the Hub's are
+HEADER_BYTES_MAX = 100_000_000  # what readers of the format accept
+INDEX = "model.safetensors.index.json"
+# Beside weights and config; no code, which a reader would have to trust.
+COPIED = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
+    "chat_template*", "*processor_config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of the folder, and what it is made of."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    group: Group
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+def names_of(titan: str | None, as_is: bool, config_dir: Path | None) -> Names:
+    """Raises CkptdError where nothing says what the Hub's names are."""
+    if config_dir is not None and not (config_dir / CONFIG).is_file():
+        raise CkptdError(f"no {CONFIG} there", where=str(config_dir), hint="the folder of a model of the same architecture")
+    if titan is not None:
+        return Titan(titan, config_dir)
+    if as_is:
+        return AsIs()
+    if config_dir is None:
+        hint = "--hf-config DIR (a model of transformers), --titan MODEL/FLAVOR, or --as-is where the names are the Hub's already"
+        raise CkptdError("nothing says what the tensors are called on the Hub", where="--to hf", hint=hint)
+    return Transformers(config_dir)
+
+
+class Folder:
+    """What is to be written, before anything is read. ``dtype``: of most of it."""
+
+    def __init__(self, contents: Contents, names: Names, config_dir: Path | None, shard_bytes: int) -> None:
+        self._checkpoint, self._config_dir = contents.checkpoint, config_dir
+        _, entries = contents.model()
+        self._entries = {name: value for name, value in entries.items() if isinstance(value, Stored)}
+        dropped = sorted(entries.keys() - self._entries.keys())
+        if dropped:
+            contents.notes.append(f"no tensors, and left out: {', '.join(dropped)}")
+        if isinstance(names, AsIs):
+            self._entries = _once(self._entries, contents)
+        self.groups = names.groups(self._entries)
+        wholes = [whole for group in self.groups for whole in self._made_of(group)]
+        twice = [name for name, count in Counter(whole.name for whole in wholes).items() if count > 1]
+        if twice:
+            raise CkptdError(f"two tensors would be {', '.join(twice[:5])}", where="--to hf", hint="--only leaves one of them out")
+        self.shards = _shards(wholes, shard_bytes)
+        self.nbytes = sum(whole.nbytes for whole in wholes)
+        self.tensors = len(wholes)
+        sizes = Counter[str]()
+        for whole in wholes:
+            sizes[whole.dtype] += whole.nbytes if whole.dtype in CASTABLE else 0
+        widest = max(sizes, key=lambda name: sizes[name], default="F32")
+        self.dtype = str(TORCH[widest]).removeprefix("torch.")
+
+    def _made_of(self, group: Group) -> Iterator[Whole]:
+        if group.convert is None:
+            stored = self._entries[group.names[0]]
+            yield Whole(group.renamed, stored.to, stored.shape, group)
+            return
+        found = group.convert({name: torch.empty(s.shape, dtype=s.torch_dtype, device="meta") for name, s in self._of(group)})
+        for name, tensor in found.items():
+            yield Whole(name, NAME[tensor.dtype], tuple(tensor.shape), group)
+
+    def _of(self, group: Group) -> list[tuple[str, Stored]]:
+        return [(name, self._entries[name]) for name in group.names]
+
+    def write(self, staging: Staging) -> None:
+        """File by file the frames, then group by group what is in them: a group is read once, and held alone."""
+        places: dict[Group, list[tuple[Path, str, int, Whole]]] = {}
+        for file, wholes in self.shards.items():
+            head = _header(wholes)
+            path = staging.file(file, partial(_frame, head=head, wholes=wholes))
+            at = len(head)
+            for whole in wholes:
+                places.setdefault(whole.group, []).append((path, file, at, whole))
+                at += whole.nbytes
+        for group in self.groups:
+            converted = cache(partial(self._converted, group))
+            for path, file, at, whole in places.get(group, ()):
+                staging.region(path, file, at, whole.nbytes, partial(self._pieces, whole, converted))
+        if len(self.shards) > 1:
+            weights = {whole.name: file for file, wholes in self.shards.items() for whole in wholes}
+            index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weights.items()))}
+            (staging.content / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        if self._config_dir is not None:
+            self._copy_config(staging.content, self._config_dir)
+
+    def _copy_config(self, folder: Path, config_dir: Path) -> None:
+        (folder / CONFIG).write_text(dtype_in(config_dir, self.dtype), encoding="utf-8")
+        for pattern in COPIED:
+            for path in config_dir.glob(pattern):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
+
+    def _pieces(self, whole: Whole, converted: Any) -> Iterator[memoryview]:
+        if whole.group.convert is None:
+            yield from self._entries[whole.group.names[0]].pieces(self._checkpoint)
+        elif whole.nbytes:
+            yield bytes_of(converted()[whole.name])
+
+    def _converted(self, group: Group) -> dict[str, Tensor]:
+        assert group.convert is not None
+        return group.convert({name: s.read(self._checkpoint, Box.whole(s.shape)) for name, s in self._of(group)})
+
+
+def _once(entries: Mapping[str, Stored], contents: Contents) -> dict[str, Stored]:
+    """What is tied stands there once, under the first of its names: a config says whether it is tied again."""
+    found: dict[Stored, str] = {}
+    for name, stored in entries.items():
+        found.setdefault(stored, name)
+    left_out = sorted(entries.keys() - found.values())
+    if left_out:
+        contents.notes.append(f"tied, and left out: {', '.join(left_out)}")
+    return {name: stored for stored, name in found.items()}
+
+
+def _shards(wholes: Sequence[Whole], shard_bytes: int) -> dict[str, list[Whole]]:
+    """File -> its tensors, widest elements first, so that all are aligned. No tensor is cut."""
+    files: list[list[Whole]] = [[]]
+    used = 0
+    for whole in wholes:
+        if files[-1] and used + whole.nbytes > shard_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(whole)
+        used += whole.nbytes
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    else:
+        names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for file in files:
+        file.sort(key=lambda whole: (-ITEMSIZE[whole.dtype], whole.name))
+    return dict(zip(names, files, strict=True))
+
+
+def _header(wholes: Sequence[Whole]) -> bytes:
+    rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for whole in wholes:
+        rows[whole.name] = {"dtype": whole.dtype, "shape": whole.shape, "data_offsets": [at, at + whole.nbytes]}
+        at += whole.nbytes
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES_MAX:
+        raise CkptdError(f"{len(wholes)} tensors in one file are more than readers take", where="--shard-size", hint="less")
+    return struct.pack("<Q", len(text)) + text
+
+
+def _frame(path: Path, head: bytes, wholes: Sequence[Whole]) -> None:
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(len(head) + sum(whole.nbytes for whole in wholes))
