@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def export(
     source: Annotated[str, typer.Argument(help="a checkpoint's directory, as `ckptd ls STORAGE_ROOT` names it")],
     dest: Annotated[str, typer.Argument(help="what is to be made; it must not exist")],
-    to: Annotated[str, typer.Option("--to", help="torch (one .pt), dcp (torch.distributed.checkpoint), hf (from_pretrained)")],
+    to: Annotated[
+        str, typer.Option("--to", help="torch (one .pt), dcp (torch.distributed.checkpoint), hf (from_pretrained), deepspeed")
+    ],
     layout: Annotated[
         str | None, typer.Option("--layout", help="of dcp: state_dict (default), flat (optimizer by name), torchtitan")
     ] = None,
@@ -33,6 +35,7 @@ def export(
     ] = None,
     as_is: Annotated[bool, typer.Option("--as-is", help="hf: the names are the Hub's already")] = False,
     shard_size: Annotated[str | None, typer.Option("--shard-size", help="hf: of a file at most (5GB)")] = None,
+    zero: Annotated[int | None, typer.Option("--zero", help="deepspeed: the stage that is to load it (any)")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be written, and write nothing")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
@@ -43,7 +46,7 @@ def export(
     from ckptd.export.export import export as written
 
     request = Request(
-        source, dest, to, tuple(only or ()), tuple(prefix_map or ()), dtype, layout, hf_config, titan, as_is, shard_size
+        source, dest, to, tuple(only or ()), tuple(prefix_map or ()), dtype, layout, hf_config, titan, as_is, shard_size, zero
     )
     with bar(Path(source).name, quiet=as_json) as progress:
         report = written(request, progress, dry=dry_run)

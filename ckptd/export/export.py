@@ -20,9 +20,9 @@ from ckptd.export.source import open_source
 from ckptd.export.staging import Staging, check
 from ckptd.units import parse_bytes
 
-FORMS = ("torch", "dcp", "hf")
+FORMS = ("torch", "dcp", "hf", "deepspeed")
 LAYOUTS = ("state_dict", "flat", "torchtitan")  # of dcp
-OF_A_FORM = {"layout": "dcp", "hf_config": "hf", "titan": "hf", "as_is": "hf", "shard_size": "hf"}  # options
+OF_A_FORM = {"layout": "dcp", "hf_config": "hf", "titan": "hf", "as_is": "hf", "shard_size": "hf", "zero": "deepspeed"}  # options
 Shown = Callable[[int, int], None]  # bytes that are there, bytes in all
 
 
@@ -41,6 +41,7 @@ class Request:
     titan: str | None = None
     as_is: bool = False
     shard_size: str | None = None
+    zero: int | None = None
 
 
 @dataclass
@@ -103,6 +104,10 @@ def _form(contents: Contents, request: Request) -> Form:
         from ckptd.export.dcp import DcpFolder
 
         return DcpFolder(contents, request.layout or LAYOUTS[0])
+    if request.to == "deepspeed":
+        from ckptd.export.deepspeed import UniversalTree
+
+        return UniversalTree(contents, request.zero)
     from ckptd.export.hub import SHARD_BYTES, Folder, names_of
 
     config_dir = Path(local_root(request.hf_config)).absolute() if request.hf_config is not None else None

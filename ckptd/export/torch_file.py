@@ -16,6 +16,7 @@ from ckptd.export.contents import MODEL, Contents, leaves
 from ckptd.export.optimizer import state_of
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored, bytes_of
+from ckptd.persist.reader import Checkpoint
 
 OPTIMIZER, EXTRA, STEP = "optimizer", "extra", "step"
 
@@ -38,27 +39,33 @@ class TorchFile:
         self.tensors, self.nbytes = len(found), sum(stored.nbytes for stored in found)
 
     def write(self, staging: Staging) -> None:
-        skeleton = _Skeleton()
-        with FakeTensorMode():
-            tree = skeleton.of(self._tree)
+        put(staging, "", self._tree, self._checkpoint)
 
-        def make(path: Path) -> None:
-            with torch.serialization.skip_data(materialize_fake_tensors=True):
-                torch.save(tree, path)
 
-        path = staging.file("", make)
-        reader: Any = torch._C.PyTorchFileReader(str(path))
-        places = [reader.get_record_offset(f"data/{number}") for number in range(len(skeleton.sources))]
-        assert not reader.has_record(f"data/{len(places)}")
-        del reader
-        for at, source in zip(places, skeleton.sources, strict=True):
-            staging.region(path, "", at, source.nbytes, partial(self._pieces, source))
+def put(staging: Staging, name: str, tree: Any, checkpoint: Checkpoint) -> None:
+    """One such file, whose tree may hold what is stored. ``name``: below the destination, "": itself."""
+    skeleton = _Skeleton()
+    with FakeTensorMode():
+        without = skeleton.of(tree)
 
-    def _pieces(self, source: Stored | Tensor) -> Iterator[memoryview]:
-        if isinstance(source, Stored):
-            yield from source.pieces(self._checkpoint)
-        elif source.nbytes:
-            yield bytes_of(source)
+    def make(path: Path) -> None:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(without, path)
+
+    path = staging.file(name, make)
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    places = [reader.get_record_offset(f"data/{number}") for number in range(len(skeleton.sources))]
+    assert not reader.has_record(f"data/{len(places)}")
+    del reader
+    for at, source in zip(places, skeleton.sources, strict=True):
+        staging.region(path, name, at, source.nbytes, partial(_pieces, source, checkpoint))
+
+
+def _pieces(source: Stored | Tensor, checkpoint: Checkpoint) -> Iterator[memoryview]:
+    if isinstance(source, Stored):
+        yield from source.pieces(checkpoint)
+    elif source.nbytes:
+        yield bytes_of(source)
 
 
 class _Skeleton:

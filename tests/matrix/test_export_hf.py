@@ -1,4 +1,4 @@
-"""`ckptd export --to hf`, judged by logits: from_pretrained() of what was exported computes what the model in training does (P1)."""
+"""`ckptd export --to hf`, judged by logits: from_pretrained() of what was exported computes what the model in training does."""
 
 from __future__ import annotations
 
@@ -130,11 +130,11 @@ def test_another_shape_and_another_class(train: Train, tmp_path: Path) -> None:
     with pytest.raises(CkptdError, match=r"of another shape: model.embed_tokens.weight \[31, 16\] for \[32, 16\]"):
         exported(source, tmp_path / "out", hf_config=str(other))
     tied = config_of(MODELS["tied llama"](), tmp_path / "tied")
-    with pytest.raises(CkptdError, match=r"the config ties lm_head.weight to model.embed_tokens.weight, and the checkpoint has two"):
+    with pytest.raises(CkptdError, match=r"config ties lm_head.weight to model.embed_tokens.weight, and the checkpoint has two"):
         exported(source, tmp_path / "out", hf_config=str(tied))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "architectures": ["NobodysModel"]}))
-    with pytest.raises(CkptdError, match="no model of transformers .*: NobodysModel"):
+    with pytest.raises(CkptdError, match=r"no model of transformers .*: NobodysModel"):
         exported(source, tmp_path / "out", hf_config=str(other))
 
 
@@ -147,3 +147,40 @@ def test_as_is(train: Train, tmp_path: Path) -> None:
     assert report.notes == ["tied, and left out: lm_head.weight"]
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:flex_attention called without")
+def test_torchtitan_permutes_its_queries_and_keys(train: Train, tmp_path: Path) -> None:
+    """Renaming alone would load, and compute something else. Its model fuses query, key and value in memory, too."""
+    pytest.importorskip("triton", reason="torchtitan's models import it")
+    from torchtitan.models.llama3 import model_registry
+
+    torch.manual_seed(0)
+    spec = model_registry("debugmodel")
+    model = spec.model.build()
+    model.init_states()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(number: int) -> None:
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+
+    source = train("titan", {"model": model, "optimizer": optimizer}, step)
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(
+        vocab_size=2048, hidden_size=256, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=16, rms_norm_eps=1e-5,
+        intermediate_size=model.layers["0"].feed_forward.w1.weight.shape[0], architectures=["LlamaForCausalLM"],
+        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **scaling}, max_position_embeddings=131072,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "base")
+    exported(source, tmp_path / "out", hf_config=str(tmp_path / "base"), titan="llama3/debugmodel")
+    again, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values()), told
+    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        wanted = model(TOKENS, positions=positions, attention_masks=model.get_attention_masks(positions=positions))
+    torch.testing.assert_close(logits(again), wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(CkptdError, match="torchtitan has no llama3/9B"):
+        exported(source, tmp_path / "no", titan="llama3/9B")
+    with pytest.raises(CkptdError, match="torchtitan has no llama9/8B"):
+        exported(source, tmp_path / "no", titan="llama9/8B")

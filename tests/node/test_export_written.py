@@ -170,7 +170,7 @@ def test_a_dry_run_writes_nothing(original: tuple[Path, World], tmp_path: Path, 
 @pytest.mark.parametrize(
     ("arguments", "said", "hint"),
     [
-        (["SOURCE", "OUT", "--to", "onnx"], "no form to export to: onnx", "one of torch, dcp, hf"),
+        (["SOURCE", "OUT", "--to", "onnx"], "no form to export to: onnx", "one of torch, dcp, hf, deepspeed"),
         (["SOURCE", "OUT", "--to", "dcp", "--layout", "nested"], "no layout: nested", "one of state_dict, flat, torchtitan"),
         (["SOURCE", "OUT", "--to", "torch", "--layout", "flat"], "--to torch has no --layout", "it is for --to dcp"),
         (["SOURCE", "OUT", "--to", "torch", "--dtype", "int8"], "no dtype to export as: int8", "bfloat16"),

@@ -26,12 +26,12 @@ def trained() -> Iterator[Train]:
         node = made.node(replicas=0, storage_root=root)
 
         def train(job: str, registered: dict[str, Any], step: Callable[[int], Any]) -> Path:
-            return _train(node, root, job, registered, step)
+            return train_on(node, root, job, registered, step)
 
         yield train
 
 
-def _train(node: Node, root: Path, job: str, registered: dict[str, Any], step: Callable[[int], Any]) -> Path:
+def train_on(node: Node, root: Path, job: str, registered: dict[str, Any], step: Callable[[int], Any]) -> Path:
     with Client.connect(job=job, socket=str(node.socket)) as client:
         client.register(**registered)
         assert client.restore() is None
