@@ -27,8 +27,8 @@ class PerRank(dict[int, Any]):
 
 
 class Contents:
-    """``tensors``, by key, aliases among them; ``params``: keys of parameters, whether selected or not; ``roles``; ``objects``, by
-    name, as plain values in which a tensor that is stored as such is a Stored. ``notes``: what is not as a reader might think."""
+    """``tensors``, by key, aliases among them; ``params``: keys of parameters, whether selected or not; ``roles``; ``objects``:
+    their names. ``notes``: what is not as a reader might think."""
 
     def __init__(self, checkpoint: Checkpoint, selection: Selection) -> None:
         self.checkpoint, self.selection = checkpoint, selection
@@ -40,7 +40,7 @@ class Contents:
         names = sorted({ref.name for ref in checkpoint.manifest.objects})
         selection.check([*self._all, *names], [self.name_of(key)[1] for key in self._all if self.roles[key] in OF_A_MODULE])
         self.tensors = {key: stored for key, stored in self._all.items() if selection.takes(key)}
-        self.objects = {name: self.object(name) for name in names if selection.takes(name) and name != META}
+        self.objects = [name for name in names if selection.takes(name) and name != META]
 
     # --- tensors ------------------------------------------------------------------------------------------------
     def _tensors(self) -> dict[str, Stored]:
@@ -96,17 +96,24 @@ class Contents:
             owner, name = self.name_of(key)
             if self.roles[key] in OF_A_MODULE and owner in found:
                 self._add(found[owner], name, stored)
-        for full, value in self.objects.items():
+        for full in self.objects:
             owner, name = self.name_of(full)
             path, dot, last = name.rpartition(".")
             if owner in found and last == EXTRA_STATE:
-                self._add(found[owner], name, value)
-            elif owner in found and last == SAVED_STATE and isinstance(value, dict) and not isinstance(value, PerRank):
-                for key, item in value.items():
-                    self._add(found[owner], f"{path}{dot}{key}", item)
+                self._add(found[owner], name, self.object(full))
+            elif owner in found and last == SAVED_STATE:
+                self._add_saved(found[owner], path + dot, full)
             elif owner in found and last == SUBCLASSES:
                 self.notes.append(f"{owner}: tensors that wrap others are exported as what they wrap ({full})")
         return found
+
+    def _add_saved(self, entries: dict[str, Any], prefix: str, name: str) -> None:
+        saved = self.object(name)
+        if isinstance(saved, PerRank):
+            self.notes.append(f"{name}: of rank {next(iter(saved))}, as each rank has its own")
+            saved = next(iter(saved.values()))
+        for key, item in saved.items():
+            self._add(entries, prefix + key, item)
 
     def _add(self, entries: dict[str, Any], name: str, value: Any) -> None:
         renamed = self.selection.rename(name)
@@ -131,7 +138,7 @@ class Contents:
         return found if isinstance(found, dict) and not isinstance(found, PerRank) else {}
 
     def object(self, name: str) -> Any:
-        """None: there is none of that name."""
+        """As plain values, in which a tensor that is stored as such is a Stored. None: there is none of that name."""
         if name not in self._decoded:
             self._decoded[name] = self._decode(name)
         return self._decoded[name]
@@ -152,7 +159,7 @@ class Contents:
 
     def extras(self) -> dict[str, Any]:
         """What belongs to no module and no optimizer, by name; registered tensors among it."""
-        found = {name: value for name, value in self.objects.items() if not self._is_anothers(name)}
+        found = {name: self.object(name) for name in self.objects if not self._is_anothers(name)}
         inside = {stored.key for value in found.values() for stored in leaves(value)}
         for key, stored in self.tensors.items():
             of_a_module = self.roles[key] in OF_A_MODULE and self.owner_of(key) in self.modules
@@ -169,16 +176,17 @@ class Contents:
     @cached_property
     def optimizers(self) -> list[str]:
         """Owners of optimizer state, or of settings of groups."""
-        found = dict.fromkeys(name[: -len(GROUPS) - 1] for name, value in self.objects.items() if _is_groups(name, value))
+        groups = [name for name in self.objects if name.endswith(f".{GROUPS}") and _is_groups(self.object(name))]
+        found: dict[str, None] = dict.fromkeys(name[: -len(GROUPS) - 1] for name in groups)
         for key in self.tensors:
             if self.roles[key] == "optim" and not any(key.startswith(f"{owner}.") for owner in found):
                 found[self.owner_of(key)] = None
         return list(found)
 
 
-def _is_groups(name: str, value: Any) -> bool:
+def _is_groups(value: Any) -> bool:
     first = next(iter(value.values()), None) if isinstance(value, PerRank) else value
-    return name.endswith(f".{GROUPS}") and isinstance(first, dict) and {"groups", "of"} <= first.keys()
+    return isinstance(first, dict) and {"groups", "of"} <= first.keys()
 
 
 def leaves(value: Any) -> Iterable[Stored]:

@@ -52,8 +52,7 @@ class OptimizerState:
 
 def state_of(contents: Contents, owner: str) -> OptimizerState:
     found = OptimizerState(owner)
-    trees = _each(contents.objects.get(f"{owner}.groups"))
-    for tree in trees:
+    for tree in _each(contents, f"{owner}.groups"):
         _add_groups(found, tree)
     members = [key for _, keys in found.groups for key in keys]
     known = {*members, *contents.params}
@@ -61,21 +60,22 @@ def state_of(contents: Contents, owner: str) -> OptimizerState:
         if contents.roles[key] == "optim" and key.startswith(f"{owner}."):
             parameter, path = _split(key[len(owner) + 1 :], known)
             found.state.setdefault(parameter, {})[path] = stored
-    for tree in _each(contents.objects.get(f"{owner}.state")):
+    for tree in _each(contents, f"{owner}.state"):
         _add_odd(found, tree, contents)
     owners = {contents.owner_of(key) for key in (*members, *found.state)}
     for key in (*members, *found.state):
         found.names[key] = contents.selection.rename(contents.name_of(key)[1]) if len(owners) == 1 else key
     if not found.groups:  # an engine's, which has settings by groups of its own, and of all parameters the same numbers
-        engine = next(iter(_each(contents.objects.get("groups"))), None)
+        engine = next(iter(_each(contents, "groups")), None)
         for values in found.state.values():
             values |= engine.get("numbers", {}) if isinstance(engine, dict) else {}
         contents.notes.append(f"{owner}: by name and without settings, as nothing saved says which group a parameter is in")
     return found
 
 
-def _each(value: Any) -> list[Any]:
+def _each(contents: Contents, name: str) -> list[Any]:
     """Of all ranks that had one of their own (the stages of a pipeline), each once."""
+    value = contents.object(name) if name in contents.objects else None
     return [] if value is None else list(value.values()) if isinstance(value, PerRank) else [value]
 
 
