@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,6 +130,18 @@ def test_what_was_killed_goes_on_and_damage_is_written_again(
     assert all(raw(value) == of_world(world, key.replace("head", "wide")) for key, value in found.items())
     if to == "torch":
         assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_retention_sees_it(original: tuple[Path, World], tmp_path: Path) -> None:
+    """Below a storage root it holds a lease; a copy elsewhere needs none (P12)."""
+    source, _ = original
+    leases = source.parents[1] / "leases"
+    seen: list[int] = []
+    exported(source, tmp_path / "out", shown=lambda done, total: seen.append(len(list(leases.iterdir()))))
+    assert {*seen} == {1} and not list(leases.iterdir())
+    shutil.copytree(source, tmp_path / "copy")
+    exported(tmp_path / "copy", tmp_path / "other")
+    assert (tmp_path / "other").read_bytes() == (tmp_path / "out").read_bytes()
 
 
 def test_another_plan_begins_anew(original: tuple[Path, World], tmp_path: Path) -> None:
