@@ -55,12 +55,12 @@ def _checkpoints(path: Path) -> list[str]:
 def _verified(where: str, *, quiet: bool) -> VerifyReport:
     from ckptd.persist.verify import verify as read_back
 
-    with _bar(where, quiet=quiet) as progress:
+    with bar(where, quiet=quiet) as progress:
         return read_back(where, progress)
 
 
 @contextmanager
-def _bar(where: str, *, quiet: bool) -> Iterator[Progress]:
+def bar(where: str, *, quiet: bool) -> Iterator[Progress]:
     """A bar on stderr while a person waits; gone when done."""
     from rich.console import Console
     from rich.progress import (
