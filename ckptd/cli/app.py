@@ -12,6 +12,7 @@ from ckptd.cli.diff import diff
 from ckptd.cli.drain import drain
 from ckptd.cli.forget import forget
 from ckptd.cli.gc import gc
+from ckptd.cli.importing import import_
 from ckptd.cli.listing import ls
 from ckptd.cli.node import run
 from ckptd.cli.plan import plan
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 for command in (run, config, preflight, plan, status, ls, drain, forget, verify, diff, gc):
     app.command()(command)
+app.command("import")(import_)
 
 
 @app.command()
