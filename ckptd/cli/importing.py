@@ -16,7 +16,7 @@ from ckptd.core.storage_root import local_root
 if TYPE_CHECKING:
     from ckptd.imports.optimizers import Named
 
-KINDS = "torch, hf, dcp"
+KINDS = "torch, hf, dcp, universal, zero"
 
 
 @with_settings
@@ -25,7 +25,7 @@ def import_(
     source: Annotated[Path, typer.Argument(help="a file or directory that the other program wrote")],
     kind: Annotated[str, typer.Option("--from", help=f"what wrote it: {KINDS}", metavar="KIND")],
     job: Annotated[str, typer.Option(help="NAME, or UID/NAME for another user; it must not have been started yet")],
-    step: Annotated[int, typer.Option(help="the training step that it is of", min=0)] = 0,
+    step: Annotated[int | None, typer.Option(help="the training step that it is of; none: as it says, else 0", min=0)] = None,
     prefix_map: Annotated[
         list[str] | None, typer.Option(help="OLD=NEW: keys that begin with OLD begin with NEW instead; may be repeated")
     ] = None,
@@ -56,7 +56,7 @@ def import_(
     found = load(str(source), Kind(kind))
     made = named(found.tree, Prefixes.parse(prefix_map or ()), as_is=found.as_is)
     _choose(made, chosen(only or ()), dtype)
-    full_job = own_job(job)
+    full_job, step = own_job(job), found.step if step is None else step
     where = "" if dry_run else _write(local_root(str(loaded.config.storage_root)), full_job, step, made, quiet=as_json)
     report = {
         "job": full_job, "step": step, "path": where, "bytes": sum(stored.nbytes for stored, _ in made.tensors.values()),

@@ -9,20 +9,24 @@ from enum import Enum
 from typing import Any
 
 from ckptd.core.errors import CkptdError
-from ckptd.imports import dcp, safetensors_files, torch_file
+from ckptd.imports import dcp, safetensors_files, torch_file, universal, zero
 
 
 class Kind(str, Enum):
     TORCH = "torch"
     HF = "hf"
     DCP = "dcp"
+    UNIVERSAL = "universal"
+    ZERO = "zero"
 
 
 @dataclass
 class Found:
-    """A state by the names that its program gave it. foreign: classes in it that are not known. as_is: names need no owner."""
+    """A state by the names that its program gave it. step: as it says, else 0. foreign: classes in it that are not known. as_is:
+    names need no owner."""
 
     tree: Mapping[Any, Any]
+    step: int = 0
     foreign: set[str] = field(default_factory=set)
     as_is: bool = False
 
@@ -32,14 +36,16 @@ def load(path: str, kind: Kind) -> Found:
     if not os.path.exists(path):
         raise CkptdError("no such file or directory", where=path, hint="name a checkpoint")
     foreign: set[str] = set()
-    tree = _READERS[kind](path, foreign)
+    tree, step = _READERS[kind](path, foreign)
     if not isinstance(tree, Mapping):
         raise CkptdError(f"it holds a {type(tree).__name__}", where=path, hint="a dict of tensors, or of state dicts, is wanted")
-    return Found(tree, foreign, kind is Kind.HF)
+    return Found(tree, step, foreign, kind is Kind.HF)
 
 
-_READERS: dict[Kind, Callable[[str, set[str]], Any]] = {
-    Kind.TORCH: torch_file.load,
-    Kind.HF: lambda path, foreign: safetensors_files.load(path),
-    Kind.DCP: dcp.load,
+_READERS: dict[Kind, Callable[[str, set[str]], tuple[Any, int]]] = {
+    Kind.TORCH: lambda path, foreign: (torch_file.load(path, foreign), 0),
+    Kind.HF: lambda path, foreign: (safetensors_files.load(path), 0),
+    Kind.DCP: lambda path, foreign: (dcp.load(path, foreign), 0),
+    Kind.UNIVERSAL: universal.load,
+    Kind.ZERO: zero.load,
 }

@@ -32,7 +32,8 @@ RECORDS = frozenset(  # classes that are known, and of which nothing but the val
     {f"{_DCP}.metadata.{name}" for name in (
         "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata", "MetadataIndex", "TensorProperties",
         "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )} | {f"{_DCP}.filesystem._StorageInfo", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
+    )} | {"deepspeed.utils.tensor_fragment.fragment_address", "deepspeed.runtime.zero.config.ZeroStageEnum"}
+    | {f"{_DCP}.filesystem._StorageInfo", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 )  # fmt: skip
 
 
