@@ -10,6 +10,7 @@ from typing import Any
 from ckptd.core.errors import CkptdError
 from ckptd.imports.optimizers import Named, add_optimizer, is_optimizer
 from ckptd.imports.stored import Stored
+from ckptd.imports.unpickle import Record
 from ckptd.imports.values import plain, why_not
 
 OWNERS = {  # what programs call them at the top of a file
@@ -89,6 +90,9 @@ def _add(made: Named, key: str, leaf: Any) -> None:
         made.tensors[key] = leaf, "param"
     elif key.rpartition(".")[2] == EXTRA and why_not(leaf) is None:
         made.objects[key] = plain(leaf)
+    elif isinstance(leaf, Record):
+        hint = "save plain tensors: DTensor's with torch.distributed.checkpoint, other subclasses' unwrapped"
+        raise CkptdError(f"it is a {leaf.name}, of which nothing is known", where=key, hint=hint)
     elif leaf is not None:
         made.notes.append(f"{key}: left out, it is no tensor")
 

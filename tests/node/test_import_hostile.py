@@ -30,6 +30,16 @@ def test_an_attackers_pickle_is_inert_and_named(tmp_path: Path) -> None:
     assert foreign == {"posix.system"} and not (tmp_path / "pwned").exists()
 
 
+class Sub(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+def test_a_tensor_of_a_foreign_class_is_refused_by_its_name(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"model": {"v": torch.ones(2), "w": torch.ones(2).as_subclass(Sub)}}, tmp_path / "c.pt")
+    ran = cli("import", tmp_path / "c.pt", "--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
+    assert ran.code == 1 and f"{__name__}.Sub" in ran.err and "model.w" in ran.err
+
+
 class Evil:
     def __init__(self, path: Path) -> None:
         self.path = path
