@@ -107,7 +107,7 @@ def _converted(values: Elements, dtype: str, wanted: str) -> Elements:
     import torch
 
     kinds = [getattr(torch, TORCH[name]) for name in (dtype, wanted)]
-    bits = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    bits = torch.from_numpy(values.copy(order="C").reshape(-1).view(np.uint8))  # of a file: torch wants what may be written
     made = bits.view(kinds[0]).to(kinds[1]).view(torch.uint8).numpy()
     result: Elements = made.view(UNITS[ITEMSIZE[wanted]]).reshape(values.shape)
     return result

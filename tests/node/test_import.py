@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from ckptd.persist.verify import verify
 from tests.node.commands import Cli
 from tests.node.imports import JOB, Net, expect_same, fresh, restored, run_import, trained
+from tests.peak import peak_below
 
 
 # --- torch.save -----------------------------------------------------------------------------------------------------
@@ -123,6 +124,21 @@ def test_files_of_safetensors(cli: Cli, tmp_path: Path) -> None:
     assert "torn" in cli("import", folder, *flags).err
     path.unlink()
     assert "torn: model-1.safetensors" in cli("import", folder, *flags).err
+
+
+def test_nothing_is_read_whole(cli: Cli, tmp_path: Path) -> None:
+    """Neither by an import, converting or not, nor by a comparison: a few MiB, whatever a tensor's size."""
+    count = 1 << 24
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2, count // 2], "data_offsets": [0, 4 * count]}}).encode()
+    with (tmp_path / "big.safetensors").open("wb") as file:  # a hole
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 4 * count)
+    with peak_below(32 << 20):
+        paths = [
+            run_import(cli, tmp_path / "big.safetensors", "hf", tmp_path / name, *more)["path"]
+            for name, more in (("a", ()), ("b", ("--dtype", "BF16")))
+        ]
+        assert "other dtype" in cli("diff", *paths).out
 
 
 # --- torch.distributed.checkpoint -----------------------------------------------------------------------------------
