@@ -82,6 +82,7 @@ ORACLE_IMPORTS = frozenset({"ckptd", "ckptd.core", "ckptd.core.ids", "ckptd.core
 EXECUTES_INPUT = frozenset(  # P13
     {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
 )
+UNPICKLER = "ckptd/imports/unpickle.py"  # reads other programs' pickles; nothing that they name is imported, looked up or called
 ASKED = (ast.Import, ast.ImportFrom, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.If)
 TORCH_FILES = ("torch.load", "torch.save")
 UNPICKLING = ("all_gather_object", "broadcast_object_list", "scatter_object_list", "gather_object")
@@ -158,7 +159,7 @@ def test_rooms_import_only_towards_the_core() -> None:
     for path in python_files("ckptd"):
         room = room_of(module_of(path))
         if room not in ROOMS:
-            continue  # cli, demo, __main__: the top of the house
+            continue  # cli, demo, imports, __main__: the top of the house
         allowed = ROOMS[room] | ALWAYS_ALLOWED | {room}
         for line, dotted in imports_of(path):
             target = room_of(dotted)
@@ -195,7 +196,7 @@ def test_one_factory_knows_the_storage_backends() -> None:
 def test_every_room_of_the_house_is_known() -> None:
     """A new folder must be placed in the table above before code goes into it."""
     rooms = {room_of(module_of(path)) for path in python_files("ckptd")} - {""}
-    assert rooms <= set(ROOMS) | {"cli", "demo", "__main__"}
+    assert rooms <= set(ROOMS) | {"cli", "demo", "imports", "__main__"}
 
 
 def test_core_is_pure() -> None:
@@ -281,7 +282,7 @@ def test_nothing_received_is_executed() -> None:
     found = []
     for path in python_files("ckptd", "client", "tests", "bench", "deploy"):
         for line, dotted in imports_of(path) if names_one(path, EXECUTES_INPUT) else ():
-            if dotted.split(".")[0] in EXECUTES_INPUT:
+            if dotted.split(".")[0] in EXECUTES_INPUT and (name_of(path), dotted) != (UNPICKLER, "pickle"):
                 found.append(broken(path, line, f"imports {dotted}"))
         if name_of(path).startswith(("ckptd/", "client/")):
             calls = calls_of(path) if names_one(path, (*TORCH_FILES, *UNPICKLING)) else ()

@@ -8,9 +8,12 @@ from typing import Annotated
 import typer
 
 from ckptd.cli.check import preflight
+from ckptd.cli.diff import diff
 from ckptd.cli.drain import drain
 from ckptd.cli.export import export
 from ckptd.cli.forget import forget
+from ckptd.cli.gc import gc
+from ckptd.cli.importing import import_
 from ckptd.cli.listing import ls
 from ckptd.cli.node import run
 from ckptd.cli.plan import plan
@@ -26,8 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, config, preflight, plan, status, ls, drain, forget, verify, export):
+for command in (run, config, preflight, plan, status, ls, drain, forget, verify, diff, gc, export):
     app.command()(command)
+app.command("import")(import_)
 
 
 @app.command()

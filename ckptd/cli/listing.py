@@ -18,13 +18,21 @@ if TYPE_CHECKING:
 @with_settings
 def ls(
     loaded: Loaded,
-    path: Annotated[Path | None, typer.Argument(help="a storage root; none: ask this node's daemon")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(help="a storage root; none: ask this node's daemon; with --tensors a checkpoint")
+    ] = None,
+    tensors: Annotated[
+        str | None, typer.Option(help="the tensors of one checkpoint whose keys fit this shell pattern", metavar="PATTERN")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """List snapshots in memory and on storage, newest first. Exit status 1 when a part could not be read."""
     from ckptd.cli.page import fetch
     from ckptd.cli.show import console, plain, print_json
 
+    if tensors is not None:
+        _tensors(path, tensors, as_json)
+        return
     report: ListReport = fetch(loaded, "/ls") if path is None else of_storage(path)  # type: ignore[assignment]
     if as_json:
         print_json(report)
@@ -34,6 +42,20 @@ def ls(
             print(plain(f"error: {error}"))
     if report.get("errors"):
         raise typer.Exit(1)
+
+
+def _tensors(path: Path | None, pattern: str, as_json: bool) -> None:
+    from ckptd.cli.patterns import chosen
+    from ckptd.cli.show import console, print_json
+    from ckptd.cli.tensors import rows_of, table_of
+
+    if path is None:
+        raise CkptdError("--tensors needs a checkpoint's directory", hint="ckptd ls --tensors '*' ROOT/UID/NAME/epoch-.../step-...")
+    rows = rows_of(str(path), chosen([pattern]))
+    if as_json:
+        print_json({"tensors": rows})
+    else:
+        console().print(table_of(rows) if rows else f"no tensor's key fits {pattern!r}", markup=False)
 
 
 def of_storage(path: Path) -> ListReport:

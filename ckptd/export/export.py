@@ -16,8 +16,8 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import local_root
 from ckptd.export.contents import Contents
 from ckptd.export.selection import Selection
-from ckptd.export.source import open_source
 from ckptd.export.staging import Staging, check
+from ckptd.persist.opening import open_at
 from ckptd.units import parse_bytes
 
 FORMS = ("torch", "dcp", "hf", "deepspeed")
@@ -74,7 +74,7 @@ def export(request: Request, shown: Shown = lambda done, total: None, *, dry: bo
     selection = Selection.of(request.only, request.prefix_map, request.dtype)
     dest = Path(local_root(request.dest)).absolute()
     check(dest)
-    with open_source(request.source) as checkpoint:
+    with open_at(request.source) as checkpoint:
         contents = Contents(checkpoint, selection)
         form = _form(contents, request)
         report = Report(checkpoint.where, str(dest), request.to, form.tensors, form.nbytes, notes=contents.notes)

@@ -68,13 +68,16 @@ class Lease:
         self._path, self._taken_at = path, time.monotonic()
 
 
-def leased(storage: Storage, job: str, now_s: float, stale_s: float = LEASE_STALE_S) -> frozenset[SnapshotId]:
-    """What is being read, or about to be. now_s: the storage's clock. Drops the stale leases."""
+def leased(
+    storage: Storage, job: str, now_s: float, stale_s: float = LEASE_STALE_S, *, drop: bool = True
+) -> frozenset[SnapshotId]:
+    """What is being read, or about to be. now_s: the storage's clock. Drops the stale leases, unless it is only to look."""
     fresh: set[SnapshotId] = set()
     for entry in storage.list(leases_dir(job)):
         snapshot = lease_of(entry.name)
         if now_s - entry.mtime_s >= stale_s:
-            storage.delete(f"{leases_dir(job)}/{entry.name}")
+            if drop:
+                storage.delete(f"{leases_dir(job)}/{entry.name}")
         elif snapshot is not None:
             fresh.add(snapshot)
     return frozenset(fresh)

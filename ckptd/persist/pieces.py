@@ -16,7 +16,7 @@ from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.fragments import Fragment
 from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Layout
 from ckptd.persist.names import header_name
-from ckptd.persist.strided import Bytes
+from ckptd.persist.strided import Bytes, Elements, elements, extent, window
 from ckptd.persist.sums import SUM_BYTES, SlotDamage, block_count, digest
 
 
@@ -49,6 +49,14 @@ class HeldPiece:
     slot: int = -1  # the caller's own number for it, told back by SlotDamage
 
 
+class Values(Protocol):
+    """A box of a tensor that can be read part by part, as plain unsigned numbers of the element's size."""
+
+    @property
+    def box(self) -> Box: ...
+    def values(self, inner: Box) -> Elements: ...
+
+
 @dataclass
 class Source:
     """One fragment of a held slot; its blocks are checked when they are first used."""
@@ -66,6 +74,17 @@ class Source:
             if block not in self._checked:
                 self._check_block(block)
                 self._checked.add(block)
+
+    @property
+    def box(self) -> Box:
+        return self.fragment.box
+
+    def values(self, inner: Box) -> Elements:
+        """Raises SlotDamage."""
+        item = ITEMSIZE[self.fragment.dtype]
+        self.check(*extent(self.box, inner, item))
+        found: Elements = elements(self.data, self.box.sizes, item)[window(self.box, inner)]
+        return found
 
     def _check_block(self, block: int) -> None:
         at = block * BLOCK_BYTES
@@ -89,7 +108,7 @@ class OutChunk:
     shape: tuple[int, ...]
     role: str
     box: Box
-    sources: tuple[Source, ...]
+    sources: tuple[Values, ...]
 
     @property
     def name(self) -> str:

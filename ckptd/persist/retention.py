@@ -8,7 +8,7 @@ opens a checkpoint: one of them sees the other. What was hidden in error is reve
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ckptd.core.errors import CkptdError
@@ -147,8 +147,8 @@ class _Pass:
             if found.sight is not Sight.SHOWN and self._storage.drop(pointer):
                 self._done.deleted.append(self._storage.locate(pointer))
 
-    def sweep(self, before_s: float) -> None:
-        """What died in the middle of something, with its process or with the power."""
+    def sweep(self, before_s: float, *, dropped: bool = False) -> None:
+        """What died in the middle of something, with its process or with the power. dropped: also what ``drop_hidden`` left."""
         storage, directories = (
             self._storage,
             [epoch_dir(self._job, epoch) for epoch in list_epochs(self._storage, self._job)],
@@ -156,13 +156,13 @@ class _Pass:
         for entry in storage.list(self._job):
             if entry.name.startswith(f"{CLOCK}-") and not entry.is_dir and entry.mtime_s <= before_s:
                 storage.delete(f"{self._job}/{entry.name}")
-        for directory in directories:
-            for entry in storage.list(directory):
-                path = f"{directory}/{entry.name}"
-                if is_attempt(entry.name) and _newest(storage, path, entry.mtime_s) <= before_s:
-                    self._stop_if_cancelled()
-                    storage.discard(path)
-                    self._done.deleted.append(storage.locate(path))
+        for path in dead_attempts(storage, self._job, before_s):
+            self._stop_if_cancelled()
+            storage.discard(path)
+            self._done.deleted.append(storage.locate(path))
+        for snapshot, found in list_pointers(storage, self._job) if dropped else ():
+            if found.sight is Sight.DROPPED and storage.drop(pointer := step_dir(self._job, snapshot)):
+                self._done.deleted.append(storage.locate(pointer))
         pointers = [step_dir(self._job, snapshot) for snapshot, _ in list_pointers(storage, self._job)]
         for path in (self._job, epochs_dir(self._job), released_dir(self._job), *directories, *pointers):
             storage.sweep(path, before_s)
@@ -258,6 +258,24 @@ def _ended(ours: EpochRecord | None, newest: EpochRecord | None) -> str:
     number, other = _name(ours)[0], _name(newest)[0]
     why = f"epoch {other} was claimed" if other > number else "storage has no claim of this start"
     return f"retention of epoch {number} ends: {why}"
+
+
+def dead_attempts(storage: Storage, job: str, before_s: float) -> Iterator[str]:
+    """Paths of those that nobody wrote to since then. before_s: on the storage's clock."""
+    for directory in [epoch_dir(job, epoch) for epoch in list_epochs(storage, job)]:
+        for entry in storage.list(directory):
+            path = f"{directory}/{entry.name}"
+            if is_attempt(entry.name) and _newest(storage, path, entry.mtime_s) <= before_s:
+                yield path
+
+
+def sweep(storage: Storage, job: str, before_s: float) -> list[str]:
+    """Delete what died in the middle of something, with its process or with the power, and what is left of a job that was
+    forgotten: nobody can need it, whatever the policy. The places. before_s: an attempt that was not written to since then is
+    dead. Raises StorageError."""
+    done = Retained(deleted=delete_forgotten(storage, job))
+    _Pass(storage, job, Policy(), None, before_s, 0.0, done, threading.Event()).sweep(before_s, dropped=True)
+    return done.deleted
 
 
 def _newest(storage: Storage, path: str, own_s: float) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from ckptd.core.state_map.box import Box, flat_range_boxes, intersect
 from ckptd.persist.pieces import OutChunk, Source
 from ckptd.persist.storage.base import FileWriter
-from ckptd.persist.strided import Elements, elements, extent, window
+from ckptd.persist.strided import elements, window
 from ckptd.persist.sums import RunningSums
 
 CHECK_BYTES = 4 << 20  # verified and copied at a time: stays in the cache in between
@@ -23,7 +23,7 @@ def write_chunk(chunk: OutChunk, out: FileWriter, tick: Tick) -> bytes:
     A chunk that is one fragment keeps the sums made at the capture, so whatever happens to its bytes from there on is found.
     """
     for source in chunk.sources:
-        if source.fragment.box == chunk.box:
+        if isinstance(source, Source) and source.box == chunk.box:
             return _write_whole(source, out, tick)
     sums = RunningSums()
     done = 0
@@ -72,13 +72,7 @@ def fill_range(chunk: OutChunk, start: int, stop: int, dest: memoryview) -> None
         part = Box(tuple(a + b for a, b in zip(local.offsets, chunk.box.offsets, strict=True)), local.sizes)
         target = elements(np.frombuffer(dest, np.uint8, part.volume * item, at), part.sizes, item)
         for source in chunk.sources:
-            inner = intersect(part, source.fragment.box)
+            inner = intersect(part, source.box)
             if inner is not None:
-                _copy_box(source, inner, target, part, item)
+                target[window(part, inner)] = source.values(inner)
         at += part.volume * item
-
-
-def _copy_box(source: Source, inner: Box, target: Elements, part: Box, item: int) -> None:
-    source.check(*extent(source.fragment.box, inner, item))
-    values = elements(source.data, source.fragment.box.sizes, item)
-    np.copyto(target[window(part, inner)], values[window(source.fragment.box, inner)])

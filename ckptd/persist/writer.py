@@ -78,14 +78,38 @@ def write_pieces(
     per_rank: "t:key" of slices that differ between ranks in this snapshot. Raises SlotDamage (quarantine that slot),
     Cancelled, StorageError; whatever it raises, its files are deleted unless the storage itself refuses.
     """
+
+    def made() -> tuple[list[OutChunk], list[ObjectBlob]]:
+        return chunks_of(pieces, per_rank), objects_of(pieces)
+
+    ranks = sorted({held.piece.rank for held in pieces if held.piece.objects})
+    place = storage, job, snapshot, attempt, node
+    return write_chunks(*place, made, ranks, cancelled, progress, pace=pace, bytes_max=bytes_max, threads=threads)
+
+
+def write_chunks(
+    storage: Storage,
+    job: str,
+    snapshot: SnapshotId,
+    attempt: str,
+    node: str,
+    made: Callable[[], tuple[list[OutChunk], list[ObjectBlob]]],
+    ranks: list[int],
+    cancelled: threading.Event,
+    progress: Progress | None = None,
+    *,
+    pace: Pace | None = None,
+    bytes_max: int = FILE_BYTES_MAX,
+    threads: int = WRITER_THREADS,
+) -> bytes:
+    """As ``write_pieces``, of what ``made`` finds: also what lies in no slot. ranks: whose objects these are."""
     run = _Run(storage, attempt_dir(job, snapshot, attempt), node, cancelled, progress, pace)
     run.origin = {"version": REPORT_VERSION, "job": job, "epoch": snapshot.epoch, "step": snapshot.step}
     try:
-        chunks = chunks_of(pieces, per_rank)
-        blobs = objects_of(pieces)
+        chunks, blobs = made()
         run.total = sum(chunk.nbytes for chunk in chunks) + sum(len(blob.data) for blob in blobs)
         run.begin()
-        run.ranks = sorted({held.piece.rank for held in pieces if held.piece.objects})
+        run.ranks = ranks
         report = run.write(pack(chunks, bytes_max=bytes_max, writers=threads), blobs, threads)
     except BaseException:
         run.clean()

@@ -59,7 +59,8 @@ def test_python_m_ckptd_is_ckptd() -> None:
 
 def test_every_command_explains_itself(cli: Cli) -> None:
     shown = cli("--help")
-    for name in ("run", "keygen", "config", "preflight", "plan", "status", "ls", "verify", "export", "demo", "version"):
+    commands = "run keygen config preflight plan status ls verify diff gc export import demo version"
+    for name in commands.split():
         assert name in shown.out
         assert cli(name, "--help").code == 0
 

@@ -1,0 +1,118 @@
+"""`ckptd import`: a checkpoint of another program becomes the first epoch of a job."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptd.cli.flags import Loaded, with_settings
+from ckptd.core.errors import CkptdError
+from ckptd.core.storage_root import local_root
+
+if TYPE_CHECKING:
+    from ckptd.imports.optimizers import Named
+
+KINDS = "torch, hf, dcp, universal, zero"
+
+
+@with_settings
+def import_(
+    loaded: Loaded,
+    source: Annotated[Path, typer.Argument(help="a file or directory that the other program wrote")],
+    kind: Annotated[str, typer.Option("--from", help=f"what wrote it: {KINDS}", metavar="KIND")],
+    job: Annotated[str, typer.Option(help="NAME, or UID/NAME for another user; it must not have been started yet")],
+    step: Annotated[int | None, typer.Option(help="the training step that it is of; none: as it says, else 0", min=0)] = None,
+    prefix_map: Annotated[
+        list[str] | None, typer.Option(help="OLD=NEW: keys that begin with OLD begin with NEW instead; may be repeated")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="convert floating point tensors, optimizer state excepted: F32, BF16, F16 or F64")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="only tensors whose keys fit this shell pattern; may be repeated")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be written")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> None:
+    """Write a checkpoint of another program below --storage-root, from where client.restore() of that job takes it.
+
+    Its tensors are read range by range, its pickles by an unpickler that imports nothing: classes that are not known become inert,
+    and are named.
+    """
+    from ckptd.cli.patterns import chosen
+    from ckptd.cli.show import print_json
+    from ckptd.imports.naming import Prefixes, named
+    from ckptd.imports.sources import Kind, load
+    from ckptd.imports.write import own_job
+
+    if kind not in {one.value for one in Kind}:
+        raise CkptdError(f"--from {kind} is not known", hint=f"one of {KINDS}")
+    if loaded.config.storage_root is None:
+        raise CkptdError("no storage root", hint="--storage-root DIR, the one that the daemons have")
+    found = load(str(source), Kind(kind))
+    made = named(found.tree, Prefixes.parse(prefix_map or ()), as_is=found.as_is)
+    _choose(made, chosen(only or ()), dtype)
+    full_job, step = own_job(job), found.step if step is None else step
+    where = "" if dry_run else _write(local_root(str(loaded.config.storage_root)), full_job, step, made, quiet=as_json)
+    report = {
+        "job": full_job, "step": step, "path": where, "bytes": sum(stored.nbytes for stored, _ in made.tensors.values()),
+        "tensors": {key: [stored.dtype, list(stored.shape)] for key, (stored, _) in made.tensors.items()},
+        "objects": sorted(made.objects), "aliases": made.aliases, "meta": sorted(made.meta), "foreign": sorted(found.foreign),
+        "notes": made.notes,
+    }  # fmt: skip
+    print_json(report) if as_json else _print(report, dry_run=dry_run)
+
+
+def _choose(made: Named, wanted: Any, dtype: str | None) -> None:
+    """Raises CkptdError: a tensor that cannot be written, or none at all."""
+    from ckptd.imports.stored import FLOATS
+
+    if dtype is not None and dtype not in FLOATS:
+        raise CkptdError(f"--dtype {dtype} is not known", hint=f"one of {', '.join(sorted(FLOATS))}")
+    made.tensors = {key: found for key, found in made.tensors.items() if wanted(key)}
+    made.aliases = {alias: key for alias, key in made.aliases.items() if key in made.tensors}
+    if not made.tensors:
+        raise CkptdError("no tensor to import", hint="--only fits none, or the file has none")
+    if dtype is not None:
+        made.tensors = {
+            key: (stored if role == "optim" else stored.as_dtype(dtype), role) for key, (stored, role) in made.tensors.items()
+        }
+    for key, (stored, _) in made.tensors.items():
+        stored.check(key)
+
+
+def _write(root: str, job: str, step: int, made: Named, *, quiet: bool) -> str:
+    from ckptd.cli.verify import bar
+    from ckptd.imports.write import write
+    from ckptd.persist.names import step_dir
+    from ckptd.persist.storage.factory import storage_at
+
+    cancelled = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: cancelled.set())
+    try:
+        with bar("import", quiet=quiet) as progress:
+            storage = storage_at(root, create=True)
+            return storage.locate(step_dir(job, write(storage, job, step, made, progress, cancelled)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _print(report: dict[str, Any], *, dry_run: bool) -> None:
+    from ckptd.cli.show import console, plain, size, table
+
+    if dry_run:
+        rows = [[key, dtype, shape] for key, (dtype, shape) in report["tensors"].items()]
+        console().print(table("", ("key", "dtype", "shape"), rows))
+    verb = "would be written" if dry_run else "written"
+    what = f"{len(report['tensors'])} tensors, {size(report['bytes'])}, and {len(report['objects'])} objects"
+    print(plain(f"job {report['job']}, step {report['step']}: {what} {verb}{' to ' if report['path'] else ''}{report['path']}"))
+    if report["meta"]:
+        print(plain(f"in client.last_restore['meta']: {', '.join(report['meta'])}"))
+    if report["foreign"]:
+        print(plain(f"not known, and inert: {', '.join(report['foreign'])}"))
+    for note in report["notes"]:
+        print(plain(f"note: {note}"))

@@ -1,0 +1,1 @@
+"""Checkpoints of other programs become the first epoch of a job."""

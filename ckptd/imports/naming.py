@@ -1,0 +1,161 @@
+"""From the nesting of another program's state to the names that ``client.register(model=..., optimizer=...)`` asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptd.core.errors import CkptdError
+from ckptd.imports.optimizers import Named, add_optimizer, is_optimizer
+from ckptd.imports.stored import Stored
+from ckptd.imports.unpickle import Record
+from ckptd.imports.values import plain, why_not
+
+OWNERS = {  # what programs call them at the top of a file
+    "model_state_dict": "model", "state_dict": "model", "model_state": "model", "module": "model", "net": "model",
+    "optimizer_state_dict": "optimizer", "optim_state_dict": "optimizer", "optimizer_state": "optimizer", "optim": "optimizer",
+}  # fmt: skip
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_FLAT_OPTIMIZER = re.compile(r"(optim|optimizer)\.(state|param_groups)\.(.+)\.([^.]+)")
+FSDP1 = "_flat_param"
+EXTRA = "_extra_state"
+
+
+@dataclass
+class Prefixes:
+    """``--prefix-map OLD=NEW``: the first that fits a key's beginning replaces it."""
+
+    pairs: Sequence[tuple[str, str]] = ()
+    used: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def parse(texts: Iterable[str]) -> Prefixes:
+        pairs = [tuple(text.split("=", 1)) for text in texts]
+        wrong = [text for text, pair in zip(texts, pairs, strict=True) if len(pair) != 2]
+        if wrong:
+            raise CkptdError(f"not OLD=NEW: {wrong[0]!r}", where="--prefix-map", hint="--prefix-map transformer.=model.")
+        return Prefixes([(pair[0], pair[1]) for pair in pairs])
+
+    def of(self, key: str) -> str:
+        for old, new in self.pairs:
+            if key.startswith(old):
+                self.used.add(old)
+                return new + key[len(old) :]
+        return key
+
+    def names(self, name: str) -> bool:
+        return any(old == name for old, _ in self.pairs)
+
+    def check(self) -> None:
+        """Raises CkptdError: one that fitted nothing."""
+        idle = [old for old, _ in self.pairs if old not in self.used]
+        if idle:
+            raise CkptdError(f"no key begins with {idle[0]!r}", where="--prefix-map", hint="--dry-run shows the keys")
+
+
+def named(tree: Mapping[Any, Any], prefixes: Prefixes, *, as_is: bool = False) -> Named:
+    """as_is: the top of the tree has tensors by the names that they are to have. Raises CkptdError."""
+    made, bare, optimizers = Named(), dict[str, Stored](), dict[str, Any]()
+    for name, value in _unflattened(tree).items():
+        owner = OWNERS.get(str(name), str(name))
+        if isinstance(value, Stored):
+            bare[str(name)] = value
+        elif is_optimizer(value):
+            optimizers[owner] = value
+        elif isinstance(value, Mapping) and any(isinstance(leaf, Stored) for _, leaf in _leaves(value, "")):
+            for path, leaf in _unwrapped(_leaves(value, "")):
+                _add(made, prefixes.of(f"{owner}.{path}"), leaf)
+        elif str(name).rpartition(".")[2] == EXTRA:
+            _add(made, prefixes.of(f"model.{name}"), value)
+        else:
+            _add_value(made, prefixes, str(name), value)
+    for path, leaf in bare.items() if as_is else _unwrapped(bare.items()):
+        _add(made, prefixes.of(path if as_is else f"model.{path}"), leaf)
+    for owner, value in optimizers.items():
+        add_optimizer(made, prefixes.of(owner), value, prefixes)
+    prefixes.check()
+    _alias(made)
+    return made
+
+
+def _add(made: Named, key: str, leaf: Any) -> None:
+    if FSDP1 in key:
+        hint = "save it with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT, or with FSDP2"
+        raise CkptdError("FSDP1's LOCAL_STATE_DICT does not say where parameters lie in it", where=key, hint=hint)
+    if key in made.tensors or key in made.objects:
+        raise CkptdError("two tensors get this name", where=key, hint="tell them apart with --prefix-map")
+    if isinstance(leaf, Stored):
+        made.tensors[key] = leaf, "param"
+    elif key.rpartition(".")[2] == EXTRA and why_not(leaf) is None:
+        made.objects[key] = plain(leaf)
+    elif isinstance(leaf, Record):
+        hint = "save plain tensors: DTensor's with torch.distributed.checkpoint, other subclasses' unwrapped"
+        raise CkptdError(f"it is a {leaf.name}, of which nothing is known", where=key, hint=hint)
+    elif leaf is not None:
+        made.notes.append(f"{key}: left out, it is no tensor")
+
+
+def _add_value(made: Named, prefixes: Prefixes, name: str, value: Any) -> None:
+    """What is neither a module's nor an optimizer's: told by ``client.last_restore["meta"]``, or restored into what is registered
+    under the name that --prefix-map gives it."""
+    why = why_not(value)
+    if prefixes.names(name):
+        if why:
+            raise CkptdError(why, where=name, hint="leave it out of --prefix-map, or save plain values")
+        made.objects[prefixes.of(name)] = plain(value)
+    elif why:
+        made.notes.append(f"{name}: left out, {why}")
+    else:
+        made.meta[name] = plain(value)
+
+
+def _leaves(value: Any, path: str) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list) and any(isinstance(item, Stored | dict | list) for item in value):
+        for at, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{at}")
+    else:
+        yield path, value
+
+
+def _unwrapped(leaves: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+    """Without what compile, FSDP and activation checkpoints put into names, and DDP before all of them."""
+    found = [(".".join(part for part in path.split(".") if part not in _WRAPPERS), leaf) for path, leaf in leaves]
+    if found and all(path.startswith("module.") for path, _ in found):
+        return [(path.removeprefix("module."), leaf) for path, leaf in found]
+    return found
+
+
+def _unflattened(tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    """``optimizer.state.FQN.exp_avg`` and ``optimizer.param_groups.FQN.lr`` at the top (flatten_optimizer_state_dict) as an
+    optimizer's state by names; a group of its own for each parameter."""
+    rest: dict[Any, Any] = {}
+    states: dict[str, dict[str, dict[str, Any]]] = {}
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, value in tree.items():
+        found = _FLAT_OPTIMIZER.fullmatch(name) if isinstance(name, str) else None
+        if found is None:
+            rest[name] = value
+            continue
+        into = states if found[2] == "state" else groups
+        into.setdefault(found[1], {}).setdefault(found[3], {})[found[4]] = value
+    for owner in states.keys() | groups.keys():
+        of = [{"params": [fqn], **values} for fqn, values in groups.get(owner, {}).items()]
+        rest[owner] = {"state": states.get(owner, {}), "param_groups": of}
+    return rest
+
+
+def _alias(made: Named) -> None:
+    """Names of one tensor of the file: tied."""
+    first: dict[Any, str] = {}
+    for key, (stored, role) in list(made.tensors.items()):
+        if stored.same is None or role == "optim":
+            continue
+        canonical = first.setdefault((stored.same, stored.dtype), key)
+        if canonical != key:
+            del made.tensors[key]
+            made.aliases[key] = canonical

@@ -1,0 +1,81 @@
+"""safetensors files: one, or a directory of them with an index or without; also what torch's HuggingFaceStorageWriter wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.imports.stored import TORN, Place, Stored, joined
+
+HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
+INDEX = "model.safetensors.index.json"
+_LENGTH = struct.Struct("<Q")
+
+
+def load(path: str) -> dict[str, Stored]:
+    """Tensors by the names that they have there. Raises CkptdError."""
+    places: dict[str, list[Place]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _files(Path(path)):
+        for key, place, within in _entries(str(file)):
+            places.setdefault(key, []).append(place)
+            others = shapes.get(key, within)
+            if len(others) != len(within) or places[key][0].dtype != place.dtype:
+                raise CkptdError(f"{key} is of another kind in another file", where=str(file))
+            shapes[key] = tuple(map(max, zip(others, within, strict=True))) if within else ()
+    return {key: joined(found[0].dtype, shapes[key], found if 0 not in shapes[key] else ()) for key, found in places.items()}
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    found = sorted(path.glob("*.safetensors"))
+    if (path / INDEX).is_file():
+        try:
+            named = {path / str(name) for name in json.loads((path / INDEX).read_bytes())["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CkptdError(f"this index does not parse: {error!r}", where=str(path / INDEX)) from error
+        missing = sorted(name.name for name in named if not name.is_file())
+        if missing:
+            raise CkptdError(f"torn: {', '.join(missing)} named by the index, and not there", where=str(path))
+        found = sorted(named)
+    if not found:
+        raise CkptdError("no *.safetensors here", where=str(path), hint="name the model's directory, or one file")
+    return found
+
+
+def _entries(path: str) -> list[tuple[str, Place, tuple[int, ...]]]:
+    """(key, where it lies, the shape that it reaches to)"""
+    try:
+        with open(path, "rb") as file:
+            size, first = os.fstat(file.fileno()).st_size, file.read(_LENGTH.size)
+            length = _LENGTH.unpack(first)[0] if len(first) == _LENGTH.size else HEADER_BYTES_MAX + 1
+            if length > min(HEADER_BYTES_MAX, size):
+                raise CkptdError(TORN, where=path, hint="or it is no safetensors file")
+            header = json.loads(file.read(length))
+        start, meta = _LENGTH.size + length, header.pop("__metadata__", {})
+        offsets = json.loads(meta.get("DCP_SHARDING_INFO", "{}"))
+        return [_entry(path, start, key, row, offsets) for key, row in header.items()]
+    except OSError as error:
+        raise CkptdError(f"cannot be read: {error.strerror or error}", where=path) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CkptdError(f"this safetensors header does not parse: {error!r}", where=path) from error
+
+
+def _entry(path: str, start: int, key: str, row: dict[str, Any], offsets: dict[str, Any]) -> tuple[str, Place, tuple[int, ...]]:
+    dtype, sizes, (begin, end) = row["dtype"], tuple(map(int, row["shape"])), row["data_offsets"]
+    if dtype not in ITEMSIZE:
+        raise CkptdError(f"{key} has dtype {dtype}, which is not known", where=path)
+    if end - begin != math.prod(sizes) * ITEMSIZE[dtype]:
+        raise CkptdError(f"{key} has {end - begin} bytes, and another shape", where=path)
+    at = tuple(map(int, offsets[key]["saved_offsets"])) if key in offsets else (0,) * len(sizes)
+    place = Place.packed(Box(at, sizes), path, start + begin, dtype)
+    place.check()
+    return key, place, tuple(a + b for a, b in zip(at, sizes, strict=True))

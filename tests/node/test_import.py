@@ -1,0 +1,204 @@
+"""`ckptd import`: real files of torch, safetensors and torch.distributed.checkpoint, restored by a real client, bit by bit (P9)."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+from ckptd.persist.verify import verify
+from tests.node.commands import Cli
+from tests.node.imports import JOB, Net, expect_same, fresh, restored, run_import, trained
+from tests.peak import peak_below
+
+
+# --- torch.save -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_file_of_torch_save(cli: Cli, tmp_path: Path, kind: Any) -> None:
+    net, optimizer = trained(kind)
+    scheduler = {"last_epoch": 3, "_last_lr": [0.025], "betas": (0.5, 0.9)}
+    torch.save(
+        {"model_state_dict": net.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "epoch": 4, "scheduler": scheduler},
+        tmp_path / "c.pt",
+    )
+    report = run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root")
+    assert report["aliases"] == {"model.head.weight": "model.embed.weight"} and report["foreign"] == []
+    assert verify(report["path"]).ok
+    model, optim = fresh(kind)
+    said = restored(tmp_path / "root", model=model, optimizer=optim)
+    expect_same(net, optimizer, model, optim)
+    assert (said["step"], said["meta"]) == (7, {"epoch": 4, "scheduler": scheduler})
+
+
+def test_groups_need_names(cli: Cli, tmp_path: Path) -> None:
+    net = Net()
+    halves = [list(net.named_parameters())[:2], list(net.named_parameters())[2:]]
+    for named in (False, True):
+        groups = [
+            {"params": half if named else [p for _, p in half], "weight_decay": 0.1 * at} for at, half in enumerate(halves)
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        net(torch.arange(9)).sum().backward()
+        optimizer.step()
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{named}.pt")
+    flags = ("--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
+    ran = cli("import", tmp_path / "False.pt", *flags)
+    assert "which parameter is which cannot be told" in ran.err and "named_parameters" in ran.err
+    run_import(cli, tmp_path / "True.pt", "torch", tmp_path / "root")
+    model = Net(fill=0)
+    mine = [[p for name, p in model.named_parameters() if name in dict(half)] for half in halves]
+    its = torch.optim.SGD([{"params": half} for half in mine], lr=1.0, momentum=0.1)
+    restored(tmp_path / "root", model=model, optimizer=its)
+    expect_same(net, optimizer, model, its)
+
+
+def test_views_prefixes_dtypes_and_choices(cli: Cli, tmp_path: Path) -> None:
+    base = torch.randn(6, 8)
+    tensors = {
+        "module.t": base.t(), "module.part": base[1:4, 2:7], "module.expanded": torch.ones(1).expand(3),
+        "module.count": torch.arange(4), "module.f8": torch.randn(5).to(torch.float8_e4m3fn),
+        "module.u16": torch.tensor([1, 65535], dtype=torch.uint16),
+    }  # fmt: skip
+    torch.save(tensors, tmp_path / "c.pt")
+    report = run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "a")
+    assert set(report["tensors"]) == {key.replace("module.", "model.") for key in tensors}
+    state = {key.removeprefix("module."): torch.zeros_like(value).clone() for key, value in tensors.items()}
+    restored(tmp_path / "a", strict=False, model=state)
+    for key, value in tensors.items():
+        assert torch.equal(state[key.removeprefix("module.")].view(value.dtype).float(), value.float()), key
+    more = ("--prefix-map", "model.=net.", "--dtype", "BF16", "--only", "net.[tpc]*")
+    report = run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "b", *more)
+    dtypes = {key: dtype for key, (dtype, _) in report["tensors"].items()}
+    assert dtypes == {"net.t": "BF16", "net.part": "BF16", "net.count": "I64"}
+    found = {name: torch.zeros(tensors[f"module.{name}"].shape, dtype=torch.bfloat16) for name in ("t", "part")}
+    restored(tmp_path / "b", strict=False, net=found)
+    assert all(torch.equal(found[name], tensors[f"module.{name}"].to(torch.bfloat16)) for name in found)
+
+
+def test_a_dry_run_writes_nothing(cli: Cli, tmp_path: Path) -> None:
+    torch.save(Net().state_dict(), tmp_path / "c.pt")
+    flags = ("--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
+    ran = cli("import", tmp_path / "c.pt", *flags, "--dry-run")
+    assert ran.code == 0 and "model.embed.weight" in ran.out and "would be written" in ran.out
+    assert not (tmp_path / "root").exists()
+    ran = cli("import", tmp_path / "c.pt", *flags)
+    assert "written to" in ran.out
+    assert "has been started" in cli("import", tmp_path / "c.pt", *flags).err
+    assert "no key begins with 'x.'" in cli("import", tmp_path / "c.pt", *flags, "--prefix-map", "x.=y.").err
+    assert "not OLD=NEW" in cli("import", tmp_path / "c.pt", *flags, "--prefix-map", "x.").err
+    assert "--dtype F4" in cli("import", tmp_path / "c.pt", *flags, "--dtype", "F4").err
+    assert "no tensor to import" in cli("import", tmp_path / "c.pt", *flags, "--only", "x").err
+    assert "--from tf" in cli("import", tmp_path / "c.pt", *flags[2:], "--from", "tf").err
+
+
+# --- safetensors ----------------------------------------------------------------------------------------------------
+def test_files_of_safetensors(cli: Cli, tmp_path: Path) -> None:
+    net = Net()
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    tensors = {key: value.clone() for key, value in net.state_dict().items() if key != "head.weight"}
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[:4], names[4:])):
+        save_file({name: tensors[name] for name in part}, folder / f"model-{number}.safetensors", {"format": "pt"})
+        weight_map.update(dict.fromkeys(part, f"model-{number}.safetensors"))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert set(run_import(cli, folder, "hf", tmp_path / "a", "--dry-run")["tensors"]) == set(names), "names as they are"
+    run_import(cli, folder, "hf", tmp_path / "root", "--prefix-map", "=model.")
+    model = Net(fill=0)
+    restored(tmp_path / "root", model=model)
+    expect_same(net, None, model, None)
+    path = folder / "model-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    flags = ("--from", "hf", "--job", "other", "--storage-root", tmp_path / "root")
+    assert "torn" in cli("import", folder, *flags).err
+    path.unlink()
+    assert "torn: model-1.safetensors" in cli("import", folder, *flags).err
+
+
+def test_nothing_is_read_whole(cli: Cli, tmp_path: Path) -> None:
+    """Neither by an import, converting or not, nor by a comparison: a few MiB, whatever a tensor's size."""
+    count = 1 << 24
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2, count // 2], "data_offsets": [0, 4 * count]}}).encode()
+    with (tmp_path / "big.safetensors").open("wb") as file:  # a hole
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 4 * count)
+    with peak_below(32 << 20):
+        paths = [
+            run_import(cli, tmp_path / "big.safetensors", "hf", tmp_path / name, *more)["path"]
+            for name, more in (("a", ()), ("b", ("--dtype", "BF16")))
+        ]
+        assert "other dtype" in cli("diff", *paths).out
+
+
+# --- torch.distributed.checkpoint -----------------------------------------------------------------------------------
+def save_dcp(folder: Path, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
+    net, optimizer = trained()
+    model, optim = get_state_dict(net, optimizer)
+    save({"model": model, "optimizer": optim, "epoch": 4, **more}, folder)
+    return net, optimizer
+
+
+def save(state: dict[str, Any], folder: Path | str) -> None:
+    """Without the copy ahead that asks for a stream of the device that other tests simulate."""
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_directory_of_dcp(cli: Cli, tmp_path: Path) -> None:
+    net, optimizer = save_dcp(tmp_path / "dcp")
+    report = run_import(cli, tmp_path / "dcp", "dcp", tmp_path / "root")
+    assert report["meta"] == ["epoch"]
+    model, optim = fresh()
+    restored(tmp_path / "root", model=model, optimizer=optim)
+    expect_same(net, optimizer, model, optim)
+
+
+def _save_rows(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}.store", 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {"rows": torch.arange(35.0).view(7, 5), "columns": torch.arange(15, dtype=torch.int64).view(3, 5)}
+    state = {name: distribute_tensor(value, mesh, [Shard(dim)]) for dim, (name, value) in enumerate(whole.items())}
+    save({"model": state}, folder)
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_uneven_shards_of_two_ranks(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    ranks = [multiprocessing.get_context("fork").Process(target=_save_rows, args=(rank, str(folder))) for rank in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(60)
+        assert one.exitcode == 0
+    run_import(cli, folder, "dcp", tmp_path / "root")
+    state = {"rows": torch.zeros(7, 5), "columns": torch.zeros(3, 5, dtype=torch.int64)}
+    restored(tmp_path / "root", model=state)
+    assert torch.equal(state["rows"], torch.arange(35.0).view(7, 5))
+    assert torch.equal(state["columns"], torch.arange(15).view(3, 5))
+    flags = ("--from", "dcp", "--job", "other", "--storage-root", tmp_path / "root")
+    torn = folder / "__1_0.distcp"
+    torn.write_bytes(torn.read_bytes()[:-600])
+    assert "torn" in cli("import", folder, *flags).err
+    torn.unlink()
+    assert "torn: __1_0.distcp" in cli("import", folder, *flags).err
+    os.unlink(folder / ".metadata")
+    assert "no .metadata" in cli("import", folder, *flags).err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_flat_buffer_of_fsdp1_says_nothing_of_parameters(cli: Cli, tmp_path: Path) -> None:
+    save({"model": {"_fsdp_wrapped_module._flat_param": torch.zeros(8)}}, tmp_path / "dcp")
+    ran = cli("import", tmp_path / "dcp", "--from", "dcp", "--job", JOB, "--storage-root", tmp_path / "root")
+    assert ran.code == 1 and "LOCAL_STATE_DICT" in ran.err and "SHARDED_STATE_DICT" in ran.err
