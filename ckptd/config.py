@@ -18,7 +18,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.pacing.slowdown import FLOOR_BYTES_S, OVERHEAD_MAX
 from ckptd.core.policy import Policy
 from ckptd.core.redundancy.policies import AUTO, FORMS, REPLICAS_MAX, Replicas, parse
-from ckptd.core.storage_root import local_root
+from ckptd.core.storage_root import storage_root
 from ckptd.identity import NODE_ID_PATTERN, address_of, kept_node_id, uid_of
 from ckptd.units import machine_memory_bytes, parse_budget
 
@@ -267,7 +267,7 @@ class Config(BaseSettings):
     @classmethod
     def _local(cls, value: Any) -> Any:
         try:
-            return local_root(str(value)) if value is not None else None
+            return storage_root(str(value)) if value is not None else None
         except CkptdError as error:
             raise ValueError(f"{error.what} [{error.where}]: {error.hint}") from error
 

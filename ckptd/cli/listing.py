@@ -9,7 +9,7 @@ import typer
 
 from ckptd.cli.flags import Loaded, with_settings
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import local_root
+from ckptd.core.storage_root import storage_root
 
 if TYPE_CHECKING:
     from ckptd.observe.report import ListReport, SnapshotReport
@@ -41,7 +41,7 @@ def of_storage(path: Path) -> ListReport:
     from ckptd.persist.commits import list_stored
     from ckptd.persist.storage.factory import storage_at
 
-    path = Path(local_root(str(path)))
+    path = Path(storage_root(str(path)))
     if not path.is_dir():
         raise CkptdError("no such directory", where=str(path), hint="name a storage root")
     rows, errors = list_stored(storage_at(str(path)), lambda job: True)

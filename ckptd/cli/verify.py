@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import local_root
+from ckptd.core.storage_root import storage_root
 
 if TYPE_CHECKING:
     from ckptd.persist.verify import Progress, VerifyReport
@@ -39,7 +39,7 @@ def verify(
 def _checkpoints(path: Path) -> list[str]:
     from ckptd.persist.verify import find_checkpoints
 
-    path = Path(local_root(str(path)))
+    path = Path(storage_root(str(path)))
     if not path.is_dir():
         raise CkptdError(
             "no such directory", where=str(path), hint="`ckptd ls STORAGE_ROOT` shows what there is"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import local_root
+from ckptd.core.storage_root import storage_root
 from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
 from ckptd.persist.preflight import place_token, probe, read_token
@@ -58,7 +58,7 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
 
 def known_storage(root: str, state: Path, *, create: bool) -> Storage:
     """The one that this node has known below ``root``, and no other. create: it is made where none was known."""
-    known, place = identities(state), os.path.abspath(local_root(root))
+    known, place = identities(state), os.path.abspath(storage_root(root))
     if_new = f"if it really is a new one, remove {state / IDENTITIES} and restart ckptd, on every node: it keeps its memory"
     return storage_at(root, create=create and place not in known, marked=True, identity=known.get(place, ""), if_new=if_new)
 

@@ -16,7 +16,7 @@ import numpy as np
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.state_map.box import Box, uncovered
-from ckptd.core.storage_root import local_root
+from ckptd.core.storage_root import storage_root
 from ckptd.persist import manifest as m
 from ckptd.persist.index import Chunk, Tensor
 from ckptd.persist.names import DAMAGED, DATA, MANIFEST, READ, is_aside, writer_of
@@ -54,7 +54,7 @@ Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 def verify(path: str, progress: Progress | None = None) -> VerifyReport:
     """Check the checkpoint directory at ``path`` of the local file system. Never raises for damage, it reports it."""
-    path = local_root(path)
+    path = storage_root(path)
     if not os.path.isdir(path):
         raise CkptdError("no such directory", where=path)
     return verify_at(storage_at(path), "", progress)
