@@ -23,12 +23,15 @@ REGION = "us-east-1"
 
 @dataclass
 class Fault:
-    """What becomes of one request. status: this instead of an answer, before anything was done. lost: it is carried out, and the
-    connection breaks before the answer. cut: so many bytes of the answer's body arrive."""
+    """What becomes of one request. status: this instead of an answer, and nothing is done; done: it is carried out all the same.
+    lost: it is carried out, and the connection breaks before the answer. cut: so many bytes of the answer's body arrive. blind: its
+    conditions are not looked at."""
 
     status: int = 0
     code: str = ""
+    done: bool = False
     lost: bool = False
+    blind: bool = False
     cut: int | None = None
 
 
@@ -90,11 +93,16 @@ class ObjectServer:
             request = Request(len(self.requests) + 1, environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"])
             self.requests.append(request)
             fault = (self.faults(request) if self.faults is not None else None) or Fault()
-            if fault.status:
+            if fault.status and not fault.done:
                 return _refusal(fault, start)
+            if fault.blind:
+                environ.pop("HTTP_IF_NONE_MATCH", None)
+                environ.pop("HTTP_IF_MATCH", None)
             said: list[Any] = []
             environ["wsgi.input"] = BytesIO(body)
             answer = b"".join(self._moto(environ, lambda *args: said.extend(args)))
+        if fault.status:
+            return _refusal(fault, start)
         if fault.lost:
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
         start(*said[:2])

@@ -1,4 +1,4 @@
-"""`ckptd ls`: what could be restored; of the running daemon, or of a storage directory without one."""
+"""`ckptd ls`: what could be restored; of the running daemon, or of a storage root without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from ckptd.cli.flags import Loaded, with_settings
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import storage_root
+from ckptd.core.storage_root import in_bucket, storage_root
 
 if TYPE_CHECKING:
     from ckptd.observe.report import ListReport, SnapshotReport
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @with_settings
 def ls(
     loaded: Loaded,
-    path: Annotated[Path | None, typer.Argument(help="a storage root; none: ask this node's daemon")] = None,
+    path: Annotated[str | None, typer.Argument(help="a storage root; none: ask this node's daemon")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """List snapshots in memory and on storage, newest first. Exit status 1 when a part could not be read."""
@@ -36,15 +36,15 @@ def ls(
         raise typer.Exit(1)
 
 
-def of_storage(path: Path) -> ListReport:
-    """Every committed checkpoint below a storage root. Raises CkptdError when there is no such directory."""
+def of_storage(root: str) -> ListReport:
+    """Every committed checkpoint below a storage root. Raises CkptdError when it is not there."""
     from ckptd.persist.commits import list_stored
     from ckptd.persist.storage.factory import storage_at
 
-    path = Path(storage_root(str(path)))
-    if not path.is_dir():
-        raise CkptdError("no such directory", where=str(path), hint="name a storage root")
-    rows, errors = list_stored(storage_at(str(path)), lambda job: True)
+    root = storage_root(root)
+    if not in_bucket(root) and not Path(root).is_dir():
+        raise CkptdError("no such directory", where=root, hint="name a storage root")
+    rows, errors = list_stored(storage_at(root), lambda job: True)
     return {"rows": rows, "errors": errors}
 
 

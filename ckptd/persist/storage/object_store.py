@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -55,6 +56,7 @@ RETRY_WITHIN_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 60.0  # of one request with its body: a part, a range
 
+NEEDS = "ckptd needs a store with conditional PUT, If-None-Match as well as If-Match (AWS S3, MinIO, Ceph, Cloudflare R2)"
 Entries: TypeAlias = list[Entry]  # as ``list`` is a method here
 AWAY_HINT = "is it the bucket that was meant? ckptd goes on as soon as it is back"
 
@@ -86,6 +88,8 @@ def connect(bucket: str, prefix: str) -> S3Store:
 
 class ObjectStorage:
     """create, marked, identity, if_new: as PosixStorage. The bucket itself is never made."""
+
+    needs = NEEDS
 
     def __init__(
         self,
@@ -161,22 +165,12 @@ class ObjectStorage:
         if not above or above.endswith(PART):
             return self._open(path, path)
         if name != MANIFEST:  # the attempt's other files are seen whether it is shown or not
-            for key in self._places(above, self._known.get(above), name):
-                try:
-                    return self._open(key, path)
-                except NotFound:
-                    continue
+            with suppress(NotFound):
+                return self._open_first(self._places(above, self._known.get(above), name), path)
         commit = self._look(above)
-        if commit is None or (name == MANIFEST and commit.sight is not Sight.SHOWN):
-            self._check_root()
+        if commit is not None and name == MANIFEST and commit.sight is not Sight.SHOWN:
             raise NotFound("open: no such object", where=self.locate(path), errno=errno.ENOENT)
-        *others, last = self._places(above, commit, name)
-        for key in others:
-            try:
-                return self._open(key, path)
-            except NotFound:
-                continue
-        return self._open(last, path)
+        return self._open_first(self._places(above, commit, name), path)
 
     def delete(self, path: str) -> None:
         split_path(path)
@@ -392,6 +386,12 @@ class ObjectStorage:
             obstore.put(self._store, key, data, use_multipart=False)
         except Exception as error:
             raise store_error(error, "put", self.locate(key)) from error
+
+    def _open_first(self, keys: Sequence[str], path: str) -> ObjectReader:
+        for key in keys[:-1]:
+            with suppress(NotFound):
+                return self._open(key, path)
+        return self._open(keys[-1], path)
 
     def _open(self, key: str, path: str) -> ObjectReader:
         try:
