@@ -79,6 +79,12 @@ class ObjectServer:
         keys = {"AWS_ACCESS_KEY_ID": "ckptd", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": REGION}
         return {"AWS_ENDPOINT_URL": self.url, **keys}
 
+    def keys(self, root: str) -> list[str]:
+        """Of all objects below a storage root, relative to it."""
+        name, _, prefix = root.removeprefix("s3://").partition("/")
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=name, Prefix=f"{prefix}/")
+        return [item["Key"].removeprefix(f"{prefix}/") for page in pages for item in page.get("Contents", ())]
+
     @contextmanager
     def failing(self, faults: Faults) -> Iterator[None]:
         self.faults = faults

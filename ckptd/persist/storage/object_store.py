@@ -1,4 +1,4 @@
-"""A bucket as storage: S3 and what speaks its protocol, through obstore (design D22; docs/FORMAT.md section 8).
+"""A bucket as storage: S3 and what speaks its protocol, through obstore (design D22; docs/FORMAT.md section 9).
 
 Nothing is ever renamed: an attempt's files lie below the attempt's own prefix for good. The commit is one conditional PUT of the
 pointer, ``step-N.pointer`` beside it. What readers see of it changes by a PUT that asks for the entity tag of the state before, so
