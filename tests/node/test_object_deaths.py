@@ -164,7 +164,7 @@ def test_a_death_in_retention_never_takes_the_last(
             save(storage, world, snapshot)
         return root
 
-    for storage, _ in after_deaths(objects, prepared, lambda s: retain(s, JOB, Policy(keep_last=1), grace_s=0), every=29):
+    for storage, _ in after_deaths(objects, prepared, lambda s: retain(s, JOB, Policy(keep_last=1), grace_s=0), every=13):
         assert newest in listed(storage)
         expect_whole(storage, listed(storage), worlds)
         retain(storage, JOB, Policy(keep_last=1), grace_s=0)
