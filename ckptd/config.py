@@ -18,7 +18,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.pacing.slowdown import FLOOR_BYTES_S, OVERHEAD_MAX
 from ckptd.core.policy import Policy
 from ckptd.core.redundancy.policies import AUTO, FORMS, REPLICAS_MAX, Replicas, parse
-from ckptd.core.storage_root import local_root
+from ckptd.core.storage_root import in_bucket, storage_root
 from ckptd.identity import NODE_ID_PATTERN, address_of, kept_node_id, uid_of
 from ckptd.units import machine_memory_bytes, parse_budget
 
@@ -200,8 +200,8 @@ class Config(BaseSettings):
         "pacing_deadline_s", "pacing", "a copy is made within this, whatever it costs training"
     )
 
-    storage_root: Path | None = _set(
-        None, "durable", "shared directory for durable checkpoints; none: memory only"
+    storage_root: str | None = _set(
+        None, "durable", "shared directory, or s3://bucket/prefix, for durable checkpoints; none: memory only"
     )
     flush_every_steps: int = _of_policy(
         "flush_every_steps", "durable", "make durable every n steps; 0: off", ge=0
@@ -258,20 +258,23 @@ class Config(BaseSettings):
         found = parse(text)
         return AUTO if found is None else found.text
 
-    @field_validator("key_file", "storage_root", mode="before")
+    @field_validator("key_file", mode="before")
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
         return None if value == "" else value
 
     @field_validator("storage_root", mode="before")
     @classmethod
-    def _local(cls, value: Any) -> Any:
+    def _root(cls, value: Any) -> Any:
+        if value is None or value == "":
+            return None
         try:
-            return local_root(str(value)) if value is not None else None
+            root = storage_root(str(value))
         except CkptdError as error:
             raise ValueError(f"{error.what} [{error.where}]: {error.hint}") from error
+        return root if in_bucket(root) else os.path.abspath(os.path.expanduser(root))
 
-    @field_validator("state_dir", "socket", "key_file", "storage_root")
+    @field_validator("state_dir", "socket", "key_file")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else Path(os.path.abspath(path.expanduser()))

@@ -4,15 +4,21 @@ they end (tests/sweeper.py)."""
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptd.demo.cluster import short_temp
 from tests.short import KEEP, kept
+
+if TYPE_CHECKING:
+    from tests.object_server import ObjectServer
 
 FOLDER = pytest.StashKey[str]()
 END_TIMEOUT_S = 60.0
@@ -55,3 +61,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"what the tests wrote is in {config.stash[FOLDER]}")
     elif any(terminalreporter.stats.get(outcome) for outcome in ("failed", "error")):
         terminalreporter.write_line(f"what the tests wrote is removed; {KEEP}=1 keeps it, daemons' and trainers' logs included")
+
+
+@pytest.fixture(scope="session")
+def objects() -> Iterator[ObjectServer]:
+    """An S3 server, which takes two seconds to come up."""
+    from tests.object_server import ObjectServer
+
+    server = ObjectServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def bucket(objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The storage root in a new bucket; whoever is started from here finds its way there."""
+    name = f"bucket-{secrets.token_hex(4)}"
+    objects.client.create_bucket(Bucket=name)
+    objects.requests.clear()
+    for key, value in objects.environment().items():
+        monkeypatch.setenv(key, value)
+    return f"s3://{name}/some/prefix"

@@ -182,7 +182,7 @@ def test_only_the_cli_imports_the_daemon() -> None:
 
 def test_one_factory_knows_the_storage_backends() -> None:
     """Everybody else has the contract (persist/storage/base.py): a backend is added without opening another folder."""
-    backends = ("posix", "posix_file", "tree", "memory")
+    backends = ("posix", "posix_file", "tree", "memory", "object_store", "object_file", "object_pointer", "object_errors")
     found = [
         broken(path, line, f"imports {dotted}")
         for path in python_files("ckptd", "client")

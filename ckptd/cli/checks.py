@@ -6,16 +6,23 @@ import os
 import resource
 import socket
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptd.config import Config, loopback_key_file
 from ckptd.core.errors import CkptdError
+from ckptd.core.storage_root import in_bucket
 from ckptd.units import format_bytes
+
+if TYPE_CHECKING:
+    from ckptd.persist.storage.base import Storage
 
 FILES_SPARE = 256  # descriptors beside connections: segments, files being written, the library's own
 CONNECT_TIMEOUT_S = 1.0
+SKEW_MAX_S = 300.0  # between this node's clock and a store's; S3 refuses what is signed 900 s apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +118,39 @@ def memory(config: Config) -> Check:
 
 
 def storage(config: Config) -> Check:
-    """Rights, link() and rename(), tried out. Whether all nodes see one storage, the daemons find out."""
+    """Rights and exclusive names, tried out. Whether all nodes see one storage, the daemons find out."""
     if config.storage_root is None:
         return Check(
             "storage",
             None,
             "no storage_root: snapshots live in memory only",
-            "set storage_root to a shared directory",
+            "set storage_root to a shared directory or to s3://bucket/prefix",
         )
     from ckptd.daemon.storage import known_storage
     from ckptd.persist.preflight import probe
 
     root, state = config.storage_root, config.state_dir
-    if not os.path.lexists(root) and not known_storage(str(root), state, create=False).identity:
-        return _no_root_yet(root)
-    free = probe(known_storage(str(root), state, create=True))
+    if in_bucket(root):
+        return _bucket(known_storage(root, state, create=True))
+    if not os.path.lexists(root) and not known_storage(root, state, create=False).identity:
+        return _no_root_yet(Path(root))
+    free = probe(known_storage(root, state, create=True))
     text = f"{config.storage_root}: rights, link() and rename() are fine, {format_bytes(free)} free"
+    return Check("storage", True, text)
+
+
+def _bucket(storage: Storage) -> Check:
+    from ckptd.persist.preflight import probe, winners
+
+    probe(storage)
+    ahead_s = storage.clock_s("") - time.time()
+    text = f"{storage.locate('')}: rights and conditional PUT are fine, its clock is {abs(ahead_s):.0f} s off"
+    if abs(ahead_s) > SKEW_MAX_S:
+        return Check("storage", False, text, "set this node's clock (chrony, ntpd): stores refuse requests that are 15 minutes off")
+    count = winners(storage)
+    if count > 1:
+        text += f"; {count} of those who took one name at the same time got it"
+        return Check("storage", None, text, "of two starts of one job that come at once both may go on; no other store is as sure")
     return Check("storage", True, text)
 
 

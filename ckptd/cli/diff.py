@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(help="a checkpoint's directory", metavar="A")],
-    b: Annotated[Path, typer.Argument(help="another one's", metavar="B")],
+    a: Annotated[str, typer.Argument(help="a checkpoint's directory", metavar="A")],
+    b: Annotated[str, typer.Argument(help="another one's", metavar="B")],
     only: Annotated[list[str] | None, typer.Option(help="names that fit this shell pattern; may be repeated")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
@@ -27,7 +26,7 @@ def diff(
     from ckptd.persist.diff import differences
     from ckptd.persist.opening import open_at
 
-    with open_at(str(a)) as first, open_at(str(b)) as second, bar("diff", quiet=as_json) as progress:
+    with open_at(a) as first, open_at(b) as second, bar("diff", quiet=as_json) as progress:
         total, done = sum(int(found.index.nbytes.sum()) for found in (first, second)), 0
 
         def tick(nbytes: int) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptd.cli.flags import Loaded, with_settings
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import local_root
 
 if TYPE_CHECKING:
     from ckptd.persist.leftovers import Leftover
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 @with_settings
 def gc(
     loaded: Loaded,
-    path: Annotated[Path | None, typer.Argument(help="a storage root; none: the configured one")] = None,
+    path: Annotated[str | None, typer.Argument(help="a storage root; none: the configured one")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what is there")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
@@ -32,12 +30,9 @@ def gc(
     """
     from ckptd.cli.show import console, plain, print_json, size, table
 
-    root = str(path or loaded.config.storage_root or "")
+    root = path or loaded.config.storage_root or ""
     if not root:
         raise CkptdError("no storage root", hint="name one: ckptd gc STORAGE_ROOT")
-    root = local_root(root)
-    if not Path(root).is_dir():
-        raise CkptdError("no such directory", where=root, hint="name a storage root")
     found, errors = _gone_through(loaded, root, dry_run)
     deleted = [one.path for one in found if one.goes and not dry_run]
     if as_json:
@@ -58,12 +53,12 @@ def gc(
 def _gone_through(loaded: Loaded, root: str, dry_run: bool) -> tuple[list[Leftover], list[str]]:
     from ckptd.persist.commits import list_jobs
     from ckptd.persist.leftovers import leftovers
+    from ckptd.persist.opening import root_at
     from ckptd.persist.retention import ATTEMPT_STALE_S, sweep
-    from ckptd.persist.storage.factory import storage_at
 
     found: list[Leftover] = []
     errors: list[str] = []
-    storage, policy = storage_at(root), loaded.config.policy()
+    storage, policy = root_at(root), loaded.config.policy()
     for job in list_jobs(storage):
         try:
             now_s = _now(storage, job, dry_run)

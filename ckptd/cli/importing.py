@@ -11,7 +11,6 @@ import typer
 
 from ckptd.cli.flags import Loaded, with_settings
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import local_root
 
 if TYPE_CHECKING:
     from ckptd.imports.optimizers import Named
@@ -57,7 +56,7 @@ def import_(
     made = named(found.tree, Prefixes.parse(prefix_map or ()), as_is=found.as_is)
     _choose(made, chosen(only or ()), dtype)
     full_job, step = own_job(job), found.step if step is None else step
-    where = "" if dry_run else _write(local_root(str(loaded.config.storage_root)), full_job, step, made, quiet=as_json)
+    where = "" if dry_run else _write(loaded.config.storage_root, full_job, step, made, quiet=as_json)
     report = {
         "job": full_job, "step": step, "path": where, "bytes": sum(stored.nbytes for stored, _ in made.tensors.values()),
         "tensors": {key: [stored.dtype, list(stored.shape)] for key, (stored, _) in made.tensors.items()},

@@ -1,15 +1,13 @@
-"""`ckptd ls`: what could be restored; of the running daemon, or of a storage directory without one."""
+"""`ckptd ls`: what could be restored; of the running daemon, or of a storage root without one."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptd.cli.flags import Loaded, with_settings
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import local_root
 
 if TYPE_CHECKING:
     from ckptd.observe.report import ListReport, SnapshotReport
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 def ls(
     loaded: Loaded,
     path: Annotated[
-        Path | None, typer.Argument(help="a storage root; none: ask this node's daemon; with --tensors a checkpoint")
+        str | None, typer.Argument(help="a storage root; none: ask this node's daemon; with --tensors a checkpoint")
     ] = None,
     tensors: Annotated[
         str | None, typer.Option(help="the tensors of one checkpoint whose keys fit this shell pattern", metavar="PATTERN")
@@ -44,29 +42,26 @@ def ls(
         raise typer.Exit(1)
 
 
-def _tensors(path: Path | None, pattern: str, as_json: bool) -> None:
+def _tensors(path: str | None, pattern: str, as_json: bool) -> None:
     from ckptd.cli.patterns import chosen
     from ckptd.cli.show import console, print_json
     from ckptd.cli.tensors import rows_of, table_of
 
     if path is None:
         raise CkptdError("--tensors needs a checkpoint's directory", hint="ckptd ls --tensors '*' ROOT/UID/NAME/epoch-.../step-...")
-    rows = rows_of(str(path), chosen([pattern]))
+    rows = rows_of(path, chosen([pattern]))
     if as_json:
         print_json({"tensors": rows})
     else:
         console().print(table_of(rows) if rows else f"no tensor's key fits {pattern!r}", markup=False)
 
 
-def of_storage(path: Path) -> ListReport:
-    """Every committed checkpoint below a storage root. Raises CkptdError when there is no such directory."""
+def of_storage(root: str) -> ListReport:
+    """Every committed checkpoint below a storage root. Raises CkptdError when it is not there."""
     from ckptd.persist.commits import list_stored
-    from ckptd.persist.storage.factory import storage_at
+    from ckptd.persist.opening import root_at
 
-    path = Path(local_root(str(path)))
-    if not path.is_dir():
-        raise CkptdError("no such directory", where=str(path), hint="name a storage root")
-    rows, errors = list_stored(storage_at(str(path)), lambda job: True)
+    rows, errors = list_stored(root_at(root), lambda job: True)
     return {"rows": rows, "errors": errors}
 
 

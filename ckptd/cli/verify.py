@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import local_root
+from ckptd.core.storage_root import in_bucket, storage_root
 
 if TYPE_CHECKING:
     from ckptd.persist.verify import Progress, VerifyReport
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="a checkpoint, or a directory with checkpoints below it")],
+    path: Annotated[str, typer.Argument(help="a checkpoint, or a directory or s3://bucket/prefix with checkpoints below it")],
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """Re-read every byte, check sums and coverage, name what is damaged. Exit status 1 when anything is."""
@@ -36,19 +37,17 @@ def verify(
         raise typer.Exit(1)
 
 
-def _checkpoints(path: Path) -> list[str]:
+def _checkpoints(path: str) -> list[str]:
     from ckptd.persist.verify import find_checkpoints
 
-    path = Path(local_root(str(path)))
-    if not path.is_dir():
-        raise CkptdError(
-            "no such directory", where=str(path), hint="`ckptd ls STORAGE_ROOT` shows what there is"
-        )
-    found = find_checkpoints(str(path))
+    path, hint = storage_root(path), "`ckptd ls STORAGE_ROOT` shows what there is"
+    if not in_bucket(path):
+        path = str(Path(path))
+        if not os.path.isdir(path):
+            raise CkptdError("no such directory", where=path, hint=hint)
+    found = find_checkpoints(path)
     if not found:
-        raise CkptdError(
-            "no checkpoint here", where=str(path), hint="`ckptd ls STORAGE_ROOT` shows what there is"
-        )
+        raise CkptdError("no checkpoint here", where=path, hint=hint)
     return found
 
 

@@ -1,4 +1,5 @@
-"""What a storage root may be: a directory. An address of something else is refused, or a directory of its name would be made."""
+"""What a storage root may be: a directory, or a bucket. An address of something else is refused, or a directory of its name would
+be made."""
 
 from __future__ import annotations
 
@@ -7,16 +8,21 @@ import re
 from ckptd.core.errors import CkptdError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)", re.DOTALL)  # pathlib makes one slash of two
-_FILE = "file"
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_KEY = re.compile(r"[A-Za-z0-9._@+=-]+")  # a component of a prefix: what every store and every tool takes as it is
+_FILE, _S3 = "file", "s3"
+S3 = f"{_S3}://"
 
 
-def local_root(text: str) -> str:
-    """The directory that ``text`` names: itself, or of ``file:///path`` the path. Raises CkptdError for every other scheme
-    (``s3://bucket/x``) and for a file on another host."""
+def storage_root(text: str) -> str:
+    """The directory that ``text`` names, itself or of ``file:///path`` the path; or ``s3://bucket/prefix`` in its one form. Raises
+    CkptdError for every other scheme, a file on another host, and what no bucket or prefix can be."""
     found = _SCHEME.fullmatch(text)
     if found is None:
         return text
     scheme, slashes, rest = found.groups()
+    if scheme.lower() == _S3:
+        return _bucket_root(text, rest)
     if scheme.lower() == _FILE and len(slashes) != 2:
         return f"/{rest}"
     if scheme.lower() == _FILE:
@@ -24,5 +30,35 @@ def local_root(text: str) -> str:
     raise CkptdError(
         f"storage with the scheme {scheme}:// is not supported",
         where=text,
-        hint="name a directory that all nodes mount",
+        hint="name a directory that all nodes mount, or s3://bucket/prefix of a store that speaks S3",
     )
+
+
+def local_root(text: str) -> str:
+    """The same where only a directory will do."""
+    root = storage_root(text)
+    if in_bucket(root):
+        hint = "name one, and copy what is made there with the store's own tools"
+        raise CkptdError("a directory is needed here, not a bucket", where=text, hint=hint)
+    return root
+
+
+def in_bucket(root: str) -> bool:
+    """Of a root in its one form."""
+    return root.startswith(S3)
+
+
+def bucket_and_prefix(root: str) -> tuple[str, str]:
+    bucket, _, prefix = root.removeprefix(S3).partition("/")
+    return bucket, prefix
+
+
+def _bucket_root(text: str, rest: str) -> str:
+    bucket, *prefix = [part for part in rest.split("/") if part] or [""]
+    if not _BUCKET.fullmatch(bucket):
+        raise CkptdError("not the name of a bucket", where=text, hint="write s3://bucket/prefix")
+    for part in prefix:
+        if part in (".", "..") or not _KEY.fullmatch(part):
+            hint = "write [A-Za-z0-9._@+=-] between its slashes"
+            raise CkptdError(f"{part!r} is no part of a prefix", where=text, hint=hint)
+    return S3 + "/".join([bucket, *prefix])

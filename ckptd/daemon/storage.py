@@ -1,4 +1,4 @@
-"""The storage of this node: probed at start, and checked against the peers: all must see the same directory (D13)."""
+"""The storage of this node: probed at start, and checked against the peers: all must see the same one (D13)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import local_root
+from ckptd.core.storage_root import in_bucket, storage_root
 from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
 from ckptd.persist.preflight import place_token, probe, read_token
@@ -35,7 +35,7 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
     if not root:
         return None, ""
     storage = known_storage(root, state.path, create=False)
-    was_there = os.path.lexists(storage.locate(""))
+    was_there = in_bucket(root) or os.path.lexists(root)  # a bucket is never made
     try:
         storage = known_storage(root, state.path, create=True)
         probe(storage)
@@ -58,7 +58,8 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
 
 def known_storage(root: str, state: Path, *, create: bool) -> Storage:
     """The one that this node has known below ``root``, and no other. create: it is made where none was known."""
-    known, place = identities(state), os.path.abspath(local_root(root))
+    known, place = identities(state), storage_root(root)
+    place = place if in_bucket(place) else os.path.abspath(place)
     if_new = f"if it really is a new one, remove {state / IDENTITIES} and restart ckptd, on every node: it keeps its memory"
     return storage_at(root, create=create and place not in known, marked=True, identity=known.get(place, ""), if_new=if_new)
 
@@ -106,6 +107,6 @@ class SharedCheck:
             health.clear(NOT_SHARED, which=node)
         else:
             text = (
-                f"{node} writes to another storage than this node: storage_root must be one shared directory"
+                f"{node} writes to another storage than this node: storage_root must be one shared directory, or one bucket"
             )
             health.report(NOT_SHARED, text, which=node)

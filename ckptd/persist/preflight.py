@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from ckptd.core.errors import CkptdError
 from ckptd.persist.names import MANIFEST, PART, PROBE_DIR
-from ckptd.persist.storage.base import FULL, NotFound, Storage, StorageError, read_file
+from ckptd.persist.storage.base import AWAY, FULL, NotFound, Storage, StorageError, read_file
 
 TOKEN_BYTES_MAX = 256
 PROBE = "probe-"
 PATH_BYTES_MAX = 4096
-HINT = "ckptd needs a file system with hard links and exclusive renames (local disk, NFS, Lustre, CephFS)"
+SAYS_ITSELF = FULL | {AWAY, errno.EACCES, errno.EBUSY}  # an error that is no want of the storage's abilities
+RACERS = 8  # who try to get one name at the same time
 
 
 def probe(storage: Storage) -> int:
@@ -24,6 +28,24 @@ def probe(storage: Storage) -> int:
     finally:
         storage.discard(directory)
     return storage.free_bytes()
+
+
+def winners(storage: Storage) -> int:
+    """How many of those who try to get one name at the same time are told that they have it. More than one: two starts of a job may
+    both believe that they are its newest."""
+    directory = f"{PROBE_DIR}/{PROBE}{secrets.token_hex(8)}"
+    storage.begin(directory)
+    start = threading.Barrier(RACERS)
+
+    def race(number: int) -> bool:
+        start.wait()
+        return storage.put_if_absent(f"{directory}/name", b"%d" % number)
+
+    try:
+        with ThreadPoolExecutor(RACERS) as pool:
+            return sum(pool.map(race, range(RACERS)))
+    finally:
+        storage.discard(directory)
 
 
 def is_probe(where: str, name: str) -> bool:
@@ -64,14 +86,14 @@ def _probe_names(storage: Storage, path: str) -> None:
     try:
         won, lost = storage.put_if_absent(path, b"first"), storage.put_if_absent(path, b"second")
     except StorageError as error:
-        if error.errno in FULL:  # it says so itself
+        if error.errno in SAYS_ITSELF:
             raise
         raise CkptdError(
-            "the storage cannot give a name exclusively", where=error.where, hint=HINT
+            "the storage cannot give a name exclusively", where=error.where, hint=storage.needs
         ) from error
     if not won or lost or read_file(storage, path, TOKEN_BYTES_MAX) != b"first":
         raise CkptdError(
-            "the storage lets a second writer take a name", where=storage.locate(path), hint=HINT
+            "the storage lets a second writer take a name", where=storage.locate(path), hint=storage.needs
         )
 
 
@@ -90,10 +112,10 @@ def _probe_commit(storage: Storage, directory: str) -> None:
         storage.commit_if_absent(attempt, pointer, ["file"], {MANIFEST: b""}) for attempt in attempts
     )
     if not won or lost or read_file(storage, f"{pointer}/file", PATH_BYTES_MAX) != attempts[0].encode():
-        text = "the storage renames a directory over another one, or not at all"
-        raise CkptdError(text, where=storage.locate(pointer), hint=HINT)
+        text = "the storage commits a second attempt over the first one, or none"
+        raise CkptdError(text, where=storage.locate(pointer), hint=storage.needs)
     turns = [storage.hide(pointer), storage.reveal(pointer), storage.hide(pointer), storage.drop(pointer)]
     if not all(turns) or storage.reveal(pointer) or storage.pointers(directory):
         raise CkptdError(
-            "the storage cannot take a checkpoint out of sight", where=storage.locate(pointer), hint=HINT
+            "the storage cannot take a checkpoint out of sight", where=storage.locate(pointer), hint=storage.needs
         )

@@ -16,14 +16,14 @@ import numpy as np
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.state_map.box import Box, uncovered
-from ckptd.core.storage_root import local_root
+from ckptd.core.storage_root import in_bucket, storage_root
 from ckptd.persist import manifest as m
 from ckptd.persist.index import Chunk, Tensor
 from ckptd.persist.names import DAMAGED, DATA, MANIFEST, READ, is_aside, writer_of
 from ckptd.persist.preflight import is_probe
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.side import check_side
-from ckptd.persist.storage.base import NotFound, Storage, StorageError
+from ckptd.persist.storage.base import NotFound, Sight, Storage, StorageError
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.sums import FileDamage, digest
 from ckptd.thread_pool import ThreadPool, together
@@ -53,8 +53,11 @@ Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 
 def verify(path: str, progress: Progress | None = None) -> VerifyReport:
-    """Check the checkpoint directory at ``path`` of the local file system. Never raises for damage, it reports it."""
-    path = local_root(path)
+    """Check the checkpoint at ``path``, of the local file system or in a bucket. Never raises for damage, it reports it."""
+    path = storage_root(path)
+    if in_bucket(path):
+        above, _, name = path.rpartition("/")
+        return verify_at(storage_at(above), name, progress)
     if not os.path.isdir(path):
         raise CkptdError("no such directory", where=path)
     return verify_at(storage_at(path), "", progress)
@@ -62,12 +65,30 @@ def verify(path: str, progress: Progress | None = None) -> VerifyReport:
 
 def find_checkpoints(path: str) -> list[str]:
     """Directories with a manifest at ``path`` or below, sorted: what `ckptd verify PATH` goes through."""
+    if in_bucket(path):
+        return _in_bucket(path)
     found = []
     for where, below, names in os.walk(path):
         # What a killed preflight or commit left under a name of its own is no checkpoint.
         below[:] = [name for name in below if not (is_aside(name) or is_probe(where, name))]
         if MANIFEST in names:
             found.append(where)
+    return sorted(found)
+
+
+def _in_bucket(root: str) -> list[str]:
+    above, _, name = root.rpartition("/")
+    if above != "s3:/":  # it may be a checkpoint itself
+        with contextlib.suppress(NotFound):
+            storage_at(above).open(f"{name}/{MANIFEST}").close()
+            return [root]
+    storage, found, left = storage_at(root), [], [""]
+    while left:
+        path = left.pop()
+        shown = [pointer.name for pointer in storage.pointers(path) if pointer.sight is Sight.SHOWN]
+        found += [f"{root}/{path}/{name}" if path else f"{root}/{name}" for name in shown]
+        below = [entry.name for entry in storage.list(path) if entry.is_dir and not is_aside(entry.name)]
+        left += [f"{path}/{name}" if path else name for name in below if name not in shown and not is_probe(path, name)]
     return sorted(found)
 
 

@@ -67,6 +67,12 @@ class Unmarked(PosixStorage):
         return [entry for entry in super().entries(path) if entry.name != MARKER]
 
 
+class TestObjectStore(StorageConformance):
+    @pytest.fixture
+    def storage(self, bucket: str) -> Storage:
+        return storage_at(bucket, create=True)
+
+
 class TestPosixDirect(_Posix):
     direct = True
 
@@ -290,7 +296,7 @@ def test_what_others_put_among_the_checkpoints_hides_none(root: Path, stray: str
     assert (root / JOB / "epoch-000001" / stray).is_dir()
 
 
-@pytest.mark.parametrize("root", ["s3://bucket/x", "gs://bucket", "file://elsewhere/x"])
+@pytest.mark.parametrize("root", ["gs://bucket", "az://box/x", "file://elsewhere/x", "s3://", "s3://Bucket", "s3://bucket/a b"])
 def test_a_scheme_that_no_backend_is_for_is_refused(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no configuration was read: `ckptd ls s3://bucket/x` made nothing of it but a directory that is not there."""
     monkeypatch.chdir(tmp_path)

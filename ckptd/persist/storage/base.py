@@ -145,9 +145,10 @@ class FileReader(Protocol):
 
 class Storage(Protocol):
     """Every method raises StorageError; NotFound when what it names is not there. ``identity``: what tells it from another one in
-    its place, once it was reached; "": nothing does."""
+    its place, once it was reached; "": nothing does. ``needs``: what must hold where it lies, for whoever has to choose."""
 
     identity: str
+    needs: str
 
     def locate(self, path: str) -> str:
         """``path`` as the operator knows it, for messages."""

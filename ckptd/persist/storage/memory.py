@@ -30,6 +30,7 @@ class MemoryStorage:
     """``objects``: path -> what is stored there. None of them is ever changed, only replaced."""
 
     identity = ""
+    needs = ""
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self.objects: dict[str, Stored] = {}

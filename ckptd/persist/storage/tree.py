@@ -26,6 +26,7 @@ class TreeStorage(ABC):
     """Storage but for ``locate``, ``free_bytes`` and ``clock_s``. Subclasses give the steps."""
 
     identity = ""
+    needs = "ckptd needs a file system with hard links and exclusive renames (local disk, NFS, Lustre, CephFS)"
 
     # --- the steps ----------------------------------------------------------------------------------------------
     @abstractmethod

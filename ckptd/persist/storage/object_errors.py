@@ -1,0 +1,75 @@
+"""What an object store or the way to it refused, in words: the one place where obstore's exceptions become ours."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from ckptd.persist.storage.base import AWAY, NotFound, StorageError
+
+TEXT_CHARS_MAX = 300  # of what the store or the library said
+_CODE = re.compile(r"<Code>(.*?)</Code>(?:\s*<Message>(.*?)</Message>)?", re.DOTALL)
+_STATUS = re.compile(r"status code: ([0-9]{3})")
+
+_RIGHTS = (
+    "the credentials need s3:ListBucket on the bucket, and s3:GetObject, s3:PutObject, s3:DeleteObject and "
+    "s3:AbortMultipartUpload below the prefix"
+)
+_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for the daemon, or give its node or pod a role"
+_EXPIRED = "the credentials have run out: restart the daemon with new ones, or give its node or pod a role, which renews them"
+_BUCKET = "make the bucket, or correct storage_root, AWS_ENDPOINT_URL and AWS_REGION; ckptd goes on as soon as it is there"
+_SKEW = "this node's clock and the store's differ by more than 15 minutes: set this node's (chrony, ntpd)"
+_ROOM = "raise the bucket's quota, or keep fewer checkpoints if keep_last is above 1"
+_THROTTLED = "the store asks for fewer requests: spread jobs over more prefixes, or flush more rarely"
+_UNREACHABLE = "does AWS_ENDPOINT_URL answer from this node? ckptd goes on as soon as it does"
+
+# What the store's own code, or the status, means.
+_KNOWN: dict[str, tuple[int, str]] = {
+    "NoSuchBucket": (AWAY, _BUCKET),
+    "PermanentRedirect": (AWAY, "the bucket lies in another region: set AWS_REGION"),
+    "AuthorizationHeaderMalformed": (errno.EACCES, "the bucket lies in another region: set AWS_REGION"),
+    "RequestTimeTooSkewed": (errno.EACCES, _SKEW),
+    "ExpiredToken": (errno.EACCES, _EXPIRED),
+    "TokenRefreshRequired": (errno.EACCES, _EXPIRED),
+    "InvalidAccessKeyId": (errno.EACCES, _CREDENTIALS),
+    "SignatureDoesNotMatch": (errno.EACCES, _CREDENTIALS),
+    "AccessDenied": (errno.EACCES, _RIGHTS),
+    "QuotaExceeded": (errno.EDQUOT, _ROOM),
+    "XMinioStorageFull": (errno.ENOSPC, _ROOM),
+    "SlowDown": (errno.EBUSY, _THROTTLED),
+    "TooManyRequests": (errno.EBUSY, _THROTTLED),
+    "NotImplemented": (errno.EOPNOTSUPP, "the store lacks what ckptd needs: conditional PUT and multipart uploads"),
+    "401": (errno.EACCES, _CREDENTIALS),
+    "403": (errno.EACCES, _RIGHTS),
+    "429": (errno.EBUSY, _THROTTLED),
+    "501": (errno.EOPNOTSUPP, "the store lacks what ckptd needs: conditional PUT and multipart uploads"),
+    "503": (errno.EBUSY, _THROTTLED),
+    "507": (errno.ENOSPC, _ROOM),
+}
+# Of these no answer of the store is there to be understood.
+_METADATA = ("169.254.169.254", "169.254.170.2", "fd00:ec2::254", "api/token")  # where a role's credentials are asked for
+_NO_ANSWER = ("error sending request", "connection", "timed out", "timeout", "dns error")
+
+
+def store_error(error: Exception, what: str, where: str) -> StorageError:
+    """error: of obstore. One that is ours already stays as it is."""
+    if isinstance(error, StorageError):
+        return error
+    told = str(error).partition("\n\nDebug source")[0]
+    found, status = _CODE.search(told), _STATUS.search(told)
+    code = found[1] if found else status[1] if status else ""
+    if isinstance(error, FileNotFoundError) and code not in _KNOWN:
+        return NotFound(f"{what}: no such object", where=where, errno=errno.ENOENT)
+    if any(place in told for place in _METADATA):
+        text = "no credentials: none in the environment, and the node's metadata service gives none"
+        return StorageError(f"{what}: {text}", where=where, hint=_CREDENTIALS, errno=errno.EACCES)
+    if not code and any(word in told.lower() for word in _NO_ANSWER):
+        return StorageError(f"{what}: the store does not answer: {_short(told)}", where=where, hint=_UNREACHABLE, errno=AWAY)
+    number, hint = _KNOWN.get(code) or _KNOWN.get(status[1] if status else "") or (errno.EIO, "")
+    text = f"{found[1]}: {found[2] or ''}".rstrip(": ") if found else _short(told)
+    return StorageError(f"{what}: {text}", where=where, hint=hint, errno=number)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= TEXT_CHARS_MAX else f"{line[:TEXT_CHARS_MAX]}..."

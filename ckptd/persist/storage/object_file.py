@@ -1,0 +1,123 @@
+"""Files of an object store: multipart uploads with a bounded number of parts in memory, reads by ranges."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import obstore
+
+from ckptd.persist.storage.base import StorageError, SyncFailed
+from ckptd.persist.storage.object_errors import store_error
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+PART_BYTES = 8 << 20  # of a multipart upload; stores take 10,000 of them, at least 5 MiB each
+PARTS_AT_ONCE = 4  # of one file under way; one more is being filled
+
+
+class ObjectWriter:
+    """A file of at most one part is one conditional PUT. Of a larger one each part is sent when it is full, so that memory is
+    bounded by (PARTS_AT_ONCE + 2) * PART_BYTES; the store shows it when the upload is completed, whole."""
+
+    def __init__(self, store: S3Store, key: str, where: str) -> None:
+        self._store, self._key, self._where = store, key, where
+        self._part = np.empty(PART_BYTES, np.uint8)
+        self._sent = self._fill = 0
+        self._upload: obstore.WritableFile | None = None
+        self._failed = False
+
+    @property
+    def position(self) -> int:
+        return self._sent + self._fill
+
+    def space(self) -> memoryview:
+        return self._part[self._fill :].data
+
+    def advance(self, nbytes: int) -> None:
+        self._fill += nbytes
+        assert self._fill <= PART_BYTES, "advance() beyond space()"
+        if self._fill == PART_BYTES:
+            self._send()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """A copy: the upload holds on to a part, and what it was made from may be a slot that is given up meanwhile."""
+        source = np.frombuffer(data, np.uint8)
+        done = 0
+        while done < len(source):
+            count = min(len(source) - done, PART_BYTES - self._fill)
+            np.copyto(self._part[self._fill : self._fill + count], source[done : done + count])
+            self.advance(count)
+            done += count
+
+    def finish(self) -> int:
+        """A failure is final for this file (P11): whether the store has it, nobody knows."""
+        self._check()
+        try:
+            if self._upload is None:
+                obstore.put(self._store, self._key, self._part[: self._fill].data, mode="create", use_multipart=False)
+            else:
+                if self._fill:
+                    self._upload.write(self._part[: self._fill].data)
+                self._upload.close()
+                self._upload = None
+        except Exception as error:
+            self._failed = True
+            found = store_error(error, "finish the upload", self._where)
+            raise SyncFailed(found.what, where=found.where, hint=found.hint, errno=found.errno) from error
+        finally:
+            self.abort()
+        return self.position
+
+    def abort(self) -> None:
+        """The store forgets the parts. Where it cannot be reached a rule of the bucket deletes them (docs/OPERATIONS.md)."""
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            with suppress(Exception):
+                upload.__exit__(StorageError, None, None)
+
+    def _send(self) -> None:
+        self._check()
+        try:
+            if self._upload is None:
+                self._upload = obstore.open_writer(
+                    self._store, self._key, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
+                )
+            self._upload.write(self._part.data)
+        except Exception as error:
+            self._failed = True
+            raise store_error(error, "upload", self._where) from error
+        self._sent += self._fill
+        self._part, self._fill = np.empty(PART_BYTES, np.uint8), 0
+
+    def _check(self) -> None:
+        if self._failed:
+            raise StorageError("an earlier part of the file could not be sent", where=self._where, errno=errno.EIO)
+
+
+class ObjectReader:
+    def __init__(self, store: S3Store, key: str, where: str, size: int) -> None:
+        self._store, self._key, self._where, self._size = store, key, where, size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read_into(self, at: int, dest: memoryview) -> None:
+        if not dest:
+            return
+        if at + len(dest) > self._size:
+            raise StorageError(f"the file ends at byte {self._size}", where=self._where)
+        try:
+            found = obstore.get_range(self._store, self._key, start=at, length=len(dest))
+        except Exception as error:
+            raise store_error(error, "read", self._where) from error
+        if len(found) != len(dest):
+            raise StorageError(f"the store sent {len(found)} bytes of {len(dest)}", where=self._where, errno=errno.EIO)
+        dest[:] = memoryview(found)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,99 @@
+"""The small objects that must not be written twice, and the pointer, which is one of them: what was committed, and what readers see
+of it.
+
+A store says whether a conditional PUT was carried out, unless its answer is lost, or the library sends it once more after an answer
+that came too late. So each such object carries a random token of the write that made it: whoever is refused looks whether it was
+its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import obstore
+
+from ckptd.persist.storage.base import NotFound, Sight, StorageError
+from ckptd.persist.storage.object_errors import store_error
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+TOKEN = "ckptd-write"  # metadata of each small object: which write made it
+FORMAT, VERSION = "ckptd-pointer", 1
+WRITE_TRIES = 3  # where the store refuses an object for one that is gone when it is looked at
+
+
+class _File(msgspec.Struct):
+    format: str
+    version: int
+    attempt: str
+    sight: str
+    write: str  # no two states of a pointer have the same bytes, and so the same entity tag
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a pointer says. attempt: the name of the directory beside it that was committed. e_tag: of this very state. at_s: since
+    when it is so, on the store's clock."""
+
+    attempt: str
+    sight: Sight
+    e_tag: str
+    at_s: float
+
+
+def write_once(store: S3Store, key: str, data: bytes, where: str, *, over: str = "") -> bool:
+    """One conditional PUT. over: the entity tag of what it replaces; "": nothing may be there. False: it is not so."""
+    token = secrets.token_hex(16)
+    for left in reversed(range(WRITE_TRIES)):
+        try:
+            mode: obstore.PutMode = {"e_tag": over} if over else "create"
+            obstore.put(store, key, data, mode=mode, attributes={TOKEN: token}, use_multipart=False)
+            return True
+        except Exception as error:
+            made = _token_of(store, key, where)
+            if made == token:
+                return True
+            if not isinstance(error, obstore.exceptions.AlreadyExistsError | obstore.exceptions.PreconditionError):
+                raise store_error(error, "put", where) from error
+            if made is not None or over or not left:  # 409: of two at once the other one may have failed as well
+                return False
+    raise AssertionError("WRITE_TRIES is at least 1")
+
+
+def _token_of(store: S3Store, key: str, where: str) -> str | None:
+    """None: there is no such object."""
+    try:
+        return str(obstore.get(store, key).attributes.get(TOKEN, ""))
+    except Exception as error:
+        found = store_error(error, "look who wrote it", where)
+        if isinstance(found, NotFound):
+            return None
+        raise found from error
+
+
+def encode(attempt: str, sight: Sight) -> bytes:
+    return msgspec.json.encode(_File(FORMAT, VERSION, attempt, sight.value, secrets.token_hex(8))) + b"\n"
+
+
+def read(store: S3Store, key: str, where: str) -> Commit | None:
+    """None: there is no such pointer. Raises StorageError."""
+    try:
+        found = obstore.get(store, key)
+        data, meta = bytes(found.bytes()), found.meta
+    except Exception as error:
+        told = store_error(error, "read the pointer", where)
+        if isinstance(told, NotFound):
+            return None
+        raise told from error
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        sight = Sight(file.sight)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise StorageError(f"damaged pointer: {error}", where=where, hint="delete this object if another copy serves") from error
+    if file.format != FORMAT or file.version > VERSION:
+        raise StorageError(f"a pointer of version {file.version}", where=where, hint="upgrade ckptd on this node")
+    return Commit(file.attempt, sight, meta["e_tag"] or "", meta["last_modified"].timestamp())

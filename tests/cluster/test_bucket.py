@@ -1,0 +1,58 @@
+"""Durable checkpoints in a bucket, end to end: real daemons and trainers, and moto's S3 server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.numpy import load
+
+from tests.cluster.nodes import Cluster, together
+from tests.object_server import Fault, ObjectServer
+from tests.waiting import until
+
+JOB = "afar"
+
+
+@pytest.mark.chaos
+def test_durable_in_a_bucket_gives_the_step_back_after_everything_died(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
+    """P4, P9, P12: fresh daemons, another world, the bucket alone, which stock tools read as well."""
+    first, second = nodes.several(2, storage_root=bucket, keep_last=1)
+    world = nodes.world([first, second], JOB, kind="fsdp")
+    together(world, "restore")
+    for _ in range(2):
+        together(world, "train", steps=2)
+        digests = together(world, "digest")
+        assert all("durable" in str(answer) for answer in together(world, "wait", level="durable"))
+    assert first.problems() == {} == second.problems()
+    listed = lambda: [row["step"] for row in json.loads(first.cli("ls", bucket, "--json").stdout)["rows"]]  # noqa: E731
+    until(lambda: listed() == [4], 45, "the older step to go")
+    for gone in (*world, first, second):
+        gone.kill()
+    shown = first.cli("verify", bucket)
+    assert shown.returncode == 0 and "step-0000000004" in shown.stdout, shown
+    name, _, prefix = bucket.removeprefix("s3://").partition("/")
+    data = [f"{prefix}/{key}" for key in objects.keys(bucket) if key.endswith(".safetensors")]
+    tensors = [load(objects.client.get_object(Bucket=name, Key=key)["Body"].read()) for key in data]
+    assert tensors and all(key.startswith(("model.", "optimizer.")) for found in tensors for key in found)
+    fresh = nodes.node(storage_root=bucket)
+    (alone,) = nodes.world([fresh], JOB, kind="fsdp")
+    assert alone.do("restore") == 4
+    assert alone.do("digest") == digests[0]
+    moved = alone.do("last_restore")["bytes"]
+    assert moved["durable"] > 0 and moved["own"] == moved["peer"] == 0
+
+
+@pytest.mark.chaos
+def test_a_bucket_that_goes_away_and_comes_back(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
+    """P5, P14: training goes on, health says why nothing becomes durable; when the store answers again, durable follows."""
+    node = nodes.node(storage_root=bucket, replicas=0, flush_every_steps=1)
+    (trainer,) = nodes.world([node], JOB)
+    trainer.do("restore")
+    trainer.do("train", steps=1)
+    assert trainer.do("wait", level="durable") == "durable"
+    with objects.failing(lambda request: Fault(status=404, code="NoSuchBucket")):
+        until(lambda: trainer.do("train", steps=1) and "flush" in node.problems(), 90, "health to name it")
+        assert "NoSuchBucket" in node.problems()["flush"]
+    newest = node.newest(JOB, "sealed")
+    until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "durable") >= newest, 90, "durable to follow")

@@ -1,0 +1,128 @@
+"""An S3 server in this process: moto's, over HTTP, one request at a time, with faults.
+
+moto looks whether a condition holds before it writes, and another request may come in between: a lock makes it what S3 is.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import boto3
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+REGION = "us-east-1"
+
+
+@dataclass
+class Fault:
+    """What becomes of one request. status: this instead of an answer, and nothing is done; done: it is carried out all the same.
+    lost: it is carried out, and the connection breaks before the answer. cut: so many bytes of the answer's body arrive. blind: its
+    conditions are not looked at."""
+
+    status: int = 0
+    code: str = ""
+    done: bool = False
+    lost: bool = False
+    blind: bool = False
+    cut: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    number: int
+    method: str
+    path: str
+    query: str
+
+    @property
+    def writes(self) -> bool:
+        return self.method in ("PUT", "POST", "DELETE")
+
+
+Faults = Callable[[Request], Fault | None]
+
+
+class ObjectServer:
+    """``requests``: all that came. ``faults``: asked for each before it is carried out."""
+
+    def __init__(self) -> None:
+        logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+        self._moto = DomainDispatcherApplication(create_backend_app)
+        self._lock = threading.RLock()
+        self.requests: list[Request] = []
+        self.faults: Faults | None = None
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="object-server", daemon=True)
+        self._thread.start()
+        self.client: Any = boto3.client(
+            "s3", endpoint_url=self.url, region_name=REGION, aws_access_key_id="reader", aws_secret_access_key="stock"
+        )
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        self.client.close()
+
+    def environment(self) -> dict[str, str]:
+        """Of whoever shall use it."""
+        keys = {"AWS_ACCESS_KEY_ID": "ckptd", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": REGION}
+        return {"AWS_ENDPOINT_URL": self.url, **keys}
+
+    def keys(self, root: str) -> list[str]:
+        """Of all objects below a storage root, relative to it."""
+        name, _, prefix = root.removeprefix("s3://").partition("/")
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=name, Prefix=f"{prefix}/")
+        return [item["Key"].removeprefix(f"{prefix}/") for page in pages for item in page.get("Contents", ())]
+
+    @contextmanager
+    def failing(self, faults: Faults) -> Iterator[None]:
+        self.faults = faults
+        try:
+            yield
+        finally:
+            self.faults = None
+
+    def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        with self._lock:
+            request = Request(len(self.requests) + 1, environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"])
+            self.requests.append(request)
+            fault = (self.faults(request) if self.faults is not None else None) or Fault()
+            if fault.status and not fault.done:
+                return _refusal(fault, start)
+            if fault.blind:
+                environ.pop("HTTP_IF_NONE_MATCH", None)
+                environ.pop("HTTP_IF_MATCH", None)
+            said: list[Any] = []
+            environ["wsgi.input"] = BytesIO(body)
+            answer = b"".join(self._moto(environ, lambda *args: said.extend(args)))
+        if fault.status:
+            return _refusal(fault, start)
+        if fault.lost:
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        start(*said[:2])
+        if fault.cut is not None and len(answer) > fault.cut:
+            return _cut(environ["werkzeug.socket"], answer[: fault.cut])
+        return [answer]
+
+
+def _refusal(fault: Fault, start: Callable[..., Any]) -> list[bytes]:
+    body = f"<Error><Code>{fault.code or 'InternalError'}</Code><Message>as the test asks</Message></Error>".encode()
+    start(f"{fault.status} refused", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+    return [body]
+
+
+def _cut(connection: socket.socket, part: bytes) -> Iterator[bytes]:
+    yield part
+    connection.shutdown(socket.SHUT_RDWR)
