@@ -3,8 +3,8 @@
     python -m bench.scale --nodes 64 --ranks-per-node 8 --tensors 10000 --mesh fsdp
 
 The machine that ships, its codec, and real layouts. Steward, successor and four members are a process each; all other nodes share
-one, and send and parse real bytes. Memory, storage and the ranks themselves are played. Without --nodes: all worlds. The status is
-1 when a floor is missed.
+one, and send and parse real bytes. Memory, storage and the ranks themselves are played. Without --nodes: small worlds of every
+mesh, half an hour; with --all every world, hours. The status is 1 when a floor is missed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SORTED = 10**7  # int64
 MAPS = ((512, 1000), (512, 10_000), (2048, 1000), (2048, 10_000))  # the same, of which the map alone is looked at
 FEW = 6  # nodes that a restore into a small world goes into
 WORLDS = ((8, 1000), (8, 10_000), (64, 1000), (64, 10_000), (512, 1000), (512, 10_000))  # (nodes, tensors)
+QUICK = ((8, 10_000), (64, 1000))  # minutes each; the largest ones take far longer
 EACH = 8
 
 
@@ -172,11 +173,12 @@ def main() -> int:
     parser.add_argument("--mesh", choices=MESHES)
     parser.add_argument("--into", type=int, help="nodes that the restore goes into; default: one less")
     parser.add_argument("--whole", type=int, default=WHOLE, help="nodes that are a process each, the steward among them")
+    parser.add_argument("--all", action="store_true", help="every world")
     parser.add_argument("--maps", action="store_true", help="no messages: what is computed of the map, of up to 2,048 nodes")
     parser.add_argument("--odd", action="store_true", help="20 ranks have another layout")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    every = MAPS if args.maps else WORLDS
+    every = MAPS if args.maps else WORLDS if args.all else QUICK
     worlds = [(args.nodes, args.tensors)] if args.nodes else list(every)
     meshes = [args.mesh] if args.mesh else list(MESHES)
     sort, missed = sort_s(), 0
