@@ -42,7 +42,7 @@ def import_(
     Its tensors are read range by range, its pickles by an unpickler that imports nothing: classes that are not known become inert,
     and are named.
     """
-    from ckptd.cli.patterns import chosen
+    from ckptd.cli.patterns import Chosen
     from ckptd.cli.show import print_json
     from ckptd.imports.naming import Prefixes, named
     from ckptd.imports.sources import Kind, load
@@ -54,7 +54,7 @@ def import_(
         raise CkptdError("no storage root", hint="--storage-root DIR, the one that the daemons have")
     found = load(str(source), Kind(kind))
     made = named(found.tree, Prefixes.parse(prefix_map or ()), as_is=found.as_is)
-    _choose(made, chosen(only or ()), dtype)
+    _choose(made, Chosen(only or ()), dtype)
     full_job, step = own_job(job), found.step if step is None else step
     where = "" if dry_run else _write(loaded.config.storage_root, full_job, step, made, quiet=as_json)
     report = {

@@ -33,7 +33,7 @@ def table_of(rows: list[dict[str, Any]]) -> object:
     from ckptd.cli.show import size, table
 
     cells = [
-        [row["key"], row["dtype"], row["shape"], size(row["bytes"]), row["chunks"], row["role"],
+        [row["key"].replace("\n", "?"), row["dtype"], row["shape"], size(row["bytes"]), row["chunks"], row["role"],
          "all" if row["rank"] is None else row["rank"], ", ".join(row["aliases"])]
         for row in rows
     ]  # fmt: skip

@@ -17,6 +17,7 @@ import xxhash
 
 from ckptd.core.errors import CkptdError
 from ckptd.directory import sync_path
+from ckptd.persist.names import MANIFEST, epoch_of_dir
 from ckptd.persist.storage.base import FULL
 from ckptd.units import format_bytes
 
@@ -168,6 +169,9 @@ def check(dest: Path) -> None:
         raise CkptdError("the destination exists", where=str(dest), hint="name another, or remove it first")
     if not dest.parent.is_dir():
         raise CkptdError("no such directory", where=str(dest.parent), hint="make it, or name another destination")
+    for above in dest.parents:  # what stands there is retention's to delete, and readers' to find
+        if (above / MANIFEST).is_file() or epoch_of_dir(above.name) is not None:
+            raise CkptdError("the destination lies in a checkpoint", where=str(above), hint="name one outside of the storage root")
 
 
 def _sync(path: Path) -> None:

@@ -132,3 +132,10 @@ def test_the_tensors_of_a_checkpoint(cli: Cli, tmp_path: Path) -> None:
     assert "fits 'x'" in cli("ls", "--tensors", "x", path).out
     assert "no such directory" in cli("ls", "--tensors", "*", tmp_path / "nowhere").err
     assert "needs a checkpoint" in cli("ls", "--tensors", "*").err
+
+
+def test_who_compares_nothing_is_told(cli: Cli, tmp_path: Path) -> None:
+    storage = PosixStorage(str(tmp_path / "root"))
+    a, b = (saved(storage, small_world(2, rows=40, seed=step), step) for step in (10, 20))
+    ran = cli("diff", a, b, "--only", "tall", "--only", "model.tall")
+    assert ran.code == 1 and "fits no name: tall" in ran.err and "ls --tensors" in ran.err

@@ -198,14 +198,16 @@ def test_a_dry_run_writes_nothing(original: tuple[Path, World], tmp_path: Path, 
         (["ABOVE", "OUT", "--to", "torch"], "no checkpoint here", "step-0000000010"),
         (["SOURCE", "ABOVE", "--to", "torch"], "the destination exists", "remove it"),
         (["SOURCE", "NOWHERE/out", "--to", "torch"], "no such directory", "another destination"),
-        (["s3://bucket/x", "OUT", "--to", "torch"], "storage with the scheme s3:// is not supported", ""),
+        (["gs://bucket/x", "OUT", "--to", "torch"], "storage with the scheme gs:// is not supported", ""),
+        (["SOURCE", "SOURCE/out", "--to", "torch"], "lies in a checkpoint", "outside of the storage root"),
+        (["SOURCE", "ABOVE/out", "--to", "torch"], "lies in a checkpoint", "outside of the storage root"),
     ],
 )  # fmt: skip
 def test_bad_input_in_words(
     original: tuple[Path, World], tmp_path: Path, cli: Cli, arguments: list[str], said: str, hint: str
 ) -> None:
     of = {"SOURCE": original[0], "OUT": tmp_path / "out", "NOWHERE": tmp_path / "no", "ABOVE": original[0].parent}
-    of["NOWHERE/out"] = tmp_path / "no" / "out"
+    of |= {f"{name}/out": of[name] / "out" for name in ("NOWHERE", "SOURCE", "ABOVE")}
     ran = cli("export", *(of.get(argument, argument) for argument in arguments))
     assert ran.code == 1 and said in ran.err and hint in ran.err, ran.err
     assert not (tmp_path / "out").exists()
