@@ -11,26 +11,26 @@ import pytest
 import torch
 from ckptd_client import CkptdError
 from ckptd_client.reader import Reading
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptd.export import live
 from ckptd.export.export import Report, Request, export
 from tests.cluster.nodes import Cluster, Node, Trainer, together
 
-JOB, OTHER = "live", "alone"
-STEPS = 5
+JOB = "live"
+AT, STEPS = 3, 5
 AT_READ = 4  # of the export: amid its tensors
 
 
-def trained(nodes: Cluster, made: list[Node], job: str, kind: str, level: str) -> tuple[list[Trainer], list[str]]:
-    """At step 3, which is at that level; and digests of its state."""
-    world = nodes.world(made, job, kind=kind)
+def trained(nodes: Cluster, made: list[Node], kind: str, level: str) -> list[Trainer]:
+    """At a step that is at that level."""
+    world = nodes.world(made, JOB, kind=kind)
     together(world, "restore")
-    together(world, "train", steps=3, snapshot=False)
-    digests = together(world, "digest")
+    together(world, "train", steps=AT, snapshot=False)
     together(world, "snapshot", must=True)
     assert all(level in str(said) for said in together(world, "wait", level=level))
-    return world, digests
+    return world
 
 
 def go_on(world: list[Trainer], level: str) -> list[Any]:
@@ -56,8 +56,8 @@ def amid(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     monkeypatch.setattr(Reading, "read", reading)
 
 
-def exported(node: Node, dest: Path, to: str = "torch") -> Report:
-    return export(Request(JOB, str(dest), to, live=True, socket=str(node.socket)))
+def exported(node: Node, dest: Path, to: str = "torch", **how: Any) -> Report:
+    return export(Request(JOB, str(dest), to, live=True, socket=str(node.socket), **how))
 
 
 def digest_of(found: Any, optimizer: str) -> str:
@@ -82,19 +82,17 @@ def torch_file(path: Path) -> Any:
 def test_a_running_job_is_exported_and_is_granted_the_same_steps(
     nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a slow export reads step 3, two own slots take turns as they do without one."""
+    """While a slow export reads one, two own slots take turns as they do without one."""
     made = nodes.several(2, own_slots=2)
-    alone, _ = trained(nodes, made, OTHER, "statistics", "protected")
-    wanted = go_on(alone, "protected")
-    for trainer in alone:
-        trainer.kill()
-    world, digests = trained(nodes, made, JOB, "statistics", "protected")
-    granted: list[Any] = []
-    amid(monkeypatch, lambda: granted.extend(go_on(world, "protected")))
+    world = trained(nodes, made, "statistics", "protected")
+    alone = go_on(world, "protected")
+    digests = together(world, "digest")
+    beside: list[Any] = []
+    amid(monkeypatch, lambda: beside.extend(go_on(world, "protected")))
     report = exported(made[0], tmp_path / "live.pt")
-    assert granted == wanted and len({str(one) for one in granted}) < len(granted)
+    assert alone == beside
     found = torch_file(tmp_path / "live.pt")
-    assert found["step"] == 3 and digest_of(found, "optimizer") == digests[0], "rank 0's statistics"
+    assert found["step"] == AT + STEPS and digest_of(found, "optimizer") == digests[0], "rank 0's statistics"
     assert [note for note in report.notes if "differ between ranks" in note] == report.notes
     now = together(world, "digest")[0]
     done = made[1].cli("export", "--live", JOB, tmp_path / "live", "--to", "dcp")
@@ -108,14 +106,14 @@ def test_a_running_job_is_exported_and_is_granted_the_same_steps(
 def test_without_its_memory_it_ends_with_a_word(nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two own slots neither waits for an export."""
     node = nodes.node(own_slots=2, replicas=0)
-    world, _ = trained(nodes, [node], JOB, "plain", "sealed")
+    world = trained(nodes, [node], "plain", "sealed")
     amid(monkeypatch, lambda: go_on(world, "sealed"))
-    with pytest.raises(CkptdError, match="step 3 cannot be read from memory any more.*no copy on storage") as error:
+    with pytest.raises(CkptdError, match=f"step {AT} cannot be read from memory any more.*no copy on storage") as error:
         exported(node, tmp_path / "live.pt")
     assert "export it again" in error.value.hint
     assert list(tmp_path.iterdir()) == []
-    report = exported(node, tmp_path / "live.pt")
-    assert (torch_file(tmp_path / "live.pt")["step"], report.notes) == (3 + STEPS, [])
+    report, found = exported(node, tmp_path / "live.pt"), torch_file(tmp_path / "live.pt")
+    assert (found["step"], report.notes) == (AT + STEPS, [])
 
 
 def test_without_its_memory_it_goes_on_from_the_same_steps_copy_on_storage(
@@ -123,7 +121,8 @@ def test_without_its_memory_it_goes_on_from_the_same_steps_copy_on_storage(
 ) -> None:
     """Which came there after the export had begun: until then it knew of memory alone."""
     node = nodes.node(own_slots=2, replicas=0, storage_root=nodes.root / "storage", keep_last=9)
-    world, digests = trained(nodes, [node], JOB, "plain", "durable")
+    world = trained(nodes, [node], "plain", "durable")
+    digests = together(world, "digest")
     amid(monkeypatch, lambda: go_on(world, "durable"))
     opened: list[str | None] = []
 
@@ -135,5 +134,19 @@ def test_without_its_memory_it_goes_on_from_the_same_steps_copy_on_storage(
     monkeypatch.setattr(live, "open_job", first_in_memory)
     report = exported(node, tmp_path / "live.pt")
     found = torch_file(tmp_path / "live.pt")
-    assert found["step"] == 3 and digest_of(found, "optimizer") == digests[0]
+    assert found["step"] == AT and digest_of(found, "optimizer") == digests[0]
     assert opened == [None, "durable"] and "the rest is of its copy on storage" in report.notes[0]
+
+
+@pytest.mark.chaos
+def test_the_models_forms(nodes: Cluster, tmp_path: Path) -> None:
+    node = nodes.node(replicas=0)
+    trained(nodes, [node], "plain", "sealed")
+    exported(node, tmp_path / "live.pt")
+    found = torch_file(tmp_path / "live.pt")
+    exported(node, tmp_path / "hf", "hf", as_is=True, step=AT)
+    exported(node, tmp_path / "universal", "deepspeed")
+    masters = tmp_path / "universal" / f"global_step{AT}_universal" / "zero"
+    weights = load_file(tmp_path / "hf/model.safetensors"), torch_file(masters / "0.weight/fp32.pt")["param"]
+    assert weights[0].keys() == found["model"].keys()
+    assert torch.equal(weights[0]["0.weight"], found["model"]["0.weight"]) and torch.equal(weights[1], found["model"]["0.weight"])
