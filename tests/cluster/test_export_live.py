@@ -14,7 +14,7 @@ from ckptd_client.reader import Reading
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ckptd.export import live
+from ckptd.export import live, stored
 from ckptd.export.export import Report, Request, export
 from tests.cluster.nodes import Cluster, Node, Trainer, together
 
@@ -138,8 +138,9 @@ def test_without_its_memory_it_goes_on_from_the_same_steps_copy_on_storage(
     assert opened == [None, "durable"] and "the rest is of its copy on storage" in report.notes[0]
 
 
-@pytest.mark.chaos
-def test_the_models_forms(nodes: Cluster, tmp_path: Path) -> None:
+def test_other_forms_and_tensors_that_come_in_parts(
+    nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = nodes.node(replicas=0)
     trained(nodes, [node], "plain", "sealed")
     exported(node, tmp_path / "live.pt")
@@ -150,3 +151,7 @@ def test_the_models_forms(nodes: Cluster, tmp_path: Path) -> None:
     weights = load_file(tmp_path / "hf/model.safetensors"), torch_file(masters / "0.weight/fp32.pt")["param"]
     assert weights[0].keys() == found["model"].keys()
     assert torch.equal(weights[0]["0.weight"], found["model"]["0.weight"]) and torch.equal(weights[1], found["model"]["0.weight"])
+    monkeypatch.setattr(stored, "PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(live, "WINDOW_BYTES", 5 << 10)  # five pieces; one is read by itself
+    exported(node, tmp_path / "parts.pt")
+    assert (tmp_path / "parts.pt").read_bytes() == (tmp_path / "live.pt").read_bytes()
