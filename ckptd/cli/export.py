@@ -1,4 +1,4 @@
-"""`ckptd export SOURCE DEST --to FORM`: a checkpoint as the files that others read, without a daemon."""
+"""`ckptd export SOURCE DEST --to FORM`: a checkpoint as the files that others read, without a daemon; or (--live) a running job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    source: Annotated[str, typer.Argument(help="a checkpoint's directory, as `ckptd ls STORAGE_ROOT` names it")],
+    source: Annotated[str, typer.Argument(help="a checkpoint, as `ckptd ls STORAGE_ROOT` names it; with --live a job")],
     dest: Annotated[str, typer.Argument(help="what is to be made; it must not exist")],
     to: Annotated[
         str, typer.Option("--to", help="torch (one .pt), dcp (torch.distributed.checkpoint), hf (from_pretrained), deepspeed")
@@ -36,6 +36,9 @@ def export(
     as_is: Annotated[bool, typer.Option("--as-is", help="hf: the names are the Hub's already")] = False,
     shard_size: Annotated[str | None, typer.Option("--shard-size", help="hf: of a file at most (5GB)")] = None,
     zero: Annotated[int | None, typer.Option("--zero", help="deepspeed: the stage that is to load it (any)")] = None,
+    live: Annotated[bool, typer.Option("--live", help="SOURCE is a running job: from its memory, beside its training")] = False,
+    step: Annotated[int | None, typer.Option("--step", help="live: this one, not the newest")] = None,
+    socket: Annotated[str | None, typer.Option("--socket", help="live: of the daemon that is asked (CKPTD_SOCKET)")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be written, and write nothing")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
@@ -46,8 +49,9 @@ def export(
     from ckptd.export.export import export as written
 
     request = Request(
-        source, dest, to, tuple(only or ()), tuple(prefix_map or ()), dtype, layout, hf_config, titan, as_is, shard_size, zero
-    )
+        source, dest, to, tuple(only or ()), tuple(prefix_map or ()), dtype, layout, hf_config, titan, as_is, shard_size, zero,
+        live, step, socket,
+    )  # fmt: skip
     with bar(Path(source).name, quiet=as_json) as progress:
         report = written(request, progress, dry=dry_run)
     if as_json:

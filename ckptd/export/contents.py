@@ -7,11 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.state_map.box import Box, uncovered
 from ckptd.export.selection import Selection
+from ckptd.export.source import Source
 from ckptd.export.stored import CASTABLE, Stored
 from ckptd.export.values import plain
-from ckptd.persist.reader import Checkpoint
 
 META = "$meta"
 MODEL = "model"
@@ -30,14 +29,14 @@ class Contents:
     """``tensors``, by key, aliases among them; ``params``: keys of parameters, whether selected or not; ``roles``; ``objects``:
     their names. ``notes``: what is not as a reader might think."""
 
-    def __init__(self, checkpoint: Checkpoint, selection: Selection) -> None:
+    def __init__(self, checkpoint: Source, selection: Selection) -> None:
         self.checkpoint, self.selection = checkpoint, selection
-        self.notes: list[str] = []
+        self.notes = checkpoint.notes
         self._decoded: dict[str, Any] = {}
         self.roles: dict[str, str] = {}
         self._all = self._tensors()
         self.params = {key for key, role in self.roles.items() if role == "param"}
-        names = sorted({ref.name for ref in checkpoint.manifest.objects})
+        names = sorted(checkpoint.objects)
         selection.check([*self._all, *names], [self.name_of(key)[1] for key in self._all if self.roles[key] in OF_A_MODULE])
         self.tensors = {key: stored for key, stored in self._all.items() if selection.takes(key)}
         self.objects = [name for name in names if selection.takes(name) and name != META]
@@ -47,23 +46,20 @@ class Contents:
         found: dict[str, Stored] = {}
         own: dict[str, int] = {}
         partial: list[str] = []
-        for at, tensor in enumerate(self.checkpoint.index.tensors()):
+        for tensor in self.checkpoint.tensors():
             self.roles[tensor.key] = tensor.role
-            if tensor.key in found:
+            if not tensor.whole:
+                partial.append(tensor.key)
                 continue
             if tensor.rank is not None:
-                boxes = [chunk.box for chunk in self.checkpoint.index.chunks_at(at)]
-                if uncovered(Box.whole(tensor.shape), boxes):
-                    partial.append(tensor.key)
-                    continue
                 own[tensor.key] = tensor.rank
             to = self._dtype_of(tensor.dtype, tensor.role)
             found[tensor.key] = Stored(tensor.key, tensor.dtype, tensor.shape, to, tensor.rank)
-        for alias, key in self.checkpoint.manifest.aliases.items():
+        for alias, key in self.checkpoint.aliases.items():
             if key in found:
                 found[alias], self.roles[alias] = found[key], self.roles[key]
         self._say("differ between ranks, and are those of the first that has all of it", own)
-        self._say("are left out: each rank has a part of its own", set(partial) - found.keys())
+        self._say("are left out: each rank has a part of its own", partial)
         return found
 
     def _say(self, what: str, keys: Iterable[str]) -> None:
@@ -144,13 +140,11 @@ class Contents:
         return self._decoded[name]
 
     def _decode(self, name: str) -> Any:
-        manifest = self.checkpoint.manifest
-        refs = [ref for ref in manifest.objects if ref.name == name]
-        values = [plain(self.checkpoint.files.blob(ref), name, self._find) for ref in refs]
-        if not refs or f"o:{name}" not in manifest.per_rank:
-            return values[0] if values else None
-        ranks = [range(manifest.world) if ref.ranks is None else ref.ranks for ref in refs]
-        return PerRank((rank, value) for of, value in zip(ranks, values, strict=True) for rank in of)
+        blobs = self.checkpoint.blobs(name) if name in self.checkpoint.objects else None
+        if not isinstance(blobs, dict):
+            return plain(blobs, name, self._find) if blobs is not None else None
+        values = {blob: plain(blob, name, self._find) for blob in {*blobs.values()}}
+        return PerRank((rank, values[blob]) for rank, blob in sorted(blobs.items()))
 
     def _find(self, key: str) -> Stored:
         if key not in self._all:

@@ -24,9 +24,9 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
 from ckptd.export.contents import MODEL, Contents, leaves
 from ckptd.export.optimizer import state_of
+from ckptd.export.source import Source
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored
-from ckptd.persist.reader import Checkpoint
 
 CHUNK_BYTES = 64 << 20  # of a tensor: readers of this format take a whole chunk for any part of it
 FILE_BYTES = 256 << 20  # the writer keeps a chunk of each tensor of a file in memory until that is written
@@ -85,7 +85,7 @@ def _placeholders(value: Any) -> Any:
 
 
 class _Planner(DefaultSavePlanner):
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Source) -> None:
         super().__init__()
         self._checkpoint = checkpoint
 

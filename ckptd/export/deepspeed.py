@@ -52,7 +52,7 @@ class UniversalTree:
         self.tensors, self.nbytes = len(every), sum(stored.nbytes for stored in every)
 
     def write(self, staging: Staging) -> None:
-        tag = f"global_step{self._checkpoint.manifest.snapshot.step}_universal"
+        tag = f"global_step{self._checkpoint.step}_universal"
         for number, (_, keys) in enumerate(self._groups):
             for key in keys:
                 folder = f"{tag}/zero/{self._names[key]}"
@@ -100,7 +100,7 @@ class UniversalTree:
     def _model_states(self, contents: Contents, rest: dict[str, Any]) -> dict[str, Any]:
         extras = contents.extras()
         scheduler: Any = next((value for name, value in extras.items() if name.endswith("scheduler")), {})
-        step = contents.checkpoint.manifest.snapshot.step
+        step = contents.checkpoint.step
         numbers = {"skipped_steps": 0, "global_steps": step, "dp_world_size": 1, "mp_world_size": 1}
         return {"module": rest, "lr_scheduler": scheduler, **numbers, "extra": extras}
 

@@ -1,10 +1,12 @@
-"""`ckptd export`: from a checkpoint on storage to the files that others read."""
+"""`ckptd export`: from a checkpoint on storage, or a running job, to the files that others read."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,20 +17,23 @@ import xxhash
 from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import local_root
 from ckptd.export.contents import Contents
+from ckptd.export.durable import Durable
 from ckptd.export.selection import Selection
+from ckptd.export.source import Source
 from ckptd.export.staging import Staging, check
 from ckptd.persist.opening import open_at
 from ckptd.units import parse_bytes
 
 FORMS = ("torch", "dcp", "hf", "deepspeed")
 LAYOUTS = ("state_dict", "flat", "torchtitan")  # of dcp
+OF_LIVE = ("step", "socket")  # options
 OF_A_FORM = {"layout": "dcp", "hf_config": "hf", "titan": "hf", "as_is": "hf", "shard_size": "hf", "zero": "deepspeed"}  # options
 Shown = Callable[[int, int], None]  # bytes that are there, bytes in all
 
 
 @dataclass(frozen=True)
 class Request:
-    """As the command line has it."""
+    """As the command line has it. live: the source is the name of a job, of which ``step`` or the newest is read."""
 
     source: str
     dest: str
@@ -42,6 +47,9 @@ class Request:
     as_is: bool = False
     shard_size: str | None = None
     zero: int | None = None
+    live: bool = False
+    step: int | None = None
+    socket: str | None = None
 
 
 @dataclass
@@ -74,13 +82,26 @@ def export(request: Request, shown: Shown = lambda done, total: None, *, dry: bo
     selection = Selection.of(request.only, request.prefix_map, request.dtype)
     dest = Path(local_root(request.dest)).absolute()
     check(dest)
-    with open_at(request.source) as checkpoint:
-        contents = Contents(checkpoint, selection)
+    with _opened(request) as source:
+        contents = Contents(source, selection)
         form = _form(contents, request)
-        report = Report(checkpoint.where, str(dest), request.to, form.tensors, form.nbytes, notes=contents.notes)
+        report = Report(source.where, str(dest), request.to, form.tensors, form.nbytes, notes=contents.notes)
         if not dry:
-            _write(form, Staging(dest, _plan(contents, request), form.nbytes, _counted(form.nbytes, shown)), report)
+            plan, progress = _plan(source, request), _counted(form.nbytes, shown)
+            _write(form, Staging(dest, plan, form.nbytes, progress, goes_on=source.identity is not None), report)
     return report
+
+
+@contextmanager
+def _opened(request: Request) -> Iterator[Source]:
+    if request.live:
+        from ckptd.export.live import Live
+
+        with Live(request.source, request.step, request.socket) as live:
+            yield live
+    else:
+        with open_at(request.source) as checkpoint:
+            yield Durable(checkpoint)
 
 
 def _check(request: Request) -> None:
@@ -90,6 +111,9 @@ def _check(request: Request) -> None:
         if getattr(request, option) and form != request.to:
             name = option.replace("_", "-")
             raise CkptdError(f"--to {request.to} has no --{name}", where=f"--{name}", hint=f"it is for --to {form}")
+    for option in OF_LIVE:
+        if getattr(request, option) is not None and not request.live:
+            raise CkptdError(f"a checkpoint has no --{option}", where=f"--{option}", hint="it is for --live JOB")
     if (request.layout or LAYOUTS[0]) not in LAYOUTS:
         raise CkptdError(f"no layout: {request.layout}", where="--layout", hint=f"one of {', '.join(LAYOUTS)}")
 
@@ -118,9 +142,9 @@ def _form(contents: Contents, request: Request) -> Form:
     return Folder(contents, names_of(request.titan, request.as_is, config_dir), config_dir, shard_bytes)
 
 
-def _plan(contents: Contents, request: Request) -> str:
+def _plan(source: Source, request: Request) -> str:
     """What decides the bytes is the checkpoint, whatever its path, and how it is to be exported."""
-    how = [contents.checkpoint.manifest.xxh3_128, dataclasses.replace(request, source="", dest="")]
+    how = [source.identity or secrets.token_hex(16), dataclasses.replace(request, source="", dest="")]
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(how))
 
 

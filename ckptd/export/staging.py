@@ -31,9 +31,11 @@ class Staging:
     """``content``: the file or directory that is to become ``dest``. ``plan``: names all that decides what is written; what was
     written by another plan is thrown away. As a context manager it puts a full disk into words, and lets go of its lock."""
 
-    def __init__(self, dest: Path, plan: str, nbytes: int, progress: Progress) -> None:
-        """Raises CkptdError as ``check`` does, and where somebody else writes it."""
+    def __init__(self, dest: Path, plan: str, nbytes: int, progress: Progress, *, goes_on: bool = True) -> None:
+        """goes_on: the same command finds what this one left. Raises CkptdError as ``check`` does, and where somebody else writes
+        it."""
         check(dest)
+        self._goes_on = goes_on
         self.dest, self._nbytes, self._progress = dest, nbytes, progress
         self._folder = dest.with_name(dest.name + SUFFIX)
         self.content = self._folder / "content"
@@ -76,7 +78,9 @@ class Staging:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             return
-        if hasattr(self, "_journal"):
+        if hasattr(self, "_journal") and not self._journal.closed:  # it has the lock
+            if not self._goes_on:
+                shutil.rmtree(self._folder, ignore_errors=True)
             self._journal.close()
         cause = _os_error(error)
         if cause is not None:
@@ -85,7 +89,8 @@ class Staging:
     def _in_words(self, error: OSError) -> CkptdError:
         where = str(error.filename or self.dest)
         if error.errno in (*FULL, errno.EFBIG):
-            hint = f"{format_bytes(self._nbytes)} are needed in all; the same command goes on from what is written"
+            hint = f"{format_bytes(self._nbytes)} are needed in all"
+            hint += "; the same command goes on from what is written" if self._goes_on else ""
             return CkptdError(f"the disk is full: {os.strerror(error.errno or 0)}", where=where, hint=hint)
         return CkptdError(f"cannot be written: {error.strerror or error}", where=where, hint="is there a right to write there?")
 

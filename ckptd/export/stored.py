@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.persist.reader import Checkpoint
+from ckptd.export.source import Source
 from ckptd.persist.strided import slabs
 
 PIECE_BYTES = 32 << 20  # of what is read at a time
@@ -44,7 +44,7 @@ class Stored:
         whole = Box.whole(self.shape)
         return list(slabs(whole, whole, ITEMSIZE[self.dtype], bytes_max)) if whole.volume else [whole]
 
-    def read(self, checkpoint: Checkpoint, box: Box) -> Tensor:
+    def read(self, checkpoint: Source, box: Box) -> Tensor:
         """Raises FileDamage, StorageError."""
         if not box.volume:
             return torch.empty(box.sizes, dtype=self.torch_dtype)
@@ -52,7 +52,7 @@ class Stored:
         checkpoint.read(self.key, box, memoryview(data), self.rank)
         return torch.frombuffer(data, dtype=TORCH[self.dtype]).view(box.sizes).to(self.torch_dtype)
 
-    def pieces(self, checkpoint: Checkpoint) -> Iterator[memoryview]:
+    def pieces(self, checkpoint: Source) -> Iterator[memoryview]:
         """All of its bytes."""
         for box in self.boxes(PIECE_BYTES):
             if box.volume:

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptd.export.contents import MODEL, Contents, leaves
 from ckptd.export.optimizer import state_of
+from ckptd.export.source import Source
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored, bytes_of
-from ckptd.persist.reader import Checkpoint
 
 OPTIMIZER, EXTRA, STEP = "optimizer", "extra", "step"
 
@@ -27,7 +27,7 @@ def tree_of(contents: Contents) -> dict[str, Any]:
     tree: dict[str, Any] = {MODEL if len(modules) == 1 else owner: entries for owner, entries in modules.items()}
     for owner in optimizers:
         tree[OPTIMIZER if len(optimizers) == 1 else owner] = state_of(contents, owner).by_position()
-    return {**tree, EXTRA: contents.extras(), STEP: contents.checkpoint.manifest.snapshot.step}
+    return {**tree, EXTRA: contents.extras(), STEP: contents.checkpoint.step}
 
 
 class TorchFile:
@@ -42,7 +42,7 @@ class TorchFile:
         put(staging, "", self._tree, self._checkpoint)
 
 
-def put(staging: Staging, name: str, tree: Any, checkpoint: Checkpoint) -> None:
+def put(staging: Staging, name: str, tree: Any, checkpoint: Source) -> None:
     """One such file, whose tree may hold what is stored. ``name``: below the destination, "": itself."""
     skeleton = _Skeleton()
     with FakeTensorMode():
@@ -61,7 +61,7 @@ def put(staging: Staging, name: str, tree: Any, checkpoint: Checkpoint) -> None:
         staging.region(path, name, at, source.nbytes, partial(_pieces, source, checkpoint))
 
 
-def _pieces(source: Stored | Tensor, checkpoint: Checkpoint) -> Iterator[memoryview]:
+def _pieces(source: Stored | Tensor, checkpoint: Source) -> Iterator[memoryview]:
     if isinstance(source, Stored):
         yield from source.pieces(checkpoint)
     elif source.nbytes:

@@ -36,12 +36,13 @@ GONE = "what training has let go of is read from storage or not at all; open() a
 
 class Reading(Mapping[str, Any]):
     """One step of a job. ``tensors``: key -> (dtype, shape). As a mapping: what is no tensor, by name, bytes or what was registered
-    under it; of what each rank had for itself {rank: that}. ``own``: keys and names of such; ``world``: so many ranks saved it."""
+    under it; of what each rank had for itself {rank: that}. ``own``: keys and names of such; ``world``: so many ranks saved it;
+    ``catalogue``: all that the daemon says of it, roles and aliases too."""
 
     def __init__(self, sock: RankSocket, job: str, timeout_s: float) -> None:
         self._socket, self._job, self._timeout_s = sock, job, timeout_s
         self.step, self.epoch = -1, -1
-        self._catalogue = Catalogue({}, {}, frozenset())
+        self.catalogue = Catalogue({}, {}, frozenset())
         self._reads = threading.Lock()  # one at a time, whoever asks
         self._owed = False  # an answer, or what follows it
 
@@ -52,26 +53,26 @@ class Reading(Mapping[str, Any]):
         opened, fds = self._hear(wire.Opened)
         try:
             self.epoch, self.step = opened.snapshot
-            self._catalogue = Catalogue.decode(read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX), 0)
+            self.catalogue = Catalogue.decode(read_memfd_object(fds[0], wire.MEMFD_OBJECT_BYTES_MAX), 0)
         finally:
             close_all(fds)
-        self.tensors, self.world = tensors_of(self._catalogue), self._catalogue.world
-        self.own = frozenset(name[2:] for name in self._catalogue.per_rank)
-        self._names = {name for name in self._catalogue.objects if not name.startswith("$")}
+        self.tensors, self.world = tensors_of(self.catalogue), self.catalogue.world
+        self.own = frozenset(name[2:] for name in self.catalogue.per_rank)
+        self._names = {name for name in self.catalogue.objects if not name.startswith("$")}
         return self
 
     def read(self, rows: Iterable[Row], rank: int | None = None) -> None:
         """(key, offsets, sizes, out), out of that shape, on any device; another dtype is converted. rank: whose value, of what each
         rank had for itself. Raises CkptdError for rows that do not fit, and when what they name is not to be had any more."""
-        boxes, converted = boxes_of(rows, self._catalogue, self.step)
+        boxes, converted = boxes_of(rows, self.catalogue, self.step)
         targets = []
         for box in boxes:
-            own, had = self._catalogue.is_per_rank("t", box.key), self._catalogue.owners_of(box.key)
+            own, had = self.catalogue.is_per_rank("t", box.key), self.catalogue.owners_of(box.key)
             if own and rank not in had:
                 raise CkptdError(f"each rank had its own; rank={rank} is none of {had}", where=box.key, hint="read(rows, rank=)")
             extent = Box(tuple(map(int, box.offsets)), tuple(map(int, box.sizes or box.tensor.shape)))
             if extent.volume:
-                dtype, shape, _ = self._catalogue.tensors[box.key]
+                dtype, shape, _ = self.catalogue.tensors[box.key]
                 targets.append(Target(box.key, dtype, shape, extent, box.tensor, rank=rank if own else None))
         if targets:
             self._bring(Wanted(targets))
@@ -82,10 +83,14 @@ class Reading(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
             raise KeyError(name)
-        blobs = self._bring(Wanted(objects=[name]))
-        if not self._catalogue.is_per_rank("o", name):
+        blobs = self.blobs(name)
+        if not self.catalogue.is_per_rank("o", name):
             return tree.decode(blobs[ALL], partial(self._tensor, rank=None))
         return {rank: tree.decode(blob, partial(self._tensor, rank=rank)) for rank, blob in blobs.items() if rank != ALL}
+
+    def blobs(self, name: str) -> dict[int, bytes]:
+        """The same as it was saved, by rank where each had its own, and ALL for what is everybody's; the snapshot's "$meta" too."""
+        return self._bring(Wanted(objects=[name]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._names))
@@ -97,7 +102,7 @@ class Reading(Mapping[str, Any]):
         """Inside of an object."""
         dtype, shape = self.tensors[key]
         found = torch.empty(shape, dtype=dtype)
-        self.read([(key, (0,) * len(shape), shape, found)], rank if self._catalogue.is_per_rank("t", key) else None)
+        self.read([(key, (0,) * len(shape), shape, found)], rank if self.catalogue.is_per_rank("t", key) else None)
         return found
 
     def _bring(self, wanted: Wanted) -> dict[int, bytes]:
