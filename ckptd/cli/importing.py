@@ -28,6 +28,10 @@ def import_(
     prefix_map: Annotated[
         list[str] | None, typer.Option(help="OLD=NEW: keys that begin with OLD begin with NEW instead; may be repeated")
     ] = None,
+    param_names: Annotated[
+        str | None,
+        typer.Option(help="where an optimizer only numbers its parameters: a file of their names in its order, or `model`"),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="convert floating point tensors, optimizer state excepted: F32, BF16, F16 or F64")
     ] = None,
@@ -45,6 +49,7 @@ def import_(
     from ckptd.cli.patterns import chosen
     from ckptd.cli.show import print_json
     from ckptd.imports.naming import Prefixes, named
+    from ckptd.imports.param_order import ParamOrder
     from ckptd.imports.sources import Kind, load
     from ckptd.imports.write import own_job
 
@@ -53,7 +58,7 @@ def import_(
     if loaded.config.storage_root is None:
         raise CkptdError("no storage root", hint="--storage-root DIR, the one that the daemons have")
     found = load(str(source), Kind(kind))
-    made = named(found.tree, Prefixes.parse(prefix_map or ()), as_is=found.as_is)
+    made = named(found.tree, Prefixes.parse(prefix_map or ()), ParamOrder.parse(param_names), as_is=found.as_is)
     _choose(made, chosen(only or ()), dtype)
     full_job, step = own_job(job), found.step if step is None else step
     where = "" if dry_run else _write(loaded.config.storage_root, full_job, step, made, quiet=as_json)

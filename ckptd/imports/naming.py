@@ -9,15 +9,16 @@ from typing import Any
 
 from ckptd.core.errors import CkptdError
 from ckptd.imports.optimizers import Named, add_optimizer, is_optimizer
+from ckptd.imports.param_order import ParamOrder
 from ckptd.imports.stored import Stored
 from ckptd.imports.unpickle import Record
 from ckptd.imports.values import plain, why_not
+from ckptd.imports.wrappers import unwrapped
 
 OWNERS = {  # what programs call them at the top of a file
     "model_state_dict": "model", "state_dict": "model", "model_state": "model", "module": "model", "net": "model",
     "optimizer_state_dict": "optimizer", "optim_state_dict": "optimizer", "optimizer_state": "optimizer", "optim": "optimizer",
 }  # fmt: skip
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _FLAT_OPTIMIZER = re.compile(r"(optim|optimizer)\.(state|param_groups)\.(.+)\.([^.]+)")
 FSDP1 = "_flat_param"
 EXTRA = "_extra_state"
@@ -55,7 +56,7 @@ class Prefixes:
             raise CkptdError(f"no key begins with {idle[0]!r}", where="--prefix-map", hint="--dry-run shows the keys")
 
 
-def named(tree: Mapping[Any, Any], prefixes: Prefixes, *, as_is: bool = False) -> Named:
+def named(tree: Mapping[Any, Any], prefixes: Prefixes, order: ParamOrder, *, as_is: bool = False) -> Named:
     """as_is: the top of the tree has tensors by the names that they are to have. Raises CkptdError."""
     made, bare, optimizers = Named(), dict[str, Stored](), dict[str, Any]()
     for name, value in _unflattened(tree).items():
@@ -65,16 +66,16 @@ def named(tree: Mapping[Any, Any], prefixes: Prefixes, *, as_is: bool = False) -
         elif is_optimizer(value):
             optimizers[owner] = value
         elif isinstance(value, Mapping) and any(isinstance(leaf, Stored) for _, leaf in _leaves(value, "")):
-            for path, leaf in _unwrapped(_leaves(value, "")):
+            for path, leaf in unwrapped(_leaves(value, "")):
                 _add(made, prefixes.of(f"{owner}.{path}"), leaf)
         elif str(name).rpartition(".")[2] == EXTRA:
             _add(made, prefixes.of(f"model.{name}"), value)
         else:
             _add_value(made, prefixes, str(name), value)
-    for path, leaf in bare.items() if as_is else _unwrapped(bare.items()):
+    for path, leaf in bare.items() if as_is else unwrapped(bare.items()):
         _add(made, prefixes.of(path if as_is else f"model.{path}"), leaf)
     for owner, value in optimizers.items():
-        add_optimizer(made, prefixes.of(owner), value, prefixes)
+        add_optimizer(made, prefixes.of(owner), value, prefixes, order)
     prefixes.check()
     _alias(made)
     return made
@@ -120,14 +121,6 @@ def _leaves(value: Any, path: str) -> Iterable[tuple[str, Any]]:
             yield from _leaves(item, f"{path}.{at}")
     else:
         yield path, value
-
-
-def _unwrapped(leaves: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    """Without what compile, FSDP and activation checkpoints put into names, and DDP before all of them."""
-    found = [(".".join(part for part in path.split(".") if part not in _WRAPPERS), leaf) for path, leaf in leaves]
-    if found and all(path.startswith("module.") for path, _ in found):
-        return [(path.removeprefix("module."), leaf) for path, leaf in found]
-    return found
 
 
 def _unflattened(tree: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -31,7 +31,7 @@ def test_a_file_of_torch_save(cli: Cli, tmp_path: Path, kind: Any) -> None:
         {"model_state_dict": net.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "epoch": 4, "scheduler": scheduler},
         tmp_path / "c.pt",
     )
-    report = run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root")
+    report = run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root", "--param-names", "model")
     assert report["aliases"] == {"model.head.weight": "model.embed.weight"} and report["foreign"] == []
     assert verify(report["path"]).ok
     model, optim = fresh(kind)
@@ -53,13 +53,73 @@ def test_groups_need_names(cli: Cli, tmp_path: Path) -> None:
         torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{named}.pt")
     flags = ("--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
     ran = cli("import", tmp_path / "False.pt", *flags)
-    assert "which parameter is which cannot be told" in ran.err and "named_parameters" in ran.err
+    assert "which parameter is which cannot be told" in ran.err and "named_parameters" in ran.err and "--param-names" in ran.err
     run_import(cli, tmp_path / "True.pt", "torch", tmp_path / "root")
     model = Net(fill=0)
     mine = [[p for name, p in model.named_parameters() if name in dict(half)] for half in halves]
     its = torch.optim.SGD([{"params": half} for half in mine], lr=1.0, momentum=0.1)
     restored(tmp_path / "root", model=model, optimizer=its)
     expect_same(net, optimizer, model, its)
+
+
+class Pair(torch.nn.Module):
+    """Two layers of the same shapes, and an optimizer over them in the other order, in one group or in two."""
+
+    def __init__(self, *, groups: int = 1, wide: int = 0) -> None:
+        super().__init__()
+        self.enc, self.dec = torch.nn.Linear(4, 4, bias=not wide), torch.nn.Linear(4, 4 + wide, bias=not wide)
+        order = [[*self.dec.parameters()], [*self.enc.parameters()]]
+        whole = order if groups == 2 else [[*order[0], *order[1]]]
+        self.adam = torch.optim.Adam([{"params": part, "lr": 0.1 / (at + 1)} for at, part in enumerate(whole)])
+
+    def step(self) -> None:
+        self.dec(self.enc(torch.arange(4.0))).square().sum().backward()
+        self.adam.step()
+
+    def same(self, other: Pair) -> None:
+        for (name, p), q in zip(self.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q), name
+            for part in ("step", "exp_avg", "exp_avg_sq"):
+                assert torch.equal(self.adam.state[p][part], other.adam.state[q][part]), (name, part)
+        assert [g["lr"] for g in self.adam.param_groups] == [g["lr"] for g in other.adam.param_groups]
+
+    def save(self, path: Path) -> Path:
+        """What the hint says to run, beside it: the file of names."""
+        torch.save({"model": self.state_dict(), "optimizer": self.adam.state_dict()}, path)
+        names = {p: n for n, p in self.named_parameters()}
+        text = "\n".join(names[p] for g in self.adam.param_groups for p in g["params"])
+        (path.parent / "names.txt").write_text(text)
+        return path.parent / "names.txt"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_optimizer_of_another_order_is_asked_for_its_names(cli: Cli, tmp_path: Path, groups: int) -> None:
+    pair = Pair(groups=groups)
+    pair.step()
+    names = pair.save(tmp_path / "c.pt")
+    flags = ("--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
+    ran = cli("import", tmp_path / "c.pt", *flags)
+    assert ran.code == 1 and "only numbers 4" in ran.err and "for g in optimizer.param_groups" in ran.err
+    run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root", "--param-names", names)
+    other = Pair(groups=groups)
+    restored(tmp_path / "root", model=other, optimizer=other.adam)
+    pair.same(other)
+    for text, why in (("enc.weight\nenc.bias\n", "2 names for the 4"), ("\n", "no names"), ("a\nb\nc\nd", "state of a")):
+        names.write_text(text)
+        assert why in cli("import", tmp_path / "c.pt", *flags, "--param-names", names).err
+    names.write_text("enc.bias\nenc.weight\ndec.weight\ndec.bias")
+    assert "does not fit model.enc.bias" in cli("import", tmp_path / "c.pt", *flags, "--param-names", names).err
+    assert "cannot be read" in cli("import", tmp_path / "c.pt", *flags, "--param-names", tmp_path / "none").err
+
+
+def test_shapes_that_fit_in_one_way_need_no_names(cli: Cli, tmp_path: Path) -> None:
+    pair = Pair(wide=1)
+    pair.step()
+    pair.save(tmp_path / "c.pt")
+    run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root")
+    other = Pair(wide=1)
+    restored(tmp_path / "root", model=other, optimizer=other.adam)
+    pair.same(other)
 
 
 def test_views_prefixes_dtypes_and_choices(cli: Cli, tmp_path: Path) -> None:
