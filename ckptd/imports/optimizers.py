@@ -29,13 +29,9 @@ class Named:
     notes: list[str] = field(default_factory=list)
 
 
-def is_optimizer(value: Any) -> bool:
-    return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
-
-
 def add_optimizer(made: Named, owner: str, saved: Mapping[str, Any], prefixes: Prefixes, order: ParamOrder) -> None:
     """Raises CkptdError: a parameter that nothing says the name of, state that cannot be written."""
-    groups, states = saved["param_groups"], saved["state"] or {}
+    groups, states = saved["param_groups"], saved.get("state") or {}
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise CkptdError("its param_groups are no list of dicts", where=owner)
     states = _by_member(groups, states)

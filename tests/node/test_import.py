@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from ckptd.persist.verify import verify
@@ -161,6 +161,26 @@ def test_a_dry_run_writes_nothing(cli: Cli, tmp_path: Path) -> None:
     assert "--from tf" in cli("import", tmp_path / "c.pt", *flags[2:], "--from", "tf").err
 
 
+def test_optimizers_in_other_places(cli: Cli, tmp_path: Path) -> None:
+    """Lightning's list, a file of nothing else, and a module that is called as an optimizer's part is."""
+    pair = Pair(groups=2)
+    pair.step()
+    names = pair.save(tmp_path / "c.pt")
+    named = ("--param-names", names)
+    lightning = {"state_dict": pair.state_dict(), "optimizer_states": [pair.adam.state_dict()], "epoch": 3}
+    torch.save(lightning, tmp_path / "l.ckpt")
+    torch.save(pair.adam.state_dict(), tmp_path / "o.pt")
+    flags = ("--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
+    assert "optimizer_states.0=optimizer" in cli("import", tmp_path / "l.ckpt", *flags, *named).err
+    assert "import the model with it" in cli("import", tmp_path / "o.pt", *flags, *named).err
+    run_import(cli, tmp_path / "l.ckpt", "torch", tmp_path / "root", "--prefix-map", "optimizer_states.0=optimizer", *named)
+    other = Pair(groups=2)
+    restored(tmp_path / "root", model=other, optimizer=other.adam)
+    pair.same(other)
+    torch.save({"model": {"state.proj.weight": torch.ones(2)}}, tmp_path / "s.pt")
+    assert [*run_import(cli, tmp_path / "s.pt", "torch", tmp_path / "s")["tensors"]] == ["model.state.proj.weight"]
+
+
 # --- safetensors ----------------------------------------------------------------------------------------------------
 def test_files_of_safetensors(cli: Cli, tmp_path: Path) -> None:
     net = Net()
@@ -222,6 +242,87 @@ def test_a_directory_of_dcp(cli: Cli, tmp_path: Path) -> None:
     model, optim = fresh()
     restored(tmp_path / "root", model=model, optimizer=optim)
     expect_same(net, optimizer, model, optim)
+
+
+def flat(pair: Pair) -> dict[str, Any]:
+    return get_optimizer_state_dict(pair, pair.adam, options=StateDictOptions(flatten_optimizer_state_dict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["below", "beside"])
+def test_a_flat_optimizer_of_dcp(cli: Cli, tmp_path: Path, layout: str) -> None:
+    """As its owner's dict, or all of it at the top as torchtitan has it."""
+    pair = Pair(groups=2)
+    pair.step()
+    top = {f"optimizer.{name}": value for name, value in flat(pair).items()} | pair.state_dict()
+    save({"model": pair.state_dict(), "optimizer": flat(pair)} if layout == "below" else top, tmp_path / "dcp")
+    report = run_import(cli, tmp_path / "dcp", "dcp", tmp_path / "root")
+    assert "optimizer.groups" in report["objects"] and "model.enc.weight" in report["tensors"] and report["meta"] == []
+    other = Pair(groups=2)
+    for group in other.adam.param_groups:
+        group["lr"] = 9.0
+    restored(tmp_path / "root", model=other, optimizer=other.adam)
+    pair.same(other)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["state_dict", "flat", "torchtitan"])
+def test_what_export_wrote_for_dcp_comes_back(cli: Cli, tmp_path: Path, layout: str) -> None:
+    pair = Pair(groups=2)
+    pair.step()
+    save({"model": pair.state_dict(), "optimizer": flat(pair)}, tmp_path / "dcp")
+    first = run_import(cli, tmp_path / "dcp", "dcp", tmp_path / "root")["path"]
+    ran = cli("export", first, tmp_path / "out", "--to", "dcp", "--layout", layout)
+    assert ran.code == 0, ran.err
+    run_import(cli, tmp_path / "out", "dcp", tmp_path / "again")
+    other = Pair(groups=2)
+    restored(tmp_path / "again", model=other, optimizer=other.adam)
+    pair.same(other)
+
+
+class App:
+    """As in torch's tutorial of distributed checkpoints: a Stateful with model and optimizer in one dict."""
+
+    def __init__(self, pair: Pair, *, flat: bool = False) -> None:
+        self.pair, self.flat = pair, flat
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optim = get_state_dict(self.pair, self.pair.adam, options=StateDictOptions(flatten_optimizer_state_dict=self.flat))
+        return {"model": model, "optim": optim}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_an_app_state_of_dcp_is_asked_for_names(cli: Cli, tmp_path: Path, is_flat: bool) -> None:
+    pair = Pair(groups=2)
+    pair.step()
+    save({"app": App(pair, flat=is_flat)}, tmp_path / "dcp")
+    ran = cli("import", tmp_path / "dcp", "--from", "dcp", "--job", JOB, "--storage-root", tmp_path / "root")
+    maps = ("--prefix-map", "app.model=model", "--prefix-map", "app.optim=optimizer")
+    assert ran.code == 1 and " ".join(maps) in " ".join(ran.err.split()), ran.err
+    run_import(cli, tmp_path / "dcp", "dcp", tmp_path / "root", *maps)
+    other = Pair(groups=2)
+    restored(tmp_path / "root", model=other, optimizer=other.adam)
+    pair.same(other)
+    report = run_import(cli, tmp_path / "dcp", "dcp", tmp_path / "b", "--prefix-map", "app.optim=", "--prefix-map", "app.=")
+    assert {key.partition(".")[0] for key in report["tensors"]} == {"model"} and "app.optim: left out" in report["notes"][0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_numbered_optimizer_of_dcp_is_asked_for_its_names(cli: Cli, tmp_path: Path) -> None:
+    pair = Pair(groups=2)
+    pair.step()
+    names = pair.save(tmp_path / "c.pt")
+    save({"model": pair.state_dict(), "optimizer": pair.adam.state_dict()}, tmp_path / "dcp")
+    flags = ("--from", "dcp", "--job", JOB, "--storage-root", tmp_path / "root")
+    assert "only numbers 4" in cli("import", tmp_path / "dcp", *flags).err
+    run_import(cli, tmp_path / "dcp", "dcp", tmp_path / "root", "--param-names", names)
+    other = Pair(groups=2)
+    restored(tmp_path / "root", model=other, optimizer=other.adam)
+    pair.same(other)
 
 
 def _save_rows(rank: int, folder: str) -> None:
