@@ -206,6 +206,16 @@ def test_files_of_safetensors(cli: Cli, tmp_path: Path) -> None:
     assert "torn: model-1.safetensors" in cli("import", folder, *flags).err
 
 
+def test_numbered_files_without_an_index_are_all_there(cli: Cli, tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        save_file({f"w{number}": torch.ones(2)}, tmp_path / f"model-0000{number}-of-00003.safetensors")
+    assert len(run_import(cli, tmp_path, "hf", tmp_path / "root", "--dry-run")["tensors"]) == 3
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    flags = ("--from", "hf", "--job", JOB, "--storage-root", tmp_path / "root")
+    ran = cli("import", tmp_path, *flags)
+    assert ran.code == 1 and "torn: 2 files of 00003 are there, model-00002-of-00003.safetensors is not" in ran.err
+
+
 def test_nothing_is_read_whole(cli: Cli, tmp_path: Path) -> None:
     """Neither by an import, converting or not, nor by a comparison: a few MiB, whatever a tensor's size."""
     count = 1 << 24
