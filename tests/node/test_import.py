@@ -156,8 +156,11 @@ def test_a_dry_run_writes_nothing(cli: Cli, tmp_path: Path) -> None:
     assert "has been started" in cli("import", tmp_path / "c.pt", *flags).err
     assert "no key begins with 'x.'" in cli("import", tmp_path / "c.pt", *flags, "--prefix-map", "x.=y.").err
     assert "not OLD=NEW" in cli("import", tmp_path / "c.pt", *flags, "--prefix-map", "x.").err
-    assert "--dtype F4" in cli("import", tmp_path / "c.pt", *flags, "--dtype", "F4").err
-    assert "no tensor to import" in cli("import", tmp_path / "c.pt", *flags, "--only", "x").err
+    assert "no dtype to import as: F4" in cli("import", tmp_path / "c.pt", *flags, "--dtype", "F4").err
+    ran = cli("import", tmp_path / "c.pt", *flags, "--only", "x")
+    assert "no tensor to import" in ran.err and "as in model.embed.weight" in ran.err
+    assert "--from dcp, hf" in cli("import", tmp_path, *flags).err
+    assert "--from torch" in cli("import", tmp_path / "c.pt", *flags[2:], "--from", "hf").err
     assert "--from tf" in cli("import", tmp_path / "c.pt", *flags[2:], "--from", "tf").err
 
 
@@ -179,6 +182,34 @@ def test_optimizers_in_other_places(cli: Cli, tmp_path: Path) -> None:
     pair.same(other)
     torch.save({"model": {"state.proj.weight": torch.ones(2)}}, tmp_path / "s.pt")
     assert [*run_import(cli, tmp_path / "s.pt", "torch", tmp_path / "s")["tensors"]] == ["model.state.proj.weight"]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "bf16", "BF16", "BFLOAT16"])
+def test_dtypes_have_the_names_that_export_has(cli: Cli, tmp_path: Path, name: str) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "c.pt")
+    report = run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root", "--dtype", name, "--dry-run")
+    assert report["tensors"] == {"model.w": ["BF16", [2]]}
+
+
+def test_a_step_and_a_scheduler_are_told(cli: Cli, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    saved = {"model": model.state_dict(), "scheduler": scheduler.state_dict(), "epoch": 1, "global_step": 5}
+    torch.save(saved, tmp_path / "c.pt")
+    flags = ("import", tmp_path / "c.pt", "--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root", "--dry-run")
+    ran = cli(*flags)
+    assert "step 0" in ran.out and "the file says global_step=5: --step 5 begins there" in ran.out
+    assert "scheduler=extra.scheduler" in ran.out and "begins there" not in cli(*flags, "--step", 4).out
+    run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "a", "--prefix-map", "scheduler=scheduler")
+    run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "b", "--prefix-map", "scheduler=extra.scheduler")
+    for root, how in (("a", lambda one: {"scheduler": one}), ("b", lambda one: {"extra": {"scheduler": one}})):
+        mine = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 2)
+        restored(tmp_path / root, model=model, **how(mine))
+        assert mine.state_dict() == scheduler.state_dict() and mine.last_epoch == 5
 
 
 # --- safetensors ----------------------------------------------------------------------------------------------------

@@ -159,4 +159,8 @@ def test_a_source_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     ran = cli("import", tmp_path / "list.pt", "--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
     assert "it holds a list" in ran.err
+    for name, value in (("whole", torch.nn.Linear(2, 2)), ("below", {"model": torch.nn.Linear(2, 2)})):
+        torch.save(value, tmp_path / f"{name}.pt")
+        ran = cli("import", tmp_path / f"{name}.pt", "--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
+        assert ran.code == 1 and "torch.nn.modules.linear.Linear" in ran.err and "--only" not in ran.err, ran.err
     assert "no storage root" in cli("import", tmp_path / "list.pt", "--from", "torch", "--job", JOB).err
