@@ -184,11 +184,11 @@ def test_optimizers_in_other_places(cli: Cli, tmp_path: Path) -> None:
     assert [*run_import(cli, tmp_path / "s.pt", "torch", tmp_path / "s")["tensors"]] == ["model.state.proj.weight"]
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "bf16", "BF16", "BFLOAT16"])
-def test_dtypes_have_the_names_that_export_has(cli: Cli, tmp_path: Path, name: str) -> None:
+def test_dtypes_have_the_names_that_export_has(cli: Cli, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "c.pt")
-    report = run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root", "--dtype", name, "--dry-run")
-    assert report["tensors"] == {"model.w": ["BF16", [2]]}
+    for name in ("bfloat16", "bf16", "BF16", "BFLOAT16"):
+        report = run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root", "--dtype", name, "--dry-run")
+        assert report["tensors"] == {"model.w": ["BF16", [2]]}
 
 
 def test_a_step_and_a_scheduler_are_told(cli: Cli, tmp_path: Path) -> None:
