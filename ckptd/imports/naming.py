@@ -87,6 +87,7 @@ def named(tree: Mapping[Any, Any], prefixes: Prefixes, order: ParamOrder, *, as_
         else:
             made.notes.append(f"{path}: left out, as --prefix-map says")
     prefixes.check()
+    order.check()
     _alias(made)
     return made
 

@@ -90,6 +90,8 @@ def _known(made: Named, owner: str, name: str, prefixes: Prefixes) -> str:
         if key in made.tensors:
             return key
     ends = [key for key, (_, role) in made.tensors.items() if role != "optim" and key.endswith(f".{name}")]
-    if len(ends) != 1:
+    if len(ends) > 1:
+        raise CkptdError(f"{name} may be {ends[0]} or {ends[1]}", where=owner, hint="--param-names takes whole names, too")
+    if not ends:
         raise CkptdError(f"it has state of {name}, of which the file has no tensor", where=owner, hint="import the model with it")
     return ends[0]

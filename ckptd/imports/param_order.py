@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +24,20 @@ SAY = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParamOrder:
-    """``--param-names``: of the parameters of all groups, one after the other. names: by a file. of_model: the model's own order.
-    Neither: nothing is said."""
+    """``--param-names``: of the parameters of all groups, one after the other, of one optimizer after the other. said: there is a
+    word of it. names: those of a file that are not taken yet. of_model: the model's own order."""
 
-    names: Sequence[str] = ()
+    said: bool = False
+    names: list[str] = field(default_factory=list)
     of_model: bool = False
 
     @staticmethod
     def parse(text: str | None) -> ParamOrder:
         """Raises CkptdError."""
         if text is None or text == MODEL:
-            return ParamOrder(of_model=text is not None)
+            return ParamOrder(text is not None, of_model=text is not None)
         try:
             with Path(text).open(encoding="utf-8") as file:
                 lines = file.read(NAMES_BYTES_MAX).splitlines()
@@ -45,15 +46,16 @@ class ParamOrder:
         names = [name for name, _ in unwrapped((line.strip(), None) for line in lines if line.strip())]
         if not names:
             raise CkptdError("it has no names", where=f"--param-names {text}", hint="one name of a parameter per line")
-        return ParamOrder(names)
+        return ParamOrder(True, names)
 
     def keys(
         self, made: Named, owner: str, numbers: Sequence[Any], states: Mapping[Any, Any], key_of: Callable[[str], str]
     ) -> dict[Any, str]:
         """Of each number, the parameter's key. Raises CkptdError: it is not known, or does not fit."""
-        if not self.names and not self.of_model:
+        if not self.said:
             return _by_shape(made, owner, numbers, states)
-        keys = _of_model(made) if self.of_model else [key_of(name) for name in self.names]
+        names, self.names = self.names[: len(numbers)], self.names[len(numbers) :]
+        keys = _of_model(made) if self.of_model else [key_of(name) for name in names]
         what = "tensors of the model" if self.of_model else "names"
         if len(keys) != len(numbers) or len(set(keys)) != len(keys):
             text = f"{len(set(keys))} {what} for the {len(numbers)} parameters that it numbers"
@@ -63,6 +65,13 @@ class ParamOrder:
             if shapes and made.tensors[key][0].shape not in shapes:
                 raise CkptdError(f"state of shape {min(shapes)} does not fit {key}", where=owner, hint=SAY)
         return dict(zip(numbers, keys, strict=True))
+
+
+    def check(self) -> None:
+        """Raises CkptdError: more names than there are parameters."""
+        if self.names:
+            text = f"{len(self.names)} names more than there are numbered parameters, {self.names[0]} among them"
+            raise CkptdError(text, where="--param-names", hint=SAY)
 
 
 def _shapes(states: Mapping[Any, Any], one: Any) -> set[tuple[int, ...]]:

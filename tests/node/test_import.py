@@ -112,6 +112,25 @@ def test_an_optimizer_of_another_order_is_asked_for_its_names(cli: Cli, tmp_path
     assert "cannot be read" in cli("import", tmp_path / "c.pt", *flags, "--param-names", tmp_path / "none").err
 
 
+def test_two_optimizers_take_their_names_one_after_the_other(cli: Cli, tmp_path: Path) -> None:
+    """As a GAN's, of which both modules have the same names."""
+    gen, disc = Pair(), Pair()
+    disc.step()
+    saved = {"gen": gen.state_dict(), "disc": disc.state_dict(), "g": gen.adam.state_dict(), "d": disc.adam.state_dict()}
+    torch.save(saved, tmp_path / "c.pt")
+    mine = ["dec.weight", "dec.bias", "enc.weight", "enc.bias"]
+    (names := tmp_path / "names.txt").write_text("\n".join(f"{owner}.{name}" for owner in ("gen", "disc") for name in mine))
+    run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root", "--param-names", names)
+    other, its = Pair(), Pair()
+    restored(tmp_path / "root", gen=other, disc=its, g=other.adam, d=its.adam)
+    disc.same(its)
+    flags = ("--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root", "--param-names", names)
+    names.write_text("\n".join(mine))
+    assert "dec.weight may be gen.dec.weight or disc.dec.weight" in cli("import", tmp_path / "c.pt", *flags).err
+    torch.save({"model": gen.state_dict()}, tmp_path / "c.pt")
+    assert "4 names more than there are" in cli("import", tmp_path / "c.pt", *flags).err
+
+
 def test_shapes_that_fit_in_one_way_need_no_names(cli: Cli, tmp_path: Path) -> None:
     pair = Pair(wide=1)
     pair.step()
