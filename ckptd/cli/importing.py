@@ -28,8 +28,12 @@ def import_(
     prefix_map: Annotated[
         list[str] | None, typer.Option(help="OLD=NEW: keys that begin with OLD begin with NEW instead; may be repeated")
     ] = None,
+    param_names: Annotated[
+        str | None,
+        typer.Option(help="where an optimizer only numbers its parameters: a file of their names in its order, or `model`"),
+    ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="convert floating point tensors, optimizer state excepted: F32, BF16, F16 or F64")
+        str | None, typer.Option(help="convert floating point tensors, optimizer state excepted: float32, bf16 and their like")
     ] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="only tensors whose keys fit this shell pattern; may be repeated")
@@ -44,7 +48,9 @@ def import_(
     """
     from ckptd.cli.patterns import Chosen
     from ckptd.cli.show import print_json
+    from ckptd.imports.hints import hints
     from ckptd.imports.naming import Prefixes, named
+    from ckptd.imports.param_order import ParamOrder
     from ckptd.imports.sources import Kind, load
     from ckptd.imports.write import own_job
 
@@ -53,8 +59,9 @@ def import_(
     if loaded.config.storage_root is None:
         raise CkptdError("no storage root", hint="--storage-root DIR, the one that the daemons have")
     found = load(str(source), Kind(kind))
-    made = named(found.tree, Prefixes.parse(prefix_map or ()), as_is=found.as_is)
-    _choose(made, Chosen(only or ()), dtype)
+    made = named(found.tree, Prefixes.parse(prefix_map or ()), ParamOrder.parse(param_names), as_is=found.as_is)
+    _choose(made, Chosen(only or ()), dtype, found.foreign)
+    made.notes += hints(made, first=found.step == 0 and step is None)
     full_job, step = own_job(job), found.step if step is None else step
     where = "" if dry_run else _write(loaded.config.storage_root, full_job, step, made, quiet=as_json)
     report = {
@@ -66,22 +73,30 @@ def import_(
     print_json(report) if as_json else _print(report, dry_run=dry_run)
 
 
-def _choose(made: Named, wanted: Any, dtype: str | None) -> None:
+def _choose(made: Named, wanted: Any, dtype: str | None, foreign: set[str]) -> None:
     """Raises CkptdError: a tensor that cannot be written, or none at all."""
-    from ckptd.imports.stored import FLOATS
+    from ckptd.export.selection import dtype_named
 
-    if dtype is not None and dtype not in FLOATS:
-        raise CkptdError(f"--dtype {dtype} is not known", hint=f"one of {', '.join(sorted(FLOATS))}")
+    had = [*made.tensors]
     made.tensors = {key: found for key, found in made.tensors.items() if wanted(key)}
     made.aliases = {alias: key for alias, key in made.aliases.items() if key in made.tensors}
     if not made.tensors:
-        raise CkptdError("no tensor to import", hint="--only fits none, or the file has none")
+        raise CkptdError("no tensor to import", hint=_no_tensor(had, foreign))
     if dtype is not None:
+        dtype = dtype_named(dtype, "import")
         made.tensors = {
             key: (stored if role == "optim" else stored.as_dtype(dtype), role) for key, (stored, role) in made.tensors.items()
         }
     for key, (stored, _) in made.tensors.items():
         stored.check(key)
+
+
+def _no_tensor(had: list[str], foreign: set[str]) -> str:
+    if had:
+        return f"--only is of a whole key, as in {', '.join(sorted(had)[:3])}"
+    if foreign:
+        return f"what it has is of classes that are not known, and inert: {', '.join(sorted(foreign)[:3])}; save state_dict()s"
+    return "the file has none; save state_dict()s"
 
 
 def _write(root: str, job: str, step: int, made: Named, *, quiet: bool) -> str:

@@ -14,6 +14,14 @@ _SHORT = {"fp16": "F16", "bf16": "BF16", "fp32": "F32", "fp64": "F64"}
 assert set(DTYPES.values()) == CASTABLE
 
 
+def dtype_named(text: str, what: str) -> str:
+    """torch's name, a short one or safetensors' own, in whatever case. Raises CkptdError."""
+    known = {**DTYPES, **_SHORT} | {name.lower(): name for name in CASTABLE}
+    if text.lower() not in known:
+        raise CkptdError(f"no dtype to {what} as: {text}", where="--dtype", hint=f"one of {', '.join(known)}")
+    return known[text.lower()]
+
+
 @dataclass(frozen=True)
 class Selection:
     """only: shell patterns of whole keys; none: everything. prefixes: old -> new, of a model's names at dots, the longest that fits
@@ -29,10 +37,7 @@ class Selection:
         if any("=" not in text for text in prefix_map):
             hint = "transformer=model, or transformer= for nothing"
             raise CkptdError(f"not OLD=NEW: {', '.join(prefix_map)}", where="--prefix-map", hint=hint)
-        known = {**DTYPES, **_SHORT}
-        if dtype is not None and dtype not in known:
-            raise CkptdError(f"no dtype to export as: {dtype}", where="--dtype", hint=f"one of {', '.join(known)}")
-        return Selection(tuple(only), dict(text.split("=", 1) for text in prefix_map), known.get(dtype or ""))
+        return Selection(tuple(only), dict(text.split("=", 1) for text in prefix_map), dtype and dtype_named(dtype, "export"))
 
     def takes(self, key: str) -> bool:
         return not self.only or any(fnmatchcase(key, pattern) for pattern in self.only)

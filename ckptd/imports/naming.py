@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.core.errors import CkptdError
-from ckptd.imports.optimizers import Named, add_optimizer, is_optimizer
+from ckptd.imports.flat_optimizers import is_optimizer, taken_out
+from ckptd.imports.optimizers import Named, add_optimizer
+from ckptd.imports.param_order import ParamOrder
 from ckptd.imports.stored import Stored
 from ckptd.imports.unpickle import Record
 from ckptd.imports.values import plain, why_not
+from ckptd.imports.wrappers import unwrapped
 
 OWNERS = {  # what programs call them at the top of a file
     "model_state_dict": "model", "state_dict": "model", "model_state": "model", "module": "model", "net": "model",
     "optimizer_state_dict": "optimizer", "optim_state_dict": "optimizer", "optimizer_state": "optimizer", "optim": "optimizer",
 }  # fmt: skip
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_FLAT_OPTIMIZER = re.compile(r"(optim|optimizer)\.(state|param_groups)\.(.+)\.([^.]+)")
+OPTIMIZER = "optimizer"
 FSDP1 = "_flat_param"
 EXTRA = "_extra_state"
 
@@ -45,6 +46,14 @@ class Prefixes:
                 return new + key[len(old) :]
         return key
 
+    def of_optimizer(self, path: str) -> str | None:
+        """What OLD=NEW makes of it where OLD ends at a dot, or is all of it; None: no word of it."""
+        for old, new in self.pairs:
+            if path == old or (path.startswith(old) and "." in (old[-1:], path[len(old)])):
+                self.used.add(old)
+                return new + path[len(old) :]
+        return None
+
     def names(self, name: str) -> bool:
         return any(old == name for old, _ in self.pairs)
 
@@ -55,29 +64,46 @@ class Prefixes:
             raise CkptdError(f"no key begins with {idle[0]!r}", where="--prefix-map", hint="--dry-run shows the keys")
 
 
-def named(tree: Mapping[Any, Any], prefixes: Prefixes, *, as_is: bool = False) -> Named:
+def named(tree: Mapping[Any, Any], prefixes: Prefixes, order: ParamOrder, *, as_is: bool = False) -> Named:
     """as_is: the top of the tree has tensors by the names that they are to have. Raises CkptdError."""
     made, bare, optimizers = Named(), dict[str, Stored](), dict[str, Any]()
-    for name, value in _unflattened(tree).items():
+    for name, value in taken_out({OPTIMIZER: tree} if is_optimizer(tree) else tree, optimizers).items():
         owner = OWNERS.get(str(name), str(name))
         if isinstance(value, Stored):
             bare[str(name)] = value
-        elif is_optimizer(value):
-            optimizers[owner] = value
         elif isinstance(value, Mapping) and any(isinstance(leaf, Stored) for _, leaf in _leaves(value, "")):
-            for path, leaf in _unwrapped(_leaves(value, "")):
+            for path, leaf in unwrapped(_leaves(value, "")):
                 _add(made, prefixes.of(f"{owner}.{path}"), leaf)
         elif str(name).rpartition(".")[2] == EXTRA:
             _add(made, prefixes.of(f"model.{name}"), value)
         else:
             _add_value(made, prefixes, str(name), value)
-    for path, leaf in bare.items() if as_is else _unwrapped(bare.items()):
+    for path, leaf in bare.items() if as_is else unwrapped(bare.items()):
         _add(made, prefixes.of(path if as_is else f"model.{path}"), leaf)
-    for owner, value in optimizers.items():
-        add_optimizer(made, prefixes.of(owner), value, prefixes)
+    for path, value in optimizers.items():
+        owner = _owner(made, path or OPTIMIZER, prefixes)
+        if owner:
+            add_optimizer(made, owner, value, prefixes, order)
+        else:
+            made.notes.append(f"{path}: left out, as --prefix-map says")
     prefixes.check()
+    order.check()
     _alias(made)
     return made
+
+
+def _owner(made: Named, path: str, prefixes: Prefixes) -> str:
+    """The name that the optimizer is to have; "": none, it is left out. Raises CkptdError: nothing would find it where it lies."""
+    told = prefixes.of_optimizer(path)
+    if told is None:
+        told = prefixes.of_optimizer(OWNERS.get(path, path))
+    if told is None and "." in path:
+        within = path.rpartition(".")[0]
+        beside = sorted({key[len(within) + 1 :].partition(".")[0] for key in made.tensors if key.startswith(f"{within}.")})
+        models = [f"--prefix-map {within}.{name}=model " for name in beside if OWNERS.get(name, name) == "model"]
+        hint = f"{''.join(models)}--prefix-map {path}={OPTIMIZER}, as they are registered; {path}= leaves it out"
+        raise CkptdError("an optimizer lies here, where nothing would find it", where=path, hint=hint)
+    return OWNERS.get(path, path) if told is None else OWNERS.get(told, told)
 
 
 def _add(made: Named, key: str, leaf: Any) -> None:
@@ -120,33 +146,6 @@ def _leaves(value: Any, path: str) -> Iterable[tuple[str, Any]]:
             yield from _leaves(item, f"{path}.{at}")
     else:
         yield path, value
-
-
-def _unwrapped(leaves: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    """Without what compile, FSDP and activation checkpoints put into names, and DDP before all of them."""
-    found = [(".".join(part for part in path.split(".") if part not in _WRAPPERS), leaf) for path, leaf in leaves]
-    if found and all(path.startswith("module.") for path, _ in found):
-        return [(path.removeprefix("module."), leaf) for path, leaf in found]
-    return found
-
-
-def _unflattened(tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    """``optimizer.state.FQN.exp_avg`` and ``optimizer.param_groups.FQN.lr`` at the top (flatten_optimizer_state_dict) as an
-    optimizer's state by names; a group of its own for each parameter."""
-    rest: dict[Any, Any] = {}
-    states: dict[str, dict[str, dict[str, Any]]] = {}
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, value in tree.items():
-        found = _FLAT_OPTIMIZER.fullmatch(name) if isinstance(name, str) else None
-        if found is None:
-            rest[name] = value
-            continue
-        into = states if found[2] == "state" else groups
-        into.setdefault(found[1], {}).setdefault(found[3], {})[found[4]] = value
-    for owner in states.keys() | groups.keys():
-        of = [{"params": [fqn], **values} for fqn, values in groups.get(owner, {}).items()]
-        rest[owner] = {"state": states.get(owner, {}), "param_groups": of}
-    return rest
 
 
 def _alias(made: Named) -> None:

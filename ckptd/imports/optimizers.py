@@ -7,18 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptd.core.errors import CkptdError
+from ckptd.imports.param_order import ParamOrder
 from ckptd.imports.stored import Stored
 from ckptd.imports.values import plain, why_not
+from ckptd.imports.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from ckptd.imports.naming import Prefixes
 
 NOT_HYPER = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # torch's own, which no optimizer has
-BY_NAME = (
-    "make the optimizer from model.named_parameters() (its state then has param_names), or save what"
-    " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict() gives"
-)
 
 
 @dataclass
@@ -32,16 +29,13 @@ class Named:
     notes: list[str] = field(default_factory=list)
 
 
-def is_optimizer(value: Any) -> bool:
-    return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
-
-
-def add_optimizer(made: Named, owner: str, saved: Mapping[str, Any], prefixes: Prefixes) -> None:
+def add_optimizer(made: Named, owner: str, saved: Mapping[str, Any], prefixes: Prefixes, order: ParamOrder) -> None:
     """Raises CkptdError: a parameter that nothing says the name of, state that cannot be written."""
-    groups, states = saved["param_groups"], saved["state"] or {}
+    groups, states = saved["param_groups"], saved.get("state") or {}
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise CkptdError("its param_groups are no list of dicts", where=owner)
-    keys = _keys(made, owner, groups, states, prefixes)
+    states = _by_member(groups, states)
+    keys = _keys(made, owner, groups, states, prefixes, order)
     of: dict[str, int] = {}
     hyper = []
     for number, group in enumerate(groups):
@@ -68,17 +62,26 @@ def _value(where: str, value: Any) -> Any:
     return plain(value)
 
 
-def _keys(made: Named, owner: str, groups: list[Any], states: Mapping[Any, Any], prefixes: Prefixes) -> dict[Any, str]:
+def _by_member(groups: list[Any], states: Any) -> Mapping[Any, Any]:
+    """By what the groups call each parameter: torch.distributed.checkpoint made text, or a list, of numbers."""
+    of = {str(one): one for group in groups for one in group["params"]}
+    pairs = enumerate(states) if isinstance(states, list) else states.items()
+    return {of.get(str(one), one): state for one, state in pairs}
+
+
+def _keys(
+    made: Named, owner: str, groups: list[Any], states: Mapping[Any, Any], prefixes: Prefixes, order: ParamOrder
+) -> dict[Any, str]:
     """Of each parameter, by what the groups call it: its key."""
-    order = [one for group in groups for one in group["params"]]
-    if len(set(order)) < len(order):
+    members = [one for group in groups for one in group["params"]]
+    if len(set(members)) < len(members):
         raise CkptdError("a parameter is in two of its groups", where=owner)
-    if all(isinstance(one, str) for one in order):
-        return {name: _known(made, owner, name, prefixes) for name in order}
+    if all(isinstance(one, str) for one in members):
+        return {name: _known(made, owner, name, prefixes) for name in members}
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
-        names = [name for group in groups for name in group["param_names"]]
-        return {one: _known(made, owner, name, prefixes) for one, name in zip(order, names, strict=True)}
-    return _by_order(made, owner, groups, states)
+        names = [name for name, _ in unwrapped((name, None) for group in groups for name in group["param_names"])]
+        return {one: _known(made, owner, name, prefixes) for one, name in zip(members, names, strict=True)}
+    return order.keys(made, owner, members, states, lambda name: _known(made, owner, name, prefixes))
 
 
 def _known(made: Named, owner: str, name: str, prefixes: Prefixes) -> str:
@@ -87,23 +90,8 @@ def _known(made: Named, owner: str, name: str, prefixes: Prefixes) -> str:
         if key in made.tensors:
             return key
     ends = [key for key, (_, role) in made.tensors.items() if role != "optim" and key.endswith(f".{name}")]
-    if len(ends) != 1:
+    if len(ends) > 1:
+        raise CkptdError(f"{name} may be {ends[0]} or {ends[1]}", where=owner, hint="--param-names takes whole names, too")
+    if not ends:
         raise CkptdError(f"it has state of {name}, of which the file has no tensor", where=owner, hint="import the model with it")
     return ends[0]
-
-
-def _by_order(made: Named, owner: str, groups: list[Any], states: Mapping[Any, Any]) -> dict[Any, str]:
-    """Numbers follow the order of ``model.parameters()``: that of the file, where there is one group and nothing but parameters."""
-    found: dict[Any, str] = {}
-    for key, (stored, role) in made.tensors.items():
-        if role != "optim" and key.startswith("model.") and key.rpartition(".")[2] not in BUFFERS:
-            found.setdefault(key if stored.same is None else stored.same, key)  # a tied one is a parameter once
-    keys, order = list(found.values()), list(groups[0]["params"]) if groups else []
-    if len(groups) != 1 or len(keys) != len(order):
-        text = f"{len(groups)} groups number {sum(len(g['params']) for g in groups)} parameters, the model has {len(keys)} tensors"
-        raise CkptdError(f"which parameter is which cannot be told: {text}", where=owner, hint=BY_NAME)
-    for one, key in zip(order, keys, strict=True):
-        shapes = {value.shape for value in states.get(one, {}).values() if isinstance(value, Stored) and value.shape}
-        if shapes and made.tensors[key][0].shape not in shapes:
-            raise CkptdError(f"state of shape {min(shapes)} does not fit {key}", where=owner, hint=BY_NAME)
-    return dict(zip(order, keys, strict=True))

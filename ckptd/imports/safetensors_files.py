@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from ckptd.imports.stored import TORN, Place, Stored, joined
 HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
 INDEX = "model.safetensors.index.json"
 _LENGTH = struct.Struct("<Q")
+_NUMBERED = re.compile(r"(?:shard-[0-9]+-)?(.+)-([0-9]+)-of-([0-9]+)\.safetensors")  # torch's have the rank before it
+_ZIP = b"PK\x03\x04"
 
 
 def load(path: str) -> dict[str, Stored]:
@@ -46,9 +49,23 @@ def _files(path: Path) -> list[Path]:
         if missing:
             raise CkptdError(f"torn: {', '.join(missing)} named by the index, and not there", where=str(path))
         found = sorted(named)
+    else:
+        _check_numbers(path, found)
     if not found:
         raise CkptdError("no *.safetensors here", where=str(path), hint="name the model's directory, or one file")
     return found
+
+
+def _check_numbers(path: Path, found: list[Path]) -> None:
+    """Raises CkptdError: of N files not all are there."""
+    there: dict[tuple[str, str], set[int]] = {}
+    for match in filter(None, (_NUMBERED.fullmatch(file.name) for file in found)):
+        there.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for (name, count), numbers in there.items():
+        lost = next((number for number in range(1, int(count) + 1) if number not in numbers), None)
+        if lost is not None:
+            text = f"torn: {len(numbers)} files of {count} are there, {name}-{lost:0{len(count)}}-of-{count}.safetensors is not"
+            raise CkptdError(text, where=str(path), hint="fetch the rest, or import one file by its own name")
 
 
 def _entries(path: str) -> list[tuple[str, Place, tuple[int, ...]]]:
@@ -57,6 +74,8 @@ def _entries(path: str) -> list[tuple[str, Place, tuple[int, ...]]]:
         with open(path, "rb") as file:
             size, first = os.fstat(file.fileno()).st_size, file.read(_LENGTH.size)
             length = _LENGTH.unpack(first)[0] if len(first) == _LENGTH.size else HEADER_BYTES_MAX + 1
+            if first.startswith(_ZIP):
+                raise CkptdError("a zip, as torch.save writes it, and no safetensors file", where=path, hint="--from torch")
             if length > min(HEADER_BYTES_MAX, size):
                 raise CkptdError(TORN, where=path, hint="or it is no safetensors file")
             header = json.loads(file.read(length))

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptd.core.errors import CkptdError
 from ckptd.imports import dcp, safetensors_files, torch_file, universal, zero
+from ckptd.imports.unpickle import Record
 
 
 class Kind(str, Enum):
@@ -38,7 +39,8 @@ def load(path: str, kind: Kind) -> Found:
     foreign: set[str] = set()
     tree, step = _READERS[kind](path, foreign)
     if not isinstance(tree, Mapping):
-        raise CkptdError(f"it holds a {type(tree).__name__}", where=path, hint="a dict of tensors, or of state dicts, is wanted")
+        name = tree.name if isinstance(tree, Record) else type(tree).__name__
+        raise CkptdError(f"it holds a {name}", where=path, hint="a dict of tensors, or of state_dict()s, is wanted")
     return Found(tree, step, foreign, kind is Kind.HF)
 
 

@@ -6,6 +6,7 @@ import io
 import os
 import struct
 import zipfile
+import zlib
 from contextlib import closing
 from typing import Any, BinaryIO
 
@@ -17,6 +18,7 @@ from ckptd.imports.unpickle import PICKLE_BYTES_MAX, TensorRef, unpickle
 
 _LOCAL = struct.Struct("<26xHH")  # of a zip's local header: the lengths of name and extra field
 _MAGIC = b"PK\x03\x04"
+CRC_STEP_BYTES = 1 << 20  # of a storage in memory while it is checked
 AGAIN = "torch.load it where it was made, and torch.save it again with torch >= 1.6"
 
 
@@ -60,6 +62,9 @@ def load(path: str, foreign: set[str], at: int = 0, nbytes: int | None = None) -
         raise CkptdError(f"{TORN} ({error})", where=path) from error
     except RecursionError as error:
         raise CkptdError("what it holds contains itself, or is nested too deep", where=path) from error
+    except IsADirectoryError as error:
+        hint = "--from dcp, hf, zero or universal, by what wrote it; of torch, name the file"
+        raise CkptdError("a directory, and no file of torch.save", where=path, hint=hint) from error
     except OSError as error:
         raise CkptdError(f"cannot be read: {error.strerror or error}", where=path) from error
 
@@ -72,18 +77,26 @@ def _read(file: BinaryIO, path: str, at: int, size: int, foreign: set[str]) -> A
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "data.pkl" not in entries:
             raise CkptdError("a zip, but none of torch.save: it has no data.pkl", where=path)
-        if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+        places = _Places(file, path, at, entries)
+        if "byteorder" in entries and places.read("byteorder") != b"little":
             raise CkptdError("its numbers are big-endian", where=path, hint=AGAIN)
         if entries["data.pkl"].file_size > PICKLE_BYTES_MAX:
             raise CkptdError(f"a pickle of {entries['data.pkl'].file_size} bytes", where=path)
-        value = unpickle(archive.read(entries["data.pkl"]), path, foreign)
-        return _Places(file, path, at, entries).filled(value)
+        return places.filled(unpickle(places.read("data.pkl"), path, foreign))
 
 
 class _Places:
     def __init__(self, file: BinaryIO, path: str, at: int, entries: dict[str, zipfile.ZipInfo]) -> None:
         self._file, self._path, self._at, self._entries = file, path, at, entries
         self._starts: dict[str, int] = {}
+
+    def read(self, name: str) -> bytes:
+        """All of an entry."""
+        info = self._entries[name]
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise CkptdError(f"{name} is compressed", where=self._path, hint=AGAIN)
+        self._file.seek(self._start(info))
+        return self._file.read(info.file_size)
 
     def filled(self, value: Any) -> Any:
         """The same with ``Stored`` for each tensor."""
@@ -113,4 +126,15 @@ class _Places:
             self._file.seek(self._at + info.header_offset)
             name, extra = _LOCAL.unpack(self._file.read(_LOCAL.size))
             self._starts[info.filename] = self._at + info.header_offset + _LOCAL.size + name + extra
+            self._check(info)
         return self._starts[info.filename]
+
+    def _check(self, info: zipfile.ZipInfo) -> None:
+        """Raises CkptdError: its bytes are not those that were written. 0: torch was told to write no sums, or no data."""
+        left, found = info.file_size, 0
+        self._file.seek(self._starts[info.filename])
+        while info.CRC and left and (data := self._file.read(min(left, CRC_STEP_BYTES))):
+            left, found = left - len(data), zlib.crc32(data, found)
+        if info.CRC and (found != info.CRC or left):
+            hint = "take another copy of it, or an older one"
+            raise CkptdError(f"damaged: {info.filename} has another CRC than was written", where=self._path, hint=hint)

@@ -134,6 +134,24 @@ def test_files_that_lie(tmp_path: Path) -> None:
     assert "contains itself" in refusal(tmp_path / "loop.pt")
 
 
+def test_a_storage_with_another_crc_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    for sums in (True, False):  # without, torch writes zeros for them
+        torch.serialization.set_crc32_options(sums)
+        try:
+            torch.save({"w": torch.full((1000,), 7.0)}, path)
+        finally:
+            torch.serialization.set_crc32_options(True)
+        assert torch_file.load(str(path), set())["w"].shape == (1000,)
+        data = bytearray(path.read_bytes())
+        data[data.index(torch.full((9,), 7.0).numpy().tobytes()) + 17] ^= 1
+        path.write_bytes(data)
+        if sums:
+            with pytest.raises(CkptdError, match=r"damaged: .*data/0 has another CRC"):
+                torch_file.load(str(path), set())
+    assert torch_file.load(str(path), set())["w"].shape == (1000,)
+
+
 def test_a_source_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
     for kind, name in (("torch", "x.pt"), ("dcp", ""), ("hf", "")):
         ran = cli("import", tmp_path / name, "--from", kind, "--job", JOB, "--storage-root", tmp_path / "root")
@@ -141,4 +159,8 @@ def test_a_source_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     ran = cli("import", tmp_path / "list.pt", "--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
     assert "it holds a list" in ran.err
+    for name, value in (("whole", torch.nn.Linear(2, 2)), ("below", {"model": torch.nn.Linear(2, 2)})):
+        torch.save(value, tmp_path / f"{name}.pt")
+        ran = cli("import", tmp_path / f"{name}.pt", "--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
+        assert ran.code == 1 and "torch.nn.modules.linear.Linear" in ran.err and "--only" not in ran.err, ran.err
     assert "no storage root" in cli("import", tmp_path / "list.pt", "--from", "torch", "--job", JOB).err

@@ -1,0 +1,106 @@
+"""Which parameter is which, where an optimizer's state only numbers them: the user's word, or what nothing but one order fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptd.core.errors import CkptdError
+from ckptd.imports.stored import Stored
+from ckptd.imports.wrappers import unwrapped
+
+if TYPE_CHECKING:
+    from ckptd.imports.optimizers import Named
+
+MODEL = "model"
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # torch's own, which no optimizer has
+NAMES_BYTES_MAX = 64 << 20
+SAY = (
+    "--param-names model, if it was made of model.parameters(); else --param-names names.txt, which its program writes:"
+    " names = {p: n for n, p in model.named_parameters()};"
+    ' open("names.txt", "w").write("\\n".join(names[p] for g in optimizer.param_groups for p in g["params"]))'
+)
+
+
+@dataclass
+class ParamOrder:
+    """``--param-names``: of the parameters of all groups, one after the other, of one optimizer after the other. said: there is a
+    word of it. names: those of a file that are not taken yet. of_model: the model's own order."""
+
+    said: bool = False
+    names: list[str] = field(default_factory=list)
+    of_model: bool = False
+
+    @staticmethod
+    def parse(text: str | None) -> ParamOrder:
+        """Raises CkptdError."""
+        if text is None or text == MODEL:
+            return ParamOrder(text is not None, of_model=text is not None)
+        try:
+            with Path(text).open(encoding="utf-8") as file:
+                lines = file.read(NAMES_BYTES_MAX).splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CkptdError(f"cannot be read: {error}", where=f"--param-names {text}", hint="model, or a file of names") from error
+        names = [name for name, _ in unwrapped((line.strip(), None) for line in lines if line.strip())]
+        if not names:
+            raise CkptdError("it has no names", where=f"--param-names {text}", hint="one name of a parameter per line")
+        return ParamOrder(True, names)
+
+    def keys(
+        self, made: Named, owner: str, numbers: Sequence[Any], states: Mapping[Any, Any], key_of: Callable[[str], str]
+    ) -> dict[Any, str]:
+        """Of each number, the parameter's key. Raises CkptdError: it is not known, or does not fit."""
+        if not self.said:
+            return _by_shape(made, owner, numbers, states)
+        names, self.names = self.names[: len(numbers)], self.names[len(numbers) :]
+        keys = _of_model(made) if self.of_model else [key_of(name) for name in names]
+        what = "tensors of the model" if self.of_model else "names"
+        if len(keys) != len(numbers) or len(set(keys)) != len(keys):
+            text = f"{len(set(keys))} {what} for the {len(numbers)} parameters that it numbers"
+            raise CkptdError(f"which parameter is which cannot be told: {text}", where=owner, hint=SAY)
+        for one, key in zip(numbers, keys, strict=True):
+            shapes = _shapes(states, one)
+            if shapes and made.tensors[key][0].shape not in shapes:
+                raise CkptdError(f"state of shape {min(shapes)} does not fit {key}", where=owner, hint=SAY)
+        return dict(zip(numbers, keys, strict=True))
+
+
+    def check(self) -> None:
+        """Raises CkptdError: more names than there are parameters."""
+        if self.names:
+            text = f"{len(self.names)} names more than there are numbered parameters, {self.names[0]} among them"
+            raise CkptdError(text, where="--param-names", hint=SAY)
+
+
+def _shapes(states: Mapping[Any, Any], one: Any) -> set[tuple[int, ...]]:
+    return {value.shape for value in states.get(one, {}).values() if isinstance(value, Stored) and value.shape}
+
+
+def _tensors(made: Named) -> dict[Any, str]:
+    """Keys of what may be parameters: a tied one is there once."""
+    found: dict[Any, str] = {}
+    for key, (stored, role) in made.tensors.items():
+        if role != "optim":
+            found.setdefault(key if stored.same is None else stored.same, key)
+    return found
+
+
+def _of_model(made: Named) -> list[str]:
+    """In the order of ``model.parameters()``, which is the file's."""
+    keys = [key for key in _tensors(made).values() if key.rpartition(".")[2] not in BUFFERS]
+    return [key for key in keys if key.startswith("model.")] or keys
+
+
+def _by_shape(made: Named, owner: str, numbers: Sequence[Any], states: Mapping[Any, Any]) -> dict[Any, str]:
+    """Each parameter's state has one shape, which one tensor of the file has, and no other parameter's state."""
+    of_shape: dict[tuple[int, ...], list[str]] = {}
+    for key in _tensors(made).values():
+        of_shape.setdefault(made.tensors[key][0].shape, []).append(key)
+    fitting = {one: [key for shape in _shapes(states, one) for key in of_shape.get(shape, [])] for one in numbers}
+    found = {one: keys[0] for one, keys in fitting.items() if len(keys) == 1 and len(_shapes(states, one)) == 1}
+    if len(set(found.values())) < len(numbers):
+        text = f"which parameter is which cannot be told: it only numbers {len(numbers)} of them"
+        raise CkptdError(text, where=owner, hint=SAY)
+    return found
