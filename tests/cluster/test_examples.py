@@ -53,7 +53,7 @@ def killed_and_gone_on_with_by_one(node: Node, example: str, folder: Path) -> tu
     assert sorted(whole) == list(range(1, STEPS + 1))
     log = folder / "killed"
     process = started(node, example, 2, log, "killed")
-    until(lambda: len(losses(log)) >= DIES_AFTER, TIMEOUT_S, "some steps")
+    until(lambda: len(losses(log)) >= DIES_AFTER and node.newest("killed", "sealed") > 0, TIMEOUT_S, "some steps, and a snapshot")
     end_tree(process.pid)
     assert process.wait() == -signal.SIGKILL
     made = len(losses(log))

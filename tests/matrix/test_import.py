@@ -18,7 +18,7 @@ from tests.matrix.zero_files_worker import TAG, Net, two_groups
 from tests.node.imports import JOB, STEP, restored
 
 WORKER = Path(__file__).parent / "zero_files_worker.py"
-TIMEOUT_S = 240.0
+TIMEOUT_S = 480.0
 
 
 def environ() -> dict[str, str]:

@@ -117,7 +117,7 @@ def test_thirty_pairs_end_to_end(
 
 def nodes_of(nodes: Cluster, tier: str) -> list[Node]:
     if tier == "peer":
-        return nodes.several(2, replicas=1, memory_budget="1GiB")
+        return nodes.several(2, replicas=1, memory_budget="2GiB")  # eight jobs of 134 MiB and a third slot of one
     if tier == "storage":
         (nodes.root / "storage").mkdir()
         return nodes.several(2, replicas=0, storage_root=nodes.root / "storage", memory_budget="1GiB")
