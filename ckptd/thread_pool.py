@@ -23,6 +23,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 BEGIN_S = 1.0  # a thread that has not begun by then counts as dead; so long a submit waits when none lives
 RETRY_S = 0.1  # the same while somebody waits for the first one
+TURNS_MIN = 5  # so often, however late it is by then
 STUMBLED_S = 0.01  # pause of a worker that could not even take work
 END_S = 5.0  # how long the end of the process waits for tasks
 POLL_S = 0.01
@@ -191,14 +192,17 @@ class _Shared:
 
     # --- threads come and go ------------------------------------------------------------------------------------
     def await_first(self, count: int = 1) -> bool:
-        """True: at least one lives. False: none has begun in BEGIN_S, though it was tried again and again."""
+        """True: at least one lives. False: none has begun in BEGIN_S, though it was tried again and again: a machine that stood still
+        for that long let nobody begin."""
         if len(self.alive) >= count or not self.most:
             return bool(self.alive)
         deadline = time.monotonic() + BEGIN_S
         self.grow(count)
-        while not self.alive and (left := deadline - time.monotonic()) > 0:
-            self._begun.wait(min(left, RETRY_S))
+        turns = 0
+        while not self.alive and (turns < TURNS_MIN or time.monotonic() < deadline):
+            self._begun.wait(RETRY_S)
             self.grow(count, RETRY_S)
+            turns += 1
         return bool(self.alive)
 
     def grow(self, count: int = 0, dead_after_s: float = BEGIN_S) -> None:

@@ -74,7 +74,7 @@ def test_what_lies_below_a_grave_is_no_checkpoint_any_more(storage: Storage) -> 
     assert dug(storage) == forgotten_epoch(storage, JOB)
     assert list_all(storage, JOB) == list_durable(storage, JOB, Policy()) == []
     if isinstance(storage, PosixStorage):
-        assert of_storage(Path(storage.root)) == {"rows": [], "errors": []}
+        assert of_storage(storage.root) == {"rows": [], "errors": []}
 
 
 def test_the_next_pass_of_retention_deletes_it_and_leaves_the_new_start_alone(storage: Storage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import errno
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -103,6 +105,16 @@ def test_a_crew_of_none_refuses_at_once() -> None:
     with ThreadPool(0, "none") as pool, pytest.raises(OSError, match="no thread"):
         pool.submit(int)
     assert time.monotonic() - began < thread_pool.BEGIN_S
+
+
+def test_time_in_which_the_machine_stood_still_is_nobodys_to_begin_in(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was called a want of memory: a daemon did not start on a busy machine."""
+    tries, clock = itertools.count(), time.monotonic
+    starts.fail(lambda *args: _thread.start_new_thread(*args) if next(tries) else 0)
+    jumps = itertools.count()
+    monkeypatch.setattr(thread_pool, "time", SimpleNamespace(monotonic=lambda: clock() + (60.0 if next(jumps) else 0.0)))
+    with ThreadPool(4, "few", ready=1) as pool:
+        assert pool.submit(pow, 2, 3).result(SLOW_S) == 8
 
 
 def test_a_submit_waits_for_the_first_thread(starts: Starts) -> None:
