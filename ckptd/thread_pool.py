@@ -192,8 +192,8 @@ class _Shared:
 
     # --- threads come and go ------------------------------------------------------------------------------------
     def await_first(self, count: int = 1) -> bool:
-        """True: at least one lives. False: none has begun in BEGIN_S, though it was tried again and again, in so many turns: where the
-        machine stood still nobody could."""
+        """True: at least one lives. False: none has begun in BEGIN_S, though it was tried again and again, and in TURNS_MIN turns:
+        where the machine stood still nobody could."""
         if len(self.alive) >= count or not self.most:
             return bool(self.alive)
         deadline = time.monotonic() + BEGIN_S
