@@ -20,7 +20,7 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """Compare two checkpoints: keys, shapes, dtypes, every element bit by bit, and objects. Exit status 1 when they differ."""
-    from ckptd.cli.patterns import Chosen
+    from ckptd.choices import Patterns
     from ckptd.cli.show import print_json
     from ckptd.cli.verify import bar
     from ckptd.persist.diff import differences
@@ -33,7 +33,7 @@ def diff(
             nonlocal done
             progress(done := done + nbytes, total)
 
-        wanted = Chosen(only or ())
+        wanted = Patterns(only or ())
         found = list(differences(first, second, wanted, tick))
         wanted.check()
         heads = [_head(checkpoint) for checkpoint in (first, second)]

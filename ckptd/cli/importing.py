@@ -13,6 +13,7 @@ from ckptd.cli.flags import Loaded, with_settings
 from ckptd.core.errors import CkptdError
 
 if TYPE_CHECKING:
+    from ckptd.choices import Patterns
     from ckptd.imports.optimizers import Named
 
 KINDS = "torch, hf, dcp, universal, zero"
@@ -26,7 +27,7 @@ def import_(
     job: Annotated[str, typer.Option(help="NAME, or UID/NAME for another user; it must not have been started yet")],
     step: Annotated[int | None, typer.Option(help="the training step that it is of; none: as it says, else 0", min=0)] = None,
     prefix_map: Annotated[
-        list[str] | None, typer.Option(help="OLD=NEW: keys that begin with OLD begin with NEW instead; may be repeated")
+        list[str] | None, typer.Option(help="OLD=NEW: keys that begin with OLD, up to a dot, begin with NEW; may be repeated")
     ] = None,
     param_names: Annotated[
         str | None,
@@ -46,10 +47,10 @@ def import_(
     Its tensors are read range by range, its pickles by an unpickler that imports nothing: classes that are not known become inert,
     and are named.
     """
-    from ckptd.cli.patterns import Chosen
+    from ckptd.choices import Patterns, PrefixMap
     from ckptd.cli.show import print_json
     from ckptd.imports.hints import hints
-    from ckptd.imports.naming import Prefixes, named
+    from ckptd.imports.naming import named
     from ckptd.imports.param_order import ParamOrder
     from ckptd.imports.sources import Kind, load
     from ckptd.imports.write import own_job
@@ -59,8 +60,8 @@ def import_(
     if loaded.config.storage_root is None:
         raise CkptdError("no storage root", hint="--storage-root DIR, the one that the daemons have")
     found = load(str(source), Kind(kind))
-    made = named(found.tree, Prefixes.parse(prefix_map or ()), ParamOrder.parse(param_names), as_is=found.as_is)
-    _choose(made, Chosen(only or ()), dtype, found.foreign)
+    made = named(found.tree, PrefixMap.parse(prefix_map or ()), ParamOrder.parse(param_names), as_is=found.as_is)
+    _choose(made, Patterns(only or ()), dtype, found.foreign)
     made.notes += hints(made, first=found.step == 0 and step is None)
     full_job, step = own_job(job), found.step if step is None else step
     where = "" if dry_run else _write(loaded.config.storage_root, full_job, step, made, quiet=as_json)
@@ -73,15 +74,16 @@ def import_(
     print_json(report) if as_json else _print(report, dry_run=dry_run)
 
 
-def _choose(made: Named, wanted: Any, dtype: str | None, foreign: set[str]) -> None:
+def _choose(made: Named, wanted: Patterns, dtype: str | None, foreign: set[str]) -> None:
     """Raises CkptdError: a tensor that cannot be written, or none at all."""
-    from ckptd.export.selection import dtype_named
+    from ckptd.choices import dtype_named
 
     had = [*made.tensors]
     made.tensors = {key: found for key, found in made.tensors.items() if wanted(key)}
     made.aliases = {alias: key for alias, key in made.aliases.items() if key in made.tensors}
     if not made.tensors:
         raise CkptdError("no tensor to import", hint=_no_tensor(had, foreign))
+    wanted.check()
     if dtype is not None:
         dtype = dtype_named(dtype, "import")
         made.tensors = {

@@ -43,13 +43,13 @@ def ls(
 
 
 def _tensors(path: str | None, pattern: str, as_json: bool) -> None:
-    from ckptd.cli.patterns import Chosen
+    from ckptd.choices import Patterns
     from ckptd.cli.show import console, print_json
     from ckptd.cli.tensors import rows_of, table_of
 
     if path is None:
         raise CkptdError("--tensors needs a checkpoint's directory", hint="ckptd ls --tensors '*' ROOT/UID/NAME/epoch-.../step-...")
-    rows = rows_of(path, Chosen([pattern]))
+    rows = rows_of(path, Patterns([pattern]))
     if as_json:
         print_json({"tensors": rows})
     else:

@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.dtypes import FLOATS
 from ckptd.export.selection import Selection
 from ckptd.export.source import Source
-from ckptd.export.stored import CASTABLE, Stored
+from ckptd.export.stored import Stored
 from ckptd.export.values import plain
 
 META = "$meta"
@@ -38,8 +39,8 @@ class Contents:
         self.params = {key for key, role in self.roles.items() if role == "param"}
         names = sorted(checkpoint.objects)
         selection.check([*self._all, *names], [self.name_of(key)[1] for key in self._all if self.roles[key] in OF_A_MODULE])
-        self.tensors = {key: stored for key, stored in self._all.items() if selection.takes(key)}
-        self.objects = [name for name in names if selection.takes(name) and name != META]
+        self.tensors = {key: stored for key, stored in self._all.items() if selection.only(key)}
+        self.objects = [name for name in names if selection.only(name) and name != META]
 
     # --- tensors ------------------------------------------------------------------------------------------------
     def _tensors(self) -> dict[str, Stored]:
@@ -68,7 +69,7 @@ class Contents:
 
     def _dtype_of(self, dtype: str, role: str) -> str:
         wanted = self.selection.dtype
-        return wanted if wanted is not None and role in OF_A_MODULE and dtype in CASTABLE else dtype
+        return wanted if wanted is not None and role in OF_A_MODULE and dtype in FLOATS else dtype
 
     def owner_of(self, key: str) -> str:
         """What was registered: the first part of the key, or what lies in a registered dict or list of that name."""
@@ -112,7 +113,7 @@ class Contents:
             self._add(entries, prefix + key, item)
 
     def _add(self, entries: dict[str, Any], name: str, value: Any) -> None:
-        renamed = self.selection.rename(name)
+        renamed = self.selection.prefixes.rename(name)
         if renamed in entries:
             raise CkptdError(f"two entries would be {renamed}", where="--prefix-map")
         entries[renamed] = value

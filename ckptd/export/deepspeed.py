@@ -11,10 +11,11 @@ from ckptd_client.same import differing
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import FLOATS
 from ckptd.export.contents import Contents, leaves
 from ckptd.export.optimizer import OptimizerState, state_of
 from ckptd.export.staging import Staging
-from ckptd.export.stored import CASTABLE, Stored
+from ckptd.export.stored import Stored
 from ckptd.export.torch_file import put
 
 MASTER, MOMENTS, COUNT = "fp32", ("exp_avg", "exp_avg_sq"), "step"
@@ -68,7 +69,7 @@ class UniversalTree:
 
     def _master(self, entries: dict[str, Any], key: str, owner: str) -> Stored:
         stored = entries.get(self._names[key])
-        if not isinstance(stored, Stored) or stored.dtype not in CASTABLE:
+        if not isinstance(stored, Stored) or stored.dtype not in FLOATS:
             hint = f"--only '{owner}.*' and the optimizer's keys of these"
             raise CkptdError("its optimizer has state for it, and it is no float of the model", where=key, hint=hint)
         return dataclasses.replace(stored, to="F32")

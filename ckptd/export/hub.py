@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.dtypes import FLOATS, ITEMSIZE
 from ckptd.export.contents import Contents
 from ckptd.export.hub_names import CONFIG, AsIs, Group, Names, Titan, Transformers, dtype_in
 from ckptd.export.staging import Staging
-from ckptd.export.stored import CASTABLE, Stored, bytes_of
+from ckptd.export.stored import Stored, bytes_of
 
 SHARD_BYTES = 5_000_000_000  # of a file, as the Hub's are
 HEADER_BYTES_MAX = 100_000_000  # what readers of the format accept
@@ -85,7 +85,7 @@ class Folder:
         self.tensors = len(wholes)
         sizes = Counter[str]()
         for whole in wholes:
-            sizes[whole.dtype] += whole.nbytes if whole.dtype in CASTABLE else 0
+            sizes[whole.dtype] += whole.nbytes if whole.dtype in FLOATS else 0
         widest = max(sizes, key=lambda name: sizes[name], default="F32")
         self.dtype = str(TORCH[widest]).removeprefix("torch.")
 

@@ -64,7 +64,7 @@ def state_of(contents: Contents, owner: str) -> OptimizerState:
         _add_odd(found, tree, contents)
     owners = {contents.owner_of(key) for key in (*members, *found.state)}
     for key in (*members, *found.state):
-        found.names[key] = contents.selection.rename(contents.name_of(key)[1]) if len(owners) == 1 else key
+        found.names[key] = contents.selection.prefixes.rename(contents.name_of(key)[1]) if len(owners) == 1 else key
     if not found.groups:  # an engine's, which has settings by groups of its own, and of all parameters the same numbers
         engine = next(iter(_each(contents, "groups")), None)
         for values in found.state.values():

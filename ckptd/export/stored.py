@@ -17,7 +17,6 @@ from ckptd.export.source import Source
 from ckptd.persist.strided import slabs
 
 PIECE_BYTES = 32 << 20  # of what is read at a time
-CASTABLE = frozenset({"F16", "BF16", "F32", "F64"})  # what --dtype changes, and may change into
 
 
 @dataclass(frozen=True)

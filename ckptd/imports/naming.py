@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckptd.choices import PrefixMap
 from ckptd.core.errors import CkptdError
 from ckptd.imports.flat_optimizers import is_optimizer, taken_out
 from ckptd.imports.optimizers import Named, add_optimizer
@@ -24,47 +24,7 @@ FSDP1 = "_flat_param"
 EXTRA = "_extra_state"
 
 
-@dataclass
-class Prefixes:
-    """``--prefix-map OLD=NEW``: the first that fits a key's beginning replaces it."""
-
-    pairs: Sequence[tuple[str, str]] = ()
-    used: set[str] = field(default_factory=set)
-
-    @staticmethod
-    def parse(texts: Iterable[str]) -> Prefixes:
-        pairs = [tuple(text.split("=", 1)) for text in texts]
-        wrong = [text for text, pair in zip(texts, pairs, strict=True) if len(pair) != 2]
-        if wrong:
-            raise CkptdError(f"not OLD=NEW: {wrong[0]!r}", where="--prefix-map", hint="--prefix-map transformer.=model.")
-        return Prefixes([(pair[0], pair[1]) for pair in pairs])
-
-    def of(self, key: str) -> str:
-        for old, new in self.pairs:
-            if key.startswith(old):
-                self.used.add(old)
-                return new + key[len(old) :]
-        return key
-
-    def of_optimizer(self, path: str) -> str | None:
-        """What OLD=NEW makes of it where OLD ends at a dot, or is all of it; None: no word of it."""
-        for old, new in self.pairs:
-            if path == old or (path.startswith(old) and "." in (old[-1:], path[len(old)])):
-                self.used.add(old)
-                return new + path[len(old) :]
-        return None
-
-    def names(self, name: str) -> bool:
-        return any(old == name for old, _ in self.pairs)
-
-    def check(self) -> None:
-        """Raises CkptdError: one that fitted nothing."""
-        idle = [old for old, _ in self.pairs if old not in self.used]
-        if idle:
-            raise CkptdError(f"no key begins with {idle[0]!r}", where="--prefix-map", hint="--dry-run shows the keys")
-
-
-def named(tree: Mapping[Any, Any], prefixes: Prefixes, order: ParamOrder, *, as_is: bool = False) -> Named:
+def named(tree: Mapping[Any, Any], prefixes: PrefixMap, order: ParamOrder, *, as_is: bool = False) -> Named:
     """as_is: the top of the tree has tensors by the names that they are to have. Raises CkptdError."""
     made, bare, optimizers = Named(), dict[str, Stored](), dict[str, Any]()
     for name, value in taken_out({OPTIMIZER: tree} if is_optimizer(tree) else tree, optimizers).items():
@@ -73,13 +33,13 @@ def named(tree: Mapping[Any, Any], prefixes: Prefixes, order: ParamOrder, *, as_
             bare[str(name)] = value
         elif isinstance(value, Mapping) and any(isinstance(leaf, Stored) for _, leaf in _leaves(value, "")):
             for path, leaf in unwrapped(_leaves(value, "")):
-                _add(made, prefixes.of(f"{owner}.{path}"), leaf)
+                _add(made, prefixes.rename(f"{owner}.{path}"), leaf)
         elif str(name).rpartition(".")[2] == EXTRA:
-            _add(made, prefixes.of(f"model.{name}"), value)
+            _add(made, prefixes.rename(f"model.{name}"), value)
         else:
             _add_value(made, prefixes, str(name), value)
     for path, leaf in bare.items() if as_is else unwrapped(bare.items()):
-        _add(made, prefixes.of(path if as_is else f"model.{path}"), leaf)
+        _add(made, prefixes.rename(path if as_is else f"model.{path}"), leaf)
     for path, value in optimizers.items():
         owner = _owner(made, path or OPTIMIZER, prefixes)
         if owner:
@@ -92,11 +52,11 @@ def named(tree: Mapping[Any, Any], prefixes: Prefixes, order: ParamOrder, *, as_
     return made
 
 
-def _owner(made: Named, path: str, prefixes: Prefixes) -> str:
+def _owner(made: Named, path: str, prefixes: PrefixMap) -> str:
     """The name that the optimizer is to have; "": none, it is left out. Raises CkptdError: nothing would find it where it lies."""
-    told = prefixes.of_optimizer(path)
+    told = prefixes.said(path, by_name=True)
     if told is None:
-        told = prefixes.of_optimizer(OWNERS.get(path, path))
+        told = prefixes.said(OWNERS.get(path, path), by_name=True)
     if told is None and "." in path:
         within = path.rpartition(".")[0]
         beside = sorted({key[len(within) + 1 :].partition(".")[0] for key in made.tensors if key.startswith(f"{within}.")})
@@ -123,14 +83,14 @@ def _add(made: Named, key: str, leaf: Any) -> None:
         made.notes.append(f"{key}: left out, it is no tensor")
 
 
-def _add_value(made: Named, prefixes: Prefixes, name: str, value: Any) -> None:
+def _add_value(made: Named, prefixes: PrefixMap, name: str, value: Any) -> None:
     """What is neither a module's nor an optimizer's: told by ``client.last_restore["meta"]``, or restored into what is registered
     under the name that --prefix-map gives it."""
     why = why_not(value)
-    if prefixes.names(name):
+    if name in prefixes:
         if why:
             raise CkptdError(why, where=name, hint="leave it out of --prefix-map, or save plain values")
-        made.objects[prefixes.of(name)] = plain(value)
+        made.objects[prefixes.rename(name)] = plain(value)
     elif why:
         made.notes.append(f"{name}: left out, {why}")
     else:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptd.choices import PrefixMap
 from ckptd.core.errors import CkptdError
 from ckptd.imports.param_order import ParamOrder
 from ckptd.imports.stored import Stored
 from ckptd.imports.values import plain, why_not
 from ckptd.imports.wrappers import unwrapped
-
-if TYPE_CHECKING:
-    from ckptd.imports.naming import Prefixes
 
 NOT_HYPER = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
@@ -29,7 +27,7 @@ class Named:
     notes: list[str] = field(default_factory=list)
 
 
-def add_optimizer(made: Named, owner: str, saved: Mapping[str, Any], prefixes: Prefixes, order: ParamOrder) -> None:
+def add_optimizer(made: Named, owner: str, saved: Mapping[str, Any], prefixes: PrefixMap, order: ParamOrder) -> None:
     """Raises CkptdError: a parameter that nothing says the name of, state that cannot be written."""
     groups, states = saved["param_groups"], saved.get("state") or {}
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
@@ -70,7 +68,7 @@ def _by_member(groups: list[Any], states: Any) -> Mapping[Any, Any]:
 
 
 def _keys(
-    made: Named, owner: str, groups: list[Any], states: Mapping[Any, Any], prefixes: Prefixes, order: ParamOrder
+    made: Named, owner: str, groups: list[Any], states: Mapping[Any, Any], prefixes: PrefixMap, order: ParamOrder
 ) -> dict[Any, str]:
     """Of each parameter, by what the groups call it: its key."""
     members = [one for group in groups for one in group["params"]]
@@ -84,9 +82,9 @@ def _keys(
     return order.keys(made, owner, members, states, lambda name: _known(made, owner, name, prefixes))
 
 
-def _known(made: Named, owner: str, name: str, prefixes: Prefixes) -> str:
+def _known(made: Named, owner: str, name: str, prefixes: PrefixMap) -> str:
     """The key of the tensor that this parameter is."""
-    for key in (prefixes.of(f"model.{name}"), prefixes.of(name), f"model.{name}", name):
+    for key in (prefixes.rename(f"model.{name}"), prefixes.rename(name), f"model.{name}", name):
         if key in made.tensors:
             return key
     ends = [key for key, (_, role) in made.tensors.items() if role != "optim" and key.endswith(f".{name}")]

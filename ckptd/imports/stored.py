@@ -13,11 +13,10 @@ import numpy as np
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box, contains, intersect, uncovered
-from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.core.state_map.dtypes import FLOATS, ITEMSIZE
 from ckptd.persist.strided import Elements, strides, window
 
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 TORCH = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 FILES_MAPPED_MAX = 256
 TORN = "the file is shorter than what its index says: it is torn, or was not written to its end"

@@ -23,3 +23,4 @@ ITEMSIZE: dict[str, int] = {
     "I64": 8,
     "U64": 8,
 }
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # what is converted into each other where somebody asks for it
