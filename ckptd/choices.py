@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.state_map.dtypes import FLOATS
+from ckptd.core.state_map.dtypes import FLOATS, TORCH_NAMES
 
 SHOWN_MAX = 3  # names in a hint
-_TORCH = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
+_TORCH = {TORCH_NAMES[name]: name for name in sorted(FLOATS)}
 _SHORT = {"fp16": "F16", "bf16": "BF16", "fp32": "F32", "fp64": "F64"}
 DTYPES = {**_TORCH, **_SHORT} | {name.lower(): name for name in FLOATS}  # what --dtype may say
 assert set(DTYPES.values()) == FLOATS

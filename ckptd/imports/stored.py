@@ -13,11 +13,10 @@ import numpy as np
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box, contains, intersect, uncovered
-from ckptd.core.state_map.dtypes import FLOATS, ITEMSIZE
+from ckptd.core.state_map.dtypes import FLOATS, ITEMSIZE, TORCH_NAMES
 from ckptd.persist.strided import Elements, strides, window
 
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-TORCH = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 FILES_MAPPED_MAX = 256
 TORN = "the file is shorter than what its index says: it is torn, or was not written to its end"
 
@@ -105,7 +104,7 @@ def mapped(path: str) -> mmap.mmap:
 def _converted(values: Elements, dtype: str, wanted: str) -> Elements:
     import torch
 
-    kinds = [getattr(torch, TORCH[name]) for name in (dtype, wanted)]
+    kinds = [getattr(torch, TORCH_NAMES[name]) for name in (dtype, wanted)]
     bits = torch.from_numpy(values.copy(order="C").reshape(-1).view(np.uint8))  # of a file: torch wants what may be written
     made = bits.view(kinds[0]).to(kinds[1]).view(torch.uint8).numpy()
     result: Elements = made.view(UNITS[ITEMSIZE[wanted]]).reshape(values.shape)

@@ -15,14 +15,10 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.dtypes import TORCH_NAMES
 
 PICKLE_BYTES_MAX = 1 << 30
-DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32", "int64": "I64",
-    "uint64": "U64", "float16": "F16", "half": "F16", "bfloat16": "BF16", "float32": "F32", "float": "F32", "float64": "F64",
-    "double": "F64", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
-}  # fmt: skip
+DTYPES = {torch: name for name, torch in TORCH_NAMES.items()} | {"half": "F16", "float": "F32", "double": "F64"}
 _STORAGES = {
     "Bool": "BOOL", "Byte": "U8", "Char": "I8", "Short": "I16", "Int": "I32", "Long": "I64", "Half": "F16", "BFloat16": "BF16",
     "Float": "F32", "Double": "F64", "ComplexFloat": "C64", "Untyped": "",

@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from ckptd.core.state_map.dtypes import TORCH_NAMES
+
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
 _PLAIN = {
     "BOOL": "u1", "U8": "u1", "I8": "i1", "U16": "u2", "I16": "i2", "U32": "u4", "I32": "i4", "U64": "u8", "I64": "i8",
     "F16": "f2", "F32": "f4", "F64": "f8", "C64": "c8",
 }  # fmt: skip
-_EIGHT = {  # torch's names; numpy has none of these
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}  # fmt: skip
+_EIGHT = {name: torch for name, torch in TORCH_NAMES.items() if name.startswith("F8_")}  # numpy has none of these
 
 
 def numbers(data: memoryview, dtype: str) -> Numbers:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import secrets
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from ckptd.core.errors import CkptdError
 from ckptd.persist.names import MANIFEST, PART, PROBE_DIR
 from ckptd.persist.storage.base import AWAY, FULL, NotFound, Storage, StorageError, read_file
+from ckptd.thread_pool import ThreadPool
 
 TOKEN_BYTES_MAX = 256
 PROBE = "probe-"
 PATH_BYTES_MAX = 4096
 SAYS_ITSELF = FULL | {AWAY, errno.EACCES, errno.EBUSY}  # an error that is no want of the storage's abilities
 RACERS = 8  # who try to get one name at the same time
+RACE_S = 5.0  # so long they wait for each other
 
 
 def probe(storage: Storage) -> int:
@@ -35,15 +37,17 @@ def winners(storage: Storage) -> int:
     both believe that they are its newest."""
     directory = f"{PROBE_DIR}/{PROBE}{secrets.token_hex(8)}"
     storage.begin(directory)
-    start = threading.Barrier(RACERS)
+    start = threading.Barrier(RACERS, timeout=RACE_S)
 
     def race(number: int) -> bool:
-        start.wait()
+        with suppress(threading.BrokenBarrierError):  # too few threads came: they race all the same
+            start.wait()
         return storage.put_if_absent(f"{directory}/name", b"%d" % number)
 
     try:
-        with ThreadPoolExecutor(RACERS) as pool:
-            return sum(pool.map(race, range(RACERS)))
+        with ThreadPool(RACERS, "race") as pool:
+            asked = [pool.submit(race, number) for number in range(RACERS)]
+            return sum(one.result() for one in asked)
     finally:
         storage.discard(directory)
 

@@ -6,15 +6,10 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.dtypes import TORCH_NAMES
 
-_NAMES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
-    "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
-}  # fmt: skip
 TORCH: dict[str, torch.dtype] = {
-    name: getattr(torch, at) for name, at in _NAMES.items() if hasattr(torch, at)
+    name: getattr(torch, at) for name, at in TORCH_NAMES.items() if hasattr(torch, at)
 }
 NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
