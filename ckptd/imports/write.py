@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
+from ckptd.core.protocol.life import is_grave
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import UNIQUE
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.persist.commit import commit
-from ckptd.persist.lineage import claim_epoch, forgotten_epoch, highest_epoch
-from ckptd.persist.names import attempt_dir, check_job
+from ckptd.persist.commits import list_all
+from ckptd.persist.lineage import claim_epoch, forgotten_epoch, highest_epoch, newest_record
+from ckptd.persist.names import attempt_dir, check_job, epoch_dir, epoch_of_dir
 from ckptd.persist.pieces import ObjectBlob, OutChunk
 from ckptd.persist.storage.base import Storage
 from ckptd.persist.writer import write_chunks
@@ -58,10 +60,19 @@ def own_job(name: str) -> str:
 
 
 def _free_epoch(storage: Storage, job: str) -> int:
-    highest = highest_epoch(storage, job)
-    if highest > forgotten_epoch(storage, job):
+    """The one behind all that others took. What imports left that were killed is no start: attempts, or a claim without a
+    checkpoint."""
+    highest, newest = highest_epoch(storage, job), newest_record(storage, job)
+    of_import = newest is None or is_grave(newest) or (newest.ranks == (NODE,) and not newest.nodes)
+    if not of_import or list_all(storage, job) or not all(f".{NODE}-" in name for name in _attempts(storage, job)):
         raise CkptdError(f"this job has been started: storage knows epoch {highest} of it", where=job, hint=TAKEN)
     return highest + 1
+
+
+def _attempts(storage: Storage, job: str) -> list[str]:
+    forgotten = forgotten_epoch(storage, job)
+    numbers = [number for entry in storage.list(job) if (number := epoch_of_dir(entry.name)) is not None and number > forgotten]
+    return [entry.name for number in numbers for entry in storage.list(epoch_dir(job, number))]
 
 
 def _claim(storage: Storage, job: str, record: EpochRecord) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -13,10 +15,15 @@ import pytest
 import torch
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
 from ckptd.imports import torch_file
 from ckptd.imports.unpickle import Record, unpickle
+from ckptd.persist.lineage import claim_epoch
+from ckptd.persist.names import attempt_dir
+from ckptd.persist.storage.posix import PosixStorage
+from tests.node.checkpoints import epoch_record
 from tests.node.commands import Cli
-from tests.node.imports import JOB, run_import
+from tests.node.imports import JOB, STEP, Net, restored, run_import
 
 # Of protocol 0, as text: c MODULE NAME, arguments, R.
 SYSTEM = b"cposix\nsystem\n(S'touch %s'\ntR."
@@ -164,3 +171,35 @@ def test_a_source_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
         ran = cli("import", tmp_path / f"{name}.pt", "--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
         assert ran.code == 1 and "torch.nn.modules.linear.Linear" in ran.err and "--only" not in ran.err, ran.err
     assert "no storage root" in cli("import", tmp_path / "list.pt", "--from", "torch", "--job", JOB).err
+
+
+PLACES = ["persist.write.chunk", "persist.write.synced", "persist.claim.published", "persist.commit.checked"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_what_was_killed_is_imported_by_the_same_command(cli: Cli, tmp_path: Path, where: str) -> None:
+    """Before, the job "has been started", and had nothing."""
+    net = Net()
+    torch.save({"model": net.state_dict()}, tmp_path / "c.pt")
+    told = ["--from", "torch", "--job", JOB, "--step", str(STEP), "--storage-root", str(tmp_path / "root")]
+    env = {**os.environ, "CKPTD_FAILPOINT": f"{where}:kill"}
+    killed = subprocess.run([sys.executable, "-m", "ckptd", "import", str(tmp_path / "c.pt"), *told], env=env, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root")
+    other = Net(fill=0.5)
+    restored(tmp_path / "root", model=other)
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True))
+    assert "has been started" in cli("import", tmp_path / "c.pt", *told).err
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+def test_a_job_that_was_started_is_no_killed_import(cli: Cli, tmp_path: Path, claimed: bool) -> None:
+    """Nothing of it is committed yet."""
+    storage, job = PosixStorage(str(tmp_path / "root")), f"{os.getuid()}/{JOB}"
+    if claimed:
+        assert claim_epoch(storage, job, epoch_record(1, 1))[0]
+    else:
+        storage.begin(attempt_dir(job, SnapshotId(1, 10), "a1"))
+    torch.save({"model": Net().state_dict()}, tmp_path / "c.pt")
+    ran = cli("import", tmp_path / "c.pt", "--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
+    assert ran.code == 1 and "has been started" in ran.err
