@@ -442,5 +442,5 @@ def test_for_tensors_that_are_cut_alike_it_is_found_once_what_a_want_meets() -> 
     for key in "vw":
         cut = index.cut(index.kinds(key)["F32", (8,)])
         assert cut is not None
-        found.append(index.parts(cut, (8,), Box((2,), (4,))))
+        found.append(index.parts(cut.way, (8,), Box((2,), (4,))))
     assert found[0] is found[1] and found[0].volume == 4

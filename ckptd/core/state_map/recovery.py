@@ -151,7 +151,7 @@ class _Planner:
         found: list[tuple[CutKind, CutParts] | None] = []
         for want, kind in zip(self.wants, kinds, strict=True):
             cut = self.index.cut(kind)
-            found.append((cut, self.index.parts(cut, want.shape, want.box)) if cut is not None else None)
+            found.append((cut, self.index.parts(cut.way, want.shape, want.box)) if cut is not None else None)
         return found
 
     def _take_parts(self, several: Sequence[int], key: str, parts: CutParts, fragments: Ints) -> None:

@@ -63,12 +63,18 @@ class CutParts:
         self.volume = sum(part.both.volume for part in parts)
 
 
-class CutKind(NamedTuple):
-    """How a kind is cut apart: by which rules of which tables, and its fragment and that one's tier in the layouts of each."""
+class Way(NamedTuple):
+    """How a kind is cut apart: by which rules of which tables, and the tier of its fragments in the layouts of each."""
 
-    rules: list[tuple[Table, int]]
-    fragments: list[int]
-    tiers: list[int]
+    rules: tuple[tuple[Table, int], ...]
+    tiers: tuple[int, ...]
+
+
+class CutKind(NamedTuple):
+    """``way``: its number among the ways, which are few. ``fragments``: which it is in the layouts of each of its tables."""
+
+    way: int
+    fragments: tuple[int, ...]
 
 
 class SourceIndex:
@@ -109,8 +115,10 @@ class SourceIndex:
         self.boxes = BoxIndex.numbered(box[:, 0], len(kinds.number), box[:, 1 : 1 + dims], box[:, 1 + dims :])
         self._kinds: dict[str, dict[_Kind, int]] = {}
         some = np.diff(self.boxes.first) > 0  # is held
+        held_ways = list(map(self._is_held, self._ways))
         for (key, dtype, shape), number in kinds.number.items():
-            if some[number] or (0 not in shape and self._is_held(number)):
+            cut = self._cuts.get(number)
+            if some[number] or (cut is not None and held_ways[cut.way] and 0 not in shape):
                 self._kinds.setdefault(key, {})[dtype, shape] = number
 
     def _cut_kinds(self, kinds: Kinds, layouts: Sequence[Fragments]) -> None:
@@ -123,44 +131,47 @@ class SourceIndex:
                 self._places.setdefault((fragments.table, rule), {})[place] = who
         numbers = {table: kinds.of(found[0]) for table, found in tables.items()}
         self._apart = cut_apart(tables, numbers, np.ones(len(kinds.number), bool))
-        self._cuts: dict[int, CutKind] = {}
+        found: dict[int, list[tuple[tuple[Table, int], int, int]]] = {}
         for table, number in numbers.items():
-            tiers = table.tier.tolist()
-            for fragment in np.flatnonzero(self._apart[number]).tolist():
-                found = self._cuts.setdefault(int(number[fragment]), CutKind([], [], []))
-                found.rules.append((table, int(table.rule[fragment])))
-                found.fragments.append(fragment)
-                found.tiers.append(tiers[fragment])
-        self._known: dict[tuple[object, ...], CutParts] = {}
+            some = np.flatnonzero(self._apart[number])
+            of_each = zip(number[some].tolist(), table.rule[some].tolist(), table.tier[some].tolist(), some.tolist(), strict=True)
+            for kind, rule, tier, fragment in of_each:
+                found.setdefault(kind, []).append(((table, rule), tier, fragment))
+        ways: dict[Way, int] = {}
+        self._cuts: dict[int, CutKind] = {}
+        for kind, parts in found.items():
+            rules, tiers, which = zip(*parts, strict=True)
+            self._cuts[kind] = CutKind(ways.setdefault(Way(rules, tiers), len(ways)), which)
+        self._ways = list(ways)
+        self._known: dict[tuple[int, tuple[int, ...], Box], CutParts] = {}
 
     def cut(self, kind: int) -> CutKind | None:
         """None: it is not cut apart."""
         return self._cuts.get(kind)
 
-    def parts(self, cut: CutKind, shape: tuple[int, ...], wanted: Box) -> CutParts:
-        """What meets a wanted box of a kind that is cut apart."""
-        known = shape, wanted, tuple(cut.rules), tuple(cut.tiers)
+    def parts(self, way: int, shape: tuple[int, ...], wanted: Box) -> CutParts:
+        """What meets a wanted box of a kind of this shape that is cut apart in this way."""
+        known = way, shape, wanted
         found = self._known.get(known)
         if found is None:
-            found = self._known[known] = CutParts(self._parts(cut, shape, wanted))
+            found = self._known[known] = CutParts(self._parts(self._ways[way], shape, wanted))
         return found
 
-    def _parts(self, cut: CutKind, shape: tuple[int, ...], wanted: Box) -> list[CutPart]:
-        places = set().union(*map(self._places.__getitem__, cut.rules))
-        (table, rule), *_ = cut.rules
+    def _parts(self, way: Way, shape: tuple[int, ...], wanted: Box) -> list[CutPart]:
+        places = set().union(*map(self._places.__getitem__, way.rules))
+        (table, rule), *_ = way.rules
         found = []
         for place, box, both in parts_of(shape, table.rules[rule - 1], wanted, places):
-            there = (self._places[which].get(place) for which in cut.rules)
-            held = [(who, tier, at) for at, (who, tier) in enumerate(zip(there, cut.tiers, strict=True)) if who is not None]
+            there = (self._places[which].get(place) for which in way.rules)
+            held = [(who, tier, at) for at, (who, tier) in enumerate(zip(there, way.tiers, strict=True)) if who is not None]
             held = [one for one in held if self.usable(*one[:2])]
             if held:
                 found.append(CutPart(box, both, tuple(held)))
         return found
 
-    def _is_held(self, kind: int) -> bool:
-        """Of a kind that is cut apart."""
-        cut = self._cuts.get(kind)
-        which = zip(cut.rules, cut.tiers, strict=True) if cut is not None else ()
+    def _is_held(self, way: Way) -> bool:
+        """Whether anybody has a part of what is cut in this way."""
+        which = zip(way.rules, way.tiers, strict=True)
         return any(self.usable(who, tier) for rule, tier in which for who in self._places[rule].values())
 
     def _rows(self, rank: int, held: Sequence[Held], dims: int, kinds: Kinds) -> Ints:
