@@ -209,6 +209,9 @@ class Config(BaseSettings):
     flush_every_s: Annotated[float, Field(ge=0)] = _set(
         _default_flush_every_s, "durable", "and every n seconds; 0: off"
     )
+    dedup: bool = _set(
+        False, "durable", "what did not change since the newest durable step is not written again but named where it lies"
+    )
     keep_last: int = _of_policy(
         "keep_last", "durable", "newest durable checkpoints to keep", "checkpoints", ge=1
     )

@@ -83,9 +83,13 @@ def _marks(row: SnapshotReport) -> str:
     return ", ".join(
         word for word, on in (
             ("DAMAGED", row.get("damaged")), ("keep", row.get("keep")), ("left behind", row.get("abandoned")),
-            ("without optimizer state", row.get("without")),
+            ("without optimizer state", row.get("without")), (f"files in {_several(row.get('of', []))}", row.get("of")),
         ) if on
     )
+
+
+def _several(of: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(of[:-1]), *of[-1:])))
 
 
 def _level(row: SnapshotReport) -> str:

@@ -122,7 +122,7 @@ def _problems(health: HealthReport) -> Iterator[RenderableType]:
 
 def _job(job: JobReport, stores: bool) -> Iterator[RenderableType]:
     from ckptd.cli.outlook import seconds
-    from ckptd.cli.show import NONE, good, step, table
+    from ckptd.cli.show import NONE, good, size, step, table
 
     yield ""
     newest, lag = job.get("newest", {}), job.get("lag", {})
@@ -147,6 +147,9 @@ def _job(job: JobReport, stores: bool) -> Iterator[RenderableType]:
     if job.get("waits"):
         yield f"no snapshot is granted: {job['waits']}"
     yield table("", ("level", ">newest step", ">steps behind"), levels)
+    if job.get("flushed_bytes"):
+        state, written = job["flushed_bytes"], job.get("written_bytes", 0)
+        yield f"stored by this node: {size(state)} of state in {size(written)} of files ({written / state:.0%})"
     yield from _outlook(job, stores)
     yield from _members(job)
 

@@ -21,7 +21,7 @@ from ckptd.daemon.read_back import ReadBack
 from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
 from ckptd.persist.commit import commit
-from ckptd.persist.commits import list_commits, list_durable
+from ckptd.persist.commits import list_commits, list_durable, shown_of
 from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, newest_record
 from ckptd.persist.pieces import HeldPiece
@@ -56,6 +56,7 @@ class Durable:
         self._services, self._job = services, job
         self._writing: dict[str, Write] = {}  # by attempt
         self._hung: set[asyncio.Future[Any]] = set()  # given up, and still at it
+        self.flushed_bytes = self.written_bytes = 0  # of state, and what it took to store it; here, in this life of the daemon
         self.damaged: set[SnapshotId] = set()  # found here, or marked on storage when it was last listed
         self.read_back = ReadBack(services, job.job, self.was_damaged)
         self._retention = Retention(services, job.job, self._hung, HUNG_MAX, self.read_back.waits_for)
@@ -132,12 +133,13 @@ class Durable:
                 with self._services.pacer.transfer("flush", moved, self.within_s()) as pace:
                     call = partial(
                         write_pieces, storage, self._job.job, do.snapshot, do.attempt, self._services.node.node,
-                        pieces, write.cancelled, per_rank=do.per_rank, pace=pace,
+                        pieces, write.cancelled, per_rank=do.per_rank, dedup=self._services.config.dedup, pace=pace,
                     )  # fmt: skip
                     report = await self._in_flush(call, write.given_up)
                 ok, reason = True, ""
-                await self.read_back.wrote(do.snapshot, report)
-                self._services.metrics.flushed(self._job.job, self._services.now() - started, moved)
+                written = await self.read_back.wrote(do.snapshot, report)
+                self.flushed_bytes, self.written_bytes = self.flushed_bytes + moved, self.written_bytes + written
+                self._services.metrics.flushed(self._job.job, self._services.now() - started, moved, written)
                 self._services.health.clear("flush", job=self._job.job)
                 self._services.health.clear("storage")
         except SlotDamage as error:
@@ -288,6 +290,7 @@ class Durable:
         for info in stored or ():
             row = rows.setdefault(info.snapshot.at, _row(info.snapshot, -1, 0, True, "storage"))
             row["durable"], row["keep"], row["damaged"] = True, info.keep, info.damaged
+            row["of"] = shown_of(info)
             row["without"] = row["without"] or info.without
             row["abandoned"] = record is not None and record.abandons(info.snapshot)
             row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"
@@ -333,5 +336,5 @@ def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: st
     return {
         "epoch": snapshot.epoch, "step": snapshot.step, "level": level, "wanted": wanted, "durable": durable,
         "keep": False, "abandoned": False, "where": where, "without": without,
-        "damaged": False,
+        "damaged": False, "of": [],
     }  # fmt: skip

@@ -36,13 +36,15 @@ class ReadBack:
         ours = (written for written, _ in tuple(self._written.values()))
         return stem != file_stem(self._services.node.node) or writer in (self._reads, *ours)
 
-    async def wrote(self, snapshot: SnapshotId, report: bytes) -> None:
-        files = await self._services.in_work(r.decode, report)
+    async def wrote(self, snapshot: SnapshotId, report: bytes) -> int:
+        """How many bytes."""
+        files, nbytes = await self._services.in_work(r.decode, report), 0
         if files.side is not None:
             nbytes = files.side.size + sum(file.size for file in files.files)
             self._written[snapshot] = writer_of(files.side.path), nbytes
         while len(self._written) > WRITTEN_MAX:
             self._written.pop(next(iter(self._written)))
+        return nbytes
 
     def committed(self, snapshot: SnapshotId) -> None:
         """Perhaps by another attempt than the one that wrote here: then none of its files is ours."""

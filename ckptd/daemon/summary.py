@@ -59,6 +59,8 @@ def summary(job: JobShell) -> JobReport:
         "wanted": wanted,
         "level": level,
         "degraded": bool(record) and (max(level, 0) < wanted or (level < 0 and trains)),
+        "flushed_bytes": job.durable.flushed_bytes,
+        "written_bytes": job.durable.written_bytes,
         "unprotected_s": round(job.meter.unprotected_s(), 3),
     }
 

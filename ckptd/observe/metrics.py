@@ -124,7 +124,10 @@ class Metrics:
             "ckptd_flush_seconds", "This node's part of one durable snapshot, order to fsync", "job"
         )
         self._flush_bytes = self._count(
-            "ckptd_flushed_bytes_total", "Bytes written and fsynced on this node", "job"
+            "ckptd_flushed_bytes_total", "Bytes of state made durable by this node", "job"
+        )
+        self._flush_written = self._count(
+            "ckptd_written_bytes_total", "Bytes written and fsynced for that: fewer with `dedup`", "job"
         )
 
     def _make_losses(self) -> None:
@@ -220,9 +223,10 @@ class Metrics:
         self._parity_s.labels(job).observe(seconds)
         self._parity_bytes.labels(job, "data" if data else "parity").inc(nbytes)
 
-    def flushed(self, job: str, seconds: float, nbytes: int) -> None:
+    def flushed(self, job: str, seconds: float, nbytes: int, written: int) -> None:
         self._flush_s.labels(job).observe(seconds)
         self._flush_bytes.labels(job).inc(nbytes)
+        self._flush_written.labels(job).inc(written)
 
     def reached(self, job: str, level: str) -> None:
         """A snapshot reached ``level``, one of LEVELS."""

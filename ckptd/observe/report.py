@@ -130,6 +130,8 @@ class JobReport(TypedDict, total=False):
     level: int  # what the newest protected snapshot really has
     degraded: bool
     outlook: list[OutlookReport]
+    flushed_bytes: int  # of state that this node stored durably, in this life of its daemon
+    written_bytes: int  # what it wrote for that: less where `dedup` found what had not changed
     unprotected_s: float  # since when nothing has the level that is wanted; 0.0: something has
 
 
@@ -169,6 +171,7 @@ class SnapshotReport(TypedDict, total=False):
     life: str  # of its job: see JobReport; absent where a storage root was listed
     world: int
     bytes: int
+    of: list[str]  # older checkpoints that hold files of it, which stay for it: "step 10", of an earlier epoch "step 10 of epoch 1"
     damaged: bool  # a read-back of what storage holds found that: a restore that meets it goes further back
     without: bool  # optimizer state of some parameters is left out on purpose; the manifest names them
     per_rank: list[str]  # names that differed between ranks: the same world only

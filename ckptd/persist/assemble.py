@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 from collections.abc import Collection, Mapping, Sequence
 
+import msgspec
+
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.state_map.box import Box, disjoint, uncovered
@@ -13,7 +15,7 @@ from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Layout
 from ckptd.persist import manifest as m
 from ckptd.persist.index import Chunk, Index, Tensor
 from ckptd.persist.names import header_name
-from ckptd.persist.report import Report, WrittenFile, WrittenObject
+from ckptd.persist.report import Report, WrittenChunk, WrittenObject
 
 VERSION_TEXT = "ckptd/1"
 _Key = tuple[str, int | None]  # (tensor key, rank whose own value it is)
@@ -41,6 +43,7 @@ def assemble(
     facts = _tensors(layouts, per_rank)
     for report in reports:
         _add_files(report, files, sides, facts, rows)
+    _add_kept(reports, files, sides, facts, rows)
     aliases: dict[str, str] = {}
     for layout in layouts.values():
         aliases.update(layout.aliases)
@@ -98,7 +101,7 @@ def _add_files(
         return
     sides.append(m.SideFile(report.side.path, report.side.size, report.side.sum.hex()))
     for file in report.files:
-        _add_chunks(report.node, file, len(files), facts, rows)
+        _add_chunks(f"{report.node}: {file.path}", file.chunks, len(files), facts, rows)
         header_sum, sums_sum = file.header_sum.hex(), file.sums_sum.hex()
         side = len(sides) - 1
         files.append(
@@ -108,23 +111,42 @@ def _add_files(
         )
 
 
-def _add_chunks(
-    node: str,
-    file: WrittenFile,
-    index: int,
+def _add_kept(
+    reports: Sequence[Report],
+    files: list[m.DataFile],
+    sides: list[m.SideFile],
     facts: Mapping[_Key, list[Fragment]],
     rows: dict[_Key, list[Chunk]],
 ) -> None:
-    for chunk in file.chunks:
+    """What lies in older checkpoints, behind all that was written. Several writers may need the same file."""
+    of_files: dict[m.DataFile, int] = {}
+    of_sides: dict[m.SideFile, int] = {}
+    for report in reports:
+        for kept in report.kept:
+            side = msgspec.structs.replace(kept.side, of=kept.of)
+            if side not in of_sides:
+                of_sides[side] = len(sides)
+                sides.append(side)
+            file = msgspec.structs.replace(kept.file, of=kept.of, side=of_sides[side])
+            if file not in of_files:
+                of_files[file] = len(files)
+                files.append(file)
+            _add_chunks(f"{report.node}: {file.path} of {kept.of}", kept.chunks, of_files[file], facts, rows)
+
+
+def _add_chunks(
+    where: str, chunks: Sequence[WrittenChunk], index: int, facts: Mapping[_Key, list[Fragment]], rows: dict[_Key, list[Chunk]]
+) -> None:
+    for chunk in chunks:
         key = chunk.key, chunk.rank
         fragments = facts.get(key)
         if fragments is None or chunk.name != header_name(*key):
             own = "one value" if chunk.rank is None else f"rank {chunk.rank}'s own"
             text = f"{chunk.key} was written as {own}, which this snapshot does not have"
-            raise CkptdError(text, where=f"{node}: {file.path}")
+            raise CkptdError(text, where=where)
         if (chunk.dtype, chunk.shape) != (fragments[0].dtype, fragments[0].shape):
             text = f"{chunk.key} was written as {chunk.dtype}{list(chunk.shape)}"
-            raise CkptdError(text, where=f"{node}: {file.path}", hint="the ranks' layouts disagree")
+            raise CkptdError(text, where=where, hint="the ranks' layouts disagree")
         row = Chunk(index, chunk.at, chunk.nbytes, chunk.block, chunk.offsets, chunk.sizes)
         rows.setdefault(key, []).append(row)
 

@@ -7,6 +7,7 @@ snapshot; a later attempt deletes its own files.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
@@ -17,6 +18,7 @@ from ckptd.persist.assemble import assemble
 from ckptd.persist.manifest import Contents
 from ckptd.persist.manifest_file import encode, read
 from ckptd.persist.names import DATA, GRANT, KEEP, OF, SIDE, WITHOUT, attempt_dir, step_dir
+from ckptd.persist.reader import Checkpoint
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import FileReader, NotFound, Storage, StorageError
 from ckptd.persist.sums import FileDamage, digest
@@ -40,16 +42,21 @@ def commit(
 
     layouts: of every rank. per_rank: "t:key"/"o:name" that differ between ranks in this snapshot.
     """
-    directory = attempt_dir(job, snapshot, attempt)
+    directory, pointer = attempt_dir(job, snapshot, attempt), step_dir(job, snapshot)
+    decoded = [r.decode(report) for report in reports]
+    with ExitStack() as leases:  # which whoever retains sees until the new checkpoint says itself what it needs
+        needed = sorted({kept.of for report in decoded for kept in report.kept})
+        older = {of: leases.enter_context(Checkpoint.open(storage, job, of)) for of in needed}
 
-    def made() -> Contents:
-        decoded = [r.decode(report) for report in reports]
-        contents = assemble(job, snapshot, attempt, record, decoded, layouts, per_rank, keep)
-        for report in decoded:
-            _check_report(storage, directory, report)
-        return contents
+        def made() -> Contents:
+            contents = assemble(job, snapshot, attempt, record, decoded, layouts, per_rank, keep)
+            for report in decoded:
+                _check_report(storage, directory, report)
+                for kept in report.kept:
+                    _check_kept(older[kept.of], report.node, kept)
+            return contents
 
-    commit_made(storage, directory, step_dir(job, snapshot), made, keep)
+        commit_made(storage, directory, pointer, made, keep)
 
 
 def commit_made(
@@ -132,6 +139,16 @@ def _check_report(storage: Storage, directory: str, report: r.Report) -> None:
         with _Opened(storage, directory, report.node, file.path, file.size) as data:
             if digest(_read(data.reader, 0, file.data_start)) != file.header_sum:
                 raise FileDamage("the header is not what was written", where=data.where)
+
+
+def _check_kept(older: Checkpoint, node: str, kept: r.KeptFile) -> None:
+    """Is it that checkpoint's own file, and still there? Raises CkptdError."""
+    if kept not in (r.kept_file(kept.of, older.manifest, file, kept.chunks) for file in older.manifest.files if file.of is None):
+        raise CkptdError(f"node {node} counts on {kept.file.path}, which {kept.of} does not have", where=older.where)
+    with _Opened(older.storage, older.directory, node, kept.side.path, kept.side.size):
+        pass
+    with _Opened(older.storage, older.directory, node, kept.file.path, kept.file.size):
+        pass
 
 
 class _Opened:

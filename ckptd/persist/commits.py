@@ -50,13 +50,19 @@ def list_stored(storage: Storage, wanted: Callable[[str], bool]) -> tuple[list[A
                 {
                     "job": job, "epoch": info.snapshot.epoch, "step": info.snapshot.step, "durable": True, "keep": info.keep,
                     "abandoned": record is not None and record.abandons(info.snapshot), "where": ["storage"],
-                    "without": info.without, "damaged": info.damaged,
+                    "without": info.without, "damaged": info.damaged, "of": shown_of(info),
                 }
                 for info in reversed(list_commits(storage, job))
             ]  # fmt: skip
         except (CkptdError, OSError) as error:
             errors.append(f"{job}: {error}")
     return rows, errors
+
+
+def shown_of(info: CommitInfo) -> list[str]:
+    """The older checkpoints that hold files of it, in words."""
+    own = info.snapshot.epoch
+    return [f"step {of.step}" if of.epoch == own else str(of) for of in sorted(info.of)]
 
 
 def list_commits(storage: Storage, job: str) -> list[CommitInfo]:

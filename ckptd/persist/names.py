@@ -111,6 +111,15 @@ def attempt_dir(job: str, snapshot: SnapshotId, attempt: str) -> str:
     return f"{step_dir(job, snapshot)}.{check_attempt(attempt)}{PART}"
 
 
+def place_of(path: str) -> tuple[str, str, SnapshotId] | None:
+    """(storage root, job, checkpoint) of a path ROOT/UID/NAME/epoch-NNNNNN/step-NNNNNNNNNN. None: it is no such path."""
+    *above, uid, name, epoch_name, step_name = ("", "", "", "", *path.split("/"))
+    epoch, step, job = epoch_of_dir(epoch_name), step_of_dir(step_name), f"{uid}/{name}"
+    if epoch is None or step is None or not is_job(job):
+        return None
+    return "/".join(above[4:]) or "/", job, SnapshotId(epoch, step)
+
+
 def epoch_of_dir(name: str) -> int | None:
     found = _EPOCH.fullmatch(name)
     return int(found[1]) if found else None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.ids import SnapshotId
 from ckptd.core.storage_root import in_bucket, storage_root
-from ckptd.persist.names import epoch_of_dir, is_job, step_of_dir
+from ckptd.persist.names import place_of
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import NotFound, Storage
 from ckptd.persist.storage.factory import storage_at
@@ -31,11 +30,11 @@ def open_at(text: str) -> Checkpoint:
     where = _place(text)
     if not in_bucket(where) and not os.path.isdir(where):
         raise CkptdError("no such directory", where=where, hint=HINT)
-    *above, uid, name, epoch_name, step_name = ("", "", "", "", *where.split("/"))
-    epoch, step = epoch_of_dir(epoch_name), step_of_dir(step_name)
+    place = place_of(where)
     try:
-        if epoch is not None and step is not None and is_job(f"{uid}/{name}"):
-            return Checkpoint.open(storage_at("/".join(above[4:]) or "/"), f"{uid}/{name}", SnapshotId(epoch, step))
+        if place is not None:
+            root, job, snapshot = place
+            return Checkpoint.open(storage_at(root), job, snapshot)
         if in_bucket(where):
             root, _, name = where.rpartition("/")
             return Checkpoint.at(storage_at(root), name)

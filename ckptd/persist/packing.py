@@ -44,7 +44,7 @@ def pack(chunks: Sequence[OutChunk], *, bytes_max: int = FILE_BYTES_MAX, writers
     Header keys are unique, so a second box of one key goes into another file. Inside a file wide elements come first:
     then every tensor is aligned to its element without holes, which the format forbids.
     """
-    small = [part for chunk in chunks for part in _cut(chunk, bytes_max)]
+    small = cut(chunks, bytes_max)
     total = sum(chunk.nbytes for chunk in small)
     count = max(-(-total // bytes_max), min(writers, -(-total // FILE_BYTES_MIN)), 1 if small else 0)
     packages = [Package() for _ in range(count)]
@@ -90,8 +90,12 @@ def header(chunks: Sequence[OutChunk], origin: Mapping[str, object]) -> bytes:
     return _LENGTH.pack(length) + text.ljust(length)
 
 
+def cut(chunks: Sequence[OutChunk], bytes_max: int = FILE_BYTES_MAX) -> list[OutChunk]:
+    """As boxes of at most ``bytes_max``, cut along their first dimensions."""
+    return [part for chunk in chunks for part in _cut(chunk, bytes_max)]
+
+
 def _cut(chunk: OutChunk, bytes_max: int) -> list[OutChunk]:
-    """The chunk as boxes of at most ``bytes_max``, cut along its first dimensions."""
     if chunk.nbytes <= bytes_max:
         return [chunk]
     return [_part(chunk, box) for box in split_box(chunk.box, bytes_max // ITEMSIZE[chunk.dtype])]

@@ -16,6 +16,7 @@ from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.fragments import Fragment
 from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Layout
 from ckptd.persist.names import header_name
+from ckptd.persist.report import WrittenChunk
 from ckptd.persist.strided import Bytes, Elements, elements, extent, window
 from ckptd.persist.sums import SUM_BYTES, SlotDamage, block_count, digest
 
@@ -121,6 +122,11 @@ class OutChunk:
     @property
     def nbytes(self) -> int:
         return self.box.volume * self.itemsize
+
+    def row(self, at: int, block: int) -> WrittenChunk:
+        """As a report has it, with its bytes and its first sum there in a file."""
+        facts = self.key, self.name, self.rank, self.dtype, self.shape, self.role
+        return WrittenChunk(*facts, self.box.offsets, self.box.sizes, at, self.nbytes, block)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist import manifest as m
 from ckptd.persist.files import OpenFiles
+from ckptd.persist.index import Chunk, Tensor
 from ckptd.persist.lease import Lease
 from ckptd.persist.manifest_file import read
 from ckptd.persist.names import step_dir
@@ -111,6 +112,11 @@ class Checkpoint:
         per_rank = frozenset(self.manifest.per_rank)
         owners = {key: tuple(sorted(found)) for key, found in own.items()}
         return Catalogue(world, tensors, held, dict(self.manifest.aliases), per_rank, variants, owners)
+
+    def tensor(self, key: str, owner: int | None) -> tuple[Tensor, list[Chunk]] | None:
+        """What is stored under exactly this name, as the value of all ranks (None) or of one."""
+        at = self._tensors.get((key, owner))
+        return None if at is None else (self.index.tensor_at(at), self.index.chunks_at(at))
 
     def boxes(self, key: str, rank: int | None = None) -> list[Box]:
         """The stored boxes of a tensor; of a per-rank one those of ``rank``. Raises CkptdError: no such tensor."""

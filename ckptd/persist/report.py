@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box
+from ckptd.persist.manifest import DataFile, Manifest, SideFile
 
 REPORT_VERSION = 1
 REPORT_BYTES_MAX = 1 << 30
@@ -57,12 +59,28 @@ class WrittenSide(msgspec.Struct, frozen=True):
     objects: list[WrittenObject]
 
 
+class KeptFile(msgspec.Struct, frozen=True):
+    """A data file of the checkpoint ``of``, and what of it is in this one as well. Its sums are in ``side``."""
+
+    of: SnapshotId
+    file: DataFile
+    side: SideFile
+    chunks: list[WrittenChunk]
+
+
 class Report(msgspec.Struct, frozen=True):
     version: int
     node: str
     files: list[WrittenFile]
     side: WrittenSide | None  # None: nothing was written
     ranks: list[int]  # whose objects are in ``side`` (perhaps none)
+    kept: list[KeptFile] = []
+
+
+def kept_file(of: SnapshotId, manifest: Manifest, file: DataFile, chunks: list[WrittenChunk]) -> KeptFile:
+    """The same from every manifest that names the file."""
+    alone, side = msgspec.structs.replace(file, side=0, of=None), msgspec.structs.replace(manifest.sides[file.side], of=None)
+    return KeptFile(of, alone, side, chunks)
 
 
 def encode(report: Report) -> bytes:

@@ -211,14 +211,15 @@ class _Pass:
                 standing.record is not None and not standing.record.is_candidate(info.snapshot)
             ):
                 continue
-            if not (info.verified or info.damaged) and self._verify(info.snapshot):
+            trusted = {of for of in info.of if of in found and found[of].verified}
+            if not (info.verified or info.damaged) and self._verify(info.snapshot, trusted):
                 found[info.snapshot] = replace(info, verified=True)
             good += found[info.snapshot].verified
             if good >= max(self._policy.keep_last, 1):
                 break
         return replace(standing, commits=list(found.values()))
 
-    def _verify(self, snapshot: SnapshotId) -> bool:
+    def _verify(self, snapshot: SnapshotId, trusted: set[SnapshotId]) -> bool:
         storage, directory = self._storage, step_dir(self._job, snapshot)
         there = {entry.name: entry.mtime_s for entry in storage.list(directory)}
         known = {name.removeprefix(READ) for name in there if name.startswith(READ)}
@@ -226,7 +227,7 @@ class _Pass:
         if any(map(self.waits_for, left)) and self._now_s - there.get(MANIFEST, self._now_s) < self.writers_s:
             self._done.unread = True
             return False
-        report = verify_at(storage, directory, cancelled=self._cancelled, known=known, at_once=self.at_once)
+        report = verify_at(storage, directory, cancelled=self._cancelled, known=known, at_once=self.at_once, trusted=trusted)
         self._stop_if_cancelled()
         if not report.ok:
             self._done.problems += [f"{report.path}: {problem}" for problem in report.problems]

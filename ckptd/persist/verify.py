@@ -15,11 +15,12 @@ import numpy as np
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
+from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box, uncovered
 from ckptd.core.storage_root import in_bucket, storage_root
 from ckptd.persist import manifest as m
 from ckptd.persist.index import Chunk, Tensor
-from ckptd.persist.names import DAMAGED, DATA, MANIFEST, READ, is_aside, writer_of
+from ckptd.persist.names import DAMAGED, DATA, MANIFEST, READ, is_aside, place_of, step_dir, writer_of
 from ckptd.persist.preflight import is_probe
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.side import check_side
@@ -55,11 +56,17 @@ Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 def verify(path: str, progress: Progress | None = None) -> VerifyReport:
     """Check the checkpoint at ``path``, of the local file system or in a bucket. Never raises for damage, it reports it."""
     path = storage_root(path)
+    if not in_bucket(path):
+        path = os.path.abspath(path)
+        if not os.path.isdir(path):
+            raise CkptdError("no such directory", where=path)
+    place = place_of(path)
+    if place is not None:  # files of it may lie in other checkpoints of its job
+        root, job, snapshot = place
+        return verify_at(storage_at(root), step_dir(job, snapshot), progress)
     if in_bucket(path):
         above, _, name = path.rpartition("/")
         return verify_at(storage_at(above), name, progress)
-    if not os.path.isdir(path):
-        raise CkptdError("no such directory", where=path)
     return verify_at(storage_at(path), "", progress)
 
 
@@ -99,13 +106,15 @@ def verify_at(
     cancelled: threading.Event | None = None,
     known: Collection[str] = (),
     at_once: int = FILES_AT_ONCE,
+    trusted: Collection[SnapshotId] = (),
 ) -> VerifyReport:
-    """As ``verify``, below a storage root. A cancelled run reports that as its problem. known: writers (names.writer_of) whose
-    files have been read back. at_once: so many files are read side by side; 1: by this thread alone."""
+    """As ``verify``, below a storage root. A cancelled run reports that as its problem. at_once: so many files are read side by
+    side; 1: by this thread alone. known: writers (names.writer_of) whose files have been read back. trusted: older checkpoints that
+    have been read back whole; what lies there is not read again."""
     report = VerifyReport(storage.locate(directory))
     try:
         with Checkpoint.at(storage, directory) as checkpoint:
-            _Pass(checkpoint, report, progress, cancelled or threading.Event(), None, at_once).run(known)
+            _Pass(checkpoint, report, progress, cancelled or threading.Event(), None, at_once).run(known, trusted)
     except CkptdError as error:
         report.problems.append(str(error))
         report.damaged |= isinstance(error, FileDamage)  # and not a version that this reader does not know
@@ -158,7 +167,7 @@ class _Pass:
         self._lock = threading.Lock()
         self._rows: dict[int, list[tuple[Tensor, Chunk]]] = {}
 
-    def run(self, known: Collection[str]) -> None:
+    def run(self, known: Collection[str], trusted: Collection[SnapshotId]) -> None:
         report, manifest, index = self._report, self._manifest, self._checkpoint.index
         report.files, report.tensors = len(manifest.files) + len(manifest.sides), len(index.dims)
         self._try(self._strangers)
@@ -167,7 +176,7 @@ class _Pass:
             self._try(_covered, tensor, chunks)
             for chunk in chunks:
                 self._rows.setdefault(chunk.file, []).append((tensor, chunk))
-        self._read(lambda path: writer_of(path) not in known)
+        self._read(lambda file: file.of not in trusted if file.of is not None else writer_of(file.path) not in known)
         for ref in manifest.objects:
             self._try(self._checkpoint.files.blob, ref)
 
@@ -179,13 +188,13 @@ class _Pass:
             self._rows.setdefault(chunk.file, []).append((index.tensor_at(int(index.tensor[row])), chunk))
         sides = sum(writer_of(side.path) == writer for side in self._manifest.sides)
         self._report.files, self._report.tensors = len(mine) + sides, sum(map(len, self._rows.values()))
-        self._read(lambda path: writer_of(path) == writer)
+        self._read(lambda file: writer_of(file.path) == writer)
 
-    def _read(self, wanted: Callable[[str], bool]) -> None:
+    def _read(self, wanted: Callable[[m.DataFile | m.SideFile], bool]) -> None:
         """Several files at once."""
         sides, files = self._manifest.sides, self._manifest.files
-        calls = [partial(self._try, self._side, at) for at, side in enumerate(sides) if wanted(side.path)]
-        calls += [partial(self._try, self._file_and_done, at) for at, file in enumerate(files) if wanted(file.path)]
+        calls = [partial(self._try, self._side, at) for at, side in enumerate(sides) if wanted(side)]
+        calls += [partial(self._try, self._file_and_done, at) for at, file in enumerate(files) if wanted(file)]
         if self._at_once == 1:
             for call in calls:
                 call()
@@ -276,11 +285,13 @@ def _check_header(
     except (ValueError, KeyError, TypeError) as error:
         raise CkptdError(f"not a safetensors header: {error!r}", where=where) from error
     wanted = {}
+    if file.of is not None:  # there may be more in it than this checkpoint needs
+        found = {tensor.name: found[tensor.name] for tensor, _ in rows if tensor.name in found}
     for tensor, chunk in rows:
         at = chunk.at - file.data_start
         wanted[tensor.name] = (tensor.dtype, [*chunk.sizes], [at, at + chunk.nbytes], [*chunk.offsets])
     if found != wanted:
         odd = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
         raise CkptdError(f"header and manifest disagree about {', '.join(odd[:5])}", where=where)
-    if file.data_start + sum(chunk.nbytes for _, chunk in rows) != file.size:
+    if file.of is None and file.data_start + sum(chunk.nbytes for _, chunk in rows) != file.size:
         raise CkptdError("bytes that belong to no tensor", where=where)

@@ -14,10 +14,11 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.persist.names import DATA, SIDE, attempt_dir, file_stem
-from ckptd.persist.packing import FILE_BYTES_MAX, Package, header, pack
+from ckptd.persist.packing import FILE_BYTES_MAX, Package, cut, header, pack
 from ckptd.persist.pieces import HeldPiece, ObjectBlob, OutChunk, chunks_of, objects_of
 from ckptd.persist.report import (
     REPORT_VERSION,
+    KeptFile,
     Report,
     WrittenChunk,
     WrittenFile,
@@ -29,6 +30,7 @@ from ckptd.persist.side import SideWriter
 from ckptd.persist.storage.base import Storage, StorageError, SyncFailed, storage_error
 from ckptd.persist.stream import write_chunk
 from ckptd.persist.sums import SUM_BYTES, block_count, digest
+from ckptd.persist.unchanged import unchanged
 from ckptd.thread_pool import ThreadPool, here
 from ckptd.units import format_bytes
 from ckptd.wire.bulk import Pace, wait_turn
@@ -69,14 +71,16 @@ def write_pieces(
     *,
     pace: Pace | None = None,
     per_rank: Collection[str] = (),
+    dedup: bool = False,
     bytes_max: int = FILE_BYTES_MAX,
     threads: int = WRITER_THREADS,
 ) -> bytes:
     """Write the pieces and return the report for ``commit``. Blocks; a cancel is noticed within a few MiB. ``pace`` is asked after
     each few MiB, so that the next ones wait.
 
-    per_rank: "t:key" of slices that differ between ranks in this snapshot. Raises SlotDamage (quarantine that slot),
-    Cancelled, StorageError; whatever it raises, its files are deleted unless the storage itself refuses.
+    per_rank: "t:key" of slices that differ between ranks in this snapshot. dedup: what an older checkpoint has is not written, but
+    named. Raises SlotDamage (quarantine that slot), Cancelled, StorageError; whatever it raises, its files are deleted unless the
+    storage itself refuses.
     """
 
     def made() -> tuple[list[OutChunk], list[ObjectBlob]]:
@@ -84,7 +88,9 @@ def write_pieces(
 
     ranks = sorted({held.piece.rank for held in pieces if held.piece.objects})
     place = storage, job, snapshot, attempt, node
-    return write_chunks(*place, made, ranks, cancelled, progress, pace=pace, bytes_max=bytes_max, threads=threads)
+    return write_chunks(
+        *place, made, ranks, cancelled, progress, pace=pace, dedup=dedup, bytes_max=bytes_max, threads=threads
+    )
 
 
 def write_chunks(
@@ -99,6 +105,7 @@ def write_chunks(
     progress: Progress | None = None,
     *,
     pace: Pace | None = None,
+    dedup: bool = False,
     bytes_max: int = FILE_BYTES_MAX,
     threads: int = WRITER_THREADS,
 ) -> bytes:
@@ -107,10 +114,13 @@ def write_chunks(
     run.origin = {"version": REPORT_VERSION, "job": job, "epoch": snapshot.epoch, "step": snapshot.step}
     try:
         chunks, blobs = made()
+        kept: list[KeptFile] = []
+        if dedup:
+            chunks, kept = unchanged(storage, job, snapshot, cut(chunks, bytes_max), run.check)
         run.total = sum(chunk.nbytes for chunk in chunks) + sum(len(blob.data) for blob in blobs)
         run.begin()
         run.ranks = ranks
-        report = run.write(pack(chunks, bytes_max=bytes_max, writers=threads), blobs, threads)
+        report = run.write(pack(chunks, bytes_max=bytes_max, writers=threads), blobs, kept, threads)
     except BaseException:
         run.clean()
         raise
@@ -150,13 +160,13 @@ class _Run:
             raise storage_error(OSError(errno.ENOSPC, text), "write", self.storage.locate(self.directory))
         self.storage.begin(self.directory)
 
-    def write(self, packages: list[Package], blobs: list[ObjectBlob], threads: int) -> Report:
+    def write(self, packages: list[Package], blobs: list[ObjectBlob], kept: list[KeptFile], threads: int) -> Report:
         if not packages and not blobs:
-            return Report(REPORT_VERSION, self.node, [], None, self.ranks)
+            return Report(REPORT_VERSION, self.node, [], None, self.ranks, kept)
         finished = self._data_files(packages, threads)
         written, side = self._durable(SIDE, lambda path: self._side_file(path, finished, blobs))
         failpoint("persist.write.synced")
-        return Report(REPORT_VERSION, self.node, written, side, self.ranks)
+        return Report(REPORT_VERSION, self.node, written, side, self.ranks, kept)
 
     def clean(self) -> None:
         """Best effort: the storage may be what failed. Old attempts are swept later."""
@@ -208,7 +218,7 @@ class _Run:
             sums: list[bytes] = []
             block = 0
             for chunk in package.chunks:
-                rows.append(_row(chunk, out.position, block))
+                rows.append(chunk.row(out.position, block))
                 sums.append(write_chunk(chunk, out, self._tick))
                 block += block_count(chunk.nbytes)
                 failpoint("persist.write.chunk")
@@ -251,20 +261,18 @@ class _Run:
     def _stopped(self) -> bool:
         return self._cancelled.is_set() or self._stop.is_set()
 
-    def _tick(self, nbytes: int) -> None:
-        wait_turn(self._pace, nbytes, self._stopped)
+    def check(self) -> None:
+        """Raises Cancelled."""
         if self._stopped():
             raise Cancelled("the write was cancelled", where=self.storage.locate(self.directory))
+
+    def _tick(self, nbytes: int) -> None:
+        wait_turn(self._pace, nbytes, self._stopped)
+        self.check()
         with self._lock:
             self._done += nbytes
             if self._progress is not None:
                 self._progress(self._done, self.total)
-
-
-def _row(chunk: OutChunk, at: int, block: int) -> WrittenChunk:
-    box = chunk.box
-    facts = chunk.key, chunk.name, chunk.rank, chunk.dtype, chunk.shape, chunk.role
-    return WrittenChunk(*facts, box.offsets, box.sizes, at, chunk.nbytes, block)
 
 
 def _located(file: _Finished, sums_at: int) -> WrittenFile:

@@ -17,7 +17,7 @@ TYPES |= dict.fromkeys(["F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_
 
 class Checkpoint:
     def __init__(self, directory):
-        self.directory = Path(directory)
+        self.directory = Path(directory).resolve()
         self.manifest = json.loads((self.directory / "manifest.json").read_bytes())
         if (self.manifest["format"], self.manifest["version"]) != ("ckptd-checkpoint", 2):
             raise ValueError(f"{directory}: not a ckptd checkpoint of version 2")

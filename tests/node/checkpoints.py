@@ -158,6 +158,8 @@ def write_all(
     attempt: str,
     nodes: int = 2,
     bytes_max: int = 1 << 32,
+    *,
+    dedup: bool = False,
 ) -> list[bytes]:
     storage_order = orders(world, nodes).items()
     return [
@@ -171,6 +173,7 @@ def write_all(
             threading.Event(),
             per_rank=world.per_rank,
             bytes_max=bytes_max,
+            dedup=dedup,
         )
         for node, pieces in storage_order
     ]
@@ -197,8 +200,10 @@ def save(
     attempt: str = "a1",
     *,
     keep: bool = False,
+    dedup: bool = False,
 ) -> None:
-    commit_all(storage, world, snapshot, write_all(storage, world, snapshot, attempt), attempt, keep=keep)
+    reports = write_all(storage, world, snapshot, attempt, dedup=dedup)
+    commit_all(storage, world, snapshot, reports, attempt, keep=keep)
 
 
 def check_all(checkpoint: Checkpoint, world: World, seed: int = 0) -> None:

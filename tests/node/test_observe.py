@@ -64,7 +64,7 @@ def test_the_journey_of_a_snapshot_is_counted() -> None:
     metrics.captured(MINE, capture_s=0.2, blocked_s=0.004)
     metrics.sealed(MINE, 0.05, 1000)
     metrics.replicated(MINE, 0.4, 1000)
-    metrics.flushed(MINE, 2.0, 900)
+    metrics.flushed(MINE, 2.0, 900, 90)
     metrics.reached(MINE, "protected")
     metrics.lag(MINE, {"sealed": 0, "durable": 12})
     assert value(metrics, "ckptd_blocked_seconds_sum", job=MINE) == pytest.approx(0.004)
@@ -73,6 +73,7 @@ def test_the_journey_of_a_snapshot_is_counted() -> None:
     assert value(metrics, "ckptd_protected_bytes_total", job=MINE) == 1000
     assert value(metrics, "ckptd_flush_seconds_bucket", job=MINE, le="3.0") == 1
     assert value(metrics, "ckptd_flushed_bytes_total", job=MINE) == 900
+    assert value(metrics, "ckptd_written_bytes_total", job=MINE) == 90
     assert value(metrics, "ckptd_snapshots_total", job=MINE, level="protected") == 1
     assert value(metrics, "ckptd_lag_steps", job=MINE, level="durable") == 12
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -112,8 +113,9 @@ def test_a_file_may_lie_in_another_checkpoint_of_the_job_which_retention_keeps(t
         assert [info.snapshot for info in list_commits(storage, JOB)] == [snapshot, later]
     with Checkpoint.open(storage, JOB, later) as checkpoint:
         check_all(checkpoint, world)
-    assert verify_at(storage, directory).ok
-    problems = verify(storage.locate(directory)).problems
+    assert verify_at(storage, directory).ok and verify(storage.locate(directory)).ok
+    copied = shutil.copytree(storage.locate(directory), tmp_path / "copied")
+    problems = verify(str(copied)).problems
     assert "open this checkpoint below its storage root" in problems[0]
 
 

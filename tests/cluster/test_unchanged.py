@@ -1,0 +1,47 @@
+"""A frozen base model is written once, however many checkpoints follow, and comes back with the newest of them (`dedup`, P12)."""
+
+from __future__ import annotations
+
+import json
+
+from tests.cluster.nodes import Cluster, together
+from tests.cluster.test_bad_storage import checkpoint
+from tests.cluster.test_frozen import FROZEN_BYTES, MIB
+from tests.waiting import until
+
+JOB = "store"
+PATIENCE_S = 60.0
+STEPS = 4
+
+
+def test_only_what_changed_is_written_and_another_world_finds_all_of_it(nodes: Cluster) -> None:
+    storage = nodes.root / "storage"
+    storage.mkdir()
+    made = nodes.several(2, storage_root=storage, replicas=1, keep_last=1, dedup="true")
+    world = nodes.world(made, JOB, kind="adapters_fsdp")
+    assert together(world, "restore") == [None] * 2
+    for _ in range(STEPS):
+        together(world, "train", steps=1, snapshot=False)
+        together(world, "snapshot", must=True)
+        assert together(world, "wait", level="durable", timeout=PATIENCE_S) == ["durable"] * 2
+    (digest,) = set(together(world, "digest"))
+    for node in made:
+        (job,) = node.get("/status")["jobs"]
+        once, each = FROZEN_BYTES // 2, job["flushed_bytes"] / STEPS
+        assert once < job["written_bytes"] < job["flushed_bytes"] - (STEPS - 1) * once + MIB, "the frozen half of it once"
+        assert each > once
+        assert "of state in" in node.cli("status").stdout
+    gone = [checkpoint(storage, step) for step in range(2, STEPS)]
+    until(lambda: not any((where / "manifest.json").exists() for where in gone), PATIENCE_S, "those in between to go")
+    rows = json.loads(made[0].cli("ls", storage, "--json").stdout)["rows"]
+    assert [(row["step"], row["of"]) for row in rows] == [(STEPS, ["step 1"]), (1, [])]
+    assert "files in step 1" in made[0].cli("ls").stdout
+    assert made[0].cli("verify", storage).returncode == 0
+    for trainer in world:
+        trainer.kill()
+    for node in made:
+        node.kill()
+    (alone,) = nodes.world([nodes.node(storage_root=storage, replicas=0)], JOB, kind="adapters_fsdp")
+    assert alone.do("restore") == STEPS
+    assert alone.do("digest") == digest
+    assert alone.do("last_restore")["bytes"]["durable"] > FROZEN_BYTES
