@@ -21,7 +21,8 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.dtypes import FLOATS, ITEMSIZE
 from ckptd.export.contents import Contents
-from ckptd.export.hub_names import CONFIG, AsIs, Group, Names, Titan, Transformers, dtype_in
+from ckptd.export.hub_names import CONFIG, AsIs, Group, Names, Titan, Transformers
+from ckptd.export.peft_names import ADAPTER_CONFIG, Peft
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored, bytes_of
 
@@ -51,8 +52,11 @@ class Whole:
 
 def names_of(titan: str | None, as_is: bool, config_dir: Path | None) -> Names:
     """Raises CkptdError where nothing says what the Hub's names are."""
+    if config_dir is not None and (config_dir / ADAPTER_CONFIG).is_file() and titan is None and not as_is:
+        return Peft(config_dir)
     if config_dir is not None and not (config_dir / CONFIG).is_file():
-        raise CkptdError(f"no {CONFIG} there", where=str(config_dir), hint="the folder of a model of the same architecture")
+        hint = f"the folder of a model of the same architecture, or of an adapter ({ADAPTER_CONFIG})"
+        raise CkptdError(f"no {CONFIG} there", where=str(config_dir), hint=hint)
     if titan is not None:
         return Titan(titan, config_dir)
     if as_is:
@@ -75,12 +79,15 @@ class Folder:
             contents.notes.append(f"no tensors, and left out: {', '.join(dropped)}")
         if isinstance(names, AsIs):
             self._entries = _once(self._entries, contents)
-        self.groups = names.groups(self._entries)
+        self.groups, self._names = names.groups(self._entries), names
+        if isinstance(names, Peft):
+            base = len(self._entries) - len(self.groups)
+            contents.notes.append(f"the adapter alone: {base} tensors of the base model are left out")
         wholes = [whole for group in self.groups for whole in self._made_of(group)]
         twice = [name for name, count in Counter(whole.name for whole in wholes).items() if count > 1]
         if twice:
             raise CkptdError(f"two tensors would be {', '.join(twice[:5])}", where="--to hf", hint="--only leaves one of them out")
-        self.shards = _shards(wholes, shard_bytes)
+        self.shards = _shards(wholes, shard_bytes, names.stem)
         self.nbytes = sum(whole.nbytes for whole in wholes)
         self.tensors = len(wholes)
         sizes = Counter[str]()
@@ -123,7 +130,8 @@ class Folder:
             self._copy_config(staging.content, self._config_dir)
 
     def _copy_config(self, folder: Path, config_dir: Path) -> None:
-        (folder / CONFIG).write_text(dtype_in(config_dir, self.dtype), encoding="utf-8")
+        for name, text in self._names.configs(config_dir, self.dtype).items():
+            (folder / name).write_text(text, encoding="utf-8")
         for pattern in COPIED:
             for path in config_dir.glob(pattern):
                 if path.is_file():
@@ -151,8 +159,8 @@ def _once(entries: Mapping[str, Stored], contents: Contents) -> dict[str, Stored
     return {name: stored for stored, name in found.items()}
 
 
-def _shards(wholes: Sequence[Whole], shard_bytes: int) -> dict[str, list[Whole]]:
-    """File -> its tensors, widest elements first, so that all are aligned. No tensor is cut."""
+def _shards(wholes: Sequence[Whole], shard_bytes: int, stem: str) -> dict[str, list[Whole]]:
+    """File -> its tensors, widest elements first, so that all are aligned. No tensor is cut. Raises CkptdError."""
     files: list[list[Whole]] = [[]]
     used = 0
     for whole in wholes:
@@ -162,9 +170,11 @@ def _shards(wholes: Sequence[Whole], shard_bytes: int) -> dict[str, list[Whole]]
         files[-1].append(whole)
         used += whole.nbytes
     if len(files) == 1:
-        names = ["model.safetensors"]
+        names = [f"{stem}.safetensors"]
+    elif stem != "model":
+        raise CkptdError("an adapter is one file", where="--shard-size", hint="more, or none")
     else:
-        names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+        names = [f"{stem}-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     for file in files:
         file.sort(key=lambda whole: (-ITEMSIZE[whole.dtype], whole.name))
     return dict(zip(names, files, strict=True))

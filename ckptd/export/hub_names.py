@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import importlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,30 +32,32 @@ class Group:
     convert: Callable[[Tensors], Tensors] | None = None
 
 
-class Names(Protocol):
+class Names(ABC):
+    """``stem``: of the files."""
+
+    stem = "model"
+
+    @abstractmethod
     def groups(self, entries: Mapping[str, Stored]) -> list[Group]: ...
 
+    def configs(self, config_dir: Path, dtype: str) -> dict[str, str]:
+        """Texts of files beside the tensors, of which most are of this dtype."""
+        return {CONFIG: dtype_in(config_dir, dtype)}
 
-class AsIs:
+
+class AsIs(Names):
     """The names are the Hub's already, by the user's word."""
 
     def groups(self, entries: Mapping[str, Stored]) -> list[Group]:
         return [Group((name,), name) for name in entries]
 
 
-class Transformers:
+class Transformers(Names):
     """By the class that the config names, built without memory: its conversions, its tied names, and what it lacks."""
 
     def __init__(self, config_dir: Path) -> None:
-        transformers = _imported("transformers", "pip install transformers, or --as-is where the names are the Hub's already")
-        config = transformers.AutoConfig.from_pretrained(config_dir, local_files_only=True, trust_remote_code=False)
-        architecture = next(iter(config.architectures or ()), "")
-        kind = getattr(transformers, architecture, None)
-        if kind is None:
-            what = f"no model of transformers {transformers.__version__}: {architecture or 'no architectures'}"
-            raise CkptdError(what, where=str(config_dir / CONFIG), hint="--as-is where the names are the Hub's already")
         with torch.device("meta"):
-            self.model = kind(config)
+            self.model = model_of(config_dir)
         self._loading = importlib.import_module("transformers.core_model_loading")
         mapping = importlib.import_module("transformers.conversion_mapping")
         # As the library does for a model that did not come from files; kept, so that it is not looked up for each group.
@@ -99,7 +102,7 @@ class Transformers:
         wanted = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items() if name not in tied}
         reshaped = [name for name in wanted if name in entries and entries[name].shape != wanted[name]]
         told = [
-            f"{what}: {_few(names)}"
+            f"{what}: {few(names)}"
             for what, names in (
                 ("missing", [name for name in wanted if name not in entries]),
                 ("unexpected", [name for name in entries if name not in wanted]),
@@ -112,14 +115,14 @@ class Transformers:
             raise CkptdError(f"no {type(self.model).__name__}: {'; '.join(told)}", where="--hf-config", hint=hint)
 
 
-class Titan:
+class Titan(Names):
     """By torchtitan's adapter of a model and flavor, such as llama3/8B; each tensor is a group."""
 
     def __init__(self, flavor: str, config_dir: Path | None) -> None:
         model, _, name = flavor.partition("/")
         if not model.isidentifier():
             raise CkptdError(f"no model of torchtitan: {flavor}", where="--titan", hint="model/flavor, as in llama3/8B")
-        _imported("torchtitan", "pip install torchtitan")
+        imported("torchtitan", "pip install torchtitan")
         try:
             module = importlib.import_module(f"torchtitan.models.{model}")
             spec = module.model_registry(name)
@@ -132,6 +135,18 @@ class Titan:
 
     def groups(self, entries: Mapping[str, Stored]) -> list[Group]:
         return [Group((name,), convert=self._adapter.to_hf) for name in entries]
+
+
+def model_of(config_dir: Path) -> Any:
+    """Of the class of transformers that the config names."""
+    transformers = imported("transformers", "pip install transformers, or --as-is where the names are the Hub's already")
+    config = transformers.AutoConfig.from_pretrained(config_dir, local_files_only=True, trust_remote_code=False)
+    architecture = next(iter(config.architectures or ()), "")
+    kind = getattr(transformers, architecture, None)
+    if kind is None:
+        what = f"no model of transformers {transformers.__version__}: {architecture or 'no architectures'}"
+        raise CkptdError(what, where=str(config_dir / CONFIG), hint="--as-is where the names are the Hub's already")
+    return kind(config)
 
 
 def dtype_in(config_dir: Path, dtype: str) -> str:
@@ -151,12 +166,12 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
             _set_dtype(value, dtype)
 
 
-def _imported(name: str, hint: str) -> Any:
+def imported(name: str, hint: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise CkptdError(f"{name} is not installed here, and its names are its own code's to say", hint=hint) from error
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
     return ", ".join(names[:SHOWN_MAX]) + (f" and {len(names) - SHOWN_MAX} more" if names[SHOWN_MAX:] else "")
