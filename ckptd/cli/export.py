@@ -28,7 +28,7 @@ def export(
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="of the model's floating tensors: bfloat16, ...")] = None,
     hf_config: Annotated[
-        str | None, typer.Option("--hf-config", help="hf: a folder with config.json and tokenizer, whose class says the names; with adapter_config.json the adapter alone")
+        str | None, typer.Option("--hf-config", help="hf: a folder with config.json (its class says the names), or an adapter_config.json; and tokenizer")
     ] = None,
     titan: Annotated[
         str | None, typer.Option("--titan", help="hf: MODEL/FLAVOR of torchtitan, whose adapter says the names")
