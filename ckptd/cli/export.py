@@ -28,7 +28,8 @@ def export(
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="of the model's floating tensors: bfloat16, ...")] = None,
     hf_config: Annotated[
-        str | None, typer.Option("--hf-config", help="hf: a folder with config.json (its class says the names), or an adapter_config.json; and tokenizer")
+        str | None,
+        typer.Option("--hf-config", help="hf: a folder with config.json, whose class says the names, or adapter_config.json"),
     ] = None,
     titan: Annotated[
         str | None, typer.Option("--titan", help="hf: MODEL/FLAVOR of torchtitan, whose adapter says the names")
