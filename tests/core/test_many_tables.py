@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -36,53 +37,69 @@ def holder() -> Member:
     return node
 
 
-def asked(node: Member, tables: tuple[str, ...]) -> dict[str, bytes]:
+def asked(node: Member, tables: tuple[str, ...]) -> list[msg.Inventory]:
+    """All parts of the answer."""
+    mark = len(node.done)
     node.hear("a", msg.InventoryRequest("next", (A,), 1, tables))
-    return node.said(msg.Inventory, "a")[-1].layouts
+    return sent(node.done[mark:], msg.Inventory, "a")
 
 
 def brought(found: dict[str, bytes]) -> list[str]:
-    return [one.fragments.table.digest for one in STAGES if found[one.layout_id] == one.encoded]
+    return [one.fragments.table.digest for one in STAGES if found.get(one.layout_id) == one.encoded]
 
 
-@pytest.mark.parametrize("room", [0, len(STAGES[0].encoded) * 2, 1 << 19])
-def test_who_names_the_tables_that_came_gets_the_others(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+LEAVES = {one.layout_id: one.leaf for one in STAGES}
+SIZE = len(STAGES[0].encoded)
+
+
+@pytest.mark.parametrize(("room", "sizes"), [(0, [1] * 5 + [0]), (2 * SIZE, [2, 2, 1, 0]), (1 << 19, [5])])
+def test_each_table_comes_once_in_as_few_messages_as_there_is_room_in(
+    monkeypatch: pytest.MonkeyPatch, room: int, sizes: list[int]
+) -> None:
     monkeypatch.setattr(slots, "LEAVES_BYTES", room)
-    node, known, sizes = holder(), list[str](), list[int]()
-    while len(known) < RANKS:
-        found = asked(node, tuple(known))
-        assert found.keys() == {one.layout_id for one in STAGES}, "a leaf of each at least"
-        new = brought(found)
-        assert new and not {*new} & {*known}
-        known += new
-        sizes.append(len(new))
-    assert sizes == {0: [1] * RANKS, 1 << 19: [RANKS]}.get(room, sizes)
-    assert max(sizes) * len(STAGES[0].encoded) <= max(room, len(STAGES[0].encoded))
-    assert asked(node, tuple(known)) == {one.layout_id: one.leaf for one in STAGES}
+    node = holder()
+    said = asked(node, ())
+    new = [brought(one.layouts) for one in said]
+    assert sorted(map(len, new)) == sorted(sizes)
+    assert sorted(chain(*new)) == sorted(one.fragments.table.digest for one in STAGES)
+    assert [(one.part, one.parts) for one in said] == [(number, len(said)) for number in range(1, len(said) + 1)]
+    *before, last = said
+    assert all(not one.holdings and one.known is None and one.turn == 1 for one in before), "layouts alone"
+    assert last.layouts.keys() == LEAVES.keys() and len(last.holdings) == RANKS, "a leaf of each at least"
+    assert all(len(brought(one.layouts)) == len(one.layouts) for one in before)
+    for some in (new[0], [*chain(*new)]):
+        left = {one.fragments.table.digest for one in STAGES} - {*some}
+        again = asked(node, tuple(some))
+        assert {digest for one in again for digest in brought(one.layouts)} == left, "who names tables gets the others"
+    assert again[-1].layouts == LEAVES and len(again) == 1
 
 
 def test_leaves_take_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "LEAVES_BYTES", len(STAGES[0].leaf) + 2 * len(STAGES[1].encoded))
-    assert brought(asked(holder(), (STAGES[0].fragments.table.digest,))) == [one.fragments.table.digest for one in STAGES[1:3]]
+    leaves = sum(map(len, LEAVES.values()))
+    for room, count in ((leaves + 2 * SIZE, 2), (leaves + 2 * SIZE - 1, 1)):
+        monkeypatch.setattr(slots, "LEAVES_BYTES", room)
+        assert len(brought(asked(holder(), ())[-1].layouts)) == count
 
 
 def tables(of: Elect, mark: int) -> list[tuple[str, ...]]:
     return [said.tables for said in sent(of.done[mark:], msg.InventoryRequest, "b")]
 
 
-def test_the_others_are_asked_for_at_once_and_an_answer_counts_when_it_is_whole() -> None:
+def test_what_was_lost_of_an_answer_is_asked_for_at_once_and_it_counts_when_it_is_whole() -> None:
     node = Elect(ASKED).start()
     told = node.machine.steward.restoring.gathering
-    first = {STAGES[0].layout_id: STAGES[0].leaf, STAGES[1].layout_id: STAGES[1].encoded}
     mark = len(node.done)
-    node.answer("b", *BOTH, layouts=first)
-    assert tables(node, mark) == [(STAGES[1].fragments.table.digest,)]
-    assert told.gather is not None and "b" not in told.gather.answers
+    node.answer("b", layouts={STAGES[2].layout_id: STAGES[2].encoded}, part=2, parts=3)
+    assert tables(node, mark) == [] and told.gather is not None and not told.gather.said.keys() & {"b"}, "more is to come"
+    leaves = {one.layout_id: one.leaf for one in STAGES[:3]}
+    node.answer("b", *BOTH, layouts={**leaves, STAGES[1].layout_id: STAGES[1].encoded}, part=3, parts=3)
+    assert [{*said} for said in tables(node, mark)] == [{one.fragments.table.digest for one in STAGES[1:3]}]
+    assert "b" not in told.gather.answers
     assert sent(node.done[mark:], msg.InventoryRequest, "c") == []
     mark = len(node.done)
-    node.answer("b", *BOTH, layouts={STAGES[1].layout_id: STAGES[1].leaf, STAGES[0].layout_id: STAGES[0].encoded})
+    node.answer("b", *BOTH, layouts={**leaves, STAGES[0].layout_id: STAGES[0].encoded})
     assert tables(node, mark) == []
-    assert told.gather is not None and told.gather.layouts() == {one.layout_id: one for one in STAGES[:2]}
+    assert told.gather.layouts() == {one.layout_id: one for one in STAGES[:3]}
 
 
 def test_an_answer_that_brought_nothing_new_is_asked_for_again_later() -> None:

@@ -24,7 +24,7 @@ _NAMES = {
         "certify", "guards", "snapshot", "grants", "table", "gather", "restore", "flush", "decide", "sessions", "waiting",
         "parity", "degradation", "protecting",
     ),
-    "persist": ("commit", "index", "retention", "keeping", "lineage", "forget", "storage/tree"),
+    "persist": ("commit", "index", "retention", "keeping", "lineage", "forget", "unchanged", "storage/tree"),
 }  # fmt: skip
 TARGETS = tuple(f"{folder}/{name}.py" for folder, names in _NAMES.items() for name in names)
 

@@ -52,7 +52,7 @@ class InventoryRequest:
     attempt: str
     nodes: tuple[NodeInfo, ...]  # so that a daemon outside the new world can answer
     turn: int = 0  # which of this attempt's rounds of questions; the answer names it
-    tables: tuple[str, ...] = ()  # digests of those that the asker has: the answer brings each other one once, while there is room
+    tables: tuple[str, ...] = ()  # digests of those that the asker has: the answer brings each other one once
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Inventory:
     attempt: str
     known: EpochRecord | None
     holdings: tuple[HoldingFact, ...]
-    layouts: dict[str, bytes] = field(default_factory=dict)  # leaves; with tables that the asker lacks, as many as fit
+    layouts: dict[str, bytes] = field(default_factory=dict)  # leaves; one of each table that the asker lacks with that
     certified: tuple[tuple[SnapshotId, int, bool], ...] = ()  # (snapshot, level, durable) the sender was told
     session: str = ""  # with serial: see OpenSession. Without a session and an attempt it is to register: who is the steward?
     serial: int = 0
@@ -91,6 +91,8 @@ class Inventory:
     sealed: int = 0  # newest epoch in which every rank of the sender sealed a snapshot
     buried: int = 0  # the highest epoch of this job that the sender has forgotten, for whatever reason (life.Tombstone)
     forgotten: int = 0  # the highest that it has forgotten by the operator's word: what is left of it counts no more
+    part: int = 1  # of an answer whose tables are too many for one message: all but the last part have layouts alone
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

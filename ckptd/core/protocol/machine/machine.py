@@ -310,13 +310,16 @@ class JobMachine:
         freeze = self.ctx.policy.inventory_timeout_s + FREEZE_PATIENCE_S
         self.slots.frozen_until = max(self.slots.frozen_until, self.ctx.now + freeze)
         self.slots.frozen_for = message.attempt
-        layouts = self.slots.leaves(message.tables)
+        *before, layouts = self.slots.leaves(message.tables)
+        parts = len(before) + 1
+        for part, some in enumerate(before, 1):
+            self.ctx.send(sender, msg.Inventory(message.attempt, None, (), some, turn=message.turn, part=part, parts=parts))
         self.ctx.send(
             sender,
             msg.Inventory(message.attempt, self.ctx.record, self.slots.frozen_facts(), layouts, self.levels.certified(),
                           done=self.ctx.done, never=self.ctx.never, incarnation=self.ctx.me.incarnation, ran=self.ctx.ran,
                           turn=message.turn, buried=self.ctx.forgotten.epoch, forgotten=self.ctx.forgotten.ordered,
-                          sealed=self.ctx.sealed),
+                          sealed=self.ctx.sealed, part=parts, parts=parts),
         )  # fmt: skip
 
     def _inventory(self, sender: str, message: msg.Inventory) -> None:

@@ -20,7 +20,7 @@ from ckptd.core.state_map.layout import Layout
 
 FREE, FILLING, SEALED = "free", "filling", "sealed"
 TO_GO_ON_WITH = 2  # own slots of a rank: one to capture into, while the other is protected
-LEAVES_BYTES = 1 << 19  # of layouts in one answer, where their tables are many: half of the largest message (P16)
+LEAVES_BYTES = 1 << 19  # of layouts in one part of an answer, where their tables are many: half of the largest message (P16)
 VOIDS_KEPT_MAX = 512  # snapshots remembered as void, so that a copy under way is dropped when it arrives
 
 
@@ -143,20 +143,21 @@ class Slots:
         ]
         return {layout.layout_id: layout for layout in found}
 
-    def leaves(self, tables: Collection[str] = ()) -> dict[str, bytes]:
-        """The same as bytes, for one who has these tables. Each other one comes with the first of them, as many as LEAVES_BYTES has
-        room for and one at least: who then asks again, and names them, gets others."""
-        found: dict[str, bytes] = {}
-        known, room = set(tables), LEAVES_BYTES
-        for name, layout in self.layouts().items():
-            digest = layout.fragments.table.digest
-            if digest not in known and (len(layout.encoded) <= room or len(known) == len(tables)):
-                known.add(digest)
-                found[name] = layout.encoded
-            else:
-                found[name] = layout.leaf
-            room -= len(found[name])
-        return found
+    def leaves(self, tables: Collection[str] = ()) -> list[dict[str, bytes]]:
+        """The same as bytes, for one who has these tables, in parts of at most LEAVES_BYTES, or one table. The last one has a leaf of
+        each; with each table that is lacking comes the first of those that have it."""
+        layouts, known = self.layouts(), set(tables)
+        last = {name: layout.leaf for name, layout in layouts.items()}
+        parts, room = [last], LEAVES_BYTES - sum(map(len, last.values()))
+        for name, layout in layouts.items():
+            if layout.fragments.table.digest not in known:
+                known.add(layout.fragments.table.digest)
+                if len(layout.encoded) > room:
+                    parts.append({})
+                    room = LEAVES_BYTES
+                parts[-1][name] = layout.encoded
+                room -= len(layout.encoded)
+        return [*parts[1:], last]
 
     def facts(self) -> tuple[HoldingFact, ...]:
         return tuple(slot.fact for slot in self.holdings() if slot.fact is not None and not slot.released)

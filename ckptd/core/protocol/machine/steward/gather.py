@@ -319,7 +319,9 @@ class Gathering:
                 lacks = True
             except ValueError:
                 pass  # what is no layout is none: its holdings are not used
-        if lacks:  # it had no room for all tables, and what came is named from now on; or answers another question of this number
+        if message.part < message.parts:
+            return
+        if lacks:  # a part of it was lost, and what came is named from now on; or it answers another question of this number
             if len(gather.read) > known:
                 self._request(gather, [sender])
             return
