@@ -102,6 +102,21 @@ def test_what_was_lost_of_an_answer_is_asked_for_at_once_and_it_counts_when_it_i
     assert told.gather.layouts() == {one.layout_id: one for one in STAGES[:3]}
 
 
+def test_an_answer_of_which_a_part_was_lost_is_none_though_its_tables_are_known() -> None:
+    """They came from somebody else. Whoever judges from outside which answers came could not tell."""
+    node = Elect(ASKED).start()
+    told = node.machine.steward.restoring.gathering
+    node.answer("c", layouts={STAGES[0].layout_id: STAGES[0].encoded})
+    leaf = {STAGES[0].layout_id: STAGES[0].leaf}
+    node.answer("b", *BOTH, layouts=leaf, part=2, parts=2)
+    assert told.gather is not None and told.gather.said.keys() >= {"c"} and "b" not in told.gather.said
+    mark = len(node.done)
+    node.tick(0.75)
+    assert tables(node, mark) == [(STAGES[0].fragments.table.digest,)]
+    node.answer("b", *BOTH, layouts=leaf)
+    assert "b" in told.gather.said
+
+
 def test_an_answer_that_brought_nothing_new_is_asked_for_again_later() -> None:
     """Two that answer each other at once would never rest."""
     node = Elect(ASKED).start()

@@ -144,8 +144,8 @@ class Slots:
         return {layout.layout_id: layout for layout in found}
 
     def leaves(self, tables: Collection[str] = ()) -> list[dict[str, bytes]]:
-        """The same as bytes, for one who has these tables, in parts of at most LEAVES_BYTES, or one table. The last one has a leaf of
-        each; with each table that is lacking comes the first of those that have it."""
+        """The same as bytes, for one who has these tables, in parts of at most LEAVES_BYTES, or one table. The last part has a leaf
+        of each; with each table that is lacking comes the first of those that have it."""
         layouts, known = self.layouts(), set(tables)
         last = {name: layout.leaf for name, layout in layouts.items()}
         parts, room = [last], LEAVES_BYTES - sum(map(len, last.values()))

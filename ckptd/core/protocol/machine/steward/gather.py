@@ -44,6 +44,7 @@ class Gather:
     read_turn: int = 0  # the round in which storage was asked
     silent: frozenset[str] = frozenset()  # who did not answer the first look: the second one does not wait for them
     looked_twice: bool = False
+    came: dict[tuple[str, int], set[int]] = field(default_factory=dict)  # (who answers, in how many parts) -> those that came
     said: dict[str, Inventory] = field(default_factory=dict)
     answers: dict[str, Inventory] = field(default_factory=dict)  # the same without what was forgotten
     durable: DurableRead | None = None
@@ -59,7 +60,7 @@ class Gather:
         """As it is now, for who looks at it elsewhere while answers go on coming in. Times are left out: two that are equal lead to
         the same decision."""
         return replace(
-            self, since=0.0, heard_at={}, told=set(), asking_since=None, heard_of_at=0.0, said_at=0.0, tables={},
+            self, since=0.0, heard_at={}, told=set(), asking_since=None, heard_of_at=0.0, said_at=0.0, tables={}, came={},
             joined=dict(self.joined), asked=dict(self.asked), said=dict(self.said), answers=dict(self.answers),
             records=list(self.records), buried=dict(self.buried), read=dict(self.read),
         )  # fmt: skip
@@ -301,7 +302,7 @@ class Gathering:
 
     def _ask_everyone(self, gather: Gather) -> None:
         gather.asking_since = self._ctx.now
-        gather.said, gather.answers = {}, {}
+        gather.said, gather.answers, gather.came = {}, {}, {}
         gather.turn += 1
         self._say(gather)
 
@@ -311,7 +312,8 @@ class Gathering:
             return
         if message.turn != gather.turn:
             return
-        known, lacks = len(gather.read), False
+        known, lacks, came = len(gather.read), False, gather.came.setdefault((sender, message.parts), set())
+        came.add(message.part)
         for name, data in message.layouts.items():
             try:
                 gather.read[name] = gather.read.get(name) or self._ctx.tables.read(data)
@@ -321,7 +323,7 @@ class Gathering:
                 pass  # what is no layout is none: its holdings are not used
         if message.part < message.parts:
             return
-        if lacks:  # a part of it was lost, and what came is named from now on; or it answers another question of this number
+        if lacks or len(came) < message.parts:  # what came is named from now on; or it answers another question of this number
             if len(gather.read) > known:
                 self._request(gather, [sender])
             return
