@@ -114,7 +114,7 @@ def test_an_answer_of_which_a_part_was_lost_is_none_though_its_tables_are_known(
     node.tick(0.75)
     assert tables(node, mark) == [(STAGES[0].fragments.table.digest,)]
     node.answer("b", *BOTH, layouts=leaf)
-    assert "b" in told.gather.said
+    assert node.machine.steward.restoring.gathering.gather is None, "it has decided"
 
 
 def test_an_answer_that_brought_nothing_new_is_asked_for_again_later() -> None:
