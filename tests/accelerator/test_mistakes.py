@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -211,4 +212,5 @@ def test_it_is_caught(mistake: Mistake, tmp_path: Path) -> None:
     except subprocess.TimeoutExpired as error:  # the mistake may keep a thread of ours, and with it the process, from its end
         status, said = 1, error.stdout or b""
     told = b" failed" in said or b"ERROR at teardown" in said  # where the races are told
-    assert status == 1 and told, f"{mistake.caught} passes all the same:\n{said.decode()[-2000:]}"
+    ended_in_freed_memory = status in (-signal.SIGSEGV, -signal.SIGBUS)  # a copy went on into a slot that had been given back
+    assert (status == 1 and told) or ended_in_freed_memory, f"{mistake.caught} passes all the same:\n{said.decode()[-2000:]}"
