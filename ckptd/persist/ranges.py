@@ -37,10 +37,11 @@ class StoredChunk:
 
     def _read_whole(self, start: int, dest: memoryview) -> None:
         """``start`` is the first byte of a block, the end of ``dest`` the end of one."""
-        for at in range(0, len(dest), BLOCK_BYTES):  # a block is still in the cache when it is summed
-            block = dest[at : at + BLOCK_BYTES]
-            self.reader.read_into(self.at + start + at, block)
-            self._check((start + at) // BLOCK_BYTES, block)
+        for begin in range(0, len(dest), self.reader.at_once):  # of what is local a block, which is in the cache when it is summed
+            span = dest[begin : begin + self.reader.at_once]
+            self.reader.read_into(self.at + start + begin, span)
+            for at in range(0, len(span), BLOCK_BYTES):
+                self._check((start + begin + at) // BLOCK_BYTES, span[at : at + BLOCK_BYTES])
 
     def _read_edges(self, start: int, dest: memoryview) -> None:
         """A range that begins or ends inside a block, through a block of scratch."""

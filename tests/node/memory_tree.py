@@ -7,6 +7,7 @@ import itertools
 import threading
 from dataclasses import dataclass, field
 
+from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist.storage.base import Entry, NotFound, StorageError, split_path
 from ckptd.persist.storage.tree import TreeStorage
 
@@ -189,6 +190,8 @@ class MemoryWriter:
 
 
 class MemoryReader:
+    at_once = BLOCK_BYTES
+
     def __init__(self, file: MemoryFile, where: str) -> None:
         self._file = file
         self._where = where

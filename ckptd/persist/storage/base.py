@@ -133,6 +133,10 @@ class FileWriter(Protocol):
 
 
 class FileReader(Protocol):
+    """``at_once``: so many bytes are best asked for in one call, where so many are wanted."""
+
+    at_once: int
+
     @property
     def size(self) -> int:
         """Bytes at the time of opening."""

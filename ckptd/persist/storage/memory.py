@@ -9,6 +9,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist.names import MANIFEST
 from ckptd.persist.storage.base import Entry, NotFound, Pointer, Sight, StorageError, split_path
 
@@ -239,6 +240,8 @@ class MemoryWriter:
 
 
 class MemoryReader:
+    at_once = BLOCK_BYTES
+
     def __init__(self, data: bytes, where: str) -> None:
         self._data, self._where = data, where
 

@@ -11,11 +11,13 @@ import obstore
 
 from ckptd.persist.storage.base import StorageError, SyncFailed
 from ckptd.persist.storage.object_errors import store_error
+from ckptd.persist.storage.object_windows import WINDOW_BYTES, Windows
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
 PART_BYTES = 8 << 20  # of a multipart upload; stores take 10,000 of them, at least 5 MiB each
+SPAN_BYTES = 8 << 20  # of one request of a long read
 PARTS_AT_ONCE = 4  # of one file under way; one more is being filled
 
 
@@ -99,8 +101,11 @@ class ObjectWriter:
 
 
 class ObjectReader:
-    def __init__(self, store: S3Store, key: str, where: str, size: int) -> None:
+    at_once = SPAN_BYTES
+
+    def __init__(self, store: S3Store, key: str, where: str, size: int, windows: Windows) -> None:
         self._store, self._key, self._where, self._size = store, key, where, size
+        self._windows, self._number = windows, windows.reader()
 
     @property
     def size(self) -> int:
@@ -111,13 +116,19 @@ class ObjectReader:
             return
         if at + len(dest) > self._size:
             raise StorageError(f"the file ends at byte {self._size}", where=self._where)
+        if len(dest) < WINDOW_BYTES:
+            self._windows.read_into(self._number, self._fetch, self._size, at, dest)
+        else:
+            dest[:] = self._fetch(at, len(dest))
+
+    def _fetch(self, at: int, nbytes: int) -> memoryview:
         try:
-            found = obstore.get_range(self._store, self._key, start=at, length=len(dest))
+            found = obstore.get_range(self._store, self._key, start=at, length=nbytes)
         except Exception as error:
             raise store_error(error, "read", self._where) from error
-        if len(found) != len(dest):
-            raise StorageError(f"the store sent {len(found)} bytes of {len(dest)}", where=self._where, errno=errno.EIO)
-        dest[:] = memoryview(found)
+        if len(found) != nbytes:
+            raise StorageError(f"the store sent {len(found)} bytes of {nbytes}", where=self._where, errno=errno.EIO)
+        return memoryview(found)
 
     def close(self) -> None:
-        """Nothing is held."""
+        self._windows.drop(self._number)

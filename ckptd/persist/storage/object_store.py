@@ -35,6 +35,7 @@ from ckptd.persist.storage.base import (
 from ckptd.persist.storage.object_errors import store_error
 from ckptd.persist.storage.object_file import ObjectReader, ObjectWriter
 from ckptd.persist.storage.object_pointer import Commit, write_once
+from ckptd.persist.storage.object_windows import Windows
 
 if TYPE_CHECKING:
     from obstore.store import S3Config
@@ -107,6 +108,7 @@ class ObjectStorage:
         self._marked = create if marked is None else marked
         self._away_hint = f"{AWAY_HINT}; {if_new}" if if_new else AWAY_HINT
         self._seen_at = -ROOT_SEEN_S
+        self._windows = Windows()
         self._known: dict[str, Commit] = {}  # path of a pointer -> what it said last
         if create:
             write_once(self._store, MARKER, secrets.token_hex(IDENTITY_BYTES).encode(), self.locate(""))
@@ -401,7 +403,7 @@ class ObjectStorage:
             if isinstance(found, NotFound):
                 self._check_root()
             raise found from error
-        return ObjectReader(self._store, key, self.locate(path), size)
+        return ObjectReader(self._store, key, self.locate(path), size, self._windows)
 
     def _below(self, path: str) -> tuple[Sequence[str], Sequence[Any]]:
         """Names that more lies below, and the objects directly below ``path``."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.directory import sync_directory
 from ckptd.persist.storage.base import StorageError, SyncFailed, storage_error
 
@@ -168,6 +169,8 @@ class PosixWriter:
 
 
 class PosixReader:
+    at_once = BLOCK_BYTES
+
     def __init__(self, fd: int, where: str) -> None:
         self._fd = fd
         self._where = where

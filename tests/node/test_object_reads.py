@@ -1,0 +1,128 @@
+"""How often a bucket is asked for what a restore reads: a request takes as long as some MiB do."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ckptd.core.ids import SnapshotId
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import UNIQUE
+from ckptd.core.state_map.layout_build import LayoutItem
+from ckptd.persist.names import DATA, step_dir
+from ckptd.persist.reader import Checkpoint
+from ckptd.persist.storage.base import StorageError
+from ckptd.persist.storage.factory import storage_at
+from ckptd.persist.storage.object_file import SPAN_BYTES
+from ckptd.persist.storage.object_windows import WINDOW_BYTES, WINDOWS_MAX, Windows
+from ckptd.persist.verify import verify_at
+from tests.node.checkpoints import JOB, check_all, make_world, save
+from tests.object_server import ObjectServer
+
+SNAPSHOT = SnapshotId(1, 10)
+SMALL = 300  # tensors
+
+
+def gets(server: ObjectServer, since: int) -> int:
+    """Of data files, since so many requests."""
+    return sum(request.method == "GET" and DATA in request.path for request in server.requests[since:])
+
+
+def test_many_small_tensors_are_a_few_requests_and_a_large_one_is_no_more(objects: ObjectServer, bucket: str) -> None:
+    large = (24 << 20) // 4
+    items = [LayoutItem(f"w{at:03}", "F32", (500,), Box.whole((500,)), "param", UNIQUE, 1) for at in range(SMALL)]
+    items.append(LayoutItem("large", "F32", (large,), Box.whole((large,)), "param", UNIQUE, 1))
+    storage, world = storage_at(bucket, create=True), make_world({0: items})
+    save(storage, world, SNAPSHOT)
+    with Checkpoint.open(storage_at(bucket), JOB, SNAPSHOT) as checkpoint:
+        since = len(objects.requests)
+        for at in range(SMALL):
+            checkpoint.read(f"w{at:03}", Box.whole((500,)), memoryview(bytearray(2000)))
+        assert gets(objects, since) <= 2, "they lie side by side"
+        since = len(objects.requests)
+        checkpoint.read("large", Box.whole((large,)), memoryview(bytearray(4 * large)))
+        assert gets(objects, since) <= 4 * large // SPAN_BYTES + 1
+        check_all(checkpoint, world)
+    assert verify_at(storage_at(bucket), step_dir(JOB, SNAPSHOT)).ok
+
+
+def test_who_opens_a_file_anew_reads_it_anew(objects: ObjectServer, bucket: str) -> None:
+    """Verification sees what lies in the bucket, not what was read of it before."""
+    storage = storage_at(bucket, create=True)
+    items = [LayoutItem("w", "F32", (500,), Box.whole((500,)), "param", UNIQUE, 1)]
+    save(storage, make_world({0: items}), SNAPSHOT)
+    assert verify_at(storage, step_dir(JOB, SNAPSHOT)).ok
+    (key,) = [key for key in objects.keys(bucket) if key.endswith(DATA)]
+    name, _, prefix = bucket.removeprefix("s3://").partition("/")
+    found = objects.client.get_object(Bucket=name, Key=f"{prefix}/{key}")["Body"].read()
+    objects.client.put_object(Bucket=name, Key=f"{prefix}/{key}", Body=found[:-1] + bytes([found[-1] ^ 1]))
+    report = verify_at(storage, step_dir(JOB, SNAPSHOT))
+    assert report.damaged and "damaged block 0 of w" in report.problems[0]
+
+
+# --- windows ------------------------------------------------------------------------------------------------------
+SIZE = 3 * WINDOW_BYTES + 5
+DATA_OF = bytes(range(251)) * (SIZE // 251 + 1)
+
+
+class Store:
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def fetch(self, at: int, nbytes: int) -> memoryview:
+        self.asked.append((at, nbytes))
+        return memoryview(DATA_OF)[at : at + nbytes]
+
+
+@pytest.mark.parametrize("at", [0, WINDOW_BYTES - 3, SIZE - 10, 2 * WINDOW_BYTES])
+def test_a_range_comes_from_the_windows_that_it_touches(at: int) -> None:
+    store, windows, found = Store(), Windows(), bytearray(10)
+    for _ in range(2):
+        windows.read_into(1, store.fetch, SIZE, at, memoryview(found))
+        assert found == DATA_OF[at : at + 10]
+    first, last = at // WINDOW_BYTES, (at + 9) // WINDOW_BYTES
+    wanted = [(n * WINDOW_BYTES, min(WINDOW_BYTES, SIZE - n * WINDOW_BYTES)) for n in range(first, last + 1)]
+    assert store.asked == wanted
+
+
+def test_so_many_are_kept_and_a_readers_go_with_it() -> None:
+    store, windows, one = Store(), Windows(), memoryview(bytearray(1))
+    for reader in range(WINDOWS_MAX + 1):
+        windows.read_into(reader, store.fetch, SIZE, 0, one)
+    asked = len(store.asked)
+    windows.read_into(1, store.fetch, SIZE, 0, one)  # still there, and from now on the newest
+    assert len(store.asked) == asked
+    windows.read_into(0, store.fetch, SIZE, 0, one)  # has gone, and drives another one out
+    windows.read_into(1, store.fetch, SIZE, 0, one)
+    assert len(store.asked) == asked + 1
+    windows.drop(1)
+    windows.read_into(1, store.fetch, SIZE, 0, one)
+    assert len(store.asked) == asked + 2
+
+
+def test_two_threads_ask_once_and_both_hear_of_a_failure() -> None:
+    store, windows = Store(), Windows()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slowly(at: int, nbytes: int) -> memoryview:
+        inside.set()
+        assert go_on.wait(30)
+        return store.fetch(at, nbytes)
+
+    def away(at: int, nbytes: int) -> memoryview:
+        inside.set()
+        assert go_on.wait(30)
+        raise StorageError("away")
+
+    with ThreadPoolExecutor(2) as pool:
+        for fetch, error in ((away, StorageError), (slowly, None)):
+            inside.clear(), go_on.clear()
+            first = pool.submit(windows.read_into, 1, fetch, SIZE, 0, memoryview(bytearray(4)))
+            assert inside.wait(30)
+            second = pool.submit(windows.read_into, 1, store.fetch, SIZE, 2, memoryview(bytearray(4)))
+            go_on.set()
+            assert isinstance(first.exception(30), error or type(None))
+            assert isinstance(second.exception(30), (error, type(None)) if error else type(None))
+    assert store.asked[-1] == (0, WINDOW_BYTES)
