@@ -45,6 +45,11 @@ class Standing:
         return {info.snapshot for info in keep(self.commits, policy, self.record)[1]} - self.leased.union(*read)
 
 
+def doubted(commits: Sequence[CommitInfo]) -> set[SnapshotId]:
+    """The damaged ones, and those that hold files of one: nobody has said whose file it was."""
+    return set().union(*({info.snapshot, *info.of} for info in commits if info.damaged))
+
+
 def keep(
     commits: Sequence[CommitInfo], policy: Policy, record: EpochRecord | None
 ) -> tuple[list[CommitInfo], list[CommitInfo]]:

@@ -15,7 +15,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
-from ckptd.core.retention import Standing, keep
+from ckptd.core.retention import Standing, doubted, keep
 from ckptd.persist.commits import list_all, list_epochs, list_pointers
 from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.keeping import apply_notes
@@ -211,7 +211,7 @@ class _Pass:
                 standing.record is not None and not standing.record.is_candidate(info.snapshot)
             ):
                 continue
-            trusted = {of for of in info.of if of in found and found[of].verified}
+            trusted = {of for of in info.of if of in found and found[of].verified} - doubted(standing.commits)
             if not (info.verified or info.damaged) and self._verify(info.snapshot, trusted):
                 found[info.snapshot] = replace(info, verified=True)
             good += found[info.snapshot].verified

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ckptd.core.ids import SnapshotId
+from ckptd.core.retention import doubted
 from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist import manifest as m
 from ckptd.persist.commits import list_commits
@@ -36,11 +37,13 @@ def unchanged(
 ) -> tuple[list[OutChunk], list[KeptFile]]:
     """(what is to be written, what lies in older checkpoints) of chunks as they would be written. ``check`` is called before each,
     and raises to stop. Raises SlotDamage, StorageError; where no older checkpoint can be read, all is to be written."""
-    older = [info for info in list_commits(storage, job) if not info.damaged and info.snapshot.at != snapshot.at]
+    commits = list_commits(storage, job)
+    without = doubted(commits)
+    older = [info.snapshot for info in commits if info.snapshot not in without and info.snapshot.at != snapshot.at]
     if older:
         try:
-            with Checkpoint.at(storage, step_dir(job, older[-1].snapshot)) as checkpoint:
-                return _Comparison(checkpoint, check).split(chunks)
+            with Checkpoint.at(storage, step_dir(job, older[-1])) as checkpoint:
+                return _Comparison(checkpoint, without, check).split(chunks)
         except NotFound:  # it went just now
             pass
         except FileDamage as error:
@@ -49,8 +52,9 @@ def unchanged(
 
 
 class _Comparison:
-    def __init__(self, checkpoint: Checkpoint, check: Callable[[], None]) -> None:
-        self._checkpoint, self._manifest, self._check = checkpoint, checkpoint.manifest, check
+    def __init__(self, checkpoint: Checkpoint, without: Collection[SnapshotId], check: Callable[[], None]) -> None:
+        """without: checkpoints that are not counted on."""
+        self._checkpoint, self._manifest, self._without, self._check = checkpoint, checkpoint.manifest, without, check
         self._block = bytearray(BLOCK_BYTES)
 
     def split(self, chunks: Sequence[OutChunk]) -> tuple[list[OutChunk], list[KeptFile]]:
@@ -63,6 +67,9 @@ class _Comparison:
                 rows.setdefault(its.file, []).append(chunk.row(its.at, its.block))
             else:
                 changed.append(chunk)
+        for number in rows:  # FileDamage: it is not there any more
+            self._checkpoint.files.data(number)
+            self._checkpoint.files.done(number)
         files = ((self._manifest.files[number], of_it) for number, of_it in sorted(rows.items()))
         return changed, [kept_file(self._of(file), self._manifest, file, of_it) for file, of_it in files]
 
@@ -106,6 +113,8 @@ class _Comparison:
             needed[self._lies_in(its)] += its.nbytes
         worth = set()
         for of, nbytes in needed.items():
+            if of in self._without:
+                continue
             theirs = [file for file in self._manifest.files if self._of(file) == of]
             writers = {writer_of(file.path) for file in theirs}
             if nbytes * len(writers) >= KEPT_SHARE_MIN * sum(file.size for file in theirs):

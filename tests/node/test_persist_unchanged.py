@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
+from ckptd.core.retention import doubted
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import MAYBE, UNIQUE
 from ckptd.core.state_map.layout_build import LayoutItem
@@ -165,6 +166,35 @@ def test_a_newest_checkpoint_that_is_damaged_is_not_counted_on(tmp_path: Path) -
     check(storage, STEPS[2], world)
 
 
+@pytest.mark.parametrize("found", ["by a mark", "by its absence"])
+def test_what_is_damaged_or_gone_in_an_older_checkpoint_is_written_anew(tmp_path: Path, found: str) -> None:
+    """Whoever reads one back that names files of another marks that one: else each new one would name the damaged file again."""
+    storage = PosixStorage(str(tmp_path))
+    for step in STEPS[:2]:
+        save(storage, tuned(step.step), step, dedup=True)
+    if found == "by a mark":
+        mark_damaged(storage, step_dir(JOB, STEPS[1]), "damaged block 0 of base.weight")
+    else:
+        for path in Path(storage.locate(step_dir(JOB, STEPS[0]))).glob("*.safetensors"):
+            path.unlink()
+    save(storage, world := tuned(3), STEPS[2], dedup=True)
+    assert of(storage, STEPS[2]) == set()
+    check(storage, STEPS[2], world)
+    save(storage, world := tuned(4), STEPS[3], dedup=True)
+    assert of(storage, STEPS[3]) == {STEPS[2]}
+    check(storage, STEPS[3], world)
+
+
+def test_a_file_of_a_doubted_checkpoint_is_not_named_by_way_of_a_good_one(tmp_path: Path) -> None:
+    storage = PosixStorage(str(tmp_path))
+    for step in STEPS[:3]:
+        save(storage, tuned(step.step), step, dedup=True)
+    mark_damaged(storage, step_dir(JOB, STEPS[1]), "damaged block 0 of base.weight")
+    assert doubted(list_commits(storage, JOB)) == set(STEPS[:2]) and of(storage, STEPS[2]) == {STEPS[0]}
+    save(storage, tuned(4), STEPS[3], dedup=True)
+    assert of(storage, STEPS[3]) == set()
+
+
 def test_damage_in_an_older_checkpoint_is_damage_of_those_that_need_it(tmp_path: Path) -> None:
     storage = PosixStorage(str(tmp_path))
     for step in STEPS[:2]:
@@ -200,6 +230,23 @@ def test_what_was_read_back_of_an_older_checkpoint_is_not_read_again() -> None:
         save(storage, tuned(4), STEPS[3], dedup=True)
         retain(storage, JOB, Policy(keep_last=1), grace_s=0)
     assert looked_at == [set(), {STEPS[0]}]
+
+
+def test_what_was_read_back_is_read_again_when_one_that_names_it_was_found_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage()
+    for step in STEPS[:3]:
+        save(storage, tuned(step.step), step, dedup=True)
+    storage.mark(step_dir(JOB, STEPS[0]), VERIFIED, b"")
+    mark_damaged(storage, step_dir(JOB, STEPS[1]), "damaged block 0 of base.weight")
+    looked_at: list[set[SnapshotId]] = []
+
+    def noting(*args: Any, **kwargs: Any) -> VerifyReport:
+        looked_at.append(kwargs["trusted"])
+        return verify_at(*args, **kwargs)
+
+    monkeypatch.setattr("ckptd.persist.retention.verify_at", noting)
+    retain(storage, JOB, Policy(keep_last=1), grace_s=0)
+    assert looked_at == [set()]
 
 
 # --- beside retention ---------------------------------------------------------------------------------------------
