@@ -149,7 +149,7 @@ def _job(job: JobReport, stores: bool) -> Iterator[RenderableType]:
     yield table("", ("level", ">newest step", ">steps behind"), levels)
     if job.get("flushed_bytes"):
         state, written = job["flushed_bytes"], job.get("written_bytes", 0)
-        yield f"stored by this node: {size(state)} of state in {size(written)} of files ({written / state:.0%})"
+        yield f"stored here since this daemon started: {size(state)} of state in {size(written)} of files ({written / state:.0%})"
     yield from _outlook(job, stores)
     yield from _members(job)
 

@@ -21,7 +21,7 @@ from ckptd.daemon.read_back import ReadBack
 from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
 from ckptd.persist.commit import commit
-from ckptd.persist.commits import list_commits, list_durable, shown_of
+from ckptd.persist.commits import list_commits, list_durable, needed_by, shown_of
 from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, newest_record
 from ckptd.persist.pieces import HeldPiece
@@ -290,7 +290,7 @@ class Durable:
         for info in stored or ():
             row = rows.setdefault(info.snapshot.at, _row(info.snapshot, -1, 0, True, "storage"))
             row["durable"], row["keep"], row["damaged"] = True, info.keep, info.damaged
-            row["of"] = shown_of(info)
+            row["of"], row["needed_by"] = shown_of(info), needed_by(info, stored or ())
             row["without"] = row["without"] or info.without
             row["abandoned"] = record is not None and record.abandons(info.snapshot)
             row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"
@@ -336,5 +336,5 @@ def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: st
     return {
         "epoch": snapshot.epoch, "step": snapshot.step, "level": level, "wanted": wanted, "durable": durable,
         "keep": False, "abandoned": False, "where": where, "without": without,
-        "damaged": False, "of": [],
+        "damaged": False, "of": [], "needed_by": 0,
     }  # fmt: skip

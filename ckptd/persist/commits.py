@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ckptd.core.errors import CkptdError
@@ -46,13 +46,14 @@ def list_stored(storage: Storage, wanted: Callable[[str], bool]) -> tuple[list[A
         except (CkptdError, OSError) as error:
             errors.append(f"{job}: {error}")
         try:
+            commits = list_commits(storage, job)
             rows += [
                 {
                     "job": job, "epoch": info.snapshot.epoch, "step": info.snapshot.step, "durable": True, "keep": info.keep,
                     "abandoned": record is not None and record.abandons(info.snapshot), "where": ["storage"],
-                    "without": info.without, "damaged": info.damaged, "of": shown_of(info),
+                    "without": info.without, "damaged": info.damaged, "of": shown_of(info), "needed_by": needed_by(info, commits),
                 }
-                for info in reversed(list_commits(storage, job))
+                for info in reversed(commits)
             ]  # fmt: skip
         except (CkptdError, OSError) as error:
             errors.append(f"{job}: {error}")
@@ -63,6 +64,11 @@ def shown_of(info: CommitInfo) -> list[str]:
     """The older checkpoints that hold files of it, in words."""
     own = info.snapshot.epoch
     return [f"step {of.step}" if of.epoch == own else str(of) for of in sorted(info.of)]
+
+
+def needed_by(info: CommitInfo, commits: Sequence[CommitInfo]) -> int:
+    """How many of them have files in it."""
+    return sum(info.snapshot in other.of for other in commits)
 
 
 def list_commits(storage: Storage, job: str) -> list[CommitInfo]:
@@ -78,19 +84,16 @@ def list_all(storage: Storage, job: str) -> list[CommitInfo]:
         for snapshot, pointer in list_pointers(storage, job)
         if pointer.sight is not Sight.DROPPED and snapshot.epoch > forgotten
     ]
-    return [
-        CommitInfo(
-            snapshot,
-            KEEP in pointer.marks,
-            VERIFIED in pointer.marks and DAMAGED not in pointer.marks,
-            pointer.sight is Sight.HIDDEN,
-            WITHOUT in pointer.marks,
-            grant_of(pointer.marks),
-            DAMAGED in pointer.marks,
-            of_marks(pointer.marks),
-        )
-        for snapshot, pointer in found
-    ]
+    here = {snapshot for snapshot, _ in found}
+    return [_info(snapshot, pointer, here) for snapshot, pointer in found]
+
+
+def _info(snapshot: SnapshotId, pointer: Pointer, here: Collection[SnapshotId]) -> CommitInfo:
+    """here: all checkpoints of the job. Without one that holds files of it this one is not whole: somebody deleted that by hand."""
+    marks, of, hidden = pointer.marks, of_marks(pointer.marks), pointer.sight is Sight.HIDDEN
+    damaged = DAMAGED in marks or not of <= set(here)
+    verified = VERIFIED in marks and not damaged
+    return CommitInfo(snapshot, KEEP in marks, verified, hidden, WITHOUT in marks, grant_of(marks), damaged, of)
 
 
 def list_durable(storage: Storage, job: str, policy: Policy) -> list[CommitInfo]:

@@ -14,6 +14,10 @@ from ckptd.persist.storage.base import FileReader, NotFound, Storage
 from ckptd.persist.sums import SUM_BYTES, FileDamage, block_count, digest
 
 HINT = "`ckptd verify` names all damage; another copy or an older checkpoint serves the restore"
+SHARED = (
+    "all checkpoints with files there share it. Put back a copy of the file; or run `ckptd verify` on this one, which marks it: "
+    "a job that still runs then writes all of it anew with its next durable step"
+)
 
 
 class OpenFiles:
@@ -44,7 +48,7 @@ class OpenFiles:
         with self._lock:
             reader = self._readers.get(path)
             if reader is None:
-                reader = self._readers[path] = self._open(path, file.size)
+                reader = self._readers[path] = self._open(path, file.size, _hint(file))
             return reader
 
     def done(self, index: int) -> None:
@@ -57,15 +61,15 @@ class OpenFiles:
     def side(self, index: int) -> FileReader:
         """The caller closes it: of most of them little is read, once."""
         side = self._manifest.sides[index]
-        return self._open(self._path(side), side.size)
+        return self._open(self._path(side), side.size, _hint(side))
 
     def chunk(self, name: str, chunk: Chunk) -> StoredChunk:
         """Everything needed to read ranges of a chunk."""
         sums = self.sums(chunk.file)[
             chunk.block * SUM_BYTES : (chunk.block + block_count(chunk.nbytes)) * SUM_BYTES
         ]
-        where = self.where(self._manifest.files[chunk.file])
-        return StoredChunk(self.data(chunk.file), where, name, chunk.at, chunk.nbytes, sums)
+        file = self._manifest.files[chunk.file]
+        return StoredChunk(self.data(chunk.file), self.where(file), name, chunk.at, chunk.nbytes, sums, _hint(file))
 
     def sums(self, index: int) -> bytes:
         """The block sums of a data file, 16 bytes each."""
@@ -85,14 +89,14 @@ class OpenFiles:
 
     def checked(self, side: int, at: int, nbytes: int, expected: str, what: str) -> bytes:
         """Bytes of a side file that must match their checksum. Raises FileDamage."""
-        where = self.where(self._manifest.sides[side])
+        where, hint = self.where(self._manifest.sides[side]), _hint(self._manifest.sides[side])
         with closing(self.side(side)) as reader:
             if at < 0 or nbytes < 0 or at + nbytes > reader.size:
-                raise FileDamage(f"the {what} leave the side file", where=where, hint=HINT)
+                raise FileDamage(f"the {what} leave the side file", where=where, hint=hint)
             data = bytearray(nbytes)
             reader.read_into(at, memoryview(data))
         if digest(data).hex() != expected:
-            raise FileDamage(f"damaged {what}", where=where, hint=HINT)
+            raise FileDamage(f"damaged {what}", where=where, hint=hint)
         return bytes(data)
 
     def close(self) -> None:
@@ -101,15 +105,19 @@ class OpenFiles:
                 reader.close()
             self._readers.clear()
 
-    def _open(self, path: str, size: int) -> FileReader:
+    def _open(self, path: str, size: int, hint: str) -> FileReader:
         where = self._storage.locate(path)
         try:
             reader = self._storage.open(path)
         except NotFound as error:
-            raise FileDamage("a file of the checkpoint is missing", where=where, hint=HINT) from error
+            raise FileDamage("a file of the checkpoint is missing", where=where, hint=hint) from error
         if reader.size != size:
             found = reader.size
             reader.close()
             kind = "truncated" if found < size else "not ours"
-            raise FileDamage(f"{found} bytes instead of {size}: the file is {kind}", where=where, hint=HINT)
+            raise FileDamage(f"{found} bytes instead of {size}: the file is {kind}", where=where, hint=hint)
         return reader
+
+
+def _hint(file: m.DataFile | m.SideFile) -> str:
+    return HINT if file.of is None else SHARED

@@ -21,6 +21,7 @@ OF = "of-"  # and an epoch and a step, marker file: files of this checkpoint lie
 VERIFIED = "verified"  # marker file: every byte was read back once
 DAMAGED = "damaged"  # marker file: whoever read it back found damage; it holds the first word of it
 READ = "read-"  # and the stem of a writer's files, marker file: it has read these back
+EPOCHS = "epochs"  # of a job: the claims of its starts
 PART = ".part"
 GONE = ".gone"
 DATA = ".safetensors"
@@ -62,7 +63,7 @@ def check_attempt(attempt: str) -> str:
 
 
 def epochs_dir(job: str) -> str:
-    return f"{check_job(job)}/epochs"
+    return f"{check_job(job)}/{EPOCHS}"
 
 
 def record_path(job: str, number: int) -> str:

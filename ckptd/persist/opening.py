@@ -6,7 +6,7 @@ import os
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import in_bucket, storage_root
-from ckptd.persist.names import place_of
+from ckptd.persist.names import EPOCHS, is_job, place_of
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import NotFound, Storage
 from ckptd.persist.storage.factory import storage_at
@@ -18,6 +18,13 @@ HINT = "`ckptd ls STORAGE_ROOT` shows what there is; a checkpoint is ROOT/UID/NA
 def root_at(text: str) -> Storage:
     """Raises CkptdError: there is no such directory."""
     root = _place(text)
+    place = place_of(root)
+    if place is not None:
+        hint = f"its root is {place[0]}; `ckptd ls --tensors '*' {root}` shows what is in it"
+        raise CkptdError("a checkpoint, and no storage root", where=root, hint=hint)
+    above, job = root.rsplit("/", 2)[0], "/".join(root.split("/")[-2:])
+    if not in_bucket(root) and is_job(job) and os.path.isdir(f"{root}/{EPOCHS}"):
+        raise CkptdError("a job's directory, and no storage root", where=root, hint=f"its root is {above or '/'}")
     if not in_bucket(root) and not os.path.isdir(root):
         raise CkptdError("no such directory", where=root, hint="name a storage root")
     return storage_at(root)

@@ -22,6 +22,7 @@ class StoredChunk:
     at: int
     nbytes: int
     sums: bytes
+    hint: str
 
     def read(self, start: int, dest: memoryview) -> None:
         """Bytes [start, start + len(dest)) of the chunk. Raises FileDamage naming the file and block, StorageError."""
@@ -59,6 +60,4 @@ class StoredChunk:
     def _check(self, block: int, data: memoryview) -> None:
         if digest(data) != self.sums[block * SUM_BYTES : (block + 1) * SUM_BYTES]:
             text = f"damaged block {block} of {self.name} (bytes {self.at + block * BLOCK_BYTES} and on)"
-            raise FileDamage(
-                text, where=self.where, hint="another copy or an older checkpoint serves the restore"
-            )
+            raise FileDamage(text, where=self.where, hint=self.hint)

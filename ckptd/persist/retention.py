@@ -38,7 +38,7 @@ from ckptd.persist.names import (
 )
 from ckptd.persist.storage.base import FULL, Sight, Storage, StorageError, read_file
 from ckptd.persist.sums import digest
-from ckptd.persist.verify import FILES_AT_ONCE, mark_damaged, verify_at
+from ckptd.persist.verify import FILES_AT_ONCE, mark_report, verify_at
 
 READER_GRACE_S = 60.0  # between hiding and deleting, for readers that could not leave a lease
 ATTEMPT_STALE_S = 3600.0  # without a write for so long an attempt is dead (write_timeout_s is minutes)
@@ -231,8 +231,7 @@ class _Pass:
         self._stop_if_cancelled()
         if not report.ok:
             self._done.problems += [f"{report.path}: {problem}" for problem in report.problems]
-            if report.damaged:
-                mark_damaged(storage, directory, report.problems[0])
+            mark_report(storage, directory, report)
             return False
         # Its committer may not have come to that yet, or never will: nothing may go for what a power cut would still take back.
         storage.secure(epoch_dir(self._job, snapshot.epoch))

@@ -36,7 +36,8 @@ FILES_AT_ONCE = 4  # each with a buffer of SEGMENT_BYTES
 
 @dataclass
 class VerifyReport:
-    """``problems`` names every damage found; empty: each byte is what was captured. damaged: it is, and not only out of reach."""
+    """``problems`` names every damage found; empty: each byte is what was captured. damaged: it is, and not only out of reach.
+    older: checkpoints of the job whose own files are damaged, as this one names them."""
 
     path: str
     problems: list[str] = field(default_factory=list)
@@ -44,6 +45,7 @@ class VerifyReport:
     tensors: int = 0
     bytes_read: int = 0
     damaged: bool = False
+    older: list[SnapshotId] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -54,7 +56,8 @@ Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 
 def verify(path: str, progress: Progress | None = None) -> VerifyReport:
-    """Check the checkpoint at ``path``, of the local file system or in a bucket. Never raises for damage, it reports it."""
+    """Check the checkpoint at ``path``, of the local file system or in a bucket. Never raises for damage, it reports it. Below a
+    storage root where this user may write a mark says so from then on, or no more."""
     path = storage_root(path)
     if not in_bucket(path):
         path = os.path.abspath(path)
@@ -63,7 +66,13 @@ def verify(path: str, progress: Progress | None = None) -> VerifyReport:
     place = place_of(path)
     if place is not None:  # files of it may lie in other checkpoints of its job
         root, job, snapshot = place
-        return verify_at(storage_at(root), step_dir(job, snapshot), progress)
+        storage, directory = storage_at(root), step_dir(job, snapshot)
+        report = verify_at(storage, directory, progress)
+        mark_report(storage, directory, report)
+        if report.ok:
+            with contextlib.suppress(StorageError):
+                storage.unmark(directory, DAMAGED)
+        return report
     if in_bucket(path):
         above, _, name = path.rpartition("/")
         return verify_at(storage_at(above), name, progress)
@@ -127,6 +136,16 @@ def mark_damaged(storage: Storage, directory: str, text: str) -> None:
         storage.mark(directory, DAMAGED, text.encode())
 
 
+def mark_report(storage: Storage, directory: str, report: VerifyReport) -> None:
+    """The checkpoint, and those whose files it names: otherwise the next one would name them, too."""
+    if not report.damaged:
+        return
+    mark_damaged(storage, directory, report.problems[0])
+    job = directory.rpartition("/")[0].rpartition("/")[0]
+    for snapshot in report.older:
+        mark_damaged(storage, step_dir(job, snapshot), report.problems[0])
+
+
 def read_back(
     storage: Storage, directory: str, writer: str, pace: Pace | None = None, cancelled: threading.Event | None = None
 ) -> VerifyReport:
@@ -144,8 +163,7 @@ def read_back(
     except CkptdError as error:
         report.problems.append(str(error))
         report.damaged |= isinstance(error, FileDamage)
-    if report.damaged:
-        mark_damaged(storage, directory, report.problems[0])
+    mark_report(storage, directory, report)
     return report
 
 
@@ -193,8 +211,8 @@ class _Pass:
     def _read(self, wanted: Callable[[m.DataFile | m.SideFile], bool]) -> None:
         """Several files at once."""
         sides, files = self._manifest.sides, self._manifest.files
-        calls = [partial(self._try, self._side, at) for at, side in enumerate(sides) if wanted(side)]
-        calls += [partial(self._try, self._file_and_done, at) for at, file in enumerate(files) if wanted(file)]
+        calls = [partial(self._try, self._side, at, of=side.of) for at, side in enumerate(sides) if wanted(side)]
+        calls += [partial(self._try, self._file_and_done, at, of=file.of) for at, file in enumerate(files) if wanted(file)]
         if self._at_once == 1:
             for call in calls:
                 call()
@@ -203,7 +221,8 @@ class _Pass:
             for done in together(pool, calls):
                 done.result()
 
-    def _try(self, check: Callable[..., object], *args: object) -> None:
+    def _try(self, check: Callable[..., object], *args: object, of: SnapshotId | None = None) -> None:
+        """of: the older checkpoint whose file is looked at."""
         if len(self._report.problems) >= PROBLEMS_MAX:
             return
         if self._cancelled.is_set():
@@ -214,6 +233,8 @@ class _Pass:
         except CkptdError as error:
             self._report.problems.append(str(error))
             self._report.damaged |= not isinstance(error, StorageError)
+            if of is not None and of not in self._report.older and not isinstance(error, StorageError):
+                self._report.older.append(of)
 
     def _count(self, nbytes: int) -> None:
         wait_turn(self._pace, nbytes, self._cancelled.is_set)
@@ -254,13 +275,13 @@ class _Pass:
         self._count(len(head))
         buffer = memoryview(bytearray(min(SEGMENT_BYTES, file.size)))
         for tensor, chunk in rows:
-            self._try(self._chunk, tensor, chunk, buffer)
+            self._try(self._chunk, tensor, chunk, buffer, of=file.of)
 
     def _chunk(self, tensor: Tensor, chunk: Chunk, buffer: memoryview) -> None:
         stored = self._checkpoint.files.chunk(tensor.name, chunk)
         for at in range(0, chunk.nbytes, SEGMENT_BYTES):
             part = buffer[: min(SEGMENT_BYTES, chunk.nbytes - at)]
-            self._try(stored.read, at, part)
+            self._try(stored.read, at, part, of=self._manifest.files[chunk.file].of)
             self._count(len(part))
 
 

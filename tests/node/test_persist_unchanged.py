@@ -25,7 +25,7 @@ from ckptd.core.state_map.layout_build import LayoutItem
 from ckptd.persist import commit as commit_module
 from ckptd.persist import report as r
 from ckptd.persist import unchanged as unchanged_module
-from ckptd.persist.commits import list_all, list_commits
+from ckptd.persist.commits import list_all, list_commits, list_stored
 from ckptd.persist.manifest_file import read
 from ckptd.persist.names import OF, VERIFIED, step_dir
 from ckptd.persist.reader import Checkpoint
@@ -193,6 +193,44 @@ def test_a_file_of_a_doubted_checkpoint_is_not_named_by_way_of_a_good_one(tmp_pa
     assert doubted(list_commits(storage, JOB)) == set(STEPS[:2]) and of(storage, STEPS[2]) == {STEPS[0]}
     save(storage, tuned(4), STEPS[3], dedup=True)
     assert of(storage, STEPS[3]) == set()
+
+
+def test_who_finds_damage_in_an_older_checkpoint_marks_both_and_a_good_look_takes_it_away(tmp_path: Path) -> None:
+    """An outside user's: verify left no trace, so all that followed named the damaged file until nothing could be restored."""
+    storage = PosixStorage(str(tmp_path))
+    for step in STEPS[:2]:
+        save(storage, tuned(step.step), step, dedup=True)
+    largest = max(Path(storage.locate(step_dir(JOB, STEPS[0]))).glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    good = largest.read_bytes()
+    largest.write_bytes(good[: len(good) // 2] + b"damaged" + good[len(good) // 2 + 7 :])
+    report = verify(storage.locate(step_dir(JOB, STEPS[1])))
+    assert report.damaged and report.older == [STEPS[0]]
+    assert [info.damaged for info in list_commits(storage, JOB)] == [True, True]
+    with Checkpoint.open(storage, JOB, STEPS[1]) as checkpoint, pytest.raises(FileDamage) as caught:
+        checkpoint.read("base.weight", Box.whole((768, 1024)), memoryview(bytearray(3 << 20)))
+    assert "writes all of it anew" in caught.value.hint
+    save(storage, world := tuned(3), STEPS[2], dedup=True)
+    assert of(storage, STEPS[2]) == set()
+    check(storage, STEPS[2], world)
+    largest.write_bytes(good)
+    for step in STEPS[:2]:
+        assert verify(storage.locate(step_dir(JOB, step))).ok
+    assert [info.damaged for info in list_commits(storage, JOB)] == [False] * 3
+
+
+def test_one_whose_files_were_taken_from_it_is_shown_as_damaged(tmp_path: Path) -> None:
+    """Its base was deleted by hand, or it was copied alone."""
+    storage = PosixStorage(str(tmp_path))
+    for step in STEPS[:2]:
+        save(storage, tuned(step.step), step, dedup=True)
+    rows, _ = list_stored(storage, lambda job: True)
+    assert [(row["of"], row["needed_by"], row["damaged"]) for row in rows] == [(["step 10"], 0, False), ([], 1, False)]
+    shutil.rmtree(storage.locate(step_dir(JOB, STEPS[0])))
+    (info,) = list_commits(storage, JOB)
+    assert info.damaged and not info.verified
+    save(storage, world := tuned(3), STEPS[2], dedup=True)
+    assert of(storage, STEPS[2]) == set()
+    check(storage, STEPS[2], world)
 
 
 def test_damage_in_an_older_checkpoint_is_damage_of_those_that_need_it(tmp_path: Path) -> None:

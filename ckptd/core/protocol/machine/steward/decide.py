@@ -22,7 +22,7 @@ NOTHING = SnapshotId(-1, -1)
 ERRORS_MAX = 16  # reasons told to the ranks
 NOTHING_SEALED = "nothing was ever sealed"
 BEGINS_ANEW = "this start begins anew"
-ELSEWHERE = "copied below another job's name it can be continued there"
+ELSEWHERE = "copied below another job's name, with those that hold files of it (`ckptd ls`), it can be continued there"
 ALARMS = {NOTHING_SEALED: "nothing_sealed", BEGINS_ANEW: "begins_anew"}  # first words of what a decision says -> their kind
 
 
