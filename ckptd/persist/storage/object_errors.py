@@ -21,6 +21,7 @@ _BUCKET = "make the bucket, or correct storage_root, AWS_ENDPOINT_URL and AWS_RE
 _SKEW = "this node's clock and the store's differ by more than 15 minutes: set this node's (chrony, ntpd)"
 _ROOM = "raise the bucket's quota, or keep fewer checkpoints if keep_last is above 1"
 _THROTTLED = "the store asks for fewer requests: spread jobs over more prefixes, or flush more rarely"
+_LACKS = "the store lacks what ckptd needs: conditional PUT, If-None-Match as well as If-Match, and multipart uploads"
 _UNREACHABLE = "does AWS_ENDPOINT_URL answer from this node? ckptd goes on as soon as it does"
 
 # What the store's own code, or the status, means.
@@ -38,11 +39,11 @@ _KNOWN: dict[str, tuple[int, str]] = {
     "XMinioStorageFull": (errno.ENOSPC, _ROOM),
     "SlowDown": (errno.EBUSY, _THROTTLED),
     "TooManyRequests": (errno.EBUSY, _THROTTLED),
-    "NotImplemented": (errno.EOPNOTSUPP, "the store lacks what ckptd needs: conditional PUT and multipart uploads"),
+    "NotImplemented": (errno.EOPNOTSUPP, _LACKS),
     "401": (errno.EACCES, _CREDENTIALS),
     "403": (errno.EACCES, _RIGHTS),
     "429": (errno.EBUSY, _THROTTLED),
-    "501": (errno.EOPNOTSUPP, "the store lacks what ckptd needs: conditional PUT and multipart uploads"),
+    "501": (errno.EOPNOTSUPP, _LACKS),
     "503": (errno.EBUSY, _THROTTLED),
     "507": (errno.ENOSPC, _ROOM),
 }
