@@ -25,9 +25,11 @@ from ckptd.core.state_map.layout_build import LayoutItem
 from ckptd.persist import commit as commit_module
 from ckptd.persist import report as r
 from ckptd.persist import unchanged as unchanged_module
-from ckptd.persist.commits import list_all, list_commits, list_stored
+from ckptd.persist.commits import list_all, list_commits, list_jobs, list_stored
+from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.manifest_file import read
 from ckptd.persist.names import OF, VERIFIED, step_dir
+from ckptd.persist.opening import root_at
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
 from ckptd.persist.storage.base import NotFound, Storage
@@ -37,7 +39,7 @@ from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage
 from ckptd.persist.verify import VerifyReport, mark_damaged, verify, verify_at
 from tests.core.worlds import rows_of
-from tests.node.checkpoints import JOB, World, check_all, commit_all, make_world, save, worlds, write_all
+from tests.node.checkpoints import JOB, World, check_all, commit_all, epoch_record, make_world, save, worlds, write_all
 
 STEPS = [SnapshotId(1, step) for step in (10, 20, 30, 40)]
 MANY = Policy(keep_last=10)
@@ -231,6 +233,17 @@ def test_one_whose_files_were_taken_from_it_is_shown_as_damaged(tmp_path: Path) 
     save(storage, world := tuned(3), STEPS[2], dedup=True)
     assert of(storage, STEPS[2]) == set()
     check(storage, STEPS[2], world)
+
+
+def test_a_checkpoint_or_a_job_is_no_storage_root(tmp_path: Path) -> None:
+    storage = PosixStorage(str(tmp_path / "root"))
+    save(storage, tuned(1), STEPS[0])
+    claim_epoch(storage, JOB, epoch_record())
+    for path, what in ((step_dir(JOB, STEPS[0]), "a checkpoint"), (JOB, "a job's directory")):
+        with pytest.raises(CkptdError, match=f"{what}, and no storage root") as caught:
+            root_at(storage.locate(path))
+        assert f"its root is {tmp_path / 'root'}" in caught.value.hint
+    assert list_jobs(root_at(str(tmp_path / "root"))) == [JOB]
 
 
 def test_damage_in_an_older_checkpoint_is_damage_of_those_that_need_it(tmp_path: Path) -> None:
