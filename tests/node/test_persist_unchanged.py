@@ -39,7 +39,17 @@ from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage
 from ckptd.persist.verify import VerifyReport, mark_damaged, verify, verify_at
 from tests.core.worlds import rows_of
-from tests.node.checkpoints import JOB, World, check_all, commit_all, epoch_record, make_world, save, worlds, write_all
+from tests.node.checkpoints import (
+    JOB,
+    World,
+    check_all,
+    commit_all,
+    epoch_record,
+    make_world,
+    save,
+    worlds,
+    write_all,
+)
 
 STEPS = [SnapshotId(1, step) for step in (10, 20, 30, 40)]
 MANY = Policy(keep_last=10)
