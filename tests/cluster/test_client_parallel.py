@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,11 +50,15 @@ Results = dict[str, list[str | None]]
 
 
 def end_tree(pid: int) -> None:
+    signal_tree(pid, signal.SIGKILL)
+
+
+def signal_tree(pid: int, number: int) -> None:
     """The workers are in sessions of their own."""
     top = psutil.Process(pid)
     for process in [*top.children(recursive=True), top]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+            process.send_signal(number)
 
 
 def launch(folder: Path, part: str, ranks: int) -> Results:

@@ -117,6 +117,15 @@ def test_an_answer_of_which_a_part_was_lost_is_none_though_its_tables_are_known(
     assert node.machine.steward.restoring.gathering.gather is None, "it has decided"
 
 
+def test_the_last_part_may_come_first() -> None:
+    node = Elect(ASKED).start()
+    told = node.machine.steward.restoring.gathering
+    node.answer("b", *BOTH, layouts={one.layout_id: one.leaf for one in STAGES[:2]}, part=2, parts=2)
+    assert told.gather is not None and "b" not in told.gather.said
+    node.answer("b", layouts={one.layout_id: one.encoded for one in STAGES[:2]}, part=1, parts=2)
+    assert told.gather.said["b"].holdings == BOTH
+
+
 def test_an_answer_that_brought_nothing_new_is_asked_for_again_later() -> None:
     """Two that answer each other at once would never rest."""
     node = Elect(ASKED).start()

@@ -29,7 +29,7 @@ class Told:
     ask: RestoreAsk | None = None
     turn: int = 0
     answers: dict[str, Inventory] = field(default_factory=dict)  # of this turn
-    parts: dict[tuple[str, int], set[int]] = field(default_factory=dict)  # (sender, of how many) -> those that came in this turn
+    parts: dict[tuple[str, int], dict[int, Inventory]] = field(default_factory=dict)  # (sender, of how many) -> by number
     commits: frozenset[SnapshotId] | None = None  # None: storage did not answer the last time that it was asked anew
     read_turn: int = 0
     newest: EpochRecord | None = None  # that storage has a claim of
@@ -101,10 +101,10 @@ class Decisions:
         told = self._told.get((node, life, message.attempt))
         if told is None or message.turn != told.turn:
             return
-        came = told.parts.setdefault((sender, message.parts), set())
-        came.add(message.part)
-        if message.part == message.parts and len(came) == message.parts:  # without the others it is none: it is asked for again
-            told.answers[sender] = message
+        came = told.parts.setdefault((sender, message.parts), {})
+        came[message.part] = message
+        if len(came) == message.parts:  # without one of them it is none: it is asked for again
+            told.answers[sender] = came[message.parts]
 
     def asked(self, node: str, life: int, message: InventoryRequest) -> None:
         told = self._told.get((node, life, message.attempt))

@@ -44,7 +44,7 @@ class Gather:
     read_turn: int = 0  # the round in which storage was asked
     silent: frozenset[str] = frozenset()  # who did not answer the first look: the second one does not wait for them
     looked_twice: bool = False
-    came: dict[tuple[str, int], set[int]] = field(default_factory=dict)  # (who answers, in how many parts) -> those that came
+    came: dict[tuple[str, int], dict[int, Inventory]] = field(default_factory=dict)  # (who answers, in how many parts) -> by number
     said: dict[str, Inventory] = field(default_factory=dict)
     answers: dict[str, Inventory] = field(default_factory=dict)  # the same without what was forgotten
     durable: DurableRead | None = None
@@ -312,25 +312,33 @@ class Gathering:
             return
         if message.turn != gather.turn:
             return
-        known, lacks, came = len(gather.read), False, gather.came.setdefault((sender, message.parts), set())
-        came.add(message.part)
-        for name, data in message.layouts.items():
-            try:
-                gather.read[name] = gather.read.get(name) or self._ctx.tables.read(data)
-            except TableNotHere:
-                lacks = True
-            except ValueError:
-                pass  # what is no layout is none: its holdings are not used
-        if message.part < message.parts:
+        known, came = len(gather.read), gather.came.setdefault((sender, message.parts), {})
+        came[message.part] = message
+        self._read(gather, message)
+        last = came.get(message.parts)
+        if last is None:
             return
-        if lacks or len(came) < message.parts:  # what came is named from now on; or it answers another question of this number
-            if len(gather.read) > known:
+        if not self._read(gather, last) or len(came) < message.parts:
+            if len(gather.read) > known:  # what came is named from now on; or it answers another question of this number
                 self._request(gather, [sender])
             return
+        message = last
         gather.said[sender] = message
         gather.bury(Tombstone(message.buried, message.forgotten))
         for record in (message.known, message.ran):
             self._learn(gather, record)
+
+    def _read(self, gather: Gather, message: Inventory) -> bool:
+        """The layouts of a part. False: a table that one of them needs is not here."""
+        there = True
+        for name, data in message.layouts.items():
+            try:
+                gather.read[name] = gather.read.get(name) or self._ctx.tables.read(data)
+            except TableNotHere:
+                there = False
+            except ValueError:
+                pass  # what is no layout is none: its holdings are not used
+        return there
 
     def on_durable(self, event: DurableRead) -> None:
         """A read that was begun before the last question may have seen less, and one that hung fail when another has answered."""
