@@ -32,7 +32,7 @@ from ckptd_client import (
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
 from ckptd_client.explicit import Explicit
-from ckptd_client.handles import LEVELS, NOT_SAVED, Handle, reached
+from ckptd_client.handles import LEVELS, Handle, given_up, reached
 from ckptd_client.joining import Joiner
 from ckptd_client.own_values import OwnValues
 from ckptd_client.registering import Registering
@@ -370,7 +370,7 @@ class Client(Registering, Explicit, Releasing):
                 return self._ended(level, handle, handle.status if self._session.link.up else "unreachable")
             status = self._reach(handle, level, deadline)
             # Also where its daemon was lost: it may be back soon.
-            again = status.startswith("void") and NOT_SAVED not in status and self._snapshots.is_open
+            again = status.startswith("void") and not given_up(status) and self._snapshots.is_open
             if not again or time.monotonic() >= deadline:
                 return self._ended(level, handle, status)
 

@@ -9,6 +9,7 @@ from ckptd.wire.rank import Level
 
 LEVELS = ("sealed", "protected", "durable")
 NOT_SAVED = "not saved"  # begins the reason of a rank that will not take part in this step, however often it is tried
+BEHIND = "granted behind one that is void"  # begins a reason that is another step's
 
 
 def describe(told: Level) -> str:
@@ -22,6 +23,12 @@ def describe(told: Level) -> str:
     if told.wanted and told.level >= told.wanted:
         return "protected"
     return f"protected {told.level}/{told.wanted}, degraded" if told.level else "sealed"
+
+
+def given_up(status: str) -> bool:
+    """Is it of no use to try this step once more? What was granted behind one that some rank gave up is void with it, and was
+    given up by nobody."""
+    return NOT_SAVED in status and not status.startswith(f"void: {BEHIND}")
 
 
 def reached(told: Level | None, level: str, attainable: int) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptd_client import Client
+from ckptd_client import Client, handles
 from ckptd_client.capture import INTERRUPTED, Engine
 from ckptd_client.copying import Copy
 from ckptd_client.gradients import Accumulation
@@ -19,12 +19,22 @@ from ckptd_client.job import Job
 from ckptd_client.session import NO_GRANT_YET
 from ckptd_client.snapshots import Snapshots
 
+from ckptd.core.protocol.machine.steward import grants
 from ckptd.wire import rank as wire
 from tests.node.client_training import stepped
 from tests.node.rank_daemon_double import RankDaemonDouble
 from tests.waiting import until
 
 NOT_YET = f"skipped: {NO_GRANT_YET}"
+
+
+def test_a_step_that_was_granted_behind_one_that_a_rank_gave_up_is_tried_again() -> None:
+    """It carried that one's reason, and a save that nobody had given up ended with it (make chaos on a busy machine)."""
+    assert handles.BEHIND == grants.BEHIND
+    own = f"rank 1 missed it: {handles.NOT_SAVED}: CkptdError: no such key"
+    assert handles.given_up(f"void: {own}")
+    assert not handles.given_up(f"void: {grants.BEHIND}: {own}")
+    assert not handles.given_up("void: fence timeout")
 
 
 def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
