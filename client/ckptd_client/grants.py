@@ -101,7 +101,10 @@ class Grants:
 
     def refusal(self, grant: Grant) -> str:
         """Why this rank will not deliver under it. "": it may."""
-        return self._why if grant.from_step <= self._refused else ""
+        return self._why if self.refuses(grant.from_step) else ""
+
+    def refuses(self, step: int) -> bool:
+        return step <= self._refused
 
     def take_back(self, number: int) -> bool:
         """True: it was here, untaken."""

@@ -247,7 +247,7 @@ class Session:
         refused = self.grants.refusal(grant)
         if refused or not self.grants.arrive(grant, self.called, self._before if open_ else self.called):
             self.link.send(wire.GaveUp(message.grant, self.called, refused or "late"))
-            if self._asking and not refused:  # whoever granted that one knew nothing of it yet
+            if self._asking and not self.grants.refuses(self.called):  # whoever granted that one knew nothing of it yet
                 self.link.send(wire.Called(self.called, True))
 
     def _taken_back(self, message: wire.TakeBack, fds: list[int]) -> None:

@@ -37,6 +37,27 @@ def test_a_step_that_was_granted_behind_one_that_a_rank_gave_up_is_tried_again()
     assert not handles.given_up("void: fence timeout")
 
 
+def test_who_refuses_a_grant_of_the_step_it_gave_up_asks_again_for_the_one_it_waits_for(tmp_path: Path) -> None:
+    """Whoever granted it had heard of the later step, and took that for answered: the save hung until its time was over."""
+    with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon, stepped(daemon) as (client, training):
+        client.snapshot(1)
+        session = client._session
+        session.call(3, 3, asks=True)
+        with session.changed:
+            assert session.grants.refuse(3, f"{handles.NOT_SAVED}: no such key") is None
+        found: list[Handle] = []
+        saving = threading.Thread(target=lambda: found.append(client.snapshot(4, must=True)))
+        saving.start()
+        asked = lambda: sum(said.step == 4 and said.asks for said in daemon.messages(wire.Called))  # noqa: E731
+        daemon.wait_for(lambda: asked() == 1)
+        late = until(lambda: daemon.grant(3), what="a free slot")
+        daemon.wait_for(lambda: daemon.voided.get(late) == f"{handles.NOT_SAVED}: no such key")
+        daemon.wait_for(lambda: asked() == 2)
+        until(lambda: daemon.grant(4), what="a free slot")
+        saving.join(30)
+        assert found and found[0].taken and training is not None
+
+
 def test_ungranted_late_and_taken_back_grants(tmp_path: Path) -> None:
     with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon, stepped(daemon) as (client, training):
         assert client.snapshot(1).status == NOT_YET
