@@ -18,7 +18,7 @@ STORED = (at(20, 1), at(40, 1))
 RAN = EpochRecord(1, "x", ("a",), (A,), before=(-1, ()))
 ANEW = EpochRecord(2, "y", ("a",), (A,), before=(1, ()))  # by allow_fresh=True
 BACK = EpochRecord(2, "y", ("a",), (A,), (at(20, 1),), before=(1, ()))  # by restore(step=20)
-COPIED = "copied below another job's name it can be continued there"
+COPIED = "copied below another job's name, with those that hold files of it (`ckptd ls`), it can be continued there"
 
 
 def start(last: EpochRecord, ask: RestoreAsk, *, sealed: int = 1) -> Gather:
