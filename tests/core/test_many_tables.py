@@ -126,6 +126,16 @@ def test_the_last_part_may_come_first() -> None:
     assert told.gather.said["b"].holdings == BOTH
 
 
+def test_a_part_of_an_earlier_answer_is_none_of_the_next() -> None:
+    node = Elect(ASKED).start()
+    told = node.machine.steward.restoring.gathering
+    node.answer("b", layouts={STAGES[0].layout_id: STAGES[0].encoded}, part=1, parts=2)
+    told.ask()
+    assert told.gather is not None and told.gather.turn == 2
+    node.hear("b", msg.Inventory("now", None, BOTH, {STAGES[0].layout_id: STAGES[0].leaf}, turn=2, part=2, parts=2))
+    assert "b" not in told.gather.said
+
+
 def test_an_answer_that_brought_nothing_new_is_asked_for_again_later() -> None:
     """Two that answer each other at once would never rest."""
     node = Elect(ASKED).start()

@@ -31,6 +31,7 @@ from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.manifest_file import read
 from ckptd.persist.names import OF, VERIFIED, step_dir
 from ckptd.persist.opening import root_at
+from ckptd.persist.pieces import chunks_of
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
 from ckptd.persist.storage.base import NotFound, Storage
@@ -38,6 +39,7 @@ from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage
+from ckptd.persist.unchanged import unchanged
 from ckptd.persist.verify import VerifyReport, mark_damaged, verify, verify_at
 from tests.core.worlds import rows_of
 from tests.node.checkpoints import (
@@ -47,6 +49,7 @@ from tests.node.checkpoints import (
     commit_all,
     epoch_record,
     make_world,
+    orders,
     save,
     worlds,
     write_all,
@@ -108,6 +111,30 @@ def test_a_frozen_base_is_written_once_and_stays_as_long_as_it_is_needed(storage
     retain_twice(storage)
     assert [info.snapshot for info in list_commits(storage, JOB)] == [STEPS[3]]
     check(storage, STEPS[3], unfrozen)
+
+
+@pytest.mark.parametrize("changed", [None, 0, 1, 700])
+def test_what_several_ranks_of_a_node_have_together_is_compared_by_its_bytes(changed: int | None) -> None:
+    """One box of two ranks' rows, of which nobody has sums: block by block."""
+    storage, snapshots, world = MemoryStorage(), STEPS[:2], tuned(1)
+    for snapshot in snapshots:
+        commit_all(storage, world, snapshot, write_all(storage, world, snapshot, "a1", nodes=1, dedup=True))
+        values = dict(world.values)
+        if changed is not None:
+            values["base.weight", None] = values["base.weight", None].copy()
+            values["base.weight", None][changed, 5] ^= 1
+        if snapshot == STEPS[0]:
+            world = remade(world, values)
+    assert of(storage, STEPS[1]) == ({STEPS[0]} if changed is None else set())
+    check(storage, STEPS[1], world)
+
+
+def test_whoever_compares_is_asked_now_and_then_whether_to_go_on() -> None:
+    storage, world, asked = MemoryStorage(), tuned(1), list[None]()
+    save(storage, world, STEPS[0])
+    chunks = [chunk for pieces in orders(world).values() for chunk in chunks_of(pieces, world.per_rank)]
+    unchanged(storage, JOB, STEPS[1], chunks, lambda: asked.append(None))
+    assert len(asked) == len(chunks)
 
 
 def test_off_by_default_and_where_nothing_is_older(storage: Storage) -> None:
