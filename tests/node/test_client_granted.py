@@ -41,7 +41,7 @@ def test_who_refuses_a_grant_of_the_step_it_gave_up_asks_again_for_the_one_it_wa
     """Whoever granted it had heard of the later step, and took that for answered: the save hung until its time was over."""
     with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon, stepped(daemon) as (client, training):
         client.snapshot(1)
-        session = client._session
+        session, daemon.on_asked = client._session, False
         session.call(3, 3, asks=True)
         with session.changed:
             assert session.grants.refuse(3, f"{handles.NOT_SAVED}: no such key") is None
