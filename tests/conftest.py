@@ -4,7 +4,6 @@ they end (tests/sweeper.py)."""
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -76,9 +75,7 @@ def objects() -> Iterator[ObjectServer]:
 @pytest.fixture
 def bucket(objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
     """The storage root in a new bucket; whoever is started from here finds its way there."""
-    name = f"bucket-{secrets.token_hex(4)}"
-    objects.client.create_bucket(Bucket=name)
-    objects.requests.clear()
+    name = objects.new_bucket()
     for key, value in objects.environment().items():
         monkeypatch.setenv(key, value)
     return f"s3://{name}/some/prefix"

@@ -6,6 +6,7 @@ moto looks whether a condition holds before it writes, and another request may c
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -78,6 +79,13 @@ class ObjectServer:
         """Of whoever shall use it."""
         keys = {"AWS_ACCESS_KEY_ID": "ckptd", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": REGION}
         return {"AWS_ENDPOINT_URL": self.url, **keys}
+
+    def new_bucket(self) -> str:
+        """Its name. Requests are counted from here on."""
+        name = f"bucket-{secrets.token_hex(4)}"
+        self.client.create_bucket(Bucket=name)
+        self.requests.clear()
+        return name
 
     def keys(self, root: str) -> list[str]:
         """Of all objects below a storage root, relative to it."""

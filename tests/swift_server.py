@@ -80,6 +80,11 @@ class SwiftServer:
         keys = {"AWS_ACCESS_KEY_ID": f"{ACCOUNT}:{USER}", "AWS_SECRET_ACCESS_KEY": KEY, "AWS_REGION": REGION}
         return {"AWS_ENDPOINT_URL": self.url, **keys}
 
+    def new_bucket(self) -> str:
+        name = f"bucket-{secrets.token_hex(4)}"
+        self.client.create_bucket(Bucket=name)
+        return name
+
     def logs(self) -> str:
         """The end of what each server said."""
         found = [(path.stem, path.read_bytes()[-LOG_BYTES_SHOWN:].decode(errors="replace")) for path in self.folder.glob("*.log")]

@@ -287,10 +287,11 @@ class Durable:
         if stored is not None:  # its word counts: a checkpoint that memory was told of may have been deleted since
             rows = {at: {**row, "durable": False} for at, row in rows.items()}
             self.damaged |= {info.captured for info in stored if info.damaged}
+        needed = needed_by(stored or ())
         for info in stored or ():
             row = rows.setdefault(info.snapshot.at, _row(info.snapshot, -1, 0, True, "storage"))
             row["durable"], row["keep"], row["damaged"] = True, info.keep, info.damaged
-            row["of"], row["needed_by"] = shown_of(info), needed_by(info, stored or ())
+            row["of"], row["needed_by"] = shown_of(info), needed[info.snapshot]
             row["without"] = row["without"] or info.without
             row["abandoned"] = record is not None and record.abandons(info.snapshot)
             row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Peft(Names):
 
     def groups(self, entries: Mapping[str, Stored]) -> list[Group]:
         model = self._built(DEFAULT)
-        adapter = self._adapter(self._files(model, dict(model.state_dict()), DEFAULT), model, entries)
+        adapter = adapter_of(model.state_dict(), entries)
         model = self._built(adapter) if adapter != DEFAULT else model
         state = dict(model.state_dict())
         files = self._files(model, state, adapter)
@@ -60,21 +61,6 @@ class Peft(Names):
         found = self._peft.get_peft_model_state_dict(model, state, adapter_name=adapter, save_embedding_layers=embeds)
         return dict(found)
 
-    def _adapter(self, files: Tensors, model: Any, entries: Mapping[str, Stored]) -> str:
-        """What the checkpoint calls it. Raises CkptdError: it has several."""
-        found = set()
-        for name in model.state_dict():
-            before, named, after = name.partition(f".{DEFAULT}")
-            if named:
-                fitting = (other for other in entries if other.startswith(f"{before}.") and other.endswith(after))
-                middles = {other[len(before) + 1 : len(other) - len(after)] for other in fitting}
-                found |= {middle for middle in middles if middle and "." not in middle}
-                break
-        if len(found) > 1:
-            hint = f"--only '*.{min(found)}.*' picks one"
-            raise CkptdError(f"several adapters: {', '.join(sorted(found))}", where="--to hf", hint=hint)
-        return next(iter(found), DEFAULT)
-
     def _check(self, wanted: Mapping[str, str], state: Tensors, entries: Mapping[str, Stored]) -> None:
         missing = [name for name in wanted if name not in entries]
         shapes = {name: tuple(state[name].shape) for name in wanted}
@@ -84,3 +70,15 @@ class Peft(Names):
         if told:
             hint = f"--prefix-map OLD=NEW, or the {ADAPTER_CONFIG} that the adapter was trained with"
             raise CkptdError(f"no such adapter: {'; '.join(told)}", where="--hf-config", hint=hint)
+
+
+def adapter_of(state: Iterable[str], entries: Mapping[str, Stored]) -> str:
+    """What the checkpoint calls the adapter that is DEFAULT in ``state``. Raises CkptdError: it has several."""
+    named = next(filter(None, (re.fullmatch(rf"(.*\.){DEFAULT}((?:\..*)?)", name) for name in state)), None)
+    before, after = named.groups() if named is not None else ("", "")
+    found = {name[len(before) : len(name) - len(after)] for name in entries if name.startswith(before) and name.endswith(after)}
+    found = {name for name in found if named is not None and name and "." not in name}
+    if len(found) > 1:
+        hint = f"--only '*.{min(found)}.*' picks one"
+        raise CkptdError(f"several adapters: {', '.join(sorted(found))}", where="--to hf", hint=hint)
+    return next(iter(found), DEFAULT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -47,11 +48,12 @@ def list_stored(storage: Storage, wanted: Callable[[str], bool]) -> tuple[list[A
             errors.append(f"{job}: {error}")
         try:
             commits = list_commits(storage, job)
+            needed = needed_by(commits)
             rows += [
                 {
                     "job": job, "epoch": info.snapshot.epoch, "step": info.snapshot.step, "durable": True, "keep": info.keep,
                     "abandoned": record is not None and record.abandons(info.snapshot), "where": ["storage"],
-                    "without": info.without, "damaged": info.damaged, "of": shown_of(info), "needed_by": needed_by(info, commits),
+                    "without": info.without, "damaged": info.damaged, "of": shown_of(info), "needed_by": needed[info.snapshot],
                 }
                 for info in reversed(commits)
             ]  # fmt: skip
@@ -66,9 +68,9 @@ def shown_of(info: CommitInfo) -> list[str]:
     return [f"step {of.step}" if of.epoch == own else str(of) for of in sorted(info.of)]
 
 
-def needed_by(info: CommitInfo, commits: Sequence[CommitInfo]) -> int:
-    """How many of them have files in it."""
-    return sum(info.snapshot in other.of for other in commits)
+def needed_by(commits: Sequence[CommitInfo]) -> Counter[SnapshotId]:
+    """How many of them have files in which others."""
+    return Counter(of for info in commits for of in info.of)
 
 
 def list_commits(storage: Storage, job: str) -> list[CommitInfo]:

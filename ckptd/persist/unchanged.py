@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
+from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.retention import doubted
 from ckptd.core.state_map.layout import BLOCK_BYTES
@@ -21,7 +22,7 @@ from ckptd.persist.names import step_dir, writer_of
 from ckptd.persist.pieces import OutChunk, Source
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.report import KeptFile, WrittenChunk, kept_file
-from ckptd.persist.storage.base import NotFound, Storage
+from ckptd.persist.storage.base import NotFound, Storage, StorageError
 from ckptd.persist.stream import fill_range
 from ckptd.persist.sums import SUM_BYTES, FileDamage, block_count, digest
 
@@ -40,15 +41,28 @@ def unchanged(
     commits = list_commits(storage, job)
     without = doubted(commits)
     older = [info.snapshot for info in commits if info.snapshot not in without and info.snapshot.at != snapshot.at]
-    if older:
+    checkpoint = _opened(storage, step_dir(job, older[-1])) if older else None
+    if checkpoint is None:
+        return list(chunks), []
+    with checkpoint:
         try:
-            with Checkpoint.at(storage, step_dir(job, older[-1])) as checkpoint:
-                return _Comparison(checkpoint, without, check).split(chunks)
-        except NotFound:  # it went just now
-            pass
+            return _Comparison(checkpoint, without, check).split(chunks)
         except FileDamage as error:
             log.warning("job=%s step %d is written whole, not only what changed: %s", job, snapshot.step, error)
-    return list(chunks), []
+            return list(chunks), []
+
+
+def _opened(storage: Storage, directory: str) -> Checkpoint | None:
+    """None: it went just now, is damaged, or was written by a version that this one does not know."""
+    try:
+        return Checkpoint.at(storage, directory)
+    except StorageError as error:
+        if isinstance(error, NotFound):
+            return None
+        raise
+    except CkptdError as error:
+        log.warning("all of the next checkpoint is written, not only what changed: %s", error)
+        return None
 
 
 class _Comparison:

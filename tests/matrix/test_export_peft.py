@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 
 from ckptd.core.errors import CkptdError
+from ckptd.export.peft_names import adapter_of
+from ckptd.export.stored import Stored
 from tests.matrix.test_export_hf import MODELS, config_of, exported, logits, stepping
 from tests.node.trained import Train, trained
 
@@ -68,6 +70,13 @@ def test_on_the_base_model_it_computes_the_same(train: Train, tmp_path: Path, ki
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "tokenizer_config.json"
     }  # fmt: skip
     assert any("of the base model are left out" in note for note in report.notes)
+
+
+def test_a_module_that_is_called_like_it_is_no_adapter() -> None:
+    state = ["model.default_head.weight", "model.q.lora_A.default.weight", "model.q.lora_E.default"]
+    named = {name.replace(".default", ".mine"): Stored for name in state[1:]} | {"model.other_head.weight": Stored}
+    assert adapter_of(state, named) == "mine"  # type: ignore[arg-type]
+    assert adapter_of(state, dict.fromkeys(state, Stored)) == "default"  # type: ignore[arg-type]
 
 
 def test_another_rank_or_no_adapter_at_all_is_refused(train: Train, tmp_path: Path) -> None:

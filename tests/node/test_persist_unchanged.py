@@ -28,7 +28,8 @@ from ckptd.persist import report as r
 from ckptd.persist import unchanged as unchanged_module
 from ckptd.persist.commits import list_all, list_commits, list_jobs, list_stored
 from ckptd.persist.lineage import claim_epoch
-from ckptd.persist.manifest_file import read
+from ckptd.persist.manifest import Contents
+from ckptd.persist.manifest_file import encode, read
 from ckptd.persist.names import OF, VERIFIED, step_dir
 from ckptd.persist.opening import root_at
 from ckptd.persist.pieces import chunks_of
@@ -283,6 +284,21 @@ def test_a_checkpoint_or_a_job_is_no_storage_root(tmp_path: Path) -> None:
             root_at(storage.locate(path))
         assert f"its root is {tmp_path / 'root'}" in caught.value.hint
     assert list_jobs(root_at(str(tmp_path / "root"))) == [JOB]
+
+
+def test_beside_one_of_a_newer_version_all_is_written(tmp_path: Path) -> None:
+    """Its daemons were put back to an older release: their flushes failed."""
+    storage = PosixStorage(str(tmp_path))
+    save(storage, tuned(1), STEPS[0], dedup=True)
+    contents = read(storage, step_dir(JOB, STEPS[0]))
+    newer = msgspec.structs.replace(contents.manifest, version=99)
+    for name, data in encode(Contents(newer, contents.index)).items():
+        (Path(storage.locate(step_dir(JOB, STEPS[0]))) / name).write_bytes(data)
+    with pytest.raises(CkptdError, match="version 99"):
+        Checkpoint.open(storage, JOB, STEPS[0])
+    save(storage, world := tuned(2), STEPS[1], dedup=True)
+    assert of(storage, STEPS[1]) == set()
+    check(storage, STEPS[1], world)
 
 
 def test_damage_in_an_older_checkpoint_is_damage_of_those_that_need_it(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import SubprocessError
@@ -73,15 +72,6 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwiftServer]:
         pytest.skip(f"Swift does not start: {error}")
     yield server
     server.close()
-
-
-@pytest.fixture
-def bucket(objects: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"bucket-{secrets.token_hex(4)}"
-    objects.client.create_bucket(Bucket=name)
-    for key, value in objects.environment().items():
-        monkeypatch.setenv(key, value)
-    return f"s3://{name}/some/prefix"
 
 
 soon, storage, _small_parts = moto.soon, moto.storage, moto._small_parts

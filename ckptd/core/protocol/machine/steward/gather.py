@@ -314,11 +314,12 @@ class Gathering:
             return
         known, came = len(gather.read), gather.came.setdefault((sender, message.parts), {})
         came[message.part] = message
-        self._read(gather, message)
-        last = came.get(message.parts)
+        there, last = self._read(gather, message), came.get(message.parts)
         if last is None:
             return
-        if not self._read(gather, last) or len(came) < message.parts:
+        if last is not message:
+            there = self._read(gather, last)
+        if not there or len(came) < message.parts:
             if len(gather.read) > known:  # what came is named from now on; or it answers another question of this number
                 self._request(gather, [sender])
             return
