@@ -38,7 +38,7 @@ def verify(
 
 
 def _checkpoints(path: str) -> list[str]:
-    from ckptd.persist.verify import find_checkpoints
+    from ckptd.persist.opening import find_checkpoints
 
     path, hint = storage_root(path), "`ckptd ls STORAGE_ROOT` shows what there is"
     if not in_bucket(path):
@@ -52,7 +52,7 @@ def _checkpoints(path: str) -> list[str]:
 
 
 def _verified(where: str, *, quiet: bool) -> VerifyReport:
-    from ckptd.persist.verify import verify as read_back
+    from ckptd.persist.opening import verify as read_back
 
     with bar(where, quiet=quiet) as progress:
         return read_back(where, progress)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -17,15 +16,12 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box, uncovered
-from ckptd.core.storage_root import in_bucket, storage_root
 from ckptd.persist import manifest as m
 from ckptd.persist.index import Chunk, Tensor
-from ckptd.persist.names import DAMAGED, DATA, MANIFEST, READ, is_aside, place_of, step_dir, writer_of
-from ckptd.persist.preflight import is_probe
+from ckptd.persist.names import DAMAGED, DATA, READ, step_dir, writer_of
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.side import check_side
-from ckptd.persist.storage.base import NotFound, Sight, Storage, StorageError
-from ckptd.persist.storage.factory import storage_at
+from ckptd.persist.storage.base import NotFound, Storage, StorageError
 from ckptd.persist.sums import FileDamage, digest
 from ckptd.thread_pool import ThreadPool, together
 from ckptd.wire.bulk import Pace, wait_turn
@@ -55,59 +51,6 @@ class VerifyReport:
 Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 
-def verify(path: str, progress: Progress | None = None) -> VerifyReport:
-    """Check the checkpoint at ``path``, of the local file system or in a bucket. Never raises for damage, it reports it. Below a
-    storage root where this user may write a mark says so from then on, or no more."""
-    path = storage_root(path)
-    if not in_bucket(path):
-        path = os.path.abspath(path)
-        if not os.path.isdir(path):
-            raise CkptdError("no such directory", where=path)
-    place = place_of(path)
-    if place is not None:  # files of it may lie in other checkpoints of its job
-        root, job, snapshot = place
-        storage, directory = storage_at(root), step_dir(job, snapshot)
-        report = verify_at(storage, directory, progress)
-        mark_report(storage, directory, report)
-        if report.ok:
-            with contextlib.suppress(StorageError):
-                storage.unmark(directory, DAMAGED)
-        return report
-    if in_bucket(path):
-        above, _, name = path.rpartition("/")
-        return verify_at(storage_at(above), name, progress)
-    return verify_at(storage_at(path), "", progress)
-
-
-def find_checkpoints(path: str) -> list[str]:
-    """Directories with a manifest at ``path`` or below, sorted: what `ckptd verify PATH` goes through."""
-    if in_bucket(path):
-        return _in_bucket(path)
-    found = []
-    for where, below, names in os.walk(path):
-        # What a killed preflight or commit left under a name of its own is no checkpoint.
-        below[:] = [name for name in below if not (is_aside(name) or is_probe(where, name))]
-        if MANIFEST in names:
-            found.append(where)
-    return sorted(found)
-
-
-def _in_bucket(root: str) -> list[str]:
-    above, _, name = root.rpartition("/")
-    if above != "s3:/":  # it may be a checkpoint itself
-        with contextlib.suppress(NotFound):
-            storage_at(above).open(f"{name}/{MANIFEST}").close()
-            return [root]
-    storage, found, left = storage_at(root), [], [""]
-    while left:
-        path = left.pop()
-        shown = [pointer.name for pointer in storage.pointers(path) if pointer.sight is Sight.SHOWN]
-        found += [f"{root}/{path}/{name}" if path else f"{root}/{name}" for name in shown]
-        below = [entry.name for entry in storage.list(path) if entry.is_dir and not is_aside(entry.name)]
-        left += [f"{path}/{name}" if path else name for name in below if name not in shown and not is_probe(path, name)]
-    return sorted(found)
-
-
 def verify_at(
     storage: Storage,
     directory: str,
@@ -117,9 +60,9 @@ def verify_at(
     at_once: int = FILES_AT_ONCE,
     trusted: Collection[SnapshotId] = (),
 ) -> VerifyReport:
-    """As ``verify``, below a storage root. A cancelled run reports that as its problem. at_once: so many files are read side by
-    side; 1: by this thread alone. known: writers (names.writer_of) whose files have been read back. trusted: older checkpoints that
-    have been read back whole; what lies there is not read again."""
+    """Read a checkpoint back. Never raises for damage, it reports it; a cancelled run reports that as its problem. at_once: so many
+    files are read side by side; 1: by this thread alone. known: writers (names.writer_of) whose files have been read back. trusted:
+    older checkpoints that have been read back whole; what lies there is not read again."""
     report = VerifyReport(storage.locate(directory))
     try:
         with Checkpoint.at(storage, directory) as checkpoint:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.demo.job import free_port
-from ckptd.persist.verify import verify
+from ckptd.persist.opening import verify
 from tests.cluster.nodes import Cluster
 from tests.waiting import until
 

@@ -21,8 +21,8 @@ from ckptd.export import dcp as dcp_form
 from ckptd.export import stored
 from ckptd.export.export import Report, Request, Shown, export
 from ckptd.persist.names import step_dir
+from ckptd.persist.opening import verify
 from ckptd.persist.storage.posix import PosixStorage
-from ckptd.persist.verify import verify
 from tests import places
 from tests.node.checkpoints import DEFAULT, JOB, World, save, small_world, worlds
 from tests.node.commands import Cli

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from ckptd.persist.verify import verify
+from ckptd.persist.opening import verify
 from tests.node.commands import Cli
 from tests.node.imports import JOB, Net, expect_same, fresh, restored, run_import, trained
 from tests.peak import peak_below

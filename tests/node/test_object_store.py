@@ -24,6 +24,7 @@ from ckptd.observe.health import Health
 from ckptd.persist.commits import list_commits
 from ckptd.persist.lineage import claim_epoch, newest_record
 from ckptd.persist.names import DATA, KEEP, MANIFEST, epoch_dir, step_dir
+from ckptd.persist.opening import find_checkpoints, verify
 from ckptd.persist.preflight import check_tokens, probe, winners
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
@@ -31,7 +32,7 @@ from ckptd.persist.storage import object_file, object_store
 from ckptd.persist.storage.base import AWAY, Sight, StorageError, read_file
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.object_store import ObjectStorage
-from ckptd.persist.verify import find_checkpoints, verify, verify_at
+from ckptd.persist.verify import verify_at
 from tests.node.checkpoints import JOB, check_all, epoch_record, save
 from tests.node.commands import Cli
 from tests.node.storage_conformance import (

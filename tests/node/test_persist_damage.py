@@ -19,10 +19,10 @@ from ckptd.persist import manifest as m
 from ckptd.persist.index import Chunk, Index, Tensor
 from ckptd.persist.manifest_file import decode, encode, read
 from ckptd.persist.names import INDEX, MANIFEST, step_dir
+from ckptd.persist.opening import find_checkpoints, verify
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage, digest
-from ckptd.persist.verify import find_checkpoints, verify
 from tests.descriptors import opened
 from tests.node.checkpoints import JOB, World, commit_all, save, small_world, write_all
 

@@ -23,11 +23,12 @@ from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.manifest import Contents
 from ckptd.persist.manifest_file import read
 from ckptd.persist.names import INDEX, attempt_dir, record_path, step_dir
+from ckptd.persist.opening import verify
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import digest
-from ckptd.persist.verify import verify, verify_at
+from ckptd.persist.verify import verify_at
 from tests.node.checkpoints import (
     DEFAULT,
     JOB,

@@ -18,6 +18,7 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import BLOCK_BYTES, UNIQUE
 from ckptd.core.state_map.layout_build import LayoutItem
 from ckptd.persist.names import attempt_dir, step_dir
+from ckptd.persist.opening import verify
 from ckptd.persist.packing import split_box
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import Storage, StorageError
@@ -25,7 +26,7 @@ from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.strided import extent, slabs
 from ckptd.persist.sums import SlotDamage
-from ckptd.persist.verify import verify, verify_at
+from ckptd.persist.verify import verify_at
 from ckptd.persist.writer import Cancelled, write_pieces
 from tests.core.worlds import boxes_in, cells, rows_of, shapes
 from tests.node.checkpoints import (

@@ -31,7 +31,7 @@ from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.manifest import Contents
 from ckptd.persist.manifest_file import encode, read
 from ckptd.persist.names import OF, VERIFIED, step_dir
-from ckptd.persist.opening import root_at
+from ckptd.persist.opening import root_at, verify
 from ckptd.persist.pieces import chunks_of
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
@@ -41,7 +41,7 @@ from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage
 from ckptd.persist.unchanged import unchanged
-from ckptd.persist.verify import VerifyReport, mark_damaged, verify, verify_at
+from ckptd.persist.verify import VerifyReport, mark_damaged, verify_at
 from tests.core.worlds import rows_of
 from tests.node.checkpoints import (
     JOB,

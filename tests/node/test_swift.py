@@ -23,12 +23,13 @@ from ckptd.daemon.storage import open_storage
 from ckptd.observe.health import Health
 from ckptd.persist.lineage import claim_epoch, newest_record
 from ckptd.persist.names import MANIFEST, step_dir
+from ckptd.persist.opening import find_checkpoints, verify
 from ckptd.persist.preflight import probe
 from ckptd.persist.storage import object_store
 from ckptd.persist.storage.base import NotFound, Sight, StorageError, read_file
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.object_store import ObjectStorage
-from ckptd.persist.verify import find_checkpoints, verify, verify_at
+from ckptd.persist.verify import verify_at
 from tests.node import test_object_store as moto
 from tests.node.checkpoints import JOB, epoch_record, save
 from tests.node.storage_conformance import (
