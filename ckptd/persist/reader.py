@@ -173,6 +173,10 @@ class Checkpoint:
             raise CkptdError(text, where=self.where, hint="name a rank of the snapshot's world")
         return self.files.blob(refs[0])
 
+    def owner(self, key: str, rank: int | None) -> int | None:
+        """Whose value ``read`` takes for this rank: None is everybody's. Raises CkptdError: no such tensor."""
+        return self.index.tensor_at(self._tensor(key, rank)).rank
+
     @property
     def where(self) -> str:
         return self.storage.locate(self.directory)

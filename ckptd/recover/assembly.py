@@ -35,6 +35,11 @@ class Assembly:
         self._parts.append(np.stack((pieces.want, np.array(numbers, np.int64)[which], segment, offset)))
         self.bytes_by_source[source] += int(pieces.nbytes.sum())
 
+    def came_from(self, planned: str, source: str, nbytes: int) -> None:
+        """So many of the bytes that were planned to come from there came from another source."""
+        self.bytes_by_source[planned] -= nbytes
+        self.bytes_by_source[source] += nbytes
+
     @property
     def placed(self) -> Placed:
         want, form, segment, at = np.concatenate([np.empty((4, 0), np.int64), *self._parts], 1)

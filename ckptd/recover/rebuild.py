@@ -354,17 +354,23 @@ class Rebuild:
         jobs, at = [], 0
         for (origin, group), nbytes in zip(groups, sizes, strict=True):
             assembly.put(origin.source, group.brought(), slot, at + np.cumsum(group.nbytes) - group.nbytes)
-            jobs.append(self._fetch_group(origin, group, slot.payload[at : at + nbytes]))
+            jobs.append(self._fetch_group(origin, group, slot.payload[at : at + nbytes], assembly, shared=room is None))
             at += aligned(nbytes)
         if all(await all_ended(jobs)):
             return True
         if room is None:
+            await self._stored.forget()
             self._host.give_back(slot)  # the next plan finds it again
         return False
 
-    async def _fetch_group(self, origin: Origin, group: Pieces, into: memoryview) -> bool:
+    async def _fetch_group(
+        self, origin: Origin, group: Pieces, into: memoryview, assembly: Assembly, *, shared: bool
+    ) -> bool:
+        """shared: nothing else is going to be fetched into this memory."""
         if origin.source == DURABLE:
-            return await self._stored.read(group, into)
+            nbytes = await self._stored.read(group, into, shared=shared)
+            assembly.came_from(DURABLE, OWN, len(into) - nbytes if nbytes is not None else 0)
+            return nbytes is not None
         if origin.source == PARITY:
             return await self._by_parity.fetch(origin.rank, group, into)
         layout = next(held.layout for held in self._held if (held.node, held.rank) == origin[1:])

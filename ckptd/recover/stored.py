@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 from ckptd.core.errors import CkptdError
@@ -11,6 +12,7 @@ from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.pieces import Piece
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import NotFound, StorageError
+from ckptd.recover.shared import Shared
 from ckptd.recover.threads import Threads, all_ended
 from ckptd.thread_pool import ThreadPool
 
@@ -29,7 +31,7 @@ class Stored:
         self.ok, self.why, self.away = ok, "", False
         self._opens, self._failed = opens, failed
         self._pool = ThreadPool(READERS_MAX, "restore")
-        self._threads = Threads(self._pool)
+        self._threads, self._shared = Threads(self._pool), Shared(self._pool)
         self._checkpoint: Checkpoint | None = None
         self._opening = asyncio.Lock()
 
@@ -59,20 +61,30 @@ class Stored:
         except (CkptdError, OSError):
             return None
 
-    async def read(self, pieces: Iterable[Piece], into: memoryview) -> bool:
-        """The pieces one after the other into ``into``. False: something was unreadable, or damaged."""
-        reads, at = [], 0
-        for piece in pieces:
-            reads.append(self._read(piece, into[at : at + piece.nbytes]))
-            at += piece.nbytes
+    async def read(self, pieces: Iterable[Piece], into: memoryview, *, shared: bool = False) -> int | None:
+        """The pieces one after the other into ``into``. So many bytes of them were read from storage; None: something was
+        unreadable, or damaged. shared: what another rank wants, too, is read once; ``into`` is not written again before
+        ``forget()``."""
+        wanted, at, fills = [*pieces], 0, []
         try:
-            await all_ended(reads)
+            whose = await self.call(lambda checkpoint: [checkpoint.owner(piece.key, piece.rank) for piece in wanted])
+            for piece, owner in zip(wanted, whose, strict=True):
+                dest = into[at : at + piece.nbytes]
+                read = partial(self._read, piece, dest)
+                fills.append(self._shared.fill((piece.key, owner, piece.box), dest, read) if shared else _alone(read))
+                at += piece.nbytes
+            copied = await all_ended(fills)
         except (CkptdError, OSError):
-            return False
-        return True
+            return None
+        return at - sum(piece.nbytes for piece, found in zip(wanted, copied, strict=True) if found)
+
+    async def forget(self) -> None:
+        """What was read into is going to be written."""
+        await self._shared.forget()
 
     async def ended(self) -> None:
         await self._threads.ended()
+        await self._shared.ended()
 
     async def close(self) -> None:
         """After they have ended. Storage may hang on the lease as well."""
@@ -92,6 +104,11 @@ class Stored:
 
     async def _read(self, piece: Piece, dest: memoryview) -> None:
         await self.call(lambda checkpoint: checkpoint.read(piece.key, piece.box, dest, piece.rank))
+
+
+async def _alone(read: Callable[[], Awaitable[None]]) -> bool:
+    await read()
+    return False
 
 
 def is_away(error: Exception) -> bool:

@@ -56,3 +56,21 @@ def test_a_bucket_that_goes_away_and_comes_back(nodes: Cluster, bucket: str, obj
         assert "NoSuchBucket" in node.problems()["flush"]
     newest = node.newest(JOB, "sealed")
     until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "durable") >= newest, 90, "durable to follow")
+
+
+def test_what_all_ranks_of_a_node_want_leaves_the_bucket_once(nodes: Cluster, bucket: str) -> None:
+    """P9, P12: three replicas of one model, and memory that has nothing."""
+    node = nodes.node(storage_root=bucket, replicas=0)
+    world = nodes.world([node] * 3, JOB, kind="ddp")
+    together(world, "restore")
+    together(world, "train", steps=2)
+    digests = together(world, "digest")
+    assert all("durable" in str(answer) for answer in together(world, "wait", level="durable"))
+    for gone in (*world, node):
+        gone.kill()
+    fresh = nodes.node(storage_root=bucket, replicas=0)
+    again = nodes.world([fresh] * 3, JOB, kind="ddp")
+    assert together(again, "restore") == [2] * 3 and together(again, "digest") == digests
+    moved = [row["bytes"] for row in together(again, "last_restore")]
+    (one,) = {row["durable"] + row["own"] for row in moved}
+    assert sum(row["durable"] for row in moved) == one > 0
