@@ -15,9 +15,11 @@ from ckptd_client.entries import Entry, Extra, Mode, Owner, State
 from ckptd_client.garbage import searched_later
 from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
+from ckptd_client.rules import text_of
 
 META = "$meta"  # object: {"step", "meta", "contents": {name of a registered dict or list: keys of what a restore can make},
-# "on_device": keys of tensors in objects, and registered as such, that lay on one}
+# "on_device": keys of tensors in objects, and registered as such, that lay on one, "rules": {pattern: what it says}, if any}
+RULES_TOLD_MAX = 1000
 GROUPS = "groups"  # object "<optimizer>.groups"
 BESIDE = "more"  # object "<optimizer>.more": what its own state_dict() has beside state and groups
 ODD = "state"  # object "<optimizer>.state": optimizer state that is not a tensor
@@ -47,6 +49,9 @@ def objects(registry: Registry, state: State, step: int, meta: dict[str, Any]) -
     tensors += [(owner.rename(owner.name), owner.value) for owner in registry.of_kind("tensor")]
     on_device = [key for key, tensor in tensors if tensor.device.type != "cpu"]
     told = {"step": step, "meta": meta, "contents": registry.contents(), "on_device": on_device}
+    rules = {pattern: rule for owner in registry.owners.values() for pattern, rule in owner.rules.items()}
+    if rules:
+        told["rules"] = {pattern: text_of(rule) for pattern, rule in sorted(rules.items())[:RULES_TOLD_MAX]}
     state.objects[META] = tree.encode(told, META)
 
 

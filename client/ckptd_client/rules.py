@@ -229,6 +229,23 @@ def check_rules(rules: Mapping[str, Any]) -> None:
             raise CkptdError(f"{said} is no rule", where=pattern, hint=hint)
 
 
+def text_of(rule: Rule) -> str:
+    """As it was written, the same on all ranks: of groups and meshes only what they are."""
+    if isinstance(rule, Own):
+        return f'own("{rule.how}")'
+    return " ".join(map(_text, rule if isinstance(rule, Iterable) else [rule]))
+
+
+def _text(cut: Cut) -> str:
+    if isinstance(cut, Padded):
+        return f"padded({cut.dim}, {cut.size})"
+    over = f'"{cut.over}"' if isinstance(cut.over, str) else type(cut.over).__name__
+    if isinstance(cut, Copied):
+        return f"copied({over})"
+    told = {"parts": cut.parts, "widths": cut.widths, "unit": cut.unit if cut.unit > 1 else None, "order": cut.order}
+    return f"shard({cut.dim}, {over}{''.join(f', {name}={value}' for name, value in told.items() if value is not None)})"
+
+
 def rule_of(key: str, rules: Mapping[str, Rule], matches: Callable[[str, Sequence[str]], bool]) -> Rule | None:
     """Raises CkptdError: two patterns that fit say different things."""
     fitting = [pattern for pattern in rules if matches(key, [pattern])]

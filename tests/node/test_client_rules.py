@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ckptd_client import CkptdError, Client, copied, numbered, own, padded, shard
-from ckptd_client.rules import Axis, laid
+from ckptd_client.rules import Axis, laid, text_of
 from ckptd_client.runs import boxes_of
 
 from tests.node.rank_daemon_double import RankDaemonDouble
@@ -84,6 +84,20 @@ def test_widths_and_orders() -> None:
     assert wrong(whole, shard(0, over="tp", parts=(4, 6), widths=((4, 0), (1, 5))), whole[[0, 1, 2, 3, 4]], tp=(2, 0)) == []
     assert wrong(whole, shard(0, over="ep", unit=2, order=((4, 0), (1, 2, 3))), whole[[8, 9, 0, 1]], ep=(2, 0)) == []
     assert wrong(whole, shard(0, over="ep", unit=2, order=((4, 0), (1, 2, 3))), whole[2:8], ep=(2, 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (own("mean"), 'own("mean")'), (shard(0, over="tp"), 'shard(0, "tp")'),
+        ([shard(-1, over="tp", parts=[4, 6], unit=2), padded(0, 10), copied("dp")],
+         'shard(-1, "tp", parts=(4, 6), unit=2) padded(0, 10) copied("dp")'),
+        (shard(0, over="tp", widths="even"), 'shard(0, "tp", widths=even)'), (copied(object()), "copied(object)"),
+    ],
+)  # fmt: skip
+def test_a_rule_as_text(rule: Any, text: str) -> None:
+    """The same on all ranks, whatever group it is over."""
+    assert text_of(rule) == text
 
 
 def test_what_was_made_longer_is_dropped() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
+from ckptd_client import own
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box
@@ -21,6 +22,7 @@ from ckptd.persist.storage.posix import PosixStorage
 from tests.core.worlds import rows_of
 from tests.node.checkpoints import JOB, World, make_world, save, small_world
 from tests.node.commands import Cli
+from tests.node.trained import Small, trained
 
 
 def saved(storage: PosixStorage, world: World, step: int) -> str:
@@ -123,7 +125,7 @@ def test_the_tensors_of_a_checkpoint(cli: Cli, tmp_path: Path) -> None:
     rows = json.loads(cli("ls", "--tensors", "model.*", path, "--json").out)["tensors"]
     assert rows[-1] == {
         "key": "model.wide", "dtype": "F32", "shape": [40, 1024], "bytes": 4 * 40 * 1024, "chunks": 2, "role": "param",
-        "rank": None, "aliases": ["model.head"],
+        "rank": None, "aliases": ["model.head"], "rule": None,
     }  # fmt: skip
     assert [row["rank"] for row in rows if row["key"] == "model.mean"] == [0, 1]
     assert {row["key"] for row in rows} == {"model.mean", "model.norm", "model.tall", "model.wide"}
@@ -132,6 +134,19 @@ def test_the_tensors_of_a_checkpoint(cli: Cli, tmp_path: Path) -> None:
     assert "fits 'x'" in cli("ls", "--tensors", "x", path).out
     assert "no such directory" in cli("ls", "--tensors", "*", tmp_path / "nowhere").err
     assert "needs a checkpoint" in cli("ls", "--tensors", "*").err
+
+
+def test_the_rule_that_a_tensor_was_saved_under(cli: Cli) -> None:
+    model = Small()
+    with trained() as train:
+        rules = {"*.running_*": own("mean"), "model.norm.num_batches_tracked": own("max")}
+        path = train("ruled", {"model": model, "rules": rules}, lambda number: None)
+        shown = {row["key"]: row["rule"] for row in json.loads(cli("ls", "--tensors", "*", path, "--json").out)["tensors"]}
+        assert {key: rule for key, rule in shown.items() if rule} == {
+            "model.norm.running_mean": 'own("mean")', "model.norm.running_var": 'own("mean")',
+            "model.norm.num_batches_tracked": 'own("max")',
+        }  # fmt: skip
+        assert 'own("mean")' in cli("ls", "--tensors", "*.running_mean", path).out
 
 
 def test_who_compares_nothing_is_told(cli: Cli, tmp_path: Path) -> None:
